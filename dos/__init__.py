@@ -1,0 +1,6 @@
+"""A drop-in AdamW for PyTorch that keeps optimizer state wherever it is cheapest right now."""
+
+from dos.devices import EmulatedDevice
+from dos.optimizer import DOSAdam
+
+__all__ = ["DOSAdam", "EmulatedDevice"]

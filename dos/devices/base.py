@@ -1,0 +1,68 @@
+"""What the engine asks of an accelerator. Streams and events stay behind this protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from perfmodel import Lane, Op, Span
+
+Copy = tuple[Tensor, Tensor]
+"""(destination, source): 1-D tensors of equal length and dtype."""
+
+
+LANES = {Op.GRADIENT: Lane.D2H, Op.FLUSH: Lane.D2H, Op.PREFETCH: Lane.H2D, Op.PARAMETER: Lane.H2D, Op.UPDATE: Lane.GPU}
+"""The streams of a device, one for each operation, and the lane that serves it."""
+
+
+class Memory(NamedTuple):
+    """Device memory in bytes."""
+
+    free: int
+    total: int
+
+
+class Job(Protocol):
+    """Work in flight."""
+
+    def wait(self) -> Span:
+        """Block until the work is done and say when it ran. Raises what the work, or work it waited for, raised."""
+
+
+class Device(Protocol):
+    """An accelerator: memory, and one in-order stream for each kind of operation.
+
+    Work of different streams runs at once unless `after` orders it. Two streams share each link (gradients and flushes,
+    prefetches and parameters), so that a transfer that waits does not hold up one that could go.
+    """
+
+    def owns(self, tensor: Tensor) -> bool:
+        """Whether the tensor is in this device's memory."""
+
+    def host_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """1-D zeros in host memory from which the device copies fast."""
+
+    def allocate(self, nbytes: int) -> Tensor:
+        """1-D uint8 device memory, uninitialised. Raises torch.OutOfMemoryError."""
+
+    def free(self, buffer: Tensor) -> None:
+        """Give back what `allocate` gave. No work in flight may use it."""
+
+    def memory(self) -> Memory:
+        """Free and total device memory."""
+
+    def fence(self) -> Sequence[Job]:
+        """The work that the caller has queued on the device so far, such as the backward pass."""
+
+    def copy(self, op: Op, subgroup: int, copies: Sequence[Copy], after: Sequence[Job] = ()) -> Job:
+        """Copy across the link of `op` once all of `after` are done."""
+
+    def launch(self, subgroup: int, update: Callable[[], None], numel: int, after: Sequence[Job] = ()) -> Job:
+        """Run `update`, which updates `numel` parameters on the device, once all of `after` are done."""
+
+    def host_update(self, numel: int) -> AbstractContextManager[float]:
+        """Surrounds an update of `numel` parameters on the host; gives the time.perf_counter() of its start."""

@@ -1,0 +1,131 @@
+"""An accelerator made of host memory: real copies and updates that take as long as they would on the hardware emulated."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+from dos.devices.base import LANES, Copy, Job, Memory
+from dos.devices.pacer import Pacer
+from perfmodel import Lane, Op, Span
+from perfmodel.hardware import HardwareProfile
+from perfmodel.simulate import shared_rates
+
+HOST_UPDATE_BYTES = 28
+"""Host traffic of one parameter's update on the CPU: DESIGN section 3."""
+
+
+class EmulatedDevice:
+    """Emulates an accelerator and its host; parameters are ordinary CPU tensors that count as being on it.
+
+    profile: rates of the links, the device and the host's update. `profile.scaled(1 / 500)` makes a large machine's
+        proportions last long enough to be reproduced by a small one.
+    capacity: device memory in bytes.
+    occupied: bytes of it that the model and its activations take.
+
+    Copies and updates are real, each stream runs on a thread of its own, and a lane serves one of them at a time.
+    Allocations past the capacity raise torch.OutOfMemoryError. Copies and pickles of an emulated device are new devices
+    of the same make, except `copy.deepcopy`, which gives the device itself, as for a torch device.
+    """
+
+    def __init__(self, profile: HardwareProfile, capacity: int, occupied: int = 0) -> None:
+        if not 0 <= occupied <= capacity:
+            raise ValueError(f"occupied must lie in [0, capacity={capacity}] bytes, found {occupied}")
+        self.profile = profile
+        self.capacity = capacity
+        self.occupied = occupied
+        self.peak_bytes = occupied
+        self._held = 0
+        self._memory_lock = threading.Lock()
+        self._pacer = Pacer(self._speeds)
+        # In-order streams: one worker thread each.
+        self._streams = {op: ThreadPoolExecutor(1, thread_name_prefix=f"dos-emulated-{op.value}") for op in LANES}
+
+    def __repr__(self) -> str:
+        return f"EmulatedDevice({self.profile.name}, {self.capacity / 2**20:.1f} MiB)"
+
+    def __deepcopy__(self, memo: dict[int, object]) -> EmulatedDevice:
+        return self
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return EmulatedDevice, (self.profile, self.capacity, self.occupied)
+
+    def owns(self, tensor: Tensor) -> bool:
+        return tensor.device.type == "cpu"
+
+    def host_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(numel, dtype=dtype)
+
+    def allocate(self, nbytes: int) -> Tensor:
+        with self._memory_lock:
+            free = self.capacity - self.occupied - self._held
+            if nbytes > free:
+                raise torch.OutOfMemoryError(
+                    f"emulated device out of memory: {nbytes} bytes asked for, {free} of {self.capacity} free"
+                )
+            self._held += nbytes
+            self.peak_bytes = max(self.peak_bytes, self.occupied + self._held)
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def free(self, buffer: Tensor) -> None:
+        with self._memory_lock:
+            self._held -= buffer.nbytes
+
+    def memory(self) -> Memory:
+        return Memory(self.capacity - self.occupied - self._held, self.capacity)
+
+    def fence(self) -> Sequence[Job]:
+        return ()  # computation on the emulated device is the caller's own: it is over when it returns
+
+    def copy(self, op: Op, subgroup: int, copies: Sequence[Copy], after: Sequence[Job] = ()) -> Job:
+        def work() -> None:
+            for destination, source in copies:
+                destination.copy_(source)
+
+        nbytes = sum(source.nbytes for _, source in copies)
+        bandwidth = self.profile.h2d_bandwidth if op in (Op.PREFETCH, Op.PARAMETER) else self.profile.d2h_bandwidth
+        return self._queue(op, subgroup, work, self.profile.copy_latency_s + nbytes / bandwidth, after)
+
+    def launch(self, subgroup: int, update: Callable[[], None], numel: int, after: Sequence[Job] = ()) -> Job:
+        alone_s = self.profile.launch_latency_s + numel / self.profile.gpu_update_rate
+        return self._queue(Op.UPDATE, subgroup, update, alone_s, after)
+
+    def host_update(self, numel: int) -> AbstractContextManager[float]:
+        return self._pacer.serve(Lane.CPU, numel / self.profile.cpu_update_rate)
+
+    def _speeds(self, lanes: Collection[Lane]) -> Mapping[Lane, float]:
+        """How fast each busy lane runs beside the others, as a fraction of its speed alone: see perfmodel.simulate."""
+        p = self.profile
+        alone = {Lane.H2D: p.h2d_bandwidth, Lane.D2H: p.d2h_bandwidth, Lane.CPU: p.cpu_update_rate * HOST_UPDATE_BYTES}
+        wanted = {lane: alone[lane] for lane in lanes if lane in alone}
+        if Lane.H2D in wanted and Lane.D2H in wanted:
+            wanted |= {Lane.H2D: p.h2d_bandwidth_duplex, Lane.D2H: p.d2h_bandwidth_duplex}
+        got = shared_rates(list(wanted.values()), p.host_bandwidth_per_rank)
+        speeds = {lane: rate / alone[lane] for lane, rate in zip(wanted, got, strict=True)}
+        return {lane: speeds.get(lane, 1.0) for lane in lanes}
+
+    def _queue(self, op: Op, subgroup: int, work: Callable[[], None], alone_s: float, after: Sequence[Job]) -> Job:
+        def run() -> Span:
+            for job in after:
+                job.wait()
+            with torch.no_grad(), self._pacer.serve(LANES[op], alone_s) as start:
+                work()
+            return Span(LANES[op], op, subgroup, start, time.perf_counter())
+
+        return _EmulatedJob(self._streams[op].submit(run))
+
+
+class _EmulatedJob:
+    """Work queued on a stream."""
+
+    def __init__(self, future: Future[Span]) -> None:
+        self._future = future
+
+    def wait(self) -> Span:
+        return self._future.result()

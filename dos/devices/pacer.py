@@ -1,0 +1,75 @@
+"""Makes work take the time it would take on other hardware: lanes that slow each other down, on the wall clock."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+
+from perfmodel import Lane
+
+Speeds = Callable[[Collection[Lane]], Mapping[Lane, float]]
+"""The lanes that are busy -> how fast each of them runs, as a fraction of its speed when alone."""
+
+_DONE_S = 1e-6
+"""Work below this many seconds counts as done; waits are not more exact than that."""
+
+
+class Pacer:
+    """Serves one piece of work per lane at a time, in the order in which they ask; lanes slow each other by `speeds`."""
+
+    def __init__(self, speeds: Speeds) -> None:
+        self._speeds = speeds
+        self._changed = threading.Condition()
+        self._queues: dict[Lane, deque[object]] = {lane: deque() for lane in Lane}
+        self._remaining: dict[Lane, float] = {}
+        self._speed: Mapping[Lane, float] = {}
+        self._advanced = 0.0
+
+    @contextmanager
+    def serve(self, lane: Lane, alone_s: float) -> Iterator[float]:
+        """Occupy the lane while the body runs, and for at least as long as work of `alone_s` seconds takes on it.
+
+        alone_s: seconds that the work takes when no other lane is busy. Gives the time.perf_counter() of its start.
+        """
+        start = self._enter(lane, alone_s)
+        try:
+            yield start
+        finally:
+            self._leave(lane)
+
+    def _enter(self, lane: Lane, alone_s: float) -> float:
+        ticket = object()
+        with self._changed:
+            queue = self._queues[lane]
+            queue.append(ticket)
+            while queue[0] is not ticket:
+                self._changed.wait()
+            self._advance()
+            self._remaining[lane] = alone_s
+            self._share()
+            return self._advanced
+
+    def _leave(self, lane: Lane) -> None:
+        with self._changed:
+            self._advance()
+            while self._remaining[lane] > _DONE_S:
+                self._changed.wait(self._remaining[lane] / self._speed[lane])
+                self._advance()
+            del self._remaining[lane]
+            self._queues[lane].popleft()
+            self._share()
+
+    def _advance(self) -> None:
+        """Account for the time since the last call at the speeds that held."""
+        now = time.perf_counter()
+        for lane, left in self._remaining.items():
+            self._remaining[lane] = max(0.0, left - (now - self._advanced) * self._speed[lane])
+        self._advanced = now
+
+    def _share(self) -> None:
+        """The set of busy lanes changed: new speeds, and everybody looks at the clock again."""
+        self._speed = self._speeds(self._remaining.keys())
+        self._changed.notify_all()

@@ -1,0 +1,32 @@
+"""Which accelerator a parameter is on."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dos.devices.base import Device
+from dos.devices.cuda import CudaDevice
+
+
+def device_for(parameter: Tensor, requested: Device | torch.device | str | None) -> Device | None:
+    """The accelerator that holds the parameter, None for one on the host.
+
+    requested: what the user passed as `device`; a torch device only confirms where the parameters are.
+    Raises TypeError for a parameter on a kind of device that is not supported, ValueError for one elsewhere than
+    requested.
+    """
+    if requested is not None and not isinstance(requested, (torch.device, str)):
+        return requested
+    if parameter.device.type not in ("cpu", "cuda"):
+        raise TypeError(f"expected parameters on cpu or cuda, found {parameter.device}")
+    if requested is not None:
+        wanted = torch.device(requested)
+        if wanted.type != parameter.device.type or wanted.index not in (None, parameter.device.index):
+            raise ValueError(f"device is {wanted} but a parameter is on {parameter.device}; move the model there first")
+    return CudaDevice(parameter.device) if parameter.device.type == "cuda" else None
+
+
+def host_zeros(numel: int, dtype: torch.dtype) -> Tensor:
+    """1-D zeros in ordinary host memory."""
+    return torch.zeros(numel, dtype=dtype)

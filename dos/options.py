@@ -1,0 +1,80 @@
+"""The user's choices beyond AdamW's, in one frozen value, and the checks of all arguments."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dos.controller import Policy, resolve_policy
+
+DEFAULT_SUBGROUP_SIZE = 100_000_000
+"""Parameters; the size that DeepSpeed and the paper use. 1.2 GB of fp32 state."""
+
+SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Options:
+    """How DOSAdam keeps and moves state. Raises ValueError or TypeError for what cannot be done.
+
+    policy: see DOSAdam.
+    subgroup_size: parameters updated as one unit.
+    max_grad_norm: clip the global gradient norm to this at each step, or None.
+    master_weights: keep fp32 copies of bf16 and fp16 parameters.
+    """
+
+    policy: str | float | Policy
+    subgroup_size: int
+    max_grad_norm: float | None
+    master_weights: bool
+
+    def __post_init__(self) -> None:
+        resolve_policy(self.policy)
+        if isinstance(self.subgroup_size, bool) or not isinstance(self.subgroup_size, int):
+            raise TypeError(f"subgroup_size must be an int (parameters), found {self.subgroup_size!r}")
+        if self.subgroup_size < 1:
+            raise ValueError(f"subgroup_size must be 1 or more parameters, found {self.subgroup_size}")
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+            raise ValueError(f"max_grad_norm must be above 0, or None for no clipping, found {self.max_grad_norm}")
+
+
+def check_settings(settings: Mapping[str, Any], where: str) -> None:
+    """Check AdamW's settings of one param group. Raises ValueError that begins with `where`."""
+    lr = settings["lr"]
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError(f"{where}: a tensor lr must have 1 element, found shape {tuple(lr.shape)}")
+    for name in ("lr", "eps", "weight_decay"):
+        value = float(settings[name])
+        if not 0.0 <= value < math.inf:
+            raise ValueError(f"{where}: {name} must be 0 or more and finite, found {value}")
+    betas = settings["betas"]
+    if len(betas) != 2:
+        raise ValueError(f"{where}: betas must be two numbers, found {betas}")
+    for i, beta in enumerate(betas):
+        if not 0.0 <= float(beta) < 1.0:
+            raise ValueError(f"{where}: betas[{i}] must lie in [0, 1), found {float(beta)}")
+    if settings["capturable"]:
+        raise ValueError(
+            f"{where}: capturable=True is not supported, because part of the update runs on the host, which a CUDA graph "
+            "cannot capture; leave step() outside the graph and use capturable=False"
+        )
+    if settings["differentiable"]:
+        raise ValueError(
+            f"{where}: differentiable=True is not supported, because state leaves autograd's sight when it moves to the "
+            "host; use torch.optim.AdamW(differentiable=True) for differentiating through the update"
+        )
+
+
+def check_parameter(parameter: Tensor, name: str) -> None:
+    """Raise TypeError for a parameter whose dtype, layout or device cannot be optimised."""
+    if parameter.layout != torch.strided:
+        raise TypeError(f"{name}: expected a dense parameter, found layout {parameter.layout}")
+    if parameter.dtype not in SUPPORTED_DTYPES:
+        expected = ", ".join(str(d) for d in SUPPORTED_DTYPES)
+        hint = "use torch.optim.AdamW for it" if parameter.is_floating_point() or parameter.is_complex() else "freeze it"
+        raise TypeError(f"{name}: expected a parameter of {expected}, found {parameter.dtype}; {hint}")

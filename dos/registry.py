@@ -1,0 +1,189 @@
+"""Which parameters have state, and where: enrols them at their first gradient and follows what users do to them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dos.options import Options, check_parameter
+from dos.subgroup import Arena, HostAllocator, ParameterRecord, Subgroup, split
+from dos.update import AdamStep
+from dos.work import PieceUpdate, SubgroupUpdate
+
+Group = dict[str, Any]
+StateDict = MutableMapping[Tensor, Any]
+
+STATE_TENSORS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master_param")
+
+
+class Registry:
+    """The optimizer's records, arenas and subgroups.
+
+    accelerated: those subgroups whose parameters are on the accelerator; their indices are those of a Plan.
+    local: those whose parameters are on the host.
+    """
+
+    def __init__(self, options: Options, accelerates: Callable[[Tensor], bool], allocate: HostAllocator) -> None:
+        self._options = options
+        self._accelerates = accelerates
+        self._allocate = allocate
+        self._admitted: dict[Tensor, tuple[torch.device, torch.dtype, torch.Size]] = {}
+        self._records: dict[Tensor, ParameterRecord] = {}
+        self.accelerated: list[Subgroup] = []
+        self.local: list[Subgroup] = []
+
+    def admit(self, group: Group) -> None:
+        """Remember what the group's parameters are now. Raises TypeError for one that cannot be optimised."""
+        for parameter in group["params"]:
+            check_parameter(parameter, name_of(parameter, group))
+        self._admitted.update({p: (p.device, p.dtype, p.shape) for p in group["params"]})
+
+    def active(self, groups: Iterable[Group], state: StateDict) -> list[tuple[ParameterRecord, Group]]:
+        """The records of all parameters with a gradient, enrolled if new, and whose state is what `state` says.
+
+        Raises before anything is changed if a parameter, a gradient or a state cannot be used.
+        """
+        active = []
+        for group in groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            for parameter in parameters:
+                self._check(parameter, group, state.get(parameter) or {})
+            active += [(p, group) for p in parameters]
+        newcomers = [(p, group) for p, group in active if p not in self._records]
+        for _, members in itertools.groupby(newcomers, key=lambda member: id(member[1])):
+            run = list(members)
+            self._enrol([p for p, _ in run], run[0][1])
+        found = [(self._records[p], group) for p, group in active]
+        for record, group in found:
+            if group["amsgrad"]:
+                record.arena.add_max_exp_avg_sq()
+            assert record.parameter.grad is not None
+            record.arena.stage_gradients_as(record.parameter.grad.dtype)
+            _adopt(record, state.setdefault(record.parameter, {}))
+        return found
+
+    def updates(
+        self, active: Sequence[tuple[ParameterRecord, Group]], counts: Sequence[float], grad_scale: float
+    ) -> dict[Subgroup, SubgroupUpdate]:
+        """What the step does to each subgroup that has a gradient. counts: of each parameter's steps, this included."""
+        settings: dict[tuple[int, float], AdamStep] = {}
+        wanted: dict[ParameterRecord, tuple[Tensor, AdamStep]] = {}
+        for (record, group), count in zip(active, counts, strict=True):
+            key = id(group), count
+            if key not in settings:
+                settings[key] = _adam_step(group, count, grad_scale)
+            gradient = record.parameter.grad
+            assert gradient is not None
+            wanted[record] = record.flat_gradient(gradient), settings[key]
+        updates = {}
+        for subgroup in itertools.chain(self.local, self.accelerated):
+            pieces = tuple(
+                PieceUpdate(piece, piece.of_parameter(gradient), step)
+                for piece in subgroup.pieces
+                if piece.record in wanted
+                for gradient, step in (wanted[piece.record],)
+            )
+            if pieces:
+                updates[subgroup] = SubgroupUpdate(subgroup, pieces)
+        return updates
+
+    def _check(self, parameter: Tensor, group: Group, entry: Mapping[str, Any]) -> None:
+        """Raise unless the parameter is as it was admitted, and its gradient and state can be used."""
+        gradient = parameter.grad
+        assert gradient is not None
+        if gradient.layout != torch.strided:
+            raise RuntimeError(
+                f"{name_of(parameter, group)}: DOSAdam does not support sparse gradients, found layout {gradient.layout}; "
+                "use torch.optim.SparseAdam for this parameter, or sparse=False in its module"
+            )
+        now, admitted = (parameter.device, parameter.dtype, parameter.shape), self._admitted[parameter]
+        if now != admitted:
+            raise RuntimeError(
+                f"{name_of(parameter, group)} was {_described(*admitted)} when it was given to the optimizer and is "
+                f"{_described(*now)} now; move or convert the model first and build the optimizer after that"
+            )
+        problem = state_problem(entry, parameter)
+        if problem:
+            raise ValueError(f"{name_of(parameter, group)}: {problem}")
+
+    def _enrol(self, parameters: list[Tensor], group: Group) -> None:
+        def kind(parameter: Tensor) -> tuple[str, bool]:
+            return str(parameter.dtype), self._accelerates(parameter)
+
+        for (_, accelerated), run in itertools.groupby(sorted(parameters, key=kind), key=kind):
+            arena = Arena(
+                list(run),
+                accelerated=accelerated,
+                master_weights=self._options.master_weights,
+                amsgrad=group["amsgrad"],
+                allocate=self._allocate,
+            )
+            self._records.update({record.parameter: record for record in arena.records})
+            (self.accelerated if accelerated else self.local).extend(split(arena, self._options.subgroup_size))
+
+
+def name_of(parameter: Tensor, group: Group) -> str:
+    """How messages call a parameter: its name if the group has names, else its position and shape."""
+    position = next(i for i, p in enumerate(group["params"]) if p is parameter)
+    names = group.get("param_names")
+    return f"parameter {names[position]!r}" if names else f"parameter {position} of shape {tuple(parameter.shape)}"
+
+
+def state_problem(entry: Mapping[str, Any], parameter: Tensor) -> str | None:
+    """What keeps `entry` from being AdamW's state of this parameter; None if it is, or is empty."""
+    if not entry:
+        return None
+    for key in ("step", "exp_avg", "exp_avg_sq"):
+        if key not in entry:
+            return f"its state has {sorted(entry)} but no {key!r}; expected the state of AdamW or DOSAdam"
+    for key in STATE_TENSORS:
+        value = entry.get(key)
+        if value is None:
+            continue
+        if not isinstance(value, Tensor) or value.shape != parameter.shape:
+            found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            return f"its state {key!r} must have shape {tuple(parameter.shape)}, found {found}"
+    return None
+
+
+def _adopt(record: ParameterRecord, entry: dict[str, Any]) -> None:
+    """Make `entry`, filled by a user, a checkpoint or nobody, the live view of this record's state."""
+    step = entry.get("step", 0.0)
+    if not isinstance(step, Tensor) or step.device.type != "cpu" or step.dtype != torch.float32 or step.ndim:
+        entry["step"] = torch.tensor(float(step), dtype=torch.float32)
+    if all(entry.get(key) is view for key, view in record.views.items()):
+        return
+    for key, view in record.views.items():
+        value = entry.get(key)
+        if value is None:
+            view.zero_()
+        elif value is not view:
+            view.copy_(value)
+    adopted = {"step": entry["step"].clone(), **record.views}
+    entry.clear()
+    entry.update(adopted)
+    record.version = -1  # whatever the master was, it must agree with the parameter
+
+
+def _described(device: torch.device, dtype: torch.dtype, shape: torch.Size) -> str:
+    return f"{dtype} of shape {tuple(shape)} on {device}"
+
+
+def _adam_step(group: Group, count: float, grad_scale: float) -> AdamStep:
+    beta1, beta2 = group["betas"]
+    return AdamStep(
+        lr=float(group["lr"]),
+        beta1=float(beta1),
+        beta2=float(beta2),
+        eps=group["eps"],
+        weight_decay=group["weight_decay"],
+        step=count,
+        amsgrad=group["amsgrad"],
+        maximize=group["maximize"],
+        decoupled_weight_decay=group["decoupled_weight_decay"],
+        grad_scale=grad_scale,
+    )

@@ -1,0 +1,281 @@
+"""Parameters to subgroups: the flat host state of each, and where every parameter lies in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from perfmodel import SubgroupLoad
+
+HostAllocator = Callable[[int, torch.dtype], Tensor]
+"""(numel, dtype) -> 1-D zeros on the host."""
+
+_ALIGNMENT = 256
+"""Bytes; every tensor carved from a slot starts on such a boundary, as CUDA's own allocations do."""
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    """Optimizer state of a run of parameters: 1-D tensors of equal length on one device.
+
+    master: the parameters at the precision in which they are updated, or None where the update goes straight to them.
+    exp_avg, exp_avg_sq, max_exp_avg_sq: fp32; the last is None without amsgrad.
+    """
+
+    master: Tensor | None
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    max_exp_avg_sq: Tensor | None
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Those that are present, in the order of the fields."""
+        return tuple(t for f in fields(self) if (t := getattr(self, f.name)) is not None)
+
+    def slice(self, start: int, stop: int) -> State:
+        """A view of the elements from start to stop."""
+        return State(*(t if t is None else t[start:stop] for t in self._all()))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(t.nbytes for t in self.tensors())
+
+    @property
+    def carved_bytes(self) -> int:
+        """Bytes of a buffer from which a state like this can be carved."""
+        return sum(_aligned(t.nbytes) for t in self.tensors())
+
+    def carve(self, buffer: Tensor) -> State:
+        """A state like this one whose tensors lie in `buffer` (1-D uint8, at least `carved_bytes` long)."""
+        offset = 0
+        carved: list[Tensor | None] = []
+        for tensor in self._all():
+            if tensor is None:
+                carved.append(None)
+                continue
+            carved.append(buffer[offset : offset + tensor.nbytes].view(tensor.dtype))
+            offset += _aligned(tensor.nbytes)
+        return State(*carved)  # type: ignore[arg-type]  # a present tensor stays present
+
+    def _all(self) -> tuple[Any, ...]:
+        return tuple(getattr(self, f.name) for f in fields(self))
+
+
+class Arena:
+    """Flat host state of parameters that got their first gradient together.
+
+    All are of one param group, one dtype and one memory (host or accelerator). Each parameter's state is contiguous,
+    in the parameter's own memory order, so `optimizer.state[p]["exp_avg"]` is a view of it.
+
+    state: master is None where the update goes straight to the parameter (host parameters of the update's precision).
+    gradient: staging for gradients on their way from the accelerator, in the parameters' dtype.
+    parameter: staging for new parameters on their way to the accelerator; None where master has their dtype already.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        *,
+        accelerated: bool,
+        master_weights: bool,
+        amsgrad: bool,
+        allocate: HostAllocator,
+    ) -> None:
+        self.dtype = parameters[0].dtype
+        self.accelerated = accelerated
+        self.numel = sum(p.numel() for p in parameters)
+        self._allocate = allocate
+        master_dtype = torch.float32 if master_weights else self.dtype
+        has_master = accelerated or master_dtype != self.dtype
+        self.state = State(
+            allocate(self.numel, master_dtype) if has_master else None,
+            allocate(self.numel, torch.float32),
+            allocate(self.numel, torch.float32),
+            allocate(self.numel, torch.float32) if amsgrad else None,
+        )
+        self.gradient = allocate(self.numel, self.dtype) if accelerated else None
+        self.parameter = allocate(self.numel, self.dtype) if accelerated and master_dtype != self.dtype else None
+        self.records: list[ParameterRecord] = []
+        offset = 0
+        for parameter in parameters:
+            self.records.append(ParameterRecord(parameter, self, offset))
+            offset += parameter.numel()
+
+    def stage_gradients_as(self, dtype: torch.dtype) -> None:
+        """Make the gradient staging wide enough for gradients of `dtype`, which may differ from the parameters'."""
+        if self.gradient is not None and self.gradient.dtype not in (dtype, torch.float32):
+            self.gradient = self._allocate(self.numel, torch.float32)
+
+    @property
+    def keeps_master(self) -> bool:
+        """Whether master holds more precision than the parameter, so that it belongs into the state dict."""
+        return self.state.master is not None and self.state.master.dtype != self.dtype
+
+    def add_max_exp_avg_sq(self) -> None:
+        """Make room for amsgrad when it is switched on after construction."""
+        if self.state.max_exp_avg_sq is None:
+            state = self.state
+            added = self._allocate(self.numel, torch.float32)
+            self.state = State(state.master, state.exp_avg, state.exp_avg_sq, added)
+            for record in self.records:
+                record.views = record.make_views()
+
+
+class ParameterRecord:
+    """One parameter's place: its flat memory, its slice of the arena, and what was last seen of it.
+
+    flat: 1-D alias of the parameter's memory, or a contiguous stand-in if its memory has gaps (see `stand_in`).
+    version, data_ptr: of the parameter after our last write; anything else means that somebody wrote to it.
+    views: what `optimizer.state[p]` holds beside the step: live views of the state, shaped like the parameter.
+    """
+
+    def __init__(self, parameter: Tensor, arena: Arena, offset: int) -> None:
+        self.parameter = parameter
+        self.arena = arena
+        self.offset = offset
+        self.numel = parameter.numel()
+        self.version = -1
+        self.data_ptr = -1
+        self.flat = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+        self.stand_in = False
+        self.views = self.make_views()
+
+    @property
+    def state(self) -> State:
+        """This parameter's slice of the arena's state."""
+        return self.arena.state.slice(self.offset, self.offset + self.numel)
+
+    def locate(self) -> None:
+        """Follow the parameter's memory if it was replaced, and read it if only a stand-in can be updated."""
+        if self.data_ptr != self.parameter.data_ptr():
+            alias = flat_alias(self.parameter.detach())
+            self.stand_in = alias is None
+            self.flat = self.parameter.detach().reshape(-1) if alias is None else alias
+        elif self.stand_in:
+            self.flat.copy_(self.parameter.detach().reshape(-1))
+
+    def changed(self) -> bool:
+        """Whether somebody else wrote to the parameter, or replaced its memory, since `saw`."""
+        return self.version != self.parameter._version or self.data_ptr != self.parameter.data_ptr()
+
+    def saw(self) -> None:
+        """Remember the parameter as it is now."""
+        self.version = self.parameter._version
+        self.data_ptr = self.parameter.data_ptr()
+
+    def write_back(self) -> None:
+        """Bring a stand-in's new values to the parameter."""
+        if self.stand_in:
+            self.parameter.detach().copy_(self.flat.view(self.parameter.shape))
+
+    def flat_gradient(self, gradient: Tensor) -> Tensor:
+        """The gradient as 1-D tensor in the order of `flat`; a copy only where its layout differs."""
+        parameter = self.parameter
+        gradient = gradient.detach()
+        if self.stand_in:
+            return gradient.reshape(-1)
+        if not _same_layout(gradient, parameter):
+            gradient = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
+        alias = flat_alias(gradient)
+        assert alias is not None, "a dense parameter's layout is dense"
+        return alias
+
+    def make_views(self) -> dict[str, Tensor]:
+        """The arena's tensors by AdamW's names, and `master_param` where the master says more than the parameter."""
+        state = self.state
+        named = {"exp_avg": state.exp_avg, "exp_avg_sq": state.exp_avg_sq}
+        if state.max_exp_avg_sq is not None:
+            named["max_exp_avg_sq"] = state.max_exp_avg_sq
+        if self.arena.keeps_master and state.master is not None:
+            named["master_param"] = state.master
+        return {name: self._shaped(flat) for name, flat in named.items()}
+
+    def _shaped(self, flat: Tensor) -> Tensor:
+        if flat_alias(self.parameter) is None or self.parameter.is_contiguous():
+            return flat.view(self.parameter.shape)
+        return flat.as_strided(self.parameter.size(), self.parameter.stride(), flat.storage_offset())
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """A run of one parameter's elements within a subgroup.
+
+    start, stop: within the subgroup. parameter_start: of the first element, within the parameter.
+    """
+
+    record: ParameterRecord
+    start: int
+    stop: int
+    parameter_start: int
+
+    def of_parameter(self, flat: Tensor) -> Tensor:
+        """This piece of a tensor that is as long as the parameter."""
+        return flat[self.parameter_start : self.parameter_start + self.stop - self.start]
+
+
+@dataclass(frozen=True, eq=False)
+class Subgroup:
+    """A contiguous run of an arena, updated as one unit. start, stop: within the arena."""
+
+    arena: Arena
+    start: int
+    stop: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def state(self) -> State:
+        """Views of the host state."""
+        return self.arena.state.slice(self.start, self.stop)
+
+    def load(self) -> SubgroupLoad:
+        """Its bytes on every lane."""
+        values = self.numel * self.arena.dtype.itemsize
+        return SubgroupLoad(self.numel, gradient_bytes=values, parameter_bytes=values, state_bytes=self.state.nbytes)
+
+
+def split(arena: Arena, subgroup_size: int) -> list[Subgroup]:
+    """The arena as subgroups of `subgroup_size` parameters, the last one shorter: large tensors are split, small share."""
+    subgroups = []
+    for start in range(0, arena.numel, subgroup_size):
+        stop = min(start + subgroup_size, arena.numel)
+        pieces = []
+        for record in arena.records:
+            first, last = max(start, record.offset), min(stop, record.offset + record.numel)
+            if first < last:
+                pieces.append(Piece(record, first - start, last - start, first - record.offset))
+        subgroups.append(Subgroup(arena, start, stop, tuple(pieces)))
+    return subgroups
+
+
+def flat_alias(tensor: Tensor) -> Tensor | None:
+    """A 1-D view of the tensor's elements in memory order, or None if its memory has gaps or overlaps."""
+    if tensor.is_contiguous():
+        return tensor.view(-1)
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return None
+        expected *= size
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def _same_layout(a: Tensor, b: Tensor) -> bool:
+    """Whether elements lie in the same order in both; strides of axes of length 1 do not matter."""
+    return all(
+        stride_a == stride_b or size == 1
+        for stride_a, stride_b, size in zip(a.stride(), b.stride(), b.shape, strict=True)
+    )
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

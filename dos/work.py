@@ -1,0 +1,59 @@
+"""What one step does to one subgroup: which pieces, with which gradients and settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from dos.subgroup import Piece, State, Subgroup
+from dos.update import AdamStep, adam_update
+
+
+@dataclass(frozen=True, eq=False)
+class PieceUpdate:
+    """The update of one piece in this step. gradient: 1-D, as long as the piece, where backward left it."""
+
+    piece: Piece
+    gradient: Tensor
+    step: AdamStep
+
+    def apply(self, state: State, gradient: Tensor, parameter: Tensor | None) -> None:
+        """Update `state` (of the whole subgroup) from `gradient` and give `parameter` the new values.
+
+        gradient, parameter: 1-D, as long as the piece, on the state's device. parameter None: they stay in the master.
+        """
+        state = state.slice(self.piece.start, self.piece.stop)
+        master = parameter if state.master is None else state.master
+        assert master is not None, "an update needs a master or a parameter"
+        narrower = parameter is not None and parameter.dtype != master.dtype
+        adam_update(
+            gradient,
+            master,
+            state.exp_avg,
+            state.exp_avg_sq,
+            step=self.step,
+            max_exp_avg_sq=state.max_exp_avg_sq if self.step.amsgrad else None,
+            low_precision_out=parameter if narrower else None,
+        )
+        if parameter is not None and parameter is not master and not narrower:
+            parameter.copy_(master)
+
+
+@dataclass(frozen=True, eq=False)
+class SubgroupUpdate:
+    """What a step does to one subgroup: the pieces that have a gradient."""
+
+    subgroup: Subgroup
+    pieces: tuple[PieceUpdate, ...]
+
+    @property
+    def numel(self) -> int:
+        """Parameters updated."""
+        return sum(p.piece.stop - p.piece.start for p in self.pieces)
+
+    def apply_in_place(self) -> None:
+        """Update parameters that live on the host, without a copy."""
+        for update in self.pieces:
+            piece = update.piece
+            update.apply(self.subgroup.state, update.gradient, piece.of_parameter(piece.record.flat))

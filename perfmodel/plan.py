@@ -1,0 +1,65 @@
+"""What a plan is: where each subgroup is updated in one iteration, in which order, over how many staging slots."""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from dataclasses import dataclass
+from itertools import groupby
+
+
+class Placement(enum.Enum):
+    """Where a subgroup's optimizer state lives and is updated during one iteration."""
+
+    CPU = "cpu"
+    """State on the host, updated by the host."""
+    GPU_STREAMED = "gpu_streamed"
+    """State on the host, prefetched into a staging slot, updated on the device, flushed back."""
+    GPU_RESIDENT = "gpu_resident"
+    """State stays on the device and is updated there."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Placements of all subgroups of one iteration.
+
+    placements: one per subgroup, by subgroup index.
+    order: the subgroup indices in the order in which every lane serves them; a permutation.
+    slots: staging slots on the device; at least 1 if any subgroup is streamed.
+
+    Raises ValueError when the parts do not fit together.
+    """
+
+    placements: tuple[Placement, ...]
+    order: tuple[int, ...]
+    slots: int
+
+    def __post_init__(self) -> None:
+        n = len(self.placements)
+        if len(self.order) != n or set(self.order) != set(range(n)):
+            raise ValueError(
+                f"plan order must name each of the {n} subgroups once, found {len(self.order)} entries "
+                f"({len(set(self.order))} distinct); use tuple(range({n})) for the natural order"
+            )
+        if self.slots < 0:
+            raise ValueError(f"plan slots must be 0 or more, found {self.slots}")
+        if self.slots == 0 and Placement.GPU_STREAMED in self.placements:
+            raise ValueError("a plan with streamed subgroups needs at least 1 staging slot, found 0")
+
+    def __len__(self) -> int:
+        return len(self.placements)
+
+    def served(self, placement: Placement) -> tuple[int, ...]:
+        """Indices of the subgroups with this placement, in service order."""
+        return tuple(i for i in self.order if self.placements[i] is placement)
+
+    def __str__(self) -> str:
+        counts = Counter(self.placements)
+        parts = [f"{counts[p]} {p.value}" for p in Placement if counts[p]]
+        return f"{len(self)} subgroups: {', '.join(parts) or 'none'}; {self.slots} slots; {self._runs()}"
+
+    def _runs(self) -> str:
+        """The service order in short: `C` CPU, `S` streamed, `R` resident, runs counted, e.g. `S C C` as `S 2C`."""
+        letters = {Placement.CPU: "C", Placement.GPU_STREAMED: "S", Placement.GPU_RESIDENT: "R"}
+        runs = [(letter, len(list(run))) for letter, run in groupby(letters[self.placements[i]] for i in self.order)]
+        return " ".join(letter if count == 1 else f"{count}{letter}" for letter, count in runs)

@@ -1,0 +1,61 @@
+"""Placement policies: pure functions from a Workload to a Plan."""
+
+from __future__ import annotations
+
+import math
+
+from perfmodel.plan import Placement, Plan
+from perfmodel.workload import Workload
+
+DEFAULT_SLOTS = 2
+"""One slot is updated or flushed while the other is prefetched."""
+
+
+def cpu_only(workload: Workload) -> Plan:
+    """Every subgroup on the CPU: ZeRO-Offload (Ren et al., USENIX ATC '21)."""
+    n = len(workload.subgroups)
+    return Plan((Placement.CPU,) * n, tuple(range(n)), slots=0)
+
+
+def static_ratio(workload: Workload, ratio: float) -> Plan:
+    """The share `ratio` of the parameters on the CPU, the rest resident on the GPU: Twin-Flow (DeepSpeed-Offload++).
+
+    Leading subgroups are resident, as many as fit into the share 1 - ratio, to the nearest subgroup. With one
+    subgroup the result is therefore all or nothing; choose smaller subgroups for a finer split.
+    Raises ValueError for a ratio outside [0, 1].
+    """
+    return stride(workload, None, ratio=ratio)
+
+
+def stride(workload: Workload, k: int | None, *, ratio: float = 1.0, slots: int = DEFAULT_SLOTS) -> Plan:
+    """Every k-th subgroup streamed to the GPU, the others on the CPU: Deep Optimizer States (Maurya et al. 2024).
+
+    k = 1 streams all, k = 2 every other one, beginning with the first so that the GPU starts at once;
+    None streams none. The leading share 1 - ratio of the parameters is resident beforehand, as in Twin-Flow.
+    Raises ValueError for k below 1 or a ratio outside [0, 1].
+    """
+    if k is not None and k < 1:
+        raise ValueError(f"stride must be 1 or more (2: every second subgroup on the GPU), found {k}")
+    resident = _leading_share(workload, ratio)
+    n = len(workload.subgroups)
+
+    def placement(i: int) -> Placement:
+        if i < resident:
+            return Placement.GPU_RESIDENT
+        return Placement.GPU_STREAMED if k is not None and (i - resident) % k == 0 else Placement.CPU
+
+    placements = tuple(placement(i) for i in range(n))
+    return Plan(placements, tuple(range(n)), slots=min(slots, placements.count(Placement.GPU_STREAMED)))
+
+
+def _leading_share(workload: Workload, cpu_ratio: float) -> int:
+    """How many leading subgroups come nearest to holding the share 1 - cpu_ratio of the parameters."""
+    if not 0.0 <= cpu_ratio <= 1.0 or math.isnan(cpu_ratio):
+        raise ValueError(f"ratio is the share of the state on the CPU and must lie in [0, 1], found {cpu_ratio}")
+    target = (1.0 - cpu_ratio) * workload.numel
+    held = 0
+    for count, load in enumerate(workload.subgroups):
+        if held + load.numel / 2 > target:
+            return count
+        held += load.numel
+    return len(workload.subgroups)

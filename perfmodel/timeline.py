@@ -1,0 +1,111 @@
+"""What happened when: spans of work on lanes. The engine records one, the simulator predicts one."""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+
+class Lane(enum.Enum):
+    """A resource that serves one span at a time."""
+
+    CPU = "CPU"
+    GPU = "GPU"
+    H2D = "H2D"
+    D2H = "D2H"
+
+
+class Op(enum.Enum):
+    """What a lane does in a span."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    GRADIENT = "gradient"
+    """D2H: the gradient of a CPU-updated subgroup leaves."""
+    PREFETCH = "prefetch"
+    """H2D: the state of a streamed subgroup goes to its slot."""
+    UPDATE = "update"
+    """CPU or GPU."""
+    FLUSH = "flush"
+    """D2H: the state of a streamed subgroup comes home."""
+    PARAMETER = "parameter"
+    """H2D: the new parameters of a CPU-updated subgroup arrive."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Work of one lane from `start` to `end`, in seconds since the timeline's origin.
+
+    subgroup: index, or None for forward and backward.
+    """
+
+    lane: Lane
+    op: Op
+    subgroup: int | None
+    start: float
+    end: float
+
+    @property
+    def duration(self) -> float:
+        """Seconds."""
+        return self.end - self.start
+
+    @property
+    def name(self) -> str:
+        """For people: `prefetch 3`."""
+        return self.op.value if self.subgroup is None else f"{self.op.value} {self.subgroup}"
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The spans of one iteration or one update, sorted by start."""
+
+    spans: tuple[Span, ...]
+
+    @classmethod
+    def of(cls, spans: Iterable[Span]) -> Timeline:
+        """A timeline of spans in any order."""
+        return cls(tuple(sorted(spans, key=lambda s: (s.start, s.end, s.lane.value, s.op.value, s.subgroup or 0))))
+
+    @property
+    def makespan(self) -> float:
+        """Seconds from the first start to the last end; 0 when empty."""
+        if not self.spans:
+            return 0.0
+        return max(s.end for s in self.spans) - self.spans[0].start
+
+    def busy(self, lane: Lane) -> float:
+        """Seconds during which the lane was serving."""
+        return sum(s.duration for s in self.spans if s.lane is lane)
+
+    def on(self, lane: Lane) -> tuple[Span, ...]:
+        """The lane's spans in order."""
+        return tuple(s for s in self.spans if s.lane is lane)
+
+    def chrome_trace(self) -> dict[str, object]:
+        """The timeline in the Trace Event format that Perfetto and chrome://tracing open; one track per lane."""
+        tracks = {lane: number for number, lane in enumerate(Lane)}
+        events: list[dict[str, object]] = [
+            {"ph": "M", "name": "thread_name", "pid": 0, "tid": track, "args": {"name": lane.value}}
+            for lane, track in tracks.items()
+        ]
+        events += [
+            {
+                "ph": "X",
+                "name": span.name,
+                "cat": span.op.value,
+                "pid": 0,
+                "tid": tracks[span.lane],
+                "ts": span.start * 1e6,
+                "dur": span.duration * 1e6,
+            }
+            for span in self.spans
+        ]
+        return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+    def save(self, path: str | Path) -> None:
+        """Write the Chrome trace as JSON."""
+        Path(path).write_text(json.dumps(self.chrome_trace()))

@@ -1,0 +1,88 @@
+"""What has to be updated, and what happens beside it: sizes, bytes per lane, compute times, free memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class SubgroupLoad:
+    """One subgroup as the lanes see it. Counts are parameters, sizes are bytes of the whole subgroup.
+
+    gradient_bytes: device to host, when updated on the CPU.
+    parameter_bytes: host to device, when updated on the CPU.
+    state_bytes: each way when streamed (master weights and moments); held on the device when resident.
+    """
+
+    numel: int
+    gradient_bytes: int
+    parameter_bytes: int
+    state_bytes: int
+
+    def __post_init__(self) -> None:
+        for field in ("numel", "gradient_bytes", "parameter_bytes", "state_bytes"):
+            if getattr(self, field) < 0:
+                raise ValueError(f"{field} must be 0 or more, found {getattr(self, field)}")
+
+    @property
+    def cpu_traffic(self) -> int:
+        """Bytes of host DRAM traffic of an update on the CPU: state read and written, gradient read, result written."""
+        return 2 * self.state_bytes + self.gradient_bytes + self.parameter_bytes
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One iteration's optimizer work and the compute beside it.
+
+    subgroups: at least one.
+    forward_s, backward_s: compute times in seconds that transfers may hide behind (0: nothing to hide behind).
+    peak_free_bytes: device memory free at the peak of the iteration; what resident state may use.
+    update_free_bytes: device memory free while updating, beyond resident state; what staging slots may use.
+
+    Raises ValueError for an empty workload, or negative times or sizes.
+    """
+
+    subgroups: tuple[SubgroupLoad, ...]
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    peak_free_bytes: float = math.inf
+    update_free_bytes: float = math.inf
+
+    def __post_init__(self) -> None:
+        if not self.subgroups:
+            raise ValueError("a workload needs at least one subgroup, found none")
+        for field in ("forward_s", "backward_s", "peak_free_bytes", "update_free_bytes"):
+            if not getattr(self, field) >= 0:
+                raise ValueError(f"{field} must be 0 or more, found {getattr(self, field)}")
+
+    @classmethod
+    def of_sizes(
+        cls,
+        sizes: Iterable[int],
+        *,
+        gradient_bytes: int = 2,
+        parameter_bytes: int = 2,
+        state_bytes: int = 12,
+        forward_s: float = 0.0,
+        backward_s: float = 0.0,
+        peak_free_bytes: float = math.inf,
+        update_free_bytes: float = math.inf,
+    ) -> Workload:
+        """A workload of subgroups with `sizes` parameters and the same bytes per parameter throughout.
+
+        The defaults are mixed precision: 16-bit gradients and parameters, fp32 master, exp_avg and exp_avg_sq.
+        """
+        loads = tuple(SubgroupLoad(n, n * gradient_bytes, n * parameter_bytes, n * state_bytes) for n in sizes)
+        return cls(loads, forward_s, backward_s, peak_free_bytes, update_free_bytes)
+
+    @property
+    def numel(self) -> int:
+        """Parameters of all subgroups."""
+        return sum(load.numel for load in self.subgroups)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Size of a staging slot that takes any of the subgroups, in bytes."""
+        return max(load.state_bytes for load in self.subgroups)
