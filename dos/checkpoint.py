@@ -7,10 +7,11 @@ import itertools
 from collections import defaultdict
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from dos.options import check_settings
-from dos.registry import name_of, state_problem
+from dos.registry import Group, name_of, state_problem
 
 
 def load_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
@@ -27,7 +28,7 @@ def load_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     groups, saved = optimizer.param_groups, copy.deepcopy(state_dict["param_groups"])
     if len(groups) != len(saved):
         raise ValueError(f"the state dict has {len(saved)} param groups, the optimizer has {len(groups)}")
-    by_id = {}
+    by_id: dict[Any, tuple[Tensor, Group]] = {}
     for number, (group, saved_group) in enumerate(zip(groups, saved, strict=True)):
         if len(group["params"]) != len(saved_group["params"]):
             raise ValueError(

@@ -11,7 +11,9 @@ from perfmodel.policies import cpu_only, static_ratio, stride
 
 Policy = Callable[[Workload], Plan]
 
-_KNOWN = "'cpu', 'stride:K' with K of 1 or more, a ratio in [0, 1] (the share on the CPU), or a callable Workload -> Plan"
+_KNOWN = (
+    "'cpu', 'stride:K' with K of 1 or more, a ratio in [0, 1] (the share on the CPU), or a callable Workload -> Plan"
+)
 
 
 def resolve_policy(policy: str | float | Policy) -> Policy:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -34,6 +34,16 @@ class Engine:
         self._started = 0.0
         self._failed_allocation_logged = False
 
+    def check(self, plan: Plan, subgroups: Sequence[Subgroup]) -> None:
+        """Raise ValueError if the plan streams a subgroup for which the device could never hold a slot."""
+        for i in plan.served(Placement.GPU_STREAMED):
+            needed, total = subgroups[i].state.carved_bytes, self.device.memory().total
+            if needed > total:
+                raise ValueError(
+                    f"subgroup {i} of {subgroups[i].numel} parameters needs a staging slot of {needed} bytes and the "
+                    f"device has {total} bytes in all; choose a smaller subgroup_size or policy='cpu'"
+                )
+
     def start(self, plan: Plan, updates: Sequence[SubgroupUpdate | None]) -> None:
         """Issue the step. updates: by subgroup index of the plan, None for a subgroup without any gradient.
 
@@ -43,7 +53,8 @@ class Engine:
         indices = [i for i in plan.order if updates[i] is not None]
         work = {i: update for i in indices if (update := updates[i]) is not None}
         self._send_home(w.subgroup for i, w in work.items() if plan.placements[i] is not Placement.GPU_RESIDENT)
-        placements = self._allocate(plan, work)
+        arrivals: dict[int, Sequence[Job]] = {}
+        placements = self._allocate(plan, work, arrivals)
         # The gradients of this step are complete once the caller's stream has come this far.
         backward = self.device.fence()
 
@@ -51,7 +62,9 @@ class Engine:
         gradients = [self._fetch_gradient(i, work[i], backward) for i in on_host]
         for i in indices:
             if placements[i] is Placement.GPU_RESIDENT:
-                self._jobs.append(self._update_on_device(i, work[i], self._resident[work[i].subgroup][1], backward))
+                arrived = arrivals.get(i, ())
+                state = self._resident[work[i].subgroup][1]
+                self._jobs.append(self._update_on_device(i, work[i], state, (*backward, *arrived)))
         streamed = [i for i in indices if placements[i] is Placement.GPU_STREAMED]
         self._stream(streamed, work, backward)
         self._updates = self._cpu_lane.submit(self._update_on_host, on_host, work, gradients)
@@ -79,12 +92,15 @@ class Engine:
             self.device.free(slot)
         self._slots = []
         if errors:
-            raise RuntimeError("the optimizer step failed part way; restore a checkpoint before going on") from errors[0]
+            raise RuntimeError("the optimizer step failed part way; restore a checkpoint before going on") from errors[
+                0
+            ]
         origin = self._started
         return Timeline.of(Span(s.lane, s.op, s.subgroup, s.start - origin, s.end - origin) for s in spans)
 
     def bring_home(self) -> None:
-        """Return the state of all resident subgroups to the host."""
+        """Return the state of all resident subgroups to the host, once the running step is done."""
+        self.wait()
         self._send_home(list(self._resident))
 
     def fetch(self, destination: Tensor, source: Tensor) -> None:
@@ -96,12 +112,21 @@ class Engine:
         """Device memory held between steps."""
         return sum(buffer.nbytes for buffer, _ in self._resident.values())
 
-    def _allocate(self, plan: Plan, work: dict[int, SubgroupUpdate]) -> dict[int, Placement]:
-        """Get slots and room for residents; the placements that this leaves possible."""
+    def _allocate(
+        self, plan: Plan, work: Mapping[int, SubgroupUpdate], arrivals: dict[int, Sequence[Job]]
+    ) -> dict[int, Placement]:
+        """Get slots and room for residents; the placements that this leaves possible.
+
+        arrivals: receives the prefetches of subgroups that become resident in this step.
+        """
         placements = {i: plan.placements[i] for i in work}
         for i, placement in placements.items():
-            if placement is Placement.GPU_RESIDENT and not self._settle(i, work[i].subgroup):
-                placements[i] = Placement.CPU
+            if placement is Placement.GPU_RESIDENT and work[i].subgroup not in self._resident:
+                arrival = self._settle(i, work[i].subgroup)
+                if arrival is None:
+                    placements[i] = Placement.CPU
+                else:
+                    arrivals[i] = (arrival,)
         streamed = [i for i, placement in placements.items() if placement is Placement.GPU_STREAMED]
         if streamed:
             nbytes = max(work[i].subgroup.state.carved_bytes for i in streamed)
@@ -114,20 +139,16 @@ class Engine:
             placements.update(dict.fromkeys(streamed, Placement.CPU))
         return placements
 
-    def _settle(self, index: int, subgroup: Subgroup) -> bool:
-        """Make a subgroup resident; False if there is no room."""
-        if subgroup in self._resident:
-            return True
+    def _settle(self, index: int, subgroup: Subgroup) -> Job | None:
+        """Make a subgroup resident: its prefetch, or None if there is no room."""
         host = subgroup.state
         buffer = self._try_allocate(host.carved_bytes)
         if buffer is None:
-            return False
+            return None
         state = host.carve(buffer)
         self._resident[subgroup] = buffer, state
         self._jobs.append(self._prefetch(index, subgroup, state))
-        # Later updates of this subgroup are ordered behind its prefetch by this wait only.
-        self._jobs[-1].wait()
-        return True
+        return self._jobs[-1]
 
     def _try_allocate(self, nbytes: int) -> Tensor | None:
         try:
@@ -182,16 +203,16 @@ class Engine:
         return job
 
     def _update_on_host(self, indices: list[int], work: dict[int, SubgroupUpdate], gradients: list[Job]) -> list[Span]:
-        """The CPU lane: wait for each gradient, update, send the parameters up. Returns the spans of all of it."""
-        spans, uploads = [], []
+        """The CPU lane: wait for each gradient, update, send the parameters up. Returns the updates' spans."""
+        spans = []
         for i, gradient in zip(indices, gradients, strict=True):
             # The staged gradient is read from here on.
             gradient.wait()
             with self.device.host_update(work[i].numel) as start:
                 self._apply_on_host(work[i])
             spans.append(Span(Lane.CPU, Op.UPDATE, i, start, time.perf_counter()))
-            uploads.append(self._send_parameters(i, work[i]))
-        return spans + [job.wait() for job in uploads]
+            self._jobs.append(self._send_parameters(i, work[i]))
+        return spans
 
     def _apply_on_host(self, work: SubgroupUpdate) -> None:
         arena, subgroup = work.subgroup.arena, work.subgroup
@@ -204,7 +225,9 @@ class Engine:
     def _send_parameters(self, index: int, work: SubgroupUpdate) -> Job:
         arena, subgroup = work.subgroup.arena, work.subgroup
         staged = _staged(arena.state.master if arena.parameter is None else arena.parameter, subgroup)
-        copies = [(u.piece.of_parameter(u.piece.record.flat), staged[u.piece.start : u.piece.stop]) for u in work.pieces]
+        copies = [
+            (u.piece.of_parameter(u.piece.record.flat), staged[u.piece.start : u.piece.stop]) for u in work.pieces
+        ]
         return self.device.copy(Op.PARAMETER, index, copies)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, overload
 
 import torch
@@ -109,18 +109,21 @@ class DOSAdam(Optimizer):
             with torch.enable_grad():
                 loss = closure()
 
+        self.synchronize()
         active = self._registry.active(self.param_groups, self._state)
         self._warn_if_idle(active)
+        plan = self._make_plan()
+        # Everything that a user can have got wrong has been checked; from here on things change.
         self._follow_parameters(active)
-        counts = self._count_steps(active)
-        updates = self._registry.updates(active, counts, self._clip_factor(active))
-        self._run(updates)
-        for record, _ in active:
-            record.write_back()
-        torch.autograd.graph.increment_version([record.parameter for record, _ in active])
-        for record, _ in active:
-            record.saw()
+        updates = self._registry.updates(active, self._count_steps(active), self._clip_factor(active))
+        self._run(plan, updates)
+        self._registry.written(active)
         return loss
+
+    def synchronize(self) -> None:
+        """Block until the last step is complete, which it normally is when ``step()`` returns."""
+        if self._engine is not None:
+            self._engine.wait()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, as in AdamW. Raises as the constructor does, and then adds nothing."""
@@ -139,20 +142,18 @@ class DOSAdam(Optimizer):
             raise
 
     @property
-    def state(self) -> defaultdict[Tensor, Any]:  # type: ignore[override]
+    def state(self) -> defaultdict[Tensor, Any]:
         """AdamW's state by parameter, up to date: reading it brings resident state home first."""
-        if self._engine is not None:
-            self._engine.bring_home()
+        self._bring_home()
         return self._state
 
     @state.setter
     def state(self, state: defaultdict[Tensor, Any]) -> None:
-        if self._engine is not None:
-            self._engine.bring_home()
+        self._bring_home()
         self._state = state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of DOSAdam or AdamW. Raises ValueError, before anything is changed, if it does not match."""
+        """Load a state dict of DOSAdam or AdamW. Raises ValueError, and changes nothing, if it does not match."""
         load_state_dict(self, state_dict)
 
     def plan(self) -> Plan | None:
@@ -167,35 +168,44 @@ class DOSAdam(Optimizer):
         return {**super().__getstate__(), "options": self._options, "device": self._device}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        # Called with everything by pickle and copy, and with state and param_groups alone after loading a state dict.
         own = dict(state)
-        if "options" in own:
+        made = "options" in own
+        if made:
             self._set_up(own.pop("options"), own.pop("device"))
-        super().__setstate__({k: v for k, v in own.items() if k != "state"})
-        self.state = own["state"]
-        for group in self.param_groups:
-            self._registry.admit(group)
+        self.state = own.pop("state")
+        super().__setstate__(own)
+        if made:
+            for group in self.param_groups:
+                self._registry.admit(group)
 
     def _set_up(self, options: Options, device: Device | torch.device | str | None) -> None:
         self._options = options
         self._device = device
         self._engine: Engine | None = None
         self._controller = Controller(resolve_policy(options.policy))
-        self._registry = Registry(options, self._accelerates, self._host_zeros)
+        self._registry = Registry(options, self._accelerates, self._host_zeros, self._bring_home)
         self._plan: Plan | None = None
         self._timeline: Timeline | None = None
         self._warned_idle = False
 
-    def _run(self, updates: dict[Subgroup, SubgroupUpdate]) -> None:
-        """Update host parameters in place, the accelerator's as the plan says."""
-        accelerated = self._registry.accelerated
-        if accelerated and self._engine is not None:
-            self._plan = self._controller.plan(Workload(tuple(s.load() for s in accelerated)))
-            self._engine.start(self._plan, [updates.get(s) for s in accelerated])
+    def _make_plan(self) -> Plan | None:
+        """Where to update what is on the accelerator; None if nothing is."""
+        if self._engine is None or not self._registry.accelerated:
+            return None
+        plan = self._controller.plan(Workload(self._registry.loads()))
+        self._engine.check(plan, self._registry.accelerated)
+        return plan
+
+    def _run(self, plan: Plan | None, updates: Mapping[Subgroup, SubgroupUpdate]) -> None:
+        """Update the accelerator's parameters as the plan says, and host parameters in place beside that."""
+        if plan is not None and self._engine is not None:
+            self._engine.start(plan, [updates.get(subgroup) for subgroup in self._registry.accelerated])
         for subgroup in self._registry.local:
             if subgroup in updates:
                 updates[subgroup].apply_in_place()
-        if accelerated and self._engine is not None:
-            self._timeline = self._engine.wait()
+        if plan is not None and self._engine is not None:
+            self._plan, self._timeline = plan, self._engine.wait()
 
     def _follow_parameters(self, active: Sequence[tuple[ParameterRecord, Group]]) -> None:
         """Let masters follow parameters to which somebody else wrote since our last step."""
@@ -241,6 +251,10 @@ class DOSAdam(Optimizer):
                 "parameters were replaced after the optimizer was built; build it anew from model.parameters().",
                 stacklevel=4,
             )
+
+    def _bring_home(self) -> None:
+        if self._engine is not None:
+            self._engine.bring_home()
 
     def _accelerates(self, parameter: Tensor) -> bool:
         """Whether the parameter is on the accelerator, which is set up when the first such parameter is met."""

@@ -60,13 +60,13 @@ def check_settings(settings: Mapping[str, Any], where: str) -> None:
             raise ValueError(f"{where}: betas[{i}] must lie in [0, 1), found {float(beta)}")
     if settings["capturable"]:
         raise ValueError(
-            f"{where}: capturable=True is not supported, because part of the update runs on the host, which a CUDA graph "
-            "cannot capture; leave step() outside the graph and use capturable=False"
+            f"{where}: capturable=True is not supported, because part of the update runs on the host, which a CUDA "
+            "graph cannot capture; leave step() outside the graph and use capturable=False"
         )
     if settings["differentiable"]:
         raise ValueError(
-            f"{where}: differentiable=True is not supported, because state leaves autograd's sight when it moves to the "
-            "host; use torch.optim.AdamW(differentiable=True) for differentiating through the update"
+            f"{where}: differentiable=True is not supported, because state leaves autograd's sight when it moves to "
+            "the host; use torch.optim.AdamW(differentiable=True) for differentiating through the update"
         )
 
 
@@ -76,5 +76,7 @@ def check_parameter(parameter: Tensor, name: str) -> None:
         raise TypeError(f"{name}: expected a dense parameter, found layout {parameter.layout}")
     if parameter.dtype not in SUPPORTED_DTYPES:
         expected = ", ".join(str(d) for d in SUPPORTED_DTYPES)
-        hint = "use torch.optim.AdamW for it" if parameter.is_floating_point() or parameter.is_complex() else "freeze it"
+        hint = (
+            "use torch.optim.AdamW for it" if parameter.is_floating_point() or parameter.is_complex() else "freeze it"
+        )
         raise TypeError(f"{name}: expected a parameter of {expected}, found {parameter.dtype}; {hint}")

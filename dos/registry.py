@@ -13,6 +13,7 @@ from dos.options import Options, check_parameter
 from dos.subgroup import Arena, HostAllocator, ParameterRecord, Subgroup, split
 from dos.update import AdamStep
 from dos.work import PieceUpdate, SubgroupUpdate
+from perfmodel import SubgroupLoad
 
 Group = dict[str, Any]
 StateDict = MutableMapping[Tensor, Any]
@@ -23,18 +24,33 @@ STATE_TENSORS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master_param")
 class Registry:
     """The optimizer's records, arenas and subgroups.
 
+    accelerates: whether a parameter is on the accelerator. bring_home: returns all resident state to the host.
     accelerated: those subgroups whose parameters are on the accelerator; their indices are those of a Plan.
     local: those whose parameters are on the host.
     """
 
-    def __init__(self, options: Options, accelerates: Callable[[Tensor], bool], allocate: HostAllocator) -> None:
+    def __init__(
+        self,
+        options: Options,
+        accelerates: Callable[[Tensor], bool],
+        allocate: HostAllocator,
+        bring_home: Callable[[], None],
+    ) -> None:
         self._options = options
+        self._bring_home = bring_home
         self._accelerates = accelerates
         self._allocate = allocate
         self._admitted: dict[Tensor, tuple[torch.device, torch.dtype, torch.Size]] = {}
         self._records: dict[Tensor, ParameterRecord] = {}
         self.accelerated: list[Subgroup] = []
         self.local: list[Subgroup] = []
+        self._loads: tuple[SubgroupLoad, ...] | None = None
+
+    def loads(self) -> tuple[SubgroupLoad, ...]:
+        """The accelerated subgroups as the performance model sees them."""
+        if self._loads is None:
+            self._loads = tuple(subgroup.load() for subgroup in self.accelerated)
+        return self._loads
 
     def admit(self, group: Group) -> None:
         """Remember what the group's parameters are now. Raises TypeError for one that cannot be optimised."""
@@ -59,8 +75,10 @@ class Registry:
             self._enrol([p for p, _ in run], run[0][1])
         found = [(self._records[p], group) for p, group in active]
         for record, group in found:
-            if group["amsgrad"]:
+            if group["amsgrad"] and record.arena.state.max_exp_avg_sq is None:
+                self._bring_home()  # state on the device has the old shape
                 record.arena.add_max_exp_avg_sq()
+                self._loads = None
             assert record.parameter.grad is not None
             record.arena.stage_gradients_as(record.parameter.grad.dtype)
             _adopt(record, state.setdefault(record.parameter, {}))
@@ -91,14 +109,22 @@ class Registry:
                 updates[subgroup] = SubgroupUpdate(subgroup, pieces)
         return updates
 
+    def written(self, active: Sequence[tuple[ParameterRecord, Group]]) -> None:
+        """Tell autograd and the records that the step has written to the parameters."""
+        for record, _ in active:
+            record.write_back()
+        torch.autograd.graph.increment_version([record.parameter for record, _ in active])
+        for record, _ in active:
+            record.saw()
+
     def _check(self, parameter: Tensor, group: Group, entry: Mapping[str, Any]) -> None:
         """Raise unless the parameter is as it was admitted, and its gradient and state can be used."""
         gradient = parameter.grad
         assert gradient is not None
         if gradient.layout != torch.strided:
             raise RuntimeError(
-                f"{name_of(parameter, group)}: DOSAdam does not support sparse gradients, found layout {gradient.layout}; "
-                "use torch.optim.SparseAdam for this parameter, or sparse=False in its module"
+                f"{name_of(parameter, group)}: DOSAdam does not support sparse gradients, found layout "
+                f"{gradient.layout}; use torch.optim.SparseAdam for this parameter, or sparse=False in its module"
             )
         now, admitted = (parameter.device, parameter.dtype, parameter.shape), self._admitted[parameter]
         if now != admitted:
@@ -122,6 +148,7 @@ class Registry:
                 amsgrad=group["amsgrad"],
                 allocate=self._allocate,
             )
+            self._loads = None
             self._records.update({record.parameter: record for record in arena.records})
             (self.accelerated if accelerated else self.local).extend(split(arena, self._options.subgroup_size))
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -33,11 +32,11 @@ class State:
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Those that are present, in the order of the fields."""
-        return tuple(t for f in fields(self) if (t := getattr(self, f.name)) is not None)
+        return tuple(t for _, t in self._named())
 
     def slice(self, start: int, stop: int) -> State:
         """A view of the elements from start to stop."""
-        return State(*(t if t is None else t[start:stop] for t in self._all()))
+        return replace(self, **{name: t[start:stop] for name, t in self._named()})
 
     @property
     def nbytes(self) -> int:
@@ -51,18 +50,14 @@ class State:
 
     def carve(self, buffer: Tensor) -> State:
         """A state like this one whose tensors lie in `buffer` (1-D uint8, at least `carved_bytes` long)."""
-        offset = 0
-        carved: list[Tensor | None] = []
-        for tensor in self._all():
-            if tensor is None:
-                carved.append(None)
-                continue
-            carved.append(buffer[offset : offset + tensor.nbytes].view(tensor.dtype))
+        carved, offset = {}, 0
+        for name, tensor in self._named():
+            carved[name] = buffer[offset : offset + tensor.nbytes].view(tensor.dtype)
             offset += _aligned(tensor.nbytes)
-        return State(*carved)  # type: ignore[arg-type]  # a present tensor stays present
+        return replace(self, **carved)
 
-    def _all(self) -> tuple[Any, ...]:
-        return tuple(getattr(self, f.name) for f in fields(self))
+    def _named(self) -> list[tuple[str, Tensor]]:
+        return [(f.name, t) for f in fields(self) if (t := getattr(self, f.name)) is not None]
 
 
 class Arena:
@@ -116,13 +111,10 @@ class Arena:
         return self.state.master is not None and self.state.master.dtype != self.dtype
 
     def add_max_exp_avg_sq(self) -> None:
-        """Make room for amsgrad when it is switched on after construction."""
-        if self.state.max_exp_avg_sq is None:
-            state = self.state
-            added = self._allocate(self.numel, torch.float32)
-            self.state = State(state.master, state.exp_avg, state.exp_avg_sq, added)
-            for record in self.records:
-                record.views = record.make_views()
+        """Make room for amsgrad, switched on after construction."""
+        self.state = replace(self.state, max_exp_avg_sq=self._allocate(self.numel, torch.float32))
+        for record in self.records:
+            record.views = record.make_views()
 
 
 class ParameterRecord:
@@ -154,9 +146,9 @@ class ParameterRecord:
         if self.data_ptr != self.parameter.data_ptr():
             alias = flat_alias(self.parameter.detach())
             self.stand_in = alias is None
-            self.flat = self.parameter.detach().reshape(-1) if alias is None else alias
+            self.flat = self.parameter.detach().contiguous().view(-1) if alias is None else alias
         elif self.stand_in:
-            self.flat.copy_(self.parameter.detach().reshape(-1))
+            self.flat.copy_(self.parameter.detach().contiguous().view(-1))
 
     def changed(self) -> bool:
         """Whether somebody else wrote to the parameter, or replaced its memory, since `saw`."""
@@ -177,7 +169,7 @@ class ParameterRecord:
         parameter = self.parameter
         gradient = gradient.detach()
         if self.stand_in:
-            return gradient.reshape(-1)
+            return gradient.contiguous().view(-1)
         if not _same_layout(gradient, parameter):
             gradient = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
         alias = flat_alias(gradient)
@@ -242,7 +234,7 @@ class Subgroup:
 
 
 def split(arena: Arena, subgroup_size: int) -> list[Subgroup]:
-    """The arena as subgroups of `subgroup_size` parameters, the last one shorter: large tensors are split, small share."""
+    """The arena as subgroups of `subgroup_size` parameters, the last shorter: large tensors are split, small share."""
     subgroups = []
     for start in range(0, arena.numel, subgroup_size):
         stop = min(start + subgroup_size, arena.numel)

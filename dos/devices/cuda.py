@@ -91,7 +91,13 @@ class _CudaJob:
     """Work on a stream between two events."""
 
     def __init__(
-        self, device: CudaDevice, start: torch.cuda.Event, end: torch.cuda.Event, op: Op, lane: Lane, subgroup: int | None
+        self,
+        device: CudaDevice,
+        start: torch.cuda.Event,
+        end: torch.cuda.Event,
+        op: Op,
+        lane: Lane,
+        subgroup: int | None,
     ) -> None:
         self.end = end
         self._device, self._start, self._op, self._lane, self._subgroup = device, start, op, lane, subgroup
@@ -106,7 +112,7 @@ class _CudaJob:
 
 
 def _pinned_zeros(nbytes: int) -> Tensor:
-    """1-D uint8 zeros whose pages are registered for fast copies. `pin_memory=True` would round up to a power of two."""
+    """1-D uint8 zeros whose pages are registered for fast copies; `pin_memory=True` would round up to a power of 2."""
     # A numpy array in between, because its finaliser runs before the mapping under it goes.
     pages = np.frombuffer(mmap.mmap(-1, nbytes), dtype=np.uint8).view(_Pages)
     runtime = torch.cuda.cudart()
@@ -115,7 +121,7 @@ def _pinned_zeros(nbytes: int) -> Tensor:
         weakref.finalize(pages, runtime.cudaHostUnregister, pages.ctypes.data)
     else:
         logger.warning(
-            "pinning %.1f MiB of host memory failed (%s): copies of optimizer state will be slower and will not overlap; "
+            "pinning %.1f MiB of host memory failed (%s): copies of optimizer state will be slower and not overlap; "
             "raise the limit of locked memory (ulimit -l)",
             nbytes / 2**20,
             error,

@@ -1,10 +1,10 @@
-"""An accelerator made of host memory: real copies and updates that take as long as they would on the hardware emulated."""
+"""An accelerator made of host memory: real copies and updates that take as long as on the hardware it emulates."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 
@@ -15,7 +15,8 @@ from dos.devices.base import LANES, Copy, Job, Memory
 from dos.devices.pacer import Pacer
 from perfmodel import Lane, Op, Span
 from perfmodel.hardware import HardwareProfile
-from perfmodel.simulate import shared_rates
+from perfmodel.lanes import LANES as SIMULATED_LANES
+from perfmodel.lanes import _speeds
 
 HOST_UPDATE_BYTES = 28
 """Host traffic of one parameter's update on the CPU: DESIGN section 3."""
@@ -90,31 +91,30 @@ class EmulatedDevice:
 
         nbytes = sum(source.nbytes for _, source in copies)
         bandwidth = self.profile.h2d_bandwidth if op in (Op.PREFETCH, Op.PARAMETER) else self.profile.d2h_bandwidth
-        return self._queue(op, subgroup, work, self.profile.copy_latency_s + nbytes / bandwidth, after)
+        return self._queue(op, subgroup, work, self.profile.copy_latency_s + nbytes / bandwidth, nbytes, after)
 
     def launch(self, subgroup: int, update: Callable[[], None], numel: int, after: Sequence[Job] = ()) -> Job:
         alone_s = self.profile.launch_latency_s + numel / self.profile.gpu_update_rate
-        return self._queue(Op.UPDATE, subgroup, update, alone_s, after)
+        return self._queue(Op.UPDATE, subgroup, update, alone_s, 0, after)
 
     def host_update(self, numel: int) -> AbstractContextManager[float]:
-        return self._pacer.serve(Lane.CPU, numel / self.profile.cpu_update_rate)
+        alone_s = self.profile.launch_latency_s + numel / self.profile.cpu_update_rate
+        traffic = numel * HOST_UPDATE_BYTES * self.profile.cpu_traffic_factor
+        return self._pacer.serve(Lane.CPU, alone_s, traffic)
 
-    def _speeds(self, lanes: Collection[Lane]) -> Mapping[Lane, float]:
-        """How fast each busy lane runs beside the others, as a fraction of its speed alone: see perfmodel.simulate."""
-        p = self.profile
-        alone = {Lane.H2D: p.h2d_bandwidth, Lane.D2H: p.d2h_bandwidth, Lane.CPU: p.cpu_update_rate * HOST_UPDATE_BYTES}
-        wanted = {lane: alone[lane] for lane in lanes if lane in alone}
-        if Lane.H2D in wanted and Lane.D2H in wanted:
-            wanted |= {Lane.H2D: p.h2d_bandwidth_duplex, Lane.D2H: p.d2h_bandwidth_duplex}
-        got = shared_rates(list(wanted.values()), p.host_bandwidth_per_rank)
-        speeds = {lane: rate / alone[lane] for lane, rate in zip(wanted, got, strict=True)}
-        return {lane: speeds.get(lane, 1.0) for lane in lanes}
+    def _speeds(self, demands: Mapping[Lane, float]) -> Mapping[Lane, float]:
+        """The simulator's rule, so that both agree on how lanes slow each other."""
+        idle = -1.0
+        wanted = tuple(demands.get(lane, idle) for lane in (Lane.CPU, Lane.H2D, Lane.D2H))
+        return dict(zip(SIMULATED_LANES, _speeds(wanted, self.profile), strict=True))
 
-    def _queue(self, op: Op, subgroup: int, work: Callable[[], None], alone_s: float, after: Sequence[Job]) -> Job:
+    def _queue(
+        self, op: Op, subgroup: int, work: Callable[[], None], alone_s: float, traffic: int, after: Sequence[Job]
+    ) -> Job:
         def run() -> Span:
             for job in after:
                 job.wait()
-            with torch.no_grad(), self._pacer.serve(LANES[op], alone_s) as start:
+            with torch.no_grad(), self._pacer.serve(LANES[op], alone_s, traffic) as start:
                 work()
             return Span(LANES[op], op, subgroup, start, time.perf_counter())
 

@@ -5,42 +5,44 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from perfmodel import Lane
 
-Speeds = Callable[[Collection[Lane]], Mapping[Lane, float]]
-"""The lanes that are busy -> how fast each of them runs, as a fraction of its speed when alone."""
+Speeds = Callable[[Mapping[Lane, float]], Mapping[Lane, float]]
+"""Busy lanes with the host DRAM bytes/s each would cause alone -> their speeds as fractions of those alone."""
 
 _DONE_S = 1e-6
 """Work below this many seconds counts as done; waits are not more exact than that."""
 
 
 class Pacer:
-    """Serves one piece of work per lane at a time, in the order in which they ask; lanes slow each other by `speeds`."""
+    """Serves one piece of work per lane at a time, first come first served; lanes slow each other by `speeds`."""
 
     def __init__(self, speeds: Speeds) -> None:
         self._speeds = speeds
         self._changed = threading.Condition()
         self._queues: dict[Lane, deque[object]] = {lane: deque() for lane in Lane}
         self._remaining: dict[Lane, float] = {}
+        self._demands: dict[Lane, float] = {}
         self._speed: Mapping[Lane, float] = {}
         self._advanced = 0.0
 
     @contextmanager
-    def serve(self, lane: Lane, alone_s: float) -> Iterator[float]:
+    def serve(self, lane: Lane, alone_s: float, traffic: float = 0.0) -> Iterator[float]:
         """Occupy the lane while the body runs, and for at least as long as work of `alone_s` seconds takes on it.
 
-        alone_s: seconds that the work takes when no other lane is busy. Gives the time.perf_counter() of its start.
+        alone_s: seconds that the work takes when no other lane is busy. traffic: bytes that it moves through host DRAM.
+        Gives the time.perf_counter() of its start.
         """
-        start = self._enter(lane, alone_s)
+        start = self._enter(lane, alone_s, traffic / alone_s if alone_s > 0 else 0.0)
         try:
             yield start
         finally:
             self._leave(lane)
 
-    def _enter(self, lane: Lane, alone_s: float) -> float:
+    def _enter(self, lane: Lane, alone_s: float, demand: float) -> float:
         ticket = object()
         with self._changed:
             queue = self._queues[lane]
@@ -48,7 +50,7 @@ class Pacer:
             while queue[0] is not ticket:
                 self._changed.wait()
             self._advance()
-            self._remaining[lane] = alone_s
+            self._remaining[lane], self._demands[lane] = alone_s, demand
             self._share()
             return self._advanced
 
@@ -58,7 +60,7 @@ class Pacer:
             while self._remaining[lane] > _DONE_S:
                 self._changed.wait(self._remaining[lane] / self._speed[lane])
                 self._advance()
-            del self._remaining[lane]
+            del self._remaining[lane], self._demands[lane]
             self._queues[lane].popleft()
             self._share()
 
@@ -71,5 +73,5 @@ class Pacer:
 
     def _share(self) -> None:
         """The set of busy lanes changed: new speeds, and everybody looks at the clock again."""
-        self._speed = self._speeds(self._remaining.keys())
+        self._speed = self._speeds(self._demands)
         self._changed.notify_all()

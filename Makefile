@@ -1,0 +1,32 @@
+# Everything a newcomer needs: `make demo`, `make test`, `make lint` set themselves up.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.ready
+EXTENSION_SOURCES := CMakeLists.txt pyproject.toml $(wildcard csrc/*)
+
+# The tests and the demo use the cores that this process may use, whatever a launcher has set.
+unexport OMP_NUM_THREADS
+
+.PHONY: demo test lint format clean
+
+demo: $(STAMP)
+	$(BIN)/python -m experiments.train
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -q
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+$(STAMP): scripts/setup.sh constraints.txt $(EXTENSION_SOURCES)
+	PYTHON="$(PYTHON)" bash scripts/setup.sh
+	touch $@
+
+clean:
+	rm -rf .venv build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis

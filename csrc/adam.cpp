@@ -1,0 +1,121 @@
+// Chooses the instruction set and shares the range among threads.
+#include "adam.h"
+
+#include <algorithm>
+#include <vector>
+
+#include <omp.h>
+
+#if defined(DOS_X86)
+#include <xmmintrin.h>
+#endif
+
+#include "kernels.h"
+
+namespace dos {
+namespace {
+
+// Rounding to nearest, denormals kept, whatever torch.set_flush_denormal or another library chose for this thread.
+class DefaultFloatEnvironment {
+ public:
+#if defined(DOS_X86)
+  DefaultFloatEnvironment() : saved_(_mm_getcsr()) { _mm_setcsr(0x1F80); }
+  ~DefaultFloatEnvironment() { _mm_setcsr(saved_); }
+
+ private:
+  unsigned int saved_;
+#elif defined(__aarch64__)
+  DefaultFloatEnvironment() {
+    asm volatile("mrs %0, fpcr" : "=r"(saved_));
+    asm volatile("msr fpcr, %0" : : "r"(uint64_t{0}));
+  }
+  ~DefaultFloatEnvironment() { asm volatile("msr fpcr, %0" : : "r"(saved_)); }
+
+ private:
+  uint64_t saved_;
+#endif
+};
+
+// Below this many elements a thread costs more to wake than it saves.
+constexpr int64_t kMinPerThread = 16384;
+
+// Calls f(begin, end) on contiguous shares whose boundaries are multiples of `grain`.
+template <class F>
+void parallel(int64_t n, int64_t grain, int threads, const F& f) {
+  threads = static_cast<int>(std::clamp<int64_t>(n / kMinPerThread, 1, threads));
+  const auto share = [&](int64_t index, int64_t count) {
+    const int64_t grains = (n + grain - 1) / grain;
+    const DefaultFloatEnvironment environment;
+    f(grains * index / count * grain, std::min(n, grains * (index + 1) / count * grain));
+  };
+  if (threads == 1) return share(0, 1);
+#pragma omp parallel num_threads(threads)
+  share(omp_get_thread_num(), omp_get_num_threads());
+}
+
+constexpr int64_t kGrain = 64;  // elements: whole cache lines in every dtype
+
+const Kernels& kernels(Isa isa) {
+#if defined(DOS_X86)
+  if (isa == Isa::avx512) return kernels_avx512;
+  if (isa == Isa::avx2) return kernels_avx2;
+#endif
+  return kernels_portable;
+}
+
+const StreamKernels& streams(Isa isa) {
+#if defined(DOS_X86)
+  if (isa == Isa::avx512) return stream_avx512;
+  if (isa == Isa::avx2) return stream_avx2;
+#endif
+  return stream_portable;
+}
+
+}  // namespace
+
+bool supported(Isa isa) {
+#if defined(DOS_X86)
+  if (isa == Isa::avx512) {
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("fma");
+  }
+  if (isa == Isa::avx2) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+#endif
+  return isa == Isa::portable;
+}
+
+void adam_update(int64_t n, const AdamArrays& arrays, const AdamScalars& scalars, int threads, Isa isa) {
+  const auto kernel = kernels(isa).adam;
+  parallel(n, kGrain, threads, [&](int64_t begin, int64_t end) { kernel(arrays, scalars, begin, end); });
+}
+
+void accumulate(int64_t n, const void* src, DType src_type, float* dst, bool overwrite, int threads, Isa isa) {
+  const auto kernel = kernels(isa).accumulate;
+  parallel(n, kGrain, threads,
+           [&](int64_t begin, int64_t end) { kernel(src, src_type, dst, overwrite, begin, end); });
+}
+
+double sum_of_squares(int64_t n, const void* src, DType src_type, int threads, Isa isa) {
+  const auto kernel = kernels(isa).sum_of_squares;
+  std::vector<double> sums((n + kSumBlock - 1) / kSumBlock);
+  parallel(n, kSumBlock, threads, [&](int64_t begin, int64_t end) {
+    for (int64_t block = begin; block < end; block += kSumBlock) {
+      sums[block / kSumBlock] = kernel(src, src_type, block, std::min(end, block + kSumBlock));
+    }
+  });
+  double total = 0;
+  for (const double sum : sums) total += sum;
+  return total;
+}
+
+void stream_adam(int64_t n, const AdamArrays& arrays, int threads, Isa isa) {
+  const auto kernel = streams(isa).adam;
+  parallel(n, kGrain, threads, [&](int64_t begin, int64_t end) { kernel(arrays, begin, end); });
+}
+
+void stream_accumulate(int64_t n, const void* src, DType src_type, float* dst, int threads, Isa isa) {
+  const auto kernel = streams(isa).accumulate;
+  parallel(n, kGrain, threads, [&](int64_t begin, int64_t end) { kernel(src, src_type, dst, begin, end); });
+}
+
+}  // namespace dos

@@ -1,0 +1,60 @@
+// The contract of the CPU kernels: plain pointers and sizes, no SIMD, no Python.
+//
+// All results are identical to the bit for every instruction set, thread count, alignment and splitting of the range,
+// and do not depend on the caller's floating-point environment (rounding mode, flushing of denormals).
+// Every NaN written is the canonical quiet NaN. Arrays must not overlap.
+#pragma once
+
+#include <cstdint>
+
+namespace dos {
+
+enum class DType { float32, bfloat16, float16 };
+
+enum class Isa { portable, avx2, avx512 };
+
+// One step of Adam, computed by the caller in double precision and rounded once.
+struct AdamScalars {
+  float grad_scale;                 // negative to maximize
+  float l2;                         // weight decay added to the gradient; used if use_l2
+  float decay;                      // 1 - lr * weight_decay when decoupled, else 1
+  float beta1;
+  float one_minus_beta1;
+  float beta2;
+  float one_minus_beta2;
+  float inv_bias_correction2_sqrt;  // 1 / sqrt(1 - beta2^t)
+  float eps;
+  float step_size;                  // lr / (1 - beta1^t)
+  bool use_l2;
+};
+
+struct AdamArrays {
+  const void* grad;
+  DType grad_type;
+  void* param;  // read and written
+  DType param_type;
+  float* exp_avg;
+  float* exp_avg_sq;
+  float* max_exp_avg_sq;  // null without amsgrad
+  void* out;              // low-precision copy of the new parameter, or null; requires a float32 param
+  DType out_type;
+};
+
+// Updates elements [0, n). `threads` >= 1 is an upper limit: short ranges use fewer.
+void adam_update(int64_t n, const AdamArrays& arrays, const AdamScalars& scalars, int threads, Isa isa);
+
+// dst = src if `overwrite`, else dst += src.
+void accumulate(int64_t n, const void* src, DType src_type, float* dst, bool overwrite, int threads, Isa isa);
+
+// In double precision, summed in one fixed order.
+double sum_of_squares(int64_t n, const void* src, DType src_type, int threads, Isa isa);
+
+// Yardsticks: as many bytes read and written as adam_update and accumulate, with next to no arithmetic.
+// The contents become meaningless.
+void stream_adam(int64_t n, const AdamArrays& arrays, int threads, Isa isa);
+void stream_accumulate(int64_t n, const void* src, DType src_type, float* dst, int threads, Isa isa);
+
+// Whether this build contains code for `isa` and this processor runs it.
+bool supported(Isa isa);
+
+}  // namespace dos

@@ -1,0 +1,186 @@
+// The formulas, once. The compiler vectorises these loops; vector body and scalar tail agree because every operation
+// is correctly rounded and none may be contracted or reordered (-ffp-contract=off, no -ffast-math).
+// Everything is in an unnamed namespace and no standard template is used: a shared inline function compiled here with
+// AVX-512 could otherwise be the copy that the linker keeps for everybody.
+#include "kernels.h"
+
+#define DOS_CONCAT_(a, b) a##b
+#define DOS_CONCAT(a, b) DOS_CONCAT_(a, b)
+
+namespace dos {
+namespace {
+
+inline uint32_t bits_of(float x) {
+  uint32_t bits;
+  __builtin_memcpy(&bits, &x, sizeof bits);
+  return bits;
+}
+
+inline float float_of(uint32_t bits) {
+  float x;
+  __builtin_memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+// Which NaN comes out of an operation on two NaNs depends on the operand order that the compiler chose.
+inline float canonical(float x) { return x == x ? x : float_of(0x7FC00000u); }
+
+// Conversions: load gives a float, store takes a canonical one and rounds to nearest, ties to even.
+struct Float32 {
+  using Stored = float;
+  static float load(float x) { return x; }
+  static float store(float x) { return x; }
+};
+
+struct BFloat16 {
+  using Stored = uint16_t;
+  static float load(uint16_t h) { return float_of(static_cast<uint32_t>(h) << 16); }
+  static uint16_t store(float x) {
+    const uint32_t bits = bits_of(x);
+    return static_cast<uint16_t>((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
+  }
+};
+
+struct Float16 {
+  using Stored = uint16_t;
+  static float load(uint16_t h) {
+    const uint32_t magnitude = h & 0x7FFFu;
+    const uint32_t sign = static_cast<uint32_t>(h & 0x8000u) << 16;
+    const float normal = float_of((magnitude << 13) + (112u << 23));
+    const float denormal = float_of(magnitude | (126u << 23)) - 0.5f;  // magnitude * 2^-24
+    const float special = float_of((magnitude << 13) | (255u << 23));
+    const float x = magnitude < 0x0400u ? denormal : magnitude < 0x7C00u ? normal : special;
+    return float_of(bits_of(x) | sign);
+  }
+  static uint16_t store(float x) {
+    const uint32_t bits = bits_of(x);
+    const uint32_t magnitude = bits & 0x7FFFFFFFu;
+    // Adding 0.5 aligns a value below 2^-14 so that the unit in its last place is 2^-24; the addition rounds.
+    const uint32_t denormal = bits_of(float_of(magnitude) + 0.5f) - (126u << 23);
+    const uint32_t normal = (magnitude - (112u << 23) + 0x0FFFu + ((magnitude >> 13) & 1u)) >> 13;
+    const uint32_t special = magnitude > (255u << 23) ? 0x7E00u : 0x7C00u;
+    const uint32_t half = magnitude < (113u << 23) ? denormal : magnitude < 0x477FF000u ? normal : special;
+    return static_cast<uint16_t>(half | ((bits >> 16) & 0x8000u));
+  }
+};
+
+struct None {
+  using Stored = uint16_t;
+};
+
+template <class Grad, class Param, class Out, bool kAmsgrad, bool kL2>
+void adam(const AdamArrays& arrays, const AdamScalars& scalars, int64_t begin, int64_t end) {
+  const auto* __restrict grad = static_cast<const typename Grad::Stored*>(arrays.grad);
+  auto* __restrict param = static_cast<typename Param::Stored*>(arrays.param);
+  float* __restrict exp_avg = arrays.exp_avg;
+  float* __restrict exp_avg_sq = arrays.exp_avg_sq;
+  float* __restrict max_exp_avg_sq = arrays.max_exp_avg_sq;
+  auto* __restrict out = static_cast<typename Out::Stored*>(arrays.out);
+  const AdamScalars s = scalars;
+  // As torch.lerp: exact at weight 1 (beta1 = 0), where m + 1 * (g - m) is not.
+  const bool lerp_from_grad = !(s.one_minus_beta1 < 0.5f);
+  const float lerp_weight = lerp_from_grad ? -s.beta1 : s.one_minus_beta1;
+
+#pragma omp simd
+  for (int64_t i = begin; i < end; ++i) {
+    float g = Grad::load(grad[i]) * s.grad_scale;
+    float p = Param::load(param[i]);
+    float m = exp_avg[i];
+    float v = exp_avg_sq[i];
+    if constexpr (kL2) g = __builtin_fmaf(s.l2, p, g);
+    p = p * s.decay;
+    m = __builtin_fmaf(lerp_weight, g - m, lerp_from_grad ? g : m);
+    v = __builtin_fmaf(s.one_minus_beta2 * g, g, s.beta2 * v);
+    exp_avg[i] = canonical(m);
+    exp_avg_sq[i] = canonical(v);
+    if constexpr (kAmsgrad) {
+      const float previous = max_exp_avg_sq[i];
+      v = (v > previous) | (v != v) ? v : previous;
+      max_exp_avg_sq[i] = canonical(v);
+    }
+    const float denom = __builtin_fmaf(__builtin_sqrtf(v), s.inv_bias_correction2_sqrt, s.eps);
+    p = canonical(__builtin_fmaf(-s.step_size, m / denom, p));
+    param[i] = Param::store(p);
+    if constexpr (!__is_same(Out, None)) out[i] = Out::store(p);
+  }
+}
+
+template <class Src>
+void accumulate_range(const void* src_, float* __restrict dst, bool overwrite, int64_t begin, int64_t end) {
+  const auto* __restrict src = static_cast<const typename Src::Stored*>(src_);
+  if (overwrite) {
+    for (int64_t i = begin; i < end; ++i) dst[i] = canonical(Src::load(src[i]));
+  } else {
+    for (int64_t i = begin; i < end; ++i) dst[i] = canonical(dst[i] + Src::load(src[i]));
+  }
+}
+
+template <class Src>
+double sum_of_squares_range(const void* src_, int64_t begin, int64_t end) {
+  constexpr int kLanes = 32;  // independent sums, so that the order is fixed and the additions overlap
+  const auto* src = static_cast<const typename Src::Stored*>(src_);
+  double lanes[kLanes] = {};
+  int64_t i = begin;
+  for (; i + kLanes <= end; i += kLanes) {
+    for (int lane = 0; lane < kLanes; ++lane) {
+      const double x = Src::load(src[i + lane]);
+      lanes[lane] += x * x;
+    }
+  }
+  for (int lane = 0; i < end; ++i, ++lane) {
+    const double x = Src::load(src[i]);
+    lanes[lane] += x * x;
+  }
+  for (int width = kLanes / 2; width > 0; width /= 2) {
+    for (int lane = 0; lane < width; ++lane) lanes[lane] += lanes[lane + width];
+  }
+  return lanes[0];
+}
+
+// From dtypes to types.
+template <class F>
+auto with_type(DType type, F&& f) {
+  switch (type) {
+    case DType::bfloat16: return f(BFloat16{});
+    case DType::float16: return f(Float16{});
+    default: return f(Float32{});
+  }
+}
+
+template <class Grad, class Param, class Out>
+void adam_with(const AdamArrays& arrays, const AdamScalars& scalars, int64_t begin, int64_t end) {
+  (arrays.max_exp_avg_sq
+       ? (scalars.use_l2 ? adam<Grad, Param, Out, true, true> : adam<Grad, Param, Out, true, false>)
+       : (scalars.use_l2 ? adam<Grad, Param, Out, false, true> : adam<Grad, Param, Out, false, false>)
+  )(arrays, scalars, begin, end);
+}
+
+void adam_any(const AdamArrays& arrays, const AdamScalars& scalars, int64_t begin, int64_t end) {
+  with_type(arrays.grad_type, [&](auto grad) {
+    using Grad = decltype(grad);
+    if (!arrays.out) {
+      with_type(arrays.param_type, [&](auto param) {
+        adam_with<Grad, decltype(param), None>(arrays, scalars, begin, end);
+      });
+    } else if (arrays.out_type == DType::bfloat16) {
+      adam_with<Grad, Float32, BFloat16>(arrays, scalars, begin, end);
+    } else {
+      adam_with<Grad, Float32, Float16>(arrays, scalars, begin, end);
+    }
+  });
+}
+
+void accumulate_any(const void* src, DType src_type, float* dst, bool overwrite, int64_t begin, int64_t end) {
+  with_type(src_type, [&](auto type) { accumulate_range<decltype(type)>(src, dst, overwrite, begin, end); });
+}
+
+double sum_of_squares_any(const void* src, DType src_type, int64_t begin, int64_t end) {
+  return with_type(src_type, [&](auto type) { return sum_of_squares_range<decltype(type)>(src, begin, end); });
+}
+
+}  // namespace
+
+extern const Kernels DOS_CONCAT(kernels_, DOS_ISA);
+const Kernels DOS_CONCAT(kernels_, DOS_ISA) = {adam_any, accumulate_any, sum_of_squares_any};
+
+}  // namespace dos

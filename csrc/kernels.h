@@ -1,0 +1,24 @@
+// Serial kernels over a range, one table per instruction set: kernels.cpp and stream.cpp are compiled once for each.
+#pragma once
+
+#include "adam.h"
+
+namespace dos {
+
+constexpr int64_t kSumBlock = 4096;
+
+struct Kernels {
+  void (*adam)(const AdamArrays& arrays, const AdamScalars& scalars, int64_t begin, int64_t end);
+  void (*accumulate)(const void* src, DType src_type, float* dst, bool overwrite, int64_t begin, int64_t end);
+  double (*sum_of_squares)(const void* src, DType src_type, int64_t begin, int64_t end);
+};
+
+struct StreamKernels {
+  void (*adam)(const AdamArrays& arrays, int64_t begin, int64_t end);
+  void (*accumulate)(const void* src, DType src_type, float* dst, int64_t begin, int64_t end);
+};
+
+extern const Kernels kernels_portable, kernels_avx2, kernels_avx512;
+extern const StreamKernels stream_portable, stream_avx2, stream_avx512;
+
+}  // namespace dos

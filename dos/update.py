@@ -1,0 +1,241 @@
+"""The Adam update of one flat range, on the CPU (C++ extension) or on a GPU (torch).
+
+The formula is AdamW (Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization", algorithm 2) as
+``torch.optim.AdamW`` writes it, in float32 with round to nearest, fused multiply-adds and IEEE square root and
+division in one fixed order. So a result depends, to the bit, on neither instruction set, thread count, device nor on
+how a range was split. Against ``torch.optim.AdamW`` it differs by a few units in the last place. Every NaN written is
+the same quiet NaN.
+"""
+
+import ctypes
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+try:
+    from dos import _adam  # type: ignore[attr-defined]
+except ImportError as error:
+    raise ImportError(
+        f"the compiled part of dos cannot be imported ({error}). "
+        "Build it with: pip install -e . (needs a C++ compiler with OpenMP)"
+    ) from error
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class AdamStep:
+    """The settings of one step, as plain Python numbers.
+
+    ``step`` counts this step too, so it is at least 1. The gradient is multiplied by ``grad_scale`` (loss scale,
+    clipping) before anything else.
+    """
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    step: float
+    amsgrad: bool = False
+    maximize: bool = False
+    decoupled_weight_decay: bool = True
+    grad_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.step >= 1:
+            raise ValueError(f"step: expected at least 1 (the count includes this step), found {self.step}")
+
+    @property
+    def use_l2(self) -> bool:
+        """Whether the weight decay is added to the gradient."""
+        return not self.decoupled_weight_decay and self.weight_decay != 0
+
+    @cached_property
+    def scalars(self) -> tuple[float, ...]:
+        """What the formula multiplies by, in double precision, in the order of ``AdamScalars`` in csrc/adam.h."""
+        return (
+            -self.grad_scale if self.maximize else self.grad_scale,
+            self.weight_decay if self.use_l2 else 0.0,
+            1 - self.lr * self.weight_decay if self.decoupled_weight_decay else 1.0,
+            self.beta1,
+            1 - self.beta1,
+            self.beta2,
+            1 - self.beta2,
+            1 / math.sqrt(1 - self.beta2**self.step),
+            self.eps,
+            self.lr / (1 - self.beta1**self.step),
+        )
+
+
+def instruction_sets() -> list[str]:
+    """The instruction sets that can be asked for here, best first."""
+    return _adam.instruction_sets()
+
+
+def adam_update(
+    grad: Tensor,
+    param: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    *,
+    step: AdamStep,
+    max_exp_avg_sq: Tensor | None = None,
+    low_precision_out: Tensor | None = None,
+    threads: int = 0,
+    isa: str | None = None,
+) -> None:
+    """Update ``param`` and its state in place, in one pass over memory.
+
+    All tensors are 1-D, contiguous, of one length, on one device, and do not overlap.
+
+    Args:
+        grad: float32, bfloat16 or float16. Read only.
+        param: the master weights, float32; or bfloat16 or float16 where there are none.
+        exp_avg, exp_avg_sq, max_exp_avg_sq: float32; the last one exactly if ``step.amsgrad``.
+        low_precision_out: bfloat16 or float16, receives the new ``param`` rounded; only with a float32 ``param``.
+        threads: at most so many on the CPU; 0 stands for ``torch.get_num_threads()``.
+        isa: one of :func:`instruction_sets`, None for the best.
+
+    Raises:
+        TypeError: an argument is not a dense tensor, or of a dtype not listed here.
+        ValueError: a tensor of another length or device, not 1-D or not contiguous; ``max_exp_avg_sq`` given without
+            amsgrad or missing with it; unknown ``isa``; negative ``threads``.
+    """
+    if step.amsgrad != (max_exp_avg_sq is not None):
+        raise ValueError(
+            f"max_exp_avg_sq: expected {'a tensor' if step.amsgrad else 'None'} with amsgrad={step.amsgrad}"
+        )
+    _check("param", param, _FLOATS, param)
+    _check("grad", grad, _FLOATS, param)
+    _check("exp_avg", exp_avg, (torch.float32,), param)
+    _check("exp_avg_sq", exp_avg_sq, (torch.float32,), param)
+    if max_exp_avg_sq is not None:
+        _check("max_exp_avg_sq", max_exp_avg_sq, (torch.float32,), param)
+    if low_precision_out is not None:
+        if param.dtype != torch.float32:
+            raise TypeError(f"low_precision_out: expected only beside a float32 param, found {param.dtype}")
+        _check("low_precision_out", low_precision_out, (torch.bfloat16, torch.float16), param)
+
+    tensors = (grad, param, exp_avg, exp_avg_sq, max_exp_avg_sq, low_precision_out)
+    with torch.no_grad():
+        if param.is_cpu:
+            _adam.adam_update(
+                *(None if t is None else t.detach() for t in tensors), step.scalars, step.use_l2, _threads(threads), isa
+            )
+        else:
+            _adam_update_torch(*tensors, step=step)
+
+
+def accumulate(src: Tensor, dst: Tensor, *, overwrite: bool = False, threads: int = 0, isa: str | None = None) -> None:
+    """``dst += src``, or ``dst = src`` if ``overwrite``; 1-D contiguous tensors of one length on one device.
+
+    ``src`` is float32, bfloat16 or float16, ``dst`` is float32. ``threads``, ``isa`` and the errors raised are those
+    of :func:`adam_update`.
+    """
+    _check("dst", dst, (torch.float32,), dst)
+    _check("src", src, _FLOATS, dst)
+    if dst.is_cpu:
+        _adam.accumulate(src.detach(), dst.detach(), overwrite, _threads(threads), isa)
+    else:
+        with torch.no_grad():
+            dst.copy_(src) if overwrite else dst.add_(src)
+
+
+def sum_of_squares(src: Tensor, *, threads: int = 0, isa: str | None = None) -> float:
+    """The sum of squares of a 1-D contiguous CPU tensor (float32, bfloat16 or float16), in double precision.
+
+    The order of summation is fixed, so the result depends on the values alone. ``threads``, ``isa`` and the errors
+    raised are those of :func:`adam_update`.
+    """
+    _check("src", src, _FLOATS, src)
+    return _adam.sum_of_squares(src.detach(), _threads(threads), isa)
+
+
+def _adam_update_torch(
+    grad: Tensor,
+    param: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    max_exp_avg_sq: Tensor | None,
+    low_precision_out: Tensor | None,
+    *,
+    step: AdamStep,
+) -> None:
+    """The formula in torch operations, on any device, without waiting for it: the reference of csrc/kernels.cpp."""
+    # Rounded here because _fma multiplies in double precision.
+    scale, l2, decay, beta1, one_minus_beta1, beta2, one_minus_beta2, inv_bias_correction2_sqrt, eps, step_size = (
+        ctypes.c_float(scalar).value for scalar in step.scalars
+    )
+    for start in range(0, len(param), _CHUNK):
+        piece = slice(start, start + _CHUNK)
+        g = grad[piece].float() * scale
+        p = param[piece].float()
+        m = exp_avg[piece]
+        v = exp_avg_sq[piece]
+        if step.use_l2:
+            g = _fma(p, l2, g)
+        p = p * decay
+        m = _fma(g - m, one_minus_beta1, m) if one_minus_beta1 < 0.5 else _fma(g - m, -beta1, g)
+        v = _fma(g * one_minus_beta2, g, v * beta2)
+        _store(m, exp_avg[piece])
+        _store(v, exp_avg_sq[piece])
+        if max_exp_avg_sq is not None:
+            previous = max_exp_avg_sq[piece]
+            v = torch.where((v > previous) | v.isnan(), v, previous)
+            _store(v, max_exp_avg_sq[piece])
+        denom = _fma(v.sqrt(), inv_bias_correction2_sqrt, torch.full_like(v, eps))
+        p = _fma(m / denom, -step_size, p)
+        _store(p, param[piece])
+        if low_precision_out is not None:
+            _store(p, low_precision_out[piece])
+
+
+_CHUNK = 1 << 22  # elements; bounds the memory of the double-precision intermediates
+
+
+def _fma(a: Tensor, b: Tensor | float, c: Tensor) -> Tensor:
+    """``a * b + c`` of float32 tensors, rounded once. torch has no such operation.
+
+    The product is exact in double precision. The sum is rounded to odd, after which rounding it again to float32 gives
+    what rounding the exact value would (Boldo and Melquiond 2008).
+    """
+    product = a.double() * b
+    total = product + c
+    back = total - product
+    error = (product - (total - back)) + (c - back)
+    bits = total.view(torch.int64)
+    to_odd = (error.abs() > 0) & (bits & 1 == 0)  # false where the error is NaN
+    return (bits + torch.where((error > 0) == (total > 0), 1, -1) * to_odd).view(torch.float64).float()
+
+
+def _store(value: Tensor, destination: Tensor) -> None:
+    destination.copy_(value)
+    destination.masked_fill_(destination.isnan(), math.nan)
+
+
+def _threads(threads: int) -> int:
+    if threads < 0:
+        raise ValueError(f"threads: expected at least 1, or 0 for torch.get_num_threads(), found {threads}")
+    return threads or torch.get_num_threads()
+
+
+def _check(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], like: Tensor) -> None:
+    """Raise unless ``tensor`` is dense, 1-D, contiguous, of a dtype listed, of the length and device of ``like``."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name}: expected a tensor, found {type(tensor).__name__}")
+    if tensor.dtype not in dtypes:
+        raise TypeError(f"{name}: expected {' or '.join(map(str, dtypes))}, found {tensor.dtype}")
+    if tensor.layout != torch.strided:
+        raise TypeError(f"{name}: expected a dense tensor, found {tensor.layout}")
+    if tensor.ndim != 1:
+        raise ValueError(f"{name}: expected 1 dimension, found shape {tuple(tensor.shape)}")
+    if len(tensor) != len(like):
+        raise ValueError(f"{name}: expected {len(like)} elements, found {len(tensor)}")
+    if tensor.device != like.device:
+        raise ValueError(f"{name}: expected device {like.device}, found {tensor.device}")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name}: expected a contiguous tensor, found stride {tensor.stride(0)}")

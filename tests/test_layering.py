@@ -1,0 +1,67 @@
+"""Imports go one way: experiments -> dos -> perfmodel, and inside dos from the shell inwards."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCES = sorted(p for package in ("dos", "perfmodel", "experiments") for p in (ROOT / package).rglob("*.py"))
+
+
+def imported(path: Path) -> set[str]:
+    """Dotted names that a source file imports: modules, and what it takes from them."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names} | {str(node.module)}
+    return names
+
+
+def imports(path: Path, *packages: str) -> bool:
+    return any(name == p or name.startswith(p + ".") for name in imported(path) for p in packages)
+
+
+def within(path: Path, *places: str) -> bool:
+    return any(path.is_relative_to(ROOT / place) for place in places)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_layers(path: Path) -> None:
+    if within(path, "perfmodel"):
+        assert not imports(path, "torch", "dos", "experiments")
+    if within(path, "dos"):
+        assert not imports(path, "experiments")
+    if not within(path, "dos/memory.py"):
+        assert not imports(path, "pynvml")
+    if not within(path, "dos/update.py", "experiments/kernel.py"):
+        assert not imports(path, "dos._adam")
+    if within(path, "dos") and not within(path, "dos/devices"):
+        assert not any("torch.cuda.Stream" in line or "torch.cuda.Event" in line for line in path.open())
+
+
+INNER = {
+    "subgroup": set(),
+    "update": set(),
+    "controller": set(),
+    "devices": set(),
+    "work": {"subgroup", "update"},
+    "engine": {"devices", "subgroup", "update", "work"},
+    "options": {"controller"},
+    "registry": {"options", "subgroup", "update", "work"},
+    "checkpoint": {"options", "registry"},
+}
+"""Which modules of dos each module may import; the optimizer may import any."""
+
+
+@pytest.mark.parametrize("module", INNER)
+def test_inside_dos(module: str) -> None:
+    place = ROOT / "dos" / module
+    for path in place.glob("*.py") if place.is_dir() else [place.with_suffix(".py")]:
+        found = {name.split(".")[1] for name in imported(path) if name.startswith("dos.") and name.count(".")}
+        assert found - {module, "_adam"} <= INNER[module], path

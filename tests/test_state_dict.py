@@ -1,0 +1,234 @@
+"""State that leaves and comes back: AdamW's state dict, both ways; copies, files, DCP; what does not fit."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections import defaultdict
+
+import pytest
+import torch
+from conftest import FAST, assert_close_ulp, bits, mlp, train
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+from dos import DOSAdam, EmulatedDevice
+
+
+def dos(model: nn.Module, **settings: object) -> DOSAdam:
+    device = EmulatedDevice(FAST, capacity=10**9)
+    return DOSAdam(model.parameters(), **{"policy": "stride:2", "subgroup_size": 300, "device": device, **settings})
+
+
+@pytest.mark.parametrize("policy", ["cpu", "stride:2", 0.5])
+@pytest.mark.parametrize("amsgrad", [False, True])
+def test_adamw_to_dosadam_and_back(policy: str | float, amsgrad: bool) -> None:
+    """50 steps AdamW, 50 DOSAdam, 50 AdamW, against 150 steps of AdamW."""
+    reference, model = mlp(), mlp()
+    train(reference, torch.optim.AdamW(reference.parameters(), amsgrad=amsgrad), 150)
+
+    first = torch.optim.AdamW(model.parameters(), amsgrad=amsgrad)
+    train(model, first, 50)
+    second = dos(model, policy=policy)
+    second.load_state_dict(first.state_dict())
+    assert second.param_groups[0]["amsgrad"] is amsgrad
+    train(model, second, 50, first_step=50)
+    third = torch.optim.AdamW(model.parameters())
+    third.load_state_dict(second.state_dict())
+    train(model, third, 50, first_step=100)
+    assert third.state[model[0].weight]["step"].item() == 150
+    assert_close_ulp(model.parameters(), reference.parameters(), ulps=256)
+
+
+def test_keys_are_those_of_adamw() -> None:
+    model = mlp()
+    adamw, optimizer = torch.optim.AdamW(model.parameters()), dos(model)
+    train(model, adamw, 1)
+    train(model, optimizer, 1)
+    theirs, ours = adamw.state_dict(), optimizer.state_dict()
+    assert ours["param_groups"] == theirs["param_groups"]
+    assert ours["state"].keys() == theirs["state"].keys()
+    for key, entry in theirs["state"].items():
+        assert list(ours["state"][key]) == list(entry)
+        for name, value in entry.items():
+            assert ours["state"][key][name].shape == value.shape
+            assert ours["state"][key][name].dtype == value.dtype
+
+
+def test_state_is_readable_and_writable_as_in_adamw() -> None:
+    for policy in ("cpu", "stride:1", 0.0):
+        model = mlp()
+        optimizer = dos(model, policy=policy)
+        train(model, optimizer, 2)
+        weight = model[0].weight
+        assert optimizer.state[weight]["exp_avg"].shape == weight.shape
+        assert optimizer.state[weight]["exp_avg"].abs().max() > 0
+        optimizer.state[weight]["exp_avg"].zero_()
+        optimizer.param_groups[0]["betas"] = (0.999999, 0.999)
+        train(model, optimizer, 1)
+        assert optimizer.state[weight]["exp_avg"].abs().max() < 1e-5
+
+
+def test_resetting_the_state_starts_over() -> None:
+    model, fresh = mlp(), mlp()
+    optimizer = dos(model)
+    start = copy.deepcopy(model.state_dict())
+    train(model, optimizer, 5)
+    model.load_state_dict(start)
+    optimizer.state = defaultdict(dict)
+    train(model, optimizer, 3)
+    train(fresh, dos(fresh), 3)
+    assert bits(model.parameters()) == bits(fresh.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("policy", ["cpu", "stride:2", 0.0])
+def test_resume_is_exact_to_the_bit(dtype: torch.dtype, policy: str | float) -> None:
+    through, model = mlp(dtype), mlp(dtype)
+    train(through, dos(through, policy=policy), 8)
+
+    optimizer = dos(model, policy=policy)
+    train(model, optimizer, 4)
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    resumed = mlp(dtype, seed=5)
+    after = dos(resumed, policy=policy)
+    after.load_state_dict(saved["optimizer"])  # before the model's weights: the order must not matter
+    resumed.load_state_dict(saved["model"])
+    train(resumed, after, 4, first_step=4)
+    assert bits(resumed.parameters()) == bits(through.parameters())
+
+
+def test_loading_does_not_tie_the_optimizer_to_the_state_dict() -> None:
+    model = mlp()
+    optimizer = dos(model)
+    train(model, optimizer, 2)
+    saved = copy.deepcopy(optimizer.state_dict())
+    other = mlp()
+    loaded = dos(other)
+    loaded.load_state_dict(saved)
+    before = bits(t for entry in saved["state"].values() for t in entry.values())
+    train(other, loaded, 2)
+    assert bits(t for entry in saved["state"].values() for t in entry.values()) == before
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_copies_of_model_and_optimizer_go_their_own_way(how: str, dtype: torch.dtype) -> None:
+    model = mlp(dtype)
+    optimizer = dos(model, policy=0.5)
+    train(model, optimizer, 3)
+    pair = (model, optimizer)
+    other, twin = copy.deepcopy(pair) if how == "deepcopy" else pickle.loads(pickle.dumps(pair))
+    assert twin.param_groups[0]["params"][0] is other[0].weight
+    train(other, twin, 3, first_step=3)
+    assert bits(model.parameters()) != bits(other.parameters())
+    train(model, optimizer, 3, first_step=3)
+    assert bits(model.parameters()) == bits(other.parameters())
+
+
+def test_hooks_on_state_dict_and_on_loading() -> None:
+    model = mlp()
+    optimizer = dos(model)
+    train(model, optimizer, 1)
+    log = []
+    optimizer.register_state_dict_pre_hook(lambda _: log.append("saving"))
+    optimizer.register_state_dict_post_hook(lambda _, state: {**state, "extra": 1})
+    optimizer.register_load_state_dict_pre_hook(lambda _, state: log.append(state.pop("extra")))
+    optimizer.register_load_state_dict_post_hook(lambda _: log.append("loaded"))
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert log == ["saving", 1, "loaded"]
+
+
+def test_an_older_state_dict_without_newer_keys() -> None:
+    model, reference = mlp(), mlp()
+    for m in (model, reference):
+        train(m, torch.optim.AdamW(m.parameters()), 0)
+    donor = torch.optim.AdamW(model.parameters())
+    train(model, donor, 2)
+    old = copy.deepcopy(donor.state_dict())
+    for key in ("foreach", "maximize", "capturable", "differentiable", "fused", "decoupled_weight_decay"):
+        old["param_groups"][0].pop(key, None)
+    for entry in old["state"].values():
+        entry["step"] = int(entry["step"])
+    optimizer = dos(model)
+    optimizer.load_state_dict(old)
+    assert optimizer.param_groups[0]["maximize"] is False
+    train(model, optimizer, 2, first_step=2)
+    train(reference, torch.optim.AdamW(reference.parameters()), 4)
+    assert_close_ulp(model.parameters(), reference.parameters())
+
+
+def test_a_bfloat16_run_may_pass_through_adamw_and_return() -> None:
+    """AdamW keeps our master rounded and does not update it; the parameter it did update must win on return."""
+    model = mlp(torch.bfloat16)
+    optimizer = dos(model)
+    train(model, optimizer, 3)
+    adamw = torch.optim.AdamW(model.parameters(), lr=0.1)
+    adamw.load_state_dict(optimizer.state_dict())
+    adamw.param_groups[0]["lr"] = 0.1
+    train(model, adamw, 3, first_step=3)
+    before = [p.detach().clone() for p in model.parameters()]
+    back = dos(model)
+    back.load_state_dict(adamw.state_dict())
+    back.param_groups[0]["lr"] = 0.0
+    train(model, back, 1, first_step=6)
+    assert bits(model.parameters()) == bits(before)
+
+
+def test_distributed_checkpoint_helpers() -> None:
+    model = mlp()
+    optimizer = dos(model)
+    train(model, optimizer, 3)
+    state = copy.deepcopy(get_optimizer_state_dict(model, optimizer))
+    assert state["state"]["0.weight"]["exp_avg"].shape == model[0].weight.shape
+    other = mlp()
+    other.load_state_dict(model.state_dict())
+    loaded = dos(other)
+    set_optimizer_state_dict(other, loaded, state)
+    train(other, loaded, 3, first_step=3)
+    train(model, optimizer, 3, first_step=3)
+    assert bits(model.parameters()) == bits(other.parameters())
+
+
+def _break_group_count(state: dict) -> None:
+    state["param_groups"].append(copy.deepcopy(state["param_groups"][0]))
+
+
+def _break_parameter_count(state: dict) -> None:
+    state["param_groups"][0]["params"].pop()
+
+
+def _break_shape(state: dict) -> None:
+    state["state"][2]["exp_avg"] = torch.zeros(3, 3)
+
+
+def _break_kind(state: dict) -> None:
+    state["state"][1] = {"momentum_buffer": torch.zeros(40)}
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_break_group_count, "2 param groups, the optimizer has 1"),
+        (_break_parameter_count, r"4 parameters in the state dict and 5"),
+        (_break_shape, r"parameter '2\.weight': its state 'exp_avg' must have shape \(40,\), found shape \(3, 3\)"),
+        (_break_kind, r"parameter '0\.bias': its state has \['momentum_buffer'\] but no 'step'"),
+    ],
+)
+def test_a_state_dict_that_does_not_match_changes_nothing(damage, message: str) -> None:
+    model = mlp()
+    device = EmulatedDevice(FAST, capacity=10**9)
+    optimizer = DOSAdam(model.named_parameters(), policy="stride:2", subgroup_size=300, device=device)
+    train(model, optimizer, 2)
+    twin, twin_optimizer = copy.deepcopy((model, optimizer))
+    bad = copy.deepcopy(optimizer.state_dict())
+    damage(bad)
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(bad)
+    train(model, optimizer, 2, first_step=2)
+    train(twin, twin_optimizer, 2, first_step=2)
+    assert bits(model.parameters()) == bits(twin.parameters())
