@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,16 +11,19 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from dos.devices import Device, Job
+from dos.devices import Copy, Device, Job
 from dos.subgroup import State, Subgroup
 from dos.work import SubgroupUpdate
 from perfmodel import Lane, Op, Placement, Plan, Span, Timeline
 
 logger = logging.getLogger(__name__)
 
+Departed = Mapping[Subgroup, Sequence[Job]]
+"""The copies by which gradients of a subgroup left during backward."""
+
 
 class Engine:
-    """Runs one step at a time: `start` issues all its work, `wait` returns when it is done.
+    """Runs one step at a time: `start` issues all its work, `wait_for` waits for one subgroup, `wait` for all.
 
     Between steps it owns the state of resident subgroups; `bring_home` returns that to the host.
     """
@@ -29,9 +33,12 @@ class Engine:
         self._cpu_lane = ThreadPoolExecutor(max_workers=1, thread_name_prefix="dos-cpu")
         self._resident: dict[Subgroup, tuple[Tensor, State]] = {}
         self._slots: list[Tensor] = []
+        self._prefetched: dict[Subgroup, tuple[State, Job]] = {}
         self._jobs: list[Job] = []
-        self._updates: Future[list[Span]] | None = None
-        self._started = 0.0
+        self._done: dict[Subgroup, Future[Job]] = {}
+        self._host_spans: list[Span] = []
+        self._origin = 0.0
+        self._failed = False
         self._failed_allocation_logged = False
 
     def check(self, plan: Plan, subgroups: Sequence[Subgroup]) -> None:
@@ -44,58 +51,111 @@ class Engine:
                     f"device has {total} bytes in all; choose a smaller subgroup_size or policy='cpu'"
                 )
 
-    def start(self, plan: Plan, updates: Sequence[SubgroupUpdate | None]) -> None:
-        """Issue the step. updates: by subgroup index of the plan, None for a subgroup without any gradient.
+    def send_gradients(self, index: int, copies: Sequence[Copy]) -> Job:
+        """Start gradients of one subgroup on their way to the host, after what the caller has queued on the device."""
+        self._begin()
+        job = self.device.copy(Op.GRADIENT, index, copies, self.device.fence())
+        self._jobs.append(job)
+        return job
 
+    def prefetch_early(self, plan: Plan, subgroups: Sequence[Subgroup]) -> None:
+        """Fill the slots while backward still runs, if memory that is free now allows it and that was not done yet."""
+        streamed = [i for i in plan.served(Placement.GPU_STREAMED) if subgroups[i] not in self._resident]
+        if self._slots or not streamed:
+            return
+        nbytes = max(subgroups[i].state.carved_bytes for i in streamed)
+        count = min(plan.slots, len(streamed))
+        # Backward may still allocate; it has given back more than that by now if so much is free.
+        if self.device.memory().free < 2 * nbytes * count:
+            return
+        self._begin()
+        self._get_slots(count, nbytes)
+        for i, slot in zip(streamed, self._slots, strict=False):
+            state = subgroups[i].state.carve(slot)
+            self._prefetched[subgroups[i]] = state, self._prefetch(i, subgroups[i], state)
+
+    def start(
+        self,
+        plan: Plan,
+        updates: Sequence[SubgroupUpdate | None],
+        departed: Departed,
+        missing: Sequence[Sequence[Copy]],
+    ) -> None:
+        """Issue the step.
+
+        updates: by subgroup index of the plan, None for a subgroup without any gradient.
+        departed: gradients already on their way. missing: by index, the copies that bring the others.
         A subgroup for which the device has no memory is updated on the host in this step.
+        Raises RuntimeError if an earlier step failed part way.
         """
-        self._started = time.perf_counter()
+        if self._failed:
+            raise RuntimeError(
+                "an earlier step failed part way, so parameters and state do not match; "
+                "load a checkpoint into the model and into a new optimizer"
+            )
+        self._begin()
         indices = [i for i in plan.order if updates[i] is not None]
         work = {i: update for i in indices if (update := updates[i]) is not None}
         self._send_home(w.subgroup for i, w in work.items() if plan.placements[i] is not Placement.GPU_RESIDENT)
-        arrivals: dict[int, Sequence[Job]] = {}
-        placements = self._allocate(plan, work, arrivals)
+        placements, arrivals = self._allocate(plan, work)
         # The gradients of this step are complete once the caller's stream has come this far.
         backward = self.device.fence()
 
-        on_host = [i for i in indices if placements[i] is Placement.CPU]
-        gradients = [self._fetch_gradient(i, work[i], backward) for i in on_host]
         for i in indices:
             if placements[i] is Placement.GPU_RESIDENT:
-                arrived = arrivals.get(i, ())
                 state = self._resident[work[i].subgroup][1]
-                self._jobs.append(self._update_on_device(i, work[i], state, (*backward, *arrived)))
-        streamed = [i for i in indices if placements[i] is Placement.GPU_STREAMED]
-        self._stream(streamed, work, backward)
-        self._updates = self._cpu_lane.submit(self._update_on_host, on_host, work, gradients)
+                self._update_on_device(i, work[i], state, (*backward, *arrivals.get(i, ())))
+        gradients: dict[int, list[Job]] = {}
+        for i in indices:
+            if placements[i] is Placement.CPU:
+                gradients[i] = list(departed.get(work[i].subgroup, ()))
+                if missing[i]:
+                    gradients[i].append(self.device.copy(Op.GRADIENT, i, missing[i], backward))
+                    self._jobs.append(gradients[i][-1])
+                self._done[work[i].subgroup] = Future()
+        self._stream([i for i in indices if placements[i] is Placement.GPU_STREAMED], work, backward)
+        self._cpu_lane.submit(self._update_on_host, work, gradients)
+
+    def wait_for(self, subgroup: Subgroup) -> None:
+        """Order what the caller queues on the device from now on behind the step's update of this subgroup.
+
+        Raises RuntimeError if the step failed, with the cause.
+        """
+        done = self._done.get(subgroup)
+        if done is not None:
+            try:
+                # The new parameters are read from here on.
+                self.device.join(done.result())
+            except Exception as error:
+                raise self._failure(error) from error
 
     def wait(self) -> Timeline | None:
-        """Block until the step is done; its spans, in seconds since `start`. None if no step was running.
+        """Block until nothing is in flight; the spans since the step or its early transfers began, None if none were.
 
-        Raises what went wrong in any lane, once no work is in flight any more.
+        Raises RuntimeError for what went wrong in any lane, with the first cause, once no work is in flight any more.
         """
-        if self._updates is None:
+        if not self._jobs and not self._done:
             return None
-        spans, errors = [], []
-        try:
-            spans += self._updates.result()
-        except Exception as error:
-            errors.append(error)
-        for job in self._jobs:
+        spans: list[Span] = []
+        errors: list[Exception] = []
+        for future in self._done.values():
+            try:
+                future.result()
+            except Exception as error:
+                errors.append(error)
+        for job in self._jobs:  # complete, now that the CPU lane has issued its last upload
             try:
                 spans.append(job.wait())
             except Exception as error:
                 errors.append(error)
-        self._updates, self._jobs = None, []
+        spans += self._host_spans
         # Every flush has ended, so nothing reads or writes the slots any more.
         for slot in self._slots:
             self.device.free(slot)
-        self._slots = []
+        self._slots, self._prefetched, self._jobs, self._done, self._host_spans = [], {}, [], {}, []
         if errors:
-            raise RuntimeError("the optimizer step failed part way; restore a checkpoint before going on") from errors[
-                0
-            ]
-        origin = self._started
+            raise self._failure(errors[0]) from errors[0]
+        origin = self._origin
         return Timeline.of(Span(s.lane, s.op, s.subgroup, s.start - origin, s.end - origin) for s in spans)
 
     def bring_home(self) -> None:
@@ -107,19 +167,20 @@ class Engine:
         """Copy from the device to the host, after what the caller has queued on the device. Blocks."""
         self.device.copy(Op.GRADIENT, 0, [(destination, source)], self.device.fence()).wait()
 
-    @property
-    def resident_bytes(self) -> int:
-        """Device memory held between steps."""
-        return sum(buffer.nbytes for buffer, _ in self._resident.values())
+    def _begin(self) -> None:
+        if not self._jobs and not self._done:
+            self._origin = time.perf_counter()
+
+    def _failure(self, error: Exception) -> RuntimeError:
+        self._failed = True
+        return RuntimeError(f"the optimizer step failed part way ({error}); restore a checkpoint before going on")
 
     def _allocate(
-        self, plan: Plan, work: Mapping[int, SubgroupUpdate], arrivals: dict[int, Sequence[Job]]
-    ) -> dict[int, Placement]:
-        """Get slots and room for residents; the placements that this leaves possible.
-
-        arrivals: receives the prefetches of subgroups that become resident in this step.
-        """
+        self, plan: Plan, work: Mapping[int, SubgroupUpdate]
+    ) -> tuple[dict[int, Placement], dict[int, Sequence[Job]]]:
+        """Get slots and room for residents: the placements that this leaves possible, and new residents' prefetches."""
         placements = {i: plan.placements[i] for i in work}
+        arrivals: dict[int, Sequence[Job]] = {}
         for i, placement in placements.items():
             if placement is Placement.GPU_RESIDENT and work[i].subgroup not in self._resident:
                 arrival = self._settle(i, work[i].subgroup)
@@ -128,16 +189,31 @@ class Engine:
                 else:
                     arrivals[i] = (arrival,)
         streamed = [i for i, placement in placements.items() if placement is Placement.GPU_STREAMED]
-        if streamed:
-            nbytes = max(work[i].subgroup.state.carved_bytes for i in streamed)
-            for _ in range(min(plan.slots, len(streamed))):
-                slot = self._try_allocate(nbytes)
-                if slot is None:
-                    break
-                self._slots.append(slot)
+        nbytes = max((work[i].subgroup.state.carved_bytes for i in streamed), default=0)
+        first = [work[i].subgroup for i in streamed[: len(self._prefetched)]]
+        if self._slots and (first != list(self._prefetched) or self._slots[0].nbytes < nbytes):
+            self._drop_prefetched()
+        if streamed and not self._slots:
+            self._get_slots(min(plan.slots, len(streamed)), nbytes)
         if not self._slots:
             placements.update(dict.fromkeys(streamed, Placement.CPU))
-        return placements
+        return placements, arrivals
+
+    def _get_slots(self, count: int, nbytes: int) -> None:
+        """Allocate up to `count` slots, fewer if memory runs out."""
+        for _ in range(count):
+            slot = self._try_allocate(nbytes)
+            if slot is None:
+                break
+            self._slots.append(slot)
+
+    def _drop_prefetched(self) -> None:
+        """Forget state that was prefetched for another plan than the one that runs."""
+        for _, job in self._prefetched.values():
+            job.wait()
+        for slot in self._slots:
+            self.device.free(slot)
+        self._slots, self._prefetched = [], {}
 
     def _settle(self, index: int, subgroup: Subgroup) -> Job | None:
         """Make a subgroup resident: its prefetch, or None if there is no room."""
@@ -147,8 +223,7 @@ class Engine:
             return None
         state = host.carve(buffer)
         self._resident[subgroup] = buffer, state
-        self._jobs.append(self._prefetch(index, subgroup, state))
-        return self._jobs[-1]
+        return self._prefetch(index, subgroup, state)
 
     def _try_allocate(self, nbytes: int) -> Tensor | None:
         try:
@@ -163,75 +238,59 @@ class Engine:
         leaving = [s for s in subgroups if s in self._resident]
         flushes = [self._flush(0, s, self._resident[s][1], self.device.fence()) for s in leaving]
         for subgroup, flush in zip(leaving, flushes, strict=True):
+            # The host reads the state, and the memory goes, from here on.
             flush.wait()
             self.device.free(self._resident.pop(subgroup)[0])
 
-    def _stream(self, indices: list[int], work: dict[int, SubgroupUpdate], backward: Sequence[Job]) -> None:
+    def _stream(self, indices: list[int], work: Mapping[int, SubgroupUpdate], backward: Sequence[Job]) -> None:
         """Pipeline prefetch, update and flush of the subgroups over the slots."""
         vacated: list[Sequence[Job]] = [()] * len(self._slots)
-        for rank, i in enumerate(indices):
-            slot = rank % len(self._slots)
+        for i, slot in zip(indices, itertools.cycle(range(len(self._slots))), strict=False):
             subgroup = work[i].subgroup
-            state = subgroup.state.carve(self._slots[slot])
-            # The slot's last occupant must have left before the next one is written over it.
-            fetched = self._prefetch(i, subgroup, state, vacated[slot])
+            if subgroup in self._prefetched:
+                state, fetched = self._prefetched[subgroup]
+            else:
+                state = subgroup.state.carve(self._slots[slot])
+                # The slot's last occupant must have left before the next one is written over it.
+                fetched = self._prefetch(i, subgroup, state, vacated[slot])
             updated = self._update_on_device(i, work[i], state, (*backward, fetched))
             flushed = self._flush(i, subgroup, state, (updated,))
+            self._jobs.append(flushed)
             vacated[slot] = (flushed,)
-            self._jobs += (fetched, updated, flushed)
 
     def _prefetch(self, index: int, subgroup: Subgroup, state: State, after: Sequence[Job] = ()) -> Job:
         copies = list(zip(state.tensors(), subgroup.state.tensors(), strict=True))
-        return self.device.copy(Op.PREFETCH, index, copies, after)
+        self._jobs.append(self.device.copy(Op.PREFETCH, index, copies, after))
+        return self._jobs[-1]
 
     def _flush(self, index: int, subgroup: Subgroup, state: State, after: Sequence[Job]) -> Job:
         copies = list(zip(subgroup.state.tensors(), state.tensors(), strict=True))
         return self.device.copy(Op.FLUSH, index, copies, after)
 
     def _update_on_device(self, index: int, work: SubgroupUpdate, state: State, after: Sequence[Job]) -> Job:
-        def update() -> None:
-            for u in work.pieces:
-                u.apply(state, u.gradient, u.piece.of_parameter(u.piece.record.flat))
-
-        return self.device.launch(index, update, work.numel, after)
-
-    def _fetch_gradient(self, index: int, work: SubgroupUpdate, backward: Sequence[Job]) -> Job:
-        staged = _staged(work.subgroup.arena.gradient, work.subgroup)
-        copies = [(staged[u.piece.start : u.piece.stop], u.gradient) for u in work.pieces]
-        job = self.device.copy(Op.GRADIENT, index, copies, backward)
+        job = self.device.launch(index, lambda: work.apply_on_device(state), work.numel, after)
         self._jobs.append(job)
+        self._done[work.subgroup] = Future()
+        self._done[work.subgroup].set_result(job)
         return job
 
-    def _update_on_host(self, indices: list[int], work: dict[int, SubgroupUpdate], gradients: list[Job]) -> list[Span]:
-        """The CPU lane: wait for each gradient, update, send the parameters up. Returns the updates' spans."""
-        spans = []
-        for i, gradient in zip(indices, gradients, strict=True):
-            # The staged gradient is read from here on.
-            gradient.wait()
-            with self.device.host_update(work[i].numel) as start:
-                self._apply_on_host(work[i])
-            spans.append(Span(Lane.CPU, Op.UPDATE, i, start, time.perf_counter()))
-            self._jobs.append(self._send_parameters(i, work[i]))
-        return spans
-
-    def _apply_on_host(self, work: SubgroupUpdate) -> None:
-        arena, subgroup = work.subgroup.arena, work.subgroup
-        gradient = _staged(arena.gradient, subgroup)
-        parameter = None if arena.parameter is None else _staged(arena.parameter, subgroup)
-        for u in work.pieces:
-            run = slice(u.piece.start, u.piece.stop)
-            u.apply(subgroup.state, gradient[run], None if parameter is None else parameter[run])
-
-    def _send_parameters(self, index: int, work: SubgroupUpdate) -> Job:
-        arena, subgroup = work.subgroup.arena, work.subgroup
-        staged = _staged(arena.state.master if arena.parameter is None else arena.parameter, subgroup)
-        copies = [
-            (u.piece.of_parameter(u.piece.record.flat), staged[u.piece.start : u.piece.stop]) for u in work.pieces
-        ]
-        return self.device.copy(Op.PARAMETER, index, copies)
-
-
-def _staged(buffer: Tensor | None, subgroup: Subgroup) -> Tensor:
-    """The subgroup's part of an arena-wide host buffer."""
-    assert buffer is not None, "accelerated arenas have staging buffers"
-    return buffer[subgroup.start : subgroup.stop]
+    def _update_on_host(self, work: Mapping[int, SubgroupUpdate], gradients: Mapping[int, Sequence[Job]]) -> None:
+        """The CPU lane: wait for each gradient, update, send the parameters up."""
+        error: BaseException | None = None
+        for i, arriving in gradients.items():
+            done = self._done[work[i].subgroup]
+            if error is None:
+                try:
+                    for job in arriving:
+                        # The staged gradient is read from here on.
+                        job.wait()
+                    with self.device.host_update(work[i].numel) as start:
+                        work[i].apply_on_host()
+                    self._host_spans.append(Span(Lane.CPU, Op.UPDATE, i, start, time.perf_counter()))
+                    upload = self.device.copy(Op.PARAMETER, i, work[i].uploads())
+                    self._jobs.append(upload)
+                    done.set_result(upload)
+                    continue
+                except BaseException as failure:
+                    error = failure
+            done.set_exception(error)

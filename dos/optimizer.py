@@ -8,18 +8,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dos.checkpoint import load_state_dict
 from dos.controller import Controller, Policy, resolve_policy
-from dos.devices import Device, device_for, host_zeros
+from dos.devices import Copy, Device, device_for, host_zeros
 from dos.engine import Engine
+from dos.gradients import Departures
+from dos.hooks import Attachment, watch_gradient
 from dos.options import DEFAULT_SUBGROUP_SIZE, Options, check_settings
 from dos.registry import Group, Registry
 from dos.subgroup import ParameterRecord, Subgroup
 from dos.work import SubgroupUpdate
-from perfmodel import Plan, Timeline, Workload
+from perfmodel import Placement, Plan, Timeline, Workload
 
 
 class DOSAdam(Optimizer):
@@ -51,6 +53,17 @@ class DOSAdam(Optimizer):
         TypeError: a parameter of another dtype or layout.
         RuntimeError: from ``step()``: sparse gradients, or parameters moved or converted after construction.
     """
+
+    _step_supports_amp_scaling = True  # GradScaler.step() leaves unscaling and skipping to us
+
+    _engine: Engine | None
+    _plan: Plan | None
+    _plan_ahead: Plan | None
+    _timeline: Timeline | None
+    _attachment: Attachment | None
+    _unfinished: dict[ParameterRecord, None]
+    _in_flight: bool
+    _clip: Tensor | None
 
     def __init__(
         self,
@@ -108,22 +121,83 @@ class DOSAdam(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._in_flight:
+            self.synchronize()
+        scale, writes, skipped = self._amp_scale()
+        if skipped:
+            self._departures.finish(writes)
+            return loss
 
-        self.synchronize()
         active = self._registry.active(self.param_groups, self._state)
         self._warn_if_idle(active)
         plan = self._make_plan()
         # Everything that a user can have got wrong has been checked; from here on things change.
         self._follow_parameters(active)
-        updates = self._registry.updates(active, self._count_steps(active), self._clip_factor(active))
-        self._run(plan, updates)
-        self._registry.written(active)
+        updates = self._registry.updates(active, self._count_steps(active), scale * self._clip_factor(active, scale))
+        self._start(plan, updates, writes)
+        for subgroup in self._registry.local:
+            if subgroup in updates:
+                updates[subgroup].apply_in_place()
+        self._unfinished, self._in_flight = dict.fromkeys(record for record, _ in active), True
+        if self._attachment is None:
+            self.synchronize()
         return loss
 
     def synchronize(self) -> None:
-        """Block until the last step is complete, which it normally is when ``step()`` returns."""
+        """Block until the last step is complete: all parameters and all state are what they will be.
+
+        Needed only after ``attach``, before reading or writing parameters by hand.
+        Raises RuntimeError if a transfer or an update failed, with its cause.
+        """
+        records, self._unfinished, self._in_flight = self._unfinished, {}, False
         if self._engine is not None:
-            self._engine.wait()
+            self._timeline = self._engine.wait() or self._timeline
+        self._registry.written(records)
+
+    def attach(self, model: nn.Module) -> None:
+        """Let updates run on into the next forward of ``model``: ``step()`` returns while the host still works.
+
+        Each module waits for its own parameters just before it runs, in training, once it was seen to run; compiled
+        modules wait once, at their top. Evaluation, saving, loading, copying and pickling of the model wait for
+        everything. Call ``synchronize()`` before touching parameters or gradients in any other way after ``step()``.
+        Subgroups are updated in the order of first use as observed. Attaching another model replaces the first.
+        """
+        self.synchronize()
+        if self._attachment is not None:
+            self._attachment.detach()
+        self._attachment = Attachment(model, self)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in AdamW."""
+        if not set_to_none:
+            self.synchronize()  # the step may still read the gradients that are overwritten now
+        self._clip = None
+        super().zero_grad(set_to_none)
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Clip the global 2-norm of all gradients to ``max_norm`` in the next ``step()``.
+
+        The same norm and result as ``torch.nn.utils.clip_grad_norm_`` to rounding, but the factor is folded into the
+        update and ``p.grad`` stays as it is, so gradients that already left for the host need not be sent again.
+        Returns the norm before clipping, a float32 tensor of shape () where the gradients are; reading it synchronises.
+        Raises ValueError unless ``max_norm`` is above 0.
+        """
+        if not max_norm > 0:
+            raise ValueError(f"max_norm must be above 0, found {max_norm}")
+        norm = self.grad_norm()
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        self._clip = factor if self._clip is None else self._clip * factor
+        return norm
+
+    def grad_norm(self) -> Tensor:
+        """The global 2-norm of all gradients as the next ``step()`` will use them: float32, shape ()."""
+        gradients = [p.grad.detach() for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if not gradients:
+            return torch.zeros(())
+        device = gradients[0].device
+        norms = [torch.linalg.vector_norm(g, dtype=torch.float32).to(device, non_blocking=True) for g in gradients]
+        norm = torch.linalg.vector_norm(torch.stack(norms))
+        return norm if self._clip is None else norm * self._clip
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, as in AdamW. Raises as the constructor does, and then adds nothing."""
@@ -182,12 +256,18 @@ class DOSAdam(Optimizer):
     def _set_up(self, options: Options, device: Device | torch.device | str | None) -> None:
         self._options = options
         self._device = device
-        self._engine: Engine | None = None
+        self._engine = None
         self._controller = Controller(resolve_policy(options.policy))
-        self._registry = Registry(options, self._accelerates, self._host_zeros, self._bring_home)
-        self._plan: Plan | None = None
-        self._timeline: Timeline | None = None
+        self._registry = Registry(options, self._accelerates, self._host_zeros, self._bring_home, self._watch)
+        self._plan = None
+        self._timeline = None
         self._warned_idle = False
+        self._plan_ahead = None
+        self._departures = Departures()
+        self._attachment = None
+        self._unfinished = {}
+        self._in_flight = False
+        self._clip = None
 
     def _make_plan(self) -> Plan | None:
         """Where to update what is on the accelerator; None if nothing is."""
@@ -197,15 +277,22 @@ class DOSAdam(Optimizer):
         self._engine.check(plan, self._registry.accelerated)
         return plan
 
-    def _run(self, plan: Plan | None, updates: Mapping[Subgroup, SubgroupUpdate]) -> None:
-        """Update the accelerator's parameters as the plan says, and host parameters in place beside that."""
+    def _start(self, plan: Plan | None, updates: Mapping[Subgroup, SubgroupUpdate], writes: int) -> None:
+        """Issue the update of what is on the accelerator."""
         if plan is not None and self._engine is not None:
-            self._engine.start(plan, [updates.get(subgroup) for subgroup in self._registry.accelerated])
-        for subgroup in self._registry.local:
-            if subgroup in updates:
-                updates[subgroup].apply_in_place()
-        if plan is not None and self._engine is not None:
-            self._plan, self._timeline = plan, self._engine.wait()
+            works = [updates.get(subgroup) for subgroup in self._registry.accelerated]
+            departed, missing = {}, []
+            for work in works:
+                late: list[Copy] = []
+                if work is not None:
+                    holding, departed[work.subgroup] = self._departures.arriving(
+                        work.subgroup, [u.piece for u in work.pieces], writes
+                    )
+                    late = work.downloads([u for u in work.pieces if u.piece not in holding])
+                missing.append(late)
+            self._plan, self._plan_ahead = plan, None
+            self._engine.start(plan, works, departed, missing)
+        self._departures.finish(writes)
 
     def _follow_parameters(self, active: Sequence[tuple[ParameterRecord, Group]]) -> None:
         """Let masters follow parameters to which somebody else wrote since our last step."""
@@ -235,13 +322,27 @@ class DOSAdam(Optimizer):
             torch._foreach_add_(steps, 1)
         return [float(step) for step in steps]
 
-    def _clip_factor(self, active: Sequence[tuple[ParameterRecord, Group]]) -> float:
-        if self._options.max_grad_norm is None or not active:
-            return 1.0
-        gradients = [record.parameter.grad for record, _ in active]
-        norm = torch.nn.utils.get_total_norm([g for g in gradients if g is not None])
-        # The same formula as torch.nn.utils.clip_grads_with_norm_.
-        return float(torch.clamp(self._options.max_grad_norm / (norm + 1e-6), max=1.0))
+    def _amp_scale(self) -> tuple[float, int, bool]:
+        """What GradScaler.step() asks for, through attributes that it sets during the call.
+
+        Returns the factor that unscales the gradients, how often every gradient was written since backward without
+        changing a value (its check for inf multiplies by 1), and whether to skip the step.
+        """
+        found_inf = getattr(self, "found_inf", None)
+        if found_inf is None:
+            return 1.0, 0, False
+        grad_scale = getattr(self, "grad_scale", None)
+        scale, writes = (1.0, 0) if grad_scale is None else (1.0 / float(grad_scale), 1)
+        return scale, writes, bool(float(found_inf))
+
+    def _clip_factor(self, active: Sequence[tuple[ParameterRecord, Group]], scale: float) -> float:
+        """What clipping multiplies the unscaled gradients by."""
+        factor, self._clip = self._clip, None
+        if self._options.max_grad_norm is not None and active:
+            norm = self.grad_norm() * scale
+            limit = torch.clamp(self._options.max_grad_norm / (norm + 1e-6), max=1.0)
+            factor = limit if factor is None else factor * limit
+        return 1.0 if factor is None else float(factor)
 
     def _warn_if_idle(self, active: Sequence[tuple[ParameterRecord, Group]]) -> None:
         if not active and not self._warned_idle:
@@ -252,9 +353,52 @@ class DOSAdam(Optimizer):
                 stacklevel=4,
             )
 
+    def gradient_ready(self, parameter: Tensor) -> None:
+        """Called by a hook when backward has written to ``parameter.grad``."""
+        record = self._registry.record(parameter)
+        if record is None or self._engine is None or not record.arena.accelerated or _gradients_travel():
+            return
+        if self._in_flight:
+            self.synchronize()
+        if self._plan_ahead is None:
+            try:
+                self._plan_ahead = self._make_plan()
+            except (TypeError, ValueError):
+                return  # step() will say what is wrong with it
+        plan = self._plan_ahead
+        if plan is None:
+            return
+        engine, index, accelerated = self._engine, self._registry.index, self._registry.accelerated
+        with torch.no_grad():
+            self._departures.gradient_ready(
+                record,
+                wanted=lambda subgroup: plan.placements[index[subgroup]] is Placement.CPU,
+                send=lambda subgroup, copies: engine.send_gradients(index[subgroup], copies),
+            )
+            if self._departures.past_half:
+                engine.prefetch_early(plan, accelerated)
+
+    def finish_parameters(self, parameters: Iterable[Tensor]) -> None:
+        """Called by a hook before these parameters are used: wait for their updates, and no others."""
+        if not self._unfinished or self._engine is None:
+            return
+        ready = []
+        for parameter in parameters:
+            record = self._registry.record(parameter)
+            if record in self._unfinished:
+                for subgroup, _ in record.places:
+                    self._engine.wait_for(subgroup)
+                del self._unfinished[record]
+                ready.append(record)
+        self._registry.written(ready)
+
     def _bring_home(self) -> None:
+        self.synchronize()
         if self._engine is not None:
             self._engine.bring_home()
+
+    def _watch(self, parameter: Tensor) -> None:
+        watch_gradient(parameter, self)
 
     def _accelerates(self, parameter: Tensor) -> bool:
         """Whether the parameter is on the accelerator, which is set up when the first such parameter is met."""
@@ -266,3 +410,12 @@ class DOSAdam(Optimizer):
 
     def _host_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         return host_zeros(numel, dtype) if self._engine is None else self._engine.device.host_zeros(numel, dtype)
+
+
+def _gradients_travel() -> bool:
+    """Whether gradients may change after backward's hooks: DistributedDataParallel reduces them later, in place."""
+    return (
+        torch.distributed.is_available()
+        and torch.distributed.is_initialized()
+        and torch.distributed.get_world_size() > 1
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,8 @@ class Registry:
     """The optimizer's records, arenas and subgroups.
 
     accelerates: whether a parameter is on the accelerator. bring_home: returns all resident state to the host.
-    accelerated: those subgroups whose parameters are on the accelerator; their indices are those of a Plan.
+    watch: called once for each parameter on the accelerator when it is enrolled.
+    accelerated: those subgroups whose parameters are on the accelerator; index: their positions, which a Plan uses.
     local: those whose parameters are on the host.
     """
 
@@ -35,16 +36,23 @@ class Registry:
         accelerates: Callable[[Tensor], bool],
         allocate: HostAllocator,
         bring_home: Callable[[], None],
+        watch: Callable[[Tensor], None],
     ) -> None:
         self._options = options
         self._bring_home = bring_home
+        self._watch = watch
         self._accelerates = accelerates
         self._allocate = allocate
         self._admitted: dict[Tensor, tuple[torch.device, torch.dtype, torch.Size]] = {}
         self._records: dict[Tensor, ParameterRecord] = {}
         self.accelerated: list[Subgroup] = []
         self.local: list[Subgroup] = []
+        self.index: dict[Subgroup, int] = {}
         self._loads: tuple[SubgroupLoad, ...] | None = None
+
+    def record(self, parameter: Tensor) -> ParameterRecord | None:
+        """The parameter's record, if it has had a gradient."""
+        return self._records.get(parameter)
 
     def loads(self) -> tuple[SubgroupLoad, ...]:
         """The accelerated subgroups as the performance model sees them."""
@@ -109,12 +117,12 @@ class Registry:
                 updates[subgroup] = SubgroupUpdate(subgroup, pieces)
         return updates
 
-    def written(self, active: Sequence[tuple[ParameterRecord, Group]]) -> None:
+    def written(self, records: Collection[ParameterRecord]) -> None:
         """Tell autograd and the records that the step has written to the parameters."""
-        for record, _ in active:
+        for record in records:
             record.write_back()
-        torch.autograd.graph.increment_version([record.parameter for record, _ in active])
-        for record, _ in active:
+        torch.autograd.graph.increment_version([record.parameter for record in records])
+        for record in records:
             record.saw()
 
     def _check(self, parameter: Tensor, group: Group, entry: Mapping[str, Any]) -> None:
@@ -150,7 +158,14 @@ class Registry:
             )
             self._loads = None
             self._records.update({record.parameter: record for record in arena.records})
-            (self.accelerated if accelerated else self.local).extend(split(arena, self._options.subgroup_size))
+            subgroups = split(arena, self._options.subgroup_size)
+            if not accelerated:
+                self.local += subgroups
+                continue
+            self.accelerated += subgroups
+            self.index = {subgroup: i for i, subgroup in enumerate(self.accelerated)}
+            for record in arena.records:
+                self._watch(record.parameter)
 
 
 def name_of(parameter: Tensor, group: Group) -> str:

@@ -36,7 +36,12 @@ class State:
 
     def slice(self, start: int, stop: int) -> State:
         """A view of the elements from start to stop."""
-        return replace(self, **{name: t[start:stop] for name, t in self._named()})
+        return State(
+            None if self.master is None else self.master[start:stop],
+            self.exp_avg[start:stop],
+            self.exp_avg_sq[start:stop],
+            None if self.max_exp_avg_sq is None else self.max_exp_avg_sq[start:stop],
+        )
 
     @property
     def nbytes(self) -> int:
@@ -94,6 +99,7 @@ class Arena:
         )
         self.gradient = allocate(self.numel, self.dtype) if accelerated else None
         self.parameter = allocate(self.numel, self.dtype) if accelerated and master_dtype != self.dtype else None
+        self._slices: dict[tuple[int, int], State] = {}
         self.records: list[ParameterRecord] = []
         offset = 0
         for parameter in parameters:
@@ -110,9 +116,17 @@ class Arena:
         """Whether master holds more precision than the parameter, so that it belongs into the state dict."""
         return self.state.master is not None and self.state.master.dtype != self.dtype
 
+    def slice(self, start: int, stop: int) -> State:
+        """A view of the state from start to stop. Remembered, because every step asks for the same ones."""
+        key = start, stop
+        if key not in self._slices:
+            self._slices[key] = self.state.slice(start, stop)
+        return self._slices[key]
+
     def add_max_exp_avg_sq(self) -> None:
         """Make room for amsgrad, switched on after construction."""
         self.state = replace(self.state, max_exp_avg_sq=self._allocate(self.numel, torch.float32))
+        self._slices.clear()
         for record in self.records:
             record.views = record.make_views()
 
@@ -121,6 +135,7 @@ class ParameterRecord:
     """One parameter's place: its flat memory, its slice of the arena, and what was last seen of it.
 
     flat: 1-D alias of the parameter's memory, or a contiguous stand-in if its memory has gaps (see `stand_in`).
+    places: its pieces, each with the subgroup in which it lies.
     version, data_ptr: of the parameter after our last write; anything else means that somebody wrote to it.
     views: what `optimizer.state[p]` holds beside the step: live views of the state, shaped like the parameter.
     """
@@ -134,12 +149,13 @@ class ParameterRecord:
         self.data_ptr = -1
         self.flat = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
         self.stand_in = False
+        self.places: list[tuple[Subgroup, Piece]] = []
         self.views = self.make_views()
 
     @property
     def state(self) -> State:
         """This parameter's slice of the arena's state."""
-        return self.arena.state.slice(self.offset, self.offset + self.numel)
+        return self.arena.slice(self.offset, self.offset + self.numel)
 
     def locate(self) -> None:
         """Follow the parameter's memory if it was replaced, and read it if only a stand-in can be updated."""
@@ -204,9 +220,18 @@ class Piece:
     stop: int
     parameter_start: int
 
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def run(self) -> slice:
+        """Its elements within the subgroup."""
+        return slice(self.start, self.stop)
+
     def of_parameter(self, flat: Tensor) -> Tensor:
         """This piece of a tensor that is as long as the parameter."""
-        return flat[self.parameter_start : self.parameter_start + self.stop - self.start]
+        return flat[self.parameter_start : self.parameter_start + self.numel]
 
 
 @dataclass(frozen=True, eq=False)
@@ -225,7 +250,18 @@ class Subgroup:
     @property
     def state(self) -> State:
         """Views of the host state."""
-        return self.arena.state.slice(self.start, self.stop)
+        return self.arena.slice(self.start, self.stop)
+
+    @property
+    def gradient(self) -> Tensor:
+        """The host staging of its gradients. Only where the parameters are on the accelerator."""
+        assert self.arena.gradient is not None
+        return self.arena.gradient[self.start : self.stop]
+
+    @property
+    def parameter(self) -> Tensor | None:
+        """The host staging of its new parameters; None where the master itself is sent."""
+        return None if self.arena.parameter is None else self.arena.parameter[self.start : self.stop]
 
     def load(self) -> SubgroupLoad:
         """Its bytes on every lane."""
@@ -244,6 +280,8 @@ def split(arena: Arena, subgroup_size: int) -> list[Subgroup]:
             if first < last:
                 pieces.append(Piece(record, first - start, last - start, first - record.offset))
         subgroups.append(Subgroup(arena, start, stop, tuple(pieces)))
+        for piece in pieces:
+            piece.record.places.append((subgroups[-1], piece))
     return subgroups
 
 

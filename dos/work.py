@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from dos.devices import Copy
 from dos.subgroup import Piece, State, Subgroup
 from dos.update import AdamStep, adam_update
 
@@ -17,6 +19,11 @@ class PieceUpdate:
     piece: Piece
     gradient: Tensor
     step: AdamStep
+
+    @property
+    def parameter(self) -> Tensor:
+        """The piece of the parameter: 1-D, on the parameter's device."""
+        return self.piece.of_parameter(self.piece.record.flat)
 
     def apply(self, state: State, gradient: Tensor, parameter: Tensor | None) -> None:
         """Update `state` (of the whole subgroup) from `gradient` and give `parameter` the new values.
@@ -50,10 +57,32 @@ class SubgroupUpdate:
     @property
     def numel(self) -> int:
         """Parameters updated."""
-        return sum(p.piece.stop - p.piece.start for p in self.pieces)
+        return sum(p.piece.numel for p in self.pieces)
 
     def apply_in_place(self) -> None:
         """Update parameters that live on the host, without a copy."""
         for update in self.pieces:
-            piece = update.piece
-            update.apply(self.subgroup.state, update.gradient, piece.of_parameter(piece.record.flat))
+            update.apply(self.subgroup.state, update.gradient, update.parameter)
+
+    def apply_on_device(self, state: State) -> None:
+        """Update `state`, which is on the device, and the parameters there."""
+        for update in self.pieces:
+            update.apply(state, update.gradient, update.parameter)
+
+    def apply_on_host(self) -> None:
+        """Update the host state from the staged gradients; the new parameters stay staged."""
+        gradient, parameter = self.subgroup.gradient, self.subgroup.parameter
+        for update in self.pieces:
+            run = update.piece.run
+            update.apply(self.subgroup.state, gradient[run], None if parameter is None else parameter[run])
+
+    def downloads(self, updates: Iterable[PieceUpdate]) -> list[Copy]:
+        """The copies that stage the gradients of these pieces on the host."""
+        return [(self.subgroup.gradient[u.piece.run], u.gradient) for u in updates]
+
+    def uploads(self) -> list[Copy]:
+        """The copies that bring the new parameters to the device."""
+        parameter = self.subgroup.parameter
+        staged = self.subgroup.state.master if parameter is None else parameter
+        assert staged is not None, "accelerated parameters have a master"
+        return [(u.parameter, staged[u.piece.run]) for u in self.pieces]

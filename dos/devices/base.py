@@ -55,6 +55,9 @@ class Device(Protocol):
     def memory(self) -> Memory:
         """Free and total device memory."""
 
+    def join(self, job: Job) -> None:
+        """Order what the caller queues on the device from now on behind `job`. Raises what the job raised."""
+
     def fence(self) -> Sequence[Job]:
         """The work that the caller has queued on the device so far, such as the backward pass."""
 

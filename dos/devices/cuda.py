@@ -51,6 +51,10 @@ class CudaDevice:
     def memory(self) -> Memory:
         return Memory(*torch.cuda.mem_get_info(self.torch_device))
 
+    def join(self, job: Job) -> None:
+        assert isinstance(job, _CudaJob)
+        torch.cuda.current_stream(self.torch_device).wait_event(job.end)
+
     def fence(self) -> Sequence[Job]:
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.torch_device))

@@ -16,7 +16,7 @@ from dos.devices.pacer import Pacer
 from perfmodel import Lane, Op, Span
 from perfmodel.hardware import HardwareProfile
 from perfmodel.lanes import LANES as SIMULATED_LANES
-from perfmodel.lanes import _speeds
+from perfmodel.lanes import lane_speeds
 
 HOST_UPDATE_BYTES = 28
 """Host traffic of one parameter's update on the CPU: DESIGN section 3."""
@@ -81,6 +81,9 @@ class EmulatedDevice:
     def memory(self) -> Memory:
         return Memory(self.capacity - self.occupied - self._held, self.capacity)
 
+    def join(self, job: Job) -> None:
+        job.wait()  # the caller's computation is its own, so it must not begin before
+
     def fence(self) -> Sequence[Job]:
         return ()  # computation on the emulated device is the caller's own: it is over when it returns
 
@@ -106,7 +109,7 @@ class EmulatedDevice:
         """The simulator's rule, so that both agree on how lanes slow each other."""
         idle = -1.0
         wanted = tuple(demands.get(lane, idle) for lane in (Lane.CPU, Lane.H2D, Lane.D2H))
-        return dict(zip(SIMULATED_LANES, _speeds(wanted, self.profile), strict=True))
+        return dict(zip(SIMULATED_LANES, lane_speeds(wanted, self.profile), strict=True))
 
     def _queue(
         self, op: Op, subgroup: int, work: Callable[[], None], alone_s: float, traffic: int, after: Sequence[Job]

@@ -1,0 +1,143 @@
+"""Hooks on parameters and modules: when a gradient is final, and what must be finished before a module runs."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+
+class Watcher(Protocol):
+    """What the hooks report to."""
+
+    def gradient_ready(self, parameter: Tensor) -> None:
+        """Backward has written to `parameter.grad`."""
+
+    def finish_parameters(self, parameters: Iterable[Tensor]) -> None:
+        """Return when these parameters may be read."""
+
+    def synchronize(self) -> None:
+        """Return when all parameters may be read."""
+
+
+def watch_gradient(parameter: Tensor, watcher: Watcher) -> RemovableHandle | None:
+    """Report each time backward has accumulated into the parameter's gradient; None if it takes no gradient."""
+    if not parameter.requires_grad:
+        return None
+    reference = weakref.ref(watcher)  # the parameter must not keep its optimizer alive
+
+    def accumulated(parameter: Tensor) -> None:
+        alive = reference()
+        if alive is not None:
+            alive.gradient_ready(parameter)
+
+    return parameter.register_post_accumulate_grad_hook(accumulated)
+
+
+class Attachment:
+    """A model whose modules wait for their own parameters, so that updates may run into its forward.
+
+    Waiting is per module only where that is safe: in training, for modules that were seen to be called. Parameters of
+    modules that were never seen called (their weights are used by another module) are waited for at the top, as is
+    everything in evaluation and everything below a compiled module. Saving, loading, copying and pickling wait, too.
+    """
+
+    def __init__(self, model: nn.Module, watcher: Watcher) -> None:
+        self._watcher = weakref.ref(watcher)
+        self._model = weakref.ref(model)
+        self._called: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self.first_use: list[Tensor] = []
+        self._handles: list[RemovableHandle] = []
+        self._add(model, top=True)
+
+    def detach(self) -> None:
+        """Take all hooks away."""
+        for handle in self._handles:
+            handle.remove()
+        model = self._model()
+        for module in model.modules() if model is not None else ():
+            vars(module).pop(_ATTRIBUTE, None)
+
+    def _add(self, module: nn.Module, top: bool = False) -> None:
+        compiled = _is_compiled(module)
+        if compiled:
+            before = self._finish_all if top else self._before_compiled
+        else:
+            before = self._before_model if top else self._before_module
+        # A hook on a module that was compiled in place is traced with it, and must not be.
+        wait = torch.compiler.disable(_Wait(before)) if compiled else _Wait(before)
+        self._handles += [
+            module.register_forward_pre_hook(wait, prepend=True),
+            module.register_state_dict_pre_hook(_Wait(self._finish_all)),
+            module.register_load_state_dict_pre_hook(_Wait(self._finish_all)),
+        ]
+        # Before all other attributes, so that copying or pickling the module comes to it before the parameters.
+        attributes = dict(vars(module))
+        vars(module).clear()
+        vars(module).update({_ATTRIBUTE: _Wait(on_copy=self._finish_all), **attributes})
+        if not compiled:
+            for child in module.children():
+                self._add(child)
+
+    def _before_model(self, module: nn.Module) -> None:
+        if not module.training:
+            self._finish_all(module)
+            return
+        unseen = [p for m in module.modules() if m not in self._called for p in m.parameters(recurse=False)]
+        self._finish(unseen)
+        self._before_module(module)
+
+    def _before_module(self, module: nn.Module) -> None:
+        own = list(module.parameters(recurse=False))
+        if module not in self._called:
+            self._called.add(module)
+            self.first_use += own
+        self._finish(own)
+
+    def _before_compiled(self, module: nn.Module) -> None:
+        self._finish(module.parameters())
+
+    def _finish(self, parameters: Iterable[Tensor]) -> None:
+        watcher = self._watcher()
+        if watcher is not None:
+            watcher.finish_parameters(parameters)
+
+    def _finish_all(self, module: nn.Module | None = None) -> None:
+        watcher = self._watcher()
+        if watcher is not None:
+            watcher.synchronize()
+
+
+class _Wait:
+    """A hook on a module; a copy or pickle of it, as made with its module, is one that does nothing."""
+
+    def __init__(
+        self,
+        wait: Callable[[nn.Module], None] | None = None,
+        on_copy: Callable[[], None] | None = None,
+    ) -> None:
+        self._wait = wait
+        self._on_copy = on_copy
+
+    def __call__(self, module: nn.Module, *_: Any) -> None:
+        if self._wait is not None:
+            self._wait(module)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self._on_copy is not None:
+            self._on_copy()
+        return _Wait, ()
+
+
+_ATTRIBUTE = "_dos_wait"
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether the module runs as one compiled whole, through torch.compile(module) or module.compile()."""
+    dynamo = sys.modules.get("torch._dynamo")  # nothing is compiled before this is imported, which takes seconds
+    return dynamo is not None and (isinstance(module, dynamo.OptimizedModule) or module._compiled_call_impl is not None)
