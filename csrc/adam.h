@@ -50,7 +50,7 @@ void accumulate(int64_t n, const void* src, DType src_type, float* dst, bool ove
 double sum_of_squares(int64_t n, const void* src, DType src_type, int threads, Isa isa);
 
 // Yardsticks: as many bytes read and written as adam_update and accumulate, with next to no arithmetic.
-// The contents become meaningless.
+// A second call undoes the first, except in `out`.
 void stream_adam(int64_t n, const AdamArrays& arrays, int threads, Isa isa);
 void stream_accumulate(int64_t n, const void* src, DType src_type, float* dst, int threads, Isa isa);
 

@@ -65,14 +65,18 @@ dos::DType dtype(const char* name, const Array& array, bool allow_float32, bool 
   if (allow_float32 && is(nb::dlpack::dtype_code::Float, 32)) return dos::DType::float32;
   if (allow_16bit && is(nb::dlpack::dtype_code::Bfloat, 16)) return dos::DType::bfloat16;
   if (allow_16bit && is(nb::dlpack::dtype_code::Float, 16)) return dos::DType::float16;
-  const char* expected = !allow_16bit ? "float32" : allow_float32 ? "float32, bfloat16 or float16" : "bfloat16 or float16";
+  const char* expected = !allow_16bit    ? "float32"
+                         : allow_float32 ? "float32, bfloat16 or float16"
+                                         : "bfloat16 or float16";
   throw nb::type_error((std::string(name) + ": expected " + expected + ", found " + describe(type)).c_str());
 }
 
 // One dimension, dense, on the CPU, as long as `length` unless that is negative.
 template <class Array>
 auto* data(const char* name, const Array& array, int64_t length) {
-  const auto refuse = [&](const std::string& what) { throw nb::value_error((std::string(name) + ": " + what).c_str()); };
+  const auto refuse = [&](const std::string& what) {
+    throw nb::value_error((std::string(name) + ": " + what).c_str());
+  };
   if (array.device_type() != nb::device::cpu::value && array.device_type() != nb::device::cuda_host::value) {
     refuse("expected memory of the CPU, found DLPack device type " + std::to_string(array.device_type()));
   }

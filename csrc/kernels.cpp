@@ -68,6 +68,22 @@ struct None {
   using Stored = uint16_t;
 };
 
+// Square roots and divisions fill the window in which the processor would find the next loads by itself, so the loops
+// go block by block and ask for each array's lines ahead of time. Measured best at 64 and 512 elements.
+constexpr int64_t kBlock = 64;
+constexpr int64_t kAhead = 512;
+
+// The lines of the block which is kAhead after `block`; past the end of the array this does nothing.
+template <class T>
+inline void prefetch(const T* array, int64_t block) {
+  const uintptr_t address = reinterpret_cast<uintptr_t>(array) + (block + kAhead) * sizeof(T);
+  for (uintptr_t line = 0; line < kBlock * sizeof(T); line += 64) {
+    __builtin_prefetch(reinterpret_cast<const void*>(address + line));
+  }
+}
+
+inline int64_t end_of_block(int64_t block, int64_t end) { return end - block < kBlock ? end : block + kBlock; }
+
 template <class Grad, class Param, class Out, bool kAmsgrad, bool kL2>
 void adam(const AdamArrays& arrays, const AdamScalars& scalars, int64_t begin, int64_t end) {
   const auto* __restrict grad = static_cast<const typename Grad::Stored*>(arrays.grad);
@@ -81,37 +97,53 @@ void adam(const AdamArrays& arrays, const AdamScalars& scalars, int64_t begin, i
   const bool lerp_from_grad = !(s.one_minus_beta1 < 0.5f);
   const float lerp_weight = lerp_from_grad ? -s.beta1 : s.one_minus_beta1;
 
+  for (int64_t block = begin; block < end; block += kBlock) {
+    prefetch(grad, block);
+    prefetch(param, block);
+    prefetch(exp_avg, block);
+    prefetch(exp_avg_sq, block);
+    if constexpr (kAmsgrad) prefetch(max_exp_avg_sq, block);
+    if constexpr (!__is_same(Out, None)) prefetch(out, block);
+    const int64_t stop = end_of_block(block, end);
 #pragma omp simd
-  for (int64_t i = begin; i < end; ++i) {
-    float g = Grad::load(grad[i]) * s.grad_scale;
-    float p = Param::load(param[i]);
-    float m = exp_avg[i];
-    float v = exp_avg_sq[i];
-    if constexpr (kL2) g = __builtin_fmaf(s.l2, p, g);
-    p = p * s.decay;
-    m = __builtin_fmaf(lerp_weight, g - m, lerp_from_grad ? g : m);
-    v = __builtin_fmaf(s.one_minus_beta2 * g, g, s.beta2 * v);
-    exp_avg[i] = canonical(m);
-    exp_avg_sq[i] = canonical(v);
-    if constexpr (kAmsgrad) {
-      const float previous = max_exp_avg_sq[i];
-      v = (v > previous) | (v != v) ? v : previous;
-      max_exp_avg_sq[i] = canonical(v);
+    for (int64_t i = block; i < stop; ++i) {
+      float g = Grad::load(grad[i]) * s.grad_scale;
+      float p = Param::load(param[i]);
+      float m = exp_avg[i];
+      float v = exp_avg_sq[i];
+      if constexpr (kL2) g = __builtin_fmaf(s.l2, p, g);
+      p = p * s.decay;
+      m = __builtin_fmaf(lerp_weight, g - m, lerp_from_grad ? g : m);
+      v = __builtin_fmaf(s.one_minus_beta2 * g, g, s.beta2 * v);
+      exp_avg[i] = canonical(m);
+      exp_avg_sq[i] = canonical(v);
+      if constexpr (kAmsgrad) {
+        const float previous = max_exp_avg_sq[i];
+        v = (v > previous) | (v != v) ? v : previous;
+        max_exp_avg_sq[i] = canonical(v);
+      }
+      const float denom = __builtin_fmaf(__builtin_sqrtf(v), s.inv_bias_correction2_sqrt, s.eps);
+      p = canonical(__builtin_fmaf(-s.step_size, m / denom, p));
+      param[i] = Param::store(p);
+      if constexpr (!__is_same(Out, None)) out[i] = Out::store(p);
     }
-    const float denom = __builtin_fmaf(__builtin_sqrtf(v), s.inv_bias_correction2_sqrt, s.eps);
-    p = canonical(__builtin_fmaf(-s.step_size, m / denom, p));
-    param[i] = Param::store(p);
-    if constexpr (!__is_same(Out, None)) out[i] = Out::store(p);
   }
 }
 
 template <class Src>
 void accumulate_range(const void* src_, float* __restrict dst, bool overwrite, int64_t begin, int64_t end) {
   const auto* __restrict src = static_cast<const typename Src::Stored*>(src_);
-  if (overwrite) {
-    for (int64_t i = begin; i < end; ++i) dst[i] = canonical(Src::load(src[i]));
-  } else {
-    for (int64_t i = begin; i < end; ++i) dst[i] = canonical(dst[i] + Src::load(src[i]));
+  for (int64_t block = begin; block < end; block += kBlock) {
+    prefetch(src, block);
+    prefetch(dst, block);
+    const int64_t stop = end_of_block(block, end);
+    if (overwrite) {
+#pragma omp simd
+      for (int64_t i = block; i < stop; ++i) dst[i] = canonical(Src::load(src[i]));
+    } else {
+#pragma omp simd
+      for (int64_t i = block; i < stop; ++i) dst[i] = canonical(dst[i] + Src::load(src[i]));
+    }
   }
 }
 

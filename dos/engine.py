@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -58,6 +58,10 @@ class Engine:
         self._jobs.append(job)
         return job
 
+    def run_on_host(self, work: Callable[[], None]) -> Future[None]:
+        """Run `work` on the CPU lane, in order."""
+        return self._cpu_lane.submit(work)
+
     def prefetch_early(self, plan: Plan, subgroups: Sequence[Subgroup]) -> None:
         """Fill the slots while backward still runs, if memory that is free now allows it and that was not done yet."""
         streamed = [i for i in plan.served(Placement.GPU_STREAMED) if subgroups[i] not in self._resident]
@@ -102,9 +106,9 @@ class Engine:
         backward = self.device.fence()
 
         for i in indices:
-            if placements[i] is Placement.GPU_RESIDENT:
+            if placements[i] is Placement.GPU_RESIDENT and not work[i].offloaded:
                 state = self._resident[work[i].subgroup][1]
-                self._update_on_device(i, work[i], state, (*backward, *arrivals.get(i, ())))
+                self._update_on_device(i, work[i], state, None, (*backward, *arrivals.get(i, ())))
         gradients: dict[int, list[Job]] = {}
         for i in indices:
             if placements[i] is Placement.CPU:
@@ -113,7 +117,7 @@ class Engine:
                     gradients[i].append(self.device.copy(Op.GRADIENT, i, missing[i], backward))
                     self._jobs.append(gradients[i][-1])
                 self._done[work[i].subgroup] = Future()
-        self._stream([i for i in indices if placements[i] is Placement.GPU_STREAMED], work, backward)
+        self._stream([i for i in indices if _needs_slot(work[i], placements[i])], work, backward, arrivals)
         self._cpu_lane.submit(self._update_on_host, work, gradients)
 
     def wait_for(self, subgroup: Subgroup) -> None:
@@ -188,16 +192,22 @@ class Engine:
                     placements[i] = Placement.CPU
                 else:
                     arrivals[i] = (arrival,)
-        streamed = [i for i, placement in placements.items() if placement is Placement.GPU_STREAMED]
-        nbytes = max((work[i].subgroup.state.carved_bytes for i in streamed), default=0)
+        streamed = [i for i, placement in placements.items() if _needs_slot(work[i], placement)]
+        nbytes = max((self._slot_bytes(work[i]) for i in streamed), default=0)
         first = [work[i].subgroup for i in streamed[: len(self._prefetched)]]
         if self._slots and (first != list(self._prefetched) or self._slots[0].nbytes < nbytes):
             self._drop_prefetched()
         if streamed and not self._slots:
-            self._get_slots(min(plan.slots, len(streamed)), nbytes)
+            self._get_slots(min(max(plan.slots, 1), len(streamed)), nbytes)
         if not self._slots:
+            for job in itertools.chain.from_iterable(arrivals.get(i, ()) for i in streamed):
+                job.wait()  # state that is still arriving must not go home before it is there
+            self._send_home(work[i].subgroup for i in streamed)
             placements.update(dict.fromkeys(streamed, Placement.CPU))
         return placements, arrivals
+
+    def _slot_bytes(self, work: SubgroupUpdate) -> int:
+        return work.gradient_bytes if work.subgroup in self._resident else work.slot_bytes
 
     def _get_slots(self, count: int, nbytes: int) -> None:
         """Allocate up to `count` slots, fewer if memory runs out."""
@@ -242,21 +252,41 @@ class Engine:
             flush.wait()
             self.device.free(self._resident.pop(subgroup)[0])
 
-    def _stream(self, indices: list[int], work: Mapping[int, SubgroupUpdate], backward: Sequence[Job]) -> None:
-        """Pipeline prefetch, update and flush of the subgroups over the slots."""
+    def _stream(
+        self,
+        indices: list[int],
+        work: Mapping[int, SubgroupUpdate],
+        backward: Sequence[Job],
+        arrivals: Mapping[int, Sequence[Job]],
+    ) -> None:
+        """Pipeline prefetch, update and flush of the subgroups over the slots.
+
+        Residents are among them where offloaded gradients must come up again; their state is not moved.
+        """
         vacated: list[Sequence[Job]] = [()] * len(self._slots)
-        for i, slot in zip(indices, itertools.cycle(range(len(self._slots))), strict=False):
-            subgroup = work[i].subgroup
-            if subgroup in self._prefetched:
-                state, fetched = self._prefetched[subgroup]
+        for i, number in zip(indices, itertools.cycle(range(len(self._slots))), strict=False):
+            subgroup, slot = work[i].subgroup, self._slots[number]
+            resident = subgroup in self._resident
+            if resident:
+                state, before = self._resident[subgroup][1], arrivals.get(i, ())
+            elif subgroup in self._prefetched:
+                state, before = self._prefetched[subgroup][0], (self._prefetched[subgroup][1],)
             else:
-                state = subgroup.state.carve(self._slots[slot])
+                state = subgroup.state.carve(slot)
                 # The slot's last occupant must have left before the next one is written over it.
-                fetched = self._prefetch(i, subgroup, state, vacated[slot])
-            updated = self._update_on_device(i, work[i], state, (*backward, fetched))
-            flushed = self._flush(i, subgroup, state, (updated,))
-            self._jobs.append(flushed)
-            vacated[slot] = (flushed,)
+                before = (self._prefetch(i, subgroup, state, vacated[number]),)
+            gradient = None
+            if work[i].offloaded:
+                gradient, copies = work[i].fetch_gradients(slot[0 if resident else subgroup.state.carved_bytes :])
+                before = (*before, self.device.copy(Op.PREFETCH, i, copies, vacated[number]))
+                self._jobs.append(before[-1])
+            updated = self._update_on_device(i, work[i], state, gradient, (*backward, *before))
+            if resident:
+                vacated[number] = (updated,)
+            else:
+                flushed = self._flush(i, subgroup, state, (updated,))
+                self._jobs.append(flushed)
+                vacated[number] = (flushed,)
 
     def _prefetch(self, index: int, subgroup: Subgroup, state: State, after: Sequence[Job] = ()) -> Job:
         copies = list(zip(state.tensors(), subgroup.state.tensors(), strict=True))
@@ -267,8 +297,11 @@ class Engine:
         copies = list(zip(subgroup.state.tensors(), state.tensors(), strict=True))
         return self.device.copy(Op.FLUSH, index, copies, after)
 
-    def _update_on_device(self, index: int, work: SubgroupUpdate, state: State, after: Sequence[Job]) -> Job:
-        job = self.device.launch(index, lambda: work.apply_on_device(state), work.numel, after)
+    def _update_on_device(
+        self, index: int, work: SubgroupUpdate, state: State, gradient: Tensor | None, after: Sequence[Job]
+    ) -> Job:
+        reads = [u.gradient for u in work.pieces] if gradient is None else []
+        job = self.device.launch(index, lambda: work.apply_on_device(state, gradient), work.numel, after, reads)
         self._jobs.append(job)
         self._done[work.subgroup] = Future()
         self._done[work.subgroup].set_result(job)
@@ -294,3 +327,8 @@ class Engine:
                 except BaseException as failure:
                     error = failure
             done.set_exception(error)
+
+
+def _needs_slot(work: SubgroupUpdate, placement: Placement) -> bool:
+    """Whether a subgroup passes through the staging slots: with its state, or with its offloaded gradients alone."""
+    return placement is Placement.GPU_STREAMED or (placement is Placement.GPU_RESIDENT and work.offloaded)

@@ -51,9 +51,16 @@ class Attachment:
         self._watcher = weakref.ref(watcher)
         self._model = weakref.ref(model)
         self._called: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self.first_use: list[Tensor] = []
+        self._first_use: list[Tensor] = []
+        self.news = False
         self._handles: list[RemovableHandle] = []
         self._add(model, top=True)
+
+    @property
+    def first_use(self) -> list[Tensor]:
+        """The parameters in the order in which modules first used them. Reading it ends `news` of it."""
+        self.news = False
+        return self._first_use
 
     def detach(self) -> None:
         """Take all hooks away."""
@@ -96,7 +103,8 @@ class Attachment:
         own = list(module.parameters(recurse=False))
         if module not in self._called:
             self._called.add(module)
-            self.first_use += own
+            self._first_use += own
+            self.news = True
         self._finish(own)
 
     def _before_compiled(self, module: nn.Module) -> None:

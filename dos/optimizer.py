@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,6 +11,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from dos.checkpoint import load_state_dict
 from dos.controller import Controller, Policy, resolve_policy
@@ -17,6 +19,7 @@ from dos.devices import Copy, Device, device_for, host_zeros
 from dos.engine import Engine
 from dos.gradients import Departures
 from dos.hooks import Attachment, watch_gradient
+from dos.offload import OffloadedGradients
 from dos.options import DEFAULT_SUBGROUP_SIZE, Options, check_settings
 from dos.registry import Group, Registry
 from dos.subgroup import ParameterRecord, Subgroup
@@ -44,6 +47,10 @@ class DOSAdam(Optimizer):
         max_grad_norm: clip the gradients' global 2-norm to this in each step, as ``torch.nn.utils.clip_grad_norm_``
             followed by the step would; the gradients themselves stay as they are. None: no clipping.
         master_weights: keep float32 copies of bfloat16 and float16 parameters, and update those.
+        offload_gradients: free each gradient on the accelerator once it is on the host, during backward, and add up
+            those of further micro-batches there in float32. ``p.grad`` is then None, each ``step()`` uses the gradients
+            up, and what needs them goes through ``clip_grad_norm_`` and ``grad_norm`` of this class and ``zero_grad``.
+            Not with GradScaler, which cannot see them.
         decoupled_weight_decay: False gives Adam with L2 regularisation.
         device: the accelerator on which the parameters are. None: the CUDA device of the parameters, if any. Pass a
             ``dos.EmulatedDevice`` to try the engine without an accelerator.
@@ -83,6 +90,7 @@ class DOSAdam(Optimizer):
         subgroup_size: int = DEFAULT_SUBGROUP_SIZE,
         max_grad_norm: float | None = None,
         master_weights: bool = True,
+        offload_gradients: bool = False,
         decoupled_weight_decay: bool = True,
         device: Device | torch.device | str | None = None,
     ) -> None:
@@ -100,7 +108,7 @@ class DOSAdam(Optimizer):
             "decoupled_weight_decay": decoupled_weight_decay,
         }
         check_settings(defaults, "DOSAdam")
-        self._set_up(Options(policy, subgroup_size, max_grad_norm, master_weights), device)
+        self._set_up(Options(policy, subgroup_size, max_grad_norm, master_weights, offload_gradients), device)
         super().__init__(params, defaults)
 
     @overload
@@ -128,12 +136,16 @@ class DOSAdam(Optimizer):
             self._departures.finish(writes)
             return loss
 
-        active = self._registry.active(self.param_groups, self._state)
+        active = self._registry.active(self.param_groups, self._state, self._offloaded or ())
         self._warn_if_idle(active)
+        self._take_the_rest(active)
+        if self._attachment is not None and self._attachment.news:
+            self._registry.order_by_use(self._attachment.first_use)
         plan = self._make_plan()
         # Everything that a user can have got wrong has been checked; from here on things change.
         self._follow_parameters(active)
-        updates = self._registry.updates(active, self._count_steps(active), scale * self._clip_factor(active, scale))
+        factor = scale * self._clip_factor(active, scale)
+        updates = self._registry.updates(active, self._count_steps(active), factor, self._offloaded)
         self._start(plan, updates, writes)
         for subgroup in self._registry.local:
             if subgroup in updates:
@@ -172,6 +184,8 @@ class DOSAdam(Optimizer):
         if not set_to_none:
             self.synchronize()  # the step may still read the gradients that are overwritten now
         self._clip = None
+        if self._offloaded is not None:
+            self._offloaded.clear()
         super().zero_grad(set_to_none)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -192,10 +206,12 @@ class DOSAdam(Optimizer):
     def grad_norm(self) -> Tensor:
         """The global 2-norm of all gradients as the next ``step()`` will use them: float32, shape ()."""
         gradients = [p.grad.detach() for group in self.param_groups for p in group["params"] if p.grad is not None]
-        if not gradients:
-            return torch.zeros(())
-        device = gradients[0].device
+        device = gradients[0].device if gradients else None
         norms = [torch.linalg.vector_norm(g, dtype=torch.float32).to(device, non_blocking=True) for g in gradients]
+        if self._offloaded is not None:
+            norms.append(torch.tensor(math.sqrt(self._offloaded.sum_of_squares()), device=device))
+        if not norms:
+            return torch.zeros(())
         norm = torch.linalg.vector_norm(torch.stack(norms))
         return norm if self._clip is None else norm * self._clip
 
@@ -210,7 +226,7 @@ class DOSAdam(Optimizer):
                     f"param group {len(self.param_groups) - 1} names a parameter twice; pass each parameter once "
                     "(tied parameters are one parameter: model.parameters() already names it once)"
                 )
-            self._registry.admit(group)
+            self._admit(group)
         except Exception:
             self.param_groups.pop()
             raise
@@ -251,7 +267,7 @@ class DOSAdam(Optimizer):
         super().__setstate__(own)
         if made:
             for group in self.param_groups:
-                self._registry.admit(group)
+                self._admit(group)
 
     def _set_up(self, options: Options, device: Device | torch.device | str | None) -> None:
         self._options = options
@@ -264,6 +280,8 @@ class DOSAdam(Optimizer):
         self._warned_idle = False
         self._plan_ahead = None
         self._departures = Departures()
+        self._offloaded = OffloadedGradients() if options.offload_gradients else None
+        self._watched: dict[Tensor, RemovableHandle] = {}
         self._attachment = None
         self._unfinished = {}
         self._in_flight = False
@@ -293,6 +311,21 @@ class DOSAdam(Optimizer):
             self._plan, self._plan_ahead = plan, None
             self._engine.start(plan, works, departed, missing)
         self._departures.finish(writes)
+        if self._offloaded is not None:
+            self._offloaded.clear()
+
+    def _take_the_rest(self, active: Sequence[tuple[ParameterRecord, Group]]) -> None:
+        """Offload gradients that no hook has seen, so that all of a subgroup are in one place."""
+        for record, _ in active if self._offloaded is not None else ():
+            if record.arena.accelerated and record.parameter.grad is not None:
+                self._take(record)
+
+    def _take(self, record: ParameterRecord) -> None:
+        engine = self._engine
+        assert engine is not None
+        assert self._offloaded is not None
+        index = self._registry.index[record.places[0][0]] if record.places else 0
+        self._offloaded.take(record, lambda copies: engine.send_gradients(index, copies), engine.run_on_host)
 
     def _follow_parameters(self, active: Sequence[tuple[ParameterRecord, Group]]) -> None:
         """Let masters follow parameters to which somebody else wrote since our last step."""
@@ -331,6 +364,11 @@ class DOSAdam(Optimizer):
         found_inf = getattr(self, "found_inf", None)
         if found_inf is None:
             return 1.0, 0, False
+        if self._offloaded is not None:
+            raise RuntimeError(
+                "GradScaler cannot check gradients that DOSAdam(offload_gradients=True) keeps on the host; "
+                "train in bfloat16, which needs no loss scaling, or without offload_gradients"
+            )
         grad_scale = getattr(self, "grad_scale", None)
         scale, writes = (1.0, 0) if grad_scale is None else (1.0 / float(grad_scale), 1)
         return scale, writes, bool(float(found_inf))
@@ -355,11 +393,25 @@ class DOSAdam(Optimizer):
 
     def gradient_ready(self, parameter: Tensor) -> None:
         """Called by a hook when backward has written to ``parameter.grad``."""
-        record = self._registry.record(parameter)
-        if record is None or self._engine is None or not record.arena.accelerated or _gradients_travel():
+        if _gradients_travel():
             return
         if self._in_flight:
             self.synchronize()
+        with torch.no_grad():
+            if self._offloaded is None:
+                self._send_early(parameter)
+                return
+            if self._registry.record(parameter) is None:
+                self._registry.enrol((p, g) for g in self.param_groups for p in g["params"] if p.requires_grad)
+            record = self._registry.record(parameter)
+            if record is not None and record.arena.accelerated and parameter.grad is not None:
+                self._take(record)
+
+    def _send_early(self, parameter: Tensor) -> None:
+        """Start a gradient on its way to where this iteration's plan wants it."""
+        record = self._registry.record(parameter)
+        if record is None or self._engine is None or not record.arena.accelerated:
+            return
         if self._plan_ahead is None:
             try:
                 self._plan_ahead = self._make_plan()
@@ -368,15 +420,14 @@ class DOSAdam(Optimizer):
         plan = self._plan_ahead
         if plan is None:
             return
-        engine, index, accelerated = self._engine, self._registry.index, self._registry.accelerated
-        with torch.no_grad():
-            self._departures.gradient_ready(
-                record,
-                wanted=lambda subgroup: plan.placements[index[subgroup]] is Placement.CPU,
-                send=lambda subgroup, copies: engine.send_gradients(index[subgroup], copies),
-            )
-            if self._departures.past_half:
-                engine.prefetch_early(plan, accelerated)
+        engine, index = self._engine, self._registry.index
+        self._departures.gradient_ready(
+            record,
+            wanted=lambda subgroup: plan.placements[index[subgroup]] is Placement.CPU,
+            send=lambda subgroup, copies: engine.send_gradients(index[subgroup], copies),
+        )
+        if self._departures.past_half:
+            engine.prefetch_early(plan, self._registry.accelerated)
 
     def finish_parameters(self, parameters: Iterable[Tensor]) -> None:
         """Called by a hook before these parameters are used: wait for their updates, and no others."""
@@ -397,8 +448,17 @@ class DOSAdam(Optimizer):
         if self._engine is not None:
             self._engine.bring_home()
 
+    def _admit(self, group: Group) -> None:
+        self._registry.admit(group)
+        if self._offloaded is not None:  # from the first gradient on; otherwise from when there is a plan
+            for parameter in group["params"]:
+                self._watch(parameter)
+
     def _watch(self, parameter: Tensor) -> None:
-        watch_gradient(parameter, self)
+        if parameter not in self._watched:
+            handle = watch_gradient(parameter, self)
+            if handle is not None:
+                self._watched[parameter] = handle
 
     def _accelerates(self, parameter: Tensor) -> bool:
         """Whether the parameter is on the accelerator, which is set up when the first such parameter is met."""

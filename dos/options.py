@@ -26,12 +26,14 @@ class Options:
     subgroup_size: parameters updated as one unit.
     max_grad_norm: clip the global gradient norm to this at each step, or None.
     master_weights: keep fp32 copies of bf16 and fp16 parameters.
+    offload_gradients: move gradients to the host during backward and free them on the accelerator.
     """
 
     policy: str | float | Policy
     subgroup_size: int
     max_grad_norm: float | None
     master_weights: bool
+    offload_gradients: bool
 
     def __post_init__(self) -> None:
         resolve_policy(self.policy)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dos.offload import OffloadedGradients
 from dos.options import Options, check_parameter
 from dos.subgroup import Arena, HostAllocator, ParameterRecord, Subgroup, split
 from dos.update import AdamStep
@@ -66,34 +67,53 @@ class Registry:
             check_parameter(parameter, name_of(parameter, group))
         self._admitted.update({p: (p.device, p.dtype, p.shape) for p in group["params"]})
 
-    def active(self, groups: Iterable[Group], state: StateDict) -> list[tuple[ParameterRecord, Group]]:
+    def active(
+        self, groups: Iterable[Group], state: StateDict, offloaded: Container[ParameterRecord]
+    ) -> list[tuple[ParameterRecord, Group]]:
         """The records of all parameters with a gradient, enrolled if new, and whose state is what `state` says.
+
+        offloaded: those whose gradients are on the host already.
 
         Raises before anything is changed if a parameter, a gradient or a state cannot be used.
         """
         active = []
         for group in groups:
-            parameters = [p for p in group["params"] if p.grad is not None]
+            parameters = [p for p in group["params"] if p.grad is not None or self._records.get(p) in offloaded]
             for parameter in parameters:
                 self._check(parameter, group, state.get(parameter) or {})
             active += [(p, group) for p in parameters]
-        newcomers = [(p, group) for p, group in active if p not in self._records]
-        for _, members in itertools.groupby(newcomers, key=lambda member: id(member[1])):
-            run = list(members)
-            self._enrol([p for p, _ in run], run[0][1])
+        self.enrol(active)
         found = [(self._records[p], group) for p, group in active]
         for record, group in found:
             if group["amsgrad"] and record.arena.state.max_exp_avg_sq is None:
                 self._bring_home()  # state on the device has the old shape
                 record.arena.add_max_exp_avg_sq()
                 self._loads = None
-            assert record.parameter.grad is not None
-            record.arena.stage_gradients_as(record.parameter.grad.dtype)
+            if record.parameter.grad is not None:
+                record.arena.stage_gradients_as(record.parameter.grad.dtype)
             _adopt(record, state.setdefault(record.parameter, {}))
         return found
 
+    def enrol(self, parameters: Iterable[tuple[Tensor, Group]]) -> None:
+        """Make room for the state of parameters, each with its group, that have none yet."""
+        newcomers = [(p, group) for p, group in parameters if p not in self._records]
+        for _, members in itertools.groupby(newcomers, key=lambda member: id(member[1])):
+            run = list(members)
+            self._enrol([p for p, _ in run], run[0][1])
+
+    def order_by_use(self, first_use: Iterable[Tensor]) -> None:
+        """Put the subgroups in the order in which their parameters are first used; those not named come last."""
+        rank = {parameter: i for i, parameter in enumerate(first_use)}
+        last = len(rank)
+        self.accelerated.sort(key=lambda s: min(rank.get(piece.record.parameter, last) for piece in s.pieces))
+        self._reindex()
+
     def updates(
-        self, active: Sequence[tuple[ParameterRecord, Group]], counts: Sequence[float], grad_scale: float
+        self,
+        active: Sequence[tuple[ParameterRecord, Group]],
+        counts: Sequence[float],
+        grad_scale: float,
+        offloaded: OffloadedGradients | None,
     ) -> dict[Subgroup, SubgroupUpdate]:
         """What the step does to each subgroup that has a gradient. counts: of each parameter's steps, this included."""
         settings: dict[tuple[int, float], AdamStep] = {}
@@ -102,9 +122,11 @@ class Registry:
             key = id(group), count
             if key not in settings:
                 settings[key] = _adam_step(group, count, grad_scale)
-            gradient = record.parameter.grad
-            assert gradient is not None
-            wanted[record] = record.flat_gradient(gradient), settings[key]
+            if offloaded is not None and record in offloaded:
+                wanted[record] = offloaded.flat(record), settings[key]
+            else:
+                assert record.parameter.grad is not None
+                wanted[record] = record.flat_gradient(record.parameter.grad), settings[key]
         updates = {}
         for subgroup in itertools.chain(self.local, self.accelerated):
             pieces = tuple(
@@ -114,7 +136,9 @@ class Registry:
                 for gradient, step in (wanted[piece.record],)
             )
             if pieces:
-                updates[subgroup] = SubgroupUpdate(subgroup, pieces)
+                updates[subgroup] = SubgroupUpdate(
+                    subgroup, pieces, offloaded=offloaded is not None and subgroup.arena.accelerated
+                )
         return updates
 
     def written(self, records: Collection[ParameterRecord]) -> None:
@@ -128,8 +152,7 @@ class Registry:
     def _check(self, parameter: Tensor, group: Group, entry: Mapping[str, Any]) -> None:
         """Raise unless the parameter is as it was admitted, and its gradient and state can be used."""
         gradient = parameter.grad
-        assert gradient is not None
-        if gradient.layout != torch.strided:
+        if gradient is not None and gradient.layout != torch.strided:
             raise RuntimeError(
                 f"{name_of(parameter, group)}: DOSAdam does not support sparse gradients, found layout "
                 f"{gradient.layout}; use torch.optim.SparseAdam for this parameter, or sparse=False in its module"
@@ -156,16 +179,19 @@ class Registry:
                 amsgrad=group["amsgrad"],
                 allocate=self._allocate,
             )
-            self._loads = None
             self._records.update({record.parameter: record for record in arena.records})
             subgroups = split(arena, self._options.subgroup_size)
             if not accelerated:
                 self.local += subgroups
                 continue
             self.accelerated += subgroups
-            self.index = {subgroup: i for i, subgroup in enumerate(self.accelerated)}
+            self._reindex()
             for record in arena.records:
                 self._watch(record.parameter)
+
+    def _reindex(self) -> None:
+        self.index = {subgroup: i for i, subgroup in enumerate(self.accelerated)}
+        self._loads = None
 
 
 def name_of(parameter: Tensor, group: Group) -> str:

@@ -51,14 +51,14 @@ class State:
     @property
     def carved_bytes(self) -> int:
         """Bytes of a buffer from which a state like this can be carved."""
-        return sum(_aligned(t.nbytes) for t in self.tensors())
+        return sum(aligned(t.nbytes) for t in self.tensors())
 
     def carve(self, buffer: Tensor) -> State:
         """A state like this one whose tensors lie in `buffer` (1-D uint8, at least `carved_bytes` long)."""
         carved, offset = {}, 0
         for name, tensor in self._named():
             carved[name] = buffer[offset : offset + tensor.nbytes].view(tensor.dtype)
-            offset += _aligned(tensor.nbytes)
+            offset += aligned(tensor.nbytes)
         return replace(self, **carved)
 
     def _named(self) -> list[tuple[str, Tensor]]:
@@ -99,6 +99,7 @@ class Arena:
         )
         self.gradient = allocate(self.numel, self.dtype) if accelerated else None
         self.parameter = allocate(self.numel, self.dtype) if accelerated and master_dtype != self.dtype else None
+        self._accumulated: Tensor | None = None
         self._slices: dict[tuple[int, int], State] = {}
         self.records: list[ParameterRecord] = []
         offset = 0
@@ -110,6 +111,13 @@ class Arena:
         """Make the gradient staging wide enough for gradients of `dtype`, which may differ from the parameters'."""
         if self.gradient is not None and self.gradient.dtype not in (dtype, torch.float32):
             self.gradient = self._allocate(self.numel, torch.float32)
+
+    @property
+    def accumulated(self) -> Tensor:
+        """Room for gradients that add up on the host, float32; allocated when first asked for."""
+        if self._accumulated is None:
+            self._accumulated = self._allocate(self.numel, torch.float32)
+        return self._accumulated
 
     @property
     def keeps_master(self) -> bool:
@@ -307,5 +315,6 @@ def _same_layout(a: Tensor, b: Tensor) -> bool:
     )
 
 
-def _aligned(nbytes: int) -> int:
+def aligned(nbytes: int) -> int:
+    """The bytes that a tensor of `nbytes` takes in a slot."""
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

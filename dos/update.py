@@ -187,7 +187,8 @@ def _adam_update_torch(
             previous = max_exp_avg_sq[piece]
             v = torch.where((v > previous) | v.isnan(), v, previous)
             _store(v, max_exp_avg_sq[piece])
-        denom = _fma(v.sqrt(), inv_bias_correction2_sqrt, torch.full_like(v, eps))
+        # torch's float32 square root is not correctly rounded on every processor; by way of double precision it is.
+        denom = _fma(v.double().sqrt().float(), inv_bias_correction2_sqrt, torch.full_like(v, eps))
         p = _fma(m / denom, -step_size, p)
         _store(p, param[piece])
         if low_precision_out is not None:

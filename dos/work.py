@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from dos.devices import Copy
-from dos.subgroup import Piece, State, Subgroup
+from dos.subgroup import Piece, State, Subgroup, aligned
 from dos.update import AdamStep, adam_update
 
 
 @dataclass(frozen=True, eq=False)
 class PieceUpdate:
-    """The update of one piece in this step. gradient: 1-D, as long as the piece, where backward left it."""
+    """The update of one piece in this step.
+
+    gradient: 1-D, as long as the piece: where backward left it or, if it was offloaded, on the host.
+    """
 
     piece: Piece
     gradient: Tensor
@@ -49,10 +53,14 @@ class PieceUpdate:
 
 @dataclass(frozen=True, eq=False)
 class SubgroupUpdate:
-    """What a step does to one subgroup: the pieces that have a gradient."""
+    """What a step does to one subgroup: the pieces that have a gradient.
+
+    offloaded: whether the gradients are on the host, although the parameters are not.
+    """
 
     subgroup: Subgroup
     pieces: tuple[PieceUpdate, ...]
+    offloaded: bool = False
 
     @property
     def numel(self) -> int:
@@ -64,17 +72,36 @@ class SubgroupUpdate:
         for update in self.pieces:
             update.apply(self.subgroup.state, update.gradient, update.parameter)
 
-    def apply_on_device(self, state: State) -> None:
-        """Update `state`, which is on the device, and the parameters there."""
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot that takes the state and, if they must come up again, the gradients."""
+        return self.subgroup.state.carved_bytes + self.gradient_bytes
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of a slot that takes the gradients alone, if they must come up again."""
+        return aligned(self.subgroup.numel * torch.float32.itemsize) if self.offloaded else 0
+
+    def fetch_gradients(self, buffer: Tensor) -> tuple[Tensor, list[Copy]]:
+        """Where in `buffer` (1-D uint8) offloaded gradients go, as long as the subgroup, and the copies to there."""
+        gradient = buffer[: self.subgroup.numel * torch.float32.itemsize].view(torch.float32)
+        return gradient, [(gradient[u.piece.run], u.gradient) for u in self.pieces]
+
+    def apply_on_device(self, state: State, gradient: Tensor | None) -> None:
+        """Update `state`, which is on the device, and the parameters there.
+
+        gradient: what `fetch_gradients` fetched, or None if the gradients never left.
+        """
         for update in self.pieces:
-            update.apply(state, update.gradient, update.parameter)
+            update.apply(state, update.gradient if gradient is None else gradient[update.piece.run], update.parameter)
 
     def apply_on_host(self) -> None:
-        """Update the host state from the staged gradients; the new parameters stay staged."""
-        gradient, parameter = self.subgroup.gradient, self.subgroup.parameter
+        """Update the host state from staged or offloaded gradients; the new parameters stay staged."""
+        parameter = self.subgroup.parameter
         for update in self.pieces:
             run = update.piece.run
-            update.apply(self.subgroup.state, gradient[run], None if parameter is None else parameter[run])
+            gradient = update.gradient if self.offloaded else self.subgroup.gradient[run]
+            update.apply(self.subgroup.state, gradient, None if parameter is None else parameter[run])
 
     def downloads(self, updates: Iterable[PieceUpdate]) -> list[Copy]:
         """The copies that stage the gradients of these pieces on the host."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 
+from perfmodel.hardware import HardwareProfile
 from perfmodel.plan import Placement, Plan
-from perfmodel.workload import Workload
+from perfmodel.simulate import Costs
+from perfmodel.workload import SubgroupLoad, Workload
 
 DEFAULT_SLOTS = 2
 """One slot is updated or flushed while the other is prefetched."""
@@ -46,6 +48,26 @@ def stride(workload: Workload, k: int | None, *, ratio: float = 1.0, slots: int 
 
     placements = tuple(placement(i) for i in range(n))
     return Plan(placements, tuple(range(n)), slots=min(slots, placements.count(Placement.GPU_STREAMED)))
+
+
+def balanced_stride(load: SubgroupLoad, profile: HardwareProfile) -> int:
+    """The stride at which the GPU keeps up with the CPU: a closed form from rates, after Maurya et al. 2024.
+
+    In the steady state, while the CPU updates k - 1 subgroups, one is updated on the GPU, the next is prefetched and
+    the previous one flushed. Both directions of the link run at once, so the GPU's part takes the slower of prefetch
+    and flush, and the update. The CPU does not wait if
+
+        (k - 1) cpu_update >= max(prefetch, flush) + gpu_update
+
+    and the smallest such k, 2 at least, has most subgroups on the GPU. Links count at their duplex rates, the CPU at no
+    more than its share of host DRAM. What the transfers take from host DRAM is not in the closed form.
+    """
+    costs = Costs.of(load, profile)
+    prefetch = load.state_bytes / profile.h2d_bandwidth_duplex + profile.copy_latency_s
+    flush = load.state_bytes / profile.d2h_bandwidth_duplex + profile.copy_latency_s
+    cpu_s, traffic = costs.cpu_update
+    cpu_s = max(cpu_s, traffic / profile.host_bandwidth_per_rank)
+    return 1 + max(1, math.ceil((max(prefetch, flush) + costs.gpu_update[0]) / cpu_s))
 
 
 def _leading_share(workload: Workload, cpu_ratio: float) -> int:

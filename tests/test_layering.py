@@ -55,7 +55,8 @@ INNER = {
     "gradients": {"devices", "subgroup"},
     "hooks": set(),
     "options": {"controller"},
-    "registry": {"options", "subgroup", "update", "work"},
+    "offload": {"devices", "subgroup", "update"},
+    "registry": {"offload", "options", "subgroup", "update", "work"},
     "checkpoint": {"options", "registry"},
 }
 """Which modules of dos each module may import; the optimizer may import any."""

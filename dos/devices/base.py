@@ -62,10 +62,20 @@ class Device(Protocol):
         """The work that the caller has queued on the device so far, such as the backward pass."""
 
     def copy(self, op: Op, subgroup: int, copies: Sequence[Copy], after: Sequence[Job] = ()) -> Job:
-        """Copy across the link of `op` once all of `after` are done."""
+        """Copy across the link of `op` once all of `after` are done. The memory of both sides stays until then."""
 
-    def launch(self, subgroup: int, update: Callable[[], None], numel: int, after: Sequence[Job] = ()) -> Job:
-        """Run `update`, which updates `numel` parameters on the device, once all of `after` are done."""
+    def launch(
+        self,
+        subgroup: int,
+        update: Callable[[], None],
+        numel: int,
+        after: Sequence[Job] = (),
+        reads: Sequence[Tensor] = (),
+    ) -> Job:
+        """Run `update`, which updates `numel` parameters on the device, once all of `after` are done.
+
+        reads: device tensors of the caller's that `update` reads; their memory stays until it is done.
+        """
 
     def host_update(self, numel: int) -> AbstractContextManager[float]:
         """Surrounds an update of `numel` parameters on the host; gives the time.perf_counter() of its start."""

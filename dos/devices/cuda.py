@@ -65,15 +65,24 @@ class CudaDevice:
             for destination, source in copies:
                 destination.copy_(source, non_blocking=True)
 
-        return self._queue(op, subgroup, work, after)
+        return self._queue(op, subgroup, work, after, [t for pair in copies for t in pair if t.is_cuda])
 
-    def launch(self, subgroup: int, update: Callable[[], None], numel: int, after: Sequence[Job] = ()) -> Job:
-        return self._queue(Op.UPDATE, subgroup, update, after)
+    def launch(
+        self,
+        subgroup: int,
+        update: Callable[[], None],
+        numel: int,
+        after: Sequence[Job] = (),
+        reads: Sequence[Tensor] = (),
+    ) -> Job:
+        return self._queue(Op.UPDATE, subgroup, update, after, reads)
 
     def host_update(self, numel: int) -> AbstractContextManager[float]:
         return nullcontext(time.perf_counter())
 
-    def _queue(self, op: Op, subgroup: int, work: Callable[[], None], after: Sequence[Job]) -> Job:
+    def _queue(
+        self, op: Op, subgroup: int, work: Callable[[], None], after: Sequence[Job], used: Sequence[Tensor]
+    ) -> Job:
         stream = self._streams[op]
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         with torch.cuda.device(self.torch_device), torch.cuda.stream(stream), torch.no_grad():
@@ -84,6 +93,9 @@ class CudaDevice:
             start.record(stream)
             work()
             end.record(stream)
+        for tensor in used:
+            # Their owner may free them before this stream comes to them; the allocator must not reuse them until then.
+            tensor.record_stream(stream)
         return _CudaJob(self, start, end, op, LANES[op], subgroup)
 
     def seconds(self, event: torch.cuda.Event) -> float:

@@ -96,7 +96,14 @@ class EmulatedDevice:
         bandwidth = self.profile.h2d_bandwidth if op in (Op.PREFETCH, Op.PARAMETER) else self.profile.d2h_bandwidth
         return self._queue(op, subgroup, work, self.profile.copy_latency_s + nbytes / bandwidth, nbytes, after)
 
-    def launch(self, subgroup: int, update: Callable[[], None], numel: int, after: Sequence[Job] = ()) -> Job:
+    def launch(
+        self,
+        subgroup: int,
+        update: Callable[[], None],
+        numel: int,
+        after: Sequence[Job] = (),
+        reads: Sequence[Tensor] = (),
+    ) -> Job:
         alone_s = self.profile.launch_latency_s + numel / self.profile.gpu_update_rate
         return self._queue(Op.UPDATE, subgroup, update, alone_s, 0, after)
 

@@ -1,0 +1,106 @@
+"""Gradients that live on the host: each leaves the accelerator during backward and adds up there in float32."""
+
+from __future__ import annotations
+
+import functools
+import math
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dos.devices import Copy, Job
+from dos.subgroup import ParameterRecord
+from dos.update import accumulate, sum_of_squares
+
+Send = Callable[[Sequence[Copy]], Job]
+"""Starts gradients on their way to the host."""
+Run = Callable[[Callable[[], None]], "Future[None]"]
+"""Runs work on the host beside the caller, in order."""
+
+
+class OffloadedGradients:
+    """The gradients of accelerated parameters, accumulated on the host since the last step.
+
+    `take` moves one from the accelerator and frees it there: `p.grad` is None afterwards.
+    """
+
+    def __init__(self) -> None:
+        self._pending: dict[ParameterRecord, Future[None]] = {}
+        _live.add(self)
+        _guard_torch_clipping()
+
+    def take(self, record: ParameterRecord, send: Send, run: Run) -> None:
+        """Add the parameter's gradient to what is on the host, and free it on the accelerator once it is there."""
+        gradient = record.parameter.grad
+        assert gradient is not None
+        arena = record.arena
+        arena.stage_gradients_as(gradient.dtype)
+        staged, total = arena.gradient, arena.accumulated
+        assert staged is not None, "the parameter is on the accelerator"
+        place = slice(record.offset, record.offset + record.numel)
+        before = self._pending.get(record)
+        if before is not None:
+            # The staged micro-batch before this one must have been added before the next is written over it.
+            before.result()
+        job = send([(staged[place], record.flat_gradient(gradient))])
+        record.parameter.grad = None
+
+        def add() -> None:
+            # The staged gradient is read from here on.
+            job.wait()
+            accumulate(staged[place], total[place], overwrite=before is None)
+
+        self._pending[record] = run(add)
+
+    def __contains__(self, record: object) -> bool:
+        return record in self._pending
+
+    def flat(self, record: ParameterRecord) -> Tensor:
+        """The parameter's gradient so far: float32, 1-D, on the host, in the order of `record.flat`. Blocks."""
+        self._pending[record].result()
+        return record.arena.accumulated[record.offset : record.offset + record.numel]
+
+    def sum_of_squares(self) -> float:
+        """Over all gradients here. Blocks."""
+        return math.fsum(sum_of_squares(self.flat(record)) for record in self._pending)
+
+    def holds(self, parameters: Iterable[Tensor]) -> bool:
+        """Whether the gradient of any of these parameters is here."""
+        wanted = {id(p) for p in parameters}
+        return any(id(record.parameter) in wanted for record in self._pending)
+
+    def clear(self) -> None:
+        """Forget all gradients, once nothing writes to them."""
+        for pending in self._pending.values():
+            pending.result()
+        self._pending = {}
+
+
+_live: weakref.WeakSet[OffloadedGradients] = weakref.WeakSet()
+
+
+@functools.cache
+def _guard_torch_clipping() -> None:
+    """Make torch's clip_grad_norm_ and clip_grads_with_norm_ say why they cannot see offloaded gradients.
+
+    Without this they would find `p.grad` None everywhere, and silently clip nothing. The functions themselves are left
+    alone, and whoever imported them already is guarded too; what they call to do the clipping is wrapped.
+    """
+    module = torch.nn.utils.clip_grad
+    clip = module._clip_grads_with_norm_
+
+    @functools.wraps(clip)
+    def guarded(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> None:
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if any(gradients.holds(parameters) for gradients in _live):
+            raise RuntimeError(
+                "torch's gradient clipping found no gradients, because DOSAdam(offload_gradients=True) keeps them on "
+                "the host; clip with optimizer.clip_grad_norm_(max_norm) or DOSAdam(..., max_grad_norm=...)"
+            )
+        clip(parameters, *args, **kwargs)
+
+    module._clip_grads_with_norm_ = guarded
