@@ -1,0 +1,131 @@
+"""Where measured profiles are kept, and how they are found again."""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+import re
+import tempfile
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+
+from perfmodel.hardware import HardwareProfile, builtin_profiles
+
+COMMAND = "python -m dos.calibrate"
+
+
+def find_profile(device_name: str) -> HardwareProfile | None:
+    """The profile that was measured on this machine with this accelerator, cores and ranks; None if there is none.
+
+    A file that cannot be used is as good as none; a warning names it, once.
+    """
+    try:
+        return _load(profile_path(device_name), device_name, COMMAND)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        _warn(f"the measured profile is not used: {error}")
+        return None
+
+
+def save_profile(profile: HardwareProfile, device_name: str) -> Path:
+    """Keep a profile of this machine for `find_profile`; where it is. Raises OSError if it cannot be written."""
+    path = profile_path(device_name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Written apart and renamed, so that nobody reads half a file.
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        profile.save(Path(folder) / path.name)
+        (Path(folder) / path.name).replace(path)
+    return path
+
+
+def resolve_profile(profile: HardwareProfile | str | Path | None, device_name: str) -> HardwareProfile | None:
+    """The profile that a user asked for.
+
+    profile: itself, the name of a built-in one, a file, or None for `find_profile`.
+    Raises ValueError that names the file if it is missing, broken, of another version or measured on another machine,
+    TypeError for anything else.
+    """
+    if profile is None:
+        return find_profile(device_name)
+    if isinstance(profile, HardwareProfile):
+        return profile
+    if not isinstance(profile, (str, Path)):
+        raise TypeError(f"profile: expected a HardwareProfile, a name or a file, found {type(profile).__name__}")
+    builtin = builtin_profiles()
+    if isinstance(profile, str) and profile in builtin:
+        return builtin[profile]
+    mend = f"{COMMAND} --output {profile}"
+    if not Path(profile).is_file():
+        raise ValueError(
+            f"profile {str(profile)!r} is neither a file nor a built-in profile ({', '.join(builtin)}); "
+            f"measure this machine with `{mend}`"
+        )
+    try:
+        return _load(Path(profile), device_name, mend)
+    except OSError as error:
+        raise ValueError(f"{profile}: {error.strerror}; measure this machine with `{mend}`") from error
+
+
+def profile_path(device_name: str) -> Path:
+    """Where this machine's profile is kept: one file per accelerator, CPU, cores of this process and local ranks.
+
+    Raises OSError if there is no home directory.
+    """
+    cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not cache.is_absolute():  # the XDG specification has relative paths ignored
+        try:
+            cache = Path.home() / ".cache"
+        except RuntimeError as error:
+            raise OSError(f"{error} Set XDG_CACHE_HOME to a directory for caches.") from error
+    key = f"{device_name} {cpu_model()} {len(usable_cores())} cores {local_ranks()} ranks"
+    return cache / "deep-optimizer-states" / f"{re.sub('[^a-z0-9]+', '-', key.lower()).strip('-')}.json"
+
+
+def machine_name(device_name: str) -> str:
+    """What `Provenance.machine` says of this machine."""
+    return f"{device_name}, {cpu_model()}"
+
+
+def usable_cores() -> frozenset[int]:
+    """The cores on which this process may run."""
+    if hasattr(os, "sched_getaffinity"):
+        return frozenset(os.sched_getaffinity(0))
+    return frozenset(range(os.cpu_count() or 1))
+
+
+def local_ranks(environment: Mapping[str, str] = os.environ) -> int:
+    """Processes that a launcher such as torchrun has started on this host."""
+    ranks = environment.get("LOCAL_WORLD_SIZE", "")
+    return max(int(ranks), 1) if ranks.isdecimal() else 1
+
+
+@functools.cache
+def cpu_model() -> str:
+    """As the system calls it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _load(path: Path, device_name: str, mend: str) -> HardwareProfile:
+    """Raises OSError or ValueError naming the file and the command that mends it."""
+    try:
+        profile = HardwareProfile.load(path)
+    except (ValueError, TypeError) as error:
+        hint = "" if COMMAND in str(error) else f"; measure again with `{mend}`"
+        raise ValueError(f"{error}{hint}") from error
+    measured_on, here = profile.provenance.machine, machine_name(device_name)
+    if profile.provenance.source == "measured" and measured_on != here:
+        raise ValueError(f"{path} was measured on {measured_on!r}, this is {here!r}; measure again with `{mend}`")
+    return profile
+
+
+@functools.cache
+def _warn(message: str) -> None:
+    warnings.warn(message, stacklevel=3)

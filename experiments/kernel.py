@@ -1,0 +1,183 @@
+"""How fast is the CPU update? ``python -m experiments.kernel [--json]``.
+
+Every contender works on the same arrays, so page placement is the same for all. They take turns, and a ratio is the
+median over the rounds of the ratio within a round, so that a change of load between rounds cancels out.
+Ratios above 1 mean that ours is faster. The yardstick of bandwidth is a plain loop which reads and writes the same
+bytes with one exclusive-or per element.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import Tensor
+
+from dos import _adam  # type: ignore[attr-defined]
+from dos.update import AdamStep, accumulate, adam_update, instruction_sets
+
+_STEP = AdamStep(lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=1)
+_BYTES_HELD = 2 + 2 + 4 * 4  # per parameter: bfloat16 gradient and copy; float32 gradient, parameter, two moments
+_BYTES_MOVED = {"fp32": 28, "mixed": 28, "accumulate": 10}  # per parameter, read and written
+_SUFFIXES = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9}
+
+Contenders = dict[str, Callable[[], None]]
+
+
+def build_contenders(numel: int, threads: int) -> dict[str, Contenders]:
+    """The contenders of each comparison. ``ours`` and ``bandwidth`` are in all of them.
+
+    A second call of a bandwidth loop undoes the first, so the numbers that the others work on stay sane.
+    """
+    grad_bf16 = torch.randn(numel, dtype=torch.bfloat16)
+    grad = grad_bf16.float()
+    param = torch.nn.Parameter(torch.randn(numel))
+    master = param.detach()
+    exp_avg, exp_avg_sq = torch.zeros(numel), torch.zeros(numel)
+    out = torch.zeros(numel, dtype=torch.bfloat16)
+    state = (master, exp_avg, exp_avg_sq)
+    param.grad = grad
+
+    def step_with(optimizer: torch.optim.Optimizer, step: Tensor | int) -> Callable[[], None]:
+        optimizer.state[param] = {"step": step, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+        return lambda: (optimizer.step(), None)[1]
+
+    def with_casts(step: Callable[[], None]) -> Callable[[], None]:
+        def run() -> None:
+            grad.copy_(grad_bf16)
+            step()
+            out.copy_(master)
+
+        return run
+
+    settings = {"lr": _STEP.lr, "betas": (_STEP.beta1, _STEP.beta2), "eps": _STEP.eps}
+    fused = torch.optim.AdamW([param], weight_decay=_STEP.weight_decay, fused=True, **settings)  # type: ignore[arg-type]
+    torch_step = step_with(fused, torch.zeros(()))
+    fp32: Contenders = {
+        "ours": lambda: adam_update(grad, *state, step=_STEP, threads=threads),
+        "bandwidth": lambda: _adam.stream_adam(grad, *state, None, threads),
+        "torch_fused": torch_step,
+    }
+    mixed: Contenders = {
+        "ours": lambda: adam_update(grad_bf16, *state, step=_STEP, low_precision_out=out, threads=threads),
+        "bandwidth": lambda: _adam.stream_adam(grad_bf16, *state, out, threads),
+        "torch_path": with_casts(torch_step),
+    }
+    if importlib.util.find_spec("deepspeed"):
+        from deepspeed.ops.adam import DeepSpeedCPUAdam  # type: ignore[import-not-found]
+
+        deepspeed_step = step_with(
+            DeepSpeedCPUAdam([param], weight_decay=_STEP.weight_decay, adamw_mode=True, **settings), 0
+        )
+        fp32["deepspeed"] = deepspeed_step
+        mixed["deepspeed_path"] = with_casts(deepspeed_step)
+    accumulation: Contenders = {
+        "ours": lambda: accumulate(grad_bf16, grad, threads=threads),
+        "bandwidth": lambda: _adam.stream_accumulate(grad_bf16, grad, threads),
+    }
+    return {"fp32": fp32, "mixed": mixed, "accumulate": accumulation}
+
+
+def measure(contenders: Contenders, repeats: int, title: str) -> dict[str, list[float]]:
+    """Seconds of each contender in each round. Every round runs them in one order and then in the other."""
+    names = list(contenders)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for round_ in track(range(-1, repeats), title, console=Console(stderr=True), transient=True):
+        taken = dict.fromkeys(names, 0.0)
+        for name in names + names[::-1]:
+            start = time.perf_counter()
+            contenders[name]()
+            taken[name] += (time.perf_counter() - start) / 2
+        if round_ >= 0:  # the first round warms up
+            for name in names:
+                seconds[name].append(taken[name])
+    return seconds
+
+
+def summarise(seconds: dict[str, list[float]], numel: int) -> dict[str, float]:
+    """Ours in 1e9 parameters per second, and its ratio to each other contender."""
+    ours = seconds["ours"]
+    result = {"gparams_per_s": numel / statistics.median(ours) / 1e9}
+    for name in seconds.keys() - {"ours"}:
+        result[f"ratio_to_{name}"] = statistics.median(
+            other / own for other, own in zip(seconds[name], ours, strict=True)
+        )
+    return {name: round(value, 4) for name, value in sorted(result.items())}
+
+
+def show(results: dict[str, dict[str, float]], title: str) -> None:
+    table = Table("update", "Gparam/s", "GB/s", "ratio (above 1: ours is faster)", title=title)
+    for name, result in results.items():
+        rate = result["gparams_per_s"]
+        ratios = (f"{key.removeprefix('ratio_to_')} {value:.2f}" for key, value in result.items() if "ratio" in key)
+        table.add_row(name, f"{rate:.3f}", f"{rate * _BYTES_MOVED[name]:.1f}", ", ".join(ratios))
+    Console().print(table)
+
+
+def _count(text: str) -> int:
+    """``64Mi``, ``64M`` or ``67108864`` as a positive number."""
+    number, factor = text, 1
+    for suffix, value in _SUFFIXES.items():
+        if text.endswith(suffix):
+            number, factor = text.removesuffix(suffix), value
+            break
+    if not number.isdecimal() or int(number) == 0:
+        raise argparse.ArgumentTypeError(f"expected a positive number such as 3, 500k or 64Mi, found {text!r}")
+    return int(number) * factor
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:  # type: ignore[override]
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def _available_memory() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+
+
+def main() -> None:
+    parser = _Parser(prog="experiments.kernel", description="How fast is the CPU update?")
+    parser.add_argument("--json", action="store_true", help="the last line of output is one JSON object")
+    parser.add_argument("--numel", type=_count, default=64 * 2**20, help="parameters (default 64Mi)")
+    parser.add_argument("--repeats", type=_count, default=11, help="rounds (default 11)")
+    parser.add_argument("--threads", type=_count, default=torch.get_num_threads(), help="default: as many as torch")
+    arguments = parser.parse_args()
+    numel, threads = arguments.numel, arguments.threads
+    available = _available_memory()
+    if available is not None and numel * _BYTES_HELD > available:
+        parser.error(
+            f"--numel {numel} needs {numel * _BYTES_HELD / 2**30:.1f} GiB, {available / 2**30:.1f} GiB are free"
+        )
+
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    results = {
+        name: summarise(measure(contenders, arguments.repeats, name), numel)
+        for name, contenders in build_contenders(numel, threads).items()
+    }
+    conditions = {
+        "numel": numel,
+        "threads": threads,
+        "repeats": arguments.repeats,
+        "instruction_set": instruction_sets()[0],
+        "load_average": round(os.getloadavg()[0], 2),
+    }
+    show(results, ", ".join(f"{name} {value}" for name, value in conditions.items()))
+    if arguments.json:
+        print(json.dumps({**results, **conditions}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""Pictures of losses and of timelines, for all experiments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.patches import Patch
+
+from perfmodel import Lane, Op, Timeline
+
+OP_COLOURS = {
+    Op.FORWARD: "#c9ced6",
+    Op.BACKWARD: "#8d97a5",
+    Op.UPDATE: "#2f6fb0",
+    Op.GRADIENT: "#e0a100",
+    Op.PREFETCH: "#2a9d6f",
+    Op.PARAMETER: "#8bcbae",
+    Op.FLUSH: "#d1603d",
+}
+"""Compute in grey, the update in blue, what goes up in greens, what comes down in warm colours."""
+
+OP_LABELS = {
+    Op.FORWARD: "forward",
+    Op.BACKWARD: "backward",
+    Op.UPDATE: "update",
+    Op.GRADIENT: "gradient to host",
+    Op.PREFETCH: "state to device",
+    Op.PARAMETER: "parameter to device",
+    Op.FLUSH: "state to host",
+}
+
+LANE_LABELS = {Lane.GPU: "device", Lane.CPU: "host CPU", Lane.H2D: "host → device", Lane.D2H: "device → host"}
+"""From top to bottom of a panel."""
+
+CURVE_COLOURS = ("#2f6fb0", "#d1603d", "#2a9d6f", "#8a5fb0", "#e0a100", "#5b6470")
+
+_STYLE: Any = {
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 10.5,
+    "axes.titlelocation": "left",
+    "legend.frameon": False,
+    "savefig.dpi": 150,
+}
+
+
+def save_losses(losses: Mapping[str, Sequence[float]], path: Path, *, reference: str) -> None:
+    """Losses by step: the curves, and below how far each is from the curve `reference`.
+
+    Curves that coincide stay visible: the reference is a broad band, the others lie on it with markers at
+    different steps.
+    """
+    others = [name for name in losses if name != reference]
+    steps = range(1, len(losses[reference]) + 1)
+    with plt.rc_context(_STYLE):
+        figure, (above, below) = plt.subplots(
+            2, 1, sharex=True, figsize=(8, 5.6), height_ratios=(3, 1.2), layout="constrained"
+        )
+        above.plot(steps, losses[reference], color="#c9ced6", linewidth=7, label=reference, solid_capstyle="round")
+        every = max(len(others), len(steps) // 12)
+        for rank, name in enumerate(others):
+            look = {
+                "color": CURVE_COLOURS[rank % len(CURVE_COLOURS)],
+                "marker": "osD^vP"[rank % 6],
+                "markevery": (rank * every // len(others), every),
+                "markersize": 5,
+                "linewidth": 1,
+            }
+            above.plot(steps, losses[name], label=f"DOSAdam {name}", **look)
+            gaps = [abs(a - b) for a, b in zip(losses[name], losses[reference], strict=True)]
+            below.plot(steps, gaps, **look)
+        above.set_ylabel("loss (nats per byte)")
+        above.set_title("Training loss: all policies follow the same curve")
+        above.legend()
+        below.ticklabel_format(axis="y", scilimits=(-2, 2))
+        below.set_ylim(bottom=0)
+        below.set_ylabel(f"|loss − {reference}|")
+        below.set_xlabel("step")
+        for axes in (above, below):
+            axes.grid(axis="y", color="#e6e8ec", linewidth=0.8)
+        figure.savefig(path)
+        plt.close(figure)
+
+
+def save_timelines(timelines: Mapping[str, Timeline], path: Path, *, title: str = "") -> None:
+    """Timelines under each other on one time axis: a panel for each, a track for each lane, a colour for each op."""
+    end = max((span.end for timeline in timelines.values() for span in timeline.spans), default=0.0)
+    scale, unit = (1e3, "ms") if end < 2 else (1.0, "s")
+    with plt.rc_context(_STYLE):
+        figure, panels = plt.subplots(
+            len(timelines),
+            1,
+            sharex=True,
+            squeeze=False,
+            figsize=(10, 0.8 + 1.55 * len(timelines)),
+            layout="constrained",
+        )
+        for axes, (name, timeline) in zip(panels[:, 0], timelines.items(), strict=True):
+            _draw(axes, timeline, scale, narrow_s=end / 300)
+            total = max((span.end for span in timeline.spans), default=0.0) * scale
+            axes.set_title(f"{name}: {total:.0f} ms" if unit == "ms" else f"{name}: {total:.1f} s")
+        axes.set_xlim(0, end * scale * 1.01)
+        axes.set_xlabel(f"time ({unit})")
+        shown = {span.op for timeline in timelines.values() for span in timeline.spans}
+        handles = [Patch(color=colour, label=OP_LABELS[op]) for op, colour in OP_COLOURS.items() if op in shown]
+        figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), handlelength=1.2)
+        figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
+        figure.savefig(path)
+        plt.close(figure)
+
+
+def _draw(axes: Axes, timeline: Timeline, scale: float, narrow_s: float) -> None:
+    """One panel: bars edged in white, to tell neighbours apart, unless they are too narrow for that."""
+    for row, lane in enumerate(LANE_LABELS):
+        spans = timeline.on(lane)
+        axes.broken_barh(
+            [(span.start * scale, span.duration * scale) for span in spans],
+            (row - 0.38, 0.76),
+            facecolors=[OP_COLOURS[span.op] for span in spans],
+            edgecolors=[OP_COLOURS[span.op] if span.duration < narrow_s else "white" for span in spans],
+            linewidth=0.5,
+        )
+    axes.set_yticks(range(len(LANE_LABELS)), LANE_LABELS.values())
+    axes.set_ylim(len(LANE_LABELS) - 0.5, -0.5)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(axis="x", color="#e6e8ec", linewidth=0.8)
+    axes.set_axisbelow(True)

@@ -1,0 +1,288 @@
+"""The demo: a byte-level GPT learns real text with torch.optim.AdamW, and with DOSAdam under several policies.
+
+    python -m experiments.train                                        # about two minutes on two cores
+    python -m experiments.train --data FILE --policies cpu,0.3,stride:3 --steps 200
+
+All runs start from the same parameters and see the same batches. On a machine without GPU the accelerator is emulated
+(`experiments.machines.EmulatedMachine`). Writes summary.json, losses.png and timeline.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Column, Table
+from torch import Tensor
+from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from dos import DOSAdam
+from dos.controller import resolve_policy
+from experiments.corpus import Corpus, standard_library
+from experiments.gpt import GPT, GPTConfig
+from experiments.machines import Machine, choose_machine
+from experiments.plots import save_losses, save_timelines
+from perfmodel import Lane, Op, Span, Timeline
+
+REFERENCE = "AdamW"
+SUBGROUPS = 31
+"""As many as one rank has in the published 20B runs."""
+UNTIMED = 2
+"""Steps at the beginning that the times leave out."""
+LR_WARM_UP = 0.2
+"""Share of the steps until the full learning rate."""
+LAST = 10
+"""Steps at the end whose mean the table shows as the final loss."""
+HEADERS = ("final loss", "iteration", "exposed update", "on device", "peak memory")
+
+Batch = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """One training step. Times in seconds; update: what the optimizer's lanes did, which may begin during backward."""
+
+    loss: float
+    forward_s: float
+    backward_s: float
+    update_s: float
+    update: Timeline
+
+    @property
+    def seconds(self) -> float:
+        return self.forward_s + self.backward_s + self.update_s
+
+    def timeline(self) -> Timeline:
+        """Forward, backward and update, since the start of forward."""
+        # step() returns when the last of its spans ends.
+        shift = self.seconds - max((span.end for span in self.update.spans), default=0.0)
+        update = (Span(s.lane, s.op, s.subgroup, s.start + shift, s.end + shift) for s in self.update.spans)
+        forward = Span(Lane.GPU, Op.FORWARD, None, 0.0, self.forward_s)
+        backward = Span(Lane.GPU, Op.BACKWARD, None, self.forward_s, self.forward_s + self.backward_s)
+        return Timeline.of([forward, backward, *update])
+
+
+@dataclass(frozen=True)
+class Result:
+    """One run. accelerator_share: of the parameters, updated on the accelerator in the last step."""
+
+    iterations: list[Iteration]
+    accelerator_share: float
+    peak_device_bytes: int
+
+    @property
+    def losses(self) -> list[float]:
+        return [i.loss for i in self.iterations]
+
+    @property
+    def typical(self) -> Iteration:
+        """The iteration of median time."""
+        return sorted(self._timed(), key=lambda i: i.seconds)[len(self._timed()) // 2]
+
+    def summary(self) -> dict[str, Any]:
+        return {
+            "losses": self.losses,
+            "iteration_s": statistics.median(i.seconds for i in self._timed()),
+            "update_s": statistics.median(i.update_s for i in self._timed()),
+            "accelerator_share": self.accelerator_share,
+            "peak_device_bytes": self.peak_device_bytes,
+        }
+
+    def _timed(self) -> list[Iteration]:
+        return self.iterations[UNTIMED:] or self.iterations
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = _parser()
+    args = parser.parse_args(argv)
+    try:
+        policies = {name: parse_policy(name) for name in args.policies.split(",")}
+        if not 0 < args.lr < math.inf:
+            raise ValueError(f"argument --lr: expected a number above 0, found {args.lr}")
+        config = GPTConfig(args.layers, args.width, args.heads, args.context)
+        text = standard_library() if args.data is None else args.data.read_bytes()
+        corpus = Corpus(text, args.context, name=str(args.data or "the standard library"))
+        args.out.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+
+    console = Console()
+    torch.manual_seed(args.seed)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = GPT(config, device=device, dtype=getattr(torch, args.dtype))
+    start = {name: tensor.to("cpu", copy=True) for name, tensor in model.state_dict().items()}
+    subgroup_size = args.subgroup_size or math.ceil(model.numel / SUBGROUPS)
+    batches = [(x.to(device), y.to(device)) for x, y in corpus.batches(args.steps, args.batch, args.seed)]
+    machine = choose_machine(
+        model.numel, model.tokens.weight.itemsize, subgroup_size, compute=lambda: model(*batches[0]).backward()
+    )
+    console.print(
+        f"{model.numel / 1e6:.1f}M parameters, {len(corpus) / 1e6:.1f} MB of text, {machine.name}", soft_wrap=True
+    )
+
+    def run(name: str, progress: Progress) -> Result:
+        model.load_state_dict(start)
+        model.zero_grad()
+        machine.begin()
+        settings = {"lr": args.lr, "betas": (0.9, 0.95), "weight_decay": 0.1}
+        optimizer: Optimizer
+        if name == REFERENCE:
+            optimizer = AdamW(model.parameters(), fused=True, **settings)
+        else:
+            settings |= {"policy": policies[name], "subgroup_size": subgroup_size, "device": machine.device}
+            optimizer = DOSAdam(model.parameters(), **settings)
+        task = progress.add_task(name, total=len(batches), loss=math.nan)
+        iterations = []
+        for iteration in train(model, optimizer, batches, machine):
+            iterations.append(iteration)
+            progress.update(task, advance=1, loss=iteration.loss)
+        return Result(iterations, accelerator_share(optimizer), machine.peak_bytes(optimizer))
+
+    with _progress(console) as progress:
+        results = {name: run(name, progress) for name in (REFERENCE, *policies)}
+    report(results, machine.name, args.out, console)
+    return 0
+
+
+def parse_policy(name: str) -> str | float:
+    """What DOSAdam takes as `policy`. Raises ValueError for what it does not take."""
+    policy: str | float
+    try:
+        policy = float(name)
+    except ValueError:
+        policy = name
+    resolve_policy(policy)
+    return policy
+
+
+def train(model: GPT, optimizer: Optimizer, batches: Sequence[Batch], machine: Machine) -> Iterator[Iteration]:
+    """One iteration for each batch. The learning rate warms up and falls towards 0, both in a straight line."""
+    steps = len(batches)
+    scheduler = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / (LR_WARM_UP * steps)) * (1.0 - step / steps))
+
+    def now() -> float:
+        machine.synchronize()
+        return time.perf_counter()
+
+    for batch in batches:
+        times = [now()]
+        loss = model(*batch)
+        times.append(now())
+        loss.backward()
+        times.append(now())
+        machine.step(optimizer)
+        times.append(now())
+        scheduler.step()
+        optimizer.zero_grad()
+        forward_s, backward_s, update_s = (end - start for start, end in itertools.pairwise(times))
+        update = optimizer.timeline() if isinstance(optimizer, DOSAdam) else None
+        update = update or Timeline((Span(Lane.GPU, Op.UPDATE, None, 0.0, update_s),))
+        yield Iteration(loss.item(), forward_s, backward_s, update_s, update)
+
+
+def accelerator_share(optimizer: Optimizer) -> float:
+    """Of the parameters, those that were updated on the accelerator in the last step."""
+    if not isinstance(optimizer, DOSAdam):
+        return 1.0
+    timeline = optimizer.timeline()
+    assert timeline is not None, "asked after a step"
+    there = {span.subgroup for span in timeline.on(Lane.GPU)}
+    sizes = [subgroup.numel for subgroup in optimizer._registry.accelerated]
+    return sum(size for i, size in enumerate(sizes) if i in there) / sum(sizes)
+
+
+def report(results: Mapping[str, Result], device: str, out: Path, console: Console) -> None:
+    """Write summary and pictures, print the table."""
+    reference = results[REFERENCE].losses
+    gaps = [abs(a - b) for r in results.values() for a, b in zip(r.losses, reference, strict=True)]
+    summary = {
+        "device": device,
+        "steps": len(reference),
+        "max_loss_difference": max(gaps),
+        "policies": {name: result.summary() for name, result in results.items()},
+    }
+    (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    save_losses({name: r.losses for name, r in results.items()}, out / "losses.png", reference=REFERENCE)
+    timelines = {name: r.typical.timeline() for name, r in results.items()}
+    save_timelines(timelines, out / "timeline.png", title=f"One iteration, {device}")
+
+    table = Table("policy", *(Column(header, justify="right") for header in HEADERS))
+    for name, result in results.items():
+        s = result.summary()
+        table.add_row(
+            name,
+            f"{statistics.mean(s['losses'][-LAST:]):.4f}",
+            f"{s['iteration_s'] * 1e3:.0f} ms",
+            f"{s['update_s'] * 1e3:.0f} ms",
+            f"{s['accelerator_share']:.0%}",
+            f"{s['peak_device_bytes'] / 2**20:.0f} MiB",
+        )
+    console.print(table)
+    console.print(f"Largest difference of a loss from {REFERENCE}'s: {max(gaps):.1e}")
+    console.print(f"Written to {out}: summary.json, losses.png, timeline.png")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One line, without the usage."""
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m experiments.train",
+        description="Train a byte-level GPT with AdamW and with DOSAdam under several policies, and compare.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--data", type=Path, help="text to learn; the standard library's sources if not given")
+    parser.add_argument("--out", type=Path, default=Path("out/demo"), help="folder for the results")
+    parser.add_argument("--policies", default="cpu,0.5,stride:2", help="DOSAdam's, separated by commas")
+    parser.add_argument("--subgroup-size", type=_positive, help=f"parameters; {SUBGROUPS} subgroups if not given")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the parameters")
+    parser.add_argument("--lr", type=float, default=1e-3, help="at its highest")
+    parser.add_argument("--seed", type=int, default=1)
+    for name, default, what in (
+        ("steps", 100, "of each run"),
+        ("batch", 16, "sequences in a batch"),
+        ("context", 32, "bytes in a sequence"),
+        ("layers", 3, "of the model"),
+        ("width", 512, "of the model"),
+        ("heads", 8, "of attention"),
+    ):
+        parser.add_argument(f"--{name}", type=_positive, default=default, help=what)
+    return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text) if text.lstrip("+-").isdecimal() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of 1 or more, found {text!r}")
+    return value
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description:>9}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]:.3f}"),
+        TimeElapsedColumn(),
+        console=console,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,248 @@
+"""The adaptive policy: which subgroups stay on the GPU, which are streamed and which are updated on the CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+
+from perfmodel.hardware import HardwareProfile
+from perfmodel.lanes import CPU, D2H, H2D, lane_speeds
+from perfmodel.plan import Placement, Plan
+from perfmodel.simulate import Costs, Scope, makespan
+from perfmodel.workload import SubgroupLoad, Workload
+
+MAX_SLOTS = 8
+"""Three keep both links busy; more let prefetches go on while the GPU updates resident subgroups."""
+FEW = 12
+"""Up to this many subgroups every division is simulated."""
+SIMULATED = 50
+"""Up to this many the divisions near the steady one are, beyond it those of a sample."""
+SAMPLE = 18
+"""Subgroups of that sample."""
+INSTANT = 1e-15
+"""Seconds of an operation that has neither size nor fixed cost."""
+
+
+def adaptive(workload: Workload, profile: HardwareProfile) -> Plan:
+    """The plan with the least exposed time that the model finds.
+
+    1. Resident: as many subgroups as fit into the memory free at the peak; on no scarce lane do they cost anything.
+    2. The rest is divided between CPU and streamed; how many are on the CPU is the one number to find. It is found
+       where lanes that work without pause end soonest (`_steady`).
+    3. The pipeline's first and last operations, which that does not see, are simulated for some divisions of a
+       problem of at most SIMULATED subgroups, and the division moves to where the simulated time is least.
+
+    Streamed and CPU subgroups alternate evenly. With a forward to hide behind, CPU subgroups come last instead: their
+    parameters are the last that forward needs.
+    """
+    return _Division(workload, profile).plan()
+
+
+class AdaptivePlanner:
+    """`adaptive` that remembers: unchanged inputs return the last plan."""
+
+    def __init__(self) -> None:
+        self._inputs: tuple[Workload, HardwareProfile] | None = None
+        self._plan: Plan | None = None
+
+    def __call__(self, workload: Workload, profile: HardwareProfile) -> Plan:
+        if self._plan is None or self._inputs != (workload, profile):
+            self._plan = adaptive(workload, profile)
+            self._inputs = (workload, profile)
+        return self._plan
+
+
+class _Division:
+    """How many subgroups of one workload the CPU updates; the others are resident as far as they fit, then streamed."""
+
+    def __init__(self, workload: Workload, profile: HardwareProfile) -> None:
+        self._workload = workload
+        self._profile = profile
+        self._n = len(workload.subgroups)
+        self._mean = _mean(workload.subgroups)
+        self._scope = Scope.beside(workload)
+        self._slots = int(min(MAX_SLOTS, workload.update_free_bytes / max(workload.slot_bytes, 1)))
+        self._resident = _fitting(workload)
+        held = sum(workload.subgroups[i].numel for i in self._resident)
+        self._room = held / max(self._mean.numel, 1)
+        self._least = 0.0 if self._slots else self._n - self._room
+        steady = _steady(workload, profile, Costs.of(self._mean, profile), self._room, self._slots)
+        self.steady = _lowest(steady, self._least, float(self._n))
+
+    def plan(self) -> Plan:
+        """The whole decision."""
+        if self._n <= SIMULATED:
+            return self._assign(self._simulated_best()[0])
+        moved = self.steady
+        if not self._workload.forward_s:
+            moved += self._sample().correction()
+        return self._assign(min(max(round(moved), self._least), float(self._n)))
+
+    def correction(self) -> float:
+        """How many more subgroups belong on the CPU than the steady state says, for the pipeline's ends."""
+        best, cost = self._simulated_best()
+        if not self._least + 2 <= best <= self._n - 2:
+            return best - self.steady
+        below = (cost(best - 2), cost(best - 1))
+        above = (cost(best + 1), cost(best + 2))
+        fall, rise = below[1] - below[0], above[1] - above[0]
+        if rise - fall <= 1e-9 * above[1]:
+            return best - self.steady
+        crossing = best + (below[1] + fall - above[0] + rise) / (rise - fall)
+        return min(max(crossing, best - 1.0), best + 1.0) - self.steady
+
+    def _simulated_best(self) -> tuple[int, Callable[[int], float]]:
+        """The number of subgroups on the CPU with the least simulated time, and that time by number."""
+
+        @functools.cache
+        def cost(on_cpu: int) -> float:
+            return makespan(self._assign(on_cpu), self._workload, self._profile, self._scope)
+
+        lowest, highest = math.ceil(self._least - 1e-9), self._n
+        if self._n <= FEW:
+            return min(range(lowest, highest + 1), key=cost), cost
+        # Next to the valley of the steady state there can be a lower one where all but the ends is streamed.
+        found = _descend(cost, min(max(round(self.steady), lowest), highest), lowest, highest)
+        return min((found, lowest, min(lowest + 1, highest)), key=cost), cost
+
+    def _sample(self) -> _Division:
+        """The same problem with SAMPLE mean subgroups."""
+        share = SAMPLE / self._n
+        work = self._workload
+        smaller = Workload(
+            (self._mean,) * SAMPLE,
+            work.forward_s * share,
+            work.backward_s * share,
+            round(self._room * share) * self._mean.state_bytes,
+            self._slots * self._mean.state_bytes,
+        )
+        return _Division(smaller, self._profile)
+
+    def _assign(self, on_cpu: float) -> Plan:
+        """The plan with this many mean subgroups on the CPU."""
+        loads = self._workload.subgroups
+        resident = self._resident
+        spare = self._n - on_cpu
+        if spare < self._room:
+            resident = resident[: round(spare * len(resident) / self._room)]
+        placements = [Placement.CPU] * self._n
+        for i in resident:
+            placements[i] = Placement.GPU_RESIDENT
+        rest = [i for i in range(self._n) if placements[i] is Placement.CPU]
+        streamed = max(0.0, spare - self._room) * self._mean.numel
+        share = min(1.0, streamed / max(sum(loads[i].numel for i in rest), 1)) if self._slots else 0.0
+        if self._workload.forward_s:
+            owed = streamed
+            for i in rest:
+                if share and owed >= loads[i].numel / 2:
+                    placements[i] = Placement.GPU_STREAMED
+                    owed -= loads[i].numel
+        else:
+            owed = (0.5 - share) * self._mean.numel  # so that the first is streamed and the GPU starts at once
+            for i in rest:
+                owed += share * loads[i].numel
+                if share and owed >= (0.5 - 1e-9) * loads[i].numel:
+                    placements[i] = Placement.GPU_STREAMED
+                    owed -= loads[i].numel
+        count = placements.count(Placement.GPU_STREAMED)
+        return Plan(tuple(placements), tuple(range(self._n)), min(self._slots, count))
+
+
+def _descend(cost: Callable[[int], float], best: int, lowest: int, highest: int) -> int:
+    """The bottom of the valley of `cost` that `best` is in."""
+    while True:
+        near = [x for x in (best, best - 1, best + 1) if lowest <= x <= highest]
+        better = min(near, key=cost)
+        if better == best:
+            return best
+        best = better
+
+
+def _steady(
+    workload: Workload, profile: HardwareProfile, costs: Costs, room: float, slots: int
+) -> Callable[[float], float]:
+    """Exposed seconds by number of subgroups on the CPU, if lanes waited for each other in the long run only.
+
+    First the GPU updates the resident subgroups, while the CPU works and slots are filled. Then CPU and links work off
+    what is left, at the speeds of `lanes.lane_speeds` for those still busy. Gradients that did not leave before take
+    turns with flushes on the D2H link, and the CPU updates no faster than they come.
+    """
+    n = len(workload.subgroups)
+    gradient, flush, prefetch, cpu_s = (
+        max(cost[0], INSTANT) for cost in (costs.gradient, costs.flush, costs.prefetch, costs.cpu_update)
+    )
+    gpu_s = costs.gpu_update[0]
+    demands = (costs.cpu_update[1] / cpu_s, costs.prefetch[1] / prefetch, costs.flush[1] / flush)
+    cpu_alone = lane_speeds((demands[0], -1.0, -1.0), profile)[CPU]
+
+    def seconds(on_cpu: float) -> float:
+        streamed = max(0.0, n - room - on_cpu)
+        first_s = min(room, n - on_cpu) * gpu_s if streamed else 0.0
+        before_s = workload.backward_s + first_s
+        late = max(0.0, on_cpu - before_s / gradient)  # gradients still to leave
+        ahead = on_cpu - late - first_s * cpu_alone / cpu_s  # gradients that the CPU has yet to use
+        turns = cpu_s / (gradient + flush) * (1 + max(0.0, ahead) / late) if late > 0 and streamed else math.inf
+        work = {
+            CPU: on_cpu * cpu_s - first_s * cpu_alone,
+            H2D: on_cpu * costs.parameter[0] + max(0.0, streamed * prefetch - min(before_s, slots * prefetch)),
+            D2H: late * gradient + streamed * flush,
+        }
+        left = {lane: s for lane, s in work.items() if s > 0}
+        now = h2d_end = first_s
+        while left:
+            wanted = [demand if lane in left else -1.0 for lane, demand in zip((CPU, H2D, D2H), demands, strict=True)]
+            speeds = lane_speeds(wanted, profile)
+            if CPU in left and D2H in left and turns * speeds[D2H] < speeds[CPU]:
+                wanted[0] *= turns * speeds[D2H] / speeds[CPU]
+                speeds = lane_speeds(wanted, profile)
+                speeds[CPU] = turns * speeds[D2H]
+            first = min(left, key=lambda lane: left[lane] / speeds[lane])
+            step = left[first] / speeds[first]
+            now += step
+            if first == H2D:
+                h2d_end = now
+            left = {lane: s - step * speeds[lane] for lane, s in left.items() if lane != first}
+        # Forward comes after the last update on the GPU, so all but prefetches may go on beside it.
+        fetched = h2d_end * streamed * prefetch / max(streamed * prefetch + on_cpu * costs.parameter[0], INSTANT)
+        staging = first_s + streamed * (prefetch + gpu_s + flush) / slots if slots else 0.0
+        return max(max(now, staging) - workload.forward_s, fetched, (n - on_cpu) * gpu_s)
+
+    return seconds
+
+
+def _lowest(function: Callable[[float], float], low: float, high: float) -> float:
+    """Where a function of [low, high] with one valley is lowest, to 1e-4 of high (golden section)."""
+    tolerance = max(high, 10.0) * 1e-4
+    ratio = (math.sqrt(5) - 1) / 2
+    left, right = high - ratio * (high - low), low + ratio * (high - low)
+    at_left, at_right = function(left), function(right)
+    while high - low > tolerance:
+        if at_left < at_right:
+            high, right, at_right = right, left, at_left
+            left = high - ratio * (high - low)
+            at_left = function(left)
+        else:
+            low, left, at_left = left, right, at_right
+            right = low + ratio * (high - low)
+            at_right = function(right)
+    return (low + high) / 2
+
+
+def _mean(loads: Sequence[SubgroupLoad]) -> SubgroupLoad:
+    """The mean subgroup, to the nearest byte."""
+    fields = [f.name for f in dataclasses.fields(SubgroupLoad)]
+    return SubgroupLoad(*(round(sum(getattr(load, f) for load in loads) / len(loads)) for f in fields))
+
+
+def _fitting(workload: Workload) -> list[int]:
+    """Subgroups whose state fits into the memory free at the peak, larger ones first."""
+    free = workload.peak_free_bytes
+    loads = workload.subgroups
+    found = []
+    for i in sorted(range(len(loads)), key=lambda i: -loads[i].state_bytes):
+        if loads[i].state_bytes <= free:
+            free -= loads[i].state_bytes
+            found.append(i)
+    return found

@@ -1,0 +1,189 @@
+"""What a machine can do: the rates of one rank's lanes, where they come from, and their file format."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+VERSION = 1
+"""Version of the JSON format; a file of another version is refused."""
+
+SOURCES = ("measured", "fitted", "data sheet")
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Where a profile's figures come from.
+
+    source: `measured` (on the machine itself), `fitted` (to runs of others), or `data sheet` (estimated, not seen).
+    date: of the measurement or of the runs, ISO 8601; empty when unknown.
+    machine: the GPU, CPU and memory they are of.
+    note: how, and what was not measured.
+    """
+
+    source: str
+    date: str = ""
+    machine: str = ""
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        if self.source not in SOURCES:
+            raise ValueError(f"provenance source must be one of {', '.join(SOURCES)}, found {self.source!r}")
+
+
+@dataclass(frozen=True)
+class HardwareProfile:
+    """The rates of one machine, as one rank sees them when it runs alone. Bytes and parameters per second, seconds.
+
+    host_bandwidth: bytes/s of host DRAM for the whole host, reads plus writes; all ranks, CPU updates and DMA
+        transfers share it. Infinite: nothing contends.
+    cpu_update_rate: parameters/s that the CPU updates alone.
+    h2d_bandwidth, d2h_bandwidth: bytes/s of one direction alone, pinned memory.
+    h2d_bandwidth_duplex, d2h_bandwidth_duplex: bytes/s of each direction while both run.
+    gpu_update_rate: parameters/s that the GPU updates.
+    gpu_bandwidth: bytes/s of device memory.
+    cast_rate: parameters/s that the CPU casts from fp32 to 16 bits, alone.
+    copy_latency_s: fixed cost of a copy.
+    launch_latency_s: fixed cost of an update, on either processor.
+    ranks_per_host: ranks that share the host's DRAM in equal parts.
+    cpu_traffic_factor: host traffic of a CPU update over the bytes it needs; above 1 when threads reach the memory
+        of other NUMA nodes.
+    cpu_threads: threads behind cpu_update_rate; 0 when unknown.
+
+    Raises ValueError for a rate that is not positive, a negative latency, or no rank.
+    """
+
+    name: str
+    host_bandwidth: float
+    cpu_update_rate: float
+    h2d_bandwidth: float
+    d2h_bandwidth: float
+    h2d_bandwidth_duplex: float
+    d2h_bandwidth_duplex: float
+    gpu_update_rate: float
+    gpu_bandwidth: float
+    cast_rate: float
+    copy_latency_s: float = 10e-6
+    launch_latency_s: float = 10e-6
+    ranks_per_host: int = 1
+    cpu_traffic_factor: float = 1.0
+    cpu_threads: int = 0
+    provenance: Provenance = field(default_factory=lambda: Provenance("data sheet"))
+
+    def __post_init__(self) -> None:
+        for rate in RATES:
+            value = getattr(self, rate)
+            finite = rate == "host_bandwidth" or (_is_number(value) and math.isfinite(value))
+            if not (_is_number(value) and value > 0 and finite):
+                raise ValueError(f"profile {self.name!r}: {rate} must be a positive number, found {value!r}")
+        for latency in ("copy_latency_s", "launch_latency_s"):
+            value = getattr(self, latency)
+            if not (_is_number(value) and 0 <= value < math.inf):
+                raise ValueError(f"profile {self.name!r}: {latency} must be 0 s or more, found {value!r}")
+        if not (isinstance(self.ranks_per_host, int) and self.ranks_per_host >= 1):
+            raise ValueError(f"profile {self.name!r}: ranks_per_host must be 1 or more, found {self.ranks_per_host!r}")
+        if not (isinstance(self.cpu_threads, int) and self.cpu_threads >= 0):
+            raise ValueError(f"profile {self.name!r}: cpu_threads must be 0 or more, found {self.cpu_threads!r}")
+
+    @property
+    def host_bandwidth_per_rank(self) -> float:
+        """Bytes/s of host DRAM that one rank can count on while its neighbours do the same as it does."""
+        return self.host_bandwidth / self.ranks_per_host
+
+    def scaled(self, factor: float) -> HardwareProfile:
+        """A machine with all rates times `factor` and the same fixed costs: the same proportions, slower or faster."""
+        return changed(self, {name: getattr(self, name) * factor for name in RATES if name != "cpu_traffic_factor"})
+
+    def to_json(self) -> dict[str, Any]:
+        """The profile as plain JSON values; infinite host bandwidth becomes null."""
+        values = dataclasses.asdict(self)
+        if math.isinf(self.host_bandwidth):
+            values["host_bandwidth"] = None
+        return {"version": VERSION, **values}
+
+    @classmethod
+    def from_json(cls, values: object) -> HardwareProfile:
+        """The profile that `to_json` described.
+
+        Raises ValueError naming the field for another version, a missing, unknown or impossible value.
+        """
+        if not isinstance(values, dict):
+            raise ValueError(f"a hardware profile is a JSON object, found {type(values).__name__}")
+        if values.get("version") != VERSION:
+            raise ValueError(
+                f"hardware profile of version {values.get('version')!r}, this program reads version {VERSION}; "
+                "measure again with `python -m dos.calibrate`"
+            )
+        fields = {f.name: f for f in dataclasses.fields(cls)}
+        missing = [n for n, f in fields.items() if n not in values and _required(f)]
+        unknown = sorted(values.keys() - fields.keys() - {"version"})
+        if missing or unknown:
+            found = [f"missing {', '.join(missing)}"] * bool(missing) + [f"unknown {', '.join(unknown)}"] * bool(
+                unknown
+            )
+            raise ValueError(f"hardware profile {values.get('name', '')!r}: {'; '.join(found)}")
+        arguments = {name: value for name, value in values.items() if name != "version"}
+        if arguments["host_bandwidth"] is None:
+            arguments["host_bandwidth"] = math.inf
+        if "provenance" in arguments:
+            try:
+                arguments["provenance"] = Provenance(**arguments["provenance"])
+            except TypeError as error:
+                raise ValueError(f"hardware profile {arguments['name']!r}: bad provenance: {error}") from None
+        return cls(**arguments)
+
+    def save(self, path: str | Path) -> None:
+        """Write the profile as JSON."""
+        Path(path).write_text(json.dumps(self.to_json(), indent=2) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> HardwareProfile:
+        """Read a profile. Raises OSError when the file cannot be read, ValueError naming it when it is no profile."""
+        text = Path(path).read_text()
+        try:
+            return cls.from_json(json.loads(text))
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+
+    @classmethod
+    def builtin(cls, name: str) -> HardwareProfile:
+        """The built-in profile of that name. Raises ValueError listing the names there are."""
+        profiles = builtin_profiles()
+        if name not in profiles:
+            raise ValueError(f"no built-in hardware profile {name!r}; there are {', '.join(sorted(profiles))}")
+        return profiles[name]
+
+
+RATES = tuple(
+    f.name for f in dataclasses.fields(HardwareProfile) if f.name.endswith(("bandwidth", "_rate", "_duplex", "_factor"))
+)
+"""The fields that must be positive."""
+
+
+def builtin_profiles() -> dict[str, HardwareProfile]:
+    """All built-in profiles by name: published machines (fitted) and common ones (from data sheets)."""
+    folder = resources.files("perfmodel") / "profiles"
+    profiles = (
+        HardwareProfile.from_json(json.loads(f.read_text())) for f in folder.iterdir() if f.name.endswith(".json")
+    )
+    return {p.name: p for p in sorted(profiles, key=lambda p: p.name)}
+
+
+def changed(profile: HardwareProfile, values: Mapping[str, float]) -> HardwareProfile:
+    """The profile with other values of the rates and latencies that are named."""
+    arguments: dict[str, Any] = dict(values)
+    return dataclasses.replace(profile, **arguments)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _required(field_: dataclasses.Field[Any]) -> bool:
+    return field_.default is dataclasses.MISSING and field_.default_factory is dataclasses.MISSING

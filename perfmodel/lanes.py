@@ -1,0 +1,155 @@
+"""Discrete events over lanes: which task runs when, given streams, dependencies and shared host DRAM bandwidth."""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Sequence
+
+from perfmodel.hardware import HardwareProfile
+from perfmodel.timeline import Lane
+
+
+def shared_rates(demands: Sequence[float], capacity: float) -> list[float]:
+    """What each of several concurrent users gets of a shared capacity, in the unit of both (bytes/s).
+
+    All get what they demand while it suffices. Beyond, it is shared in equal parts, and what one does not need of its
+    part is shared by the others (max-min fairness): DMA keeps its rate beside a CPU that asks for more than there is.
+    """
+    if sum(demands) <= capacity:
+        return list(demands)
+    rates = [0.0] * len(demands)
+    for position, user in enumerate(sorted(range(len(demands)), key=demands.__getitem__)):
+        rates[user] = min(demands[user], capacity / (len(demands) - position))
+        capacity -= rates[user]
+    return rates
+
+
+class Stream(enum.IntEnum):
+    """An in-order queue of tasks; two feed each link."""
+
+    CPU = 0
+    GPU = 1
+    PREFETCH = 2
+    PARAMETER = 3
+    GRADIENT = 4
+    FLUSH = 5
+
+
+CPU, GPU, H2D, D2H = range(4)
+LANES = (Lane.CPU, Lane.GPU, Lane.H2D, Lane.D2H)
+LANE_OF_STREAM = (CPU, GPU, H2D, H2D, D2H, D2H)
+LANES_AND_STREAMS: tuple[tuple[int, tuple[int, ...]], ...] = (
+    (CPU, (Stream.CPU,)),
+    (GPU, (Stream.GPU,)),
+    (H2D, (Stream.PREFETCH, Stream.PARAMETER)),
+    (D2H, (Stream.GRADIENT, Stream.FLUSH)),
+)
+
+
+class Tasks:
+    """Tasks in issue order. Append with `add`, then `serve` once."""
+
+    def __init__(self) -> None:
+        self.stream: list[int] = []
+        self.seconds: list[float] = []
+        self.demand: list[float] = []
+        self.start: list[float] = []
+        self.end: list[float] = []
+        self._waits: list[int] = []
+        self._dependents: list[list[int]] = []
+
+    def add(self, stream: Stream, seconds: float, traffic: float, after: Sequence[int] = ()) -> int:
+        """Issue a task to a stream; returns its number.
+
+        seconds: time it takes alone. traffic: bytes of host DRAM traffic it causes meanwhile.
+        after: earlier tasks that must have ended, besides its predecessor in the stream.
+        """
+        task = len(self.stream)
+        self.stream.append(stream)
+        self.seconds.append(seconds)
+        self.demand.append(traffic / seconds if seconds > 0 else 0.0)
+        self._waits.append(len(after))
+        self._dependents.append([])
+        for other in after:
+            self._dependents[other].append(task)
+        return task
+
+    def serve(self, profile: HardwareProfile) -> None:
+        """Run all tasks, filling `start` and `end` in seconds from 0.
+
+        A lane serves one task at a time: among the streams whose next task is ready, the one that has been ready
+        longest, then the one issued first. A copy beside one in the other direction runs at the duplex rate, and
+        whatever touches host DRAM shares it by `shared_rates`.
+        """
+        stream_of, seconds, demand, waits, dependents = (
+            self.stream, self.seconds, self.demand, self._waits, self._dependents
+        )  # fmt: skip
+        queues: list[list[int]] = [[] for _ in Stream]
+        for task in range(len(stream_of) - 1, -1, -1):
+            queues[stream_of[task]].append(task)  # reversed: the next task is the last of the list
+        # Since when each stream's next task has been ready; infinite while it is not, or runs.
+        ready = [0.0 if queue and not waits[queue[-1]] else math.inf for queue in queues]
+        start = self.start = [math.nan] * len(stream_of)
+        end = self.end = [math.nan] * len(stream_of)
+        speeds_of: dict[tuple[float, float, float], list[float]] = {}
+        running, left, demands = [-1] * 4, [0.0] * 4, [-1.0] * 4
+        now = 0.0
+        while True:
+            for lane, streams in LANES_AND_STREAMS:
+                if running[lane] >= 0:
+                    continue
+                stream = streams[0]
+                if len(streams) == 2:
+                    other = streams[1]
+                    if ready[other] < ready[stream] or (
+                        ready[other] == ready[stream] < math.inf and queues[other][-1] < queues[stream][-1]
+                    ):
+                        stream = other
+                if ready[stream] < math.inf:
+                    ready[stream] = math.inf
+                    running[lane] = task = queues[stream][-1]
+                    left[lane], demands[lane], start[task] = seconds[task], demand[task], now
+            key = (demands[CPU], demands[H2D], demands[D2H])
+            speeds = speeds_of.get(key)
+            if speeds is None:
+                speeds = speeds_of[key] = lane_speeds(key, profile)
+            busy = [lane for lane in (CPU, GPU, H2D, D2H) if running[lane] >= 0]
+            if not busy:
+                return
+            step = min([left[lane] / speeds[lane] for lane in busy])
+            now += step
+            ended = []
+            for lane in busy:
+                left[lane] -= step * speeds[lane]
+                if left[lane] <= step * 1e-12:
+                    ended.append(running[lane])
+                    running[lane], demands[lane] = -1, -1.0
+            for task in ended:
+                end[task] = now
+                queue = queues[stream_of[task]]
+                queue.pop()
+                if queue and not waits[queue[-1]]:
+                    ready[stream_of[task]] = now
+                for waiting in dependents[task]:
+                    waits[waiting] -= 1
+                    if not waits[waiting] and queues[stream_of[waiting]][-1] == waiting:
+                        ready[stream_of[waiting]] = now
+
+
+def lane_speeds(demands: Sequence[float], profile: HardwareProfile) -> list[float]:
+    """Speeds of the four lanes over their speeds alone.
+
+    demands: bytes/s of host DRAM that CPU, H2D and D2H would cause alone; -1 for a lane that is idle.
+    """
+    cpu, h2d, d2h = demands
+    speeds = [1.0, 1.0, 1.0, 1.0]
+    if h2d >= 0 and d2h >= 0:
+        speeds[H2D] = profile.h2d_bandwidth_duplex / profile.h2d_bandwidth
+        speeds[D2H] = profile.d2h_bandwidth_duplex / profile.d2h_bandwidth
+    wanted = [max(cpu, 0.0), max(h2d, 0.0) * speeds[H2D], max(d2h, 0.0) * speeds[D2H]]
+    granted = shared_rates(wanted, profile.host_bandwidth_per_rank)
+    for lane, want, grant in zip((CPU, H2D, D2H), wanted, granted, strict=True):
+        if want > 0:
+            speeds[lane] *= grant / want
+    return speeds

@@ -1,0 +1,154 @@
+"""Time model of the published runs: how DeepSpeed ZeRO-3 offloads, and the paper's loop on top of it.
+
+One thread walks over the subgroups. On the CPU a subgroup is clipped and updated; then its parameters go to the GPU,
+blocking in `zero3_offload` and `async_grad_only`, on a copy stream in `dos`. In `dos`, before the first of `stride`
+subgroups, one stream flushes the previous GPU subgroup and then prefetches the next; the thread updates
+stride - 1 subgroups on the CPU, waits for the stream, and updates the last one on the GPU.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from perfmodel.hardware import HardwareProfile
+from perfmodel.lanes import shared_rates
+
+UPDATE_TRAFFIC = 36
+"""Bytes of host DRAM traffic per parameter updated: fp32 gradient clipped in place (8) and read (4), master weight and
+moments read and written (24)."""
+UPLOAD_TRAFFIC = 2
+"""Bytes per parameter that leave by DMA on a stream of their own (`dos`)."""
+BLOCKING_UPLOAD_TRAFFIC = 14
+"""Bytes per parameter of a blocking upload: cast (4 read, 2 written), copy to the driver's pinned buffer (2 + 2),
+DMA (2), and half of the 4 that the written lines may cost to read first."""
+STREAM_BYTES = 12
+"""Bytes per parameter each way: fp32 master weight, exp_avg, exp_avg_sq."""
+
+
+class Mode(enum.Enum):
+    """How a published run offloads."""
+
+    ZERO3_OFFLOAD = "zero3_offload"
+    """Every update on the CPU, gradients leave blocking."""
+    ASYNC_GRAD_ONLY = "async_grad_only"
+    """The same, gradients leave asynchronously."""
+    DOS = "dos"
+    """That, parameters arrive asynchronously, and every stride-th subgroup is updated on the GPU."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is known of a run beforehand.
+
+    params: parameters whose state one rank owns. model_params: parameters that one rank computes with.
+    subgroups: of one rank. cpu_ratio: share of them on the host. stride: 0 for none on the GPU.
+    forward_s: seconds of forward, a measure of compute and of its gathering of parameters.
+    """
+
+    mode: Mode
+    params: float
+    model_params: float
+    subgroups: int
+    cpu_ratio: float
+    stride: int
+    ranks_per_host: int
+    micro_batches: int
+    micro_batch_size: int
+    forward_s: float
+
+    @property
+    def offloaded(self) -> int:
+        """Subgroups with their state on the host; DeepSpeed rounds the share down."""
+        return int(self.cpu_ratio * self.subgroups + 1e-9)
+
+    @property
+    def streamed(self) -> int:
+        """Subgroups updated on the GPU with their state on the host."""
+        return self.offloaded // self.stride if self.mode is Mode.DOS and self.stride else 0
+
+    @property
+    def subgroup_params(self) -> float:
+        """Mean parameters per subgroup."""
+        return self.params / self.subgroups
+
+
+def update_seconds(run: Run, profile: HardwareProfile) -> float:
+    """Predicted update time of a run.
+
+    Of the profile, the loop uses cpu_update_rate, host_bandwidth (divided by the run's ranks per host), h2d_bandwidth
+    (the one copy stream), gpu_update_rate, launch_latency_s (fixed cost per offloaded subgroup: DeepSpeed's own
+    bookkeeping) and cpu_traffic_factor.
+    """
+    size = run.subgroup_params
+    host = profile.host_bandwidth / run.ranks_per_host
+    factor = profile.cpu_traffic_factor
+    cpu = size / profile.cpu_update_rate
+    gpu = size / profile.gpu_update_rate
+    resident = (run.subgroups - run.offloaded) * gpu
+    fixed = run.offloaded * profile.launch_latency_s
+    if run.mode is not Mode.DOS:
+        update = max(cpu, UPDATE_TRAFFIC * factor * size / host)
+        upload = BLOCKING_UPLOAD_TRAFFIC * factor * size / host
+        return resident + fixed + run.offloaded * (update + upload)
+    traffic = (UPDATE_TRAFFIC + UPLOAD_TRAFFIC) * factor * size
+    tail = run.offloaded - run.streamed * run.stride
+    total = resident + fixed + tail * max(cpu, traffic / host)
+    if run.streamed:
+        beside = run.stride - 1
+        both_ways = 2 * STREAM_BYTES * size
+        window = seconds_beside((beside * cpu, beside * traffic), (both_ways / profile.h2d_bandwidth, both_ways), host)
+        total += run.streamed * (window + gpu)
+    return total
+
+
+def seconds_beside(one: tuple[float, float], other: tuple[float, float], capacity: float) -> float:
+    """Seconds until two concurrent jobs, each (seconds alone, bytes of host traffic), have both ended.
+
+    While both run they share `capacity` bytes/s by `shared_rates`; then the longer one has it to itself.
+    """
+    jobs = [job for job in (one, other) if job[0] > 0]
+    if not jobs:
+        return 0.0
+    demands = [traffic / seconds for seconds, traffic in jobs]
+    speeds = [
+        rate / demand if demand else 1.0 for rate, demand in zip(shared_rates(demands, capacity), demands, strict=True)
+    ]
+    first = min(seconds / speed for (seconds, _), speed in zip(jobs, speeds, strict=True))
+    rest = [
+        (seconds - first * speed) / min(1.0, capacity / demand if demand else 1.0)
+        for (seconds, _), speed, demand in zip(jobs, speeds, demands, strict=True)
+    ]
+    return first + max(0.0, *rest)
+
+
+@dataclass(frozen=True)
+class BackwardRates:
+    """What backward is made of; every figure 0 or more.
+
+    per_forward: seconds per second of forward (gathering parameters and recomputing activations).
+    per_sample_param: seconds per sample and parameter computed with.
+    gradient: seconds per offloaded parameter whose gradient leaves asynchronously (what is not hidden).
+    blocking, blocking_shared: seconds per offloaded parameter whose gradient leaves blocking, alone, and added by
+        each rank on the host.
+    """
+
+    per_forward: float
+    per_sample_param: float
+    gradient: float
+    blocking: float
+    blocking_shared: float
+
+
+def backward_features(run: Run) -> tuple[float, ...]:
+    """What each of the `BackwardRates` is multiplied by."""
+    gradients = run.subgroup_params * (run.offloaded - run.streamed)
+    blocking = gradients if run.mode is Mode.ZERO3_OFFLOAD else 0.0
+    samples = run.micro_batches * run.micro_batch_size
+    return (run.forward_s, samples * run.model_params, gradients - blocking, blocking, blocking * run.ranks_per_host)
+
+
+def rest_features(run: Run) -> tuple[float, ...]:
+    """What the time of an iteration outside forward, backward and update is proportional to: the iteration, the
+    micro-batches, and the bookkeeping of `dos`."""
+    return (1.0, float(run.micro_batches), float(run.mode is Mode.DOS))

@@ -1,0 +1,114 @@
+"""Fits: rates that made the data come back from it."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from perfmodel import Plan, Timeline, Workload
+from perfmodel.fit import backward_seconds, fit_backward, fit_rate, fit_rest, fit_runs, fit_timelines, rest_seconds
+from perfmodel.hardware import HardwareProfile, Provenance
+from perfmodel.lanes import Stream, Tasks
+from perfmodel.plan import Placement
+from perfmodel.policies import cpu_only, stride
+from perfmodel.simulate import simulate
+from perfmodel.zero3 import BackwardRates, Mode, Run, seconds_beside, update_seconds
+
+TRUTH = dataclasses.replace(HardwareProfile.builtin("h100"), launch_latency_s=3e-3)
+PRIOR = dataclasses.replace(
+    TRUTH, cpu_update_rate=3e9, host_bandwidth=400e9, h2d_bandwidth=45e9, gpu_update_rate=60e9, launch_latency_s=5e-3
+)
+
+
+def runs(ranks: tuple[int, ...] = (1, 4)) -> list[Run]:
+    """CPU-only and interleaved runs of two sizes and strides."""
+    base = Run(Mode.ZERO3_OFFLOAD, 3e9, 12e9, 24, 0.9, 0, 4, 1, 1, 0.2)
+    return [
+        dataclasses.replace(base, mode=mode, params=params, stride=k, ranks_per_host=r, forward_s=params * 1e-10)
+        for r in ranks
+        for params in (1.5e9, 3e9)
+        for mode, k in (
+            (Mode.ZERO3_OFFLOAD, 0),
+            (Mode.ASYNC_GRAD_ONLY, 0),
+            (Mode.DOS, 2),
+            (Mode.DOS, 3),
+            (Mode.DOS, 8),
+        )
+    ]
+
+
+def test_runs_give_back_the_machine_despite_an_outlier() -> None:
+    repeated = runs() * 3
+    times = [update_seconds(run, TRUTH) for run in repeated]
+    times[3] *= 3
+    found = fit_runs(repeated, times, PRIOR)
+    for run in runs():
+        assert update_seconds(run, found) == pytest.approx(update_seconds(run, TRUTH), rel=0.03)
+    assert found.cpu_update_rate == pytest.approx(TRUTH.cpu_update_rate, rel=0.05)
+    assert found.host_bandwidth == pytest.approx(TRUTH.host_bandwidth, rel=0.05)
+
+
+def test_what_runs_leave_open_stays_as_the_prior_says() -> None:
+    cpu = [r for r in runs() if r.mode is not Mode.DOS]
+    found = fit_runs(cpu, [update_seconds(r, TRUTH) for r in cpu], PRIOR)
+    assert found.h2d_bandwidth == pytest.approx(PRIOR.h2d_bandwidth, rel=1e-3)
+
+
+def test_backward_and_rest_are_linear() -> None:
+    truth = BackwardRates(0.3, 4e-11, 7e-11, 2e-10, 2e-10)
+    times = [backward_seconds(run, truth) for run in runs()]
+    found = fit_backward(runs(), times)
+    assert [backward_seconds(run, found) for run in runs()] == pytest.approx(times, rel=1e-3)
+    rest = [rest_seconds(run, (0.3, 0.1, 0.2)) for run in runs()]
+    assert [rest_seconds(run, fit_rest(runs(), rest)) for run in runs()] == pytest.approx(rest, rel=1e-3)
+
+
+@pytest.mark.parametrize("k", [2, 3, 6])
+@pytest.mark.parametrize("host", [30e9, 90e9, 400e9])
+def test_the_closed_form_is_the_lanes_simulation(k: int, host: float) -> None:
+    """A cycle of the paper's loop as tasks: k - 1 CPU updates beside one flush and one prefetch in turn."""
+    profile = dataclasses.replace(TRUTH, host_bandwidth=host, ranks_per_host=1)
+    copy, traffic = 12e8 / profile.h2d_bandwidth, 12e8
+    tasks = Tasks()
+    for _ in range(k - 1):
+        tasks.add(Stream.CPU, 0.05, 28e8)
+    tasks.add(Stream.PREFETCH, 2 * copy, 2 * traffic)
+    tasks.serve(profile)
+    both = seconds_beside((0.05 * (k - 1), 28e8 * (k - 1)), (2 * copy, 2 * traffic), host)
+    assert max(tasks.end) == pytest.approx(both)
+    assert seconds_beside((0.0, 0.0), (0.0, 0.0), host) == 0.0
+
+
+def test_timelines_give_back_the_rates() -> None:
+    base = HardwareProfile.builtin("unknown")
+    truth = dataclasses.replace(
+        base, host_bandwidth=1e15, cpu_update_rate=2e9, gpu_update_rate=9e9, h2d_bandwidth=20e9, d2h_bandwidth=15e9,
+        h2d_bandwidth_duplex=16e9, d2h_bandwidth_duplex=11e9,
+    )  # fmt: skip
+    load = Workload.of_sizes([10**8] * 8)
+    resident = Plan((Placement.GPU_RESIDENT,) * 8, tuple(range(8)), 0)
+    measured: list[tuple[Plan, Workload, Timeline]] = [
+        (plan, load, simulate(plan, load, truth)) for plan in (cpu_only(load), stride(load, 1, slots=3), resident)
+    ]
+    provenance = Provenance("measured", "2026-01-01", "a test")
+    found = fit_timelines(measured, base, provenance)
+    for rate in ("cpu_update_rate", "gpu_update_rate", "h2d_bandwidth", "d2h_bandwidth"):
+        assert getattr(found, rate) == pytest.approx(getattr(truth, rate), rel=0.02), rate
+    assert found.h2d_bandwidth_duplex == pytest.approx(16e9, rel=0.05)
+    assert (found.host_bandwidth, found.provenance) == (base.host_bandwidth, provenance)
+
+
+def test_rates_resist_outliers() -> None:
+    sizes = np.full(21, 1e6)
+    seconds = sizes / 1e9 + 1e-4
+    seconds[:4] *= 30
+    assert fit_rate(list(zip(sizes, seconds, strict=True)), 1e-4) == pytest.approx(1e9, rel=0.02)
+
+
+def test_bad_input() -> None:
+    with pytest.raises(ValueError, match="one time per run and at least one run, found 0 for 0"):
+        fit_runs([], [], PRIOR)
+    with pytest.raises(ValueError, match=r"must be positive, found 0\.0 s"):
+        fit_backward(runs()[:1], [0.0])
+    with pytest.raises(ValueError, match="no rate in 1 samples"):
+        fit_rate([(0, 1.0)], 0.0)

@@ -1,0 +1,98 @@
+"""Profiles: validation, the JSON format, the built-in machines."""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from perfmodel.hardware import RATES, HardwareProfile, Provenance, builtin_profiles
+
+H100 = HardwareProfile.builtin("h100")
+
+
+def test_save_and_load_give_the_same_profile(tmp_path: Path) -> None:
+    profile = dataclasses.replace(H100, host_bandwidth=math.inf, cpu_threads=8)
+    profile.save(tmp_path / "p.json")
+    assert HardwareProfile.load(tmp_path / "p.json") == profile
+    assert json.loads((tmp_path / "p.json").read_text())["host_bandwidth"] is None
+
+
+def test_defaults_may_be_left_out_of_a_file() -> None:
+    values = H100.to_json()
+    del values["ranks_per_host"], values["copy_latency_s"]
+    assert HardwareProfile.from_json(values) == dataclasses.replace(H100, ranks_per_host=1, copy_latency_s=10e-6)
+
+
+@pytest.mark.parametrize("rate", RATES)
+@pytest.mark.parametrize("value", [0.0, -1.0, math.nan, "fast", None, True])
+def test_rates_must_be_positive_numbers(rate: str, value: object) -> None:
+    with pytest.raises(ValueError, match=rf"profile 'h100': {rate} must be a positive number"):
+        dataclasses.replace(H100, **{rate: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("copy_latency_s", -1e-6), ("launch_latency_s", math.inf), ("ranks_per_host", 0), ("cpu_threads", -1)],
+)
+def test_other_fields_are_checked(field: str, value: float) -> None:
+    with pytest.raises(ValueError, match=field):
+        dataclasses.replace(H100, **{field: value})  # type: ignore[arg-type]
+
+
+def test_only_host_bandwidth_may_be_infinite() -> None:
+    with pytest.raises(ValueError, match="h2d_bandwidth"):
+        dataclasses.replace(H100, h2d_bandwidth=math.inf)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"version": 2}, "version 2, this program reads version 1; measure again"),
+        ({"version": None}, "version None"),
+        ({"warp_drive": 1.0}, "unknown warp_drive"),
+        ({"provenance": {"source": "hearsay"}}, "measured, fitted, data sheet, found 'hearsay'"),
+        ({"provenance": {"who": "me"}}, "bad provenance"),
+        ({"h2d_bandwidth": -1}, "h2d_bandwidth must be a positive number, found -1"),
+    ],
+)
+def test_a_bad_file_is_refused_by_name(tmp_path: Path, change: dict[str, object], message: str) -> None:
+    path = tmp_path / "bad.json"
+    path.write_text(json.dumps({**H100.to_json(), **change}))
+    with pytest.raises(ValueError, match=message) as error:
+        HardwareProfile.load(path)
+    assert str(path) in str(error.value)
+
+
+def test_missing_rates_and_files_that_are_no_profile(tmp_path: Path) -> None:
+    values = H100.to_json()
+    del values["cpu_update_rate"]
+    with pytest.raises(ValueError, match="missing cpu_update_rate"):
+        HardwareProfile.from_json(values)
+    with pytest.raises(ValueError, match="a JSON object, found list"):
+        HardwareProfile.from_json([1])
+    (tmp_path / "torn.json").write_text('{"version": 1, ')
+    with pytest.raises(ValueError, match=r"torn\.json"):
+        HardwareProfile.load(tmp_path / "torn.json")
+    with pytest.raises(FileNotFoundError):
+        HardwareProfile.load(tmp_path / "none.json")
+
+
+def test_builtin_machines() -> None:
+    profiles = builtin_profiles()
+    fitted = {name for name, p in profiles.items() if p.provenance.source == "fitted"}
+    assert fitted == {"h100", "a100_bound", "a100_unbound"}
+    assert {p.provenance.source for n, p in profiles.items() if n not in fitted} == {"data sheet"}
+    assert all(p.provenance.machine for p in profiles.values())
+    assert "unknown" in profiles
+    with pytest.raises(ValueError, match="no built-in hardware profile 'abacus'; there are a100_bound"):
+        HardwareProfile.builtin("abacus")
+
+
+def test_ranks_share_the_host_and_scaling_keeps_proportions() -> None:
+    assert H100.host_bandwidth_per_rank == H100.host_bandwidth / 4
+    half = H100.scaled(0.5)
+    assert (half.host_bandwidth, half.h2d_bandwidth) == (H100.host_bandwidth / 2, H100.h2d_bandwidth / 2)
+    assert (half.copy_latency_s, half.cpu_traffic_factor) == (H100.copy_latency_s, H100.cpu_traffic_factor)
+    assert Provenance("measured").date == ""

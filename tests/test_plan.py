@@ -1,0 +1,45 @@
+"""Plans and workloads: validation and text."""
+
+import pytest
+
+from perfmodel import Placement, Plan, SubgroupLoad, Workload
+
+C, S, R = Placement.CPU, Placement.GPU_STREAMED, Placement.GPU_RESIDENT
+
+
+def test_plan_prints_itself_and_serves_in_order() -> None:
+    plan = Plan((C, S, R, C), (3, 0, 1, 2), 1)
+    assert str(plan) == "4 subgroups: 2 cpu, 1 gpu_streamed, 1 gpu_resident; 1 slots; 2C S R"
+    assert plan.served(C) == (3, 0)
+
+
+@pytest.mark.parametrize(
+    ("placements", "order", "slots", "message"),
+    [
+        ((C, C), (0, 0), 0, r"found 2 entries \(1 distinct\)"),
+        ((C, C), (0,), 0, "must name each of the 2 subgroups once"),
+        ((C,), (0,), -1, "slots must be 0 or more"),
+        ((S,), (0,), 0, "at least 1 staging slot"),
+    ],
+)
+def test_bad_plans(placements: tuple[Placement, ...], order: tuple[int, ...], slots: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Plan(placements, order, slots)
+
+
+def test_workload_sums() -> None:
+    load = Workload.of_sizes([10, 30])
+    assert (load.numel, load.slot_bytes) == (40, 360)
+    assert load.subgroups[0] == SubgroupLoad(10, 20, 20, 120)
+    assert load.subgroups[0].cpu_traffic == 280
+
+
+def test_bad_workloads() -> None:
+    with pytest.raises(ValueError, match="at least one subgroup, found none"):
+        Workload.of_sizes([])
+    with pytest.raises(ValueError, match="forward_s must be 0 or more"):
+        Workload.of_sizes([1], forward_s=-1)
+    with pytest.raises(ValueError, match="peak_free_bytes must be 0 or more, found nan"):
+        Workload.of_sizes([1], peak_free_bytes=float("nan"))
+    with pytest.raises(ValueError, match="numel must be 0 or more"):
+        Workload.of_sizes([-1])

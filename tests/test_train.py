@@ -1,0 +1,172 @@
+"""The demo end to end on a tiny model: what it writes, that all runs agree, and what it says to bad input."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from experiments.corpus import Corpus, standard_library
+from experiments.gpt import GPT, GPTConfig
+from experiments.machines import EmulatedMachine, PublishedRank
+from experiments.train import main
+from perfmodel import Workload
+from perfmodel.policies import cpu_only
+from perfmodel.simulate import makespan
+
+SETTINGS = {
+    "steps": 6,
+    "layers": 1,
+    "width": 32,
+    "heads": 2,
+    "context": 16,
+    "batch": 4,
+    "subgroup-size": 2000,
+    "lr": 0.01,
+}
+TINY = [f"--{name}={value}" for name, value in SETTINGS.items()]
+POLICIES = ("cpu", "0.5", "stride:2")
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("demo")
+    assert main([*TINY, "--policies", ",".join(POLICIES), "--out", str(folder)]) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def summary(out: Path) -> dict[str, Any]:
+    return json.loads((out / "summary.json").read_text())
+
+
+def test_summary_has_exactly_the_promised_fields(summary: dict[str, Any]) -> None:
+    assert set(summary) == {"device", "steps", "max_loss_difference", "policies"}
+    assert isinstance(summary["device"], str)
+    assert summary["steps"] == 6
+    assert list(summary["policies"]) == ["AdamW", *POLICIES]
+    for run in summary["policies"].values():
+        assert set(run) == {"losses", "iteration_s", "update_s", "accelerator_share", "peak_device_bytes"}
+        assert len(run["losses"]) == 6
+        assert 0 < run["update_s"] < run["iteration_s"]
+
+
+def test_every_policy_learns_as_adamw_does(summary: dict[str, Any]) -> None:
+    losses = {name: run["losses"] for name, run in summary["policies"].items()}
+    assert losses["AdamW"][-1] < losses["AdamW"][0] - 0.1
+    gaps = [abs(a - b) for name in POLICIES for a, b in zip(losses[name], losses["AdamW"], strict=True)]
+    assert summary["max_loss_difference"] == max(gaps)
+    assert max(gaps) <= 1e-4
+    if not torch.cuda.is_available():
+        assert losses["cpu"] == losses["0.5"] == losses["stride:2"]
+
+
+def test_shares_and_memory_follow_the_policy(summary: dict[str, Any]) -> None:
+    runs = summary["policies"]
+    assert runs["AdamW"]["accelerator_share"] == 1
+    assert runs["cpu"]["accelerator_share"] == 0
+    assert runs["0.5"]["accelerator_share"] == pytest.approx(0.5, abs=0.1)
+    assert runs["stride:2"]["accelerator_share"] == pytest.approx(0.5, abs=0.1)
+    peak = {name: run["peak_device_bytes"] for name, run in runs.items()}
+    assert 0 < peak["cpu"] < peak["stride:2"] < peak["0.5"]
+    assert peak["cpu"] < peak["AdamW"]
+
+
+@pytest.mark.parametrize("name", ["losses.png", "timeline.png"])
+def test_pictures_are_written(out: Path, name: str) -> None:
+    data = (out / name).read_bytes()
+    assert data.startswith(b"\x89PNG")
+    assert len(data) > 10_000
+
+
+def _data(size: int) -> Callable[[Path], list[str]]:
+    def arguments(folder: Path) -> list[str]:
+        (folder / "text").write_bytes(b"x" * size)
+        return ["--data", str(folder / "text")]
+
+    return arguments
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (lambda folder: ["--data", str(folder / "absent")], "No such file"),
+        (lambda folder: ["--data", str(folder)], "Is a directory"),
+        (_data(16), "has 16 bytes; a context of 16 needs 17"),
+        (lambda _: ["--policies", "cpu,gpu"], "found 'gpu'"),
+        (lambda _: ["--policies", "stride:0"], "stride is 1 or more"),
+        (lambda _: ["--policies", "1.5"], "lies in [0, 1], found 1.5"),
+        (lambda _: ["--steps", "-3"], "--steps: expected a whole number of 1 or more, found '-3'"),
+        (lambda _: ["--steps", "ten"], "found 'ten'"),
+        (lambda _: ["--lr", "-1"], "--lr: expected a number above 0"),
+        (lambda _: ["--heads", "5"], "heads must divide the width"),
+        (lambda _: ["--dtype", "float64"], "invalid choice: 'float64'"),
+    ],
+)
+def test_bad_input_gives_one_clear_line(
+    arguments: Callable[[Path], list[str]], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main([*TINY, "--out", str(tmp_path), *arguments(tmp_path)])
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert message in error
+
+
+def test_a_text_of_one_sequence_is_enough(tmp_path: Path) -> None:
+    (tmp_path / "text").write_bytes(bytes(range(17)))
+    data = ["--data", str(tmp_path / "text"), "--steps", "1", "--policies", "cpu", "--dtype", "bfloat16"]
+    assert main([*TINY, *data, "--out", str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out" / "summary.json").exists()
+
+
+def test_emulated_machine_has_the_published_proportions() -> None:
+    rank = PublishedRank.read()
+    assert rank.update_over_compute == pytest.approx(2.19 / 1.04, rel=0.01)
+    machine = EmulatedMachine(parameters=1_000_000, value_bytes=4, subgroup_size=30_000, compute_s=0.05)
+    update = Workload.of_sizes([30_000] * 33 + [10_000], gradient_bytes=4, parameter_bytes=4)
+    assert makespan(cpu_only(update), update, machine.device.profile) == pytest.approx(0.05 * rank.update_over_compute)
+    memory = machine.device.memory()
+    assert memory.total / 1_000_000 == pytest.approx(rank.memory_bytes / rank.parameters, rel=1e-3)
+    assert memory.free / 1_000_000 == pytest.approx(rank.free_bytes / rank.parameters, rel=1e-3)
+
+
+def test_batches_are_text_with_its_next_bytes_and_repeat() -> None:
+    corpus = Corpus(bytes(range(256)) * 4, context=8)
+    batches = corpus.batches(count=3, size=5, seed=7)
+    for tokens, targets in batches:
+        assert tokens.shape == targets.shape == (5, 8)
+        assert torch.equal((tokens + 1) % 256, targets)
+    assert all(torch.equal(a[0], b[0]) for a, b in zip(batches, corpus.batches(3, 5, seed=7), strict=True))
+    assert not torch.equal(batches[0][0], corpus.batches(1, 5, seed=8)[0][0])
+    assert standard_library().count(b"\nimport ") > 100
+
+
+def test_checkpointing_changes_nothing() -> None:
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(layers=2, width=32, heads=4, context=12))
+    recomputing = GPT(GPTConfig(layers=2, width=32, heads=4, context=12, checkpointing=True))
+    recomputing.load_state_dict(model.state_dict())
+    tokens = torch.randint(256, (2, 12))
+    losses = [m(tokens, tokens.roll(-1, 1)) for m in (model, recomputing)]
+    for loss in losses:
+        loss.backward()
+    assert torch.equal(*losses)
+    for p, q in zip(model.parameters(), recomputing.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
+
+
+def test_gpt_is_causal() -> None:
+    torch.manual_seed(0)
+    block = GPT(GPTConfig(layers=1, width=32, heads=4, context=12)).blocks[0]
+    x = torch.randn(1, 12, 32)
+    changed = x.clone()
+    changed[:, 7] = torch.randn(32)
+    same = (block(x) == block(changed)).all(dim=2)[0]
+    assert same[:7].all()
+    assert not same[7:].any()
