@@ -32,7 +32,7 @@ def choose_machine(
     if torch.cuda.is_available():
         return CudaMachine()
     times = []
-    for _ in range(8):
+    for _ in range(20):
         start = time.perf_counter()
         compute()
         times.append(time.perf_counter() - start)

@@ -34,8 +34,7 @@ def adaptive(workload: Workload, profile: HardwareProfile) -> Plan:
     3. The pipeline's first and last operations, which that does not see, are simulated for some divisions of a
        problem of at most SIMULATED subgroups, and the division moves to where the simulated time is least.
 
-    Streamed and CPU subgroups alternate evenly. With a forward to hide behind, CPU subgroups come last instead: their
-    parameters are the last that forward needs.
+    Streamed and CPU subgroups alternate evenly, so that no lane waits, and parameters arrive evenly for the forward.
     """
     return _Division(workload, profile).plan()
 
@@ -75,10 +74,12 @@ class _Division:
         """The whole decision."""
         if self._n <= SIMULATED:
             return self._assign(self._simulated_best()[0])
-        moved = self.steady
         if not self._workload.forward_s:
-            moved += self._sample().correction()
-        return self._assign(min(max(round(moved), self._least), float(self._n)))
+            moved = self.steady + self._sample().correction()
+            return self._assign(min(max(round(moved), self._least), float(self._n)))
+        # What hides behind the forward anyway need not take its GPU time.
+        plans = [self._assign(on_cpu) for on_cpu in (round(self.steady), self._n) if on_cpu >= self._least]
+        return min(plans, key=lambda plan: makespan(plan, self._workload, self._profile, self._scope))
 
     def correction(self) -> float:
         """How many more subgroups belong on the CPU than the steady state says, for the pipeline's ends."""
@@ -105,7 +106,7 @@ class _Division:
             return min(range(lowest, highest + 1), key=cost), cost
         # Next to the valley of the steady state there can be a lower one where all but the ends is streamed.
         found = _descend(cost, min(max(round(self.steady), lowest), highest), lowest, highest)
-        return min((found, lowest, min(lowest + 1, highest)), key=cost), cost
+        return min((found, highest, lowest, min(lowest + 1, highest)), key=cost), cost
 
     def _sample(self) -> _Division:
         """The same problem with SAMPLE mean subgroups."""
@@ -133,19 +134,12 @@ class _Division:
         rest = [i for i in range(self._n) if placements[i] is Placement.CPU]
         streamed = max(0.0, spare - self._room) * self._mean.numel
         share = min(1.0, streamed / max(sum(loads[i].numel for i in rest), 1)) if self._slots else 0.0
-        if self._workload.forward_s:
-            owed = streamed
-            for i in rest:
-                if share and owed >= loads[i].numel / 2:
-                    placements[i] = Placement.GPU_STREAMED
-                    owed -= loads[i].numel
-        else:
-            owed = (0.5 - share) * self._mean.numel  # so that the first is streamed and the GPU starts at once
-            for i in rest:
-                owed += share * loads[i].numel
-                if share and owed >= (0.5 - 1e-9) * loads[i].numel:
-                    placements[i] = Placement.GPU_STREAMED
-                    owed -= loads[i].numel
+        owed = (0.5 - share) * self._mean.numel  # so that the first is streamed and the GPU starts at once
+        for i in rest:
+            owed += share * loads[i].numel
+            if share and owed >= (0.5 - 1e-9) * loads[i].numel:
+                placements[i] = Placement.GPU_STREAMED
+                owed -= loads[i].numel
         count = placements.count(Placement.GPU_STREAMED)
         return Plan(tuple(placements), tuple(range(self._n)), min(self._slots, count))
 
@@ -190,7 +184,7 @@ def _steady(
             D2H: late * gradient + streamed * flush,
         }
         left = {lane: s for lane, s in work.items() if s > 0}
-        now = h2d_end = first_s
+        now = first_s
         while left:
             wanted = [demand if lane in left else -1.0 for lane, demand in zip((CPU, H2D, D2H), demands, strict=True)]
             speeds = lane_speeds(wanted, profile)
@@ -201,13 +195,10 @@ def _steady(
             first = min(left, key=lambda lane: left[lane] / speeds[lane])
             step = left[first] / speeds[first]
             now += step
-            if first == H2D:
-                h2d_end = now
             left = {lane: s - step * speeds[lane] for lane, s in left.items() if lane != first}
-        # Forward comes after the last update on the GPU, so all but prefetches may go on beside it.
-        fetched = h2d_end * streamed * prefetch / max(streamed * prefetch + on_cpu * costs.parameter[0], INSTANT)
         staging = first_s + streamed * (prefetch + gpu_s + flush) / slots if slots else 0.0
-        return max(max(now, staging) - workload.forward_s, fetched, (n - on_cpu) * gpu_s)
+        # Beside a forward, what ends soonest waits least, although much may hide: parameters then come early.
+        return max(now, staging, (n - on_cpu) * gpu_s)
 
     return seconds
 

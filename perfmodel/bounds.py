@@ -54,7 +54,7 @@ def lower_bound(workload: Workload, profile: HardwareProfile, scope: Scope = UPD
 
     speed_A are the simulator's: duplex links and host DRAM shared by `lanes.shared_rates`. Beside an overlapped
     backward gradients may leave and slots be filled, which is taken off the work of the links; beside an overlapped
-    forward everything but prefetches and GPU updates may go on, which is added to the T of those rows.
+    forward everything may go on, which is added to the T of all rows but the GPU's, which computes the forward itself.
     """
     seconds, shares = _solve(workload, profile, scope)
     faster = {
@@ -117,7 +117,7 @@ def _solve(workload: Workload, profile: HardwareProfile, scope: Scope) -> tuple[
         (row(zero, zero, -gpu, none + 1, none, 0), 0.0),
         (row(zero, zero, gpu, none, none + 1, -1), after),
         (row(zero, gpu, gpu, none, none, -1), 0.0),
-        (row(zero, prefetch, gpu, none, none, -1), fill),
+        (row(zero, prefetch, gpu, none, none, -1), fill + after),
     ]
     host = profile.host_bandwidth_per_rank
     if math.isfinite(host):

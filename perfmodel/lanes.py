@@ -26,7 +26,7 @@ def shared_rates(demands: Sequence[float], capacity: float) -> list[float]:
 
 
 class Stream(enum.IntEnum):
-    """An in-order queue of tasks; two feed each link."""
+    """An in-order queue of tasks; two feed the GPU and each link."""
 
     CPU = 0
     GPU = 1
@@ -34,14 +34,16 @@ class Stream(enum.IntEnum):
     PARAMETER = 3
     GRADIENT = 4
     FLUSH = 5
+    COMPUTE = 6
+    """The model's own forward and backward on the GPU."""
 
 
 CPU, GPU, H2D, D2H = range(4)
 LANES = (Lane.CPU, Lane.GPU, Lane.H2D, Lane.D2H)
-LANE_OF_STREAM = (CPU, GPU, H2D, H2D, D2H, D2H)
+LANE_OF_STREAM = (CPU, GPU, H2D, H2D, D2H, D2H, GPU)
 LANES_AND_STREAMS: tuple[tuple[int, tuple[int, ...]], ...] = (
     (CPU, (Stream.CPU,)),
-    (GPU, (Stream.GPU,)),
+    (GPU, (Stream.GPU, Stream.COMPUTE)),
     (H2D, (Stream.PREFETCH, Stream.PARAMETER)),
     (D2H, (Stream.GRADIENT, Stream.FLUSH)),
 )

@@ -113,7 +113,7 @@ def _issue(plan: Plan, workload: Workload, profile: HardwareProfile, scope: Scop
     issue = _Issue(plan, workload, profile)
     after_backward = issue.backward(scope.backward)
     for i in plan.served(Placement.GPU_RESIDENT):
-        issue.add(Stream.GPU, Op.UPDATE, i, issue.costs(i).gpu_update, after_backward)
+        issue.update_on_gpu(i, after_backward)
     overlapped = scope.backward is Phase.OVERLAPPED
     if overlapped:
         for i in sorted(plan.served(Placement.CPU), reverse=True):
@@ -173,6 +173,10 @@ class _Issue:
         update = self.add(Stream.CPU, Op.UPDATE, i, costs.cpu_update, [self._gradients[i], *after])
         self._arrivals[i] = self.add(Stream.PARAMETER, Op.PARAMETER, i, costs.parameter, [update])
 
+    def update_on_gpu(self, i: int, after: list[int]) -> int:
+        self._arrivals[i] = self.add(Stream.GPU, Op.UPDATE, i, self.costs(i).gpu_update, after)
+        return self._arrivals[i]
+
     def update_streamed(self, i: int, after: list[int], during_backward: bool) -> None:
         costs, rank = self.costs(i), len(self._flushes)
         if rank >= self._plan.slots:
@@ -180,13 +184,13 @@ class _Issue:
         else:
             slot_free = self._memory_for_slot(rank) if during_backward else after
         prefetch = self.add(Stream.PREFETCH, Op.PREFETCH, i, costs.prefetch, slot_free)
-        update = self.add(Stream.GPU, Op.UPDATE, i, costs.gpu_update, [prefetch, *after])
+        update = self.update_on_gpu(i, [prefetch, *after])
         self._flushes.append(self.add(Stream.FLUSH, Op.FLUSH, i, costs.flush, [update]))
 
     def forward(self, phase: Phase) -> None:
         """Issue the next forward, first subgroup first."""
         if phase is Phase.SERIAL:
-            self.add(Stream.GPU, Op.FORWARD, None, (self._workload.forward_s, 0.0), list(range(len(self.labels))))
+            self.add(Stream.COMPUTE, Op.FORWARD, None, (self._workload.forward_s, 0.0), list(range(len(self.labels))))
         elif phase is Phase.OVERLAPPED:
             for i in range(len(self._plan)):
                 arrival = [self._arrivals[i]] if i in self._arrivals else []
@@ -195,7 +199,7 @@ class _Issue:
     def _compute(self, op: Op, i: int, seconds: float, after: list[int]) -> int:
         """A subgroup's share of forward or backward, in proportion to its parameters."""
         share = self._workload.subgroups[i].numel / self._numel
-        return self.add(Stream.GPU, op, None, (seconds * share, 0.0), after)
+        return self.add(Stream.COMPUTE, op, None, (seconds * share, 0.0), after)
 
     def _memory_for_slot(self, slot: int) -> list[int]:
         """The piece of backward whose end frees memory for this slot.

@@ -12,7 +12,7 @@ from perfmodel.adaptive import AdaptivePlanner, adaptive
 from perfmodel.bounds import lower_bound
 from perfmodel.hardware import HardwareProfile, builtin_profiles
 from perfmodel.policies import balanced_stride, cpu_only, static_ratio, stride
-from perfmodel.simulate import Scope, exposed
+from perfmodel.simulate import Phase, Scope, exposed, makespan
 from perfmodel.workload import SubgroupLoad, Workload
 from tests.machines import machine, work
 
@@ -110,11 +110,15 @@ def test_operations_without_size_can_be_planned() -> None:
     assert len(adaptive(Workload.of_sizes([0] * 60), machine())) == 60
 
 
-def test_cpu_subgroups_come_last_before_a_forward() -> None:
-    load = work(60, size=10**7, peak_free_bytes=0.0, update_free_bytes=4 * 12e7, forward_s=1e-3)
-    placed = letters(adaptive(load, MACHINES["h100"]).placements)
-    assert set(placed) == {"C", "S"}
-    assert placed == "".join(sorted(placed, reverse=True))
+def test_beside_a_forward_no_stride_and_not_the_cpu_alone_is_much_better() -> None:
+    whole = Scope(Phase.OVERLAPPED, Phase.OVERLAPPED)
+    for profile in MACHINES.values():
+        for forward_s in (0.1, 1.0, 10.0):
+            load = work(60, size=10**8, peak_free_bytes=0.0, update_free_bytes=4 * 12e8, forward_s=forward_s)
+            load = dataclasses.replace(load, backward_s=2 * forward_s)
+            plans = [cpu_only(load), *(stride(load, k, slots=4) for k in (1, 2, 3, 5, 8))]
+            best = min(makespan(plan, load, profile, whole) for plan in plans)
+            assert makespan(adaptive(load, profile), load, profile, whole) <= 1.03 * best
 
 
 def test_planner_returns_the_last_plan_until_something_changes() -> None:
