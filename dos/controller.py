@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import math
+import statistics
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 
-from perfmodel import Plan, Workload
+from perfmodel import Lane, Plan, Timeline, Workload
+from perfmodel.adaptive import AdaptivePlanner
+from perfmodel.hardware import HardwareProfile, changed
 from perfmodel.policies import cpu_only, static_ratio, stride
+from perfmodel.simulate import Costs, simulate
 
 Policy = Callable[[Workload], Plan]
 
 _KNOWN = (
-    "'cpu', 'stride:K' with K of 1 or more, a ratio in [0, 1] (the share on the CPU), or a callable Workload -> Plan"
+    "'adaptive', 'cpu', 'stride:K' with K of 1 or more, a ratio in [0, 1] (the share on the CPU), "
+    "or a callable Workload -> Plan"
 )
 
 
@@ -30,7 +36,9 @@ def resolve_policy(policy: str | float | Policy) -> Policy:
     if not isinstance(policy, str):
         raise TypeError(f"policy: expected {_KNOWN}, found {policy!r}")
     name, _, argument = policy.partition(":")
-    if name == "cpu" and not argument:
+    if policy == "adaptive":
+        return AdaptivePolicy()
+    if policy == "cpu":
         return cpu_only
     if name == "stride":
         try:
@@ -43,8 +51,89 @@ def resolve_policy(policy: str | float | Policy) -> Policy:
     raise ValueError(f"policy: expected {_KNOWN}, found {policy!r}")
 
 
+class AdaptivePolicy:
+    """The best plan under a profile that follows what is measured. profile: to be set before the first call."""
+
+    def __init__(self, profile: HardwareProfile | None = None) -> None:
+        self.profile = profile
+        self._planner = AdaptivePlanner()
+        self._refinement = Refinement()
+
+    def __call__(self, workload: Workload) -> Plan:
+        assert self.profile is not None, "whoever owns the policy sets its profile first"
+        return self._planner(workload, self.profile)
+
+    def observe(self, plan: Plan, workload: Workload, timeline: Timeline) -> None:
+        """Correct the profile by what a step took."""
+        if self.profile is not None:
+            self.profile = self._refinement.correct(self.profile, plan, workload, timeline)
+
+
+class Refinement:
+    """Corrects a profile by measured timelines: lasting changes are followed, single slow steps are not.
+
+    Each lane's measured busy time is compared with what the simulator says for the same plan, contention included.
+    The median ratio of the last WINDOW steps counts; when it is off by more than TOLERANCE, the rate behind the lane is
+    divided by it and the window begins anew.
+    """
+
+    WINDOW = 5
+    TOLERANCE = 0.05
+    SHORTEST_S = 1e-4
+    """Lanes busy for less say nothing about rates."""
+
+    def __init__(self) -> None:
+        self._ratios: dict[Lane, deque[float]] = {lane: deque(maxlen=self.WINDOW) for lane in Lane}
+        self._expected: tuple[tuple[HardwareProfile, Plan, Workload], dict[Lane, float]] | None = None
+
+    def correct(self, profile: HardwareProfile, plan: Plan, workload: Workload, timeline: Timeline) -> HardwareProfile:
+        """The profile after one more step; the same object while nothing has to change."""
+        expected = self._simulated(profile, plan, workload)
+        for lane, ratios in self._ratios.items():
+            measured = timeline.busy(lane)
+            if min(measured, expected[lane]) >= self.SHORTEST_S:
+                ratios.append(measured / expected[lane])
+        off = {lane: statistics.median(r) for lane, r in self._ratios.items() if len(r) == self.WINDOW}
+        off = {lane: ratio for lane, ratio in off.items() if abs(ratio - 1) > self.TOLERANCE}
+        if not off:
+            return profile
+        for lane in off:
+            self._ratios[lane].clear()
+        return changed(profile, _corrected(profile, workload, off))
+
+    def _simulated(self, profile: HardwareProfile, plan: Plan, workload: Workload) -> dict[Lane, float]:
+        key = profile, plan, workload
+        if self._expected is None or self._expected[0] != key:
+            predicted = simulate(plan, workload, profile)
+            self._expected = key, {lane: predicted.busy(lane) for lane in Lane}
+        return self._expected[1]
+
+
+def _corrected(profile: HardwareProfile, workload: Workload, slower: dict[Lane, float]) -> dict[str, float]:
+    """The rates that explain lanes `slower` by these factors.
+
+    Where host DRAM cannot serve the CPU and both links at once, it is held responsible for them.
+    """
+    costs = Costs.of(workload.subgroups[0], profile)
+    demand = sum(traffic / seconds for seconds, traffic in (costs.cpu_update, costs.prefetch, costs.flush) if seconds)
+    on_host = [ratio for lane, ratio in slower.items() if lane is not Lane.GPU]
+    rates: dict[str, float] = {}
+    if Lane.GPU in slower:
+        rates["gpu_update_rate"] = profile.gpu_update_rate / slower[Lane.GPU]
+    if on_host and demand > profile.host_bandwidth_per_rank:
+        rates["host_bandwidth"] = profile.host_bandwidth / statistics.median(on_host)
+    for lane, names in (
+        (Lane.CPU, ("cpu_update_rate",)),
+        (Lane.H2D, ("h2d_bandwidth", "h2d_bandwidth_duplex")),
+        (Lane.D2H, ("d2h_bandwidth", "d2h_bandwidth_duplex")),
+    ):
+        if lane in slower:
+            rates |= {name: getattr(profile, name) / slower[lane] for name in names}
+    return rates
+
+
 class Controller:
-    """Asks the policy for a plan when the workload has changed, and remembers the last one."""
+    """Asks the policy for a plan when the workload has changed, and tells an adaptive one how it went."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
@@ -52,7 +141,8 @@ class Controller:
 
     def plan(self, workload: Workload) -> Plan:
         """The plan for this iteration. Raises TypeError or ValueError if the policy returns something else."""
-        if self._last is not None and self._last[0] == workload:
+        adaptive = isinstance(self._policy, AdaptivePolicy)
+        if self._last is not None and self._last[0] == workload and not adaptive:
             return self._last[1]
         plan = self._policy(workload)
         if not isinstance(plan, Plan):
@@ -63,3 +153,8 @@ class Controller:
             )
         self._last = workload, plan
         return plan
+
+    def observe(self, plan: Plan, timeline: Timeline) -> None:
+        """A step has run with this plan and took this."""
+        if isinstance(self._policy, AdaptivePolicy) and self._last is not None and self._last[1] == plan:
+            self._policy.observe(plan, self._last[0], timeline)

@@ -53,7 +53,6 @@ class Engine:
 
     def send_gradients(self, index: int, copies: Sequence[Copy]) -> Job:
         """Start gradients of one subgroup on their way to the host, after what the caller has queued on the device."""
-        self._begin()
         job = self.device.copy(Op.GRADIENT, index, copies, self.device.fence())
         self._jobs.append(job)
         return job
@@ -72,7 +71,6 @@ class Engine:
         # Backward may still allocate; it has given back more than that by now if so much is free.
         if self.device.memory().free < 2 * nbytes * count:
             return
-        self._begin()
         self._get_slots(count, nbytes)
         for i, slot in zip(streamed, self._slots, strict=False):
             state = subgroups[i].state.carve(slot)
@@ -97,7 +95,7 @@ class Engine:
                 "an earlier step failed part way, so parameters and state do not match; "
                 "load a checkpoint into the model and into a new optimizer"
             )
-        self._begin()
+        self._origin = time.perf_counter()
         indices = [i for i in plan.order if updates[i] is not None]
         work = {i: update for i in indices if (update := updates[i]) is not None}
         self._send_home(w.subgroup for i, w in work.items() if plan.placements[i] is not Placement.GPU_RESIDENT)
@@ -134,7 +132,9 @@ class Engine:
                 raise self._failure(error) from error
 
     def wait(self) -> Timeline | None:
-        """Block until nothing is in flight; the spans since the step or its early transfers began, None if none were.
+        """Block until nothing is in flight; the spans in seconds since `start`, early transfers before 0.
+
+        None if no step was in flight.
 
         Raises RuntimeError for what went wrong in any lane, with the first cause, once no work is in flight any more.
         """
@@ -142,6 +142,7 @@ class Engine:
             return None
         spans: list[Span] = []
         errors: list[Exception] = []
+        stepped = bool(self._done)
         for future in self._done.values():
             try:
                 future.result()
@@ -159,6 +160,8 @@ class Engine:
         self._slots, self._prefetched, self._jobs, self._done, self._host_spans = [], {}, [], {}, []
         if errors:
             raise self._failure(errors[0]) from errors[0]
+        if not stepped:
+            return None
         origin = self._origin
         return Timeline.of(Span(s.lane, s.op, s.subgroup, s.start - origin, s.end - origin) for s in spans)
 
@@ -171,9 +174,10 @@ class Engine:
         """Copy from the device to the host, after what the caller has queued on the device. Blocks."""
         self.device.copy(Op.GRADIENT, 0, [(destination, source)], self.device.fence()).wait()
 
-    def _begin(self) -> None:
-        if not self._jobs and not self._done:
-            self._origin = time.perf_counter()
+    @property
+    def held_bytes(self) -> int:
+        """Device memory that state and slots take now."""
+        return sum(buffer.nbytes for buffer, _ in self._resident.values()) + sum(slot.nbytes for slot in self._slots)
 
     def _failure(self, error: Exception) -> RuntimeError:
         self._failed = True

@@ -64,9 +64,9 @@ class OffloadedGradients:
         self._pending[record].result()
         return record.arena.accumulated[record.offset : record.offset + record.numel]
 
-    def sum_of_squares(self) -> float:
-        """Over all gradients here. Blocks."""
-        return math.fsum(sum_of_squares(self.flat(record)) for record in self._pending)
+    def norm(self) -> Tensor:
+        """The 2-norm of all gradients here: float32, shape (). Blocks."""
+        return torch.tensor(math.sqrt(math.fsum(sum_of_squares(self.flat(record)) for record in self._pending)))
 
     def holds(self, parameters: Iterable[Tensor]) -> bool:
         """Whether the gradient of any of these parameters is here."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, overload
 
 import torch
@@ -13,18 +13,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from dos.accelerator import Accelerator
 from dos.checkpoint import load_state_dict
-from dos.controller import Controller, Policy, resolve_policy
-from dos.devices import Copy, Device, device_for, host_zeros
-from dos.engine import Engine
-from dos.gradients import Departures
+from dos.controller import Policy, resolve_policy
+from dos.devices import Device, device_for, host_zeros
 from dos.hooks import Attachment, watch_gradient
-from dos.offload import OffloadedGradients
 from dos.options import DEFAULT_SUBGROUP_SIZE, Options, check_settings
 from dos.registry import Group, Registry
-from dos.subgroup import ParameterRecord, Subgroup
-from dos.work import SubgroupUpdate
-from perfmodel import Placement, Plan, Timeline, Workload
+from dos.scaling import amp_scale, clip_factor, global_norm
+from dos.subgroup import ParameterRecord
+from perfmodel import Plan, Timeline
+from perfmodel.hardware import HardwareProfile
 
 
 class DOSAdam(Optimizer):
@@ -39,11 +38,15 @@ class DOSAdam(Optimizer):
         lr, betas, eps, weight_decay, amsgrad, maximize: as in AdamW.
         foreach, fused: accepted and ignored; they choose between AdamW's implementations.
         capturable, differentiable: must be False.
-        policy: where subgroups are updated. ``"cpu"``: all on the host, as ZeRO-Offload does. A number in [0, 1]: that
-            share of the parameters on the host, the rest resident on the accelerator, as Twin-Flow does.
+        policy: where subgroups are updated. ``"adaptive"``: as the performance model finds best for the device memory
+            that is free; what is measured corrects it. ``"cpu"``: all on the host, as ZeRO-Offload does. A number in
+            [0, 1]: that share of the parameters on the host, the rest resident on the accelerator, as Twin-Flow does.
             ``"stride:k"``: every k-th subgroup is streamed through the accelerator, as the paper *Deep Optimizer
             States* does. Or a callable from ``perfmodel.Workload`` to ``perfmodel.Plan``.
         subgroup_size: parameters updated as one unit. Large tensors are split, small ones share a subgroup.
+        profile: the machine's rates for ``"adaptive"``: a ``perfmodel.hardware.HardwareProfile``, a file that
+            ``python -m dos.calibrate`` wrote, or the name of a built-in profile. None: what calibration has left for
+            this machine, else a rough measurement of two seconds at the first step.
         max_grad_norm: clip the gradients' global 2-norm to this in each step, as ``torch.nn.utils.clip_grad_norm_``
             followed by the step would; the gradients themselves stay as they are. None: no clipping.
         master_weights: keep float32 copies of bfloat16 and float16 parameters, and update those.
@@ -63,10 +66,8 @@ class DOSAdam(Optimizer):
 
     _step_supports_amp_scaling = True  # GradScaler.step() leaves unscaling and skipping to us
 
-    _engine: Engine | None
-    _plan: Plan | None
-    _plan_ahead: Plan | None
-    _timeline: Timeline | None
+    _accelerator: Accelerator | None
+    _watched: dict[Tensor, RemovableHandle]
     _attachment: Attachment | None
     _unfinished: dict[ParameterRecord, None]
     _in_flight: bool
@@ -88,6 +89,7 @@ class DOSAdam(Optimizer):
         fused: bool | None = None,
         policy: str | float | Policy = "cpu",
         subgroup_size: int = DEFAULT_SUBGROUP_SIZE,
+        profile: HardwareProfile | str | Path | None = None,
         max_grad_norm: float | None = None,
         master_weights: bool = True,
         offload_gradients: bool = False,
@@ -108,7 +110,7 @@ class DOSAdam(Optimizer):
             "decoupled_weight_decay": decoupled_weight_decay,
         }
         check_settings(defaults, "DOSAdam")
-        self._set_up(Options(policy, subgroup_size, max_grad_norm, master_weights, offload_gradients), device)
+        self._set_up(Options(policy, subgroup_size, profile, max_grad_norm, master_weights, offload_gradients), device)
         super().__init__(params, defaults)
 
     @overload
@@ -131,29 +133,37 @@ class DOSAdam(Optimizer):
                 loss = closure()
         if self._in_flight:
             self.synchronize()
-        scale, writes, skipped = self._amp_scale()
-        if skipped:
-            self._departures.finish(writes)
-            return loss
-
-        active = self._registry.active(self.param_groups, self._state, self._offloaded or ())
-        self._warn_if_idle(active)
-        self._take_the_rest(active)
-        if self._attachment is not None and self._attachment.news:
-            self._registry.order_by_use(self._attachment.first_use)
-        plan = self._make_plan()
-        # Everything that a user can have got wrong has been checked; from here on things change.
-        self._follow_parameters(active)
-        factor = scale * self._clip_factor(active, scale)
-        updates = self._registry.updates(active, self._count_steps(active), factor, self._offloaded)
-        self._start(plan, updates, writes)
-        for subgroup in self._registry.local:
-            if subgroup in updates:
-                updates[subgroup].apply_in_place()
-        self._unfinished, self._in_flight = dict.fromkeys(record for record, _ in active), True
+        amp = amp_scale(self, offloaded=self._registry.offloaded is not None)
+        if not amp.skip:
+            self._update(amp.factor, amp.writes)
+        if self._accelerator is not None:
+            self._accelerator.end_iteration(amp.writes)
         if self._attachment is None:
             self.synchronize()
         return loss
+
+    def _update(self, scale: float, writes: int) -> None:
+        """Issue the update of all parameters that have a gradient. scale: unscales gradients; writes: see AmpScale."""
+        registry = self._registry
+        active = registry.active(self.param_groups, self._state)
+        accelerator = self._accelerator  # made when the first parameter on it was met
+        self._warn_if_idle(active)
+        self._take_remaining_gradients(active)
+        if self._attachment is not None and self._attachment.news:
+            registry.order_by_use(self._attachment.first_use)
+        plan = None if accelerator is None else accelerator.decide()
+        # Everything that a user can have got wrong has been checked; from here on things change.
+        registry.follow(active, read=self._read)
+        factor = scale * self._clip_factor(scale)
+        updates = registry.updates(active, self._count_steps(active), factor)
+        if accelerator is not None and plan is not None:
+            accelerator.start(plan, updates, writes)
+        if registry.offloaded is not None:
+            registry.offloaded.clear()
+        for subgroup in registry.local:
+            if subgroup in updates:
+                updates[subgroup].apply_in_place()
+        self._unfinished, self._in_flight = dict.fromkeys(record for record, _ in active), True
 
     def synchronize(self) -> None:
         """Block until the last step is complete: all parameters and all state are what they will be.
@@ -162,8 +172,8 @@ class DOSAdam(Optimizer):
         Raises RuntimeError if a transfer or an update failed, with its cause.
         """
         records, self._unfinished, self._in_flight = self._unfinished, {}, False
-        if self._engine is not None:
-            self._timeline = self._engine.wait() or self._timeline
+        if self._accelerator is not None:
+            self._accelerator.wait()
         self._registry.written(records)
 
     def attach(self, model: nn.Module) -> None:
@@ -184,8 +194,8 @@ class DOSAdam(Optimizer):
         if not set_to_none:
             self.synchronize()  # the step may still read the gradients that are overwritten now
         self._clip = None
-        if self._offloaded is not None:
-            self._offloaded.clear()
+        if self._registry.offloaded is not None:
+            self._registry.offloaded.clear()
         super().zero_grad(set_to_none)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -199,20 +209,15 @@ class DOSAdam(Optimizer):
         if not max_norm > 0:
             raise ValueError(f"max_norm must be above 0, found {max_norm}")
         norm = self.grad_norm()
-        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        factor = clip_factor(norm, max_norm)
         self._clip = factor if self._clip is None else self._clip * factor
         return norm
 
     def grad_norm(self) -> Tensor:
         """The global 2-norm of all gradients as the next ``step()`` will use them: float32, shape ()."""
         gradients = [p.grad.detach() for group in self.param_groups for p in group["params"] if p.grad is not None]
-        device = gradients[0].device if gradients else None
-        norms = [torch.linalg.vector_norm(g, dtype=torch.float32).to(device, non_blocking=True) for g in gradients]
-        if self._offloaded is not None:
-            norms.append(torch.tensor(math.sqrt(self._offloaded.sum_of_squares()), device=device))
-        if not norms:
-            return torch.zeros(())
-        norm = torch.linalg.vector_norm(torch.stack(norms))
+        offloaded = self._registry.offloaded
+        norm = global_norm(gradients, [] if offloaded is None else [offloaded.norm()])
         return norm if self._clip is None else norm * self._clip
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -248,11 +253,14 @@ class DOSAdam(Optimizer):
 
     def plan(self) -> Plan | None:
         """The plan of the last step; None before the first, or with all parameters on the host."""
-        return self._plan
+        return None if self._accelerator is None else self._accelerator.plan
 
     def timeline(self) -> Timeline | None:
-        """The spans of the last step in seconds since its start; None before the first, or with no accelerator."""
-        return self._timeline
+        """The spans of the last complete step, in seconds since its ``step()`` was called.
+
+        Transfers during backward come before 0. None before the first step, or with all parameters on the host.
+        """
+        return None if self._accelerator is None else self._accelerator.timeline
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "options": self._options, "device": self._device}
@@ -272,81 +280,26 @@ class DOSAdam(Optimizer):
     def _set_up(self, options: Options, device: Device | torch.device | str | None) -> None:
         self._options = options
         self._device = device
-        self._engine = None
-        self._controller = Controller(resolve_policy(options.policy))
+        self._accelerator = None
         self._registry = Registry(options, self._accelerates, self._host_zeros, self._bring_home, self._watch)
-        self._plan = None
-        self._timeline = None
-        self._warned_idle = False
-        self._plan_ahead = None
-        self._departures = Departures()
-        self._offloaded = OffloadedGradients() if options.offload_gradients else None
-        self._watched: dict[Tensor, RemovableHandle] = {}
+        self._watched = {}
         self._attachment = None
         self._unfinished = {}
         self._in_flight = False
         self._clip = None
+        self._warned_idle = False
 
-    def _make_plan(self) -> Plan | None:
-        """Where to update what is on the accelerator; None if nothing is."""
-        if self._engine is None or not self._registry.accelerated:
-            return None
-        plan = self._controller.plan(Workload(self._registry.loads()))
-        self._engine.check(plan, self._registry.accelerated)
-        return plan
-
-    def _start(self, plan: Plan | None, updates: Mapping[Subgroup, SubgroupUpdate], writes: int) -> None:
-        """Issue the update of what is on the accelerator."""
-        if plan is not None and self._engine is not None:
-            works = [updates.get(subgroup) for subgroup in self._registry.accelerated]
-            departed, missing = {}, []
-            for work in works:
-                late: list[Copy] = []
-                if work is not None:
-                    holding, departed[work.subgroup] = self._departures.arriving(
-                        work.subgroup, [u.piece for u in work.pieces], writes
-                    )
-                    late = work.downloads([u for u in work.pieces if u.piece not in holding])
-                missing.append(late)
-            self._plan, self._plan_ahead = plan, None
-            self._engine.start(plan, works, departed, missing)
-        self._departures.finish(writes)
-        if self._offloaded is not None:
-            self._offloaded.clear()
-
-    def _take_the_rest(self, active: Sequence[tuple[ParameterRecord, Group]]) -> None:
+    def _take_remaining_gradients(self, active: Sequence[tuple[ParameterRecord, Group]]) -> None:
         """Offload gradients that no hook has seen, so that all of a subgroup are in one place."""
-        for record, _ in active if self._offloaded is not None else ():
-            if record.arena.accelerated and record.parameter.grad is not None:
-                self._take(record)
-
-    def _take(self, record: ParameterRecord) -> None:
-        engine = self._engine
-        assert engine is not None
-        assert self._offloaded is not None
-        index = self._registry.index[record.places[0][0]] if record.places else 0
-        self._offloaded.take(record, lambda copies: engine.send_gradients(index, copies), engine.run_on_host)
-
-    def _follow_parameters(self, active: Sequence[tuple[ParameterRecord, Group]]) -> None:
-        """Let masters follow parameters to which somebody else wrote since our last step."""
+        if self._registry.offloaded is None or self._accelerator is None:
+            return
         for record, _ in active:
-            changed = record.changed()
-            record.locate()
-            master = record.state.master
-            if not changed or master is None:
-                continue
-            current = record.flat
-            if self._engine is not None and record.arena.accelerated:
-                self._engine.bring_home()
-                current = self._host_zeros(record.numel, record.flat.dtype)
-                self._engine.fetch(current, record.flat)
-            if master.dtype == current.dtype:
-                master.copy_(current)
-            else:
-                # Where the parameter still is the master rounded, the master knows it better.
-                bits = torch.int16
-                kept = master.to(current.dtype).view(bits) == current.view(bits)
-                master.copy_(torch.where(kept, master, current.to(master.dtype)))
+            if record.arena.accelerated and record.parameter.grad is not None:
+                self._accelerator.take_gradient(record)
+
+    def _read(self, record: ParameterRecord) -> Tensor:
+        assert self._accelerator is not None, "only parameters on the accelerator have to be read"
+        return self._accelerator.read(record)
 
     def _count_steps(self, active: Sequence[tuple[ParameterRecord, Group]]) -> list[float]:
         """Advance the step counter of each active parameter."""
@@ -355,30 +308,11 @@ class DOSAdam(Optimizer):
             torch._foreach_add_(steps, 1)
         return [float(step) for step in steps]
 
-    def _amp_scale(self) -> tuple[float, int, bool]:
-        """What GradScaler.step() asks for, through attributes that it sets during the call.
-
-        Returns the factor that unscales the gradients, how often every gradient was written since backward without
-        changing a value (its check for inf multiplies by 1), and whether to skip the step.
-        """
-        found_inf = getattr(self, "found_inf", None)
-        if found_inf is None:
-            return 1.0, 0, False
-        if self._offloaded is not None:
-            raise RuntimeError(
-                "GradScaler cannot check gradients that DOSAdam(offload_gradients=True) keeps on the host; "
-                "train in bfloat16, which needs no loss scaling, or without offload_gradients"
-            )
-        grad_scale = getattr(self, "grad_scale", None)
-        scale, writes = (1.0, 0) if grad_scale is None else (1.0 / float(grad_scale), 1)
-        return scale, writes, bool(float(found_inf))
-
-    def _clip_factor(self, active: Sequence[tuple[ParameterRecord, Group]], scale: float) -> float:
+    def _clip_factor(self, scale: float) -> float:
         """What clipping multiplies the unscaled gradients by."""
         factor, self._clip = self._clip, None
-        if self._options.max_grad_norm is not None and active:
-            norm = self.grad_norm() * scale
-            limit = torch.clamp(self._options.max_grad_norm / (norm + 1e-6), max=1.0)
+        if self._options.max_grad_norm is not None:
+            limit = clip_factor(self.grad_norm() * scale, self._options.max_grad_norm)
             factor = limit if factor is None else factor * limit
         return 1.0 if factor is None else float(factor)
 
@@ -398,59 +332,37 @@ class DOSAdam(Optimizer):
         if self._in_flight:
             self.synchronize()
         with torch.no_grad():
-            if self._offloaded is None:
-                self._send_early(parameter)
-                return
-            if self._registry.record(parameter) is None:
+            if self._registry.offloaded is not None and self._registry.record(parameter) is None:
                 self._registry.enrol((p, g) for g in self.param_groups for p in g["params"] if p.requires_grad)
-            record = self._registry.record(parameter)
-            if record is not None and record.arena.accelerated and parameter.grad is not None:
-                self._take(record)
-
-    def _send_early(self, parameter: Tensor) -> None:
-        """Start a gradient on its way to where this iteration's plan wants it."""
-        record = self._registry.record(parameter)
-        if record is None or self._engine is None or not record.arena.accelerated:
-            return
-        if self._plan_ahead is None:
-            try:
-                self._plan_ahead = self._make_plan()
-            except (TypeError, ValueError):
-                return  # step() will say what is wrong with it
-        plan = self._plan_ahead
-        if plan is None:
-            return
-        engine, index = self._engine, self._registry.index
-        self._departures.gradient_ready(
-            record,
-            wanted=lambda subgroup: plan.placements[index[subgroup]] is Placement.CPU,
-            send=lambda subgroup, copies: engine.send_gradients(index[subgroup], copies),
-        )
-        if self._departures.past_half:
-            engine.prefetch_early(plan, self._registry.accelerated)
+            record, accelerator = self._registry.record(parameter), self._accelerator
+            if accelerator is None or record is None or not record.arena.accelerated or parameter.grad is None:
+                return
+            if self._registry.offloaded is None:
+                accelerator.gradient_ready(record)
+            else:
+                accelerator.take_gradient(record)
 
     def finish_parameters(self, parameters: Iterable[Tensor]) -> None:
         """Called by a hook before these parameters are used: wait for their updates, and no others."""
-        if not self._unfinished or self._engine is None:
+        if not self._unfinished or self._accelerator is None:
             return
         ready = []
         for parameter in parameters:
             record = self._registry.record(parameter)
             if record in self._unfinished:
-                for subgroup, _ in record.places:
-                    self._engine.wait_for(subgroup)
+                self._accelerator.wait_for(record)
                 del self._unfinished[record]
                 ready.append(record)
         self._registry.written(ready)
 
     def _bring_home(self) -> None:
         self.synchronize()
-        if self._engine is not None:
-            self._engine.bring_home()
+        if self._accelerator is not None:
+            self._accelerator.bring_home()
 
     def _admit(self, group: Group) -> None:
         self._registry.admit(group)
-        if self._offloaded is not None:  # from the first gradient on; otherwise from when there is a plan
+        if self._options.offload_gradients:  # from the first gradient on; otherwise from when there is a plan
             for parameter in group["params"]:
                 self._watch(parameter)
 
@@ -462,14 +374,16 @@ class DOSAdam(Optimizer):
 
     def _accelerates(self, parameter: Tensor) -> bool:
         """Whether the parameter is on the accelerator, which is set up when the first such parameter is met."""
-        if self._engine is None:
+        if self._accelerator is None:
             device = device_for(parameter, self._device)
             if device is not None:
-                self._engine = Engine(device)
-        return self._engine is not None and self._engine.device.owns(parameter)
+                policy = resolve_policy(self._options.policy)
+                self._accelerator = Accelerator(device, self._registry, policy, self._options.profile)
+        return self._accelerator is not None and self._accelerator.device.owns(parameter)
 
     def _host_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return host_zeros(numel, dtype) if self._engine is None else self._engine.device.host_zeros(numel, dtype)
+        device = None if self._accelerator is None else self._accelerator.device
+        return host_zeros(numel, dtype) if device is None else device.host_zeros(numel, dtype)
 
 
 def _gradients_travel() -> bool:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dos.controller import Policy, resolve_policy
+from perfmodel.hardware import HardwareProfile
 
 DEFAULT_SUBGROUP_SIZE = 100_000_000
 """Parameters; the size that DeepSpeed and the paper use. 1.2 GB of fp32 state."""
@@ -24,6 +26,7 @@ class Options:
 
     policy: see DOSAdam.
     subgroup_size: parameters updated as one unit.
+    profile: the machine's rates, for the adaptive policy.
     max_grad_norm: clip the global gradient norm to this at each step, or None.
     master_weights: keep fp32 copies of bf16 and fp16 parameters.
     offload_gradients: move gradients to the host during backward and free them on the accelerator.
@@ -31,6 +34,7 @@ class Options:
 
     policy: str | float | Policy
     subgroup_size: int
+    profile: HardwareProfile | str | Path | None
     max_grad_norm: float | None
     master_weights: bool
     offload_gradients: bool

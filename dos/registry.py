@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ class Registry:
     watch: called once for each parameter on the accelerator when it is enrolled.
     accelerated: those subgroups whose parameters are on the accelerator; index: their positions, which a Plan uses.
     local: those whose parameters are on the host.
+    offloaded: the gradients that have been moved to the host; None unless the user chose that.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Registry:
         self.accelerated: list[Subgroup] = []
         self.local: list[Subgroup] = []
         self.index: dict[Subgroup, int] = {}
+        self.offloaded = OffloadedGradients() if options.offload_gradients else None
         self._loads: tuple[SubgroupLoad, ...] | None = None
 
     def record(self, parameter: Tensor) -> ParameterRecord | None:
@@ -67,18 +69,15 @@ class Registry:
             check_parameter(parameter, name_of(parameter, group))
         self._admitted.update({p: (p.device, p.dtype, p.shape) for p in group["params"]})
 
-    def active(
-        self, groups: Iterable[Group], state: StateDict, offloaded: Container[ParameterRecord]
-    ) -> list[tuple[ParameterRecord, Group]]:
+    def active(self, groups: Iterable[Group], state: StateDict) -> list[tuple[ParameterRecord, Group]]:
         """The records of all parameters with a gradient, enrolled if new, and whose state is what `state` says.
 
-        offloaded: those whose gradients are on the host already.
 
         Raises before anything is changed if a parameter, a gradient or a state cannot be used.
         """
         active = []
         for group in groups:
-            parameters = [p for p in group["params"] if p.grad is not None or self._records.get(p) in offloaded]
+            parameters = [p for p in group["params"] if p.grad is not None or self._is_offloaded(p)]
             for parameter in parameters:
                 self._check(parameter, group, state.get(parameter) or {})
             active += [(p, group) for p in parameters]
@@ -113,7 +112,6 @@ class Registry:
         active: Sequence[tuple[ParameterRecord, Group]],
         counts: Sequence[float],
         grad_scale: float,
-        offloaded: OffloadedGradients | None,
     ) -> dict[Subgroup, SubgroupUpdate]:
         """What the step does to each subgroup that has a gradient. counts: of each parameter's steps, this included."""
         settings: dict[tuple[int, float], AdamStep] = {}
@@ -122,8 +120,8 @@ class Registry:
             key = id(group), count
             if key not in settings:
                 settings[key] = _adam_step(group, count, grad_scale)
-            if offloaded is not None and record in offloaded:
-                wanted[record] = offloaded.flat(record), settings[key]
+            if self.offloaded is not None and record in self.offloaded:
+                wanted[record] = self.offloaded.flat(record), settings[key]
             else:
                 assert record.parameter.grad is not None
                 wanted[record] = record.flat_gradient(record.parameter.grad), settings[key]
@@ -137,9 +135,31 @@ class Registry:
             )
             if pieces:
                 updates[subgroup] = SubgroupUpdate(
-                    subgroup, pieces, offloaded=offloaded is not None and subgroup.arena.accelerated
+                    subgroup, pieces, offloaded=self.offloaded is not None and subgroup.arena.accelerated
                 )
         return updates
+
+    def follow(
+        self, active: Sequence[tuple[ParameterRecord, Group]], read: Callable[[ParameterRecord], Tensor]
+    ) -> None:
+        """Let masters follow parameters to which somebody else wrote since our last step.
+
+        read: an accelerated parameter's present values, 1-D on the host.
+        """
+        for record, _ in active:
+            changed = record.changed()
+            record.locate()
+            master = record.state.master
+            if not changed or master is None:
+                continue
+            current = read(record) if record.arena.accelerated else record.flat
+            if master.dtype == current.dtype:
+                master.copy_(current)
+            else:
+                # Where the parameter still is the master rounded, the master knows it better.
+                bits = torch.int16
+                kept = master.to(current.dtype).view(bits) == current.view(bits)
+                master.copy_(torch.where(kept, master, current.to(master.dtype)))
 
     def written(self, records: Collection[ParameterRecord]) -> None:
         """Tell autograd and the records that the step has written to the parameters."""
@@ -148,6 +168,9 @@ class Registry:
         torch.autograd.graph.increment_version([record.parameter for record in records])
         for record in records:
             record.saw()
+
+    def _is_offloaded(self, parameter: Tensor) -> bool:
+        return self.offloaded is not None and self._records.get(parameter) in self.offloaded
 
     def _check(self, parameter: Tensor, group: Group, entry: Mapping[str, Any]) -> None:
         """Raise unless the parameter is as it was admitted, and its gradient and state can be used."""

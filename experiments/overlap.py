@@ -4,8 +4,8 @@
 
 Trains the demo's transformer on the emulated accelerator with the proportions of an H100 node, slowed so that the
 update is a third of the forward, as long as it, and three times as long. The floor is what exactness leaves: an update
-starts after backward and reaches a layer before its forward, so no iteration is shorter than backward plus the longer of
-forward and update.
+starts after backward and reaches a layer before its forward, so no iteration is shorter than backward plus the longer
+of forward and update.
 """
 
 from __future__ import annotations

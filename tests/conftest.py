@@ -10,7 +10,7 @@ import torch
 from hypothesis import settings
 from torch import Tensor, nn
 
-from dos import EmulatedDevice
+from dos import DOSAdam, EmulatedDevice
 from perfmodel.hardware import HardwareProfile
 
 settings.register_profile("tests", deadline=None, print_blob=True)  # shared machines are too noisy for deadlines
@@ -73,6 +73,12 @@ def train(
         optimizer.step()
         losses.append(loss.item())
     return losses
+
+
+def plan_anew(optimizer: DOSAdam) -> None:
+    """Make the controller ask its policy again although nothing has changed."""
+    if optimizer._accelerator is not None:
+        optimizer._accelerator._controller._last = None
 
 
 def bits(tensors: Iterable[Tensor]) -> list[bytes]:

@@ -27,7 +27,7 @@ from perfmodel import Placement, Plan
         ({"betas": (0.9,)}, "betas must be two numbers"),
         ({"capturable": True}, "capturable=True is not supported"),
         ({"differentiable": True}, "differentiable=True is not supported"),
-        ({"policy": "fastest"}, "policy: expected 'cpu', 'stride:K'.* found 'fastest'"),
+        ({"policy": "fastest"}, "policy: expected 'adaptive', 'cpu', 'stride:K'.* found 'fastest'"),
         ({"policy": "stride:0"}, "a stride is 1 or more"),
         ({"policy": "stride:two"}, "a whole number after 'stride:'"),
         ({"policy": 1.5}, r"lies in \[0, 1\], found 1.5"),

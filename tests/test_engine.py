@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import FAST, bits, mlp, profile, train
+from conftest import FAST, bits, mlp, plan_anew, profile, train
 from torch import nn
 
 from dos import DOSAdam, EmulatedDevice
@@ -97,10 +97,7 @@ def test_lanes_that_overtake_each_other(seed: int) -> None:
 
     optimizer = DOSAdam(raced.parameters(), policy=policy, subgroup_size=150, device=JitteryDevice(seed))
 
-    def plan_anew(step: int) -> None:
-        optimizer._controller._last = None
-
-    train(raced, optimizer, 8, before_step=plan_anew)
+    train(raced, optimizer, 8, before_step=lambda _: plan_anew(optimizer))
     assert bits(raced.parameters()) == bits(serial.parameters())
 
 

@@ -12,7 +12,7 @@ from torch.nn.utils import clip_grad_norm_ as clip_imported_before
 
 from dos import DOSAdam, EmulatedDevice
 
-POLICIES = ["cpu", "stride:1", "stride:3", 0.5, 0.0]
+POLICIES = ["adaptive", "cpu", "stride:1", "stride:3", 0.5, 0.0]
 
 
 def offloading(model: nn.Module, **settings: object) -> DOSAdam:
@@ -72,9 +72,9 @@ def test_low_precision_gradients_add_up_in_float32_whatever_the_plan(dtype: torc
             p.grad = None
     expected = torch.sqrt(sum(s.double().square().sum() for s in sums))
     torch.testing.assert_close(optimizer.grad_norm().double(), expected, rtol=1e-6, atol=0)
-    for record in optimizer._offloaded._pending:
+    for record in optimizer._registry.offloaded._pending:
         index = next(i for i, p in enumerate(model.parameters()) if p is record.parameter)
-        assert torch.equal(optimizer._offloaded.flat(record), sums[index].view(-1))
+        assert torch.equal(optimizer._registry.offloaded.flat(record), sums[index].view(-1))
 
 
 def test_gradients_are_gone_from_the_parameters_and_used_up_by_the_step() -> None:

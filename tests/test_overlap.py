@@ -36,7 +36,7 @@ def on_host(model: nn.Module, **settings: object) -> DOSAdam:
     return DOSAdam(model.parameters(), **{k: v for k, v in settings.items() if k != "policy"})
 
 
-POLICIES = ["cpu", "stride:1", "stride:3", 0.5]
+POLICIES = ["adaptive", "cpu", "stride:1", "stride:3", 0.5]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -55,13 +55,13 @@ def test_gradients_leave_during_backward_once_each() -> None:
     optimizer = accelerated(model, policy="cpu")
     train(model, optimizer, 2)
     sent = []
-    real = optimizer._engine.send_gradients
+    real = optimizer._accelerator._engine.send_gradients
 
     def send(index, copies):
         sent.append(index)
         return real(index, copies)
 
-    optimizer._engine.send_gradients = send
+    optimizer._accelerator._engine.send_gradients = send
     train(model, optimizer, 1, before_step=lambda _: sent.append("step"))
     subgroups = len(optimizer.plan())
     assert sorted(sent[:subgroups]) == list(range(subgroups))
@@ -74,7 +74,7 @@ def test_prefetch_begins_before_the_step() -> None:
     optimizer = accelerated(model, policy="stride:1")
     train(model, optimizer, 2)
     fetched = []
-    train(model, optimizer, 1, before_step=lambda _: fetched.append(len(optimizer._engine._prefetched)))
+    train(model, optimizer, 1, before_step=lambda _: fetched.append(len(optimizer._accelerator._engine._prefetched)))
     assert fetched == [2]
 
 
@@ -155,8 +155,8 @@ def test_what_is_always_changed_is_no_longer_sent_early_and_explained_once(caplo
     # Once they are left alone they leave early again.
     train(model, optimizer, 1)
     sent = []
-    real = optimizer._engine.send_gradients
-    optimizer._engine.send_gradients = lambda *a: (sent.append(a[0]), real(*a))[1]
+    real = optimizer._accelerator._engine.send_gradients
+    optimizer._accelerator._engine.send_gradients = lambda *a: (sent.append(a[0]), real(*a))[1]
     train(model, optimizer, 1)
     assert len(sent) == len(optimizer.plan())
 

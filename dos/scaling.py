@@ -1,0 +1,58 @@
+"""What the gradients are multiplied by on their way into the update: clipping and loss scaling."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class AmpScale(NamedTuple):
+    """What torch.amp.GradScaler asks of a step.
+
+    factor: unscales the gradients.
+    writes: how often every gradient was written since backward without changing a value.
+    skip: whether the step must not happen.
+    """
+
+    factor: float
+    writes: int
+    skip: bool
+
+
+def amp_scale(optimizer: Any, *, offloaded: bool) -> AmpScale:
+    """Read the attributes that GradScaler.step() sets on an optimizer during the call. One synchronisation.
+
+    Raises RuntimeError if gradients are offloaded, because GradScaler has not seen them.
+    """
+    found_inf = getattr(optimizer, "found_inf", None)
+    if found_inf is None:
+        return AmpScale(1.0, 0, False)
+    if offloaded:
+        raise RuntimeError(
+            "GradScaler cannot check gradients that DOSAdam(offload_gradients=True) keeps on the host; "
+            "train in bfloat16, which needs no loss scaling, or without offload_gradients"
+        )
+    grad_scale = getattr(optimizer, "grad_scale", None)
+    if grad_scale is None:  # unscale_() was called: the gradients are what they should be
+        return AmpScale(1.0, 0, bool(float(found_inf)))
+    # Its check for inf multiplied every gradient by 1, in place.
+    return AmpScale(1.0 / float(grad_scale), 1, bool(float(found_inf)))
+
+
+def global_norm(gradients: Sequence[Tensor], elsewhere: Sequence[Tensor] = ()) -> Tensor:
+    """The 2-norm of all gradients together: float32, shape (), on the first one's device; 0 if there are none.
+
+    elsewhere: norms of gradients that are not among these, shape ().
+    """
+    device = gradients[0].device if gradients else None
+    norms = [torch.linalg.vector_norm(g, dtype=torch.float32).to(device, non_blocking=True) for g in gradients]
+    norms += [norm.to(device, non_blocking=True) for norm in elsewhere]
+    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+
+
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """What clipping to `max_norm` multiplies by: the formula of torch.nn.utils.clip_grads_with_norm_."""
+    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
