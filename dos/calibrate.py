@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
 import platform
 from collections.abc import Iterator, Mapping, Sequence
@@ -215,7 +214,7 @@ def _device(text: str) -> Device | None:
         machines = builtin_profiles()
         if which not in machines:
             raise argparse.ArgumentTypeError(f"no machine {which!r} to emulate; there are {', '.join(machines)}")
-        return EmulatedDevice(_slowed(machines[which]), capacity=10**9)
+        return EmulatedDevice(machines[which].scaled(1 / EMULATED_SLOWDOWN), capacity=10**9)
     if text == "auto":
         kind = "cuda"
     if kind != "cuda" or (which and not which.isdecimal()) or text.endswith(":"):
@@ -226,11 +225,6 @@ def _device(text: str) -> Device | None:
     if index >= count:
         raise argparse.ArgumentTypeError(f"no CUDA device {index}; there are {count} (cpu measures the host alone)")
     return CudaDevice(torch.device("cuda", index))
-
-
-def _slowed(profile: HardwareProfile) -> HardwareProfile:
-    rates = [f.name for f in dataclasses.fields(profile) if f.name.endswith(("bandwidth", "_rate", "_duplex"))]
-    return dataclasses.replace(profile, **{rate: getattr(profile, rate) / EMULATED_SLOWDOWN for rate in rates})
 
 
 def _file(text: str) -> Path:

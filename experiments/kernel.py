@@ -23,6 +23,7 @@ from torch import Tensor
 
 from dos import _adam  # type: ignore[attr-defined]
 from dos.update import AdamStep, accumulate, adam_update, instruction_sets
+from experiments.command import Parser
 
 _STEP = AdamStep(lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=1)
 _BYTES_HELD = 2 + 2 + 4 * 4  # per parameter: bfloat16 gradient and copy; float32 gradient, parameter, two moments
@@ -134,11 +135,6 @@ def _count(text: str) -> int:
     return int(number) * factor
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:  # type: ignore[override]
-        self.exit(2, f"{self.prog}: {message}\n")
-
-
 def _available_memory() -> int | None:
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
@@ -148,7 +144,7 @@ def _available_memory() -> int | None:
 
 
 def main() -> None:
-    parser = _Parser(prog="experiments.kernel", description="How fast is the CPU update?")
+    parser = Parser(prog="experiments.kernel", description="How fast is the CPU update?")
     parser.add_argument("--json", action="store_true", help="the last line of output is one JSON object")
     parser.add_argument("--numel", type=_count, default=64 * 2**20, help="parameters (default 64Mi)")
     parser.add_argument("--repeats", type=_count, default=11, help="rounds (default 11)")

@@ -113,7 +113,7 @@ class EmulatedMachine:
         slowdown = published.update_over_compute * compute_s / makespan(cpu_only(update), update, node)
         share = parameters / published.parameters
         self.name = f"emulated H100 node (rates 1/{slowdown:.0f}, memory 1/{1 / share:.0f})"
-        self._profile = slowed(node, slowdown)
+        self._profile = node.scaled(1 / slowdown)
         self._capacity = round(published.memory_bytes * share)
         self._occupied = round((published.memory_bytes - published.free_bytes) * share)
         self.begin()
@@ -174,13 +174,3 @@ class PublishedRank:
             memory_bytes=sum(trace[0]),
             free_bytes=min(free for _, free in trace),
         )
-
-
-def slowed(profile: HardwareProfile, factor: float) -> HardwareProfile:
-    """The profile with all its rates divided by `factor`; fixed costs stay as they are."""
-    rates = {
-        field.name: getattr(profile, field.name) / factor
-        for field in dataclasses.fields(profile)
-        if field.name.endswith(("bandwidth", "_rate", "_duplex"))
-    }
-    return dataclasses.replace(profile, **rates)

@@ -27,7 +27,6 @@ from dos import DOSAdam, EmulatedDevice
 from experiments.command import Parser, positive
 from experiments.corpus import Corpus, standard_library
 from experiments.gpt import GPT, GPTConfig
-from experiments.machines import slowed
 from perfmodel import Workload
 from perfmodel.adaptive import adaptive
 from perfmodel.bounds import lower_bound
@@ -35,8 +34,8 @@ from perfmodel.hardware import HardwareProfile
 from perfmodel.simulate import Phase, Scope
 
 UPDATE_OVER_FORWARD = (1 / 3, 1.0, 3.0)
-SUBGROUPS = 24
-SLOTS = 4
+SUBGROUPS = 32
+SLOTS = 6
 BLOCK = 4
 """Iterations of one schedule before the next has its turn."""
 CONFIG = GPTConfig(layers=3, width=512, heads=8, context=64)
@@ -75,8 +74,8 @@ def main() -> int:
     """Measure and print; the last line is one JSON object with --json."""
     parser = Parser(prog="python -m experiments.overlap", description=__doc__.partition("\n")[0])
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
-    parser.add_argument("--rounds", type=positive, default=3, help="of all schedules in turn, for each size of update")
-    parser.add_argument("--batch", type=positive, default=24, help=f"sequences of {CONFIG.context} bytes")
+    parser.add_argument("--rounds", type=positive, default=2, help="of all schedules in turn, for each size of update")
+    parser.add_argument("--batch", type=positive, default=32, help=f"sequences of {CONFIG.context} bytes")
     arguments = parser.parse_args()
 
     # The host of a GPU is idle during forward and backward; here one core computes for the GPU, one is the host.
@@ -175,9 +174,9 @@ def slow_machine(start: dict[str, Tensor], ratio: float, forward_s: float, backw
     after_backward = Scope(Phase.OVERLAPPED, Phase.ABSENT)
     slowdown = 1.0
     for _ in range(30):  # what leaves during backward makes the bound not quite proportional to the slowdown
-        bound_s = lower_bound(workload, slowed(node, slowdown), after_backward).seconds
+        bound_s = lower_bound(workload, node.scaled(1 / slowdown), after_backward).seconds
         slowdown *= (ratio * forward_s / bound_s) ** 0.8 if bound_s > 0 else 10.0
-    profile = slowed(node, slowdown)
+    profile = node.scaled(1 / slowdown)
     return Slow(profile, workload, lower_bound(workload, profile, after_backward).seconds)
 
 

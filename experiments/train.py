@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -31,6 +31,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from dos import DOSAdam
 from dos.controller import resolve_policy
+from experiments.command import Parser, positive
 from experiments.corpus import Corpus, standard_library
 from experiments.gpt import GPT, GPTConfig
 from experiments.machines import Machine, choose_machine
@@ -235,14 +236,8 @@ def report(results: Mapping[str, Result], device: str, out: Path, console: Conso
     console.print(f"Written to {out}: summary.json, losses.png, timeline.png")
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """One line, without the usage."""
-        self.exit(2, f"{self.prog}: {message}\n")
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="python -m experiments.train",
         description="Train a byte-level GPT with AdamW and with DOSAdam under several policies, and compare.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -250,7 +245,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--data", type=Path, help="text to learn; the standard library's sources if not given")
     parser.add_argument("--out", type=Path, default=Path("out/demo"), help="folder for the results")
     parser.add_argument("--policies", default="cpu,0.5,stride:2", help="DOSAdam's, separated by commas")
-    parser.add_argument("--subgroup-size", type=_positive, help=f"parameters; {SUBGROUPS} subgroups if not given")
+    parser.add_argument("--subgroup-size", type=positive, help=f"parameters; {SUBGROUPS} subgroups if not given")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the parameters")
     parser.add_argument("--lr", type=float, default=1e-3, help="at its highest")
     parser.add_argument("--seed", type=int, default=1)
@@ -262,15 +257,8 @@ def _parser() -> argparse.ArgumentParser:
         ("width", 512, "of the model"),
         ("heads", 8, "of attention"),
     ):
-        parser.add_argument(f"--{name}", type=_positive, default=default, help=what)
+        parser.add_argument(f"--{name}", type=positive, default=default, help=what)
     return parser
-
-
-def _positive(text: str) -> int:
-    value = int(text) if text.lstrip("+-").isdecimal() else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of 1 or more, found {text!r}")
-    return value
 
 
 def _progress(console: Console) -> Progress:

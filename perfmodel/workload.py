@@ -28,8 +28,12 @@ class SubgroupLoad:
 
     @property
     def cpu_traffic(self) -> int:
-        """Bytes of host DRAM traffic of an update on the CPU: state read and written, gradient read, result written."""
-        return 2 * self.state_bytes + self.gradient_bytes + self.parameter_bytes
+        """Bytes of host DRAM traffic of an update on the CPU: state read and written, gradient read, result written.
+
+        A float32 parameter is the master itself, so there is no other result to write.
+        """
+        result = self.parameter_bytes if self.parameter_bytes < 4 * self.numel else 0
+        return 2 * self.state_bytes + self.gradient_bytes + result
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from torch import nn
 from dos import DOSAdam, EmulatedDevice
 from dos.devices import Job
 from perfmodel import Lane, Op, Placement, Plan, Workload
+from perfmodel.simulate import simulate
 
 SLOW_LINK = profile(h2d_bandwidth=2e6, d2h_bandwidth=2e6, h2d_bandwidth_duplex=2e6, d2h_bandwidth_duplex=2e6)
 
@@ -146,7 +147,7 @@ def test_slots_are_given_back_and_residents_stay() -> None:
     assert device.memory().free == 10**6, "reading the state brings it home"
 
 
-def test_order_of_operations_on_each_lane() -> None:
+def test_order_of_operations_on_each_lane_is_the_simulated_one() -> None:
     """Five subgroups, every second one streamed through one slot: which lane does what, in which order."""
 
     parameter = nn.Parameter(torch.ones(500))
@@ -164,6 +165,9 @@ def test_order_of_operations_on_each_lane() -> None:
     parameter.grad = torch.ones(500)
     optimizer.step()
     timeline = optimizer.timeline()
+    simulated = simulate(optimizer.plan(), Workload.of_sizes([100] * 5, gradient_bytes=4, parameter_bytes=4), slow)
+    for lane in Lane:
+        assert [s.name for s in timeline.on(lane)] == [s.name for s in simulated.on(lane)]
     assert [s.name for s in timeline.on(Lane.CPU)] == ["update 1", "update 3"]
     assert [s.name for s in timeline.on(Lane.GPU)] == ["update 0", "update 2", "update 4"]
     assert [s.name for s in timeline.on(Lane.D2H)] == ["gradient 1", "gradient 3", "flush 0", "flush 2", "flush 4"]

@@ -97,13 +97,13 @@ def test_shared_rates(demands: list[float], capacity: float, rates: list[float])
 
 
 def test_host_bandwidth_is_shared() -> None:
-    """The CPU alone would cause 28 bytes/s, a copy 12: of 18 in all, each gets 9 until the copy has ended."""
-    load = Workload.of_sizes([12, 12], gradient_bytes=0, parameter_bytes=4)
+    """The CPU alone would cause 26 bytes/s, a copy 12: of 18 in all, each gets 9 until the copy has ended."""
+    load = Workload.of_sizes([12, 12], gradient_bytes=0, parameter_bytes=2)
     timeline = simulate(Plan((S, C), (0, 1), 1), load, machine(host_bandwidth=18.0, gpu_update_rate=1e9))
     assert timeline.on(Lane.H2D)[0].end == pytest.approx(144 / 9)
-    flushed = 144 / 9  # the flush competes as the prefetch did, by which time the CPU has moved 2 x 144 of its 336
+    flushed = 144 / 9  # the flush competes as the prefetch did, by which time the CPU has moved 2 x 144 of its 312
     assert timeline.on(Lane.D2H)[-1].end == pytest.approx(144 / 9 + flushed, rel=1e-6)
-    assert timeline.on(Lane.CPU)[0].end == pytest.approx(32 + (336 - 288) / 18, rel=1e-6)
+    assert timeline.on(Lane.CPU)[0].end == pytest.approx(32 + (312 - 288) / 18, rel=1e-6)
 
 
 def test_ranks_and_traffic_factor_reduce_what_the_cpu_gets() -> None:
