@@ -54,7 +54,7 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Iteration:
-    """One training step. Times in seconds; update: what the optimizer's lanes did, which may begin during backward."""
+    """One training step. Times in seconds; update: what the optimizer's lanes did, since step() was called."""
 
     loss: float
     forward_s: float
@@ -68,8 +68,7 @@ class Iteration:
 
     def timeline(self) -> Timeline:
         """Forward, backward and update, since the start of forward."""
-        # step() returns when the last of its spans ends.
-        shift = self.seconds - max((span.end for span in self.update.spans), default=0.0)
+        shift = self.forward_s + self.backward_s
         update = (Span(s.lane, s.op, s.subgroup, s.start + shift, s.end + shift) for s in self.update.spans)
         forward = Span(Lane.GPU, Op.FORWARD, None, 0.0, self.forward_s)
         backward = Span(Lane.GPU, Op.BACKWARD, None, self.forward_s, self.forward_s + self.backward_s)
@@ -244,7 +243,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--data", type=Path, help="text to learn; the standard library's sources if not given")
     parser.add_argument("--out", type=Path, default=Path("out/demo"), help="folder for the results")
-    parser.add_argument("--policies", default="cpu,0.5,stride:2", help="DOSAdam's, separated by commas")
+    parser.add_argument("--policies", default="cpu,0.5,stride:2,adaptive", help="DOSAdam's, separated by commas")
     parser.add_argument("--subgroup-size", type=positive, help=f"parameters; {SUBGROUPS} subgroups if not given")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the parameters")
     parser.add_argument("--lr", type=float, default=1e-3, help="at its highest")

@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,16 +20,18 @@ from perfmodel import Lane, Op, Span
 logger = logging.getLogger(__name__)
 
 
+_CLOCK_S = 60.0
+"""Seconds after which a new clock is started: elapsed times are float32 milliseconds, exact to microseconds so far."""
+
+
 class CudaDevice:
     """The engine's view of one CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
         self.torch_device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         self._streams = {op: torch.cuda.Stream(self.torch_device) for op in LANES}
-        self._origin = torch.cuda.Event(enable_timing=True)
-        self._origin.record(torch.cuda.current_stream(self.torch_device))
-        self._origin.synchronize()
-        self._origin_s = time.perf_counter()
+        self._idle_stream = torch.cuda.Stream(self.torch_device)
+        self._clock = self._start_clock()
 
     def __repr__(self) -> str:
         return f"CudaDevice({self.torch_device})"
@@ -49,7 +52,10 @@ class CudaDevice:
         """Nothing to do: the caching allocator takes the memory when the last view goes."""
 
     def memory(self) -> Memory:
-        return Memory(*torch.cuda.mem_get_info(self.torch_device))
+        free, total = torch.cuda.mem_get_info(self.torch_device)
+        # What the caching allocator holds and nobody uses is free for us, too.
+        unused = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
+        return Memory(free + unused, total)
 
     def join(self, job: Job) -> None:
         assert isinstance(job, _CudaJob)
@@ -58,7 +64,7 @@ class CudaDevice:
     def fence(self) -> Sequence[Job]:
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.torch_device))
-        return (_CudaJob(self, event, event, Op.BACKWARD, Lane.GPU, None),)
+        return (_CudaJob(self._clock, event, event, Op.BACKWARD, Lane.GPU, None),)
 
     def copy(self, op: Op, subgroup: int, copies: Sequence[Copy], after: Sequence[Job] = ()) -> Job:
         def work() -> None:
@@ -80,9 +86,18 @@ class CudaDevice:
     def host_update(self, numel: int) -> AbstractContextManager[float]:
         return nullcontext(time.perf_counter())
 
+    def _start_clock(self) -> _Clock:
+        """A clock from now on. Its event is on a stream without work, so waiting for it waits for nothing else."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self._idle_stream)
+        event.synchronize()
+        return _Clock(event, time.perf_counter())
+
     def _queue(
         self, op: Op, subgroup: int, work: Callable[[], None], after: Sequence[Job], used: Sequence[Tensor]
     ) -> Job:
+        if time.perf_counter() - self._clock.seconds > _CLOCK_S:
+            self._clock = self._start_clock()
         stream = self._streams[op]
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         with torch.cuda.device(self.torch_device), torch.cuda.stream(stream), torch.no_grad():
@@ -96,11 +111,18 @@ class CudaDevice:
         for tensor in used:
             # Their owner may free them before this stream comes to them; the allocator must not reuse them until then.
             tensor.record_stream(stream)
-        return _CudaJob(self, start, end, op, LANES[op], subgroup)
+        return _CudaJob(self._clock, start, end, op, LANES[op], subgroup)
 
-    def seconds(self, event: torch.cuda.Event) -> float:
-        """When a finished timing event happened, on the clock of time.perf_counter."""
-        return self._origin_s + self._origin.elapsed_time(event) / 1e3
+
+class _Clock(NamedTuple):
+    """An event and when it was, on the clock of time.perf_counter."""
+
+    event: torch.cuda.Event
+    seconds: float
+
+    def read(self, event: torch.cuda.Event) -> float:
+        """When a finished timing event happened."""
+        return self.seconds + self.event.elapsed_time(event) / 1e3
 
 
 class _CudaJob:
@@ -108,7 +130,7 @@ class _CudaJob:
 
     def __init__(
         self,
-        device: CudaDevice,
+        clock: _Clock,
         start: torch.cuda.Event,
         end: torch.cuda.Event,
         op: Op,
@@ -116,15 +138,14 @@ class _CudaJob:
         subgroup: int | None,
     ) -> None:
         self.end = end
-        self._device, self._start, self._op, self._lane, self._subgroup = device, start, op, lane, subgroup
+        self._clock, self._start, self._op, self._lane, self._subgroup = clock, start, op, lane, subgroup
 
     def wait(self) -> Span:
         self.end.synchronize()
         if self._op is Op.BACKWARD:  # a fence has no beginning of its own
             now = time.perf_counter()
             return Span(self._lane, self._op, self._subgroup, now, now)
-        start, end = self._device.seconds(self._start), self._device.seconds(self.end)
-        return Span(self._lane, self._op, self._subgroup, start, end)
+        return Span(self._lane, self._op, self._subgroup, self._clock.read(self._start), self._clock.read(self.end))
 
 
 def _pinned_zeros(nbytes: int) -> Tensor:

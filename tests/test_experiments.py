@@ -1,0 +1,68 @@
+"""The experiments' own logic, on little work: what they report is right, and bad arguments are said in one line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from experiments import emulation, overlap
+from experiments.corpus import Corpus, standard_library
+from experiments.gpt import GPT, GPTConfig
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_a_row_of_the_overlap_experiment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overlap, "CONFIG", GPTConfig(layers=1, width=64, heads=2, context=16))
+    monkeypatch.setattr(overlap, "SUBGROUPS", 4)
+    start = GPT(overlap.CONFIG).state_dict()
+    batches = Corpus(standard_library(), 16).batches(2 * overlap.BLOCK, 2, seed=0)
+    row = overlap.measure(start, batches, ratio=1.0)
+    assert row["bits_equal"] is True
+    seconds = [row[f"{name}_s"] for name in ("forward", "backward", "update_bound", *overlap.SCHEDULES)]
+    assert min(seconds) > 0
+    assert row["serial_s"] > row["forward_s"] + row["update_bound_s"]
+
+
+def test_the_slowed_machine_has_the_wanted_bound() -> None:
+    start = GPT(overlap.CONFIG).state_dict()
+    for ratio in overlap.UPDATE_OVER_FORWARD:
+        slow = overlap.slow_machine(start, ratio, forward_s=0.2, backward_s=0.4)
+        assert slow.bound_s == pytest.approx(ratio * 0.2, rel=0.02)
+
+
+def test_emulated_machines_take_as_long_as_wanted_and_plans_differ() -> None:
+    machines = emulation.machines()
+    assert sum(len(emulation.plans(machine)) for machine in machines) >= 12
+    for machine in machines:
+        work = machine.workload()
+        assert emulation.makespan(emulation.cpu_only(work), work, machine.profile) == pytest.approx(emulation.UPDATE_S)
+        assert len(set(emulation.plans(machine).values())) >= 6
+
+
+def test_misordered_policies_are_found() -> None:
+    def row(policy: str, measured: float, simulated: float) -> dict[str, str | float]:
+        return {"machine": "m", "policy": policy, "measured_s": measured, "simulated_s": simulated}
+
+    assert emulation.misordered([row("a", 1.0, 1.0), row("b", 2.0, 2.0)], 0.05) == []
+    assert emulation.misordered([row("a", 2.1, 1.0), row("b", 2.0, 2.0)], 0.05) == ["m: a before b"]
+    assert emulation.misordered([row("a", 2.0, 1.0), row("b", 1.9, 1.04)], 0.05) == []
+    assert emulation.errors([row("a", 1.1, 1.0)]) == pytest.approx([0.1])
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["experiments.overlap", "--rounds", "0"], "expected a whole number of 1 or more, found '0'"),
+        (["experiments.emulation", "--steps", "x"], "expected a whole number of 1 or more, found 'x'"),
+        (["experiments.kernel", "--numel", "-3"], "--numel"),
+    ],
+)
+def test_bad_arguments_get_one_line_and_status_2(command: list[str], message: str) -> None:
+    done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
