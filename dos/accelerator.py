@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -42,6 +43,10 @@ class Accelerator:
         self._memory = MemoryMonitor(device)
         self._departures = Departures()
         self._ahead: Plan | None = None
+
+    def finish_with(self, owner: object) -> None:
+        """Let work in flight end when its owner is collected or the interpreter exits, before anybody reads results."""
+        weakref.finalize(owner, self._engine.finish)
 
     def decide(self) -> Plan | None:
         """Where to update this iteration; None if there is nothing on the device.

@@ -25,6 +25,9 @@ def load_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     for pre_hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
         state_dict = pre_hook(optimizer, state_dict) or state_dict
 
+    missing = [key for key in ("state", "param_groups") if key not in state_dict]
+    if missing:
+        raise ValueError(f"an optimizer's state dict has 'state' and 'param_groups', found {sorted(state_dict)}")
     groups, saved = optimizer.param_groups, copy.deepcopy(state_dict["param_groups"])
     if len(groups) != len(saved):
         raise ValueError(f"the state dict has {len(saved)} param groups, the optimizer has {len(groups)}")
@@ -37,6 +40,9 @@ def load_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
             )
         for key, value in group.items():
             saved_group.setdefault(key, value)  # settings that the saving version did not know
+        # How to decay and how to run are this optimizer's own choice, as AdamW has it.
+        for key in ("decoupled_weight_decay", "capturable", "differentiable"):
+            saved_group[key] = group[key]
         saved_group["params"] = group["params"]
         check_settings(saved_group, f"param group {number} of the state dict")
         ids = state_dict["param_groups"][number]["params"]

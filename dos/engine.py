@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import time
@@ -18,6 +19,8 @@ from perfmodel import Lane, Op, Placement, Plan, Span, Timeline
 
 logger = logging.getLogger(__name__)
 
+MOST_EARLY_JOBS = 1000
+"""Transfers in flight without a step before the first are let go of."""
 Departed = Mapping[Subgroup, Sequence[Job]]
 """The copies by which gradients of a subgroup left during backward."""
 
@@ -53,6 +56,8 @@ class Engine:
 
     def send_gradients(self, index: int, copies: Sequence[Copy]) -> Job:
         """Start gradients of one subgroup on their way to the host, after what the caller has queued on the device."""
+        if len(self._jobs) > MOST_EARLY_JOBS and not self._done:
+            self._forget_early_jobs()
         job = self.device.copy(Op.GRADIENT, index, copies, self.device.fence())
         self._jobs.append(job)
         return job
@@ -96,6 +101,25 @@ class Engine:
                 "load a checkpoint into the model and into a new optimizer"
             )
         self._origin = time.perf_counter()
+        try:
+            self._issue(plan, updates, departed, missing)
+        except BaseException as error:
+            # Part of the step is under way; nobody may wait for the rest.
+            self._failed = True
+            for future in self._done.values():
+                if not future.done():
+                    future.set_exception(error)
+            if isinstance(error, Exception):
+                raise self._failure(error) from error
+            raise
+
+    def _issue(
+        self,
+        plan: Plan,
+        updates: Sequence[SubgroupUpdate | None],
+        departed: Departed,
+        missing: Sequence[Sequence[Copy]],
+    ) -> None:
         indices = [i for i in plan.order if updates[i] is not None]
         work = {i: update for i in indices if (update := updates[i]) is not None}
         self._send_home(w.subgroup for i, w in work.items() if plan.placements[i] is not Placement.GPU_RESIDENT)
@@ -165,6 +189,11 @@ class Engine:
         origin = self._origin
         return Timeline.of(Span(s.lane, s.op, s.subgroup, s.start - origin, s.end - origin) for s in spans)
 
+    def finish(self) -> None:
+        """`wait` for an owner who is gone: nobody is left to tell what went wrong."""
+        with contextlib.suppress(Exception):
+            self.wait()
+
     def bring_home(self) -> None:
         """Return the state of all resident subgroups to the host, once the running step is done."""
         self.wait()
@@ -178,6 +207,13 @@ class Engine:
     def held_bytes(self) -> int:
         """Device memory that state and slots take now."""
         return sum(buffer.nbytes for buffer, _ in self._resident.values()) + sum(slot.nbytes for slot in self._slots)
+
+    def _forget_early_jobs(self) -> None:
+        """Backward after backward without a step: let go of transfers that have ended. Who uses them has them, too."""
+        for job in self._jobs:
+            with contextlib.suppress(Exception):
+                job.wait()
+        self._jobs = []
 
     def _failure(self, error: Exception) -> RuntimeError:
         self._failed = True
@@ -326,11 +362,13 @@ class Engine:
                     self._host_spans.append(Span(Lane.CPU, Op.UPDATE, i, start, time.perf_counter()))
                     upload = self.device.copy(Op.PARAMETER, i, work[i].uploads())
                     self._jobs.append(upload)
-                    done.set_result(upload)
+                    if not done.done():
+                        done.set_result(upload)
                     continue
                 except BaseException as failure:
                     error = failure
-            done.set_exception(error)
+            if not done.done():
+                done.set_exception(error)
 
 
 def _needs_slot(work: SubgroupUpdate, placement: Placement) -> bool:

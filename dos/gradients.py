@@ -22,13 +22,14 @@ Send = Callable[[Subgroup, Sequence[Copy]], Job]
 class _Seen:
     """What the hooks saw of one parameter's gradient in this iteration, and what to expect of the next.
 
-    gradient, version: of the gradient when backward last wrote to it.
+    gradient, version, address: of the gradient when backward last wrote to it.
     times: how often backward wrote to it; expected: how often in the last iteration (accumulation, micro-batches).
     untouched: whether the step found it as backward had left it. If not, sending it early was in vain.
     """
 
     gradient: weakref.ref[Tensor] | None = None
     version: int = -1
+    address: int = -1
     times: int = 0
     expected: int = 1
     untouched: bool = True
@@ -40,6 +41,7 @@ class _Seen:
             and gradient is not None
             and self.gradient() is gradient
             and self.version + writes == gradient._version
+            and self.address == gradient.data_ptr()
         )
 
 
@@ -49,6 +51,7 @@ class _Departure:
 
     gathered: dict[Piece, tuple[Copy, int]] = field(default_factory=dict)
     sent: dict[Piece, tuple[Job, int]] = field(default_factory=dict)
+    staging: Tensor | None = None
 
 
 class Departures:
@@ -80,7 +83,7 @@ class Departures:
         seen = self._seen.setdefault(record, _Seen())
         again = seen.gradient is not None and seen.gradient() is gradient
         seen.times = seen.times + 1 if again else 1
-        seen.gradient, seen.version = weakref.ref(gradient), gradient._version
+        seen.gradient, seen.version, seen.address = weakref.ref(gradient), gradient._version, gradient.data_ptr()
         staging = record.arena.gradient
         if seen.times != seen.expected or not seen.untouched or staging is None or staging.dtype != gradient.dtype:
             return
@@ -89,7 +92,7 @@ class Departures:
         flat = record.flat_gradient(gradient)
         for subgroup, piece in record.places:
             if wanted(subgroup):
-                departure = self._departures.setdefault(subgroup, _Departure())
+                departure = self._departures.setdefault(subgroup, _Departure(staging=staging))
                 copy = subgroup.gradient[piece.run], piece.of_parameter(flat)
                 departure.gathered[piece] = copy, seen.version
                 if all(self._gone_or_idle(other, departure) for other in subgroup.pieces):
@@ -103,7 +106,7 @@ class Departures:
         writes: how often every gradient was written since without changing a value (GradScaler's check for inf).
         """
         departure = self._departures.get(subgroup)
-        if departure is None:
+        if departure is None or departure.staging is not subgroup.arena.gradient:  # which may have become wider since
             return set(), []
         holding = set()
         jobs = {}

@@ -43,24 +43,32 @@ class Attachment:
     """A model whose modules wait for their own parameters, so that updates may run into its forward.
 
     Waiting is per module only where that is safe: in training, for modules that were seen to be called. Parameters of
-    modules that were never seen called (their weights are used by another module) are waited for at the top, as is
-    everything in evaluation and everything below a compiled module. Saving, loading, copying and pickling wait, too.
+    modules that were never seen called (their weights are used by another module) are waited for before any module that
+    contains them, everything is waited for before evaluation, and everything below a compiled module before that.
+    Saving, loading, copying and pickling wait, too.
     """
 
     def __init__(self, model: nn.Module, watcher: Watcher) -> None:
         self._watcher = weakref.ref(watcher)
         self._model = weakref.ref(model)
         self._called: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        # Modules of which all parts were seen to be called.
+        self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._first_use: list[Tensor] = []
         self.news = False
         self._handles: list[RemovableHandle] = []
-        self._add(model, top=True)
+        self._add(model)
 
     @property
     def first_use(self) -> list[Tensor]:
         """The parameters in the order in which modules first used them. Reading it ends `news` of it."""
         self.news = False
         return self._first_use
+
+    def covered(self) -> set[int]:
+        """The ids of the parameters that modules of the model wait for."""
+        model = self._model()
+        return set() if model is None else {id(parameter) for parameter in model.parameters()}
 
     def detach(self) -> None:
         """Take all hooks away."""
@@ -70,12 +78,9 @@ class Attachment:
         for module in model.modules() if model is not None else ():
             vars(module).pop(_ATTRIBUTE, None)
 
-    def _add(self, module: nn.Module, top: bool = False) -> None:
+    def _add(self, module: nn.Module) -> None:
         compiled = _is_compiled(module)
-        if compiled:
-            before = self._finish_all if top else self._before_compiled
-        else:
-            before = self._before_model if top else self._before_module
+        before = self._before_compiled if compiled else self._before_module
         # A hook on a module that was compiled in place is traced with it, and must not be.
         wait = torch.compiler.disable(_Wait(before)) if compiled else _Wait(before)
         self._handles += [
@@ -91,21 +96,21 @@ class Attachment:
             for child in module.children():
                 self._add(child)
 
-    def _before_model(self, module: nn.Module) -> None:
+    def _before_module(self, module: nn.Module) -> None:
         if not module.training:
             self._finish_all(module)
             return
-        unseen = [p for m in module.modules() if m not in self._called for p in m.parameters(recurse=False)]
-        self._finish(unseen)
-        self._before_module(module)
-
-    def _before_module(self, module: nn.Module) -> None:
         own = list(module.parameters(recurse=False))
         if module not in self._called:
             self._called.add(module)
             self._first_use += own
             self.news = True
         self._finish(own)
+        if module not in self._known:
+            unseen = [m for m in module.modules() if m not in self._called]
+            self._finish(p for m in unseen for p in m.parameters(recurse=False))
+            if not unseen:
+                self._known.add(module)
 
     def _before_compiled(self, module: nn.Module) -> None:
         self._finish(module.parameters())

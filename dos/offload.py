@@ -66,7 +66,8 @@ class OffloadedGradients:
 
     def norm(self) -> Tensor:
         """The 2-norm of all gradients here: float32, shape (). Blocks."""
-        return torch.tensor(math.sqrt(math.fsum(sum_of_squares(self.flat(record)) for record in self._pending)))
+        norm = math.sqrt(math.fsum(sum_of_squares(self.flat(record)) for record in self._pending))
+        return torch.tensor(norm, device="cpu")
 
     def holds(self, parameters: Iterable[Tensor]) -> bool:
         """Whether the gradient of any of these parameters is here."""

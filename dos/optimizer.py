@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ from dos.devices import Device, device_for, host_zeros
 from dos.hooks import Attachment, watch_gradient
 from dos.options import DEFAULT_SUBGROUP_SIZE, Options, check_settings
 from dos.registry import Group, Registry
-from dos.scaling import amp_scale, clip_factor, global_norm
+from dos.scaling import PendingClip, amp_scale, clip_factor, global_norm
 from dos.subgroup import ParameterRecord
 from perfmodel import Plan, Timeline
 from perfmodel.hardware import HardwareProfile
@@ -71,7 +72,7 @@ class DOSAdam(Optimizer):
     _attachment: Attachment | None
     _unfinished: dict[ParameterRecord, None]
     _in_flight: bool
-    _clip: Tensor | None
+    _clip: PendingClip | None
 
     def __init__(
         self,
@@ -119,6 +120,7 @@ class DOSAdam(Optimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
 
+    @torch._disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update all parameters that have a gradient.
@@ -134,7 +136,9 @@ class DOSAdam(Optimizer):
         if self._in_flight:
             self.synchronize()
         amp = amp_scale(self, offloaded=self._registry.offloaded is not None)
-        if not amp.skip:
+        if amp.skip:
+            self._clip = None
+        else:
             self._update(amp.factor, amp.writes)
         if self._accelerator is not None:
             self._accelerator.end_iteration(amp.writes)
@@ -154,8 +158,13 @@ class DOSAdam(Optimizer):
         plan = None if accelerator is None else accelerator.decide()
         # Everything that a user can have got wrong has been checked; from here on things change.
         registry.follow(active, read=self._read)
-        factor = scale * self._clip_factor(scale)
-        updates = registry.updates(active, self._count_steps(active), factor)
+        steps = [self._state[record.parameter]["step"] for record, _ in active]
+        counts = [float(step) + 1 for step in steps]
+        updates = registry.updates(active, counts, scale * self._clip_factor(scale))
+        # Said before it begins, so that an interruption in between finds it said.
+        self._unfinished, self._in_flight = dict.fromkeys(r for r, _ in active if r.arena.accelerated), True
+        if steps:
+            torch._foreach_add_(steps, 1)
         if accelerator is not None and plan is not None:
             accelerator.start(plan, updates, writes)
         if registry.offloaded is not None:
@@ -163,7 +172,10 @@ class DOSAdam(Optimizer):
         for subgroup in registry.local:
             if subgroup in updates:
                 updates[subgroup].apply_in_place()
-        self._unfinished, self._in_flight = dict.fromkeys(record for record, _ in active), True
+        registry.written([record for record, _ in active if not record.arena.accelerated])
+        if self._attachment is not None:
+            covered = self._attachment.covered()
+            self.finish_parameters([r.parameter for r in self._unfinished if id(r.parameter) not in covered])
 
     def synchronize(self) -> None:
         """Block until the last step is complete: all parameters and all state are what they will be.
@@ -209,16 +221,18 @@ class DOSAdam(Optimizer):
         if not max_norm > 0:
             raise ValueError(f"max_norm must be above 0, found {max_norm}")
         norm = self.grad_norm()
-        factor = clip_factor(norm, max_norm)
-        self._clip = factor if self._clip is None else self._clip * factor
+        factor, pending = clip_factor(norm, max_norm), self._pending_clip()
+        factor = factor if pending is None else pending * factor
+        self._clip = PendingClip(factor, [weakref.ref(gradient) for gradient in self._gradients()])
         return norm
 
     def grad_norm(self) -> Tensor:
         """The global 2-norm of all gradients as the next ``step()`` will use them: float32, shape ()."""
-        gradients = [p.grad.detach() for group in self.param_groups for p in group["params"] if p.grad is not None]
         offloaded = self._registry.offloaded
-        norm = global_norm(gradients, [] if offloaded is None else [offloaded.norm()])
-        return norm if self._clip is None else norm * self._clip
+        elsewhere = [] if offloaded is None else [offloaded.norm()]
+        norm = global_norm([gradient.detach() for gradient in self._gradients()], elsewhere)
+        pending = self._pending_clip()
+        return norm if pending is None else norm * pending
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, as in AdamW. Raises as the constructor does, and then adds nothing."""
@@ -301,20 +315,24 @@ class DOSAdam(Optimizer):
         assert self._accelerator is not None, "only parameters on the accelerator have to be read"
         return self._accelerator.read(record)
 
-    def _count_steps(self, active: Sequence[tuple[ParameterRecord, Group]]) -> list[float]:
-        """Advance the step counter of each active parameter."""
-        steps = [self._state[record.parameter]["step"] for record, _ in active]
-        if steps:
-            torch._foreach_add_(steps, 1)
-        return [float(step) for step in steps]
-
     def _clip_factor(self, scale: float) -> float:
         """What clipping multiplies the unscaled gradients by."""
-        factor, self._clip = self._clip, None
+        factor = self._pending_clip()
         if self._options.max_grad_norm is not None:
             limit = clip_factor(self.grad_norm() * scale, self._options.max_grad_norm)
             factor = limit if factor is None else factor * limit
+        self._clip = None
         return 1.0 if factor is None else float(factor)
+
+    def _pending_clip(self) -> Tensor | None:
+        """The factor of `clip_grad_norm_`, if the gradients it was computed from are still those of the parameters."""
+        if self._clip is not None and any(gradient() is None for gradient in self._clip.gradients):
+            self._clip = None
+        return None if self._clip is None else self._clip.factor
+
+    def _gradients(self) -> list[Tensor]:
+        """Those that are with the parameters."""
+        return [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
 
     def _warn_if_idle(self, active: Sequence[tuple[ParameterRecord, Group]]) -> None:
         if not active and not self._warned_idle:
@@ -379,6 +397,7 @@ class DOSAdam(Optimizer):
             if device is not None:
                 policy = resolve_policy(self._options.policy)
                 self._accelerator = Accelerator(device, self._registry, policy, self._options.profile)
+                self._accelerator.finish_with(self)
         return self._accelerator is not None and self._accelerator.device.owns(parameter)
 
     def _host_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dos.controller import Policy, resolve_policy
 from perfmodel.hardware import HardwareProfile
@@ -55,6 +57,7 @@ def check_settings(settings: Mapping[str, Any], where: str) -> None:
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError(f"{where}: a tensor lr must have 1 element, found shape {tuple(lr.shape)}")
     for name in ("lr", "eps", "weight_decay"):
+        _check_number(settings[name], f"{where}: {name}")
         value = float(settings[name])
         if not 0.0 <= value < math.inf:
             raise ValueError(f"{where}: {name} must be 0 or more and finite, found {value}")
@@ -62,6 +65,7 @@ def check_settings(settings: Mapping[str, Any], where: str) -> None:
     if len(betas) != 2:
         raise ValueError(f"{where}: betas must be two numbers, found {betas}")
     for i, beta in enumerate(betas):
+        _check_number(beta, f"{where}: betas[{i}]")
         if not 0.0 <= float(beta) < 1.0:
             raise ValueError(f"{where}: betas[{i}] must lie in [0, 1), found {float(beta)}")
     if settings["capturable"]:
@@ -76,8 +80,22 @@ def check_settings(settings: Mapping[str, Any], where: str) -> None:
         )
 
 
+def _wraps_tensors(parameter: Tensor) -> bool:
+    return is_traceable_wrapper_subclass(parameter)
+
+
+def _check_number(value: object, what: str) -> None:
+    if not isinstance(value, (numbers.Real, Tensor)):
+        raise TypeError(f"{what} must be a number, found {value!r}")
+
+
 def check_parameter(parameter: Tensor, name: str) -> None:
     """Raise TypeError for a parameter whose dtype, layout or device cannot be optimised."""
+    if _wraps_tensors(parameter):
+        raise TypeError(
+            f"{name}: expected a plain tensor, found {type(parameter).__name__}; DTensor parameters (fully_shard) and "
+            "other wrappers of tensors are not supported"
+        )
     if parameter.layout != torch.strided:
         raise TypeError(f"{name}: expected a dense parameter, found layout {parameter.layout}")
     if parameter.dtype not in SUPPORTED_DTYPES:

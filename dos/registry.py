@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import numbers
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from dos.offload import OffloadedGradients
-from dos.options import Options, check_parameter
+from dos.options import SUPPORTED_DTYPES, Options, check_parameter, check_settings
 from dos.subgroup import Arena, HostAllocator, ParameterRecord, Subgroup, split
 from dos.update import AdamStep
 from dos.work import PieceUpdate, SubgroupUpdate
@@ -64,10 +66,14 @@ class Registry:
         return self._loads
 
     def admit(self, group: Group) -> None:
-        """Remember what the group's parameters are now. Raises TypeError for one that cannot be optimised."""
-        for parameter in group["params"]:
+        """Remember what the group's parameters are now. Raises TypeError for one that cannot be optimised.
+
+        Frozen and uninitialised ones are looked at when they have a gradient.
+        """
+        ready = [p for p in group["params"] if p.requires_grad and not is_lazy(p)]
+        for parameter in ready:
             check_parameter(parameter, name_of(parameter, group))
-        self._admitted.update({p: (p.device, p.dtype, p.shape) for p in group["params"]})
+        self._admitted.update({p: (p.device, p.dtype, p.shape) for p in ready})
 
     def active(self, groups: Iterable[Group], state: StateDict) -> list[tuple[ParameterRecord, Group]]:
         """The records of all parameters with a gradient, enrolled if new, and whose state is what `state` says.
@@ -83,6 +89,14 @@ class Registry:
             active += [(p, group) for p in parameters]
         self.enrol(active)
         found = [(self._records[p], group) for p, group in active]
+        for record, _ in found:
+            self._settle_layout(record, state)
+        for record, _ in found:
+            # A state that is another parameter's live view, as when two are exchanged, must not change under our hands.
+            entry = state.setdefault(record.parameter, {})
+            for key, value in entry.items():
+                if isinstance(value, Tensor) and value is not record.views.get(key) and value._base is not None:
+                    entry[key] = value.clone()
         for record, group in found:
             if group["amsgrad"] and record.arena.state.max_exp_avg_sq is None:
                 self._bring_home()  # state on the device has the old shape
@@ -119,6 +133,7 @@ class Registry:
         for (record, group), count in zip(active, counts, strict=True):
             key = id(group), count
             if key not in settings:
+                check_settings(group, "param group")
                 settings[key] = _adam_step(group, count, grad_scale)
             if self.offloaded is not None and record in self.offloaded:
                 wanted[record] = self.offloaded.flat(record), settings[key]
@@ -169,6 +184,20 @@ class Registry:
         for record in records:
             record.saw()
 
+    def _settle_layout(self, record: ParameterRecord, state: StateDict) -> None:
+        """Reorder the state of a parameter whose elements lie in another order than when it was enrolled."""
+        if not record.layout_changed():
+            return
+        self._bring_home()
+        entry = state.get(record.parameter, {})
+        before = {key: value.clone() for key, value in record.views.items()}
+        mine = {key: entry.get(key) is view for key, view in record.views.items()}
+        record.remember_layout()
+        for key, view in record.views.items():
+            view.copy_(before[key])
+            if mine[key]:
+                entry[key] = view
+
     def _is_offloaded(self, parameter: Tensor) -> bool:
         return self.offloaded is not None and self._records.get(parameter) in self.offloaded
 
@@ -180,7 +209,14 @@ class Registry:
                 f"{name_of(parameter, group)}: DOSAdam does not support sparse gradients, found layout "
                 f"{gradient.layout}; use torch.optim.SparseAdam for this parameter, or sparse=False in its module"
             )
-        now, admitted = (parameter.device, parameter.dtype, parameter.shape), self._admitted[parameter]
+        if gradient is not None and gradient.dtype not in SUPPORTED_DTYPES:
+            expected = ", ".join(map(str, SUPPORTED_DTYPES))
+            raise TypeError(f"{name_of(parameter, group)}: expected a gradient of {expected}, found {gradient.dtype}")
+        now = parameter.device, parameter.dtype, parameter.shape
+        if parameter not in self._admitted:  # put into the group by hand, or frozen until now
+            check_parameter(parameter, name_of(parameter, group))
+            self._admitted[parameter] = now
+        admitted = self._admitted[parameter]
         if now != admitted:
             raise RuntimeError(
                 f"{name_of(parameter, group)} was {_described(*admitted)} when it was given to the optimizer and is "
@@ -238,6 +274,9 @@ def state_problem(entry: Mapping[str, Any], parameter: Tensor) -> str | None:
         if not isinstance(value, Tensor) or value.shape != parameter.shape:
             found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             return f"its state {key!r} must have shape {tuple(parameter.shape)}, found {found}"
+    step = entry["step"]
+    if not (isinstance(step, numbers.Real) or (isinstance(step, Tensor) and step.numel() == 1)):
+        return f"its state 'step' must be one number, found {step!r}"
     return None
 
 
@@ -245,7 +284,8 @@ def _adopt(record: ParameterRecord, entry: dict[str, Any]) -> None:
     """Make `entry`, filled by a user, a checkpoint or nobody, the live view of this record's state."""
     step = entry.get("step", 0.0)
     if not isinstance(step, Tensor) or step.device.type != "cpu" or step.dtype != torch.float32 or step.ndim:
-        entry["step"] = torch.tensor(float(step), dtype=torch.float32)
+        entry["step"] = torch.tensor(float(step), dtype=torch.float32, device="cpu")
+    record.renew_views()
     if all(entry.get(key) is view for key, view in record.views.items()):
         return
     for key, view in record.views.items():
@@ -255,8 +295,9 @@ def _adopt(record: ParameterRecord, entry: dict[str, Any]) -> None:
         elif value is not view:
             view.copy_(value)
     adopted = {"step": entry["step"].clone(), **record.views}
+    others = {key: value for key, value in entry.items() if key not in STATE_TENSORS and key != "step"}
     entry.clear()
-    entry.update(adopted)
+    entry.update(adopted | others)
     record.version = -1  # whatever the master was, it must agree with the parameter
 
 

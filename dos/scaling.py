@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -20,6 +21,13 @@ class AmpScale(NamedTuple):
     factor: float
     writes: int
     skip: bool
+
+
+class PendingClip(NamedTuple):
+    """A clip factor waiting for the step, and the gradients that it was computed from."""
+
+    factor: Tensor
+    gradients: list[weakref.ref[Tensor]]
 
 
 def amp_scale(optimizer: Any, *, offloaded: bool) -> AmpScale:
@@ -50,7 +58,7 @@ def global_norm(gradients: Sequence[Tensor], elsewhere: Sequence[Tensor] = ()) -
     device = gradients[0].device if gradients else None
     norms = [torch.linalg.vector_norm(g, dtype=torch.float32).to(device, non_blocking=True) for g in gradients]
     norms += [norm.to(device, non_blocking=True) for norm in elsewhere]
-    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), device="cpu")
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:

@@ -158,7 +158,8 @@ class ParameterRecord:
         self.flat = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
         self.stand_in = False
         self.places: list[tuple[Subgroup, Piece]] = []
-        self.views = self.make_views()
+        self.views: dict[str, Tensor] = {}
+        self.remember_layout()
 
     @property
     def state(self) -> State:
@@ -200,6 +201,24 @@ class ParameterRecord:
         assert alias is not None, "a dense parameter's layout is dense"
         return alias
 
+    def layout_changed(self) -> bool:
+        """Whether the parameter's elements lie in another order in memory than `flat` and the state have them."""
+        return self._layout != _layout(self.parameter)
+
+    def remember_layout(self) -> None:
+        """Take the parameter's present layout for that of `flat` and of the views of the state."""
+        self._layout = _layout(self.parameter)
+        self.data_ptr = -1
+        self.views = self.make_views()
+
+    def renew_views(self) -> None:
+        """Take back a view whose memory a user has replaced (`view.data = ...`), with the values it was given."""
+        for key, view in list(self.views.items()):
+            if view.data_ptr() != self._addresses[key]:
+                fresh = self.make_views()[key]
+                fresh.copy_(view.detach())
+                view.data = fresh
+
     def make_views(self) -> dict[str, Tensor]:
         """The arena's tensors by AdamW's names, and `master_param` where the master says more than the parameter."""
         state = self.state
@@ -208,7 +227,9 @@ class ParameterRecord:
             named["max_exp_avg_sq"] = state.max_exp_avg_sq
         if self.arena.keeps_master and state.master is not None:
             named["master_param"] = state.master
-        return {name: self._shaped(flat) for name, flat in named.items()}
+        views = {name: self._shaped(flat) for name, flat in named.items()}
+        self._addresses = {name: view.data_ptr() for name, view in views.items()}
+        return views
 
     def _shaped(self, flat: Tensor) -> Tensor:
         if flat_alias(self.parameter) is None or self.parameter.is_contiguous():
@@ -305,6 +326,13 @@ def flat_alias(tensor: Tensor) -> Tensor | None:
             return None
         expected *= size
     return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def _layout(tensor: Tensor) -> tuple[int, ...] | None:
+    """The strides of axes that have any; None where memory has gaps and elements are taken in logical order."""
+    if flat_alias(tensor) is None:
+        return None
+    return tuple(stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1)
 
 
 def _same_layout(a: Tensor, b: Tensor) -> bool:

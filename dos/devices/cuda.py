@@ -43,7 +43,7 @@ class CudaDevice:
         return tensor.device == self.torch_device
 
     def host_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return _pinned_zeros(numel * dtype.itemsize).view(dtype) if numel else torch.zeros(0, dtype=dtype)
+        return _pinned_zeros(numel * dtype.itemsize).view(dtype) if numel else torch.zeros(0, dtype=dtype, device="cpu")
 
     def allocate(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -43,7 +44,8 @@ class EmulatedDevice:
         self.occupied = occupied
         self.peak_bytes = occupied
         self._held = 0
-        self._memory_lock = threading.Lock()
+        self._memory_lock = threading.RLock()  # a buffer may be collected while one is allocated
+        self._releases: dict[int, weakref.finalize[..., Tensor]] = {}
         self._pacer = Pacer(self._speeds)
         # In-order streams: one worker thread each.
         self._streams = {op: ThreadPoolExecutor(1, thread_name_prefix=f"dos-emulated-{op.value}") for op in LANES}
@@ -61,7 +63,7 @@ class EmulatedDevice:
         return tensor.device.type == "cpu"
 
     def host_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(numel, dtype=dtype)
+        return torch.zeros(numel, dtype=dtype, device="cpu")
 
     def allocate(self, nbytes: int) -> Tensor:
         with self._memory_lock:
@@ -72,11 +74,17 @@ class EmulatedDevice:
                 )
             self._held += nbytes
             self.peak_bytes = max(self.peak_bytes, self.occupied + self._held)
-        return torch.empty(nbytes, dtype=torch.uint8)
+        buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        self._releases[id(buffer)] = weakref.finalize(buffer, self._release, id(buffer), nbytes)
+        return buffer
 
     def free(self, buffer: Tensor) -> None:
+        self._releases[id(buffer)]()
+
+    def _release(self, key: int, nbytes: int) -> None:
         with self._memory_lock:
-            self._held -= buffer.nbytes
+            self._held -= nbytes
+            del self._releases[key]
 
     def memory(self) -> Memory:
         return Memory(self.capacity - self.occupied - self._held, self.capacity)

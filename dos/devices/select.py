@@ -29,4 +29,4 @@ def device_for(parameter: Tensor, requested: Device | torch.device | str | None)
 
 def host_zeros(numel: int, dtype: torch.dtype) -> Tensor:
     """1-D zeros in ordinary host memory."""
-    return torch.zeros(numel, dtype=dtype)
+    return torch.zeros(numel, dtype=dtype, device="cpu")
