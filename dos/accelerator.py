@@ -90,7 +90,7 @@ class Accelerator:
         index = self._registry.index[record.places[0][0]] if record.places else 0
         offloaded.take(record, lambda copies: self._engine.send_gradients(index, copies), self._engine.run_on_host)
 
-    def start(self, plan: Plan, updates: Mapping[Subgroup, SubgroupUpdate], writes: int) -> None:
+    def start(self, plan: Plan, updates: Mapping[Subgroup, SubgroupUpdate], writes: int | None) -> None:
         """Issue the step.
 
         writes: how often every gradient was written since backward without changing a value.
@@ -108,7 +108,7 @@ class Accelerator:
         self._engine.start(plan, works, departed, missing)
         self._memory.sample_update(self._engine.held_bytes)
 
-    def end_iteration(self, writes: int) -> None:
+    def end_iteration(self, writes: int | None) -> None:
         """The step was issued or skipped: what comes now belongs to the next iteration."""
         self._departures.finish(writes)
         self._ahead = None

@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import os
+import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -33,7 +36,8 @@ class Engine:
 
     def __init__(self, device: Device) -> None:
         self.device = device
-        self._cpu_lane = ThreadPoolExecutor(max_workers=1, thread_name_prefix="dos-cpu")
+        self.after_fork()
+        _engines.add(self)
         self._resident: dict[Subgroup, tuple[Tensor, State]] = {}
         self._slots: list[Tensor] = []
         self._prefetched: dict[Subgroup, tuple[State, Job]] = {}
@@ -79,7 +83,7 @@ class Engine:
         self._get_slots(count, nbytes)
         for i, slot in zip(streamed, self._slots, strict=False):
             state = subgroups[i].state.carve(slot)
-            self._prefetched[subgroups[i]] = state, self._prefetch(i, subgroups[i], state)
+            self._prefetched[subgroups[i]] = state, self._prefetch(i, subgroups[i], state, self.device.fence())
 
     def start(
         self,
@@ -140,7 +144,7 @@ class Engine:
                     self._jobs.append(gradients[i][-1])
                 self._done[work[i].subgroup] = Future()
         self._stream([i for i in indices if _needs_slot(work[i], placements[i])], work, backward, arrivals)
-        self._cpu_lane.submit(self._update_on_host, work, gradients)
+        self._cpu_lane.submit(self._update_on_host, work, gradients, backward)
 
     def wait_for(self, subgroup: Subgroup) -> None:
         """Order what the caller queues on the device from now on behind the step's update of this subgroup.
@@ -191,8 +195,14 @@ class Engine:
 
     def finish(self) -> None:
         """`wait` for an owner who is gone: nobody is left to tell what went wrong."""
+        if threading.current_thread().name.startswith("dos-"):
+            return  # collected on a thread that would wait for itself
         with contextlib.suppress(Exception):
             self.wait()
+
+    def after_fork(self) -> None:
+        """Renew what a forked child does not inherit: threads."""
+        self._cpu_lane = ThreadPoolExecutor(max_workers=1, thread_name_prefix="dos-cpu")
 
     def bring_home(self) -> None:
         """Return the state of all resident subgroups to the host, once the running step is done."""
@@ -273,7 +283,8 @@ class Engine:
             return None
         state = host.carve(buffer)
         self._resident[subgroup] = buffer, state
-        return self._prefetch(index, subgroup, state)
+        # The caller's stream may still use what was in this memory before.
+        return self._prefetch(index, subgroup, state, self.device.fence())
 
     def _try_allocate(self, nbytes: int) -> Tensor | None:
         try:
@@ -303,7 +314,8 @@ class Engine:
 
         Residents are among them where offloaded gradients must come up again; their state is not moved.
         """
-        vacated: list[Sequence[Job]] = [()] * len(self._slots)
+        # The caller's stream may still use what was in the slots' memory before they were allocated.
+        vacated: list[Sequence[Job]] = [backward] * len(self._slots)
         for i, number in zip(indices, itertools.cycle(range(len(self._slots))), strict=False):
             subgroup, slot = work[i].subgroup, self._slots[number]
             resident = subgroup in self._resident
@@ -328,7 +340,7 @@ class Engine:
                 self._jobs.append(flushed)
                 vacated[number] = (flushed,)
 
-    def _prefetch(self, index: int, subgroup: Subgroup, state: State, after: Sequence[Job] = ()) -> Job:
+    def _prefetch(self, index: int, subgroup: Subgroup, state: State, after: Sequence[Job]) -> Job:
         copies = list(zip(state.tensors(), subgroup.state.tensors(), strict=True))
         self._jobs.append(self.device.copy(Op.PREFETCH, index, copies, after))
         return self._jobs[-1]
@@ -347,7 +359,12 @@ class Engine:
         self._done[work.subgroup].set_result(job)
         return job
 
-    def _update_on_host(self, work: Mapping[int, SubgroupUpdate], gradients: Mapping[int, Sequence[Job]]) -> None:
+    def _update_on_host(
+        self,
+        work: Mapping[int, SubgroupUpdate],
+        gradients: Mapping[int, Sequence[Job]],
+        backward: Sequence[Job],
+    ) -> None:
         """The CPU lane: wait for each gradient, update, send the parameters up."""
         error: BaseException | None = None
         for i, arriving in gradients.items():
@@ -360,7 +377,8 @@ class Engine:
                     with self.device.host_update(work[i].numel) as start:
                         work[i].apply_on_host()
                     self._host_spans.append(Span(Lane.CPU, Op.UPDATE, i, start, time.perf_counter()))
-                    upload = self.device.copy(Op.PARAMETER, i, work[i].uploads())
+                    # Whatever the caller queued before the step still reads the old parameters.
+                    upload = self.device.copy(Op.PARAMETER, i, work[i].uploads(), backward)
                     self._jobs.append(upload)
                     if not done.done():
                         done.set_result(upload)
@@ -374,3 +392,22 @@ class Engine:
 def _needs_slot(work: SubgroupUpdate, placement: Placement) -> bool:
     """Whether a subgroup passes through the staging slots: with its state, or with its offloaded gradients alone."""
     return placement is Placement.GPU_STREAMED or (placement is Placement.GPU_RESIDENT and work.offloaded)
+
+
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+def _finish_engines() -> None:
+    for engine in list(_engines):
+        engine.finish()
+
+
+def _renew_engines() -> None:
+    for engine in list(_engines):
+        engine.after_fork()
+
+
+# A forked child, such as a data loader's worker, sees parameters that are finished, and has threads of its own.
+os.register_at_fork(before=_finish_engines, after_in_child=_renew_engines)
+# Work in flight ends before executors shut down at the interpreter's exit; this runs before theirs, which came earlier.
+threading._register_atexit(_finish_engines)  # type: ignore[attr-defined]

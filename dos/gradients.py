@@ -34,10 +34,11 @@ class _Seen:
     expected: int = 1
     untouched: bool = True
 
-    def still(self, gradient: Tensor | None, writes: int) -> bool:
-        """Whether `gradient` is what backward left, but for `writes` writes that changed no value."""
+    def still(self, gradient: Tensor | None, writes: int | None) -> bool:
+        """Whether `gradient` is what backward left, but for `writes` writes that changed no value; None: it is not."""
         return (
-            self.gradient is not None
+            writes is not None
+            and self.gradient is not None
             and gradient is not None
             and self.gradient() is gradient
             and self.version + writes == gradient._version
@@ -100,10 +101,11 @@ class Departures:
                     departure.sent |= {p: (job, version) for p, (_, version) in departure.gathered.items()}
                     departure.gathered = {}
 
-    def arriving(self, subgroup: Subgroup, pieces: Iterable[Piece], writes: int) -> tuple[set[Piece], list[Job]]:
+    def arriving(self, subgroup: Subgroup, pieces: Iterable[Piece], writes: int | None) -> tuple[set[Piece], list[Job]]:
         """Those of the pieces whose gradients went early and still hold, and the jobs that bring them.
 
-        writes: how often every gradient was written since without changing a value (GradScaler's check for inf).
+        writes: how often every gradient was written since without changing a value (GradScaler's check for inf);
+            None: values have changed.
         """
         departure = self._departures.get(subgroup)
         if departure is None or departure.staging is not subgroup.arena.gradient:  # which may have become wider since
@@ -118,7 +120,7 @@ class Departures:
                 jobs[id(job)] = job
         return holding, list(jobs.values())
 
-    def finish(self, writes: int) -> None:
+    def finish(self, writes: int | None) -> None:
         """The step has used the gradients, or was skipped: learn from how they were found, and begin anew."""
         fired = [(record, seen) for record, seen in self._seen.items() if seen.times]
         for record, seen in self._seen.items():

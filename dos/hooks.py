@@ -42,20 +42,20 @@ def watch_gradient(parameter: Tensor, watcher: Watcher) -> RemovableHandle | Non
 class Attachment:
     """A model whose modules wait for their own parameters, so that updates may run into its forward.
 
-    Waiting is per module only where that is safe: in training, for modules that were seen to be called. Parameters of
-    modules that were never seen called (their weights are used by another module) are waited for before any module that
-    contains them, everything is waited for before evaluation, and everything below a compiled module before that.
-    Saving, loading, copying and pickling wait, too.
+    Only parameters of modules that were seen to run may still be in flight when `step()` returns; those of others,
+    whose weights are used by another module or by a method that is no forward, are not `covered`. Everything is waited
+    for before evaluation, everything below a compiled module before it runs. Saving, loading, copying and pickling
+    wait, too.
     """
 
     def __init__(self, model: nn.Module, watcher: Watcher) -> None:
         self._watcher = weakref.ref(watcher)
         self._model = weakref.ref(model)
         self._called: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        # Modules of which all parts were seen to be called.
-        self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._compiled: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._first_use: list[Tensor] = []
         self.news = False
+        self._attribute = f"_dos_wait_{id(self)}"  # a model may be attached to several optimizers
         self._handles: list[RemovableHandle] = []
         self._add(model)
 
@@ -66,9 +66,9 @@ class Attachment:
         return self._first_use
 
     def covered(self) -> set[int]:
-        """The ids of the parameters that modules of the model wait for."""
-        model = self._model()
-        return set() if model is None else {id(parameter) for parameter in model.parameters()}
+        """The ids of the parameters that a module waits for when it runs: those of modules that were seen to run."""
+        called = {id(p) for module in self._called for p in module.parameters(recurse=False)}
+        return called | {id(p) for module in self._compiled for p in module.parameters()}
 
     def detach(self) -> None:
         """Take all hooks away."""
@@ -76,7 +76,7 @@ class Attachment:
             handle.remove()
         model = self._model()
         for module in model.modules() if model is not None else ():
-            vars(module).pop(_ATTRIBUTE, None)
+            vars(module).pop(self._attribute, None)
 
     def _add(self, module: nn.Module) -> None:
         compiled = _is_compiled(module)
@@ -91,7 +91,7 @@ class Attachment:
         # Before all other attributes, so that copying or pickling the module comes to it before the parameters.
         attributes = dict(vars(module))
         vars(module).clear()
-        vars(module).update({_ATTRIBUTE: _Wait(on_copy=self._finish_all), **attributes})
+        vars(module).update({self._attribute: _Wait(on_copy=self._finish_all), **attributes})
         if not compiled:
             for child in module.children():
                 self._add(child)
@@ -106,13 +106,9 @@ class Attachment:
             self._first_use += own
             self.news = True
         self._finish(own)
-        if module not in self._known:
-            unseen = [m for m in module.modules() if m not in self._called]
-            self._finish(p for m in unseen for p in m.parameters(recurse=False))
-            if not unseen:
-                self._known.add(module)
 
     def _before_compiled(self, module: nn.Module) -> None:
+        self._compiled.add(module)
         self._finish(module.parameters())
 
     def _finish(self, parameters: Iterable[Tensor]) -> None:
@@ -145,9 +141,6 @@ class _Wait:
         if self._on_copy is not None:
             self._on_copy()
         return _Wait, ()
-
-
-_ATTRIBUTE = "_dos_wait"
 
 
 def _is_compiled(module: nn.Module) -> bool:

@@ -45,6 +45,7 @@ class OffloadedGradients:
         before = self._pending.get(record)
         if before is not None:
             # The staged micro-batch before this one must have been added before the next is written over it.
+            self._pending.pop(record)  # if it failed there is nothing to add to
             before.result()
         job = send([(staged[place], record.flat_gradient(gradient))])
         record.parameter.grad = None
@@ -76,9 +77,9 @@ class OffloadedGradients:
 
     def clear(self) -> None:
         """Forget all gradients, once nothing writes to them."""
-        for pending in self._pending.values():
-            pending.result()
-        self._pending = {}
+        forgotten, self._pending = self._pending, {}
+        for pending in forgotten.values():
+            pending.exception()  # waits; what went wrong with gradients that nobody wants is of no interest
 
 
 _live: weakref.WeakSet[OffloadedGradients] = weakref.WeakSet()

@@ -22,7 +22,7 @@ from dos.hooks import Attachment, watch_gradient
 from dos.options import DEFAULT_SUBGROUP_SIZE, Options, check_settings
 from dos.registry import Group, Registry
 from dos.scaling import PendingClip, amp_scale, clip_factor, global_norm
-from dos.subgroup import ParameterRecord
+from dos.subgroup import HostAllocator, ParameterRecord
 from perfmodel import Plan, Timeline
 from perfmodel.hardware import HardwareProfile
 
@@ -143,10 +143,14 @@ class DOSAdam(Optimizer):
         if self._accelerator is not None:
             self._accelerator.end_iteration(amp.writes)
         if self._attachment is None:
-            self.synchronize()
+            try:
+                self.synchronize()
+            except KeyboardInterrupt:
+                self.synchronize()  # nobody else would wait before the parameters are used
+                raise
         return loss
 
-    def _update(self, scale: float, writes: int) -> None:
+    def _update(self, scale: float, writes: int | None) -> None:
         """Issue the update of all parameters that have a gradient. scale: unscales gradients; writes: see AmpScale."""
         registry = self._registry
         active = registry.active(self.param_groups, self._state)
@@ -183,17 +187,23 @@ class DOSAdam(Optimizer):
         Needed only after ``attach``, before reading or writing parameters by hand.
         Raises RuntimeError if a transfer or an update failed, with its cause.
         """
+        try:
+            if self._accelerator is not None:
+                self._accelerator.wait()
+        except Exception:
+            self._unfinished, self._in_flight = {}, False
+            raise
+        # Not before: an interrupted wait must be made up for.
         records, self._unfinished, self._in_flight = self._unfinished, {}, False
-        if self._accelerator is not None:
-            self._accelerator.wait()
         self._registry.written(records)
 
     def attach(self, model: nn.Module) -> None:
         """Let updates run on into the next forward of ``model``: ``step()`` returns while the host still works.
 
-        Each module waits for its own parameters just before it runs, in training, once it was seen to run; compiled
-        modules wait once, at their top. Evaluation, saving, loading, copying and pickling of the model wait for
-        everything. Call ``synchronize()`` before touching parameters or gradients in any other way after ``step()``.
+        Each module waits for its own parameters just before it runs, in training; ``step()`` itself waits for those
+        whose module was never seen to run. Compiled modules wait once, at their top. Evaluation, saving, loading,
+        copying and pickling of the model wait for everything. Call ``synchronize()`` before touching parameters or
+        gradients in any other way after ``step()``, such as ``model.to()``.
         Subgroups are updated in the order of first use as observed. Attaching another model replaces the first.
         """
         self.synchronize()
@@ -295,7 +305,7 @@ class DOSAdam(Optimizer):
         self._options = options
         self._device = device
         self._accelerator = None
-        self._registry = Registry(options, self._accelerates, self._host_zeros, self._bring_home, self._watch)
+        self._registry = Registry(options, self._accelerates, self._host_allocator, self._bring_home, self._watch)
         self._watched = {}
         self._attachment = None
         self._unfinished = {}
@@ -364,14 +374,12 @@ class DOSAdam(Optimizer):
         """Called by a hook before these parameters are used: wait for their updates, and no others."""
         if not self._unfinished or self._accelerator is None:
             return
-        ready = []
         for parameter in parameters:
             record = self._registry.record(parameter)
             if record in self._unfinished:
                 self._accelerator.wait_for(record)
+                self._registry.written([record])
                 del self._unfinished[record]
-                ready.append(record)
-        self._registry.written(ready)
 
     def _bring_home(self) -> None:
         self.synchronize()
@@ -400,9 +408,8 @@ class DOSAdam(Optimizer):
                 self._accelerator.finish_with(self)
         return self._accelerator is not None and self._accelerator.device.owns(parameter)
 
-    def _host_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        device = None if self._accelerator is None else self._accelerator.device
-        return host_zeros(numel, dtype) if device is None else device.host_zeros(numel, dtype)
+    def _host_allocator(self) -> HostAllocator:
+        return host_zeros if self._accelerator is None else self._accelerator.device.host_zeros
 
 
 def _gradients_travel() -> bool:

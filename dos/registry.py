@@ -38,7 +38,7 @@ class Registry:
         self,
         options: Options,
         accelerates: Callable[[Tensor], bool],
-        allocate: HostAllocator,
+        allocator: Callable[[], HostAllocator],
         bring_home: Callable[[], None],
         watch: Callable[[Tensor], None],
     ) -> None:
@@ -46,7 +46,7 @@ class Registry:
         self._bring_home = bring_home
         self._watch = watch
         self._accelerates = accelerates
-        self._allocate = allocate
+        self._allocator = allocator
         self._admitted: dict[Tensor, tuple[torch.device, torch.dtype, torch.Size]] = {}
         self._records: dict[Tensor, ParameterRecord] = {}
         self.accelerated: list[Subgroup] = []
@@ -91,6 +91,8 @@ class Registry:
         found = [(self._records[p], group) for p, group in active]
         for record, _ in found:
             self._settle_layout(record, state)
+        if any(not record.is_adopted(state.get(record.parameter) or {}) for record, _ in found):
+            self._bring_home()  # what is put into the host state now must not be overwritten by what comes home later
         for record, _ in found:
             # A state that is another parameter's live view, as when two are exchanged, must not change under our hands.
             entry = state.setdefault(record.parameter, {})
@@ -236,7 +238,7 @@ class Registry:
                 accelerated=accelerated,
                 master_weights=self._options.master_weights,
                 amsgrad=group["amsgrad"],
-                allocate=self._allocate,
+                allocate=self._allocator(),
             )
             self._records.update({record.parameter: record for record in arena.records})
             subgroups = split(arena, self._options.subgroup_size)

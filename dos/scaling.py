@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -14,12 +15,13 @@ class AmpScale(NamedTuple):
     """What torch.amp.GradScaler asks of a step.
 
     factor: unscales the gradients.
-    writes: how often every gradient was written since backward without changing a value.
+    writes: how often every gradient was written since backward without changing a value, by its version counter; None
+        if the gradients have other values than backward left.
     skip: whether the step must not happen.
     """
 
     factor: float
-    writes: int
+    writes: int | None
     skip: bool
 
 
@@ -44,10 +46,20 @@ def amp_scale(optimizer: Any, *, offloaded: bool) -> AmpScale:
             "train in bfloat16, which needs no loss scaling, or without offload_gradients"
         )
     grad_scale = getattr(optimizer, "grad_scale", None)
-    if grad_scale is None:  # unscale_() was called: the gradients are what they should be
-        return AmpScale(1.0, 0, bool(float(found_inf)))
+    if grad_scale is None:  # unscale_() was called, which no version counter tells
+        return AmpScale(1.0, None, bool(float(found_inf)))
     # Its check for inf multiplied every gradient by 1, in place.
-    return AmpScale(1.0 / float(grad_scale), 1, bool(float(found_inf)))
+    return AmpScale(1.0 / float(grad_scale), _versions_of_a_check(), bool(float(found_inf)))
+
+
+@functools.cache
+def _versions_of_a_check() -> int:
+    """How often GradScaler's check for inf counts as a write to a gradient; versions of torch differ."""
+    gradient = torch.ones(1, device="cpu")
+    before = gradient._version
+    found_inf, one = torch.zeros(1, device="cpu"), torch.ones(1, device="cpu")
+    torch._amp_foreach_non_finite_check_and_unscale_([gradient], found_inf, one)
+    return gradient._version - before
 
 
 def global_norm(gradients: Sequence[Tensor], elsewhere: Sequence[Tensor] = ()) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -210,6 +210,12 @@ class ParameterRecord:
         self._layout = _layout(self.parameter)
         self.data_ptr = -1
         self.views = self.make_views()
+
+    def is_adopted(self, entry: Mapping[str, object]) -> bool:
+        """Whether an entry of the optimizer's state holds exactly the live views."""
+        return all(
+            entry.get(key) is view and view.data_ptr() == self._addresses[key] for key, view in self.views.items()
+        )
 
     def renew_views(self) -> None:
         """Take back a view whose memory a user has replaced (`view.data = ...`), with the values it was given."""

@@ -43,7 +43,9 @@ def test_settings(settings: dict, message: str) -> None:
         DOSAdam(mlp().parameters(), **settings)
 
 
-@pytest.mark.parametrize("settings", [{"policy": True}, {"policy": None}, {"subgroup_size": 2.5}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{"policy": True}, {"policy": None}, {"subgroup_size": 2.5}, {"eps": "1e-8"}, {"lr": "1e-3"}], ids=str
+)
 def test_settings_of_another_type(settings: dict) -> None:
     with pytest.raises(TypeError):
         DOSAdam(mlp().parameters(), **settings)
@@ -148,3 +150,28 @@ def test_a_state_of_another_shape_put_in_by_hand() -> None:
         train(model, optimizer, 1)
     assert bits(model.parameters()) == bits(twin.parameters())
     assert other.state[twin[0].bias]["step"] == 1
+
+
+def test_settings_spoilt_while_training_change_nothing() -> None:
+    model = mlp()
+    optimizer = DOSAdam(model.parameters())
+    train(model, optimizer, 1)
+    before = bits(model.parameters())
+    optimizer.param_groups[0]["betas"] = (1.0, 0.999)
+    with pytest.raises(ValueError, match=r"betas\[0\] must lie in \[0, 1\)"):
+        train(model, optimizer, 1)
+    assert bits(model.parameters()) == before
+    assert all(entry["step"] == 1 for entry in optimizer.state.values())
+
+
+def test_a_clip_factor_does_not_outlive_its_gradients() -> None:
+    model, twin = mlp(), mlp()
+    optimizer, plain = DOSAdam(model.parameters()), DOSAdam(twin.parameters())
+    for m, o in ((model, optimizer), (twin, plain)):
+        train(m, o, 1)
+    model(torch.full((1, 24), torch.nan)).sum().backward()
+    assert optimizer.clip_grad_norm_(1.0).isnan()
+    model.zero_grad()
+    for m, o in ((model, optimizer), (twin, plain)):
+        train(m, o, 1, first_step=1)
+    assert bits(model.parameters()) == bits(twin.parameters())

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import logging
+import os
 import pickle
+import signal
+import subprocess
+import sys
 import time
+import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -207,12 +214,42 @@ def test_grad_scaler_without_unscaling_keeps_the_overlap() -> None:
     model = mlp()
     optimizer = accelerated(model, policy="cpu")
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
-    for _ in range(3):
+    train(model, optimizer, 1)
+    real = optimizer._accelerator._engine.send_gradients
+    optimizer._accelerator._engine.send_gradients = lambda *a: (sent.append(a[0]), real(*a))[1]
+    sent: list[int] = []
+    for _ in range(4):
+        sent.clear()
         optimizer.zero_grad()
         scaler.scale(model(torch.ones(2, 24)).square().mean()).backward()
         scaler.step(optimizer)
         scaler.update()
-    assert sum(s.op is Op.GRADIENT for s in optimizer.timeline().spans) == len(optimizer.plan())
+    assert len(sent) == len(optimizer.plan()), "they left early again after a scaled step"
+    assert sum(s.op is Op.GRADIENT for s in optimizer.timeline().spans) == len(optimizer.plan()), "and only once"
+
+
+@pytest.mark.parametrize("edit", [False, True])
+@pytest.mark.parametrize("unscale", [False, True])
+def test_gradients_that_left_before_a_scaler_changed_them_are_sent_again(unscale: bool, edit: bool) -> None:
+    """GradScaler writes without counting a version; the early copies are long over when it does."""
+    ends = []
+    for make in (on_host, lambda m: accelerated(m, policy="cpu", device=EmulatedDevice(profile(), 10**7))):
+        model = mlp()
+        optimizer = make(model)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+        for step in range(5):
+            optimizer.zero_grad()
+            inputs = torch.randn(8, 24, generator=torch.Generator().manual_seed(step))
+            scaler.scale(model(inputs).square().mean()).backward()
+            time.sleep(0.02)
+            if unscale:
+                scaler.unscale_(optimizer)
+            if edit and step == 3:
+                model[0].weight.grad.mul_(0.5)
+            scaler.step(optimizer)
+            scaler.update()
+        ends.append(bits(model.parameters()))
+    assert ends[0] == ends[1]
 
 
 @pytest.mark.parametrize("attach", [False, True])
@@ -380,3 +417,183 @@ def test_compiled_models(how: str) -> None:
     assert train(called, optimizer, 5) == train(twin, on_host(twin), 5)
     optimizer.synchronize()
     assert bits(model.parameters()) == bits(twin.parameters())
+
+
+def test_parameters_that_no_forward_waits_for_are_finished_by_the_step() -> None:
+    """Lightning's training_step is no forward and uses the root's own parameter; another parameter is in no model."""
+
+    class Odder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.positions = nn.Parameter(torch.randn(300, 24))
+            self.layer = nn.Linear(24, 7)
+
+        def training_step(self, x: Tensor, outside: Tensor) -> Tensor:
+            return (self.layer(x + self.positions[:8]) * outside).square().mean()
+
+    ends = []
+    for accelerate in (False, True):
+        model, outside = Odder(), nn.Parameter(torch.ones(7))
+        parameters = [*model.parameters(), outside]
+        device = EmulatedDevice(SLOW, capacity=10**7)
+        ours = {"device": device, "policy": "cpu", "subgroup_size": 1000} if accelerate else {}
+        optimizer = DOSAdam(parameters, **ours)
+        if accelerate:
+            optimizer.attach(model)
+        for step in range(6):
+            optimizer.zero_grad()
+            x = torch.randn(8, 24, generator=torch.Generator().manual_seed(step))
+            model.training_step(x, outside).backward()
+            optimizer.step()
+        optimizer.synchronize()
+        ends.append(bits(parameters))
+    assert ends[0] == ends[1]
+
+
+def test_an_attached_optimizer_of_host_parameters_sees_edits_and_disturbs_no_graph() -> None:
+    model, twin = mlp(torch.bfloat16), mlp(torch.bfloat16)
+    optimizer, plain = on_host(model), on_host(twin)
+    optimizer.attach(model)
+
+    def edit(m: nn.Module) -> None:
+        with torch.no_grad():
+            m[0].weight[0, 0] = 3.0
+
+    train(model, optimizer, 4, before_step=lambda _: edit(model))
+    train(twin, plain, 4, before_step=lambda _: edit(twin))
+    assert bits(model.parameters()) == bits(twin.parameters())
+    loss = model(torch.ones(1, 24, dtype=torch.bfloat16)).sum()
+    model.state_dict()
+    loss.backward()
+
+
+@pytest.mark.parametrize("policy", ["cpu", "stride:1", 0.5])
+def test_an_interrupted_step_is_finished_first(policy: str | float, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, twin = mlp(), mlp()
+    optimizer, plain = accelerated(model, policy=policy), on_host(twin)
+    train(model, optimizer, 2)
+    train(twin, plain, 3)
+    accelerator = optimizer._accelerator
+    real, interrupts = accelerator.wait, iter([True])
+
+    def wait() -> None:
+        if next(interrupts, False):
+            raise KeyboardInterrupt
+        real()
+
+    monkeypatch.setattr(accelerator, "wait", wait)
+    with pytest.raises(KeyboardInterrupt):
+        train(model, optimizer, 1, first_step=2)
+    assert bits(model.parameters()) == bits(twin.parameters())
+    train(model, optimizer, 2, first_step=3)
+    train(twin, plain, 2, first_step=3)
+    assert bits(model.parameters()) == bits(twin.parameters())
+
+
+@pytest.mark.parametrize("attach", [False, True])
+def test_an_optimizer_that_is_gone_leaves_nothing_behind(attach: bool) -> None:
+    model, twin = mlp(), mlp()
+    device = EmulatedDevice(SLOW, capacity=10**7)
+    optimizer = DOSAdam(model.parameters(), policy=0.5, subgroup_size=150, device=device)
+    if attach:
+        optimizer.attach(model)
+    train(model, optimizer, 3)
+    train(twin, on_host(twin), 3)
+    gone = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert gone() is None
+    assert bits(model.parameters()) == bits(twin.parameters()), "work in flight was finished"
+    gc.collect()
+    assert device.memory().free == device.capacity
+
+
+def test_backwards_without_a_step_pile_nothing_up() -> None:
+    model = mlp()
+    optimizer = accelerated(model, policy="cpu", device=EmulatedDevice(profile(), capacity=10**7))
+    train(model, optimizer, 1)
+    for _ in range(400):
+        optimizer.zero_grad()
+        model(torch.ones(1, 24)).sum().backward()
+    assert len(optimizer._accelerator._engine._jobs) < 2000
+    train(model, optimizer, 2)
+
+
+def test_a_launch_that_fails_at_once_does_not_hang() -> None:
+    model = mlp()
+    optimizer = accelerated(model, policy="stride:2")
+    train(model, optimizer, 2)
+
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("temporaries of the update")
+
+    optimizer._accelerator.device.launch = fail
+    with pytest.raises(RuntimeError, match="failed part way"):
+        train(model, optimizer, 1)
+    with pytest.raises(RuntimeError, match="failed part way"):
+        train(model, optimizer, 1)
+
+
+def test_two_optimizers_attached_to_one_model() -> None:
+    model, twin = mlp(), mlp()
+    ends = []
+    for m, make in ((model, accelerated), (twin, lambda _, params: DOSAdam(params))):
+        if make is accelerated:
+            device = EmulatedDevice(SLOW, capacity=10**7)
+            make = lambda _, params, device=device: DOSAdam(params, policy="cpu", device=device)  # noqa: E731
+        optimizers = [make(m, m[0].parameters()), make(m, [*m[2].parameters(), *m[3].parameters()])]
+        for optimizer in optimizers:
+            optimizer.attach(m)
+        for step in range(4):
+            m(torch.full((2, 24), 1.0 + step)).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        ends.append(bits(copy.deepcopy(m).parameters()))
+        for optimizer in optimizers:
+            optimizer.synchronize()
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize("in_flight", [False, True])
+def test_a_forked_child_reads_finished_parameters(in_flight: bool) -> None:
+    model, optimizer, expected = attached_after_a_step()
+    if not in_flight:
+        optimizer.synchronize()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            read = bits(model.state_dict().values()), bits(copy.deepcopy(model).parameters())
+            code = 0 if read == (expected, expected) else 2
+        finally:
+            os._exit(code)
+    deadline = time.monotonic() + 30
+    while (done := os.waitpid(child, os.WNOHANG))[0] == 0:
+        if time.monotonic() > deadline:
+            os.kill(child, signal.SIGKILL)
+            pytest.fail("the child hangs")
+        time.sleep(0.05)
+    assert os.waitstatus_to_exitcode(done[1]) == 0
+    train(model, optimizer, 1, first_step=3)
+
+
+@pytest.mark.parametrize("how", ["plain", "atexit", "exception"])
+def test_the_interpreter_ends_with_a_step_in_flight(how: str) -> None:
+    """No hang, and what is saved at exit is finished."""
+    script = f"""
+import atexit, sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from test_overlap import *
+model, optimizer, expected = attached_after_a_step()
+def save():
+    print("finished" if bits(model.state_dict().values()) == expected else "half")
+if {how!r} == "atexit":
+    atexit.register(save)
+if {how!r} == "exception":
+    raise SystemExit(3)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == (3 if how == "exception" else 0), done.stderr
+    assert done.stdout == ("finished\n" if how == "atexit" else "")

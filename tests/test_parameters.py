@@ -101,3 +101,63 @@ def test_mixed_dtypes_in_one_group() -> None:
         ends.append(bits(run))
     assert ends[0] == ends[1] == ends[2]
     assert all(before != after for before, after in zip(bits(parameters), ends[0], strict=True))
+
+
+@pytest.mark.parametrize("policy", [None, "cpu", "stride:1", 0.0], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layout_that_changes_while_training_takes_its_state_along(policy: str | float | None, dtype) -> None:
+    torch.manual_seed(0)
+    start = torch.randn(4, 3, 5, 5)
+    ours = {} if policy is None else {"policy": policy, "device": EmulatedDevice(FAST, 10**9), "subgroup_size": 11}
+    parameter, reference = nn.Parameter(start.to(dtype)), nn.Parameter(start.to(dtype).float())
+    optimizer, adamw = DOSAdam([parameter], lr=1e-2, **ours), torch.optim.AdamW([reference], lr=1e-2)
+    for step in range(6):
+        gradient = torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(step)).to(dtype)
+        if step == 2:
+            parameter.data = parameter.data.to(memory_format=torch.channels_last)
+        if step == 4:
+            parameter.data = parameter.data.contiguous()
+        parameter.grad, reference.grad = gradient, gradient.float()
+        optimizer.step()
+        adamw.step()
+    assert_close_ulp([parameter], [reference.detach().to(dtype)], ulps=64 if dtype == torch.float32 else 2)
+    torch.testing.assert_close(
+        optimizer.state[parameter]["exp_avg"], adamw.state[reference]["exp_avg"], rtol=1e-5, atol=1e-7
+    )
+
+
+def test_parameters_put_into_a_group_by_hand() -> None:
+    ends = []
+    for make in (torch.optim.AdamW, lambda p: DOSAdam(p, policy="stride:2", device=EmulatedDevice(FAST, 10**9))):
+        old, new, more = (nn.Parameter(torch.full((4,), v)) for v in (1.0, 2.0, 3.0))
+        optimizer = make([old])
+        for step in range(4):
+            if step == 1:
+                optimizer.param_groups[0]["params"].append(more)
+            if step == 2:
+                optimizer.param_groups[0]["params"][0] = new
+                optimizer.state[new] = optimizer.state.pop(old)
+            for p in (old, new, more):
+                p.grad = torch.full_like(p, 0.5)
+            optimizer.step()
+        ends.append([old.detach(), new.detach(), more.detach()])
+    assert_close_ulp(ends[1], ends[0])
+
+
+def test_frozen_parameters_may_be_of_any_kind() -> None:
+    frozen = nn.Parameter(torch.ones(3, dtype=torch.int64), requires_grad=False)
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = DOSAdam([frozen, weight])
+    weight.grad = torch.ones(3)
+    optimizer.step()
+    DOSAdam(nn.LazyLinear(3).parameters())
+
+
+def test_a_default_device_elsewhere_does_not_matter() -> None:
+    weight = nn.Parameter(torch.ones(300))
+    optimizer = DOSAdam([weight], policy="stride:1", device=EmulatedDevice(FAST, 10**9), max_grad_norm=1.0)
+    with torch.device("meta"):
+        for _ in range(3):
+            weight.grad = torch.ones(300, device="cpu")
+            optimizer.step()
+    assert weight.mean() < 1

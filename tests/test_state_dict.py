@@ -232,3 +232,52 @@ def test_a_state_dict_that_does_not_match_changes_nothing(damage, message: str) 
     train(model, optimizer, 2, first_step=2)
     train(twin, twin_optimizer, 2, first_step=2)
     assert bits(model.parameters()) == bits(twin.parameters())
+
+
+@pytest.mark.parametrize("policy", ["cpu", "stride:1", 0.0])
+def test_states_exchanged_between_parameters_are_exchanged(policy: str | float) -> None:
+    ends = []
+    for make in (torch.optim.AdamW, lambda p: DOSAdam(p, policy=policy, device=EmulatedDevice(FAST, 10**8))):
+        a, b = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
+        optimizer = make([a, b])
+        for sign in (1.0, None, 0.5):
+            if sign is None:
+                optimizer.state[a], optimizer.state[b] = optimizer.state[b], optimizer.state[a]
+                continue
+            a.grad, b.grad = torch.full((3,), sign), torch.full((3,), -sign)
+            optimizer.step()
+        ends.append([t.clone() for p in (a, b) for t in (optimizer.state[p]["exp_avg"], p.detach())])
+    torch.testing.assert_close(ends[1], ends[0])
+
+
+def test_state_tensors_whose_data_was_replaced_count() -> None:
+    model = mlp()
+    optimizer = dos(model)
+    train(model, optimizer, 2)
+    for entry in optimizer.state.values():
+        for value in entry.values():
+            value.data = value.data.clone().zero_() if value.ndim else value.data.clone()
+    optimizer.param_groups[0]["betas"] = (0.999999, 0.999)
+    train(model, optimizer, 1)
+    assert all(entry["exp_avg"].abs().max() < 1e-5 for entry in optimizer.state.values())
+    assert all(entry["step"] == 3 for entry in optimizer.state.values())
+
+
+def test_what_others_keep_in_the_state_stays() -> None:
+    model = mlp()
+    optimizer = dos(model)
+    train(model, optimizer, 1)
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"][0]["mine"] = "a note"
+    optimizer.load_state_dict(saved)
+    train(model, optimizer, 1)
+    assert optimizer.state[model[0].weight]["mine"] == "a note"
+
+
+def test_how_to_decay_is_not_taken_from_a_checkpoint() -> None:
+    model = mlp()
+    adam = torch.optim.Adam(model.parameters())
+    train(model, adam, 1)
+    optimizer = dos(model)
+    optimizer.load_state_dict(adam.state_dict())
+    assert optimizer.param_groups[0]["decoupled_weight_decay"] is True

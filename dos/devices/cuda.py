@@ -99,7 +99,8 @@ class CudaDevice:
         if time.perf_counter() - self._clock.seconds > _CLOCK_S:
             self._clock = self._start_clock()
         stream = self._streams[op]
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True, blocking=True)  # the CPU lane must not spin while it waits
         with torch.cuda.device(self.torch_device), torch.cuda.stream(stream), torch.no_grad():
             for job in after:
                 assert isinstance(job, _CudaJob)
@@ -111,7 +112,7 @@ class CudaDevice:
         for tensor in used:
             # Their owner may free them before this stream comes to them; the allocator must not reuse them until then.
             tensor.record_stream(stream)
-        return _CudaJob(self._clock, start, end, op, LANES[op], subgroup)
+        return _CudaJob(self._clock, start, end, op, LANES[op], subgroup, work)
 
 
 class _Clock(NamedTuple):
@@ -136,8 +137,10 @@ class _CudaJob:
         op: Op,
         lane: Lane,
         subgroup: int | None,
+        keeps: object = None,
     ) -> None:
         self.end = end
+        self._keeps = keeps  # host memory that a copy still reads or writes
         self._clock, self._start, self._op, self._lane, self._subgroup = clock, start, op, lane, subgroup
 
     def wait(self) -> Span:
@@ -151,7 +154,9 @@ class _CudaJob:
 def _pinned_zeros(nbytes: int) -> Tensor:
     """1-D uint8 zeros whose pages are registered for fast copies; `pin_memory=True` would round up to a power of 2."""
     # A numpy array in between, because its finaliser runs before the mapping under it goes.
-    pages = np.frombuffer(mmap.mmap(-1, nbytes), dtype=np.uint8).view(_Pages)
+    pages = np.frombuffer(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=np.uint8).view(
+        _Pages
+    )
     runtime = torch.cuda.cudart()
     error = runtime.cudaHostRegister(pages.ctypes.data, nbytes, 0)
     if error == runtime.cudaError.success:

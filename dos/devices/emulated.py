@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import weakref
@@ -46,9 +47,8 @@ class EmulatedDevice:
         self._held = 0
         self._memory_lock = threading.RLock()  # a buffer may be collected while one is allocated
         self._releases: dict[int, weakref.finalize[..., Tensor]] = {}
-        self._pacer = Pacer(self._speeds)
-        # In-order streams: one worker thread each.
-        self._streams = {op: ThreadPoolExecutor(1, thread_name_prefix=f"dos-emulated-{op.value}") for op in LANES}
+        self._start_streams()
+        _devices.add(self)
 
     def __repr__(self) -> str:
         return f"EmulatedDevice({self.profile.name}, {self.capacity / 2**20:.1f} MiB)"
@@ -58,6 +58,11 @@ class EmulatedDevice:
 
     def __reduce__(self) -> tuple[object, ...]:
         return EmulatedDevice, (self.profile, self.capacity, self.occupied)
+
+    def _start_streams(self) -> None:
+        self._pacer = Pacer(self._speeds)
+        # In-order streams: one worker thread each.
+        self._streams = {op: ThreadPoolExecutor(1, thread_name_prefix=f"dos-emulated-{op.value}") for op in LANES}
 
     def owns(self, tensor: Tensor) -> bool:
         return tensor.device.type == "cpu"
@@ -147,3 +152,14 @@ class _EmulatedJob:
 
     def wait(self) -> Span:
         return self._future.result()
+
+
+_devices: weakref.WeakSet[EmulatedDevice] = weakref.WeakSet()
+
+
+def _renew_streams() -> None:
+    for device in list(_devices):
+        device._start_streams()
+
+
+os.register_at_fork(after_in_child=_renew_streams)  # a forked child does not inherit threads
