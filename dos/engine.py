@@ -124,6 +124,7 @@ class Engine:
         departed: Departed,
         missing: Sequence[Sequence[Copy]],
     ) -> None:
+        """The work of `start`, every wait in it between jobs on the device."""
         indices = [i for i in plan.order if updates[i] is not None]
         work = {i: update for i in indices if (update := updates[i]) is not None}
         self._send_home(w.subgroup for i, w in work.items() if plan.placements[i] is not Placement.GPU_RESIDENT)
@@ -183,9 +184,8 @@ class Engine:
                 errors.append(error)
         spans += self._host_spans
         # Every flush has ended, so nothing reads or writes the slots any more.
-        for slot in self._slots:
-            self.device.free(slot)
-        self._slots, self._prefetched, self._jobs, self._done, self._host_spans = [], {}, [], {}, []
+        self._free_slots()
+        self._jobs, self._done, self._host_spans = [], {}, []
         if errors:
             raise self._failure(errors[0]) from errors[0]
         if not stepped:
@@ -271,6 +271,10 @@ class Engine:
         """Forget state that was prefetched for another plan than the one that runs."""
         for _, job in self._prefetched.values():
             job.wait()
+        self._free_slots()
+
+    def _free_slots(self) -> None:
+        """Give the slots back. Nothing in flight may use them any more."""
         for slot in self._slots:
             self.device.free(slot)
         self._slots, self._prefetched = [], {}

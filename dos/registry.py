@@ -78,7 +78,6 @@ class Registry:
     def active(self, groups: Iterable[Group], state: StateDict) -> list[tuple[ParameterRecord, Group]]:
         """The records of all parameters with a gradient, enrolled if new, and whose state is what `state` says.
 
-
         Raises before anything is changed if a parameter, a gradient or a state cannot be used.
         """
         active = []
@@ -288,7 +287,7 @@ def _adopt(record: ParameterRecord, entry: dict[str, Any]) -> None:
     if not isinstance(step, Tensor) or step.device.type != "cpu" or step.dtype != torch.float32 or step.ndim:
         entry["step"] = torch.tensor(float(step), dtype=torch.float32, device="cpu")
     record.renew_views()
-    if all(entry.get(key) is view for key, view in record.views.items()):
+    if record.is_adopted(entry):
         return
     for key, view in record.views.items():
         value = entry.get(key)
