@@ -124,7 +124,7 @@ class Engine:
         departed: Departed,
         missing: Sequence[Sequence[Copy]],
     ) -> None:
-        """The work of `start`, every wait in it between jobs on the device."""
+        """Issue all work of a step in the order in which the lanes shall serve it."""
         indices = [i for i in plan.order if updates[i] is not None]
         work = {i: update for i in indices if (update := updates[i]) is not None}
         self._send_home(w.subgroup for i, w in work.items() if plan.placements[i] is not Placement.GPU_RESIDENT)
