@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import logging
+import statistics
+import time
 import weakref
-from collections.abc import Mapping
-from pathlib import Path
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from dos.controller import AdaptivePolicy, Controller, Policy
-from dos.devices import Copy, Device, EmulatedDevice
+from dos.devices import Copy, Device, EmulatedDevice, Job
 from dos.engine import Engine
 from dos.gradients import Departures
 from dos.measure import measure_minimum, name_of
 from dos.memory import MemoryMonitor
+from dos.options import Options
 from dos.profiles import resolve_profile
 from dos.registry import Registry
+from dos.report import Report
 from dos.subgroup import ParameterRecord, Subgroup
 from dos.work import SubgroupUpdate
-from perfmodel import Placement, Plan, Timeline
+from perfmodel import Op, Placement, Plan, Timeline, Workload
 from perfmodel.hardware import HardwareProfile
+
+logger = logging.getLogger(__name__)
 
 
 class Accelerator:
@@ -29,27 +38,34 @@ class Accelerator:
     plan, timeline: of the last step; None before it.
     """
 
-    def __init__(
-        self, device: Device, registry: Registry, policy: Policy, profile: HardwareProfile | str | Path | None
-    ) -> None:
+    def __init__(self, device: Device, registry: Registry, policy: Policy, options: Options) -> None:
         self.device = device
         self.plan: Plan | None = None
         self.timeline: Timeline | None = None
         self._engine = Engine(device)
+        holdings = self._engine.holdings
         self._registry = registry
         self._policy = policy
         self._controller = Controller(policy)
-        self._profile = profile
-        self._memory = MemoryMonitor(device)
+        self._profile = options.profile
+        self.memory = MemoryMonitor(device, lambda: holdings.nbytes, options.memory_budget, options.memory_interval)
         self._departures = Departures()
         self._ahead: Plan | None = None
+        self._decided: Workload | None = None
+        self._workload: Workload | None = None
+        self._changed = (0.0, 0.0)
+        self._pace = _Pace()
+        self._in_backward = False
+        self._exposed_s = 0.0
 
     def finish_with(self, owner: object) -> None:
         """Let work in flight end when its owner is collected or the interpreter exits, before anybody reads results."""
         weakref.finalize(owner, self._engine.finish)
 
-    def decide(self) -> Plan | None:
+    def decide(self, *, attached: bool) -> Plan | None:
         """Where to update this iteration; None if there is nothing on the device.
+
+        attached: whether the update runs on into the next forward.
 
         Raises ValueError or TypeError for a plan that cannot be run.
         """
@@ -58,27 +74,39 @@ class Accelerator:
         policy = self._policy
         if isinstance(policy, AdaptivePolicy) and policy.profile is None:
             policy.profile = self._find_profile()
-        workload = self._memory.workload(self._registry.loads(), self._engine.held_bytes)
+        workload = self.memory.workload(self._registry.loads(), update_overlaps_forward=attached)
+        workload = dataclasses.replace(workload, backward_s=self._pace.backward_s)
         plan = self._controller.plan(workload)
         self._engine.check(plan, self._registry.accelerated)
+        self._decided = workload
         return plan
 
-    def gradient_ready(self, record: ParameterRecord) -> None:
+    def backward_came_by(self) -> None:
+        """Backward has made another gradient: look at the memory, always when it begins, for that is the peak."""
+        if self._in_backward:
+            self.memory.sample()
+        else:
+            self._in_backward = True
+            self.memory.enter(Op.BACKWARD)
+
+    def gradient_ready(self, record: ParameterRecord, *, attached: bool) -> None:
         """Start a gradient on its way to where this iteration's plan wants it, and perhaps state on its way here."""
         if self._ahead is None:
-            self._memory.sample_peak(self._engine.held_bytes)
             try:
-                self._ahead = self.decide()
+                self._ahead = self.decide(attached=attached)
             except (TypeError, ValueError):
                 return  # the step will say what is wrong
         plan = self._ahead
         if plan is None:
             return
         index = self._registry.index
+
+        def send(subgroup: Subgroup, copies: Sequence[Copy]) -> Job:
+            self._pace.gradients_leave()
+            return self._engine.send_gradients(index[subgroup], copies)
+
         self._departures.gradient_ready(
-            record,
-            wanted=lambda subgroup: plan.placements[index[subgroup]] is Placement.CPU,
-            send=lambda subgroup, copies: self._engine.send_gradients(index[subgroup], copies),
+            record, wanted=lambda subgroup: plan.placements[index[subgroup]] is Placement.CPU, send=send
         )
         if self._departures.past_half:
             self._engine.prefetch_early(plan, self._registry.accelerated)
@@ -104,30 +132,89 @@ class Accelerator:
                 holding, departed[work.subgroup] = self._departures.arriving(work.subgroup, pieces, writes)
                 late = work.downloads([u for u in work.pieces if u.piece not in holding])
             missing.append(late)
-        self.plan = plan
-        self._engine.start(plan, works, departed, missing)
-        self._memory.sample_update(self._engine.held_bytes)
+        if Placement.CPU in plan.placements:
+            self._pace.step(early=any(departed.values()))
+        self._follow(plan)
+        self._exposed_s = 0.0
+        with self._exposed():
+            self._engine.start(plan, self._registry.accelerated, works, departed, missing)
+        if self._engine.holdings.denied:
+            self.memory.allocation_failed()
 
-    def end_iteration(self, writes: int | None) -> None:
+    def end_iteration(self, writes: int | None, *, skipped: bool) -> None:
         """The step was issued or skipped: what comes now belongs to the next iteration."""
+        if skipped:
+            self._engine.drop_prefetched()  # the next forward needs the memory more
         self._departures.finish(writes)
         self._ahead = None
+        self._in_backward = False
+        self._pace.end_iteration()
+        self.memory.end_iteration()
 
     def wait(self) -> None:
         """Block until nothing is in flight. Raises RuntimeError if the step failed."""
-        timeline = self._engine.wait()
+        with self._exposed():
+            timeline = self._engine.wait()
         if timeline is not None and self.plan is not None:
             self.timeline = timeline
-            self._controller.observe(self.plan, timeline)
+            if self._engine.steady:
+                self._controller.observe(self.plan, timeline)
 
     def wait_for(self, record: ParameterRecord) -> None:
         """Order what the caller queues on the device from now on behind the update of this parameter."""
-        for subgroup, _ in record.places:
-            self._engine.wait_for(subgroup)
+        with self._exposed():
+            for subgroup, _ in record.places:
+                self._engine.wait_for(subgroup)
 
     def bring_home(self) -> None:
         """Return all resident state to the host."""
         self._engine.bring_home()
+
+    def release(self) -> int:
+        """Give all device memory back, and remember that it was needed; the bytes."""
+        held = self._engine.holdings.nbytes
+        self._engine.drop_prefetched()
+        self._engine.bring_home()
+        self.memory.ran_out()
+        self.device.trim()
+        return held
+
+    def report(self) -> Report | None:
+        """What the last step did; None before the first."""
+        if self.plan is None or self._workload is None:
+            return None
+        return Report(
+            plan=self.plan,
+            workload=self._workload,
+            profile=self._policy.profile if isinstance(self._policy, AdaptivePolicy) else None,
+            measured=self.timeline,
+            exposed_s=self._exposed_s,
+            reading=self.memory.reading,
+            held_bytes=self._engine.holdings.nbytes,
+            changed=self._changed,
+        )
+
+    def _follow(self, plan: Plan) -> None:
+        """The step runs this plan; if it is another than the last, say so in the log."""
+        new, assumed = plan != self.plan, self._decided
+        assert assumed is not None, "the plan was made for a workload"
+        before = 0.0 if self._workload is None else self._workload.peak_free_bytes
+        self.plan, self._workload = plan, assumed
+        if new:
+            self._changed = before, assumed.peak_free_bytes
+            if logger.isEnabledFor(logging.INFO):
+                report = self.report()
+                assert report is not None
+                logger.info("%s", report.change(), extra={"metrics": report.metrics()})
+
+    @contextlib.contextmanager
+    def _exposed(self) -> Iterator[None]:
+        """Counts the seconds for which the caller is held up."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._exposed_s += time.perf_counter() - start
 
     def read(self, record: ParameterRecord) -> Tensor:
         """The parameter as it is on the device: 1-D, on the host. Resident state is brought home."""
@@ -142,3 +229,36 @@ class Accelerator:
             return self.device.profile
         with torch.no_grad():
             return resolve_profile(self._profile, name_of(self.device)) or measure_minimum(self.device)
+
+
+class _Pace:
+    """For how long gradients leave beside backward.
+
+    backward_s: median of recent iterations in seconds, 0 if they do not leave before the step. It moves by more than
+        TOLERANCE or not at all, so that noise does not change plans.
+    """
+
+    REMEMBERED = 5
+    TOLERANCE = 0.25
+
+    def __init__(self) -> None:
+        self.backward_s = 0.0
+        self._recent: deque[float] = deque(maxlen=self.REMEMBERED)
+        self._first: float | None = None
+
+    def gradients_leave(self) -> None:
+        """Some gradients start on their way."""
+        if self._first is None:
+            self._first = time.perf_counter()
+
+    def step(self, *, early: bool) -> None:
+        """Backward is over. early: whether gradients that left before still hold."""
+        seconds = time.perf_counter() - self._first if early and self._first is not None else 0.0
+        self._recent.append(seconds)
+        median = statistics.median(self._recent)
+        if abs(median - self.backward_s) > self.TOLERANCE * self.backward_s:
+            self.backward_s = median
+
+    def end_iteration(self) -> None:
+        """What leaves from now on belongs to the next iteration."""
+        self._first = None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import os
 import threading
 import time
@@ -12,15 +11,13 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-import torch
 from torch import Tensor
 
 from dos.devices import Copy, Device, Job
+from dos.holdings import Holdings
 from dos.subgroup import State, Subgroup
 from dos.work import SubgroupUpdate
 from perfmodel import Lane, Op, Placement, Plan, Span, Timeline
-
-logger = logging.getLogger(__name__)
 
 MOST_EARLY_JOBS = 1000
 """Transfers in flight without a step before the first are let go of."""
@@ -32,21 +29,23 @@ class Engine:
     """Runs one step at a time: `start` issues all its work, `wait_for` waits for one subgroup, `wait` for all.
 
     Between steps it owns the state of resident subgroups; `bring_home` returns that to the host.
+
+    steady: whether the last step ran as planned, with no subgroup that came to stay, left, or found no memory.
     """
 
     def __init__(self, device: Device) -> None:
         self.device = device
         self.after_fork()
         _engines.add(self)
-        self._resident: dict[Subgroup, tuple[Tensor, State]] = {}
-        self._slots: list[Tensor] = []
+        self.holdings = Holdings(device)
         self._prefetched: dict[Subgroup, tuple[State, Job]] = {}
         self._jobs: list[Job] = []
         self._done: dict[Subgroup, Future[Job]] = {}
         self._host_spans: list[Span] = []
         self._origin = 0.0
         self._failed = False
-        self._failed_allocation_logged = False
+        self.steady = True
+        self._lane_done: Future[None] | None = None
 
     def check(self, plan: Plan, subgroups: Sequence[Subgroup]) -> None:
         """Raise ValueError if the plan streams a subgroup for which the device could never hold a slot."""
@@ -72,29 +71,38 @@ class Engine:
 
     def prefetch_early(self, plan: Plan, subgroups: Sequence[Subgroup]) -> None:
         """Fill the slots while backward still runs, if memory that is free now allows it and that was not done yet."""
-        streamed = [i for i in plan.served(Placement.GPU_STREAMED) if subgroups[i] not in self._resident]
-        if self._slots or not streamed:
+        holdings = self.holdings
+        streamed = [i for i in plan.served(Placement.GPU_STREAMED) if subgroups[i] not in holdings.resident]
+        if holdings.slots or not streamed:
             return
         nbytes = max(subgroups[i].state.carved_bytes for i in streamed)
         count = min(plan.slots, len(streamed))
         # Backward may still allocate; it has given back more than that by now if so much is free.
-        if self.device.memory().free < 2 * nbytes * count:
+        if self.device.memory().free + self.device.unused() < 2 * nbytes * count:
             return
-        self._get_slots(count, nbytes)
-        for i, slot in zip(streamed, self._slots, strict=False):
+        holdings.get_slots(count, nbytes)
+        for i, slot in zip(streamed, holdings.slots, strict=False):
             state = subgroups[i].state.carve(slot)
             self._prefetched[subgroups[i]] = state, self._prefetch(i, subgroups[i], state, self.device.fence())
+
+    def drop_prefetched(self) -> None:
+        """Forget state that was prefetched for another plan than the one that runs, or for a step that was skipped."""
+        for _, job in self._prefetched.values():
+            job.wait()
+        self._prefetched = {}
+        self.holdings.free_slots()
 
     def start(
         self,
         plan: Plan,
+        subgroups: Sequence[Subgroup],
         updates: Sequence[SubgroupUpdate | None],
         departed: Departed,
         missing: Sequence[Sequence[Copy]],
     ) -> None:
         """Issue the step.
 
-        updates: by subgroup index of the plan, None for a subgroup without any gradient.
+        subgroups: all of the plan, by index. updates: the same, None for a subgroup without any gradient.
         departed: gradients already on their way. missing: by index, the copies that bring the others.
         A subgroup for which the device has no memory is updated on the host in this step.
         Raises RuntimeError if an earlier step failed part way.
@@ -106,7 +114,7 @@ class Engine:
             )
         self._origin = time.perf_counter()
         try:
-            self._issue(plan, updates, departed, missing)
+            self._issue(plan, subgroups, updates, departed, missing)
         except BaseException as error:
             # Part of the step is under way; nobody may wait for the rest.
             self._failed = True
@@ -120,21 +128,29 @@ class Engine:
     def _issue(
         self,
         plan: Plan,
+        subgroups: Sequence[Subgroup],
         updates: Sequence[SubgroupUpdate | None],
         departed: Departed,
         missing: Sequence[Sequence[Copy]],
     ) -> None:
         """Issue all work of a step in the order in which the lanes shall serve it."""
+        holdings = self.holdings
         indices = [i for i in plan.order if updates[i] is not None]
         work = {i: update for i in indices if (update := updates[i]) is not None}
-        self._send_home(w.subgroup for i, w in work.items() if plan.placements[i] is not Placement.GPU_RESIDENT)
+        holdings.denied = False
         placements, arrivals = self._allocate(plan, work)
+        leaving = [
+            i
+            for i, subgroup in enumerate(subgroups)
+            if subgroup in holdings.resident and plan.placements[i] is not Placement.GPU_RESIDENT
+        ]
+        self.steady = not (leaving or arrivals or holdings.denied)
         # The gradients of this step are complete once the caller's stream has come this far.
         backward = self.device.fence()
 
         for i in indices:
             if placements[i] is Placement.GPU_RESIDENT and not work[i].offloaded:
-                state = self._resident[work[i].subgroup][1]
+                state = holdings.resident[work[i].subgroup]
                 self._update_on_device(i, work[i], state, None, (*backward, *arrivals.get(i, ())))
         gradients: dict[int, list[Job]] = {}
         for i in indices:
@@ -144,8 +160,13 @@ class Engine:
                     gradients[i].append(self.device.copy(Op.GRADIENT, i, missing[i], backward))
                     self._jobs.append(gradients[i][-1])
                 self._done[work[i].subgroup] = Future()
-        self._stream([i for i in indices if _needs_slot(work[i], placements[i])], work, backward, arrivals)
-        self._cpu_lane.submit(self._update_on_host, work, gradients, backward)
+        staged = [i for i in indices if _needs_slot(work[i], placements[i])]
+        last = [self._leave(i, subgroups[i], backward) for i in leaving if i not in staged]
+        last += self._stream(staged, work, backward, arrivals)
+        last += [self._leave(i, subgroups[i], backward) for i in leaving if i in staged]
+        self._lane_done = self._cpu_lane.submit(
+            self._run_cpu_lane, work, gradients, backward, last, [subgroups[i] for i in leaving]
+        )
 
     def wait_for(self, subgroup: Subgroup) -> None:
         """Order what the caller queues on the device from now on behind the step's update of this subgroup.
@@ -182,10 +203,11 @@ class Engine:
                 spans.append(job.wait())
             except Exception as error:
                 errors.append(error)
+        if self._lane_done is not None:
+            self._lane_done.result()  # slots and the memory of leaving state are free again
         spans += self._host_spans
-        # Every flush has ended, so nothing reads or writes the slots any more.
-        self._free_slots()
-        self._jobs, self._done, self._host_spans = [], {}, []
+        self.drop_prefetched()
+        self._jobs, self._done, self._host_spans, self._lane_done = [], {}, [], None
         if errors:
             raise self._failure(errors[0]) from errors[0]
         if not stepped:
@@ -207,16 +229,11 @@ class Engine:
     def bring_home(self) -> None:
         """Return the state of all resident subgroups to the host, once the running step is done."""
         self.wait()
-        self._send_home(list(self._resident))
+        self._send_home(list(self.holdings.resident))
 
     def fetch(self, destination: Tensor, source: Tensor) -> None:
         """Copy from the device to the host, after what the caller has queued on the device. Blocks."""
         self.device.copy(Op.GRADIENT, 0, [(destination, source)], self.device.fence()).wait()
-
-    @property
-    def held_bytes(self) -> int:
-        """Device memory that state and slots take now."""
-        return sum(buffer.nbytes for buffer, _ in self._resident.values()) + sum(slot.nbytes for slot in self._slots)
 
     def _forget_early_jobs(self) -> None:
         """Backward after backward without a step: let go of transfers that have ended. Who uses them has them, too."""
@@ -232,24 +249,32 @@ class Engine:
     def _allocate(
         self, plan: Plan, work: Mapping[int, SubgroupUpdate]
     ) -> tuple[dict[int, Placement], dict[int, Sequence[Job]]]:
-        """Get slots and room for residents: the placements that this leaves possible, and new residents' prefetches."""
-        placements = {i: plan.placements[i] for i in work}
+        """Get slots and room for residents: the placements that this leaves possible, and new residents' prefetches.
+
+        State that is on the device is updated there, whether the plan lets it stay or not.
+        """
+        holdings = self.holdings
         arrivals: dict[int, Sequence[Job]] = {}
+        placements = {
+            i: Placement.GPU_RESIDENT if w.subgroup in holdings.resident else plan.placements[i]
+            for i, w in work.items()
+        }
         for i, placement in placements.items():
-            if placement is Placement.GPU_RESIDENT and work[i].subgroup not in self._resident:
-                arrival = self._settle(i, work[i].subgroup)
-                if arrival is None:
+            if placement is Placement.GPU_RESIDENT and work[i].subgroup not in holdings.resident:
+                state = holdings.settle(work[i].subgroup)
+                if state is None:
                     placements[i] = Placement.CPU
                 else:
-                    arrivals[i] = (arrival,)
+                    # The caller's stream may still use what was in this memory before.
+                    arrivals[i] = (self._prefetch(i, work[i].subgroup, state, self.device.fence()),)
         streamed = [i for i, placement in placements.items() if _needs_slot(work[i], placement)]
         nbytes = max((self._slot_bytes(work[i]) for i in streamed), default=0)
         first = [work[i].subgroup for i in streamed[: len(self._prefetched)]]
-        if self._slots and (first != list(self._prefetched) or self._slots[0].nbytes < nbytes):
-            self._drop_prefetched()
-        if streamed and not self._slots:
-            self._get_slots(min(max(plan.slots, 1), len(streamed)), nbytes)
-        if not self._slots:
+        if holdings.slots and (first != list(self._prefetched) or holdings.slots[0].nbytes < nbytes):
+            self.drop_prefetched()
+        if streamed and not holdings.slots:
+            holdings.get_slots(min(max(plan.slots, 1), len(streamed)), nbytes)
+        if not holdings.slots:
             for job in itertools.chain.from_iterable(arrivals.get(i, ()) for i in streamed):
                 job.wait()  # state that is still arriving must not go home before it is there
             self._send_home(work[i].subgroup for i in streamed)
@@ -257,55 +282,23 @@ class Engine:
         return placements, arrivals
 
     def _slot_bytes(self, work: SubgroupUpdate) -> int:
-        return work.gradient_bytes if work.subgroup in self._resident else work.slot_bytes
-
-    def _get_slots(self, count: int, nbytes: int) -> None:
-        """Allocate up to `count` slots, fewer if memory runs out."""
-        for _ in range(count):
-            slot = self._try_allocate(nbytes)
-            if slot is None:
-                break
-            self._slots.append(slot)
-
-    def _drop_prefetched(self) -> None:
-        """Forget state that was prefetched for another plan than the one that runs."""
-        for _, job in self._prefetched.values():
-            job.wait()
-        self._free_slots()
-
-    def _free_slots(self) -> None:
-        """Give the slots back. Nothing in flight may use them any more."""
-        for slot in self._slots:
-            self.device.free(slot)
-        self._slots, self._prefetched = [], {}
-
-    def _settle(self, index: int, subgroup: Subgroup) -> Job | None:
-        """Make a subgroup resident: its prefetch, or None if there is no room."""
-        host = subgroup.state
-        buffer = self._try_allocate(host.carved_bytes)
-        if buffer is None:
-            return None
-        state = host.carve(buffer)
-        self._resident[subgroup] = buffer, state
-        # The caller's stream may still use what was in this memory before.
-        return self._prefetch(index, subgroup, state, self.device.fence())
-
-    def _try_allocate(self, nbytes: int) -> Tensor | None:
-        try:
-            return self.device.allocate(nbytes)
-        except torch.OutOfMemoryError as error:
-            level = logging.DEBUG if self._failed_allocation_logged else logging.WARNING
-            self._failed_allocation_logged = True
-            logger.log(level, "no device memory for optimizer state, updating on the host instead: %s", error)
-            return None
+        return work.gradient_bytes if work.subgroup in self.holdings.resident else work.slot_bytes
 
     def _send_home(self, subgroups: Iterable[Subgroup]) -> None:
-        leaving = [s for s in subgroups if s in self._resident]
-        flushes = [self._flush(0, s, self._resident[s][1], self.device.fence()) for s in leaving]
+        """Return resident state to the host and free its memory here. Blocks; what writes to it must have ended."""
+        leaving = [s for s in subgroups if s in self.holdings.resident]
+        flushes = [self._flush(0, s, self.holdings.resident[s], self.device.fence()) for s in leaving]
         for subgroup, flush in zip(leaving, flushes, strict=True):
             # The host reads the state, and the memory goes, from here on.
             flush.wait()
-            self.device.free(self._resident.pop(subgroup)[0])
+            self.holdings.evict(subgroup)
+
+    def _leave(self, index: int, subgroup: Subgroup, backward: Sequence[Job]) -> Job:
+        """Start resident state on its way home, behind its update if it has one in this step."""
+        updated = self._done.get(subgroup)
+        after = backward if updated is None else (updated.result(),)
+        self._jobs.append(self._flush(index, subgroup, self.holdings.resident[subgroup], after))
+        return self._jobs[-1]
 
     def _stream(
         self,
@@ -313,18 +306,19 @@ class Engine:
         work: Mapping[int, SubgroupUpdate],
         backward: Sequence[Job],
         arrivals: Mapping[int, Sequence[Job]],
-    ) -> None:
-        """Pipeline prefetch, update and flush of the subgroups over the slots.
+    ) -> list[Job]:
+        """Pipeline prefetch, update and flush of the subgroups over the slots; the jobs after which slots are free.
 
         Residents are among them where offloaded gradients must come up again; their state is not moved.
         """
+        slots, resident = self.holdings.slots, self.holdings.resident
         # The caller's stream may still use what was in the slots' memory before they were allocated.
-        vacated: list[Sequence[Job]] = [backward] * len(self._slots)
-        for i, number in zip(indices, itertools.cycle(range(len(self._slots))), strict=False):
-            subgroup, slot = work[i].subgroup, self._slots[number]
-            resident = subgroup in self._resident
-            if resident:
-                state, before = self._resident[subgroup][1], arrivals.get(i, ())
+        vacated: list[Sequence[Job]] = [backward] * len(slots)
+        for i, number in zip(indices, itertools.cycle(range(len(slots))), strict=False):
+            subgroup, slot = work[i].subgroup, slots[number]
+            stays = subgroup in resident
+            if stays:
+                state, before = resident[subgroup], arrivals.get(i, ())
             elif subgroup in self._prefetched:
                 state, before = self._prefetched[subgroup][0], (self._prefetched[subgroup][1],)
             else:
@@ -333,16 +327,18 @@ class Engine:
                 before = (self._prefetch(i, subgroup, state, vacated[number]),)
             gradient = None
             if work[i].offloaded:
-                gradient, copies = work[i].fetch_gradients(slot[0 if resident else subgroup.state.carved_bytes :])
+                gradient, copies = work[i].fetch_gradients(slot[0 if stays else subgroup.state.carved_bytes :])
                 before = (*before, self.device.copy(Op.PREFETCH, i, copies, vacated[number]))
                 self._jobs.append(before[-1])
             updated = self._update_on_device(i, work[i], state, gradient, (*backward, *before))
-            if resident:
+            if stays:
                 vacated[number] = (updated,)
             else:
                 flushed = self._flush(i, subgroup, state, (updated,))
                 self._jobs.append(flushed)
                 vacated[number] = (flushed,)
+        self._prefetched = {}
+        return list(itertools.chain.from_iterable(vacated))
 
     def _prefetch(self, index: int, subgroup: Subgroup, state: State, after: Sequence[Job]) -> Job:
         copies = list(zip(state.tensors(), subgroup.state.tensors(), strict=True))
@@ -363,13 +359,33 @@ class Engine:
         self._done[work.subgroup].set_result(job)
         return job
 
+    def _run_cpu_lane(
+        self,
+        work: Mapping[int, SubgroupUpdate],
+        gradients: Mapping[int, Sequence[Job]],
+        backward: Sequence[Job],
+        last: Sequence[Job],
+        leaving: Sequence[Subgroup],
+    ) -> None:
+        """The host's part of a step: update, then give back device memory that was needed for this step only.
+
+        last: the jobs after which nothing uses slots and the state of leaving subgroups.
+        """
+        self._update_on_host(work, gradients, backward)
+        for job in last:
+            with contextlib.suppress(Exception):  # said by `wait`, which waits for the same jobs
+                job.wait()
+        self.holdings.free_slots()
+        for subgroup in leaving:
+            self.holdings.evict(subgroup)
+
     def _update_on_host(
         self,
         work: Mapping[int, SubgroupUpdate],
         gradients: Mapping[int, Sequence[Job]],
         backward: Sequence[Job],
     ) -> None:
-        """The CPU lane: wait for each gradient, update, send the parameters up."""
+        """Wait for each gradient, update, send the parameters up."""
         error: BaseException | None = None
         for i, arriving in gradients.items():
             done = self._done[work[i].subgroup]

@@ -1,63 +1,218 @@
-"""How much device memory optimizer state may use: low-water marks of what was free."""
+"""Live device memory: NVML, the caching allocator, the user's budget; sampled at little cost."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+import enum
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
-from dos.devices import Device
-from perfmodel import SubgroupLoad, Workload
+from dos.devices import Device, Memory
+from dos.forecast import Forecast, Room
+from perfmodel import Op, SubgroupLoad, Workload
 
-REMEMBERED = 4
-"""Iterations over which a low-water mark is kept."""
-MARGIN = 0.02
-"""Share of the device's memory that is left alone."""
-SLOTS = 4
-"""Staging slots that are worth keeping room for when not all state can be resident."""
+Budget = int | float | Callable[[], int] | None
+"""What users pass as `memory_budget`: bytes, a share of the device's memory (a float), or a function giving bytes."""
+
+SHARE_OF_TIME = 1e-3
+"""Sampling may take this share of the time."""
+SPARE_TO_GROW = 0.25
+"""Share of a subgroup's state that must be free beyond it before more state becomes resident."""
+
+
+class Source(enum.Enum):
+    """Where a figure of free memory comes from, and if it is not NVML, why."""
+
+    NVML = "NVML"
+    NO_NVML = "the runtime, because NVML is not installed or has no driver"
+    NOT_PERMITTED = "the runtime, because NVML may not be read here"
+    NOT_FOUND = "the runtime, because NVML does not know the device"
+    LOST = "the runtime, because NVML has lost the device"
+    NONSENSE = "the runtime, because NVML reports figures that cannot be"
+    DEVICE = "the device itself"
+
+
+class Reading(NamedTuple):
+    """Device memory in bytes, and where the figure comes from."""
+
+    memory: Memory
+    source: Source
+
+
+class Nvml:
+    """Free memory of one device as the driver sees it, other processes included.
+
+    uuid: of the device, as NVML writes it: `GPU-...` or, for a slice of one, `MIG-...`. It does not change with
+        CUDA_VISIBLE_DEVICES, as indices do.
+    """
+
+    def __init__(self, uuid: str) -> None:
+        self._uuid = uuid
+        self._handle: Any = None
+
+    def read(self) -> Memory | Source:
+        """The memory, or why there is no figure."""
+        try:
+            import pynvml
+        except ImportError:
+            return Source.NO_NVML
+        try:
+            if self._handle is None:
+                pynvml.nvmlInit()
+                self._handle = pynvml.nvmlDeviceGetHandleByUUID(self._uuid)
+            info = pynvml.nvmlDeviceGetMemoryInfo(self._handle)
+        except pynvml.NVMLError as error:
+            self._handle = None  # the driver may come back
+            return _REASONS.get(type(error).__name__.removeprefix("NVMLError_"), Source.NO_NVML)
+        except Exception:  # a library that does not fit the driver
+            return Source.NO_NVML
+        if not 0 <= info.free <= info.total or info.total <= 0:
+            return Source.NONSENSE
+        return Memory(int(info.free), int(info.total))
+
+
+_REASONS = {
+    "NoPermission": Source.NOT_PERMITTED,
+    "InsufficientResources": Source.NOT_PERMITTED,
+    "NotFound": Source.NOT_FOUND,
+    "InvalidArgument": Source.NOT_FOUND,
+    "NotSupported": Source.NOT_FOUND,
+    "GpuIsLost": Source.LOST,
+    "ResetRequired": Source.LOST,
+}
 
 
 class MemoryMonitor:
-    """Remembers what was free at the peak of recent iterations, and in their update windows.
+    """Samples one device's memory and says how much of it optimizer state may use.
 
-    All figures are bytes that optimizer state may use: what was free, plus what optimizer state itself held then,
-    minus a margin.
+    held: bytes that optimizer state has on the device now; called from several threads.
+    budget: see `Budget`; a function replaces what is measured, a number caps it.
+    interval_s: seconds between samples by a thread of its own; None for samples at the calls of `sample` alone.
+    reading: the last one.
     """
 
-    def __init__(self, device: Device) -> None:
+    def __init__(
+        self, device: Device, held: Callable[[], int], budget: Budget = None, interval_s: float | None = None
+    ) -> None:
         self._device = device
-        self._peak: deque[int] = deque(maxlen=REMEMBERED)
-        self._update: deque[int] = deque(maxlen=REMEMBERED)
+        self._held = held
+        self._budget = budget
+        self._nvml = None if device.uuid is None else Nvml(device.uuid)
+        self._source = Source.DEVICE if self._nvml is None else Source.NVML
+        self._forecast = Forecast()
+        self._phase = Op.FORWARD
+        self._sampled_at = 0.0
+        self._sample_s = 0.0
+        self._lock = threading.Lock()
+        self._resident: int | None = None
+        self._offered: int | None = None
+        self.reading = self._read()
+        if interval_s is not None:
+            _start_thread(self, interval_s)
 
-    def sample_peak(self, held: int) -> None:
-        """At the start of backward, when activations take the most. held: bytes of ours."""
-        self._peak.append(self._usable(held))
+    def enter(self, phase: Op) -> None:
+        """The iteration has come to this phase: one of FORWARD, BACKWARD, UPDATE. Takes a sample."""
+        self._phase = phase
+        self.sample(always=True)
 
-    def sample_update(self, held: int) -> None:
-        """When the step's memory is allocated. held: bytes of ours."""
-        self._update.append(self._usable(held))
+    def sample(self, always: bool = False) -> None:
+        """Take a sample, unless the last is so recent that sampling would take more than SHARE_OF_TIME."""
+        start = time.perf_counter()
+        if not always and start - self._sampled_at < self._sample_s / SHARE_OF_TIME:
+            return
+        with self._lock:
+            held = self._held()  # before the rest: what is freed in between is then missed, not counted twice
+            self.reading = self._read()
+            self._forecast.sample(self._phase, self.reading.memory.free, held, self.reading.memory.total)
+            self._sampled_at = time.perf_counter()
+            took = self._sampled_at - start
+            self._sample_s = 0.9 * self._sample_s + 0.1 * took if self._sample_s else took
 
-    def workload(self, loads: Sequence[SubgroupLoad], held: int) -> Workload:
-        """The work with the memory that there is for it, in whole slots, so that noise changes nothing.
+    def end_iteration(self) -> None:
+        """The step has been issued: what comes now is the next iteration's forward."""
+        with self._lock:
+            self._forecast.end_iteration()
+            self._resident, self._offered = self._offered, None
+        self.enter(Op.FORWARD)
 
-        When not all state can be resident, some room is left for slots to stream the rest through.
+    def allocation_failed(self) -> None:
+        """The device had no memory for what the last workload allows."""
+        self._forecast.allocation_failed()
+
+    def ran_out(self) -> None:
+        """The user's own code ran out of memory, and state has been taken off the device."""
+        with self._lock:
+            self._forecast.ran_out()
+        self._resident = 0
+
+    def workload(self, loads: Sequence[SubgroupLoad], *, update_overlaps_forward: bool) -> Workload:
+        """The work with the memory that there is for it, in whole subgroups so that noise changes nothing.
+
+        More becomes resident than in the last iteration only if SPARE_TO_GROW of a subgroup is left over.
+        update_overlaps_forward: whether slots are still in use at the next peak.
         """
-        now = self._usable(held)
-        peak = min(self._peak, default=now)
-        window = max(min(self._update, default=now), peak)
-        slot = max((load.state_bytes for load in loads), default=0)
-        state = sum(load.state_bytes for load in loads)
-        if not slot:
-            return Workload(tuple(loads))
-        resident = min(peak, state)
-        if resident < state:
-            resident = max(0, min(resident, window - SLOTS * slot))
-        resident = resident // slot * slot if resident < state else state
-        return Workload(
-            tuple(loads),
-            peak_free_bytes=resident,
-            update_free_bytes=max(0, window - resident) // slot * slot,
-        )
+        work = Workload(tuple(loads))
+        room = self._room()
+        state, slot = work.state_bytes, max(work.slot_bytes, 1)
 
-    def _usable(self, held: int) -> int:
-        free, total = self._device.memory()
-        return max(0, int(free + held - MARGIN * total))
+        def whole(nbytes: float) -> int:
+            return state if nbytes >= state else int(nbytes) // slot * slot
+
+        resident = whole(room.resident)
+        if self._resident is not None and resident > self._resident:
+            resident = max(self._resident, whole(room.resident - SPARE_TO_GROW * slot))
+        self._offered = resident
+        beyond = 0 if update_overlaps_forward else int(room.update - resident) // slot * slot
+        return replace(work, peak_free_bytes=resident, shared_free_bytes=resident + max(0, beyond))
+
+    def _room(self) -> Room:
+        if callable(self._budget):
+            nbytes = max(0, int(self._budget()))
+            return Room(nbytes, nbytes)
+        with self._lock:
+            room = self._forecast.room()
+        if self._budget is None:
+            return room
+        share = isinstance(self._budget, float)
+        limit = int(self._budget * self.reading.memory.total) if share else int(self._budget)
+        return Room(min(room.resident, limit), min(room.update, limit))
+
+    def _read(self) -> Reading:
+        """Memory as it is now, from NVML where possible; free is what is free or in the caching allocator, unused."""
+        memory, source = self._device.memory(), Source.DEVICE
+        if self._nvml is not None:
+            found = self._nvml.read()
+            if isinstance(found, Source):
+                source = found
+            else:
+                memory, source = found, Source.NVML
+        if source is not self._source:
+            self._source = source
+            if source is not Source.NVML:
+                warnings.warn(
+                    f"DOSAdam takes free device memory from {source.value}; what other processes take may be seen "
+                    "late. Install nvidia-ml-py, in a container set NVIDIA_DRIVER_CAPABILITIES=compute,utility, or "
+                    "choose memory_budget=",
+                    stacklevel=2,
+                )
+        return Reading(Memory(memory.free + self._device.unused(), memory.total), source)
+
+
+def _start_thread(monitor: MemoryMonitor, interval_s: float) -> None:
+    """Sample until the monitor is collected."""
+    reference = weakref.ref(monitor)
+
+    def sample() -> None:
+        while True:
+            time.sleep(interval_s)
+            alive = reference()
+            if alive is None:
+                return
+            alive.sample()
+            del alive
+
+    threading.Thread(target=sample, name="dos-memory", daemon=True).start()

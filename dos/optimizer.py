@@ -11,6 +11,7 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -23,7 +24,7 @@ from dos.options import DEFAULT_SUBGROUP_SIZE, Options, check_settings
 from dos.registry import Group, Registry
 from dos.scaling import PendingClip, amp_scale, clip_factor, global_norm
 from dos.subgroup import HostAllocator, ParameterRecord
-from perfmodel import Plan, Timeline
+from perfmodel import Op, Plan, Timeline
 from perfmodel.hardware import HardwareProfile
 
 
@@ -40,10 +41,10 @@ class DOSAdam(Optimizer):
         foreach, fused: accepted and ignored; they choose between AdamW's implementations.
         capturable, differentiable: must be False.
         policy: where subgroups are updated. ``"adaptive"``: as the performance model finds best for the device memory
-            that is free; what is measured corrects it. ``"cpu"``: all on the host, as ZeRO-Offload does. A number in
-            [0, 1]: that share of the parameters on the host, the rest resident on the accelerator, as Twin-Flow does.
-            ``"stride:k"``: every k-th subgroup is streamed through the accelerator, as the paper *Deep Optimizer
-            States* does. Or a callable from ``perfmodel.Workload`` to ``perfmodel.Plan``.
+            that is free in each iteration; what is measured corrects it. ``"cpu"``: all on the host, as ZeRO-Offload
+            does. A number in [0, 1]: that share of the parameters on the host, the rest resident on the accelerator, as
+            Twin-Flow does. ``"stride:k"``: every k-th subgroup is streamed through the accelerator, as the paper *Deep
+            Optimizer States* does. Or a callable from ``perfmodel.Workload`` to ``perfmodel.Plan``.
         subgroup_size: parameters updated as one unit. Large tensors are split, small ones share a subgroup.
         profile: the machine's rates for ``"adaptive"``: a ``perfmodel.hardware.HardwareProfile``, a file that
             ``python -m dos.calibrate`` wrote, or the name of a built-in profile. None: what calibration has left for
@@ -55,6 +56,12 @@ class DOSAdam(Optimizer):
             those of further micro-batches there in float32. ``p.grad`` is then None, each ``step()`` uses the gradients
             up, and what needs them goes through ``clip_grad_norm_`` and ``grad_norm`` of this class and ``zero_grad``.
             Not with GradScaler, which cannot see them.
+        memory_budget: device memory for optimizer state. None: what is free, at the peak of the iteration and while
+            updating, as NVML and the caching allocator say, less 2% of the device. An int caps it to so many bytes, a
+            float to that share of the device's memory. A function is called at each iteration and replaces all that:
+            it gives the bytes, and they are the caller's responsibility.
+        memory_interval: seconds between samples of free memory by a thread, for memory that others take and free again
+            within an iteration. None: samples in backward and around the update alone.
         decoupled_weight_decay: False gives Adam with L2 regularisation.
         device: the accelerator on which the parameters are. None: the CUDA device of the parameters, if any. Pass a
             ``dos.EmulatedDevice`` to try the engine without an accelerator.
@@ -88,12 +95,14 @@ class DOSAdam(Optimizer):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
-        policy: str | float | Policy = "cpu",
+        policy: str | float | Policy = "adaptive",
         subgroup_size: int = DEFAULT_SUBGROUP_SIZE,
         profile: HardwareProfile | str | Path | None = None,
         max_grad_norm: float | None = None,
         master_weights: bool = True,
         offload_gradients: bool = False,
+        memory_budget: int | float | Callable[[], int] | None = None,
+        memory_interval: float | None = None,
         decoupled_weight_decay: bool = True,
         device: Device | torch.device | str | None = None,
     ) -> None:
@@ -111,7 +120,17 @@ class DOSAdam(Optimizer):
             "decoupled_weight_decay": decoupled_weight_decay,
         }
         check_settings(defaults, "DOSAdam")
-        self._set_up(Options(policy, subgroup_size, profile, max_grad_norm, master_weights, offload_gradients), device)
+        options = Options(
+            policy=policy,
+            subgroup_size=subgroup_size,
+            profile=profile,
+            max_grad_norm=max_grad_norm,
+            master_weights=master_weights,
+            offload_gradients=offload_gradients,
+            memory_budget=memory_budget,
+            memory_interval=memory_interval,
+        )
+        self._set_up(options, device)
         super().__init__(params, defaults)
 
     @overload
@@ -141,7 +160,7 @@ class DOSAdam(Optimizer):
         else:
             self._update(amp.factor, amp.writes)
         if self._accelerator is not None:
-            self._accelerator.end_iteration(amp.writes)
+            self._accelerator.end_iteration(amp.writes, skipped=amp.skip)
         if self._attachment is None:
             try:
                 self.synchronize()
@@ -159,7 +178,10 @@ class DOSAdam(Optimizer):
         self._take_remaining_gradients(active)
         if self._attachment is not None and self._attachment.news:
             registry.order_by_use(self._attachment.first_use)
-        plan = None if accelerator is None else accelerator.decide()
+        plan = None
+        if accelerator is not None:
+            accelerator.memory.enter(Op.UPDATE)
+            plan = accelerator.decide(attached=self._attachment is not None)
         # Everything that a user can have got wrong has been checked; from here on things change.
         registry.follow(active, read=self._read)
         steps = [self._state[record.parameter]["step"] for record, _ in active]
@@ -275,6 +297,25 @@ class DOSAdam(Optimizer):
         """Load a state dict of DOSAdam or AdamW. Raises ValueError, and changes nothing, if it does not match."""
         load_state_dict(self, state_dict)
 
+    def release_memory(self) -> int:
+        """Give all device memory that the optimizer holds back at once, state going home; returns the bytes.
+
+        For user code that has run out of memory: what the retried iteration then leaves free is remembered, so that
+        state does not return to where it was in the way. ::
+
+            try:
+                loss = model(batch)
+                loss.backward()
+            except torch.OutOfMemoryError:
+                loss = None  # what the failed attempt holds must go, too
+                optimizer.zero_grad()
+                optimizer.release_memory()
+                loss = model(batch)
+                loss.backward()
+        """
+        self.synchronize()
+        return 0 if self._accelerator is None else self._accelerator.release()
+
     def plan(self) -> Plan | None:
         """The plan of the last step; None before the first, or with all parameters on the host."""
         return None if self._accelerator is None else self._accelerator.plan
@@ -285,6 +326,28 @@ class DOSAdam(Optimizer):
         Transfers during backward come before 0. None before the first step, or with all parameters on the host.
         """
         return None if self._accelerator is None else self._accelerator.timeline
+
+    def explain(self) -> str:
+        """Where the last step ran and why, in a few lines: plan, memory, what was predicted, measured and possible."""
+        self.synchronize()
+        report = None if self._accelerator is None else self._accelerator.report()
+        if report is not None:
+            return str(report)
+        return "No step has updated parameters on an accelerator; those on the host are updated there, in place."
+
+    def metrics(self) -> dict[str, float]:
+        """The last step as plain numbers by name, for TensorBoard, Weights & Biases or a print; waits for the step.
+
+        ``share_cpu``, ``share_gpu_streamed``, ``share_gpu_resident``: of the parameters on the accelerator. ``slots``.
+        ``h2d_bytes``, ``d2h_bytes``: moved by the plan. ``exposed_s``: for which the caller was held up.
+        ``update_s``: from ``step()`` to the last transfer; ``predicted_s``, ``bound_s``: what the model says of it, and
+        what no plan could beat; ``efficiency``: bound over measured. ``memory_free_bytes``, ``memory_total_bytes``,
+        ``memory_held_bytes``, ``memory_for_state_bytes``: of the device. Values that are not known are missing; before
+        the first step, or with all parameters on the host, the dict is empty.
+        """
+        self.synchronize()
+        report = None if self._accelerator is None else self._accelerator.report()
+        return {} if report is None else report.metrics()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "options": self._options, "device": self._device}
@@ -355,10 +418,12 @@ class DOSAdam(Optimizer):
 
     def gradient_ready(self, parameter: Tensor) -> None:
         """Called by a hook when backward has written to ``parameter.grad``."""
-        if _gradients_travel():
-            return
         if self._in_flight:
             self.synchronize()
+        if self._accelerator is not None:
+            self._accelerator.backward_came_by()
+        if _gradients_travel():
+            return
         with torch.no_grad():
             if self._registry.offloaded is not None and self._registry.record(parameter) is None:
                 self._registry.enrol((p, g) for g in self.param_groups for p in g["params"] if p.requires_grad)
@@ -366,7 +431,7 @@ class DOSAdam(Optimizer):
             if accelerator is None or record is None or not record.arena.accelerated or parameter.grad is None:
                 return
             if self._registry.offloaded is None:
-                accelerator.gradient_ready(record)
+                accelerator.gradient_ready(record, attached=self._attachment is not None)
             else:
                 accelerator.take_gradient(record)
 
@@ -388,8 +453,8 @@ class DOSAdam(Optimizer):
 
     def _admit(self, group: Group) -> None:
         self._registry.admit(group)
-        if self._options.offload_gradients:  # from the first gradient on; otherwise from when there is a plan
-            for parameter in group["params"]:
+        for parameter in group["params"]:  # from the first gradient on, for the first peak of memory is one, too
+            if self._options.offload_gradients or (not is_lazy(parameter) and self._accelerates(parameter)):
                 self._watch(parameter)
 
     def _watch(self, parameter: Tensor) -> None:
@@ -404,7 +469,7 @@ class DOSAdam(Optimizer):
             device = device_for(parameter, self._device)
             if device is not None:
                 policy = resolve_policy(self._options.policy)
-                self._accelerator = Accelerator(device, self._registry, policy, self._options.profile)
+                self._accelerator = Accelerator(device, self._registry, policy, self._options)
                 self._accelerator.finish_with(self)
         return self._accelerator is not None and self._accelerator.device.owns(parameter)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,8 @@ class Options:
     max_grad_norm: clip the global gradient norm to this at each step, or None.
     master_weights: keep fp32 copies of bf16 and fp16 parameters.
     offload_gradients: move gradients to the host during backward and free them on the accelerator.
+    memory_budget: device memory for state: bytes, a share (a float), or a function giving bytes; None: what is free.
+    memory_interval: seconds between samples of memory by a thread of its own, or None for no such thread.
     """
 
     policy: str | float | Policy
@@ -40,6 +42,8 @@ class Options:
     max_grad_norm: float | None
     master_weights: bool
     offload_gradients: bool
+    memory_budget: int | float | Callable[[], int] | None
+    memory_interval: float | None
 
     def __post_init__(self) -> None:
         resolve_policy(self.policy)
@@ -49,6 +53,19 @@ class Options:
             raise ValueError(f"subgroup_size must be 1 or more parameters, found {self.subgroup_size}")
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise ValueError(f"max_grad_norm must be above 0, or None for no clipping, found {self.max_grad_norm}")
+        budget = self.memory_budget
+        if budget is not None and not callable(budget):
+            if isinstance(budget, bool) or not isinstance(budget, (int, float)):
+                raise TypeError(
+                    f"memory_budget must be an int (bytes), a float in [0, 1] (a share of the device's memory), a "
+                    f"function giving bytes, or None, found {budget!r}"
+                )
+            if not 0 <= budget < math.inf or (isinstance(budget, float) and budget > 1):
+                raise ValueError(
+                    f"memory_budget must be 0 or more bytes as an int, or a share in [0, 1] as a float, found {budget}"
+                )
+        if self.memory_interval is not None and not 0 < self.memory_interval < math.inf:
+            raise ValueError(f"memory_interval must be above 0 seconds, or None, found {self.memory_interval}")
 
 
 def check_settings(settings: Mapping[str, Any], where: str) -> None:

@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from dos.host_memory import reserve
 from dos.offload import OffloadedGradients
 from dos.options import SUPPORTED_DTYPES, Options, check_parameter, check_settings
 from dos.subgroup import Arena, HostAllocator, ParameterRecord, Subgroup, split
 from dos.update import AdamStep
 from dos.work import PieceUpdate, SubgroupUpdate
 from perfmodel import SubgroupLoad
+from perfmodel.footprint import host_bytes
 
 Group = dict[str, Any]
 StateDict = MutableMapping[Tensor, Any]
@@ -109,11 +111,21 @@ class Registry:
         return found
 
     def enrol(self, parameters: Iterable[tuple[Tensor, Group]]) -> None:
-        """Make room for the state of parameters, each with its group, that have none yet."""
+        """Make room for the state of parameters, each with its group, that have none yet.
+
+        Raises MemoryError, before anything is allocated, if the host has not enough memory.
+        """
         newcomers = [(p, group) for p, group in parameters if p not in self._records]
+        runs = []
         for _, members in itertools.groupby(newcomers, key=lambda member: id(member[1])):
-            run = list(members)
-            self._enrol([p for p, _ in run], run[0][1])
+            group_members = list(members)
+            group = group_members[0][1]
+            alike = sorted((p for p, _ in group_members), key=self._kind)
+            runs += [(list(run), group) for _, run in itertools.groupby(alike, key=self._kind)]
+        if runs:
+            reserve(sum(self._host_bytes(run, group) for run, group in runs), "optimizer state (DOSAdam)")
+        for run, group in runs:
+            self._enrol(run, group)
 
     def order_by_use(self, first_use: Iterable[Tensor]) -> None:
         """Put the subgroups in the order in which their parameters are first used; those not named come last."""
@@ -227,27 +239,38 @@ class Registry:
         if problem:
             raise ValueError(f"{name_of(parameter, group)}: {problem}")
 
-    def _enrol(self, parameters: list[Tensor], group: Group) -> None:
-        def kind(parameter: Tensor) -> tuple[str, bool]:
-            return str(parameter.dtype), self._accelerates(parameter)
+    def _kind(self, parameter: Tensor) -> tuple[str, bool]:
+        return str(parameter.dtype), self._accelerates(parameter)
 
-        for (_, accelerated), run in itertools.groupby(sorted(parameters, key=kind), key=kind):
-            arena = Arena(
-                list(run),
-                accelerated=accelerated,
-                master_weights=self._options.master_weights,
-                amsgrad=group["amsgrad"],
-                allocate=self._allocator(),
-            )
-            self._records.update({record.parameter: record for record in arena.records})
-            subgroups = split(arena, self._options.subgroup_size)
-            if not accelerated:
-                self.local += subgroups
-                continue
-            self.accelerated += subgroups
-            self._reindex()
-            for record in arena.records:
-                self._watch(record.parameter)
+    def _host_bytes(self, run: Sequence[Tensor], group: Group) -> int:
+        """Host memory of an arena for these parameters."""
+        return host_bytes(
+            sum(p.numel() for p in run),
+            run[0].dtype.itemsize,
+            master_weights=self._options.master_weights,
+            amsgrad=group["amsgrad"],
+            offload_gradients=self._options.offload_gradients,
+            accelerated=self._accelerates(run[0]),
+        )
+
+    def _enrol(self, parameters: list[Tensor], group: Group) -> None:
+        """Make an arena for parameters of one group, dtype and memory."""
+        arena = Arena(
+            parameters,
+            accelerated=self._accelerates(parameters[0]),
+            master_weights=self._options.master_weights,
+            amsgrad=group["amsgrad"],
+            allocate=self._allocator(),
+        )
+        self._records.update({record.parameter: record for record in arena.records})
+        subgroups = split(arena, self._options.subgroup_size)
+        if not arena.accelerated:
+            self.local += subgroups
+            return
+        self.accelerated += subgroups
+        self._reindex()
+        for record in arena.records:
+            self._watch(record.parameter)
 
     def _reindex(self) -> None:
         self.index = {subgroup: i for i, subgroup in enumerate(self.accelerated)}

@@ -15,6 +15,8 @@ from perfmodel.workload import SubgroupLoad, Workload
 
 MAX_SLOTS = 8
 """Three keep both links busy; more let prefetches go on while the GPU updates resident subgroups."""
+SLOTS_TRIED = (0, 1, 2, 4)
+"""Where memory for slots is taken from residents."""
 FEW = 12
 """Up to this many subgroups every division is simulated."""
 SIMULATED = 50
@@ -35,8 +37,35 @@ def adaptive(workload: Workload, profile: HardwareProfile) -> Plan:
        problem of at most SIMULATED subgroups, and the division moves to where the simulated time is least.
 
     Streamed and CPU subgroups alternate evenly, so that no lane waits, and parameters arrive evenly for the forward.
+    Where slots take their memory from what could be resident, some divisions of it between both are compared.
     """
-    return _Division(workload, profile).plan()
+    divisions = [_Division(work, profile) for work in _memory_divided(workload)]
+    if len(divisions) == 1:
+        return divisions[0].plan()
+    if len(workload.subgroups) > SIMULATED:  # the steady state is near the truth, but for the ends of the pipeline
+        divisions = [divisions[0], min(divisions[1:], key=lambda d: d.steady_s)]
+    elif len(workload.subgroups) > FEW:
+        divisions = sorted(divisions, key=lambda d: d.steady_s)[:2]
+    scope = Scope.beside(workload)
+    return min((d.plan() for d in divisions), key=lambda plan: makespan(plan, workload, profile, scope))
+
+
+def _memory_divided(workload: Workload) -> list[Workload]:
+    """The workload with the memory that residents and slots share given to one or the other."""
+    shared = workload.shared_free_bytes
+    if math.isinf(shared) or min(workload.peak_free_bytes, shared) >= workload.state_bytes:
+        return [workload]
+    slot = max(workload.slot_bytes, 1)
+    return [
+        dataclasses.replace(
+            workload,
+            peak_free_bytes=min(workload.peak_free_bytes, shared - slots * slot),
+            update_free_bytes=min(workload.update_free_bytes, slots * slot),
+            shared_free_bytes=math.inf,
+        )
+        for slots in SLOTS_TRIED
+        if slots * slot <= shared
+    ]
 
 
 class AdaptivePlanner:
@@ -69,6 +98,7 @@ class _Division:
         self._least = 0.0 if self._slots else self._n - self._room
         steady = _steady(workload, profile, Costs.of(self._mean, profile), self._room, self._slots)
         self.steady = _lowest(steady, self._least, float(self._n))
+        self.steady_s = steady(self.steady)
 
     def plan(self) -> Plan:
         """The whole decision."""

@@ -50,7 +50,7 @@ def lower_bound(workload: Workload, profile: HardwareProfile, scope: Scope = UPD
         host DRAM   sum of all bytes moved           <= T x bandwidth of the rank
         fetching    sum y prefetch + z gpu_update    <= T, but for the first filling of slots
         slots       sum y (prefetch + update + flush) <= T x slots that fit
-        memory      sum z state                      <= free at the peak
+        memory      sum z state                      <= free at the peak, and what slots share with it
 
     speed_A are the simulator's: duplex links and host DRAM shared by `lanes.shared_rates`. Beside an overlapped
     backward gradients may leave and slots be filled, which is taken off the work of the links; beside an overlapped
@@ -102,7 +102,9 @@ def _solve(workload: Workload, profile: HardwareProfile, scope: Scope) -> tuple[
     ) -> np.ndarray:
         return np.concatenate([x, y, z, first, then, [early, seconds]])
 
-    room = workload.update_free_bytes / max(float(state.min()), 1.0)
+    staging = min(workload.update_free_bytes, workload.shared_free_bytes)
+    resident = min(workload.peak_free_bytes, workload.shared_free_bytes)
+    room = staging / max(float(state.min()), 1.0)
     fitting = math.floor(room) if math.isfinite(room) else math.inf
     fill = min(fitting, float(counts.sum())) * max(c.prefetch[0] for c in costs)
     filled = min(before, fill)
@@ -128,9 +130,9 @@ def _solve(workload: Workload, profile: HardwareProfile, scope: Scope) -> tuple[
         rows.append((row(zero, streamed, gpu, none, none, -1), after + fill * up))
     if 0 < fitting < math.inf:
         rows.append((row(zero, (prefetch + gpu + flush) / fitting, zero, none, none, -1), before + after))
-    if math.isfinite(workload.peak_free_bytes):
+    if math.isfinite(resident):
         scale = max(float(counts @ state), 1.0)
-        rows.append((row(zero, zero, counts * state / scale, none, none, 0), workload.peak_free_bytes / scale))
+        rows.append((row(zero, zero, counts * state / scale, none, none, 0), resident / scale))
     solution = optimize.linprog(
         row(zero, zero, zero, none, none, 1),
         A_ub=np.array([coefficients for coefficients, _ in rows]),
@@ -138,7 +140,7 @@ def _solve(workload: Workload, profile: HardwareProfile, scope: Scope) -> tuple[
         A_eq=np.hstack([np.eye(n), np.eye(n), np.eye(n), np.zeros((n, 2 * len(speeds) + 2))]),
         b_eq=np.ones(n),
         bounds=[(0.0, 1.0)] * n
-        + [(0.0, 1.0 if size <= workload.update_free_bytes else 0.0) for size in state]
+        + [(0.0, 1.0 if size <= staging else 0.0) for size in state]
         + [(0.0, 1.0)] * n
         + [(0.0, None)] * (2 * len(speeds))
         + [(0.0, before), (0.0, None)],

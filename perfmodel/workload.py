@@ -44,6 +44,7 @@ class Workload:
     forward_s, backward_s: compute times in seconds that transfers may hide behind (0: nothing to hide behind).
     peak_free_bytes: device memory free at the peak of the iteration; what resident state may use.
     update_free_bytes: device memory free while updating, beyond resident state; what staging slots may use.
+    shared_free_bytes: device memory free while updating that resident state and slots share.
 
     Raises ValueError for an empty workload, or negative times or sizes.
     """
@@ -53,11 +54,12 @@ class Workload:
     backward_s: float = 0.0
     peak_free_bytes: float = math.inf
     update_free_bytes: float = math.inf
+    shared_free_bytes: float = math.inf
 
     def __post_init__(self) -> None:
         if not self.subgroups:
             raise ValueError("a workload needs at least one subgroup, found none")
-        for field in ("forward_s", "backward_s", "peak_free_bytes", "update_free_bytes"):
+        for field in ("forward_s", "backward_s", "peak_free_bytes", "update_free_bytes", "shared_free_bytes"):
             if not getattr(self, field) >= 0:
                 raise ValueError(f"{field} must be 0 or more, found {getattr(self, field)}")
 
@@ -73,18 +75,24 @@ class Workload:
         backward_s: float = 0.0,
         peak_free_bytes: float = math.inf,
         update_free_bytes: float = math.inf,
+        shared_free_bytes: float = math.inf,
     ) -> Workload:
         """A workload of subgroups with `sizes` parameters and the same bytes per parameter throughout.
 
         The defaults are mixed precision: 16-bit gradients and parameters, fp32 master, exp_avg and exp_avg_sq.
         """
         loads = tuple(SubgroupLoad(n, n * gradient_bytes, n * parameter_bytes, n * state_bytes) for n in sizes)
-        return cls(loads, forward_s, backward_s, peak_free_bytes, update_free_bytes)
+        return cls(loads, forward_s, backward_s, peak_free_bytes, update_free_bytes, shared_free_bytes)
 
     @property
     def numel(self) -> int:
         """Parameters of all subgroups."""
         return sum(load.numel for load in self.subgroups)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of all optimizer state."""
+        return sum(load.state_bytes for load in self.subgroups)
 
     @property
     def slot_bytes(self) -> int:

@@ -2,6 +2,7 @@
 
 from dos.devices.base import Copy, Device, Job, Memory
 from dos.devices.emulated import EmulatedDevice
+from dos.devices.occupancy import Script, read_trace
 from dos.devices.select import device_for, host_zeros
 
-__all__ = ["Copy", "Device", "EmulatedDevice", "Job", "Memory", "device_for", "host_zeros"]
+__all__ = ["Copy", "Device", "EmulatedDevice", "Job", "Memory", "Script", "device_for", "host_zeros", "read_trace"]

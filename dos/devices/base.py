@@ -40,6 +40,10 @@ class Device(Protocol):
     prefetches and parameters), so that a transfer that waits does not hold up one that could go.
     """
 
+    @property
+    def uuid(self) -> str | None:
+        """The device's UUID as NVML writes it; None for one that NVML does not know."""
+
     def owns(self, tensor: Tensor) -> bool:
         """Whether the tensor is in this device's memory."""
 
@@ -53,7 +57,13 @@ class Device(Protocol):
         """Give back what `allocate` gave. No work in flight may use it."""
 
     def memory(self) -> Memory:
-        """Free and total device memory."""
+        """Free and total device memory as the runtime sees it."""
+
+    def unused(self) -> int:
+        """Bytes that this process has reserved and does not use: not free to others, but to us."""
+
+    def trim(self) -> None:
+        """Give what is reserved and not used back to all."""
 
     def join(self, job: Job) -> None:
         """Order what the caller queues on the device from now on behind `job`. Raises what the job raised."""

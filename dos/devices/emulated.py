@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import time
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dos.devices.base import LANES, Copy, Job, Memory
+from dos.devices.occupancy import Occupancy
 from dos.devices.pacer import Pacer
 from perfmodel import Lane, Op, Span
 from perfmodel.hardware import HardwareProfile
@@ -30,23 +32,42 @@ class EmulatedDevice:
     profile: rates of the links, the device and the host's update. `profile.scaled(1 / 500)` makes a large machine's
         proportions last long enough to be reproduced by a small one.
     capacity: device memory in bytes.
-    occupied: bytes of it that the model and its activations take.
+    occupied: bytes of it that the model and its activations take; what is not taken now stays reserved for them.
+    neighbour: bytes that another process wants; it takes what is free and waits for the rest.
+    reports: what the device says of its memory when it lies: a function of what is true.
+    peak_bytes: the most that was in use. unmet_bytes: what the neighbour waits for.
 
     Copies and updates are real, each stream runs on a thread of its own, and a lane serves one of them at a time.
     Allocations past the capacity raise torch.OutOfMemoryError. Copies and pickles of an emulated device are new devices
     of the same make, except `copy.deepcopy`, which gives the device itself, as for a torch device.
     """
 
-    def __init__(self, profile: HardwareProfile, capacity: int, occupied: int = 0) -> None:
-        if not 0 <= occupied <= capacity:
-            raise ValueError(f"occupied must lie in [0, capacity={capacity}] bytes, found {occupied}")
+    uuid = None  # NVML does not know it
+
+    def __init__(
+        self,
+        profile: HardwareProfile,
+        capacity: int,
+        occupied: Occupancy = 0,
+        *,
+        neighbour: Occupancy = 0,
+        reports: Callable[[Memory], Memory] | None = None,
+    ) -> None:
         self.profile = profile
         self.capacity = capacity
         self.occupied = occupied
-        self.peak_bytes = occupied
+        self.neighbour = neighbour
+        self.reports = reports
+        self.peak_bytes = 0
+        self.unmet_bytes = 0
         self._held = 0
+        self._reserved = 0
+        self._granted = 0
         self._memory_lock = threading.RLock()  # a buffer may be collected while one is allocated
         self._releases: dict[int, weakref.finalize[..., Tensor]] = {}
+        self._free()
+        if not 0 <= self.peak_bytes <= capacity:
+            raise ValueError(f"occupied must lie in [0, capacity={capacity}] bytes, found {self.peak_bytes}")
         self._start_streams()
         _devices.add(self)
 
@@ -57,7 +78,11 @@ class EmulatedDevice:
         return self
 
     def __reduce__(self) -> tuple[object, ...]:
-        return EmulatedDevice, (self.profile, self.capacity, self.occupied)
+        return functools.partial(EmulatedDevice, neighbour=self.neighbour, reports=self.reports), (
+            self.profile,
+            self.capacity,
+            self.occupied,
+        )
 
     def _start_streams(self) -> None:
         self._pacer = Pacer(self._speeds)
@@ -72,13 +97,13 @@ class EmulatedDevice:
 
     def allocate(self, nbytes: int) -> Tensor:
         with self._memory_lock:
-            free = self.capacity - self.occupied - self._held
+            free = self._free()
             if nbytes > free:
                 raise torch.OutOfMemoryError(
                     f"emulated device out of memory: {nbytes} bytes asked for, {free} of {self.capacity} free"
                 )
             self._held += nbytes
-            self.peak_bytes = max(self.peak_bytes, self.occupied + self._held)
+            self._free()
         buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         self._releases[id(buffer)] = weakref.finalize(buffer, self._release, id(buffer), nbytes)
         return buffer
@@ -90,9 +115,29 @@ class EmulatedDevice:
         with self._memory_lock:
             self._held -= nbytes
             del self._releases[key]
+            self._free()
 
     def memory(self) -> Memory:
-        return Memory(self.capacity - self.occupied - self._held, self.capacity)
+        true = Memory(self._free(), self.capacity)
+        return true if self.reports is None else self.reports(true)
+
+    def unused(self) -> int:
+        return 0  # what `memory` calls free includes it
+
+    def trim(self) -> None:
+        pass
+
+    def _free(self) -> int:
+        """Bytes that are free for us, everybody else having taken what is theirs."""
+        with self._memory_lock:
+            occupied = self.occupied() if callable(self.occupied) else self.occupied
+            wanted = self.neighbour() if callable(self.neighbour) else self.neighbour
+            self._reserved = max(self._reserved, occupied)
+            self._granted = min(wanted, max(self._granted, self.capacity - self._reserved - self._held))
+            self.unmet_bytes = wanted - self._granted
+            used = occupied + self._granted + self._held
+            self.peak_bytes = max(self.peak_bytes, used)
+            return max(0, self.capacity - used)
 
     def join(self, job: Job) -> None:
         job.wait()  # the caller's computation is its own, so it must not begin before

@@ -1,0 +1,111 @@
+"""How much device memory optimizer state may use: low-water marks, and what they say of the next iteration."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+from perfmodel import Op
+
+REMEMBERED = 4
+"""Iterations over which a low-water mark counts; memory that came free is trusted after as many."""
+REMEMBERED_AFTER_FAILURE = 100
+"""Iterations over which one counts from which the user's own code ran out of memory."""
+MARGIN = 0.02
+"""Share of the device's memory that is left alone."""
+
+
+class Room(NamedTuple):
+    """Bytes of device memory for optimizer state.
+
+    resident: at the peak of the iteration. update: while updating; residents and slots share it.
+    """
+
+    resident: int
+    update: int
+
+
+class Forecast:
+    """What was free in each phase of recent iterations, and what that leaves for optimizer state in the next one.
+
+    All is measured as what optimizer state could have used: free bytes, and what it held itself.
+
+    - The lowest mark of the last REMEMBERED iterations counts, so memory that came free is used some iterations later.
+    - A low mark in the update now, less what an iteration usually takes beyond its update, counts at once: what a
+      neighbour has taken is given back before the next peak. So does the next low of marks that fall steadily.
+    - The margin is MARGIN of the device, and more while memory runs short: a neighbour that waits for more takes all
+      that is free, so nearly nothing free means that it wants more. Each such iteration doubles the margin, and so does
+      an allocation that failed although the figures had room for it; each iteration with all of MARGIN free, so that
+      nobody waits for memory, halves what was added.
+    """
+
+    def __init__(self) -> None:
+        self._marks: deque[dict[Op, int]] = deque(maxlen=REMEMBERED)
+        self._now: dict[Op, int] = {}
+        self._total = 0
+        self._extra = 0
+        self._least_free: int | None = None
+        self._held = 0
+        self._failed = False
+        self._lasting: tuple[int, int] | None = None
+        self._watch_for_lasting = False
+
+    @property
+    def margin(self) -> int:
+        """Bytes that are left alone now."""
+        return int(MARGIN * self._total) + self._extra
+
+    def sample(self, phase: Op, free: int, held: int, total: int) -> None:
+        """free: bytes, as measured in this phase. held: bytes of the device's `total` that optimizer state had."""
+        self._total = total
+        self._now[phase] = min(free + held, self._now.get(phase, free + held))
+        if self._least_free is None or free < self._least_free:
+            self._least_free, self._held = free, held
+
+    def allocation_failed(self) -> None:
+        """An allocation for which there was room by these figures has failed."""
+        self._failed = True
+
+    def ran_out(self) -> None:
+        """The user's own code ran out of memory: what the next iteration shows is remembered for long."""
+        self._watch_for_lasting = True
+
+    def end_iteration(self) -> None:
+        """What is sampled from now on belongs to the next iteration."""
+        short = self._least_free is not None and self._held > 0 and 2 * self._least_free < MARGIN * self._total
+        if short or self._failed:
+            self._extra = min(max(2 * self._extra, int(MARGIN * self._total)), self._total)
+        elif self._extra and (self._least_free or 0) >= MARGIN * self._total:
+            self._extra = self._extra // 2 if self._extra > 0.1 * MARGIN * self._total else 0
+        if self._now:
+            if self._watch_for_lasting:
+                self._lasting = _peak(self._now), REMEMBERED_AFTER_FAILURE
+            self._marks.append(self._now)
+        if self._lasting is not None:
+            mark, iterations = self._lasting
+            self._lasting = (mark, iterations - 1) if iterations > 1 else None
+        self._now, self._least_free, self._failed, self._watch_for_lasting = {}, None, False, False
+
+    def room(self) -> Room:
+        """What optimizer state may use in the next update and at the next peak; nothing before the first sample."""
+        marks = [m for m in (*self._marks, self._now) if m]
+        if not marks:
+            return Room(0, 0)
+        peaks = [_peak(m) for m in marks]
+        windows = [m[Op.UPDATE] for m in marks if Op.UPDATE in m]
+        resident = min(peaks)
+        if windows:
+            swing = max(m[Op.UPDATE] - _peak(m) for m in marks if Op.UPDATE in m)
+            resident = min(resident, windows[-1] - max(0, swing))
+        if len(peaks) >= 4:
+            falls = [earlier - later for earlier, later in zip(peaks[-4:], peaks[-3:], strict=False)]
+            resident = min(resident, peaks[-1] - max(0, min(falls)))
+        if self._lasting is not None:
+            resident = min(resident, self._lasting[0])
+        update = max(resident, min(windows, default=resident))
+        return Room(max(0, resident - self.margin), max(0, update - self.margin))
+
+
+def _peak(marks: dict[Op, int]) -> int:
+    """The low-water mark of forward and backward; of the update where nothing else was sampled."""
+    return min([marks[phase] for phase in (Op.FORWARD, Op.BACKWARD) if phase in marks] or marks.values())

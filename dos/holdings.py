@@ -1,0 +1,75 @@
+"""What optimizer state holds of a device's memory: resident state and staging slots."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import Tensor
+
+from dos.devices import Device
+from dos.subgroup import State, Subgroup
+
+logger = logging.getLogger(__name__)
+
+
+class Holdings:
+    """Allocates and frees; a failed allocation is an answer, not an error.
+
+    resident: state on the device, by subgroup. slots: staging buffers of equal size.
+    nbytes: of both together; may be read from any thread.
+    denied: whether an allocation has failed since the caller last set this to False.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.resident: dict[Subgroup, State] = {}
+        self.slots: list[Tensor] = []
+        self.nbytes = 0
+        self.denied = False
+        self._device = device
+        self._buffers: dict[Subgroup, Tensor] = {}
+        self._logged = False
+
+    def settle(self, subgroup: Subgroup) -> State | None:
+        """Room for a subgroup's state, uninitialised; None if there is none."""
+        host = subgroup.state
+        buffer = self._allocate(host.carved_bytes)
+        if buffer is None:
+            return None
+        self._buffers[subgroup] = buffer
+        self.resident[subgroup] = host.carve(buffer)
+        return self.resident[subgroup]
+
+    def evict(self, subgroup: Subgroup) -> None:
+        """Free a resident subgroup's memory. Its state has come home; nothing in flight may use it."""
+        del self.resident[subgroup]
+        self._free(self._buffers.pop(subgroup))
+
+    def get_slots(self, count: int, nbytes: int) -> None:
+        """Allocate up to `count` slots of `nbytes`, fewer if memory runs out."""
+        for _ in range(count):
+            slot = self._allocate(nbytes)
+            if slot is None:
+                break
+            self.slots.append(slot)
+
+    def free_slots(self) -> None:
+        """Give the slots back. Nothing in flight may use them."""
+        for slot in self.slots:
+            self._free(slot)
+        self.slots = []
+
+    def _allocate(self, nbytes: int) -> Tensor | None:
+        try:
+            buffer = self._device.allocate(nbytes)
+        except torch.OutOfMemoryError as error:
+            level = logging.DEBUG if self._logged else logging.WARNING
+            self._logged = self.denied = True
+            logger.log(level, "no device memory for optimizer state, updating on the host instead: %s", error)
+            return None
+        self.nbytes += nbytes
+        return buffer
+
+    def _free(self, buffer: Tensor) -> None:
+        self.nbytes -= buffer.nbytes
+        self._device.free(buffer)

@@ -1,0 +1,83 @@
+"""Host memory: how much there is, said before it is taken."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+_CGROUP = Path("/sys/fs/cgroup")
+_PROC = Path("/proc")
+
+
+def available_bytes() -> int | None:
+    """What can still be allocated without swapping: of the machine, or of the container if that is less.
+
+    None where neither can be read.
+    """
+    machine = _of_machine()
+    return min([*([] if machine is None else [machine]), *_of_container()], default=None)
+
+
+def reserve(nbytes: int, purpose: str) -> None:
+    """Say that `nbytes` are about to be allocated.
+
+    Raises MemoryError if there are not as many: Linux grants allocations that it cannot serve, and kills the process
+    when they are used.
+    """
+    available = available_bytes()
+    there = "an unknown amount" if available is None else _gib(available)
+    logger.info("%s: %s of host memory needed, %s available", purpose, _gib(nbytes), there)
+    if available is not None and nbytes > available:
+        raise MemoryError(
+            f"{purpose} needs {_gib(nbytes)} of host memory and {_gib(available)} are available; use fewer or smaller "
+            "processes per host, freeze parameters, or give the machine or container more memory "
+            "(`python -m perfmodel` says beforehand what a model needs)"
+        )
+
+
+def _of_machine() -> int | None:
+    kibibytes = _field(_PROC / "meminfo", "MemAvailable:")
+    return None if kibibytes is None else 1024 * kibibytes
+
+
+def _of_container() -> Iterator[int]:
+    """What the control groups of this process leave it; page cache that can be dropped is not counted as taken."""
+    for line in _read(_PROC / "self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":  # version 2
+            mount, limit, usage, cache = _CGROUP, "memory.max", "memory.current", "inactive_file"
+        elif "memory" in controllers.split(","):
+            mount, limit, usage = _CGROUP / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            cache = "total_inactive_file"
+        else:
+            continue
+        folder = mount / path.lstrip("/")
+        if not (folder / limit).exists():
+            folder = mount  # a container sees its own group as the root, whatever the path says
+        most, used = _read(folder / limit).strip(), _read(folder / usage).strip()
+        if most.isdigit() and used.isdigit():
+            droppable = _field(folder / "memory.stat", cache) or 0
+            yield max(0, int(most) - int(used) + droppable)
+
+
+def _field(path: Path, name: str) -> int | None:
+    """The number after `name` in a file of lines `name number`."""
+    for line in _read(path).splitlines():
+        words = line.split()
+        if words[:1] == [name]:
+            return int(words[1])
+    return None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.2f} GiB"

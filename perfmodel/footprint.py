@@ -1,0 +1,131 @@
+"""How much memory optimizer state takes, on the host and on the device, to the byte."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+FP32_BYTES = 4
+
+
+@dataclass(frozen=True)
+class HostBytes:
+    """The host memory that DOSAdam allocates for a run of parameters, in bytes.
+
+    master: the parameters at the precision in which they are updated.
+    moments: exp_avg, exp_avg_sq and, with amsgrad, max_exp_avg_sq, float32.
+    gradient_staging, parameter_staging: gradients from the accelerator, new parameters on their way to it.
+    accumulated: gradients that add up on the host, float32; allocated by the first backward.
+    """
+
+    master: int
+    moments: int
+    gradient_staging: int
+    parameter_staging: int
+    accumulated: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.state + self.gradient_staging + self.parameter_staging + self.accumulated
+
+    @property
+    def state(self) -> int:
+        """What goes to the device when a subgroup is streamed, and stays there when it is resident."""
+        return self.master + self.moments
+
+
+def host_footprint(
+    numel: int,
+    value_bytes: int,
+    *,
+    master_weights: bool = True,
+    amsgrad: bool = False,
+    offload_gradients: bool = False,
+    accelerated: bool = True,
+    other_gradient_dtype: bool = False,
+) -> HostBytes:
+    """What DOSAdam allocates on the host for `numel` parameters of `value_bytes` each (4 float32, 2 float16, bfloat16).
+
+    numel: of all parameters with one setting; the bytes are the same however they are divided into parameters,
+        groups and subgroups, and whatever the policy: state that is resident on the device keeps its place at home.
+    master_weights, amsgrad, offload_gradients: as given to DOSAdam.
+    accelerated: whether the parameters are on the accelerator. Parameters on the host need no staging, and no master
+        where they have the update's precision themselves.
+    other_gradient_dtype: whether gradients come in another dtype than the parameters, and are staged in float32 then.
+
+    Not counted: a copy of one parameter at a time while the first step reads it, and the rounding of each tensor to
+    pages of 4 KiB where memory is pinned.
+    Raises ValueError for a negative numel, or values that are not of 2 or 4 bytes.
+    """
+    if numel < 0:
+        raise ValueError(f"numel must be 0 or more, found {numel}")
+    if value_bytes not in (2, FP32_BYTES):
+        raise ValueError(f"value_bytes must be 2 (bfloat16, float16) or 4 (float32), found {value_bytes}")
+    master_bytes = FP32_BYTES if master_weights else value_bytes
+    keeps_more = master_bytes != value_bytes
+    staged_bytes = FP32_BYTES if other_gradient_dtype else value_bytes
+    return HostBytes(
+        master=numel * master_bytes if accelerated or keeps_more else 0,
+        moments=numel * FP32_BYTES * (3 if amsgrad else 2),
+        gradient_staging=numel * staged_bytes if accelerated else 0,
+        parameter_staging=numel * value_bytes if accelerated and keeps_more else 0,
+        accumulated=numel * FP32_BYTES if accelerated and offload_gradients else 0,
+    )
+
+
+def host_bytes(
+    numel: int,
+    value_bytes: int,
+    *,
+    master_weights: bool = True,
+    amsgrad: bool = False,
+    offload_gradients: bool = False,
+    accelerated: bool = True,
+    other_gradient_dtype: bool = False,
+) -> int:
+    """`host_footprint` in one number."""
+    return host_footprint(
+        numel,
+        value_bytes,
+        master_weights=master_weights,
+        amsgrad=amsgrad,
+        offload_gradients=offload_gradients,
+        accelerated=accelerated,
+        other_gradient_dtype=other_gradient_dtype,
+    ).total
+
+
+@dataclass(frozen=True)
+class DeviceBytes:
+    """Device memory that training takes beside optimizer state, in bytes of one rank.
+
+    weights, gradients: of what the rank keeps.
+    activations: held when backward begins, the loss included.
+    block: one block's weights and gradients while they are gathered, and its activations.
+    reserved: taken by the runtime.
+    """
+
+    weights: int
+    gradients: int
+    activations: int
+    block: int
+    reserved: int
+
+    @property
+    def peak(self) -> int:
+        """At the worst moment: as backward begins, or as it ends.
+
+        Gradients grow as activations go, and both do so evenly, so that neither moment between is worse. That holds if
+        gradients were set to None before forward; while accumulating over micro-batches it is `peak_accumulating`.
+        """
+        return self.reserved + self.weights + max(self.activations, self.gradients + self.block)
+
+    @property
+    def peak_accumulating(self) -> int:
+        """The same where gradients of an earlier micro-batch are there all the time."""
+        return self.reserved + self.weights + self.gradients + max(self.activations, self.block)
+
+    @property
+    def update(self) -> int:
+        """While the optimizer updates."""
+        return self.reserved + self.weights + self.gradients
