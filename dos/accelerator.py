@@ -99,15 +99,16 @@ class Accelerator:
         plan = self._ahead
         if plan is None:
             return
-        index = self._registry.index
+        index, resident = self._registry.index, self._engine.holdings.resident
+
+        def wanted(subgroup: Subgroup) -> bool:
+            return plan.placements[index[subgroup]] is Placement.CPU and subgroup not in resident
 
         def send(subgroup: Subgroup, copies: Sequence[Copy]) -> Job:
             self._pace.gradients_leave()
             return self._engine.send_gradients(index[subgroup], copies)
 
-        self._departures.gradient_ready(
-            record, wanted=lambda subgroup: plan.placements[index[subgroup]] is Placement.CPU, send=send
-        )
+        self._departures.gradient_ready(record, wanted, send)
         if self._departures.past_half:
             self._engine.prefetch_early(plan, self._registry.accelerated)
 

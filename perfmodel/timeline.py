@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import itertools
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -86,7 +87,11 @@ class Timeline:
         return tuple(s for s in self.spans if s.lane is lane)
 
     def chrome_trace(self) -> dict[str, object]:
-        """The timeline in the Trace Event format that Perfetto and chrome://tracing open; one track per lane."""
+        """The timeline in the Trace Event format that Perfetto and chrome://tracing open.
+
+        One track per lane, and arrows along each subgroup's way: from prefetch to update to flush, or from gradient to
+        update to parameter.
+        """
         tracks = {lane: number for number, lane in enumerate(Lane)}
         events: list[dict[str, object]] = [
             {"ph": "M", "name": "thread_name", "pid": 0, "tid": track, "args": {"name": lane.value}}
@@ -104,7 +109,23 @@ class Timeline:
             }
             for span in self.spans
         ]
+        for number, (before, after) in enumerate(self._arrows()):
+            arrow = {"name": "way", "cat": "way", "id": number, "pid": 0}
+            events += [
+                # Within its slice, which is how a viewer knows where the arrow begins and ends.
+                arrow | {"ph": "s", "tid": tracks[before.lane], "ts": (before.start + before.end) / 2 * 1e6},
+                arrow | {"ph": "f", "bp": "e", "tid": tracks[after.lane], "ts": (after.start + after.end) / 2 * 1e6},
+            ]
         return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+    def _arrows(self) -> list[tuple[Span, Span]]:
+        """Consecutive spans of a subgroup on two lanes."""
+        ways: dict[int, list[Span]] = {}
+        for span in sorted(self.spans, key=lambda s: s.start):
+            if span.subgroup is not None:
+                ways.setdefault(span.subgroup, []).append(span)
+        pairs = itertools.chain.from_iterable(itertools.pairwise(way) for way in ways.values())
+        return [(one, other) for one, other in pairs if one.lane is not other.lane and one.end <= other.start]
 
     def save(self, path: str | Path) -> None:
         """Write the Chrome trace as JSON."""

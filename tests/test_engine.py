@@ -174,3 +174,66 @@ def test_order_of_operations_on_each_lane_is_the_simulated_one() -> None:
     assert [s.name for s in timeline.on(Lane.H2D)] == [
         "prefetch 0", "parameter 1", "parameter 3", "prefetch 2", "prefetch 4",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("attached", [False, True])
+def test_state_that_leaves_is_updated_where_it_is_and_flushed_beside_the_rest(attached: bool) -> None:
+    """Its memory is free again without another step, and the bits are those of the host's update."""
+    resident = [True]
+
+    def policy(work: Workload) -> Plan:
+        n = len(work.subgroups)
+        placement = Placement.GPU_RESIDENT if resident[0] else Placement.CPU
+        return Plan((placement,) * n, tuple(range(n)), 0)
+
+    device = EmulatedDevice(FAST, capacity=10**9)
+    model, reference = mlp(), mlp()
+    optimizer = DOSAdam(model.parameters(), policy=policy, subgroup_size=300, device=device)
+    expected = DOSAdam(reference.parameters(), policy="cpu", subgroup_size=300, device=EmulatedDevice(FAST, 10**9))
+    if attached:
+        optimizer.attach(model)
+    for step, stays in enumerate([True, True, False, False, True]):
+        resident[0] = stays
+        plan_anew(optimizer)
+        train(model, optimizer, 1, first_step=step)
+        train(reference, expected, 1, first_step=step)
+        optimizer.synchronize()
+        timeline = optimizer.timeline()
+        assert timeline is not None
+        found = {span.op for span in timeline.spans} - {Op.UPDATE}
+        on_device = [span.subgroup for span in timeline.on(Lane.GPU)]
+        if step == 2:  # leaving
+            assert found == {Op.FLUSH}
+            assert sorted(i for i in on_device if i is not None) == list(range(len(optimizer.plan() or ())))
+        else:
+            arriving = {Op.PREFETCH} if step in (0, 4) else set()
+            assert found == (arriving if stays else {Op.GRADIENT, Op.PARAMETER})
+        assert (device.memory().free < device.capacity) == stays
+        assert bits(model.parameters()) == bits(reference.parameters())
+
+
+def test_idle_state_leaves_too() -> None:
+    """A resident subgroup without a gradient in the step in which its memory is wanted."""
+    resident = [True]
+
+    def policy(work: Workload) -> Plan:
+        n = len(work.subgroups)
+        placement = Placement.GPU_RESIDENT if resident[0] else Placement.CPU
+        return Plan((placement,) * n, tuple(range(n)), 0)
+
+    device = EmulatedDevice(FAST, capacity=10**9)
+    model = mlp()
+    optimizer = DOSAdam(model.parameters(), policy=policy, subgroup_size=300, device=device)
+    train(model, optimizer, 1)
+    before = bits(optimizer.state[model[0].weight].values())
+    train(model, optimizer, 1)
+    resident[0] = False
+    plan_anew(optimizer)
+    kept = model[0].weight.detach().clone()
+    for parameter in model.parameters():
+        parameter.grad = None
+    model[3].weight.grad = torch.ones_like(model[3].weight)
+    optimizer.step()
+    assert device.memory().free == device.capacity
+    assert torch.equal(model[0].weight, kept)
+    assert bits(optimizer.state[model[0].weight].values()) != before

@@ -27,3 +27,16 @@ def test_chrome_trace(tmp_path: Path) -> None:
     assert [e["args"]["name"] for e in events if e["ph"] == "M"] == ["CPU", "GPU", "H2D", "D2H"]
     (update,) = [e for e in events if e["ph"] == "X"]
     assert (update["name"], update["tid"], update["ts"], update["dur"]) == ("update 1", 0, 1e6, 2e6)
+
+
+def test_arrows_follow_each_subgroup_from_lane_to_lane() -> None:
+    way = [
+        Span(Lane.H2D, Op.PREFETCH, 3, 0.0, 1.0),
+        Span(Lane.H2D, Op.PREFETCH, 4, 1.0, 2.0),
+        Span(Lane.GPU, Op.UPDATE, 3, 1.0, 1.5),
+        Span(Lane.D2H, Op.FLUSH, 3, 1.5, 2.5),
+    ]
+    events = Timeline.of(way).chrome_trace()["traceEvents"]
+    assert isinstance(events, list)
+    arrows = [(e["ph"], e["id"], e["tid"], e["ts"]) for e in events if e["ph"] in "sf"]
+    assert arrows == [("s", 0, 2, 0.5e6), ("f", 0, 1, 1.25e6), ("s", 1, 1, 1.25e6), ("f", 1, 3, 2e6)]
