@@ -1,0 +1,234 @@
+"""A transformer's size on paper: parameters, activations and arithmetic, from its shape."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ASPECT_RATIO = 128
+"""Width over layers of a model of which only the size is known: Llama 7B and 13B and GPT-3 175B have it."""
+VOCABULARY = 32_000
+"""Tokens that such a model knows: Llama 2's."""
+LOGIT_BYTES = 12
+"""Per logit when backward begins: log-probabilities in float32 (4), which are kept, and the gradients of them and of
+the logits upcast to float32 (8), as PyTorch's cross-entropy makes them."""
+
+
+@dataclass(frozen=True)
+class Transformer:
+    """The shape of a decoder-only transformer.
+
+    numel: parameters. layers, width: blocks, and the size of the residual stream.
+    query_width, key_width: heads times their size, of queries and of keys (or values).
+    heads: of queries. inner: width of the feed-forward network; gated: whether it has a gate (SwiGLU) beside `up`.
+    dropout: whether dropout's masks are kept. upcast_norm: whether norms compute in float32, by separate operations, as
+    Hugging Face's RMSNorm does. longest: the longest sequence it takes; None for no limit.
+    assumed: what was not given but assumed, for people.
+    """
+
+    numel: int
+    layers: int
+    width: int
+    query_width: int
+    key_width: int
+    heads: int
+    inner: int
+    gated: bool
+    vocabulary: int
+    dropout: bool = False
+    upcast_norm: bool = False
+    longest: int | None = None
+    assumed: str = ""
+
+    @classmethod
+    def of_size(cls, numel: int) -> Transformer:
+        """A transformer of which only the number of parameters is known, with the usual proportions.
+
+        numel = 12 layers width**2 (Kaplan et al. 2020, "Scaling Laws for Neural Language Models", section 2.1), width
+        = ASPECT_RATIO layers, heads of 128, a feed-forward network of 4 widths; loss depends little on them (ibid.,
+        section 3.1).
+        """
+        layers = max(1, round((numel / (12 * ASPECT_RATIO**2)) ** (1 / 3)))
+        width = max(1, round((numel / (12 * layers)) ** 0.5))
+        return cls(
+            numel=numel,
+            layers=layers,
+            width=width,
+            query_width=width,
+            key_width=width,
+            heads=max(1, width // 128),
+            inner=4 * width,
+            gated=False,
+            vocabulary=VOCABULARY,
+            assumed=f"shape: {layers} layers of width {width}, {VOCABULARY} tokens; a config.json would tell",
+        )
+
+    @classmethod
+    def load(cls, path: str | Path) -> Transformer:
+        """The transformer that a Hugging Face config.json describes.
+
+        Raises OSError when the file cannot be read, ValueError naming it when it describes no known transformer.
+        """
+        try:
+            values = json.loads(Path(path).read_text())
+            if not isinstance(values, dict):
+                raise ValueError(f"a model's configuration is a JSON object, found {type(values).__name__}")
+            return cls.from_config(values)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+
+    @classmethod
+    def from_config(cls, values: Mapping[str, Any]) -> Transformer:
+        """The same from the configuration's values: GPT-2-like (`n_embd`), or Llama-like (`hidden_size`).
+
+        Raises ValueError for missing keys and impossible values.
+        """
+        experts = [key for key in ("num_local_experts", "num_experts", "n_routed_experts") if values.get(key)]
+        if experts:
+            raise ValueError(f"mixtures of experts are not supported, found {experts[0]}; pass --params instead")
+        return _gpt2(values) if "n_embd" in values else _llama(values)
+
+    def activation_bytes(self, tokens: int, sequence: int, value_bytes: int, *, eager_attention: bool = False) -> int:
+        """What one block keeps for its backward, for `tokens` in sequences of `sequence`, in bytes.
+
+        Counted as in Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models",
+        section 4.1, which is for GPT: 34 bytes per token and width of 16-bit values, and 5 per head and position if
+        attention is not recomputed. Per token: the inputs of both norms, of attention and of the network; queries and
+        attention's result, keys and values; of the network, what enters and leaves the activation function, and with
+        a gate, the gate and the product as well.
+
+        eager_attention: whether attention's matrices are kept, which FlashAttention and PyTorch's
+            scaled_dot_product_attention recompute.
+        """
+        values = 2 * self.width + 2 * self.query_width + 2 * self.key_width + (4 if self.gated else 2) * self.inner
+        nbytes = values * value_bytes + 2 * self._norm_bytes(value_bytes) + (2 * self.width if self.dropout else 0)
+        if eager_attention:
+            kept = 2 * value_bytes + 1 if self.dropout else value_bytes  # after softmax, after dropout, its mask
+            nbytes += kept * self.heads * sequence
+        return tokens * nbytes
+
+    def peak_activation_bytes(
+        self,
+        tokens: int,
+        sequence: int,
+        value_bytes: int,
+        *,
+        checkpointing: bool = False,
+        eager_attention: bool = False,
+    ) -> int:
+        """What all blocks and the loss hold when backward begins, in bytes.
+
+        With checkpointing a block keeps its input only (Korthikanti et al., section 5). Beside the blocks: the inputs
+        of the last norm and of the output layer, the embedding's dropout mask, and LOGIT_BYTES per logit.
+        """
+        if checkpointing:
+            block = tokens * self.width * value_bytes
+        else:
+            block = self.activation_bytes(tokens, sequence, value_bytes, eager_attention=eager_attention)
+        outside = self.width * value_bytes + self._norm_bytes(value_bytes) + (self.width if self.dropout else 0)
+        return self.layers * block + tokens * (outside + LOGIT_BYTES * self.vocabulary)
+
+    def flops(self, tokens: int, *, checkpointing: bool = False) -> tuple[float, float]:
+        """Floating-point operations of forward and of backward.
+
+        2 and 4 per parameter and token, attention's matrices left out (Kaplan et al. 2020, section 2.1). Checkpointing
+        adds another forward to backward, which makes 8 (Narayanan et al. 2021, "Efficient Large-Scale Language Model
+        Training on GPU Clusters Using Megatron-LM").
+        """
+        forward = 2.0 * self.numel * tokens
+        return forward, 2 * forward + (forward if checkpointing else 0.0)
+
+    def _norm_bytes(self, value_bytes: int) -> int:
+        """What a norm keeps per token: its input; or that in float32, and what it has normalised."""
+        return self.width * (4 + value_bytes if self.upcast_norm else value_bytes)
+
+
+def _gpt2(values: Mapping[str, Any]) -> Transformer:
+    """GPT-2: learned positions, biases everywhere, embedding tied to the output unless it is said not to be."""
+    width, layers, heads, vocabulary = _sizes(values, "n_embd", "n_layer", "n_head", "vocab_size")
+    positions = _size(values, "n_positions" if "n_positions" in values else "n_ctx")
+    inner = _size(values, "n_inner", 4 * width)
+    _divides(heads, width, "n_head", "n_embd")
+    attention = 4 * width * width + 4 * width
+    network = 2 * width * inner + inner + width
+    norms = 4 * width
+    outer = (vocabulary + positions) * width + 2 * width
+    if not values.get("tie_word_embeddings", True):
+        outer += vocabulary * width
+    return Transformer(
+        numel=outer + layers * (attention + network + norms),
+        layers=layers,
+        width=width,
+        query_width=width,
+        key_width=width,
+        heads=heads,
+        inner=inner,
+        gated=False,
+        vocabulary=vocabulary,
+        dropout=any(values.get(key, 0.1) for key in ("resid_pdrop", "attn_pdrop", "embd_pdrop")),
+        longest=positions,
+    )
+
+
+def _llama(values: Mapping[str, Any]) -> Transformer:
+    """Llama: rotary positions, RMSNorm, a gated network, grouped keys; Qwen 2's and Gemma's defaults are known."""
+    keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+    width, inner, layers, heads, vocabulary = _sizes(values, *keys)
+    kind = str(values.get("model_type", "llama"))
+    key_heads = _size(values, "num_key_value_heads", heads)
+    if values.get("head_dim") is None:
+        _divides(heads, width, "num_attention_heads", "hidden_size")
+    head = _size(values, "head_dim", width // heads)
+    _divides(key_heads, heads, "num_key_value_heads", "num_attention_heads")
+    query, key = heads * head, key_heads * head
+    attention = 2 * width * query + 2 * width * key
+    if values.get("attention_bias"):
+        attention += query + 2 * key + width
+    elif kind == "qwen2":
+        attention += query + 2 * key
+    network = 3 * width * inner + (2 * inner + width if values.get("mlp_bias") else 0)
+    outer = vocabulary * width + width
+    if not values.get("tie_word_embeddings", kind == "gemma"):
+        outer += vocabulary * width
+    known = kind in ("llama", "mistral", "qwen2", "gemma")
+    return Transformer(
+        numel=outer + layers * (attention + network + 2 * width),
+        layers=layers,
+        width=width,
+        query_width=query,
+        key_width=key,
+        heads=heads,
+        inner=inner,
+        gated=True,
+        vocabulary=vocabulary,
+        upcast_norm=True,
+        assumed="" if known else f"parameters: model_type {kind!r} is counted as if it were Llama",
+    )
+
+
+def _sizes(values: Mapping[str, Any], *keys: str) -> tuple[int, ...]:
+    """The values of keys that must be there. Raises ValueError naming those that are not."""
+    missing = [key for key in keys if values.get(key) is None]
+    if missing:
+        raise ValueError(
+            f"missing {', '.join(missing)}; expected the config.json of a Llama-like or GPT-2-like model "
+            "(or pass --params)"
+        )
+    return tuple(_size(values, key) for key in keys)
+
+
+def _size(values: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    value = values.get(key)
+    if value is None:
+        value = default
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{key} must be a whole number of 1 or more, found {value!r}")
+    return value
+
+
+def _divides(part: int, whole: int, part_key: str, whole_key: str) -> None:
+    if whole % part:
+        raise ValueError(f"{part_key} must divide {whole_key}, found {part} and {whole}")

@@ -1,0 +1,79 @@
+"""Sizes, counts and times as people write them."""
+
+from __future__ import annotations
+
+import math
+import re
+
+LARGEST = 1e18
+"""Larger counts and sizes are mistakes."""
+
+_BYTES = {"": 1, "B": 1} | {
+    f"{prefix}{binary}B": (1024 if binary else 1000) ** power
+    for power, prefix in enumerate("KMGT", start=1)
+    for binary in ("", "i")
+}
+_COUNTS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+_NUMBER = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*([a-z]*)", re.IGNORECASE)
+
+
+def parse_bytes(text: str) -> int:
+    """The bytes that `24GiB`, `80 GB`, `1.5TiB` or `25769803776` mean; 1 GB is 1000**3, 1 GiB 1024**3.
+
+    Raises ValueError for anything else, and for sizes that are not positive.
+    """
+    number, unit = _split(text)
+    units = {name.upper(): size for name, size in _BYTES.items()}
+    if unit.upper() not in units:
+        raise ValueError(f"expected a size such as 24GiB, in {', '.join(filter(None, _BYTES))}, found {text!r}")
+    value = number * units[unit.upper()]
+    if not 1 <= value <= LARGEST:
+        raise ValueError(f"expected a size of 1 byte or more (and {LARGEST:.0e} at most), found {text!r}")
+    return round(value)
+
+
+def parse_count(text: str) -> int:
+    """The whole number that `7e9`, `7B`, `350M` or `7000000000` mean.
+
+    Raises ValueError for anything else, and for numbers below 1.
+    """
+    number, unit = _split(text)
+    if unit.upper() not in _COUNTS:
+        raise ValueError(f"expected a number such as 7e9, 7B or 350M, found {text!r}")
+    value = number * _COUNTS[unit.upper()]
+    if not 1 <= value <= LARGEST:
+        raise ValueError(f"expected a number of 1 or more (and {LARGEST:.0e} at most), found {text!r}")
+    return round(value)
+
+
+def format_bytes(nbytes: float) -> str:
+    """With a binary prefix: `24.0 GiB`."""
+    for power, prefix in ((4, "Ti"), (3, "Gi"), (2, "Mi"), (1, "Ki")):
+        if abs(nbytes) >= 0.9995 * 1024**power:
+            return f"{nbytes / 1024**power:.1f} {prefix}B"
+    return f"{nbytes:.0f} B"
+
+
+def format_count(count: float) -> str:
+    """Three digits and a suffix: `6.74B`."""
+    for scale, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if count >= 0.9995 * scale:
+            return f"{count / scale:.3g}{suffix}"
+    return f"{count:.0f}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Three digits: `1.23 s`, `45.6 ms`."""
+    if seconds == 0:
+        return "0 s"
+    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
+        if seconds >= 0.9995 * scale or unit == "us":
+            value = seconds / scale
+            return f"{value:,.0f} {unit}" if value >= 999.5 else f"{value:#.3g}".rstrip(".") + f" {unit}"
+    raise AssertionError("the last unit takes any time")
+
+
+def _split(text: str) -> tuple[float, str]:
+    """The number and its unit; not a number with no unit if there is none."""
+    match = _NUMBER.fullmatch(text.strip())
+    return (float(match[1]), match[2]) if match else (math.nan, text if text.strip() else "?")

@@ -1,0 +1,220 @@
+"""`python -m perfmodel`: what it prints, and one line with exit status 2 for whatever a user can get wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from perfmodel.__main__ import main
+from perfmodel.hardware import HardwareProfile
+
+LLAMA_2_7B = {
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "vocab_size": 32000,
+}
+
+
+def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert main([*arguments, "--json"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    return json.loads(out, parse_constant=refuse)
+
+
+def test_a_newcomer_s_question(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--params", "7e9", "--machine", "a100_bound", "--host", "128GiB", "--checkpointing"]) == 0
+    text = capsys.readouterr().out
+    assert "7B parameters in bf16, a100_bound: fits" in text
+    assert "112,000,000,000" in text, "host memory to the byte"
+    for policy in ("fused AdamW", "CPU only", "best ratio", "stride 3", "adaptive", "bound of any plan"):
+        assert policy in text
+    assert "does not fit" in text
+    assert "What limits the update is CPU" in text
+    assert "1 GiB more GPU memory" in text
+    assert "links twice as fast" in text
+    assert "40% of the A100 40 GB's data sheet" in text
+    assert max(len(line.rstrip()) for line in text.splitlines() if "  " in line.strip()) <= 80, "tables fit a terminal"
+
+
+def test_a_gpu_too_small(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--params", "7e9", "--machine", "rtx_4090_desktop", "--host", "64GiB", "--checkpointing"]) == 0
+    text = capsys.readouterr().out
+    assert "DOES NOT FIT. Without any optimizer state the GPU needs 27.3 GiB, 3.7 GiB more than it has." in text
+    assert "With --checkpointing --offload-gradients it needs" in text
+    assert "need 104.3 GiB of host memory, 40.3 GiB more than there is." in text
+    assert "The largest model of the usual shape that fits with these settings: about 4.29B parameters." in text
+
+
+def test_json_has_it_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA_2_7B))
+    found = answer(capsys, str(path), "--machine", "h100", "--batch", "2", "--seq", "1024", "--checkpointing")
+    numel = 6_738_415_616
+    assert found["fits"] is True
+    assert found["model"]["numel"] == numel
+    assert found["settings"]["batch"] == 2
+    assert found["host"]["per_rank"] == found["host"]["all_ranks"] == 16 * numel
+    assert found["host"]["available"] is None
+    assert found["device"]["weights"] == 2 * numel
+    assert 0 < found["device"]["resident_state"] <= found["device"]["room_for_state"] < found["device"]["state"]
+    policies = {row["policy"].split(",")[0].split()[0]: row for row in found["policies"]}
+    assert list(policies) == ["fused", "CPU", "best", "stride", "adaptive"]
+    assert policies["fused"]["update_s"] is None
+    assert found["bound"]["update_s"] <= policies["adaptive"]["update_s"]
+    assert found["compute_s"] == pytest.approx(8 * numel * 2048 / (0.4 * 989e12))
+    assert policies["adaptive"]["iteration_s"] == pytest.approx(found["compute_s"] + policies["adaptive"]["exposed_s"])
+    assert {"1 GiB more GPU memory", "links twice as fast"} <= {lever["change"] for lever in found["levers"]}
+    assert any("assumption" in line for line in found["assumptions"])
+
+
+def test_a_machine_of_one_s_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "mine.json"
+    HardwareProfile.builtin("h100").save(path)
+    mine = ("--params", "1B", "--machine", str(path), "--gpu", "16GiB")
+    without = answer(capsys, *mine)
+    assert without["compute_s"] is None
+    assert all(row["iteration_s"] is None for row in without["policies"])
+    assert any("pass --tflops" in line for line in without["assumptions"])
+    given = answer(capsys, *mine, "--tflops", "100")
+    assert given["compute_s"] == pytest.approx(6e9 * 2048 / 100e12)
+    half = answer(capsys, *mine, "--tflops", "100", "--utilisation", "0.5")
+    assert half["compute_s"] == pytest.approx(2 * given["compute_s"])
+    assert answer(capsys, "--params", "1e8", "--gpu", "4GiB")["machine"]["name"] == "unknown"
+
+
+@pytest.mark.parametrize("gpu", ["79GiB", "24GiB"])
+def test_a_picture(gpu: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "plan.png"
+    assert main(["--params", "7e9", "--machine", "h100", "--gpu", gpu, "--plot", str(path)]) == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert path.stat().st_size > 10_000
+
+
+def bad_files(folder: Path) -> None:
+    texts = {
+        "torn": '{"hidden_size": 4096, ',
+        "list": "[1]",
+        "empty": "{}",
+        "half": '{"n_embd": 768}',
+        "experts": json.dumps({**LLAMA_2_7B, "num_local_experts": 8}),
+        "negative": json.dumps({**LLAMA_2_7B, "num_hidden_layers": -1}),
+        "text": json.dumps({**LLAMA_2_7B, "vocab_size": "many"}),
+        "heads": json.dumps({**LLAMA_2_7B, "num_attention_heads": 33}),
+        "gpt2": json.dumps({"n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257, "n_positions": 1024}),
+        "rates": json.dumps({**HardwareProfile.builtin("h100").to_json(), "h2d_bandwidth": -1.0}),
+    }
+    for name, text in texts.items():
+        (folder / f"{name}.json").write_text(text)
+    (folder / "binary.json").write_bytes(b"\xff\xfe\x00")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("", "expected a model: --params 7e9, or the path of a Hugging Face config.json"),
+        ("gpt2.json --params 7e9", "and not both"),
+        ("none.json", "cannot read none.json: No such file or directory"),
+        (".", "cannot read .: Is a directory"),
+        ("torn.json --gpu 9GiB", "torn.json: Expecting property name"),
+        ("list.json --gpu 9GiB", "list.json: a model's configuration is a JSON object, found list"),
+        ("empty.json --gpu 9GiB", "empty.json: missing hidden_size, intermediate_size, num_hidden_layers"),
+        ("half.json --gpu 9GiB", "half.json: missing n_layer, n_head, vocab_size; expected the config.json of"),
+        ("binary.json --gpu 9GiB", "binary.json: "),
+        ("experts.json --gpu 9GiB", "mixtures of experts are not supported, found num_local_experts"),
+        ("negative.json --gpu 9GiB", "num_hidden_layers must be a whole number of 1 or more, found -1"),
+        ("text.json --gpu 9GiB", "vocab_size must be a whole number of 1 or more, found 'many'"),
+        ("heads.json --gpu 9GiB", "num_attention_heads must divide hidden_size, found 33 and 4096"),
+        ("gpt2.json --gpu 9GiB --seq 4096", "the model takes 1024 tokens at most, found sequences of 4096"),
+        ("--params 7e9", "how much memory the GPU of unknown has is not known: pass --gpu"),
+        ("--params 7e9 --machine abacus", "no machine 'abacus'; there are a100_bound"),
+        ("--params 7e9 --machine none.json", "cannot read none.json: No such file or directory"),
+        ("--params 7e9 --machine torn.json", "torn.json: Expecting property name"),
+        ("--params 7e9 --machine empty.json", "empty.json: hardware profile of version None"),
+        ("--params 7e9 --machine rates.json", "rates.json: profile 'h100': h2d_bandwidth must be a positive number"),
+        ("--params 7e9 --machine binary.json", "binary.json"),
+        ("--params 1e300 --gpu 9GiB", "argument --params: expected a number of 1 or more (and 1e+18 at most)"),
+        ("--params seven --gpu 9GiB", "argument --params: expected a number such as 7e9, 7B or 350M, found 'seven'"),
+        ("--params -7e9 --gpu 9GiB", "argument --params: expected"),
+        ("--params 7e9 --gpu 24GiBs", "argument --gpu: expected a size such as 24GiB, in B, KB"),
+        (
+            "--params 7e9 --gpu=-24GiB",
+            "argument --gpu: expected a size of 1 byte or more (and 1e+18 at most), found '-24GiB'",
+        ),
+        ("--params 7e9 --gpu 0", "argument --gpu: expected a size of 1 byte or more (and 1e+18 at most), found '0'"),
+        ("--params 7e9 --gpu 1000GiB --machine h100", "--gpu 1000.0 GiB is more than the H100 80 GB of h100 has"),
+        ("--params 7e9 --machine h100 --host 12XB", "argument --host: expected a size"),
+        ("--params 7e9 --gpu 512MiB", "1.0 GiB of device memory are reserved, and there are 512.0 MiB"),
+        (
+            "--params 7e9 --machine h100 --batch=-1",
+            "argument --batch: expected a number of 1 or more (and 1e+18 at most), found '-1'",
+        ),
+        (
+            "--params 7e9 --machine h100 --ranks 0",
+            "argument --ranks: expected a number of 1 or more (and 1e+18 at most), found '0'",
+        ),
+        ("--params 7e9 --machine h100 --seq x", "argument --seq: expected a number"),
+        ("--params 7e9 --machine h100 --dtype fp8", "argument --dtype: invalid choice: 'fp8'"),
+        ("--params 7e9 --machine h100 --zero 4", "argument --zero: invalid choice: 4"),
+        (
+            "--params 7e9 --machine h100 --tflops=-3",
+            "argument --tflops: expected a number above 0 (1e-6 to 1e9), found '-3'",
+        ),
+        (
+            "--params 7e9 --machine h100 --tflops nan",
+            "argument --tflops: expected a number above 0 (1e-6 to 1e9), found 'nan'",
+        ),
+        ("--params 7e9 --machine h100 --utilisation 1.5", "expected a number in (0, 1], found '1.5'"),
+        ("--params 7e9 --gpu 24GiB --utilisation 0.5", "pass --tflops, not --utilisation"),
+        (
+            "--params 7e9 --machine h100 --subgroup-size 1e4",
+            "make 700,000 of them, more than 5,000; choose 1.4M or more",
+        ),
+        ("--params 7e9 --machine h100 --plot none/plan.png", "cannot write none/plan.png: No such file or directory"),
+        ("--params 7e9 --machine h100 --plot plan.xyz", "cannot write plan.xyz: Format 'xyz' is not supported"),
+        ("--params 7e9 --machine h100 --frobnicate", "unrecognized arguments: --frobnicate"),
+    ],
+)
+def test_what_a_user_can_get_wrong(
+    arguments: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if "--plot" in arguments:
+        pytest.importorskip("matplotlib")
+    bad_files(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as exit_:
+        main(arguments.split())
+    assert exit_.value.code == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("python -m perfmodel: ")
+    assert captured.err.count("\n") == 1
+    assert message in captured.err
+
+
+def test_the_command_needs_no_torch(tmp_path: Path) -> None:
+    """As a user runs it, with a torch that cannot be imported."""
+    (tmp_path / "torch.py").write_text("raise ImportError('the planner must not need torch')\n")
+    root = Path(__file__).parents[1]
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{root}"}
+    command = [sys.executable, "-m", "perfmodel", "--params", "1e9", "--machine", "rtx_3090_desktop"]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "1B parameters in bf16, rtx_3090_desktop: fits; 100% of the optimizer state" in done.stdout

@@ -1,0 +1,55 @@
+"""Sizes, counts and times as people write and read them."""
+
+from __future__ import annotations
+
+import pytest
+
+from perfmodel.units import format_bytes, format_count, format_seconds, parse_bytes, parse_count
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("24GiB", 24 * 2**30),
+        ("80 GB", 80 * 10**9),
+        ("1.5TiB", 3 * 2**39),
+        ("1tb", 10**12),
+        ("512MiB", 2**29),
+        ("3KB", 3000),
+        ("7KiB", 7168),
+        ("25769803776", 25769803776),
+        ("10B", 10),
+        ("1e9", 10**9),
+    ],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["24GiBs", "GiB", "", "-1GiB", "0", "nan", "inf", "1e400", "24 G", "24,5GiB", "0.1B"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(ValueError, match="expected a size"):
+        parse_bytes(text)
+
+
+def test_counts_and_how_figures_are_written() -> None:
+    assert [parse_count(t) for t in ("7e9", "7B", "350M", "1.3b", "12")] == [
+        7 * 10**9,
+        7 * 10**9,
+        350_000_000,
+        13 * 10**8,
+        12,
+    ]
+    for text in ("0", "-7e9", "seven", "7GB", "nan", "0.4"):
+        with pytest.raises(ValueError, match="expected a number"):
+            parse_count(text)
+    assert [format_bytes(n) for n in (0, 1024, 2**20, 1.5 * 2**30, 2**40)] == [
+        "0 B",
+        "1.0 KiB",
+        "1.0 MiB",
+        "1.5 GiB",
+        "1.0 TiB",
+    ]
+    assert [format_count(n) for n in (999, 6.738e9, 124_439_808)] == ["999", "6.74B", "124M"]
+    found = [format_seconds(s) for s in (0.0, 1.8, 0.0456, 3e-6, 1234.0, 0.919)]
+    assert found == ["0 s", "1.80 s", "45.6 ms", "3.00 us", "1,234 s", "919 ms"]
