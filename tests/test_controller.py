@@ -116,3 +116,11 @@ def test_names() -> None:
     assert isinstance(resolve_policy("adaptive"), AdaptivePolicy)
     assert resolve_policy("adaptive") is not resolve_policy("adaptive"), "each optimizer learns for itself"
     assert set(resolve_policy(0)(WORK).placements) == {Placement.GPU_RESIDENT}
+
+
+def test_what_fits_stays_on_the_device_and_nothing_travels() -> None:
+    policy = AdaptivePolicy(BELIEVED)
+    work = dataclasses.replace(WORK, peak_free_bytes=WORK.state_bytes, shared_free_bytes=WORK.state_bytes)
+    assert set(policy(work).placements) == {Placement.GPU_RESIDENT}
+    scarce = dataclasses.replace(work, peak_free_bytes=WORK.state_bytes - 1)
+    assert set(policy(scarce).placements) != {Placement.GPU_RESIDENT}

@@ -92,6 +92,38 @@ def test_adaptive_stays_within_memory(
         assert S not in plan.placements
 
 
+@given(
+    st.lists(st.integers(1, 50).map(lambda m: m * 10**6), min_size=1, max_size=70),
+    st.floats(0.0, 1.2),
+    st.floats(0.0, 1.5),
+    st.sampled_from(sorted(MACHINES)),
+)
+def test_residents_and_slots_share_memory(sizes: list[int], peak: float, shared: float, name: str) -> None:
+    state = 12 * sum(sizes)
+    load = Workload.of_sizes(sizes, peak_free_bytes=peak * state, shared_free_bytes=shared * state)
+    plan = adaptive(load, MACHINES[name])
+    held = sum(load.subgroups[i].state_bytes for i in plan.served(R))
+    assert held <= peak * state
+    assert held + plan.slots * load.slot_bytes <= shared * state or held == plan.slots == 0
+    assert makespan(plan, load, MACHINES[name]) >= lower_bound(load, MACHINES[name]).seconds * (1 - 1e-6)
+
+
+@pytest.mark.parametrize("name", ["h100", "a100_bound", "gh200"])
+@pytest.mark.parametrize("n", [10, 30, 100])
+@pytest.mark.parametrize("share", [0.1, 0.3, 0.6, 0.9])
+def test_memory_goes_to_residents_or_slots_as_is_better(name: str, n: int, share: float) -> None:
+    profile, free = MACHINES[name], share * n * 12e8
+    load = Workload.of_sizes([10**8] * n, peak_free_bytes=free, shared_free_bytes=free)
+    rivals = [static_ratio(load, 1 - math.floor(share * n + 1e-9) / n)]
+    for k in (1, 2, 3):
+        for slots in (1, 2, 4):
+            resident = math.floor(share * n + 1e-9) - slots
+            if resident >= 0:
+                rivals.append(stride(load, k, ratio=1 - resident / n, slots=slots))
+    best = min(makespan(plan, load, profile) for plan in rivals)
+    assert makespan(adaptive(load, profile), load, profile) <= 1.01 * best
+
+
 def test_adaptive_with_all_the_memory_in_the_world_keeps_nearly_everything_resident() -> None:
     plan = adaptive(work(40, size=10**8), MACHINES["h100"])
     assert plan.placements.count(R) >= 36
