@@ -7,10 +7,14 @@ EXTENSION_SOURCES := CMakeLists.txt pyproject.toml $(wildcard csrc/*)
 # The tests and the demo use the cores that this process may use, whatever a launcher has set.
 unexport OMP_NUM_THREADS
 
-.PHONY: demo test lint format clean
+.PHONY: demo experiments test lint format clean
 
 demo: $(STAMP)
 	$(BIN)/python -m experiments.train
+
+# The paper's experiments in simulation: docs/results.md with its pictures.
+experiments: $(STAMP)
+	$(BIN)/python -m experiments.sweep --report
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -q

@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import statistics
 import time
 import weakref
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -21,6 +19,7 @@ from dos.gradients import Departures
 from dos.measure import measure_minimum, name_of
 from dos.memory import MemoryMonitor
 from dos.options import Options
+from dos.pace import Pace
 from dos.profiles import resolve_profile
 from dos.registry import Registry
 from dos.report import Report
@@ -54,7 +53,7 @@ class Accelerator:
         self._decided: Workload | None = None
         self._workload: Workload | None = None
         self._changed = (0.0, 0.0)
-        self._pace = _Pace()
+        self._pace = Pace()
         self._in_backward = False
         self._exposed_s = 0.0
 
@@ -75,7 +74,9 @@ class Accelerator:
         if isinstance(policy, AdaptivePolicy) and policy.profile is None:
             policy.profile = self._find_profile()
         workload = self.memory.workload(self._registry.loads(), update_overlaps_forward=attached)
-        workload = dataclasses.replace(workload, backward_s=self._pace.backward_s)
+        workload = dataclasses.replace(
+            workload, forward_s=self._pace.forward_s if attached else 0.0, backward_s=self._pace.backward_s
+        )
         plan = self._controller.plan(workload)
         self._engine.check(plan, self._registry.accelerated)
         self._decided = workload
@@ -87,6 +88,7 @@ class Accelerator:
             self.memory.sample()
         else:
             self._in_backward = True
+            self._pace.backward_begins(self._exposed_s)
             self.memory.enter(Op.BACKWARD)
 
     def gradient_ready(self, record: ParameterRecord, *, attached: bool) -> None:
@@ -149,7 +151,7 @@ class Accelerator:
         self._departures.finish(writes)
         self._ahead = None
         self._in_backward = False
-        self._pace.end_iteration()
+        self._pace.end_iteration(self._exposed_s)
         self.memory.end_iteration()
 
     def wait(self) -> None:
@@ -230,36 +232,3 @@ class Accelerator:
             return self.device.profile
         with torch.no_grad():
             return resolve_profile(self._profile, name_of(self.device)) or measure_minimum(self.device)
-
-
-class _Pace:
-    """For how long gradients leave beside backward.
-
-    backward_s: median of recent iterations in seconds, 0 if they do not leave before the step. It moves by more than
-        TOLERANCE or not at all, so that noise does not change plans.
-    """
-
-    REMEMBERED = 5
-    TOLERANCE = 0.25
-
-    def __init__(self) -> None:
-        self.backward_s = 0.0
-        self._recent: deque[float] = deque(maxlen=self.REMEMBERED)
-        self._first: float | None = None
-
-    def gradients_leave(self) -> None:
-        """Some gradients start on their way."""
-        if self._first is None:
-            self._first = time.perf_counter()
-
-    def step(self, *, early: bool) -> None:
-        """Backward is over. early: whether gradients that left before still hold."""
-        seconds = time.perf_counter() - self._first if early and self._first is not None else 0.0
-        self._recent.append(seconds)
-        median = statistics.median(self._recent)
-        if abs(median - self.backward_s) > self.TOLERANCE * self.backward_s:
-            self.backward_s = median
-
-    def end_iteration(self) -> None:
-        """What leaves from now on belongs to the next iteration."""
-        self._first = None

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
-from perfmodel import Lane, Placement, Plan, Timeline, Workload
+from perfmodel import Lane, Plan, Timeline, Workload
 from perfmodel.adaptive import AdaptivePlanner
 from perfmodel.hardware import HardwareProfile, changed
 from perfmodel.policies import cpu_only, static_ratio, stride
@@ -64,10 +64,6 @@ class AdaptivePolicy:
 
     def __call__(self, workload: Workload) -> Plan:
         assert self.profile is not None, "whoever owns the policy sets its profile first"
-        if workload.state_bytes <= min(workload.peak_free_bytes, workload.shared_free_bytes):
-            # A share for the CPU would relieve the GPU of some milliseconds, at the price of traffic in every iteration.
-            n = len(workload.subgroups)
-            return Plan((Placement.GPU_RESIDENT,) * n, tuple(range(n)), slots=0)
         return self._planner(workload, self.profile)
 
     def observe(self, plan: Plan, workload: Workload, timeline: Timeline) -> None:

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 from torch import Tensor
 
 from dos.devices import Copy, Device, Job
 from dos.holdings import Holdings
+from dos.host_lane import HostLane, Turn
 from dos.subgroup import State, Subgroup
 from dos.work import SubgroupUpdate
-from perfmodel import Lane, Op, Placement, Plan, Span, Timeline
+from perfmodel import Op, Placement, Plan, Span, Timeline
 
 MOST_EARLY_JOBS = 1000
 """Transfers in flight without a step before the first are let go of."""
@@ -35,13 +37,12 @@ class Engine:
 
     def __init__(self, device: Device) -> None:
         self.device = device
-        self.after_fork()
+        self._host = HostLane(device)
         _engines.add(self)
         self.holdings = Holdings(device)
         self._prefetched: dict[Subgroup, tuple[State, Job]] = {}
         self._jobs: list[Job] = []
         self._done: dict[Subgroup, Future[Job]] = {}
-        self._host_spans: list[Span] = []
         self._origin = 0.0
         self._failed = False
         self.steady = True
@@ -67,7 +68,7 @@ class Engine:
 
     def run_on_host(self, work: Callable[[], None]) -> Future[None]:
         """Run `work` on the CPU lane, in order."""
-        return self._cpu_lane.submit(work)
+        return self._host.submit(work)
 
     def prefetch_early(self, plan: Plan, subgroups: Sequence[Subgroup]) -> None:
         """Fill the slots while backward still runs, if memory that is free now allows it and that was not done yet."""
@@ -152,20 +153,21 @@ class Engine:
             if placements[i] is Placement.GPU_RESIDENT and not work[i].offloaded:
                 state = holdings.resident[work[i].subgroup]
                 self._update_on_device(i, work[i], state, None, (*backward, *arrivals.get(i, ())))
-        gradients: dict[int, list[Job]] = {}
+        turns = []
         for i in indices:
             if placements[i] is Placement.CPU:
-                gradients[i] = list(departed.get(work[i].subgroup, ()))
+                gradients = list(departed.get(work[i].subgroup, ()))
                 if missing[i]:
-                    gradients[i].append(self.device.copy(Op.GRADIENT, i, missing[i], backward))
-                    self._jobs.append(gradients[i][-1])
+                    gradients.append(self.device.copy(Op.GRADIENT, i, missing[i], backward))
+                    self._jobs.append(gradients[-1])
                 self._done[work[i].subgroup] = Future()
+                turns.append(Turn(i, work[i], gradients, self._done[work[i].subgroup]))
         staged = [i for i in indices if _needs_slot(work[i], placements[i])]
         last = [self._leave(i, subgroups[i], backward) for i in leaving if i not in staged]
         last += self._stream(staged, work, backward, arrivals)
         last += [self._leave(i, subgroups[i], backward) for i in leaving if i in staged]
-        self._lane_done = self._cpu_lane.submit(
-            self._run_cpu_lane, work, gradients, backward, last, [subgroups[i] for i in leaving]
+        self._lane_done = self._host.submit(
+            functools.partial(self._run_cpu_lane, turns, backward, last, [subgroups[i] for i in leaving])
         )
 
     def wait_for(self, subgroup: Subgroup) -> None:
@@ -205,9 +207,9 @@ class Engine:
                 errors.append(error)
         if self._lane_done is not None:
             self._lane_done.result()  # slots and the memory of leaving state are free again
-        spans += self._host_spans
+        spans += self._host.take_spans()
         self.drop_prefetched()
-        self._jobs, self._done, self._host_spans, self._lane_done = [], {}, [], None
+        self._jobs, self._done, self._lane_done = [], {}, None
         if errors:
             raise self._failure(errors[0]) from errors[0]
         if not stepped:
@@ -224,7 +226,7 @@ class Engine:
 
     def after_fork(self) -> None:
         """Renew what a forked child does not inherit: threads."""
-        self._cpu_lane = ThreadPoolExecutor(max_workers=1, thread_name_prefix="dos-cpu")
+        self._host.renew()
 
     def bring_home(self) -> None:
         """Return the state of all resident subgroups to the host, once the running step is done."""
@@ -360,53 +362,19 @@ class Engine:
         return job
 
     def _run_cpu_lane(
-        self,
-        work: Mapping[int, SubgroupUpdate],
-        gradients: Mapping[int, Sequence[Job]],
-        backward: Sequence[Job],
-        last: Sequence[Job],
-        leaving: Sequence[Subgroup],
+        self, turns: Sequence[Turn], backward: Sequence[Job], last: Sequence[Job], leaving: Sequence[Subgroup]
     ) -> None:
         """The host's part of a step: update, then give back device memory that was needed for this step only.
 
         last: the jobs after which nothing uses slots and the state of leaving subgroups.
         """
-        self._update_on_host(work, gradients, backward)
+        self._host.update(turns, backward, self._jobs)
         for job in last:
             with contextlib.suppress(Exception):  # said by `wait`, which waits for the same jobs
                 job.wait()
         self.holdings.free_slots()
         for subgroup in leaving:
             self.holdings.evict(subgroup)
-
-    def _update_on_host(
-        self,
-        work: Mapping[int, SubgroupUpdate],
-        gradients: Mapping[int, Sequence[Job]],
-        backward: Sequence[Job],
-    ) -> None:
-        """Wait for each gradient, update, send the parameters up."""
-        error: BaseException | None = None
-        for i, arriving in gradients.items():
-            done = self._done[work[i].subgroup]
-            if error is None:
-                try:
-                    for job in arriving:
-                        # The staged gradient is read from here on.
-                        job.wait()
-                    with self.device.host_update(work[i].numel) as start:
-                        work[i].apply_on_host()
-                    self._host_spans.append(Span(Lane.CPU, Op.UPDATE, i, start, time.perf_counter()))
-                    # Whatever the caller queued before the step still reads the old parameters.
-                    upload = self.device.copy(Op.PARAMETER, i, work[i].uploads(), backward)
-                    self._jobs.append(upload)
-                    if not done.done():
-                        done.set_result(upload)
-                    continue
-                except BaseException as failure:
-                    error = failure
-            if not done.done():
-                done.set_exception(error)
 
 
 def _needs_slot(work: SubgroupUpdate, placement: Placement) -> bool:

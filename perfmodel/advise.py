@@ -7,13 +7,14 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from perfmodel.adaptive import adaptive
+from perfmodel.adaptive import AdaptivePlanner
 from perfmodel.bounds import Bound, lower_bound
 from perfmodel.hardware import changed
 from perfmodel.model import Transformer
 from perfmodel.plan import Placement, Plan
 from perfmodel.policies import DEFAULT_SLOTS, balanced_stride, cpu_only, static_ratio, stride
 from perfmodel.question import MARGIN, MAX_SUBGROUPS, Question, Situation
+from perfmodel.simulate import Phase
 from perfmodel.units import format_count
 
 RATIOS_TRIED = 12
@@ -97,8 +98,14 @@ def advise(question: Question) -> Advice:
 
 
 def adaptive_outcome(situation: Situation) -> Outcome:
-    """What DOSAdam's adaptive policy gives. It plans for the update alone, not knowing the compute beside it."""
-    return _outcome("adaptive", situation, adaptive(situation.alone, situation.profile))
+    """What DOSAdam's adaptive policy gives, which measures the compute that transfers can run beside."""
+    scope, beside = situation.scope, situation.beside
+    work = dataclasses.replace(
+        beside,
+        forward_s=beside.forward_s if scope.forward is Phase.OVERLAPPED else 0.0,
+        backward_s=beside.backward_s if scope.backward is Phase.OVERLAPPED else 0.0,
+    )
+    return _outcome("adaptive", situation, AdaptivePlanner()(work, situation.profile))
 
 
 def largest(question: Question) -> int:

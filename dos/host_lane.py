@@ -1,0 +1,76 @@
+"""The CPU lane: one thread that updates subgroups on the host, in order, and sends their parameters up."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+from dos.devices import Device, Job
+from dos.work import SubgroupUpdate
+from perfmodel import Lane, Op, Span
+
+
+class Turn(NamedTuple):
+    """One subgroup's update on the host.
+
+    number: of the subgroup in the plan. gradients: the jobs that bring them. done: receives the job that brings the new
+    parameters to the device, or what went wrong.
+    """
+
+    number: int
+    work: SubgroupUpdate
+    gradients: Sequence[Job]
+    done: Future[Job]
+
+
+class HostLane:
+    """Runs what is submitted, one after the other."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._spans: list[Span] = []
+        self.renew()
+
+    def renew(self) -> None:
+        """Start a thread; a forked child does not inherit the one there was."""
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="dos-cpu")
+
+    def submit(self, work: Callable[[], None]) -> Future[None]:
+        """Run `work` once everything submitted before is done."""
+        return self._thread.submit(work)
+
+    def update(self, turns: Sequence[Turn], after: Sequence[Job], uploads: list[Job]) -> None:
+        """Take the turns; to be run on this lane. The first failure fails all turns after it.
+
+        after: the jobs before which no parameter may be overwritten. uploads: receives the jobs that bring them.
+        """
+        error: BaseException | None = None
+        for turn in turns:
+            if error is None:
+                try:
+                    upload = self._take(turn, after)
+                    uploads.append(upload)
+                    if not turn.done.done():
+                        turn.done.set_result(upload)
+                    continue
+                except BaseException as failure:
+                    error = failure
+            if not turn.done.done():
+                turn.done.set_exception(error)
+
+    def take_spans(self) -> list[Span]:
+        """The updates since the last call. Nothing may be running."""
+        spans, self._spans = self._spans, []
+        return spans
+
+    def _take(self, turn: Turn, after: Sequence[Job]) -> Job:
+        for job in turn.gradients:
+            # The staged gradient is read from here on.
+            job.wait()
+        with self._device.host_update(turn.work.numel) as start:
+            turn.work.apply_on_host()
+        self._spans.append(Span(Lane.CPU, Op.UPDATE, turn.number, start, time.perf_counter()))
+        # Whatever the caller queued before the step still reads the old parameters.
+        return self._device.copy(Op.PARAMETER, turn.number, turn.work.uploads(), after)
