@@ -96,13 +96,18 @@ float* state(const char* name, const Output& array, int64_t length) {
   return static_cast<float*>(data(name, array, length));
 }
 
+template <class T>
+T* at(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
 int check_threads(int threads) {
   if (threads < 1) throw nb::value_error(("threads: expected at least 1, found " + std::to_string(threads)).c_str());
   return threads;
 }
 
 dos::AdamArrays arrays_of(const Input& grad, const Output& param, const Output& exp_avg, const Output& exp_avg_sq,
-                          const MaybeOutput& max_exp_avg_sq, const MaybeOutput& out) {
+                          const MaybeOutput& out) {
   const auto n = static_cast<int64_t>(param.size());
   dos::AdamArrays arrays{};
   arrays.param_type = dtype("param", param, true, true);
@@ -111,7 +116,6 @@ dos::AdamArrays arrays_of(const Input& grad, const Output& param, const Output& 
   arrays.grad = data("grad", grad, n);
   arrays.exp_avg = state("exp_avg", exp_avg, n);
   arrays.exp_avg_sq = state("exp_avg_sq", exp_avg_sq, n);
-  if (max_exp_avg_sq) arrays.max_exp_avg_sq = state("max_exp_avg_sq", *max_exp_avg_sq, n);
   if (out) {
     arrays.out_type = dtype("low_precision_out", *out, false, true);
     arrays.out = data("low_precision_out", *out, n);
@@ -127,22 +131,26 @@ dos::AdamArrays arrays_of(const Input& grad, const Output& param, const Output& 
 NB_MODULE(_adam, module) {
   module.def("instruction_sets", instruction_sets);
 
+  // By address: a step may make a thousand calls, and exchanging six arrays would cost each more than a small update.
+  // dos/update.py, the only caller, has checked the arrays. Types are indices of dos::DType; address 0 is null.
   module.def(
-      "adam_update",
-      [](const Input& grad, const Output& param, const Output& exp_avg, const Output& exp_avg_sq,
-         const MaybeOutput& max_exp_avg_sq, const MaybeOutput& out, const std::array<double, 10>& s, bool use_l2,
-         int threads, const std::optional<std::string>& isa_name) {
+      "adam_update_at",
+      [](int64_t n, uintptr_t grad, int grad_type, uintptr_t param, int param_type, uintptr_t exp_avg,
+         uintptr_t exp_avg_sq, uintptr_t max_exp_avg_sq, uintptr_t out, int out_type, const std::array<double, 10>& s,
+         bool use_l2, int threads, const std::optional<std::string>& isa_name) {
         const auto f = [&](int i) { return static_cast<float>(s[i]); };
         const dos::AdamScalars scalars{f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7), f(8), f(9), use_l2};
-        const auto arrays = arrays_of(grad, param, exp_avg, exp_avg_sq, max_exp_avg_sq, out);
-        const auto n = static_cast<int64_t>(param.size());
+        const auto type = [](int index) { return static_cast<dos::DType>(index); };
+        const dos::AdamArrays arrays{
+            at<const void>(grad), type(grad_type), at<void>(param), type(param_type), at<float>(exp_avg),
+            at<float>(exp_avg_sq), at<float>(max_exp_avg_sq), at<void>(out), type(out_type)};
         const dos::Isa isa = find_isa(isa_name);
         check_threads(threads);
         const nb::gil_scoped_release release;
         dos::adam_update(n, arrays, scalars, threads, isa);
       },
-      "grad"_a, "param"_a, "exp_avg"_a, "exp_avg_sq"_a, "max_exp_avg_sq"_a.none(), "out"_a.none(), "scalars"_a,
-      "use_l2"_a, "threads"_a, "isa"_a.none());
+      "n"_a, "grad"_a, "grad_type"_a, "param"_a, "param_type"_a, "exp_avg"_a, "exp_avg_sq"_a, "max_exp_avg_sq"_a,
+      "out"_a, "out_type"_a, "scalars"_a, "use_l2"_a, "threads"_a, "isa"_a.none());
 
   module.def(
       "accumulate",
@@ -174,7 +182,7 @@ NB_MODULE(_adam, module) {
       "stream_adam",
       [](const Input& grad, const Output& param, const Output& exp_avg, const Output& exp_avg_sq,
          const MaybeOutput& out, int threads) {
-        const auto arrays = arrays_of(grad, param, exp_avg, exp_avg_sq, std::nullopt, out);
+        const auto arrays = arrays_of(grad, param, exp_avg, exp_avg_sq, out);
         const dos::Isa isa = find_isa(std::nullopt);
         check_threads(threads);
         const nb::gil_scoped_release release;

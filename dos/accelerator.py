@@ -24,6 +24,8 @@ from dos.profiles import resolve_profile
 from dos.registry import Registry
 from dos.report import Report
 from dos.subgroup import ParameterRecord, Subgroup
+from dos.threads import set_kernel_threads
+from dos.update import gpu_kernel_name
 from dos.work import SubgroupUpdate
 from perfmodel import Op, Placement, Plan, Timeline, Workload
 from perfmodel.hardware import HardwareProfile
@@ -112,7 +114,7 @@ class Accelerator:
 
         self._departures.gradient_ready(record, wanted, send)
         if self._departures.past_half:
-            self._engine.prefetch_early(plan, self._registry.accelerated)
+            self._engine.prefetch_early(plan, self._registry.accelerated, self.memory.spare_in_backward())
 
     def take_gradient(self, record: ParameterRecord) -> None:
         """Offload a gradient: add it to those on the host and free it here."""
@@ -173,14 +175,18 @@ class Accelerator:
         """Return all resident state to the host."""
         self._engine.bring_home()
 
-    def release(self) -> int:
-        """Give all device memory back, and remember that it was needed; the bytes."""
-        held = self._engine.holdings.nbytes
+    @property
+    def held_bytes(self) -> int:
+        """Device memory that optimizer state has now, slots included."""
+        return self._engine.holdings.nbytes
+
+    def release(self, held: int) -> None:
+        """Give all device memory back, and remember that `held` bytes of it were needed for something else."""
         self._engine.drop_prefetched()
         self._engine.bring_home()
-        self.memory.ran_out()
+        self.memory.ran_out(held)
+        self._in_backward = False  # if the iteration is tried again, its peak is sampled, too
         self.device.trim()
-        return held
 
     def report(self) -> Report | None:
         """What the last step did; None before the first."""
@@ -193,7 +199,8 @@ class Accelerator:
             measured=self.timeline,
             exposed_s=self._exposed_s,
             reading=self.memory.reading,
-            held_bytes=self._engine.holdings.nbytes,
+            held_bytes=self.held_bytes,
+            kernel=None if isinstance(self.device, EmulatedDevice) else gpu_kernel_name(),
             changed=self._changed,
         )
 
@@ -231,4 +238,7 @@ class Accelerator:
         if self._profile is None and isinstance(self.device, EmulatedDevice):
             return self.device.profile
         with torch.no_grad():
-            return resolve_profile(self._profile, name_of(self.device)) or measure_minimum(self.device)
+            found = resolve_profile(self._profile, name_of(self.device)) or measure_minimum(self.device)
+        if not isinstance(self.device, EmulatedDevice):
+            set_kernel_threads(found.cpu_threads)  # its rate of updates is for so many
+        return found

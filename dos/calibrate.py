@@ -122,9 +122,10 @@ def remarks(found: Measurement, environment: Mapping[str, str], cores: int, host
             "conservative guesses."
         )
     omp = environment.get("OMP_NUM_THREADS", "").partition(",")[0]
-    if omp.isdecimal() and int(omp) < found.threads:
+    overruled = omp == "1" and "LOCAL_WORLD_SIZE" in environment  # see dos.threads
+    if omp.isdecimal() and int(omp) < found.threads and not overruled:
         lines.append(
-            f"OMP_NUM_THREADS={omp} (launchers such as torchrun set it) holds training's CPU update to {omp} of "
+            f"OMP_NUM_THREADS={omp} holds training's CPU update to {omp} of "
             f"{found.threads} threads. It was ignored here; unset it, or set it to {found.threads}, to train."
         )
     if cores < host_cores // local_ranks(environment):

@@ -70,16 +70,15 @@ class Engine:
         """Run `work` on the CPU lane, in order."""
         return self._host.submit(work)
 
-    def prefetch_early(self, plan: Plan, subgroups: Sequence[Subgroup]) -> None:
-        """Fill the slots while backward still runs, if memory that is free now allows it and that was not done yet."""
+    def prefetch_early(self, plan: Plan, subgroups: Sequence[Subgroup], spare: int) -> None:
+        """Fill the slots while backward still runs, if that was not done yet and they take no more than `spare` bytes."""
         holdings = self.holdings
         streamed = [i for i in plan.served(Placement.GPU_STREAMED) if subgroups[i] not in holdings.resident]
         if holdings.slots or not streamed:
             return
         nbytes = max(subgroups[i].state.carved_bytes for i in streamed)
         count = min(plan.slots, len(streamed))
-        # Backward may still allocate; it has given back more than that by now if so much is free.
-        if self.device.memory().free + self.device.unused() < 2 * nbytes * count:
+        if nbytes * count > spare:
             return
         holdings.get_slots(count, nbytes)
         for i, slot in zip(streamed, holdings.slots, strict=False):
@@ -375,6 +374,8 @@ class Engine:
         self.holdings.free_slots()
         for subgroup in leaving:
             self.holdings.evict(subgroup)
+        if leaving:
+            self.device.trim()  # another process may be waiting for it
 
 
 def _needs_slot(work: SubgroupUpdate, placement: Placement) -> bool:

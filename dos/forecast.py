@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import deque
 from typing import NamedTuple
 
@@ -42,6 +43,9 @@ class Forecast:
     def __init__(self) -> None:
         self._marks: deque[dict[Op, int]] = deque(maxlen=REMEMBERED)
         self._now: dict[Op, int] = {}
+        self._falls: deque[int] = deque(maxlen=REMEMBERED)
+        self._backward: _Fall | None = None
+        self._late: _Fall | None = None
         self._total = 0
         self._extra = 0
         self._least_free: int | None = None
@@ -55,9 +59,16 @@ class Forecast:
         """Bytes that are left alone now."""
         return int(MARGIN * self._total) + self._extra
 
-    def sample(self, phase: Op, free: int, held: int, total: int) -> None:
-        """free: bytes, as measured in this phase. held: bytes of the device's `total` that optimizer state had."""
+    def sample(self, phase: Op, free: int, held: int, total: int, *, late: bool = False) -> None:
+        """free: bytes, as measured in this phase. held: bytes of the device's `total` that optimizer state had.
+
+        late: whether this is the second half of backward.
+        """
         self._total = total
+        if phase is Op.BACKWARD:
+            self._backward = _Fall.of(self._backward, free + held)
+        if late:
+            self._late = _Fall.of(self._late, free + held)
         self._now[phase] = min(free + held, self._now.get(phase, free + held))
         if self._least_free is None or free < self._least_free:
             self._least_free, self._held = free, held
@@ -66,8 +77,17 @@ class Forecast:
         """An allocation for which there was room by these figures has failed."""
         self._failed = True
 
-    def ran_out(self) -> None:
-        """The user's own code ran out of memory: what the next iteration shows is remembered for long."""
+    def ran_out(self, held: int) -> None:
+        """The user's own code ran out of memory beside `held` bytes of state: what this iteration shows lasts long.
+
+        If it happens again at once, no sample sees the peak, so state may have half of what was too much.
+        """
+        mark, iterations = self._lasting or (self._total, 0)
+        if iterations <= REMEMBERED_AFTER_FAILURE - REMEMBERED:
+            mark = self._total
+        elif held:
+            mark = min(mark, held // 2 + self.margin)
+        self._lasting = mark, REMEMBERED_AFTER_FAILURE
         self._watch_for_lasting = True
 
     def end_iteration(self) -> None:
@@ -78,13 +98,17 @@ class Forecast:
         elif self._extra and (self._least_free or 0) >= MARGIN * self._total:
             self._extra = self._extra // 2 if self._extra > 0.1 * MARGIN * self._total else 0
         if self._now:
-            if self._watch_for_lasting:
-                self._lasting = _peak(self._now), REMEMBERED_AFTER_FAILURE
+            if self._watch_for_lasting and self._lasting is not None:
+                self._lasting = min(_peak(self._now), self._lasting[0]), REMEMBERED_AFTER_FAILURE
             self._marks.append(self._now)
+        fall = self._late or self._backward
+        if fall is not None:
+            self._falls.append(fall.first - fall.lowest)
         if self._lasting is not None:
             mark, iterations = self._lasting
             self._lasting = (mark, iterations - 1) if iterations > 1 else None
-        self._now, self._least_free, self._failed, self._watch_for_lasting = {}, None, False, False
+        self._now, self._backward, self._late = {}, None, None
+        self._least_free, self._failed, self._watch_for_lasting = None, False, False
 
     def room(self) -> Room:
         """What optimizer state may use in the next update and at the next peak; nothing before the first sample."""
@@ -95,7 +119,8 @@ class Forecast:
         windows = [m[Op.UPDATE] for m in marks if Op.UPDATE in m]
         resident = min(peaks)
         if windows:
-            swing = max(m[Op.UPDATE] - _peak(m) for m in marks if Op.UPDATE in m)
+            # Not the most: an iteration in which a neighbour left or came says nothing of what an iteration needs.
+            swing = statistics.median_high(m[Op.UPDATE] - _peak(m) for m in marks if Op.UPDATE in m)
             resident = min(resident, windows[-1] - max(0, swing))
         if len(peaks) >= 4:
             falls = [earlier - later for earlier, later in zip(peaks[-4:], peaks[-3:], strict=False)]
@@ -104,6 +129,27 @@ class Forecast:
             resident = min(resident, self._lasting[0])
         update = max(resident, min(windows, default=resident))
         return Room(max(0, resident - self.margin), max(0, update - self.margin))
+
+    def late_room(self) -> int:
+        """What optimizer state may use until backward ends, from what its second half has left so far.
+
+        That half is expected to take as much more as it did at most in recent iterations; where only whole backwards
+        were seen, as those did. Nothing as long as it is remembered that the user's own code ran out of memory.
+        """
+        if self._late is None or not self._falls or self._lasting is not None:
+            return 0
+        return max(0, min(self._late.lowest, self._late.first - max(self._falls)) - self.margin)
+
+
+class _Fall(NamedTuple):
+    """What was free, in bytes, when a phase began, and at the least since."""
+
+    first: int
+    lowest: int
+
+    @classmethod
+    def of(cls, before: _Fall | None, nbytes: int) -> _Fall:
+        return cls(nbytes, nbytes) if before is None else cls(before.first, min(before.lowest, nbytes))
 
 
 def _peak(marks: dict[Op, int]) -> int:

@@ -25,8 +25,19 @@ class Watcher(Protocol):
         """Return when all parameters may be read."""
 
 
-def watch_gradient(parameter: Tensor, watcher: Watcher) -> RemovableHandle | None:
-    """Report each time backward has accumulated into the parameter's gradient; None if it takes no gradient."""
+_takers: dict[int, RemovableHandle] = {}
+"""The hook that takes a parameter's gradient away, by the parameter's id."""
+
+
+def watch_gradient(parameter: Tensor, watcher: Watcher, *, takes: bool) -> RemovableHandle | None:
+    """Report each time backward has accumulated into the parameter's gradient; None if it takes no gradient.
+
+    takes: whether the watcher then takes the gradient away. If an earlier one does so, it no longer does: most likely
+    it is of an optimizer that was replaced, and that nobody has collected yet.
+    """
+    taker = _takers.pop(id(parameter), None)
+    if taker is not None:
+        taker.remove()  # does nothing if it was a hook of a parameter that is no more
     if not parameter.requires_grad:
         return None
     reference = weakref.ref(watcher)  # the parameter must not keep its optimizer alive
@@ -36,7 +47,10 @@ def watch_gradient(parameter: Tensor, watcher: Watcher) -> RemovableHandle | Non
         if alive is not None:
             alive.gradient_ready(parameter)
 
-    return parameter.register_post_accumulate_grad_hook(accumulated)
+    handle = parameter.register_post_accumulate_grad_hook(accumulated)
+    if takes:
+        _takers[id(parameter)] = handle
+    return handle
 
 
 class Attachment:

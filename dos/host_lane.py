@@ -35,7 +35,9 @@ class HostLane:
 
     def renew(self) -> None:
         """Start a thread; a forked child does not inherit the one there was."""
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="dos-cpu")
+        self._thread = ThreadPoolExecutor(
+            max_workers=1, thread_name_prefix="dos-cpu", initializer=self._device.settle_host_thread
+        )
 
     def submit(self, work: Callable[[], None]) -> Future[None]:
         """Run `work` once everything submitted before is done."""

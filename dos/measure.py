@@ -15,6 +15,7 @@ from dos.bench import SMALL, Bench, Effort, Exchange, Figure
 from dos.devices import Device, EmulatedDevice
 from dos.devices.cuda import CudaDevice
 from dos.devices.emulated import HOST_UPDATE_BYTES
+from dos.threads import kernel_threads
 from perfmodel.hardware import RATES, HardwareProfile, Provenance
 
 Progress = Callable[[str, float], None]
@@ -83,11 +84,11 @@ def name_of(device: Device | None) -> str:
 def measure_minimum(device: Device | None) -> HardwareProfile:
     """A rough profile in under 2 s, for a first step on a machine that was never calibrated.
 
-    It is of this rank as it is now, with torch's number of threads; the memory it needs is given back. Without enough
-    device memory, or without a device, only the host is measured.
+    It is of this rank as it is now, with the number of threads that updates have; the memory it needs is given back.
+    Without enough device memory, or without a device, only the host is measured.
     """
     note = "roughly, at the first step; `python -m dos.calibrate` does better"
-    threads = [torch.get_num_threads()]
+    threads = [kernel_threads()]
     try:
         found = measure(device, MINIMUM, threads)
     except torch.OutOfMemoryError:

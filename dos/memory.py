@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import enum
+import statistics
 import threading
 import time
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -105,8 +107,9 @@ class MemoryMonitor:
         self._source = Source.DEVICE if self._nvml is None else Source.NVML
         self._forecast = Forecast()
         self._phase = Op.FORWARD
+        self._late = False
         self._sampled_at = 0.0
-        self._sample_s = 0.0
+        self._took: deque[float] = deque(maxlen=9)
         self._lock = threading.Lock()
         self._resident: int | None = None
         self._offered: int | None = None
@@ -116,21 +119,32 @@ class MemoryMonitor:
 
     def enter(self, phase: Op) -> None:
         """The iteration has come to this phase: one of FORWARD, BACKWARD, UPDATE. Takes a sample."""
-        self._phase = phase
+        self._phase, self._late = phase, False
         self.sample(always=True)
+
+    def spare_in_backward(self) -> int:
+        """Bytes that state may take beyond what it holds until backward ends, by what its second half has left before.
+
+        To be asked in that half alone: what is sampled from then on counts as of it.
+        """
+        began, self._late = not self._late, True
+        self.sample(always=began)
+        with self._lock:
+            return max(0, self._forecast.late_room() - self._held())
 
     def sample(self, always: bool = False) -> None:
         """Take a sample, unless the last is so recent that sampling would take more than SHARE_OF_TIME."""
         start = time.perf_counter()
-        if not always and start - self._sampled_at < self._sample_s / SHARE_OF_TIME:
+        # The median: a sample during which another thread had the interpreter says nothing of its cost.
+        if not always and self._took and start - self._sampled_at < statistics.median(self._took) / SHARE_OF_TIME:
             return
         with self._lock:
             held = self._held()  # before the rest: what is freed in between is then missed, not counted twice
             self.reading = self._read()
-            self._forecast.sample(self._phase, self.reading.memory.free, held, self.reading.memory.total)
+            memory = self.reading.memory
+            self._forecast.sample(self._phase, memory.free, held, memory.total, late=self._late)
             self._sampled_at = time.perf_counter()
-            took = self._sampled_at - start
-            self._sample_s = 0.9 * self._sample_s + 0.1 * took if self._sample_s else took
+            self._took.append(self._sampled_at - start)
 
     def end_iteration(self) -> None:
         """The step has been issued: what comes now is the next iteration's forward."""
@@ -143,10 +157,10 @@ class MemoryMonitor:
         """The device had no memory for what the last workload allows."""
         self._forecast.allocation_failed()
 
-    def ran_out(self) -> None:
-        """The user's own code ran out of memory, and state has been taken off the device."""
+    def ran_out(self, held: int) -> None:
+        """The user's own code ran out of memory, and `held` bytes of state have been taken off the device."""
         with self._lock:
-            self._forecast.ran_out()
+            self._forecast.ran_out(held)
         self._resident = 0
 
     def workload(self, loads: Sequence[SubgroupLoad], *, update_overlaps_forward: bool) -> Workload:

@@ -65,10 +65,18 @@ class OffloadedGradients:
         self._pending[record].result()
         return record.arena.accumulated[record.offset : record.offset + record.numel]
 
-    def norm(self) -> Tensor:
-        """The 2-norm of all gradients here: float32, shape (). Blocks."""
-        norm = math.sqrt(math.fsum(sum_of_squares(self.flat(record)) for record in self._pending))
-        return torch.tensor(norm, device="cpu")
+    def handle(self, record: ParameterRecord) -> Future[None] | None:
+        """What stands for the parameter's gradient as it is now: another object once it changes; None: it has none."""
+        return self._pending.get(record)
+
+    def handles(self) -> list[Future[None]]:
+        """The handles of all gradients here."""
+        return list(self._pending.values())
+
+    def norm(self, factor: Callable[[Future[None]], float]) -> Tensor:
+        """The 2-norm of all gradients here, each times the factor of its handle: float32, shape (). Blocks."""
+        squares = [factor(handle) ** 2 * sum_of_squares(self.flat(r)) for r, handle in self._pending.items()]
+        return torch.tensor(math.sqrt(math.fsum(squares)), device="cpu")
 
     def holds(self, parameters: Iterable[Tensor]) -> bool:
         """Whether the gradient of any of these parameters is here."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -22,7 +21,7 @@ from dos.devices import Device, device_for, host_zeros
 from dos.hooks import Attachment, watch_gradient
 from dos.options import DEFAULT_SUBGROUP_SIZE, Options, check_settings
 from dos.registry import Group, Registry
-from dos.scaling import PendingClip, amp_scale, clip_factor, global_norm
+from dos.scaling import Gradient, PendingClip, amp_scale, clip_factor, global_norm
 from dos.subgroup import HostAllocator, ParameterRecord
 from perfmodel import Op, Plan, Timeline
 from perfmodel.hardware import HardwareProfile
@@ -79,7 +78,7 @@ class DOSAdam(Optimizer):
     _attachment: Attachment | None
     _unfinished: dict[ParameterRecord, None]
     _in_flight: bool
-    _clip: PendingClip | None
+    _clip: PendingClip
 
     def __init__(
         self,
@@ -156,7 +155,7 @@ class DOSAdam(Optimizer):
             self.synchronize()
         amp = amp_scale(self, offloaded=self._registry.offloaded is not None)
         if amp.skip:
-            self._clip = None
+            self._clip = PendingClip()
         else:
             self._update(amp.factor, amp.writes)
         if self._accelerator is not None:
@@ -186,7 +185,7 @@ class DOSAdam(Optimizer):
         registry.follow(active, read=self._read)
         steps = [self._state[record.parameter]["step"] for record, _ in active]
         counts = [float(step) + 1 for step in steps]
-        updates = registry.updates(active, counts, scale * self._clip_factor(scale))
+        updates = registry.updates(active, counts, self._scales(active, scale))
         # Said before it begins, so that an interruption in between finds it said.
         self._unfinished, self._in_flight = dict.fromkeys(r for r, _ in active if r.arena.accelerated), True
         if steps:
@@ -234,10 +233,10 @@ class DOSAdam(Optimizer):
         self._attachment = Attachment(model, self)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in AdamW."""
+        """As in AdamW. Offloaded gradients are forgotten either way."""
         if not set_to_none:
             self.synchronize()  # the step may still read the gradients that are overwritten now
-        self._clip = None
+        self._clip = PendingClip()
         if self._registry.offloaded is not None:
             self._registry.offloaded.clear()
         super().zero_grad(set_to_none)
@@ -247,24 +246,29 @@ class DOSAdam(Optimizer):
 
         The same norm and result as ``torch.nn.utils.clip_grad_norm_`` to rounding, but the factor is folded into the
         update and ``p.grad`` stays as it is, so gradients that already left for the host need not be sent again.
+        To be called last before ``step()``: gradients that are written to or replaced afterwards are not clipped.
         Returns the norm before clipping, a float32 tensor of shape () where the gradients are; reading it synchronises.
         Raises ValueError unless ``max_norm`` is above 0.
         """
         if not max_norm > 0:
             raise ValueError(f"max_norm must be above 0, found {max_norm}")
         norm = self.grad_norm()
-        factor, pending = clip_factor(norm, max_norm), self._pending_clip()
-        factor = factor if pending is None else pending * factor
-        self._clip = PendingClip(factor, [weakref.ref(gradient) for gradient in self._gradients()])
+        offloaded = self._registry.offloaded
+        handles = [] if offloaded is None else offloaded.handles()
+        self._clip.clip([*self._gradients(), *handles], clip_factor(norm, max_norm))
         return norm
 
+    @torch.no_grad()
     def grad_norm(self) -> Tensor:
-        """The global 2-norm of all gradients as the next ``step()`` will use them: float32, shape ()."""
-        offloaded = self._registry.offloaded
-        elsewhere = [] if offloaded is None else [offloaded.norm()]
-        norm = global_norm([gradient.detach() for gradient in self._gradients()], elsewhere)
-        pending = self._pending_clip()
-        return norm if pending is None else norm * pending
+        """The global 2-norm of all gradients as the next ``step()`` will use them: float32, shape ().
+
+        Raises as ``step()`` does, when gradients are offloaded.
+        """
+        if self._registry.offloaded is not None:
+            if self._in_flight:
+                self.synchronize()
+            self._take_remaining_gradients(self._registry.with_gradients(self.param_groups, self._state))
+        return self._grad_norm()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, as in AdamW. Raises as the constructor does, and then adds nothing."""
@@ -313,8 +317,11 @@ class DOSAdam(Optimizer):
                 loss = model(batch)
                 loss.backward()
         """
+        held = 0 if self._accelerator is None else self._accelerator.held_bytes  # before slots are given back
         self.synchronize()
-        return 0 if self._accelerator is None else self._accelerator.release()
+        if self._accelerator is not None:
+            self._accelerator.release(held)
+        return held
 
     def plan(self) -> Plan | None:
         """The plan of the last step; None before the first, or with all parameters on the host."""
@@ -373,8 +380,9 @@ class DOSAdam(Optimizer):
         self._attachment = None
         self._unfinished = {}
         self._in_flight = False
-        self._clip = None
+        self._clip = PendingClip()
         self._warned_idle = False
+        self._warned_lost_clip = False
 
     def _take_remaining_gradients(self, active: Sequence[tuple[ParameterRecord, Group]]) -> None:
         """Offload gradients that no hook has seen, so that all of a subgroup are in one place."""
@@ -382,26 +390,52 @@ class DOSAdam(Optimizer):
             return
         for record, _ in active:
             if record.arena.accelerated and record.parameter.grad is not None:
-                self._accelerator.take_gradient(record)
+                self._take(record, self._accelerator)
+
+    def _take(self, record: ParameterRecord, accelerator: Accelerator) -> None:
+        """Offload a gradient."""
+        offloaded = self._registry.offloaded
+        assert offloaded is not None, "asked only when gradients are offloaded"
+        handle = offloaded.handle(record)
+        if handle is not None and self._clip.factor(handle) is not None:
+            self._warn_of_lost_clip()
+        accelerator.take_gradient(record)
 
     def _read(self, record: ParameterRecord) -> Tensor:
         assert self._accelerator is not None, "only parameters on the accelerator have to be read"
         return self._accelerator.read(record)
 
-    def _clip_factor(self, scale: float) -> float:
-        """What clipping multiplies the unscaled gradients by."""
-        factor = self._pending_clip()
+    def _scales(self, active: Sequence[tuple[ParameterRecord, Group]], scale: float) -> list[float]:
+        """What the step multiplies each gradient by: `scale`, which unscales it, and clipping, which is then over."""
         if self._options.max_grad_norm is not None:
-            limit = clip_factor(self.grad_norm() * scale, self._options.max_grad_norm)
-            factor = limit if factor is None else factor * limit
-        self._clip = None
-        return 1.0 if factor is None else float(factor)
+            scale *= float(clip_factor(self._grad_norm() * scale, self._options.max_grad_norm))
+        clip, self._clip = self._clip, PendingClip()
+        gradients = [self._gradient_of(record) for record, _ in active]
+        if any(clip.lost(gradient) for gradient in gradients):
+            self._warn_of_lost_clip()
+        return [scale * clip.as_float(gradient) for gradient in gradients]
 
-    def _pending_clip(self) -> Tensor | None:
-        """The factor of `clip_grad_norm_`, if the gradients it was computed from are still those of the parameters."""
-        if self._clip is not None and any(gradient() is None for gradient in self._clip.gradients):
-            self._clip = None
-        return None if self._clip is None else self._clip.factor
+    def _gradient_of(self, record: ParameterRecord) -> Gradient:
+        offloaded, gradient = self._registry.offloaded, record.parameter.grad
+        handle = None if offloaded is None else offloaded.handle(record)
+        if handle is not None:
+            return handle
+        assert gradient is not None, "asked only for parameters that have a gradient"
+        return gradient
+
+    def _warn_of_lost_clip(self) -> None:
+        if not self._warned_lost_clip:
+            self._warned_lost_clip = True
+            warnings.warn(
+                "a gradient was written to between clip_grad_norm_() and step(), by backward, by zeroing in place or "
+                "by hand, so it is not clipped; call clip_grad_norm_() after all that changes gradients",
+                stacklevel=4,
+            )
+
+    def _grad_norm(self) -> Tensor:
+        offloaded = self._registry.offloaded
+        elsewhere = [] if offloaded is None else [offloaded.norm(self._clip.as_float)]
+        return global_norm(self._gradients(), self._clip, elsewhere)
 
     def _gradients(self) -> list[Tensor]:
         """Those that are with the parameters."""
@@ -433,7 +467,7 @@ class DOSAdam(Optimizer):
             if self._registry.offloaded is None:
                 accelerator.gradient_ready(record, attached=self._attachment is not None)
             else:
-                accelerator.take_gradient(record)
+                self._take(record, accelerator)
 
     def finish_parameters(self, parameters: Iterable[Tensor]) -> None:
         """Called by a hook before these parameters are used: wait for their updates, and no others."""
@@ -459,7 +493,7 @@ class DOSAdam(Optimizer):
 
     def _watch(self, parameter: Tensor) -> None:
         if parameter not in self._watched:
-            handle = watch_gradient(parameter, self)
+            handle = watch_gradient(parameter, self, takes=self._options.offload_gradients)
             if handle is not None:
                 self._watched[parameter] = handle
 

@@ -82,14 +82,7 @@ class Registry:
 
         Raises before anything is changed if a parameter, a gradient or a state cannot be used.
         """
-        active = []
-        for group in groups:
-            parameters = [p for p in group["params"] if p.grad is not None or self._is_offloaded(p)]
-            for parameter in parameters:
-                self._check(parameter, group, state.get(parameter) or {})
-            active += [(p, group) for p in parameters]
-        self.enrol(active)
-        found = [(self._records[p], group) for p, group in active]
+        found = self.with_gradients(groups, state)
         for record, _ in found:
             self._settle_layout(record, state)
         if any(not record.is_adopted(state.get(record.parameter) or {}) for record, _ in found):
@@ -109,6 +102,19 @@ class Registry:
                 record.arena.stage_gradients_as(record.parameter.grad.dtype)
             _adopt(record, state.setdefault(record.parameter, {}))
         return found
+
+    def with_gradients(
+        self, groups: Iterable[Group], state: Mapping[Tensor, Any]
+    ) -> list[tuple[ParameterRecord, Group]]:
+        """The records of all parameters with a gradient, enrolled if new. Raises as `active` does."""
+        found = []
+        for group in groups:
+            parameters = [p for p in group["params"] if p.grad is not None or self._is_offloaded(p)]
+            for parameter in parameters:
+                self._check(parameter, group, state.get(parameter) or {})
+            found += [(p, group) for p in parameters]
+        self.enrol(found)
+        return [(self._records[p], group) for p, group in found]
 
     def enrol(self, parameters: Iterable[tuple[Tensor, Group]]) -> None:
         """Make room for the state of parameters, each with its group, that have none yet.
@@ -138,13 +144,16 @@ class Registry:
         self,
         active: Sequence[tuple[ParameterRecord, Group]],
         counts: Sequence[float],
-        grad_scale: float,
+        scales: Sequence[float],
     ) -> dict[Subgroup, SubgroupUpdate]:
-        """What the step does to each subgroup that has a gradient. counts: of each parameter's steps, this included."""
-        settings: dict[tuple[int, float], AdamStep] = {}
+        """What the step does to each subgroup that has a gradient.
+
+        counts: of each parameter's steps, this included. scales: what each gradient is multiplied by.
+        """
+        settings: dict[tuple[int, float, float], AdamStep] = {}
         wanted: dict[ParameterRecord, tuple[Tensor, AdamStep]] = {}
-        for (record, group), count in zip(active, counts, strict=True):
-            key = id(group), count
+        for (record, group), count, grad_scale in zip(active, counts, scales, strict=True):
+            key = id(group), count, grad_scale
             if key not in settings:
                 check_settings(group, "param group")
                 settings[key] = _adam_step(group, count, grad_scale)

@@ -20,6 +20,7 @@ class Report:
     workload: what the plan was made for, memory included. profile: the rates believed; None if no policy asked for any.
     measured: None while the step is still running. exposed_s: seconds for which the caller was held up.
     reading: device memory now. held_bytes: what optimizer state has of it now.
+    kernel: what updates on the device; None where that is said by its kind.
     changed: what the memory for state was when the plan last changed, before and after, in bytes.
     """
 
@@ -30,6 +31,7 @@ class Report:
     exposed_s: float
     reading: Reading
     held_bytes: int
+    kernel: str | None
     changed: tuple[float, float]
 
     @property
@@ -81,6 +83,8 @@ class Report:
             f"{_gib(self.held_bytes)} now",
             f"Last change of plan: memory for state went from {_gib(before)} to {_gib(after)}",
         ]
+        if self.kernel is not None:
+            lines += [f"Updates on the device are done by {self.kernel}"]
         if self.measured is not None and self.update_s is not None:
             busy = ", ".join(f"{lane.value} {_ms(self.measured.busy(lane))}" for lane in Lane)
             lines += [

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import torch
@@ -25,11 +26,59 @@ class AmpScale(NamedTuple):
     skip: bool
 
 
-class PendingClip(NamedTuple):
-    """A clip factor waiting for the step, and the gradients that it was computed from."""
+Gradient = Tensor | Future
+"""A gradient with its parameter, or what `OffloadedGradients.handles` has for one that is not."""
 
-    factor: Tensor
-    gradients: list[weakref.ref[Tensor]]
+
+class PendingClip:
+    """Clip factors waiting for the step, each for one gradient as it was when the factor was computed.
+
+    A gradient that is replaced or written to afterwards, as zeroing and backward do, is another one: no factor is its.
+    """
+
+    def __init__(self) -> None:
+        self._factors: dict[int, tuple[weakref.ref[Any], int, Tensor]] = {}
+        self._floats: dict[int, float] = {}
+
+    def clip(self, gradients: Iterable[Gradient], factor: Tensor) -> None:
+        """Multiply the factors of these gradients by `factor`, and forget all others."""
+        before = {id(gradient): (gradient, self.factor(gradient)) for gradient in gradients}
+        # Most often all have the same one, which is then read from the device only once.
+        products = {id(old): old * factor for _, old in before.values() if old is not None}
+        self._floats = {}
+        self._factors = {
+            key: (weakref.ref(gradient), _version(gradient), products.get(id(old), factor))
+            for key, (gradient, old) in before.items()
+        }
+
+    def factor(self, gradient: Gradient) -> Tensor | None:
+        """What clipping multiplies the gradient by: float32, shape (); None: it was not clipped, or changed since."""
+        version, factor = self._of(gradient)
+        # GradScaler may have checked and unscaled it since, which in some versions of torch count as writes.
+        unchanged = 0 <= _version(gradient) - version <= 2 * _versions_of_a_check()
+        return factor if unchanged else None
+
+    def as_float(self, gradient: Gradient) -> float:
+        """The factor as a number, 1 if there is none. One synchronisation for all gradients that share it."""
+        factor = self.factor(gradient)
+        if factor is None:
+            return 1.0
+        if id(factor) not in self._floats:
+            self._floats[id(factor)] = float(factor)
+        return self._floats[id(factor)]
+
+    def lost(self, gradient: Gradient) -> bool:
+        """Whether the gradient was clipped and has been written to since."""
+        return self._of(gradient)[1] is not None and self.factor(gradient) is None
+
+    def _of(self, gradient: Gradient) -> tuple[int, Tensor | None]:
+        """The version that was clipped, and the factor."""
+        reference, version, factor = self._factors.get(id(gradient), (None, 0, None))
+        return (version, factor) if reference is not None and reference() is gradient else (0, None)
+
+
+def _version(gradient: Gradient) -> int:
+    return gradient._version if isinstance(gradient, Tensor) else 0
 
 
 def amp_scale(optimizer: Any, *, offloaded: bool) -> AmpScale:
@@ -62,14 +111,17 @@ def _versions_of_a_check() -> int:
     return gradient._version - before
 
 
-def global_norm(gradients: Sequence[Tensor], elsewhere: Sequence[Tensor] = ()) -> Tensor:
-    """The 2-norm of all gradients together: float32, shape (), on the first one's device; 0 if there are none.
+def global_norm(gradients: Sequence[Tensor], clip: PendingClip, elsewhere: Sequence[Tensor] = ()) -> Tensor:
+    """The 2-norm of all gradients together as `clip` has them: float32, shape (), on the first one's device; or 0.
 
     elsewhere: norms of gradients that are not among these, shape ().
     """
     device = gradients[0].device if gradients else None
-    norms = [torch.linalg.vector_norm(g, dtype=torch.float32).to(device, non_blocking=True) for g in gradients]
-    norms += [norm.to(device, non_blocking=True) for norm in elsewhere]
+    norms = []
+    for gradient in gradients:
+        norm, factor = torch.linalg.vector_norm(gradient, dtype=torch.float32), clip.factor(gradient)
+        norms.append(norm if factor is None else norm * factor.to(norm.device))
+    norms = [norm.to(device, non_blocking=True) for norm in (*norms, *elsewhere)]
     return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), device="cpu")
 
 

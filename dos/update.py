@@ -1,4 +1,4 @@
-"""The Adam update of one flat range, on the CPU (C++ extension) or on a GPU (torch).
+"""The Adam update of one flat range, on the CPU (C++ extension) or on a GPU (Triton, or torch where that is missing).
 
 The formula is AdamW (Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization", algorithm 2) as
 ``torch.optim.AdamW`` writes it, in float32 with round to nearest, fused multiply-adds and IEEE square root and
@@ -7,13 +7,20 @@ how a range was split. Against ``torch.optim.AdamW`` it differs by a few units i
 the same quiet NaN.
 """
 
+from __future__ import annotations
+
 import ctypes
+import functools
+import logging
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
+
+from dos.threads import kernel_threads
 
 try:
     from dos import _adam  # type: ignore[attr-defined]
@@ -23,7 +30,10 @@ except ImportError as error:
         "Build it with: pip install -e . (needs a C++ compiler with OpenMP)"
     ) from error
 
+logger = logging.getLogger(__name__)
+
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_TYPES = {dtype: index for index, dtype in enumerate(_FLOATS)}  # the order of DType in csrc/adam.h
 
 
 @dataclass(frozen=True)
@@ -70,6 +80,11 @@ class AdamStep:
             self.lr / (1 - self.beta1**self.step),
         )
 
+    @cached_property
+    def float32_scalars(self) -> tuple[float, ...]:
+        """``scalars`` rounded to float32, as the extension rounds them."""
+        return tuple(ctypes.c_float(scalar).value for scalar in self.scalars)
+
 
 def instruction_sets() -> list[str]:
     """The instruction sets that can be asked for here, best first."""
@@ -97,7 +112,7 @@ def adam_update(
         param: the master weights, float32; or bfloat16 or float16 where there are none.
         exp_avg, exp_avg_sq, max_exp_avg_sq: float32; the last one exactly if ``step.amsgrad``.
         low_precision_out: bfloat16 or float16, receives the new ``param`` rounded; only with a float32 ``param``.
-        threads: at most so many on the CPU; 0 stands for ``torch.get_num_threads()``.
+        threads: at most so many on the CPU; 0 stands for :func:`dos.threads.kernel_threads`.
         isa: one of :func:`instruction_sets`, None for the best.
 
     Raises:
@@ -120,14 +135,31 @@ def adam_update(
             raise TypeError(f"low_precision_out: expected only beside a float32 param, found {param.dtype}")
         _check("low_precision_out", low_precision_out, (torch.bfloat16, torch.float16), param)
 
-    tensors = (grad, param, exp_avg, exp_avg_sq, max_exp_avg_sq, low_precision_out)
-    with torch.no_grad():
-        if param.is_cpu:
-            _adam.adam_update(
-                *(None if t is None else t.detach() for t in tensors), step.scalars, step.use_l2, _threads(threads), isa
-            )
-        else:
-            _adam_update_torch(*tensors, step=step)
+    if param.is_cpu:
+        _adam.adam_update_at(
+            param.numel(),
+            grad.data_ptr(),
+            _TYPES[grad.dtype],
+            param.data_ptr(),
+            _TYPES[param.dtype],
+            exp_avg.data_ptr(),
+            exp_avg_sq.data_ptr(),
+            0 if max_exp_avg_sq is None else max_exp_avg_sq.data_ptr(),
+            0 if low_precision_out is None else low_precision_out.data_ptr(),
+            0 if low_precision_out is None else _TYPES[low_precision_out.dtype],
+            step.scalars,
+            step.use_l2,
+            _threads(threads),
+            isa,
+        )
+    else:
+        with torch.no_grad():
+            _adam_update_on_gpu(grad, param, exp_avg, exp_avg_sq, max_exp_avg_sq, low_precision_out, step=step)
+
+
+def gpu_kernel_name() -> str:
+    """``"triton"``, or ``"torch"`` where Triton is missing or has failed. Both are written to give the same bits."""
+    return "torch" if _triton_kernel() is None else "triton"
 
 
 def accumulate(src: Tensor, dst: Tensor, *, overwrite: bool = False, threads: int = 0, isa: str | None = None) -> None:
@@ -155,6 +187,61 @@ def sum_of_squares(src: Tensor, *, threads: int = 0, isa: str | None = None) -> 
     return _adam.sum_of_squares(src.detach(), _threads(threads), isa)
 
 
+def _adam_update_on_gpu(
+    grad: Tensor,
+    param: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    max_exp_avg_sq: Tensor | None,
+    low_precision_out: Tensor | None,
+    *,
+    step: AdamStep,
+) -> None:
+    """Queue the update without waiting for it: by Triton if it works here, else by torch."""
+    arrays = grad, param, exp_avg, exp_avg_sq, max_exp_avg_sq, low_precision_out
+    kernel = _triton_kernel()
+    if kernel is not None:
+        try:
+            with torch.cuda.device_of(param):
+                kernel(*arrays, step.float32_scalars, step.use_l2)
+            return
+        except Exception as error:  # raised before anything was queued, such as by the compiler
+            _give_up_triton(error)
+    _adam_update_torch(*arrays, step=step)
+
+
+_triton_failed = False
+
+
+def _triton_kernel() -> Callable[..., None] | None:
+    """The GPU kernel; None if it cannot be used."""
+    return None if _triton_failed else _import_triton_kernel()
+
+
+@functools.cache
+def _import_triton_kernel() -> Callable[..., None] | None:
+    try:
+        from dos.triton_kernel import adam_update
+    except Exception as error:  # whatever a broken installation raises
+        _give_up_triton(error)
+        return None
+    logger.info("updates on the GPU are done by the Triton kernel")
+    return adam_update
+
+
+def _give_up_triton(error: Exception) -> None:
+    global _triton_failed
+    if not _triton_failed:
+        logger.warning(
+            "updates on the GPU are done by torch operations, with the same result but many times slower, because the "
+            "Triton kernel cannot be used (%s: %s); it needs the triton package, which comes with torch for CUDA, and "
+            "a C compiler (set CC to its path)",
+            type(error).__name__,
+            error,
+        )
+    _triton_failed = True
+
+
 def _adam_update_torch(
     grad: Tensor,
     param: Tensor,
@@ -166,9 +253,9 @@ def _adam_update_torch(
     step: AdamStep,
 ) -> None:
     """The formula in torch operations, on any device, without waiting for it: the reference of csrc/kernels.cpp."""
-    # Rounded here because _fma multiplies in double precision.
+    # Rounded already, because _fma multiplies in double precision.
     scale, l2, decay, beta1, one_minus_beta1, beta2, one_minus_beta2, inv_bias_correction2_sqrt, eps, step_size = (
-        ctypes.c_float(scalar).value for scalar in step.scalars
+        step.float32_scalars
     )
     for start in range(0, len(param), _CHUNK):
         piece = slice(start, start + _CHUNK)
@@ -220,8 +307,8 @@ def _store(value: Tensor, destination: Tensor) -> None:
 
 def _threads(threads: int) -> int:
     if threads < 0:
-        raise ValueError(f"threads: expected at least 1, or 0 for torch.get_num_threads(), found {threads}")
-    return threads or torch.get_num_threads()
+        raise ValueError(f"threads: expected at least 1, or 0 for what dos.threads finds, found {threads}")
+    return threads or kernel_threads()
 
 
 def _check(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], like: Tensor) -> None:
@@ -234,8 +321,8 @@ def _check(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], like: Ten
         raise TypeError(f"{name}: expected a dense tensor, found {tensor.layout}")
     if tensor.ndim != 1:
         raise ValueError(f"{name}: expected 1 dimension, found shape {tuple(tensor.shape)}")
-    if len(tensor) != len(like):
-        raise ValueError(f"{name}: expected {len(like)} elements, found {len(tensor)}")
+    if tensor.numel() != like.numel():
+        raise ValueError(f"{name}: expected {like.numel()} elements, found {tensor.numel()}")
     if tensor.device != like.device:
         raise ValueError(f"{name}: expected device {like.device}, found {tensor.device}")
     if not tensor.is_contiguous():

@@ -160,6 +160,7 @@ def test_what_the_user_is_told() -> None:
     assert "Repeat on a quiet machine" in remarks(spread=0.11)
     assert "50% of the CPU time" in remarks(cpu_share=0.5)
     assert "OMP_NUM_THREADS=1" in remarks(OMP_NUM_THREADS="1")
+    assert "OMP_NUM_THREADS" not in remarks(OMP_NUM_THREADS="1", LOCAL_WORLD_SIZE="1")
     assert "2 of 8 cores" in remarks(cores=2)
     assert "mask" not in remarks(cores=2, LOCAL_WORLD_SIZE="4")
 

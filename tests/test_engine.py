@@ -187,6 +187,8 @@ def test_state_that_leaves_is_updated_where_it_is_and_flushed_beside_the_rest(at
         return Plan((placement,) * n, tuple(range(n)), 0)
 
     device = EmulatedDevice(FAST, capacity=10**9)
+    trimmed: list[int] = []
+    device.trim = lambda: trimmed.append(device.memory().free)  # type: ignore[method-assign]
     model, reference = mlp(), mlp()
     optimizer = DOSAdam(model.parameters(), policy=policy, subgroup_size=300, device=device)
     expected = DOSAdam(reference.parameters(), policy="cpu", subgroup_size=300, device=EmulatedDevice(FAST, 10**9))
@@ -210,6 +212,7 @@ def test_state_that_leaves_is_updated_where_it_is_and_flushed_beside_the_rest(at
             assert found == (arriving if stays else {Op.GRADIENT, Op.PARAMETER})
         assert (device.memory().free < device.capacity) == stays
         assert bits(model.parameters()) == bits(reference.parameters())
+    assert trimmed == [device.capacity], "what has left is given back to other processes, once"
 
 
 def test_idle_state_leaves_too() -> None:

@@ -72,6 +72,8 @@ INNER = {
         "registry",
         "report",
         "subgroup",
+        "threads",
+        "update",
         "work",
     },
     "pace": set(),

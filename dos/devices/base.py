@@ -87,5 +87,8 @@ class Device(Protocol):
         reads: device tensors of the caller's that `update` reads; their memory stays until it is done.
         """
 
+    def settle_host_thread(self) -> None:
+        """Called once by the thread that will update on the host: to run it where the device's memory is near."""
+
     def host_update(self, numel: int) -> AbstractContextManager[float]:
         """Surrounds an update of `numel` parameters on the host; gives the time.perf_counter() of its start."""

@@ -2,36 +2,47 @@
 
 from __future__ import annotations
 
-import logging
-import mmap
 import time
-import weakref
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from dos.devices.base import LANES, Copy, Job, Memory
+from dos.devices.coalesce import copy_pieces
+from dos.devices.pinned import pinned_zeros
+from dos.devices.ranges import named
+from dos.threads import bind, bound_to, cores_near
 from perfmodel import Lane, Op, Span
-
-logger = logging.getLogger(__name__)
-
 
 _CLOCK_S = 60.0
 """Seconds after which a new clock is started: elapsed times are float32 milliseconds, exact to microseconds so far."""
 
+_HIGH, _NORMAL = -1, 0
+"""Priorities of streams. They hold for kernels alone: an update that the next forward waits for goes before others."""
+
 
 class CudaDevice:
-    """The engine's view of one CUDA device."""
+    """The engine's view of one CUDA device.
+
+    Nothing here waits for the device but `Job.wait`, and the constructor for an idle stream.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.torch_device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-        self._streams = {op: torch.cuda.Stream(self.torch_device) for op in LANES}
+        self._streams = {
+            op: torch.cuda.Stream(self.torch_device, priority=_HIGH if op is Op.UPDATE else _NORMAL) for op in LANES
+        }
         self._idle_stream = torch.cuda.Stream(self.torch_device)
+        self._timers = _Events(timing=True)
+        self._fences = _Events(timing=False)
+        self._leftovers: deque[_Leftover] = deque()
         self._clock = self._start_clock()
+        self._cores = cores_near(self._pci_address)
 
     def __repr__(self) -> str:
         return f"CudaDevice({self.torch_device})"
@@ -39,11 +50,21 @@ class CudaDevice:
     def __reduce__(self) -> tuple[object, ...]:
         return CudaDevice, (self.torch_device,)
 
+    @cached_property
+    def uuid(self) -> str | None:
+        """The device's UUID as NVML writes it: "GPU-..." or, for a slice of one, "MIG-..."."""
+        properties = torch.cuda.get_device_properties(self.torch_device)
+        # The runtime gives a slice's own UUID (cuDeviceGetUuid_v2), but only the name says that it is one.
+        return f"{'MIG' if ' MIG ' in properties.name else 'GPU'}-{properties.uuid}"
+
     def owns(self, tensor: Tensor) -> bool:
         return tensor.device == self.torch_device
 
     def host_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return _pinned_zeros(numel * dtype.itemsize).view(dtype) if numel else torch.zeros(0, dtype=dtype, device="cpu")
+        if not numel:
+            return torch.zeros(0, dtype=dtype, device="cpu")
+        with bound_to(self._cores):  # whose memory the pages are then taken from
+            return pinned_zeros(numel * dtype.itemsize, self.torch_device).view(dtype)
 
     def allocate(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
@@ -52,26 +73,34 @@ class CudaDevice:
         """Nothing to do: the caching allocator takes the memory when the last view goes."""
 
     def memory(self) -> Memory:
-        free, total = torch.cuda.mem_get_info(self.torch_device)
-        # What the caching allocator holds and nobody uses is free for us, too.
-        unused = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
-        return Memory(free + unused, total)
+        return Memory(*torch.cuda.mem_get_info(self.torch_device))
+
+    def unused(self) -> int:
+        stats = torch.cuda.memory_stats_as_nested_dict(self.torch_device)
+        # "active" still counts what was freed while other streams use it.
+        reserved, active = (stats[key]["all"]["current"] for key in ("reserved_bytes", "active_bytes"))
+        return max(0, reserved - active)
+
+    def trim(self) -> None:
+        torch.cuda.empty_cache()
 
     def join(self, job: Job) -> None:
         assert isinstance(job, _CudaJob)
+        # What the caller queues next reads what `job` writes.
         torch.cuda.current_stream(self.torch_device).wait_event(job.end)
 
     def fence(self) -> Sequence[Job]:
-        event = torch.cuda.Event()
+        event = self._fences.take()
         event.record(torch.cuda.current_stream(self.torch_device))
-        return (_CudaJob(self._clock, event, event, Op.BACKWARD, Lane.GPU, None),)
+        return (_CudaJob(self, None, event, Op.BACKWARD, None, ()),)
 
     def copy(self, op: Op, subgroup: int, copies: Sequence[Copy], after: Sequence[Job] = ()) -> Job:
-        def work() -> None:
-            for destination, source in copies:
-                destination.copy_(source, non_blocking=True)
-
-        return self._queue(op, subgroup, work, after, [t for pair in copies for t in pair if t.is_cuda])
+        to_host = LANES[op] is Lane.D2H
+        host, device = (0, 1) if to_host else (1, 0)
+        # State is freed by the engine once nothing uses it; gradients and parameters by users, whenever they like.
+        theirs = [copy[device] for copy in copies] if op in (Op.GRADIENT, Op.PARAMETER) else []
+        ours = [copy[host] for copy in copies]
+        return self._queue(op, subgroup, lambda: copy_pieces(copies, to_host=to_host), after, theirs, ours)
 
     def launch(
         self,
@@ -81,10 +110,23 @@ class CudaDevice:
         after: Sequence[Job] = (),
         reads: Sequence[Tensor] = (),
     ) -> Job:
-        return self._queue(Op.UPDATE, subgroup, update, after, reads)
+        return self._queue(Op.UPDATE, subgroup, update, after, reads, ())
 
-    def host_update(self, numel: int) -> AbstractContextManager[float]:
-        return nullcontext(time.perf_counter())
+    def settle_host_thread(self) -> None:
+        bind(self._cores)
+
+    @contextmanager
+    def host_update(self, numel: int) -> Iterator[float]:
+        with named(Lane.CPU.value, Op.UPDATE.value, numel, "parameters"):
+            yield time.perf_counter()
+
+    @property
+    def _pci_address(self) -> str | None:
+        """Of the device or the one that it is a slice of; None where torch does not tell (before 2.8)."""
+        p: Any = torch.cuda.get_device_properties(self.torch_device)
+        if getattr(p, "pci_bus_id", None) is None:
+            return None
+        return f"{p.pci_domain_id:04x}:{p.pci_bus_id:02x}:{p.pci_device_id:02x}.0"
 
     def _start_clock(self) -> _Clock:
         """A clock from now on. Its event is on a stream without work, so waiting for it waits for nothing else."""
@@ -93,26 +135,63 @@ class CudaDevice:
         event.synchronize()
         return _Clock(event, time.perf_counter())
 
-    def _queue(
-        self, op: Op, subgroup: int, work: Callable[[], None], after: Sequence[Job], used: Sequence[Tensor]
-    ) -> Job:
+    def _renew_clock(self) -> None:
+        """Start a new clock if the last is old. Called where the host waits anyway."""
         if time.perf_counter() - self._clock.seconds > _CLOCK_S:
             self._clock = self._start_clock()
+
+    def _queue(
+        self,
+        op: Op,
+        subgroup: int,
+        work: Callable[[], None],
+        after: Sequence[Job],
+        theirs: Sequence[Tensor],
+        ours: Sequence[Tensor],
+    ) -> Job:
+        """Queue work on the stream of `op`.
+
+        theirs: device memory that it uses and others may free. ours: host memory to keep until it is done.
+        """
+        self._drop_leftovers()
         stream = self._streams[op]
-        start = torch.cuda.Event(enable_timing=True)
-        end = torch.cuda.Event(enable_timing=True, blocking=True)  # the CPU lane must not spin while it waits
-        with torch.cuda.device(self.torch_device), torch.cuda.stream(stream), torch.no_grad():
+        start, end = self._timers.take(), self._timers.take()
+        with (
+            named(LANES[op].value, op.value, subgroup),
+            torch.cuda.device(self.torch_device),
+            torch.cuda.stream(stream),
+            torch.no_grad(),
+        ):
             for job in after:
                 assert isinstance(job, _CudaJob)
-                # Closes the read-before-write hazard between streams: what `job` writes, `work` reads or overwrites.
+                # Closes the hazards between streams: what `job` writes, `work` reads or overwrites; what `job` reads,
+                # `work` overwrites.
                 stream.wait_event(job.end)
+            for tensor in theirs:
+                # Their owner may free them before this stream is done; the allocator must not reuse them until then.
+                tensor.record_stream(stream)
             start.record(stream)
             work()
             end.record(stream)
-        for tensor in used:
-            # Their owner may free them before this stream comes to them; the allocator must not reuse them until then.
-            tensor.record_stream(stream)
-        return _CudaJob(self._clock, start, end, op, LANES[op], subgroup, work)
+        return _CudaJob(self, start, end, op, subgroup, ours)
+
+    def _drop_leftovers(self) -> None:
+        """Let go of what jobs that nobody holds any more used, as far as they are done."""
+        while True:
+            try:
+                leftover = self._leftovers.popleft()
+            except IndexError:
+                return
+            if not leftover.end.query():
+                self._leftovers.appendleft(leftover)
+                return
+            self._give_back(leftover)
+
+    def _give_back(self, leftover: _Leftover) -> None:
+        if leftover.start is None:
+            self._fences.give(leftover.end)
+        else:
+            self._timers.give(leftover.start, leftover.end)
 
 
 class _Clock(NamedTuple):
@@ -126,50 +205,62 @@ class _Clock(NamedTuple):
         return self.seconds + self.event.elapsed_time(event) / 1e3
 
 
+class _Events:
+    """Events of one kind that are recorded again once nobody can read or wait for what they recorded before."""
+
+    def __init__(self, *, timing: bool) -> None:
+        self._timing = timing
+        self._idle: deque[torch.cuda.Event] = deque()  # whose append and pop are atomic
+
+    def take(self) -> torch.cuda.Event:
+        try:
+            return self._idle.pop()
+        except IndexError:
+            # Blocking: the CPU lane must not spin while it waits.
+            return torch.cuda.Event(enable_timing=self._timing, blocking=True)
+
+    def give(self, *events: torch.cuda.Event) -> None:
+        self._idle.extend(events)
+
+
+class _Leftover(NamedTuple):
+    """What a job leaves when nobody holds it any more."""
+
+    start: torch.cuda.Event | None
+    end: torch.cuda.Event
+    keeps: Sequence[Tensor]
+
+
 class _CudaJob:
-    """Work on a stream between two events."""
+    """Work on a stream between two events; a fence has no start.
+
+    While somebody holds it, its events are not recorded again, so that it can be waited for any number of times. The
+    host memory that it uses stays until the device is done with it, held or not.
+    """
 
     def __init__(
         self,
-        clock: _Clock,
-        start: torch.cuda.Event,
+        device: CudaDevice,
+        start: torch.cuda.Event | None,
         end: torch.cuda.Event,
         op: Op,
-        lane: Lane,
         subgroup: int | None,
-        keeps: object = None,
+        keeps: Sequence[Tensor],
     ) -> None:
         self.end = end
-        self._keeps = keeps  # host memory that a copy still reads or writes
-        self._clock, self._start, self._op, self._lane, self._subgroup = clock, start, op, lane, subgroup
+        self._device, self._clock = device, device._clock
+        self._start, self._op, self._subgroup, self._keeps = start, op, subgroup, keeps
 
     def wait(self) -> Span:
         self.end.synchronize()
-        if self._op is Op.BACKWARD:  # a fence has no beginning of its own
+        self._device._renew_clock()
+        if self._start is None:
             now = time.perf_counter()
-            return Span(self._lane, self._op, self._subgroup, now, now)
-        return Span(self._lane, self._op, self._subgroup, self._clock.read(self._start), self._clock.read(self.end))
-
-
-def _pinned_zeros(nbytes: int) -> Tensor:
-    """1-D uint8 zeros whose pages are registered for fast copies; `pin_memory=True` would round up to a power of 2."""
-    # A numpy array in between, because its finaliser runs before the mapping under it goes.
-    pages = np.frombuffer(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=np.uint8).view(
-        _Pages
-    )
-    runtime = torch.cuda.cudart()
-    error = runtime.cudaHostRegister(pages.ctypes.data, nbytes, 0)
-    if error == runtime.cudaError.success:
-        weakref.finalize(pages, runtime.cudaHostUnregister, pages.ctypes.data)
-    else:
-        logger.warning(
-            "pinning %.1f MiB of host memory failed (%s): copies of optimizer state will be slower and not overlap; "
-            "raise the limit of locked memory (ulimit -l)",
-            nbytes / 2**20,
-            error,
+            return Span(Lane.GPU, self._op, self._subgroup, now, now)
+        return Span(
+            LANES[self._op], self._op, self._subgroup, self._clock.read(self._start), self._clock.read(self.end)
         )
-    return torch.from_numpy(pages)
 
-
-class _Pages(np.ndarray):
-    """An array that can be referenced weakly."""
+    def __del__(self) -> None:
+        # Streams that wait for the end have been told to, and wait for this record of it even if there is another.
+        self._device._leftovers.append(_Leftover(self._start, self.end, self._keeps))

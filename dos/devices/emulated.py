@@ -165,6 +165,9 @@ class EmulatedDevice:
         alone_s = self.profile.launch_latency_s + numel / self.profile.gpu_update_rate
         return self._queue(Op.UPDATE, subgroup, update, alone_s, 0, after)
 
+    def settle_host_thread(self) -> None:
+        pass
+
     def host_update(self, numel: int) -> AbstractContextManager[float]:
         alone_s = self.profile.launch_latency_s + numel / self.profile.cpu_update_rate
         traffic = numel * HOST_UPDATE_BYTES * self.profile.cpu_traffic_factor

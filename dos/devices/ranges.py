@@ -1,0 +1,38 @@
+"""Names for work in profilers: torch.profiler and, by NVTX, Nsight Systems. Nothing is done where neither looks.
+
+torch.profiler shows what was issued by the thread that started it; the CPU lane, too, if it was given
+`experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True)`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from torch.autograd import profiler
+
+_NSIGHT = any(name.startswith(("NSYS_", "NVTX_INJECTION")) for name in os.environ)
+"""Whether this process was started by Nsight Systems or another tool that listens to NVTX."""
+
+_NOTHING = nullcontext()
+
+
+def named(*words: object) -> AbstractContextManager[None]:
+    """A range called "dos" and these words, around the host code that issues or does the work."""
+    if not (_NSIGHT or profiler._is_profiler_enabled):
+        return _NOTHING
+    return _named("dos " + " ".join(map(str, words)))
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    if _NSIGHT:
+        torch.cuda.nvtx.range_push(name)
+    try:
+        with profiler.record_function(name):
+            yield
+    finally:
+        if _NSIGHT:
+            torch.cuda.nvtx.range_pop()

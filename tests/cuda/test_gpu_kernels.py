@@ -1,0 +1,163 @@
+"""On a GPU: both kernels there against the C++ kernels, to the bit."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from test_update import FLOATS, STEP, STEPS, assert_same_bits, clone, random_arrays, random_bits, update
+from torch import Tensor
+
+from dos import update as module
+from dos.devices.pinned import pinned_zeros
+from dos.update import AdamStep, adam_update, gpu_kernel_name
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device"),
+]
+
+NUMEL = 1_000_000
+Arrays = list[Tensor | None]
+
+
+@pytest.fixture(params=["triton", "torch"])
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The kernel that updates on the GPU use."""
+    if request.param == "torch":
+        monkeypatch.setattr(module, "_triton_kernel", lambda: None)
+    elif gpu_kernel_name() != "triton":
+        pytest.skip("Triton cannot be used here")
+    yield request.param
+    assert gpu_kernel_name() == request.param, "given up"
+
+
+def moved(arrays: Arrays, device: str, offset: int = 0) -> Arrays:
+    """Copies whose addresses are `offset` elements from where allocators put them."""
+
+    def move(array: Tensor) -> Tensor:
+        memory = torch.empty(len(array) + offset, dtype=array.dtype, device=device)
+        return memory[offset:].copy_(array)
+
+    return [None if array is None else move(array) for array in arrays]
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize(
+    ("param", "out"),
+    [
+        (torch.float32, torch.bfloat16),
+        (torch.float32, torch.float16),
+        (torch.float32, None),
+        (torch.bfloat16, None),
+        (torch.float16, None),
+    ],
+)
+@pytest.mark.parametrize("grad", FLOATS)
+def test_a_million_elements(
+    kernel: str, grad: torch.dtype, param: torch.dtype, out: torch.dtype | None, step: AdamStep
+) -> None:
+    expected = random_arrays(NUMEL, step, grad, param, out, seed=0)  # one in eight is any bit pattern
+    ours = moved(expected, "cuda")
+    for _ in range(3):
+        update(ours, step)
+        update(expected, step)
+    assert_same_bits(moved(ours, "cpu"), expected)
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_nothing_but_special_values(kernel: str, step: AdamStep) -> None:
+    generator = torch.Generator().manual_seed(0)
+    expected = random_arrays(NUMEL, step, torch.bfloat16, torch.float32, torch.bfloat16, seed=0)
+    for array in expected[:5]:
+        if array is not None:
+            array.copy_(random_bits(NUMEL, array.dtype, generator))
+    ours = moved(expected, "cuda")
+    update(ours, step)
+    update(expected, step)
+    assert_same_bits(moved(ours, "cpu"), expected)
+
+
+@pytest.mark.parametrize("numel", [0, 1, 2, 15, 16, 1023, 1024, 1025, 70_001])
+@pytest.mark.parametrize("offset", [0, 1, 4])
+def test_any_length_and_address(kernel: str, numel: int, offset: int) -> None:
+    expected = random_arrays(numel, STEP, torch.bfloat16, torch.float32, torch.bfloat16, seed=numel)
+    ours = moved(expected, "cuda", offset)
+    update(ours, STEP)
+    update(expected, STEP)
+    assert_same_bits(moved(ours, "cpu"), expected)
+
+
+def test_nothing_beside_the_range_is_written() -> None:
+    arrays = random_arrays(3000, STEP, torch.bfloat16, torch.float32, torch.bfloat16, seed=0)
+    ours = moved(arrays, "cuda")
+    update([None if array is None else array[1000:1777] for array in ours], STEP)
+    for before, after in zip(arrays, moved(ours, "cpu"), strict=True):
+        if before is not None and after is not None:
+            outside = torch.cat([torch.arange(1000), torch.arange(1777, 3000)])
+            assert_same_bits([after[outside]], [before[outside]])
+
+
+def test_more_elements_than_32_bits_count() -> None:
+    numel, tail = 2**31 + 5000, 4000
+    if torch.cuda.mem_get_info()[0] < 15 * numel:
+        pytest.skip(f"needs {15 * numel / 2**30:.0f} GiB of free device memory")
+    expected = random_arrays(tail, STEP, torch.bfloat16, torch.bfloat16, None, seed=0)
+    ours = [None if a is None else torch.zeros(numel, dtype=a.dtype, device="cuda") for a in expected]
+    for array, end in zip(ours, expected, strict=True):
+        if array is not None and end is not None:
+            array[-tail:] = end.cuda()
+    update(ours, STEP)
+    update(expected, STEP)
+    assert_same_bits(moved([None if a is None else a[-tail:] for a in ours], "cpu"), expected)
+
+
+def test_on_the_current_stream_without_waiting(kernel: str) -> None:
+    arrays = moved(random_arrays(1000, STEP, torch.bfloat16, torch.float32, torch.bfloat16, seed=0), "cuda")
+    update(clone(arrays), STEP)  # compiles
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream), no_synchronisation():
+        torch.cuda._sleep(100_000_000)
+        update(arrays, STEP)
+        assert not stream.query(), "the update waited"
+    torch.cuda.synchronize()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_on_the_tensors_device(kernel: str) -> None:
+    expected = random_arrays(1000, STEP, torch.bfloat16, torch.float32, torch.bfloat16, seed=0)
+    ours = moved(expected, "cuda:1")
+    with torch.cuda.device(0):
+        update(ours, STEP)
+    update(expected, STEP)
+    assert_same_bits(moved(ours, "cpu"), expected)
+
+
+@pytest.mark.parametrize("nbytes", [1, 5000, (32 << 20) + 4])
+def test_pinned_memory(nbytes: int) -> None:
+    tensor = pinned_zeros(nbytes, torch.device("cuda"))
+    assert tensor.is_pinned()
+    assert not tensor.any()
+    tensor.copy_(torch.arange(nbytes) % 251)
+    with no_synchronisation():
+        there = tensor.to("cuda", non_blocking=True)
+    assert torch.equal(there.cpu(), tensor)
+
+
+def test_host_and_device_tensors_are_not_mixed() -> None:
+    arrays: list[Callable[[], Tensor]] = [lambda: torch.zeros(8, device="cuda")] * 3
+    with pytest.raises(ValueError, match="grad: expected device cuda:0, found cpu"):
+        adam_update(torch.zeros(8), *(make() for make in arrays), step=STEP)
+
+
+@contextlib.contextmanager
+def no_synchronisation() -> Iterator[None]:
+    """Operations that wait for the device raise RuntimeError."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,343 @@
+"""On a GPU: training with streams that really run at once, and with everything that users do meanwhile."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from conftest import bits, plan_anew
+from test_invariance import RandomPlans
+from torch import Tensor, nn
+
+from dos import DOSAdam
+from dos.devices.cuda import CudaDevice
+from dos.memory import Nvml
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device"),
+]
+
+DEVICE = "cuda"
+
+
+class Scales(nn.Module):
+    """As much state to move for as little computation as possible: what reads a parameter comes soon after its update.
+
+    The gradient depends on the parameter, so a stale or half-written one shows in all later steps.
+    """
+
+    def __init__(self, layers: int, numel: int, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        # Of different sizes, so that some are cut by subgroups and others share one.
+        sizes = [numel if i % 3 else 1000 + i for i in range(layers)]
+        self.layers = nn.ModuleList(Scale(torch.randn(size, generator=generator).to(dtype)) for size in sizes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([layer(x) for layer in self.layers]).sum()
+
+
+class Scale(nn.Module):
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight.to(DEVICE))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.weight * self.weight * x).float().sum()
+
+
+def run(
+    optimizer_of: Callable[[nn.Module], DOSAdam],
+    *,
+    steps: int = 8,
+    layers: int = 24,
+    numel: int = 300_000,
+    attached: bool = False,
+    between: Callable[[DOSAdam, int], None] = lambda optimizer, step: None,
+) -> list[bytes]:
+    """Parameters and state after some steps, to the bit. between: called after each step is issued."""
+    model = Scales(layers, numel)
+    optimizer = optimizer_of(model)
+    if attached:
+        optimizer.attach(model)
+    x = torch.tensor(1.0, dtype=torch.bfloat16, device=DEVICE)
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(x * (1 + step)).backward()
+        optimizer.step()
+        between(optimizer, step)
+    optimizer.synchronize()
+    state = [t.cpu() for s in optimizer.state_dict()["state"].values() for t in s.values()]
+    return bits([*(p.detach().cpu() for p in model.parameters()), *state])
+
+
+def with_policy(policy: Any, subgroup_size: int = 500_000, **options: Any) -> Callable[[nn.Module], DOSAdam]:
+    def make(model: nn.Module) -> DOSAdam:
+        return DOSAdam(model.parameters(), lr=1e-2, policy=policy, subgroup_size=subgroup_size, **options)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[bytes]:
+    return run(with_policy("cpu"))
+
+
+@pytest.mark.parametrize("attached", [False, True])
+@pytest.mark.parametrize("subgroup_size", [100_000, 500_000, 10**9])
+@pytest.mark.parametrize("policy", ["cpu", 0.0, 0.5, "stride:1", "stride:2", "stride:3", "adaptive"])
+def test_streams_do_not_race(policy: str | float, subgroup_size: int, attached: bool, expected: list[bytes]) -> None:
+    assert run(with_policy(policy, subgroup_size), attached=attached) == expected
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("slots", [1, 3])
+def test_plans_that_change_every_step(seed: int, slots: int, expected: list[bytes]) -> None:
+    policy = RandomPlans(seed, slots)
+    assert run(with_policy(policy), attached=True, between=lambda o, _: plan_anew(o)) == expected
+
+
+def test_offloaded_gradients(expected: list[bytes]) -> None:
+    assert run(with_policy("stride:2", offload_gradients=True)) == expected
+
+
+def test_a_caller_on_another_stream(expected: list[bytes]) -> None:
+    with torch.cuda.stream(torch.cuda.Stream()):
+        assert run(with_policy("stride:2"), attached=True) == expected
+
+
+def test_emptying_the_cache_in_the_middle(expected: list[bytes]) -> None:
+    policy = with_policy("stride:2")
+    assert run(policy, attached=True, between=lambda o, _: torch.cuda.empty_cache()) == expected
+
+
+def test_memory_that_is_freed_and_taken_at_once(expected: list[bytes]) -> None:
+    """What the step still reads is not given to others: gradients are freed and their memory overwritten."""
+
+    def overwrite(optimizer: DOSAdam, step: int) -> None:
+        optimizer.zero_grad()
+        for size in (300_000, 1000, 300_000):
+            torch.full((size,), float("nan"), dtype=torch.bfloat16, device=DEVICE)
+
+    assert run(with_policy("stride:2"), attached=True, between=overwrite) == expected
+
+
+def test_device_memory_is_given_back() -> None:
+    run(with_policy("stride:1"), steps=2)
+    before = torch.cuda.memory_allocated()
+    run(with_policy("stride:1"), steps=2)
+    assert torch.cuda.memory_allocated() == before
+
+
+# No synchronisation
+
+
+@contextmanager
+def no_synchronisation() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("policy", [0.0, "stride:1", "cpu"])
+def test_issuing_a_step_waits_for_nothing(policy: str | float) -> None:
+    model = Scales(6, 300_000)
+    optimizer = with_policy(policy)(model)
+    optimizer.attach(model)
+    x = torch.ones((), dtype=torch.bfloat16, device=DEVICE)
+    for step in range(4):
+        optimizer.synchronize()
+        optimizer.zero_grad()
+        model(x).backward()
+        if step < 2:  # state is made, kernels are compiled
+            optimizer.step()
+            continue
+        torch.cuda._sleep(500_000_000)  # the update must come after this, and its issue must not
+        with no_synchronisation():
+            optimizer.step()
+        assert not torch.cuda.current_stream().query(), "step() waited for the device"
+    optimizer.synchronize()
+
+
+# Memory pressure
+
+NEIGHBOUR = """
+import sys, torch
+held = []
+for line in sys.stdin:
+    if line.strip() == "free":
+        held.clear()
+        torch.cuda.empty_cache()
+    else:
+        leave = int(line)
+        while torch.cuda.mem_get_info()[0] > leave + 2**28:
+            held.append(torch.empty(2**27, dtype=torch.uint8, device="cuda"))
+    print("done", flush=True)
+"""
+
+
+@contextmanager
+def neighbour() -> Iterator[Callable[[str], None]]:
+    """Another process that takes memory until so many bytes are free, or frees it; returns when that has happened."""
+    command = [sys.executable, "-c", NEIGHBOUR]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+
+        def tell(what: str) -> None:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            print(what, file=process.stdin, flush=True)
+            assert process.stdout.readline().strip() == "done", "the neighbour has died"
+
+        try:
+            yield tell
+        finally:
+            process.kill()
+
+
+def test_a_neighbour_takes_memory_and_frees_it() -> None:
+    size, layers = 20_000_000, 8  # 1.3 GB of state
+    if torch.cuda.mem_get_info()[0] < 6 << 30:
+        pytest.skip("needs 6 GiB of free device memory")
+    make = with_policy("adaptive", size, profile="h100")
+    resident: list[float] = []
+    with neighbour() as tell:
+
+        def between(optimizer: DOSAdam, step: int) -> None:
+            optimizer.synchronize()
+            resident.append(optimizer.metrics()["share_gpu_resident"])
+            if step == 3:
+                torch.cuda.empty_cache()
+                tell(str(torch.cuda.get_device_properties(0).total_memory // 50 + 2**28))
+            elif step == 9:
+                tell("free")
+
+        ours = run(make, steps=24, layers=layers, numel=size, between=between)
+    assert resident[3] == 1.0, "all state fits while nobody else is there"
+    assert min(resident[4:10]) < 1.0, "state makes room"
+    assert resident[-1] == 1.0, "and returns"
+    assert ours == run(with_policy(0.0, size), steps=24, layers=layers, numel=size)
+
+
+# What users do meanwhile
+
+
+def network(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.LayerNorm(256), nn.Linear(256, 32)).to(DEVICE, dtype)
+
+
+def batches(steps: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(16, 64, generator=generator).to(DEVICE) for _ in range(steps)]
+
+
+@pytest.mark.parametrize("policy", ["cpu", "stride:2", 0.0])
+def test_several_groups_against_adamw(policy: str | float) -> None:
+    ours, theirs = network(), network()
+
+    def groups(model: nn.Sequential) -> list[dict[str, Any]]:
+        return [
+            {"params": model[0].parameters(), "lr": 1e-2, "weight_decay": 0.5},
+            {"params": model[2].parameters(), "betas": (0.5, 0.9), "amsgrad": True},
+            {"params": model[3].parameters(), "maximize": True},
+        ]
+
+    optimizer: torch.optim.Optimizer
+    for model, optimizer in (
+        (ours, DOSAdam(groups(ours), policy=policy, subgroup_size=5000)),
+        (theirs, torch.optim.AdamW(groups(theirs), fused=True)),
+    ):
+        for batch in batches(6):
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("policy", ["cpu", "stride:2", 0.0])
+def test_grad_scaler_with_float16(policy: str | float) -> None:
+    def trained(make: Callable[[nn.Module], torch.optim.Optimizer]) -> tuple[nn.Module, list[bool]]:
+        model = network()
+        optimizer, scaler, changed = make(model), torch.amp.GradScaler(init_scale=2.0**10), []
+        for step, batch in enumerate(batches(8)):
+            optimizer.zero_grad()
+            with torch.autocast(DEVICE, torch.float16):
+                loss = model(batch).float().square().mean()
+            scaler.scale(loss).backward()
+            if step == 4:
+                model[0].weight.grad[0, 0] = float("inf")  # type: ignore[index, union-attr]
+            before = [p.detach().clone() for p in model.parameters()]
+            scaler.step(optimizer)
+            scaler.update()
+            torch.cuda.synchronize()
+            changed.append(any(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)))
+        return model, changed
+
+    ours, changed = trained(lambda m: DOSAdam(m.parameters(), lr=1e-3, policy=policy, subgroup_size=5000))
+    theirs, _ = trained(lambda m: torch.optim.AdamW(m.parameters(), lr=1e-3))
+    assert changed == [step != 4 for step in range(8)]
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("attached", [False, True])
+def test_a_compiled_model(attached: bool) -> None:
+    def trained(compiled: bool, policy: str | float) -> list[Tensor]:
+        model = network()
+        run_model = torch.compile(model) if compiled else model
+        optimizer = DOSAdam(model.parameters(), lr=1e-3, policy=policy, subgroup_size=5000)
+        if attached:
+            optimizer.attach(run_model)
+        for batch in batches(5):
+            optimizer.zero_grad()
+            run_model(batch).square().mean().backward()
+            optimizer.step()
+        optimizer.synchronize()
+        return [p.detach().cpu() for p in model.parameters()]
+
+    streamed, resident = trained(True, "stride:2"), trained(True, 0.0)
+    assert bits(streamed) == bits(resident)
+    for a, b in zip(streamed, trained(False, "cpu"), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+# Which device
+
+CHILD = """
+import torch
+from dos import DOSAdam
+from dos.devices.cuda import CudaDevice
+from dos.memory import Nvml
+weight = torch.nn.Parameter(torch.ones(1000, device="cuda"))
+optimizer = DOSAdam([weight], policy="stride:1")
+weight.sum().backward()
+optimizer.step()
+device = CudaDevice(torch.device("cuda"))
+print(device.uuid, Nvml(device.uuid).read().total)
+"""
+
+
+@pytest.mark.parametrize("by", ["index", "uuid"])
+def test_visible_devices(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    last = torch.cuda.device_count() - 1
+    uuid = CudaDevice(torch.device("cuda", last)).uuid
+    assert uuid is not None
+    nvml = Nvml(uuid).read()
+    if not isinstance(nvml, tuple):
+        pytest.skip(f"NVML does not help here: {nvml}")
+    if by == "index" and "CUDA_VISIBLE_DEVICES" in os.environ:
+        pytest.skip("CUDA_VISIBLE_DEVICES is set already, so indices mean something else")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", str(last) if by == "index" else uuid)
+    done = subprocess.run([sys.executable, "-c", CHILD], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [uuid, str(nvml.total)]

@@ -1,0 +1,52 @@
+"""Compares the Triton kernel under Triton's interpreter with the C++ kernels, to the bit; a program of its own.
+
+The interpreter computes with numpy, which rounds to nearest even as GPUs do, but has no fused multiply-add. It is given
+one, so that what is compared is the kernel: every operation, its order, and what becomes of special values.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import numpy as np
+import torch
+from test_update import FLOATS, STEPS, assert_same_bits, clone, random_arrays, update
+from torch import Tensor
+from triton.runtime import interpreter
+
+from dos.triton_kernel import adam_update
+from dos.update import AdamStep, _fma
+
+
+def exact_fma(builder: Any, x: Any, y: Any, z: Any) -> Any:
+    x_, y_, z_ = (torch.from_numpy(np.ascontiguousarray(t.data)) for t in (x, y, z))
+    return interpreter.TensorHandle(_fma(x_, y_, z_).numpy(), x.dtype.scalar)
+
+
+def interpreted(arrays: list[Tensor | None], step: AdamStep) -> None:
+    adam_update(*arrays, step.float32_scalars, step.use_l2)  # type: ignore[arg-type]
+
+
+def main() -> None:
+    np.seterr(all="ignore")
+    interpreter.InterpreterBuilder.create_fma = exact_fma
+    low = [torch.bfloat16, torch.float16]
+    outputs = [(torch.float32, out) for out in (*low, None)] + [(param, None) for param in low]
+    compared = 0
+    for seed, step in enumerate(STEPS):
+        for grad in FLOATS:
+            for param, out in outputs:
+                for numel in (0, 1, 1024, 2500):
+                    start = random_arrays(numel, step, grad, param, out, seed)
+                    ours, expected = clone(start), clone(start)
+                    interpreted(ours, step)
+                    update(expected, step)
+                    assert_same_bits(ours, expected)
+                    compared += 1
+    print(f"{compared} updates compared")
+
+
+main()

@@ -1,0 +1,82 @@
+"""Small pieces share a copy."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from dos.devices import coalesce
+from dos.devices.base import Copy
+from dos.devices.coalesce import RUN_BYTES, SMALL_BYTES, copy_pieces, runs
+
+SMALL, LARGE = 100, SMALL_BYTES // 4
+
+
+def pieces(host: Tensor, sizes: list[int], gaps: dict[int, int] | None = None) -> list[Copy]:
+    """Copies from tensors of their own to places in `host`, one after the other but for gaps after some."""
+    found, start = [], 0
+    for i, size in enumerate(sizes):
+        found.append((host[start : start + size], torch.randn(size)))
+        start += size + (gaps or {}).get(i, 0)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("sizes", "gaps", "expected"),
+    [
+        ([SMALL] * 5, {}, [5]),
+        ([SMALL] * 5, {1: 3}, [2, 3]),
+        ([SMALL, SMALL, LARGE, SMALL, SMALL], {}, [2, 1, 2]),
+        ([LARGE, LARGE], {}, [1, 1]),
+        ([LARGE - 1] * (2 * RUN_BYTES // SMALL_BYTES), {}, [RUN_BYTES // SMALL_BYTES] * 2),
+        ([], {}, []),
+    ],
+)
+def test_runs(sizes: list[int], gaps: dict[int, int], expected: list[int]) -> None:
+    host = torch.zeros(sum(sizes) + sum(gaps.values()))
+    copies = pieces(host, sizes, gaps)
+    # In the order in which backward makes gradients: from the last to the first.
+    found = runs(reversed(copies), host=0)
+    assert [len(run) for run in found] == expected
+    assert [copy[0].data_ptr() for run in found for copy in run] == [copy[0].data_ptr() for copy in copies]
+
+
+def test_neighbours_of_another_type_or_memory_are_not_joined() -> None:
+    memory = torch.zeros(64, dtype=torch.uint8)
+    other = torch.zeros(8)
+    sides = [memory[:32].view(torch.float32), memory[32:].view(torch.bfloat16), other]
+    assert [len(run) for run in runs([(side, side.clone()) for side in sides], host=0)] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("to_host", [True, False])
+@pytest.mark.parametrize("full", [True, False])
+def test_what_is_copied(to_host: bool, full: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if full:  # the device, so that pieces go one by one
+
+        def raises(*args: object, **kwargs: object) -> None:
+            raise torch.OutOfMemoryError("full")
+
+        monkeypatch.setattr(torch, "empty_like", raises)
+    torch.manual_seed(0)
+    sizes = [7, 1, 300, LARGE + 5, 20, 9, 11]
+    host = torch.randn(sum(sizes) + 4)
+    copies = pieces(host, sizes, {5: 4})
+    before = host.clone()
+    if to_host:
+        copy_pieces(copies, to_host=True)
+    else:
+        copies = [(theirs, ours) for ours, theirs in copies]
+        copy_pieces(copies, to_host=False)
+        assert torch.equal(host, before)
+    for destination, source in copies:
+        assert torch.equal(destination, source)
+    assert torch.equal(host[-15:-11], before[-15:-11]), "what is between pieces was overwritten"
+
+
+def test_gradients_become_wider_on_the_way() -> None:
+    host = torch.zeros(30)
+    copies = [(host[i : i + 10], torch.randn(10).bfloat16()) for i in (0, 10, 20)]
+    assert len(coalesce.runs(copies, host=0)) == 1
+    copy_pieces(copies, to_host=True)
+    assert torch.equal(host, torch.cat([source for _, source in copies]).float())

@@ -1,0 +1,196 @@
+"""CudaDevice on a runtime that runs work as late as it may, or in any order: `fake_cuda`."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+import weakref
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import bits, mlp, plan_anew, train
+from fake_cuda import FakeCudaDevice, FakeStream, Runtime, install
+from test_invariance import RandomPlans
+
+from dos import DOSAdam
+from dos.devices.cuda import CudaDevice
+from dos.devices.ranges import named
+from dos.host_lane import HostLane
+from dos.threads import Cores, kernel_threads
+from perfmodel import Op
+
+POLICIES = ["cpu", 0.5, 0.0, "stride:2", "stride:1"]
+
+
+def trained(
+    device: CudaDevice | None,
+    *,
+    attached: bool = False,
+    before_step: Callable[[DOSAdam], None] = lambda optimizer: None,
+    **options: object,
+) -> list[bytes]:
+    """Losses, parameters and state after some steps, to the bit."""
+    model = mlp(torch.bfloat16)
+    optimizer = DOSAdam(model.parameters(), lr=1e-2, device=device, subgroup_size=300, **options)  # type: ignore[arg-type]
+    if attached:
+        optimizer.attach(model)
+    losses = train(model, optimizer, 4, before_step=lambda _: before_step(optimizer))
+    optimizer.synchronize()
+    state = optimizer.state_dict()["state"]
+    return bits([torch.tensor(losses), *model.parameters(), *(t for s in state.values() for t in s.values())])
+
+
+@pytest.mark.parametrize("seed", [None, 0])
+@pytest.mark.parametrize("attached", [False, True])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_no_order_of_work_changes_a_bit(
+    policy: str | float, attached: bool, seed: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = trained(None)
+    device = FakeCudaDevice(install(monkeypatch, seed))
+    assert trained(device, attached=attached, policy=policy) == expected
+
+
+@pytest.mark.parametrize("seed", [None, 0])
+@pytest.mark.parametrize("slots", [1, 3])
+def test_plans_that_change_every_step(slots: int, seed: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = trained(None)
+    policy = RandomPlans(seed or 0, slots)
+    device = FakeCudaDevice(install(monkeypatch, seed))
+    assert trained(device, attached=True, policy=policy, before_step=plan_anew) == expected
+
+
+@pytest.mark.parametrize("seed", [None, 0])
+def test_offloaded_gradients(seed: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = trained(None)
+    device = FakeCudaDevice(install(monkeypatch, seed))
+    assert trained(device, policy="stride:2", offload_gradients=True) == expected
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
+    return install(monkeypatch, None)
+
+
+def test_events_are_recorded_again(runtime: Runtime) -> None:
+    model = mlp()
+    optimizer = DOSAdam(model.parameters(), device=FakeCudaDevice(runtime), policy="stride:2", subgroup_size=100)
+    train(model, optimizer, 3)
+    made, recorded = runtime.made, runtime.recorded
+    train(model, optimizer, 10)
+    assert runtime.made <= 1.2 * made, "how many are in use at once depends a little on who is faster"
+    assert runtime.recorded > 3 * recorded
+
+
+def test_a_job_that_is_held_stays_readable(runtime: Runtime) -> None:
+    device = FakeCudaDevice(runtime)
+    first = device.launch(0, lambda: None, 1)
+    span = first.wait()
+    for i in range(20):
+        device.launch(i, lambda: None, 1).wait()
+    assert first.wait() == span
+    assert span.start < span.end
+
+
+def test_a_job_that_nobody_holds_keeps_its_host_memory_until_it_is_done(runtime: Runtime) -> None:
+    device = FakeCudaDevice(runtime)
+    source, destination = torch.arange(5.0), torch.zeros(5)
+    memory = weakref.ref(source.untyped_storage())
+    job = device.copy(Op.PREFETCH, 0, [(destination, source)])
+    del job, source
+    device.launch(0, lambda: None, 1).wait()  # another stream's end says nothing of this one's
+    device.launch(0, lambda: None, 1)
+    assert memory() is not None
+    assert not destination.any()
+    device.copy(Op.PREFETCH, 1, []).wait()
+    device.launch(0, lambda: None, 1)
+    gc.collect()
+    assert memory() is None
+    assert destination.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_gradients_are_not_kept_by_jobs(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The allocator knows by record_stream how long they are used, so that freeing them gives their memory back.
+    told: list[int] = []
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: told.append(tensor.data_ptr()))
+    device = FakeCudaDevice(runtime)
+    gradient, staged, state = torch.ones(5), torch.zeros(5), torch.ones(5)
+    jobs = [device.copy(Op.GRADIENT, 0, [(staged, gradient)]), device.copy(Op.FLUSH, 0, [(torch.zeros(5), state)])]
+    jobs.append(device.launch(0, lambda: None, 5, reads=[gradient]))
+    assert told == [gradient.data_ptr()] * 2
+    memory = weakref.ref(gradient.untyped_storage())
+    for job in jobs:
+        job.wait()
+    del gradient
+    assert memory() is None
+
+
+def test_updates_go_before_other_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = install(monkeypatch, None)
+    priorities = []
+
+    def stream(device: torch.device, priority: int = 0) -> FakeStream:
+        priorities.append(priority)
+        return FakeStream(runtime)
+
+    monkeypatch.setattr(torch.cuda, "Stream", stream)
+    FakeCudaDevice(runtime)
+    assert sorted(priorities) == [-1, 0, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("name", "uuid"),
+    [("NVIDIA H100 80GB HBM3", "GPU-0-1-2-3"), ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "MIG-0-1-2-3")],
+)
+def test_uuid(name: str, uuid: str, runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = SimpleNamespace(name=name, uuid="0-1-2-3")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert FakeCudaDevice(runtime).uuid == uuid
+
+
+def test_memory(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    def current(nbytes: int) -> dict[str, dict[str, int]]:
+        return {"all": {"current": nbytes}}
+
+    stats = {"reserved_bytes": current(100), "allocated_bytes": current(30), "active_bytes": current(40)}
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: stats)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (7, 9))
+    device = CudaDevice(torch.device("cuda", 0))
+    assert device.unused() == 60
+    assert device.memory() == (7, 9)
+
+
+def test_host_updates_run_near_the_device(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = SimpleNamespace(name="", uuid="", pci_domain_id=0, pci_bus_id=0xAB, pci_device_id=1)
+    asked = []
+    everywhere = os.sched_getaffinity(0)
+    near = Cores(frozenset([min(everywhere)]), 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr("dos.devices.cuda.cores_near", lambda address: asked.append(address) or near)
+    device = CudaDevice(torch.device("cuda", 0))
+    assert asked == ["0000:ab:01.0"]
+    found: list[object] = []
+    lane = HostLane(device)
+    lane.submit(lambda: found.extend((os.sched_getaffinity(0), kernel_threads()))).result()
+    assert found == [near.cpus, 1]
+    assert os.sched_getaffinity(0) == everywhere
+    with device.host_update(5) as start:
+        assert start <= time.perf_counter()
+
+
+def test_profilers_see_lanes_and_subgroups(runtime: Runtime) -> None:
+    model = mlp()
+    optimizer = DOSAdam(model.parameters(), device=FakeCudaDevice(runtime), policy="stride:2", subgroup_size=600)
+    train(model, optimizer, 1)
+    assert named("a") is named("b"), "a range was made although nobody looks"
+    # Profiles are of one thread unless they are asked for all.
+    everywhere = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, experimental_config=everywhere) as profile:
+        train(model, optimizer, 1)
+    seen = {event.key for event in profile.key_averages() if event.key.startswith("dos ")}
+    assert {"dos H2D prefetch 0", "dos GPU update 0", "dos D2H flush 0"} <= seen
+    assert {"dos D2H gradient 1", "dos CPU update 600 parameters", "dos H2D parameter 1"} <= seen

@@ -1,0 +1,118 @@
+"""Pinned host memory, on a runtime that only notes what is registered."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import mmap
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from dos.devices import pinned
+from dos.devices.pinned import pinned_zeros
+
+DEVICE = torch.device("cuda", 0)
+HUGE = 2 << 20
+
+
+class Runtime:
+    """Of torch.cuda.cudart(), the part that pins. answer: what it says to a registration."""
+
+    cudaError = SimpleNamespace(success=0)  # noqa: N815
+
+    def __init__(self) -> None:
+        self.answer = 0
+        self.registered: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802
+        if self.answer == 0:
+            self.registered[address] = nbytes
+        return self.answer
+
+    def cudaHostUnregister(self, address: int) -> None:  # noqa: N802
+        del self.registered[address]
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runtime]:
+    runtime = Runtime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    pinned._warn.cache_clear()
+    yield runtime
+    gc.collect()
+    assert not runtime.registered, "still registered although nobody uses it"
+
+
+@pytest.mark.parametrize("nbytes", [1, 4097, HUGE - 1, HUGE, 5 * HUGE + 12345])
+def test_exactly_as_many_bytes_as_asked_for(runtime: Runtime, nbytes: int) -> None:
+    tensor = pinned_zeros(nbytes, DEVICE)
+    assert tensor.shape == (nbytes,)
+    assert tensor.dtype == torch.uint8
+    assert not tensor.any()
+    assert runtime.registered == {tensor.data_ptr(): nbytes}
+    assert tensor.data_ptr() % (HUGE if nbytes >= HUGE else mmap.PAGESIZE) == 0
+    tensor.fill_(7)
+
+
+def test_unregistered_with_the_last_view(runtime: Runtime) -> None:
+    tensor = pinned_zeros(1000, DEVICE)
+    view = tensor[40:80].view(torch.float32)
+    del tensor
+    gc.collect()
+    assert runtime.registered
+    view.fill_(1.0)
+    del view
+    gc.collect()
+    assert not runtime.registered
+
+
+def test_pages_that_cannot_be_pinned(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    launches = []
+
+    def launch(numel: int, device: torch.device) -> Tensor:
+        launches.append(device)
+        raise RuntimeError("CUDA error: out of memory")  # what the failed call left behind
+
+    monkeypatch.setattr(torch, "zeros", launch)
+    runtime.answer = 2
+    with caplog.at_level(logging.WARNING):
+        tensors = [pinned_zeros(nbytes, DEVICE) for nbytes in (1000, HUGE)]
+    for tensor in tensors:
+        assert not tensor.any()
+        tensor.fill_(7)
+    assert launches == [DEVICE, DEVICE]
+    assert len(caplog.records) == 1
+    assert "pinning host memory failed (2)" in caplog.text
+    assert "ulimit -l" in caplog.text
+
+
+def test_a_forked_child_has_no_copy(runtime: Runtime) -> None:
+    tensor = pinned_zeros(3 * HUGE, DEVICE).fill_(7)
+    tensor.fill_(7)
+    start, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+
+    def mapped() -> bool:
+        ranges = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()]
+        return any(int(first, 16) < end and start < int(last, 16) for first, last in ranges)
+
+    assert mapped()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            present = mapped()
+            del tensor
+            gc.collect()
+            status = 0 if not present and runtime.registered else 1
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0, "the child has the pages, or unregistered them"
+    assert (tensor == 7).all()
