@@ -80,7 +80,7 @@ class Accelerator:
             workload, forward_s=self._pace.forward_s if attached else 0.0, backward_s=self._pace.backward_s
         )
         plan = self._controller.plan(workload)
-        self._engine.check(plan, self._registry.accelerated)
+        self._engine.check(plan, self._registry.accelerated, self.memory.reading.memory.total)
         self._decided = workload
         return plan
 

@@ -48,11 +48,14 @@ class Engine:
         self.steady = True
         self._lane_done: Future[None] | None = None
 
-    def check(self, plan: Plan, subgroups: Sequence[Subgroup]) -> None:
-        """Raise ValueError if the plan streams a subgroup for which the device could never hold a slot."""
+    def check(self, plan: Plan, subgroups: Sequence[Subgroup], total: int) -> None:
+        """Raise ValueError if the plan streams a subgroup for which a device of `total` bytes could never hold a slot.
+
+        total: 0 if it is not known.
+        """
         for i in plan.served(Placement.GPU_STREAMED):
-            needed, total = subgroups[i].state.carved_bytes, self.device.memory().total
-            if needed > total:
+            needed = subgroups[i].state.carved_bytes
+            if 0 < total < needed:
                 raise ValueError(
                     f"subgroup {i} of {subgroups[i].numel} parameters needs a staging slot of {needed} bytes and the "
                     f"device has {total} bytes in all; choose a smaller subgroup_size or policy='cpu'"
@@ -71,7 +74,7 @@ class Engine:
         return self._host.submit(work)
 
     def prefetch_early(self, plan: Plan, subgroups: Sequence[Subgroup], spare: int) -> None:
-        """Fill the slots while backward still runs, if that was not done yet and they take no more than `spare` bytes."""
+        """Fill the slots while backward runs, if that was not done yet and they take no more than `spare` bytes."""
         holdings = self.holdings
         streamed = [i for i in plan.served(Placement.GPU_STREAMED) if subgroups[i] not in holdings.resident]
         if holdings.slots or not streamed:

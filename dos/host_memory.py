@@ -44,30 +44,31 @@ def _of_machine() -> int | None:
 
 
 def _of_container() -> Iterator[int]:
-    """What the control groups of this process leave it; page cache that can be dropped is not counted as taken."""
+    """What each control group of this process and each group around it leave; droppable page cache does not count."""
     for line in _read(_PROC / "self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
+        _, controllers, path = (*line.split(":", 2), "", "")[:3]
         if controllers == "":  # version 2
-            mount, limit, usage, cache = _CGROUP, "memory.max", "memory.current", "inactive_file"
+            mount, limit, usage, cache = _CGROUP, "memory.max", "memory.current", ("active_file", "inactive_file")
         elif "memory" in controllers.split(","):
             mount, limit, usage = _CGROUP / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
-            cache = "total_inactive_file"
+            cache = "total_active_file", "total_inactive_file"
         else:
             continue
-        folder = mount / path.lstrip("/")
-        if not (folder / limit).exists():
-            folder = mount  # a container sees its own group as the root, whatever the path says
-        most, used = _read(folder / limit).strip(), _read(folder / usage).strip()
-        if most.isdigit() and used.isdigit():
-            droppable = _field(folder / "memory.stat", cache) or 0
-            yield max(0, int(most) - int(used) + droppable)
+        group = mount / path.lstrip("/")
+        for folder in (group, *group.parents):
+            most, used = _read(folder / limit).strip(), _read(folder / usage).strip()
+            if most.isdigit() and used.isdigit():
+                droppable = sum(_field(folder / "memory.stat", name) or 0 for name in cache)
+                yield max(0, int(most) - int(used) + droppable)
+            if folder == mount:  # of a container, too, which does not see the path that is written there
+                break
 
 
 def _field(path: Path, name: str) -> int | None:
-    """The number after `name` in a file of lines `name number`."""
+    """The number after `name` in a file of lines `name number`; None if there is none."""
     for line in _read(path).splitlines():
         words = line.split()
-        if words[:1] == [name]:
+        if words[:1] == [name] and words[1:] and words[1].isdigit():
             return int(words[1])
     return None
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import enum
+import logging
+import math
+import numbers
 import statistics
 import threading
 import time
@@ -17,6 +20,8 @@ from dos.devices import Device, Memory
 from dos.forecast import Forecast, Room
 from perfmodel import Op, SubgroupLoad, Workload
 
+logger = logging.getLogger(__name__)
+
 Budget = int | float | Callable[[], int] | None
 """What users pass as `memory_budget`: bytes, a share of the device's memory (a float), or a function giving bytes."""
 
@@ -24,6 +29,8 @@ SHARE_OF_TIME = 1e-3
 """Sampling may take this share of the time."""
 SPARE_TO_GROW = 0.25
 """Share of a subgroup's state that must be free beyond it before more state becomes resident."""
+OF_THIS_DEVICE = 0.1
+"""NVML and the runtime may differ by this share of the device's memory: the driver reserves some."""
 
 
 class Source(enum.Enum):
@@ -34,8 +41,22 @@ class Source(enum.Enum):
     NOT_PERMITTED = "the runtime, because NVML may not be read here"
     NOT_FOUND = "the runtime, because NVML does not know the device"
     LOST = "the runtime, because NVML has lost the device"
-    NONSENSE = "the runtime, because NVML reports figures that cannot be"
+    FAILED = "the runtime, because NVML fails"
+    NONSENSE = "the runtime, because NVML's figures cannot be those of this device"
     DEVICE = "the device itself"
+    UNREADABLE = "nobody, because the runtime's figures cannot be read or cannot be"
+
+
+_ADVICE = {
+    Source.NO_NVML: "Install nvidia-ml-py; in a container, set NVIDIA_DRIVER_CAPABILITIES=compute,utility",
+    Source.NOT_PERMITTED: "Let this user read it, as nvidia-smi does",
+    Source.NOT_FOUND: "Compare CUDA_VISIBLE_DEVICES with `nvidia-smi -L`",
+    Source.LOST: "Look for Xid messages in the kernel's log: the device may need a reset",
+    Source.FAILED: "See whether nvidia-smi works; if it does, upgrade nvidia-ml-py",
+    Source.NONSENSE: "Compare with nvidia-smi (where MPS limits this process's memory, that is as it must be)",
+    Source.UNREADABLE: "Optimizer state stays on the host meanwhile. See whether nvidia-smi works",
+}
+"""What the user can do where a source is not what it should be."""
 
 
 class Reading(NamedTuple):
@@ -67,25 +88,27 @@ class Nvml:
                 pynvml.nvmlInit()
                 self._handle = pynvml.nvmlDeviceGetHandleByUUID(self._uuid)
             info = pynvml.nvmlDeviceGetMemoryInfo(self._handle)
-        except pynvml.NVMLError as error:
+            return Memory(int(info.free), int(info.total))
+        except Exception as error:  # NVMLError, or what a library raises that does not fit the driver
             self._handle = None  # the driver may come back
-            return _REASONS.get(type(error).__name__.removeprefix("NVMLError_"), Source.NO_NVML)
-        except Exception:  # a library that does not fit the driver
-            return Source.NO_NVML
-        if not 0 <= info.free <= info.total or info.total <= 0:
-            return Source.NONSENSE
-        return Memory(int(info.free), int(info.total))
+            logger.debug("NVML: %r", error)
+            return _REASONS.get(type(error).__name__.removeprefix("NVMLError_"), Source.FAILED)
 
 
 _REASONS = {
+    "LibraryNotFound": Source.NO_NVML,
+    "DriverNotLoaded": Source.NO_NVML,
+    "LibRmVersionMismatch": Source.NO_NVML,
     "NoPermission": Source.NOT_PERMITTED,
     "InsufficientResources": Source.NOT_PERMITTED,
     "NotFound": Source.NOT_FOUND,
     "InvalidArgument": Source.NOT_FOUND,
     "NotSupported": Source.NOT_FOUND,
+    "GpuNotFound": Source.LOST,
     "GpuIsLost": Source.LOST,
     "ResetRequired": Source.LOST,
 }
+"""By the name of NVML's error. https://docs.nvidia.com/deploy/nvml-api/group__nvmlDeviceEnumvs.html"""
 
 
 class MemoryMonitor:
@@ -104,7 +127,7 @@ class MemoryMonitor:
         self._held = held
         self._budget = budget
         self._nvml = None if device.uuid is None else Nvml(device.uuid)
-        self._source = Source.DEVICE if self._nvml is None else Source.NVML
+        self._warned: set[Source] = set()
         self._forecast = Forecast()
         self._phase = Op.FORWARD
         self._late = False
@@ -150,7 +173,8 @@ class MemoryMonitor:
         """The step has been issued: what comes now is the next iteration's forward."""
         with self._lock:
             self._forecast.end_iteration()
-            self._resident, self._offered = self._offered, None
+            if self._offered is not None:
+                self._resident, self._offered = self._offered, None
         self.enter(Op.FORWARD)
 
     def allocation_failed(self) -> None:
@@ -185,7 +209,7 @@ class MemoryMonitor:
 
     def _room(self) -> Room:
         if callable(self._budget):
-            nbytes = max(0, int(self._budget()))
+            nbytes = _checked(self._budget())
             return Room(nbytes, nbytes)
         with self._lock:
             room = self._forecast.room()
@@ -197,23 +221,42 @@ class MemoryMonitor:
 
     def _read(self) -> Reading:
         """Memory as it is now, from NVML where possible; free is what is free or in the caching allocator, unused."""
-        memory, source = self._device.memory(), Source.DEVICE
-        if self._nvml is not None:
+        try:
+            memory, unused, source = self._device.memory(), self._device.unused(), Source.DEVICE
+        except Exception as error:  # whatever it is, training need not end for it here
+            logger.debug("device memory: %r", error)
+            memory, unused, source = Memory(0, 0), 0, Source.UNREADABLE
+        if source is Source.DEVICE and not _can_be(memory):
+            memory, unused, source = Memory(0, max(0, memory.total)), 0, Source.UNREADABLE
+        if self._nvml is not None and source is Source.DEVICE:
             found = self._nvml.read()
             if isinstance(found, Source):
                 source = found
+            elif not _can_be(found) or abs(found.total - memory.total) > OF_THIS_DEVICE * memory.total:
+                source = Source.NONSENSE
             else:
                 memory, source = found, Source.NVML
-        if source is not self._source:
-            self._source = source
-            if source is not Source.NVML:
-                warnings.warn(
-                    f"DOSAdam takes free device memory from {source.value}; what other processes take may be seen "
-                    "late. Install nvidia-ml-py, in a container set NVIDIA_DRIVER_CAPABILITIES=compute,utility, or "
-                    "choose memory_budget=",
-                    stacklevel=2,
-                )
-        return Reading(Memory(memory.free + self._device.unused(), memory.total), source)
+        if source in _ADVICE and source not in self._warned:
+            self._warned.add(source)
+            warnings.warn(
+                f"DOSAdam takes free device memory from {source.value}; what other processes take may be seen late. "
+                f"{_ADVICE[source]}, or choose memory_budget=",
+                stacklevel=2,
+            )
+        return Reading(Memory(memory.free + unused, memory.total), source)
+
+
+def _can_be(memory: Memory) -> bool:
+    return 0 <= memory.free <= memory.total and memory.total > 0
+
+
+def _checked(nbytes: object) -> int:
+    """What a user's function gave as memory budget. Raises TypeError or ValueError if it is not a number of bytes."""
+    if isinstance(nbytes, bool) or not isinstance(nbytes, numbers.Real):
+        raise TypeError(f"memory_budget: the function must give bytes as an int, found {nbytes!r}")
+    if not 0 <= float(nbytes) < math.inf:
+        raise ValueError(f"memory_budget: the function must give 0 or more bytes, found {nbytes}")
+    return int(float(nbytes))
 
 
 def _start_thread(monitor: MemoryMonitor, interval_s: float) -> None:

@@ -50,7 +50,7 @@ def lower_bound(workload: Workload, profile: HardwareProfile, scope: Scope = UPD
         host DRAM   sum of all bytes moved           <= T x bandwidth of the rank
         fetching    sum y prefetch + z gpu_update    <= T, but for the first filling of slots
         slots       sum y (prefetch + update + flush) <= T x slots that fit
-        memory      sum z state                      <= free at the peak, and what slots share with it
+        memory      sum z state                      <= free at the peak; with what fills slots ahead, what is shared
 
     speed_A are the simulator's: duplex links and host DRAM shared by `lanes.shared_rates`. Beside an overlapped
     backward gradients may leave and slots be filled, which is taken off the work of the links; beside an overlapped
@@ -84,7 +84,8 @@ def _solve(workload: Workload, profile: HardwareProfile, scope: Scope) -> tuple[
     def total(*operations: str, part: int = 0) -> np.ndarray:
         return counts * np.array([sum(getattr(c, name)[part] for name in operations) for c in costs])
 
-    # Variables: x, y, z (n each), t_A, u_A (one for each set of busy lanes), seconds of gradients beside backward, T.
+    # Variables: x, y, z (n each), t_A, u_A (one for each set of busy lanes), seconds of gradients beside backward, of
+    # first fillings of slots beside backward, of all first fillings, T.
     speeds = _speeds_by_busy_lanes(costs, profile)
     cpu, h2d, d2h = speeds.T
     zero, none = np.zeros(n), np.zeros(len(speeds))
@@ -99,51 +100,59 @@ def _solve(workload: Workload, profile: HardwareProfile, scope: Scope) -> tuple[
         then: np.ndarray,
         seconds: float,
         early: float = 0,
+        before_end: float = 0,
+        ahead: float = 0,
     ) -> np.ndarray:
-        return np.concatenate([x, y, z, first, then, [early, seconds]])
+        return np.concatenate([x, y, z, first, then, [early, before_end, ahead, seconds]])
 
     staging = min(workload.update_free_bytes, workload.shared_free_bytes)
     resident = min(workload.peak_free_bytes, workload.shared_free_bytes)
     room = staging / max(float(state.min()), 1.0)
     fitting = math.floor(room) if math.isfinite(room) else math.inf
-    fill = min(fitting, float(counts.sum())) * max(c.prefetch[0] for c in costs)
-    filled = min(before, fill)
+    slowest = max(c.prefetch[0] for c in costs)
+    fill = min(fitting, float(counts.sum())) * slowest
     gpu, flush, prefetch = total("gpu_update"), total("flush"), total("prefetch")
     rows = [
         (row(total("cpu_update"), zero, zero, -cpu, -cpu, 0), 0.0),
-        (row(total("parameter"), prefetch, zero, -h2d, -h2d, 0), filled),
-        (row(zero, prefetch, zero, none, -h2d, 0), fill),
+        (row(total("parameter"), prefetch, zero, -h2d, -h2d, 0, before_end=-1), 0.0),
+        (row(zero, prefetch, zero, none, -h2d, 0, ahead=-1), 0.0),
         (row(total("gradient"), flush, zero, -d2h, -d2h, 0, -1), 0.0),
         (row(zero, flush, zero, none, -d2h, 0), 0.0),
         (row(-total("gradient"), zero, zero, none, none, 0, 1), 0.0),
         (row(zero, zero, -gpu, none + 1, none, 0), 0.0),
         (row(zero, zero, gpu, none, none + 1, -1), after),
         (row(zero, gpu, gpu, none, none, -1), 0.0),
-        (row(zero, prefetch, gpu, none, none, -1), fill + after),
+        (row(zero, prefetch, gpu, none, none, -1, ahead=-1), after),
+        (row(zero, zero, zero, none, none, 0, before_end=1, ahead=-1), 0.0),
     ]
     host = profile.host_bandwidth_per_rank
     if math.isfinite(host):
         on_cpu = total("gradient", "cpu_update", "parameter", part=1) / host
         streamed = total("prefetch", "flush", part=1) / host
         up, down = profile.h2d_bandwidth / host, profile.d2h_bandwidth / host
-        rows.append((row(on_cpu, streamed, zero, none, none, -1, -down), after + filled * up))
-        rows.append((row(zero, streamed, gpu, none, none, -1), after + fill * up))
+        rows.append((row(on_cpu, streamed, zero, none, none, -1, -down, before_end=-up), after))
+        rows.append((row(zero, streamed, gpu, none, none, -1, ahead=-up), after))
+    scale = max(float(counts @ state), 1.0)
     if 0 < fitting < math.inf:
         rows.append((row(zero, (prefetch + gpu + flush) / fitting, zero, none, none, -1), before + after))
     if math.isfinite(resident):
-        scale = max(float(counts @ state), 1.0)
         rows.append((row(zero, zero, counts * state / scale, none, none, 0), resident / scale))
+    shared = workload.shared_free_bytes
+    if math.isfinite(shared) and slowest > 0:
+        # What was fetched ahead lies in slots, beside what is resident.
+        slots = float(state.min()) / slowest / scale
+        rows.append((row(zero, zero, counts * state / scale, none, none, 0, ahead=slots), shared / scale))
     solution = optimize.linprog(
         row(zero, zero, zero, none, none, 1),
         A_ub=np.array([coefficients for coefficients, _ in rows]),
         b_ub=np.array([limit for _, limit in rows]),
-        A_eq=np.hstack([np.eye(n), np.eye(n), np.eye(n), np.zeros((n, 2 * len(speeds) + 2))]),
+        A_eq=np.hstack([np.eye(n), np.eye(n), np.eye(n), np.zeros((n, 2 * len(speeds) + 4))]),
         b_eq=np.ones(n),
         bounds=[(0.0, 1.0)] * n
         + [(0.0, 1.0 if size <= staging else 0.0) for size in state]
         + [(0.0, 1.0)] * n
         + [(0.0, None)] * (2 * len(speeds))
-        + [(0.0, before), (0.0, None)],
+        + [(0.0, before), (0.0, before), (0.0, fill), (0.0, None)],
         method="highs",
     )
     if solution.x is None or solution.fun is None:

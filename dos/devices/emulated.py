@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +25,14 @@ from perfmodel.lanes import lane_speeds
 
 HOST_UPDATE_BYTES = 28
 """Host traffic of one parameter's update on the CPU: DESIGN section 3."""
+
+
+class Usage(NamedTuple):
+    """Bytes of an emulated device that the model, we and the neighbour hold."""
+
+    occupied: int
+    held: int
+    neighbour: int
 
 
 class EmulatedDevice:
@@ -126,6 +135,13 @@ class EmulatedDevice:
 
     def trim(self) -> None:
         pass
+
+    def usage(self) -> Usage:
+        """Who holds what, now."""
+        with self._memory_lock:
+            self._free()
+            occupied = self.occupied() if callable(self.occupied) else self.occupied
+            return Usage(occupied, self._held, self._granted)
 
     def _free(self) -> int:
         """Bytes that are free for us, everybody else having taken what is theirs."""

@@ -1,0 +1,268 @@
+"""Low-water marks to room: scripted histories with literal answers, and what holds for any history."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dos.forecast import MARGIN, REMEMBERED, REMEMBERED_AFTER_FAILURE, Forecast, Room
+from perfmodel import Op
+
+TOTAL = 1000
+SPARED = int(MARGIN * TOTAL)
+
+
+class Iteration(NamedTuple):
+    """What others take of the device at the peak of an iteration and while updating."""
+
+    peak: int
+    update: int
+
+
+def play(forecast: Forecast, iterations: Sequence[Iteration], held: int = 0) -> list[int]:
+    """The room for residents after each iteration, all of which is taken; what others want beyond the device waits."""
+    rooms = []
+    for others in iterations:
+        for phase, taken in ((Op.FORWARD, others.update), (Op.BACKWARD, others.peak), (Op.UPDATE, others.update)):
+            forecast.sample(phase, max(0, TOTAL - taken - held), held, TOTAL)
+        held = forecast.room().resident
+        rooms.append(held)
+        forecast.end_iteration()
+    return rooms
+
+
+def steady(taken: int, count: int, swing: int = 0) -> list[Iteration]:
+    return [Iteration(taken, taken - swing)] * count
+
+
+def test_nothing_is_known_before_the_first_sample() -> None:
+    assert Forecast().room() == Room(0, 0)
+    assert Forecast().late_room() == 0
+    assert Forecast().margin == 0
+
+
+def test_residents_get_what_the_peak_leaves_and_slots_what_the_update_leaves() -> None:
+    forecast = Forecast()
+    assert play(forecast, steady(600, 3, swing=300)) == [380, 380, 380]
+    assert forecast.room() == Room(380, 680)
+
+
+def test_the_first_peak_counts_at_once() -> None:
+    forecast = Forecast()
+    forecast.sample(Op.FORWARD, 900, 0, TOTAL)
+    assert forecast.room() == Room(880, 880)
+    forecast.sample(Op.BACKWARD, 400, 0, TOTAL)
+    assert forecast.room() == Room(380, 380)
+
+
+def test_what_a_neighbour_has_taken_by_the_update_is_given_back_before_the_next_peak() -> None:
+    forecast = Forecast()
+    play(forecast, steady(600, 4, swing=300))
+    held = 380
+    forecast.sample(Op.FORWARD, TOTAL - 300 - held, held, TOTAL)
+    forecast.sample(Op.BACKWARD, TOTAL - 600 - held, held, TOTAL)
+    assert forecast.room().resident == 380
+    forecast.sample(Op.UPDATE, TOTAL - 300 - 200 - held, held, TOTAL)
+    assert forecast.room().resident == 180
+
+
+def test_a_step_down_is_used_once_the_last_mark_from_before_is_forgotten() -> None:
+    rooms = play(Forecast(), steady(800, 3) + steady(600, REMEMBERED + 2))
+    assert rooms == [180] * 3 + [180] * REMEMBERED + [380] * 2
+
+
+def test_a_spike_of_one_iteration_counts_for_some_iterations() -> None:
+    fits, waits = Iteration(610, 310), Iteration(700, 300)
+    before, after = steady(600, 3, swing=300), steady(600, REMEMBERED + 3, swing=300)
+    assert play(Forecast(), [*before, fits, *after]) == [380] * 3 + [370] * (1 + REMEMBERED) + [380] * 3
+    # What has to wait is not seen in full: the margin widens, too, and narrows again.
+    assert play(Forecast(), [*before, waits, *after]) == [380] * 3 + [360, 340, 350, 355, 358] + [380] * 3
+
+
+def test_a_slow_leak_never_finds_more_held_than_is_left() -> None:
+    leak = [Iteration(300 + 15 * i, 200 + 15 * i) for i in range(40)]
+    rooms = play(Forecast(), leak)
+    left = [TOTAL - others.peak for others in leak[1:]]
+    assert all(held <= free for held, free in zip(rooms, left, strict=False))
+    assert rooms[10] > 300, "the leak is followed, not fled from"
+
+
+def margins(forecast: Forecast, free: Sequence[int], held: int = 100) -> list[int]:
+    found = []
+    for nbytes in free:
+        forecast.sample(Op.BACKWARD, nbytes, held, TOTAL)
+        forecast.end_iteration()
+        found.append(forecast.margin)
+    return found
+
+
+def test_a_starving_neighbour_doubles_the_margin_and_a_content_one_halves_it() -> None:
+    forecast = Forecast()
+    assert margins(forecast, [0, 5, 9, 0]) == [40, 60, 100, 180]
+    assert margins(forecast, [10, 19]) == [180, 180], "neither short nor content"
+    assert margins(forecast, [20, 500, 20, 20, 20, 20, 20]) == [100, 60, 40, 30, 25, 22, 20]
+
+
+def test_the_margin_does_not_grow_where_nothing_is_held_that_could_be_given_back() -> None:
+    assert margins(Forecast(), [0, 0, 0], held=0) == [20, 20, 20]
+
+
+def test_the_margin_stops_at_the_whole_device() -> None:
+    forecast = Forecast()
+    assert margins(forecast, [0] * 20)[-1] == TOTAL + SPARED
+    assert forecast.room() == Room(0, 0)
+
+
+def test_a_failed_allocation_widens_the_margin_for_some_iterations() -> None:
+    forecast = Forecast()
+    margins(forecast, [300])
+    forecast.allocation_failed()
+    assert margins(forecast, [300] * 4) == [40, 30, 25, 22]
+
+
+def run_out(forecast: Forecast, held: int, retried_peak: int) -> None:
+    """The user's code runs out of memory beside what is held, which is released; the retry takes this much."""
+    forecast.ran_out(held)
+    forecast.sample(Op.BACKWARD, TOTAL - retried_peak, 0, TOTAL)
+    forecast.end_iteration()
+
+
+def test_what_the_user_ran_out_of_is_remembered_for_long() -> None:
+    forecast = Forecast()
+    play(forecast, steady(300, 5))
+    run_out(forecast, 680, retried_peak=500)
+    rooms = play(forecast, steady(300, REMEMBERED_AFTER_FAILURE + 5))
+    assert rooms[: REMEMBERED_AFTER_FAILURE - 1] == [480] * (REMEMBERED_AFTER_FAILURE - 1)
+    assert rooms[-1] == 680
+
+
+def test_running_out_again_at_once_halves_what_may_be_held() -> None:
+    """A peak that no sample sees: what they show does not help."""
+    forecast = Forecast()
+    held = play(forecast, steady(300, 5))[-1]
+    seen = []
+    while held > 10:
+        run_out(forecast, held, retried_peak=300)
+        held = play(forecast, steady(300, 1))[-1]
+        seen.append(held)
+    assert seen == [680, 340, 170, 85, 42, 21, 10]
+
+
+def test_running_out_later_is_judged_by_what_is_seen_then() -> None:
+    forecast = Forecast()
+    play(forecast, steady(300, 5))
+    run_out(forecast, 680, retried_peak=500)
+    play(forecast, steady(300, 50))
+    run_out(forecast, 480, retried_peak=600)
+    assert play(forecast, steady(300, 10))[-1] == 380
+
+
+def backward(forecast: Forecast, marks: Sequence[int], late: Sequence[int]) -> None:
+    for nbytes in marks:
+        forecast.sample(Op.BACKWARD, nbytes, 0, TOTAL)
+    for nbytes in late:
+        forecast.sample(Op.BACKWARD, nbytes, 0, TOTAL, late=True)
+
+
+def test_in_the_second_half_of_backward_there_is_room_for_what_that_half_has_left_before() -> None:
+    forecast = Forecast()
+    backward(forecast, [100, 200], [500, 450, 700])
+    assert forecast.late_room() == 0, "nothing is known of how a backward goes on"
+    forecast.end_iteration()
+    backward(forecast, [100, 200], [])
+    assert forecast.late_room() == 0, "not in its second half yet"
+    backward(forecast, [], [520])
+    assert forecast.late_room() == 520 - 50 - SPARED
+    backward(forecast, [], [400])
+    assert forecast.late_room() == 400 - SPARED
+
+
+def test_nothing_is_prefetched_early_while_it_is_remembered_that_the_user_ran_out() -> None:
+    forecast = Forecast()
+    for _ in range(2):
+        backward(forecast, [100], [500])
+        forecast.end_iteration()
+    forecast.ran_out(0)
+    backward(forecast, [100], [500])
+    assert forecast.late_room() == 0
+    for _ in range(REMEMBERED_AFTER_FAILURE):
+        forecast.end_iteration()
+        backward(forecast, [100], [500])
+    assert forecast.late_room() == 500 - SPARED
+
+
+# What holds for any history.
+
+Event = tuple[str, int, int]
+"""A phase with free and held bytes, or something that happens."""
+
+PHASES = {"forward": Op.FORWARD, "backward": Op.BACKWARD, "update": Op.UPDATE}
+nbytes = st.integers(0, TOTAL)
+samples = st.tuples(st.sampled_from(sorted(PHASES)), nbytes, nbytes)
+events = st.one_of(
+    samples, samples, samples, st.tuples(st.sampled_from(["end", "end", "failed"]), st.just(0), st.just(0))
+)
+
+
+def follow(forecast: Forecast, history: Sequence[Event], more: int = 0) -> list[Room]:
+    """The room after each event. more: bytes added to all that is free."""
+    rooms = []
+    for what, free, held in history:
+        if what in PHASES:
+            forecast.sample(PHASES[what], free + more, held, TOTAL)
+        elif what == "end":
+            forecast.end_iteration()
+        else:
+            forecast.allocation_failed()
+        rooms.append(forecast.room())
+    return rooms
+
+
+@given(st.lists(events, max_size=60))
+def test_never_more_than_the_lowest_recent_mark_less_the_margin(history: list[Event]) -> None:
+    forecast = Forecast()
+    lowest: list[int | None] = [None]
+    for event in history:
+        room = follow(forecast, [event])[0]
+        what, free, held = event
+        if what in ("forward", "backward"):
+            lowest[-1] = free + held if lowest[-1] is None else min(lowest[-1], free + held)
+        elif what == "end":
+            lowest.append(None)
+        assert 0 <= room.resident <= room.update
+        recent = [mark for mark in lowest[-REMEMBERED:] if mark is not None]
+        if recent:
+            assert room.resident <= max(0, min(recent) - forecast.margin)
+        assert room.update <= max(0, 2 * TOTAL - forecast.margin)
+
+
+@given(st.lists(events, max_size=60), st.integers(0, TOTAL))
+def test_more_free_memory_never_means_less_room(history: list[Event], more: int) -> None:
+    poor, rich = follow(Forecast(), history), follow(Forecast(), history, more)
+    for less, room in zip(poor, rich, strict=True):
+        assert room.resident >= less.resident
+        assert room.update >= less.update
+
+
+@given(st.lists(events, max_size=60), st.integers(0, TOTAL), st.integers(0, 300), st.booleans())
+def test_every_history_is_forgotten(history: list[Event], taken: int, swing: int, ran_out: bool) -> None:
+    forecast = Forecast()
+    follow(forecast, history)
+    if ran_out:
+        forecast.ran_out(500)
+    forecast.end_iteration()
+    play(forecast, steady(taken, REMEMBERED_AFTER_FAILURE + 20, swing=min(swing, taken)))
+    assert forecast.room().resident == max(0, TOTAL - taken - SPARED)
+
+
+@pytest.mark.parametrize("happens", [Forecast.end_iteration, Forecast.allocation_failed, lambda f: f.ran_out(5)])
+def test_what_happens_before_the_first_sample_does_no_harm(happens: Callable[[Forecast], None]) -> None:
+    forecast = Forecast()
+    happens(forecast)
+    forecast.end_iteration()
+    assert forecast.room() == Room(0, 0)
+    assert play(forecast, steady(600, 120))[-1] == 380
