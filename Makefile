@@ -2,12 +2,13 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.ready
+COMPLETE := .venv/.complete
 EXTENSION_SOURCES := CMakeLists.txt pyproject.toml $(wildcard csrc/*)
 
 # The tests and the demo use the cores that this process may use, whatever a launcher has set.
 unexport OMP_NUM_THREADS
 
-.PHONY: demo experiments test lint format clean
+.PHONY: demo experiments docs test lint format clean
 
 demo: $(STAMP)
 	$(BIN)/python -m experiments.train
@@ -16,7 +17,11 @@ demo: $(STAMP)
 experiments: $(STAMP)
 	$(BIN)/python -m experiments.sweep --report
 
-test: $(STAMP)
+# The site in out/site; a warning is an error.
+docs: $(COMPLETE)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+test: $(COMPLETE)
 	$(BIN)/python -m pytest -q
 
 lint: $(STAMP)
@@ -30,6 +35,11 @@ format: $(STAMP)
 
 $(STAMP): scripts/setup.sh constraints.txt $(EXTENSION_SOURCES)
 	PYTHON="$(PYTHON)" bash scripts/setup.sh
+	touch $@
+
+# Besides, what the documentation and the examples need.
+$(COMPLETE): $(STAMP)
+	PYTHON="$(PYTHON)" bash scripts/setup.sh docs examples
 	touch $@
 
 clean:

@@ -143,8 +143,9 @@ class Accelerator:
         self._exposed_s = 0.0
         with self._exposed():
             self._engine.start(plan, self._registry.accelerated, works, departed, missing)
-        if self._engine.holdings.denied:
-            self.memory.allocation_failed()
+        denied = self._engine.holdings.denied
+        if denied is not None:
+            self.memory.allocation_failed(denied)
 
     def end_iteration(self, writes: int | None, *, skipped: bool) -> None:
         """The step was issued or skipped: what comes now belongs to the next iteration."""

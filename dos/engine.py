@@ -140,14 +140,14 @@ class Engine:
         holdings = self.holdings
         indices = [i for i in plan.order if updates[i] is not None]
         work = {i: update for i in indices if (update := updates[i]) is not None}
-        holdings.denied = False
+        holdings.denied = None
         placements, arrivals = self._allocate(plan, work)
         leaving = [
             i
             for i, subgroup in enumerate(subgroups)
             if subgroup in holdings.resident and plan.placements[i] is not Placement.GPU_RESIDENT
         ]
-        self.steady = not (leaving or arrivals or holdings.denied)
+        self.steady = not (leaving or arrivals or holdings.denied is not None)
         # The gradients of this step are complete once the caller's stream has come this far.
         backward = self.device.fence()
 

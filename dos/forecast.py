@@ -35,9 +35,10 @@ class Forecast:
     - A low mark in the update now, less what an iteration usually takes beyond its update, counts at once: what a
       neighbour has taken is given back before the next peak. So does the next low of marks that fall steadily.
     - The margin is MARGIN of the device, and more while memory runs short: a neighbour that waits for more takes all
-      that is free, so nearly nothing free means that it wants more. Each such iteration doubles the margin, and so does
-      an allocation that failed although the figures had room for it; each iteration with all of MARGIN free, so that
-      nobody waits for memory, halves what was added.
+      that is free, so nearly nothing free means that it wants more. Each such iteration doubles the margin; each with
+      all of MARGIN free, so that nobody waits for memory, halves what was added.
+    - Where an allocation fails although the figures have room for it (they lie, or what is free is in pieces), what did
+      fit is the most for REMEMBERED iterations, and for twice as many each time that trying again fails.
     """
 
     def __init__(self) -> None:
@@ -50,7 +51,9 @@ class Forecast:
         self._extra = 0
         self._least_free: int | None = None
         self._held = 0
-        self._failed = False
+        self._failed_at: int | None = None
+        self._fits: tuple[int, int] | None = None
+        self._patience = REMEMBERED
         self._lasting: tuple[int, int] | None = None
         self._watch_for_lasting = False
 
@@ -73,9 +76,9 @@ class Forecast:
         if self._least_free is None or free < self._least_free:
             self._least_free, self._held = free, held
 
-    def allocation_failed(self) -> None:
-        """An allocation for which there was room by these figures has failed."""
-        self._failed = True
+    def allocation_failed(self, held: int) -> None:
+        """An allocation for which there was room by these figures has failed beside `held` bytes of state."""
+        self._failed_at = held
 
     def ran_out(self, held: int) -> None:
         """The user's own code ran out of memory beside `held` bytes of state: what this iteration shows lasts long.
@@ -93,10 +96,11 @@ class Forecast:
     def end_iteration(self) -> None:
         """What is sampled from now on belongs to the next iteration."""
         short = self._least_free is not None and self._held > 0 and 2 * self._least_free < MARGIN * self._total
-        if short or self._failed:
+        if short:
             self._extra = min(max(2 * self._extra, int(MARGIN * self._total)), self._total)
         elif self._extra and (self._least_free or 0) >= MARGIN * self._total:
             self._extra = self._extra // 2 if self._extra > 0.1 * MARGIN * self._total else 0
+        self._remember_what_fits()
         if self._now:
             if self._watch_for_lasting and self._lasting is not None:
                 self._lasting = min(_peak(self._now), self._lasting[0]), REMEMBERED_AFTER_FAILURE
@@ -108,7 +112,7 @@ class Forecast:
             mark, iterations = self._lasting
             self._lasting = (mark, iterations - 1) if iterations > 1 else None
         self._now, self._backward, self._late = {}, None, None
-        self._least_free, self._failed, self._watch_for_lasting = None, False, False
+        self._least_free, self._failed_at, self._watch_for_lasting = None, None, False
 
     def room(self) -> Room:
         """What optimizer state may use in the next update and at the next peak; nothing before the first sample."""
@@ -128,7 +132,8 @@ class Forecast:
         if self._lasting is not None:
             resident = min(resident, self._lasting[0])
         update = max(resident, min(windows, default=resident))
-        return Room(max(0, resident - self.margin), max(0, update - self.margin))
+        most = self._total if self._fits is None else self._fits[0]
+        return Room(*(min(max(0, mark - self.margin), most) for mark in (resident, update)))
 
     def late_room(self) -> int:
         """What optimizer state may use until backward ends, from what its second half has left so far.
@@ -139,6 +144,16 @@ class Forecast:
         if self._late is None or not self._falls or self._lasting is not None:
             return 0
         return max(0, min(self._late.lowest, self._late.first - max(self._falls)) - self.margin)
+
+    def _remember_what_fits(self) -> None:
+        if self._failed_at is not None:
+            self._fits = self._failed_at, self._patience
+            self._patience = min(2 * self._patience, REMEMBERED_AFTER_FAILURE)
+        elif self._fits is not None:
+            nbytes, iterations = self._fits
+            self._fits = (nbytes, iterations - 1) if iterations > 1 else None
+        else:
+            self._patience = max(self._patience - 1, REMEMBERED)
 
 
 class _Fall(NamedTuple):

@@ -18,14 +18,14 @@ class Holdings:
 
     resident: state on the device, by subgroup. slots: staging buffers of equal size.
     nbytes: of both together; may be read from any thread.
-    denied: whether an allocation has failed since the caller last set this to False.
+    denied: bytes that were held when an allocation failed, if one has since the caller last set this to None.
     """
 
     def __init__(self, device: Device) -> None:
         self.resident: dict[Subgroup, State] = {}
         self.slots: list[Tensor] = []
         self.nbytes = 0
-        self.denied = False
+        self.denied: int | None = None
         self._device = device
         self._buffers: dict[Subgroup, Tensor] = {}
         self._logged = False
@@ -64,7 +64,7 @@ class Holdings:
             buffer = self._device.allocate(nbytes)
         except torch.OutOfMemoryError as error:
             level = logging.DEBUG if self._logged else logging.WARNING
-            self._logged = self.denied = True
+            self._logged, self.denied = True, self.nbytes
             logger.log(level, "no device memory for optimizer state, updating on the host instead: %s", error)
             return None
         self.nbytes += nbytes

@@ -127,6 +127,7 @@ class MemoryMonitor:
         self._held = held
         self._budget = budget
         self._nvml = None if device.uuid is None else Nvml(device.uuid)
+        self._total = 0
         self._warned: set[Source] = set()
         self._forecast = Forecast()
         self._phase = Op.FORWARD
@@ -177,9 +178,9 @@ class MemoryMonitor:
                 self._resident, self._offered = self._offered, None
         self.enter(Op.FORWARD)
 
-    def allocation_failed(self) -> None:
-        """The device had no memory for what the last workload allows."""
-        self._forecast.allocation_failed()
+    def allocation_failed(self, held: int) -> None:
+        """The device had no memory for what the last workload allows, but for `held` bytes of it."""
+        self._forecast.allocation_failed(held)
 
     def ran_out(self, held: int) -> None:
         """The user's own code ran out of memory, and `held` bytes of state have been taken off the device."""
@@ -225,10 +226,10 @@ class MemoryMonitor:
             memory, unused, source = self._device.memory(), self._device.unused(), Source.DEVICE
         except Exception as error:  # whatever it is, training need not end for it here
             logger.debug("device memory: %r", error)
-            memory, unused, source = Memory(0, 0), 0, Source.UNREADABLE
-        if source is Source.DEVICE and not _can_be(memory):
-            memory, unused, source = Memory(0, max(0, memory.total)), 0, Source.UNREADABLE
-        if self._nvml is not None and source is Source.DEVICE:
+            memory = Memory(0, 0)
+        if not _can_be(memory):
+            memory, unused, source = Memory(0, self._total), 0, Source.UNREADABLE
+        elif self._nvml is not None:
             found = self._nvml.read()
             if isinstance(found, Source):
                 source = found
@@ -236,6 +237,7 @@ class MemoryMonitor:
                 source = Source.NONSENSE
             else:
                 memory, source = found, Source.NVML
+        self._total = memory.total
         if source in _ADVICE and source not in self._warned:
             self._warned.add(source)
             warnings.warn(

@@ -16,12 +16,13 @@ from torch.utils.hooks import RemovableHandle
 
 from dos.accelerator import Accelerator
 from dos.checkpoint import load_state_dict
+from dos.clipping import Clipping
 from dos.controller import Policy, resolve_policy
 from dos.devices import Device, device_for, host_zeros
 from dos.hooks import Attachment, watch_gradient
 from dos.options import DEFAULT_SUBGROUP_SIZE, Options, check_settings
 from dos.registry import Group, Registry
-from dos.scaling import Gradient, PendingClip, amp_scale, clip_factor, global_norm
+from dos.scaling import amp_scale
 from dos.subgroup import HostAllocator, ParameterRecord
 from perfmodel import Op, Plan, Timeline
 from perfmodel.hardware import HardwareProfile
@@ -78,7 +79,7 @@ class DOSAdam(Optimizer):
     _attachment: Attachment | None
     _unfinished: dict[ParameterRecord, None]
     _in_flight: bool
-    _clip: PendingClip
+    _clipping: Clipping
 
     def __init__(
         self,
@@ -155,7 +156,7 @@ class DOSAdam(Optimizer):
             self.synchronize()
         amp = amp_scale(self, offloaded=self._registry.offloaded is not None)
         if amp.skip:
-            self._clip = PendingClip()
+            self._clipping.forget()
         else:
             self._update(amp.factor, amp.writes)
         if self._accelerator is not None:
@@ -185,7 +186,8 @@ class DOSAdam(Optimizer):
         registry.follow(active, read=self._read)
         steps = [self._state[record.parameter]["step"] for record, _ in active]
         counts = [float(step) + 1 for step in steps]
-        updates = registry.updates(active, counts, self._scales(active, scale))
+        scales = self._clipping.use((record for record, _ in active), self._gradients(), scale)
+        updates = registry.updates(active, counts, scales)
         # Said before it begins, so that an interruption in between finds it said.
         self._unfinished, self._in_flight = dict.fromkeys(r for r, _ in active if r.arena.accelerated), True
         if steps:
@@ -236,11 +238,12 @@ class DOSAdam(Optimizer):
         """As in AdamW. Offloaded gradients are forgotten either way."""
         if not set_to_none:
             self.synchronize()  # the step may still read the gradients that are overwritten now
-        self._clip = PendingClip()
+        self._clipping.forget()
         if self._registry.offloaded is not None:
             self._registry.offloaded.clear()
         super().zero_grad(set_to_none)
 
+    @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip the global 2-norm of all gradients to ``max_norm`` in the next ``step()``.
 
@@ -252,11 +255,8 @@ class DOSAdam(Optimizer):
         """
         if not max_norm > 0:
             raise ValueError(f"max_norm must be above 0, found {max_norm}")
-        norm = self.grad_norm()
-        offloaded = self._registry.offloaded
-        handles = [] if offloaded is None else offloaded.handles()
-        self._clip.clip([*self._gradients(), *handles], clip_factor(norm, max_norm))
-        return norm
+        self._offload_the_rest()
+        return self._clipping.clip(self._gradients(), max_norm)
 
     @torch.no_grad()
     def grad_norm(self) -> Tensor:
@@ -264,11 +264,8 @@ class DOSAdam(Optimizer):
 
         Raises as ``step()`` does, when gradients are offloaded.
         """
-        if self._registry.offloaded is not None:
-            if self._in_flight:
-                self.synchronize()
-            self._take_remaining_gradients(self._registry.with_gradients(self.param_groups, self._state))
-        return self._grad_norm()
+        self._offload_the_rest()
+        return self._clipping.norm(self._gradients())
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, as in AdamW. Raises as the constructor does, and then adds nothing."""
@@ -380,9 +377,8 @@ class DOSAdam(Optimizer):
         self._attachment = None
         self._unfinished = {}
         self._in_flight = False
-        self._clip = PendingClip()
+        self._clipping = Clipping(self._registry.offloaded, options.max_grad_norm)
         self._warned_idle = False
-        self._warned_lost_clip = False
 
     def _take_remaining_gradients(self, active: Sequence[tuple[ParameterRecord, Group]]) -> None:
         """Offload gradients that no hook has seen, so that all of a subgroup are in one place."""
@@ -392,50 +388,21 @@ class DOSAdam(Optimizer):
             if record.arena.accelerated and record.parameter.grad is not None:
                 self._take(record, self._accelerator)
 
+    def _offload_the_rest(self) -> None:
+        """If gradients are offloaded, all of them are from here on."""
+        if self._registry.offloaded is not None:
+            if self._in_flight:
+                self.synchronize()
+            self._take_remaining_gradients(self._registry.with_gradients(self.param_groups, self._state))
+
     def _take(self, record: ParameterRecord, accelerator: Accelerator) -> None:
         """Offload a gradient."""
-        offloaded = self._registry.offloaded
-        assert offloaded is not None, "asked only when gradients are offloaded"
-        handle = offloaded.handle(record)
-        if handle is not None and self._clip.factor(handle) is not None:
-            self._warn_of_lost_clip()
+        self._clipping.about_to_add(record)
         accelerator.take_gradient(record)
 
     def _read(self, record: ParameterRecord) -> Tensor:
         assert self._accelerator is not None, "only parameters on the accelerator have to be read"
         return self._accelerator.read(record)
-
-    def _scales(self, active: Sequence[tuple[ParameterRecord, Group]], scale: float) -> list[float]:
-        """What the step multiplies each gradient by: `scale`, which unscales it, and clipping, which is then over."""
-        if self._options.max_grad_norm is not None:
-            scale *= float(clip_factor(self._grad_norm() * scale, self._options.max_grad_norm))
-        clip, self._clip = self._clip, PendingClip()
-        gradients = [self._gradient_of(record) for record, _ in active]
-        if any(clip.lost(gradient) for gradient in gradients):
-            self._warn_of_lost_clip()
-        return [scale * clip.as_float(gradient) for gradient in gradients]
-
-    def _gradient_of(self, record: ParameterRecord) -> Gradient:
-        offloaded, gradient = self._registry.offloaded, record.parameter.grad
-        handle = None if offloaded is None else offloaded.handle(record)
-        if handle is not None:
-            return handle
-        assert gradient is not None, "asked only for parameters that have a gradient"
-        return gradient
-
-    def _warn_of_lost_clip(self) -> None:
-        if not self._warned_lost_clip:
-            self._warned_lost_clip = True
-            warnings.warn(
-                "a gradient was written to between clip_grad_norm_() and step(), by backward, by zeroing in place or "
-                "by hand, so it is not clipped; call clip_grad_norm_() after all that changes gradients",
-                stacklevel=4,
-            )
-
-    def _grad_norm(self) -> Tensor:
-        offloaded = self._registry.offloaded
-        elsewhere = [] if offloaded is None else [offloaded.norm(self._clip.as_float)]
-        return global_norm(self._gradients(), self._clip, elsewhere)
 
     def _gradients(self) -> list[Tensor]:
         """Those that are with the parameters."""

@@ -78,7 +78,7 @@ class Report:
         before, after = self.changed
         lines = [
             f"Plan: {self.plan}",
-            f"Memory: {_gib(memory.free)} free of {_gib(memory.total)}, says {self.reading.source.value}; there is room "
+            f"Memory: {_gib(memory.free)} free of {_gib(memory.total)}, says {self.reading.source.value}; room "
             f"for {_gib(work.peak_free_bytes)} of {_gib(work.state_bytes)} of optimizer state, which holds "
             f"{_gib(self.held_bytes)} now",
             f"Last change of plan: memory for state went from {_gib(before)} to {_gib(after)}",

@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-import csv
-import dataclasses
 import gc
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch.optim import AdamW, Optimizer
 
-from dos import EmulatedDevice
-from experiments.runs import read_runs
+from dos import DOSAdam, EmulatedDevice
+from dos.devices import Script
+from experiments.gpt import GPT
+from experiments.plots import MemorySample
+from experiments.progress import Progress
+from experiments.ranks import PublishedRank
 from perfmodel import Workload
-from perfmodel.hardware import HardwareProfile
-from perfmodel.policies import cpu_only
-from perfmodel.simulate import makespan
-from perfmodel.zero3 import Mode
 
-DATA = Path(__file__).parent / "data"
+NEIGHBOUR = 0.65
+"""Share of the memory that the training leaves, wanted by another process on the emulated machine."""
 
 
 def choose_machine(
-    parameters: int, value_bytes: int, subgroup_size: int, compute: Callable[[], None]
+    model: GPT, subgroup_size: int, steps: int, compute: Callable[[], None]
 ) -> CudaMachine | EmulatedMachine:
     """The GPU if there is one, else an `EmulatedMachine`. compute: one forward and backward, to be timed for it."""
     if torch.cuda.is_available():
@@ -37,7 +34,7 @@ def choose_machine(
         compute()
         times.append(time.perf_counter() - start)
     # The fastest: what else this computer does must not make the accelerator slower for good.
-    return EmulatedMachine(parameters, value_bytes, subgroup_size, compute_s=min(times))
+    return EmulatedMachine(model, subgroup_size, compute_s=min(times), steps=steps)
 
 
 class Machine(Protocol):
@@ -62,8 +59,18 @@ class Machine(Protocol):
     def step(self, optimizer: Optimizer) -> None:
         """`optimizer.step()`, taking as long as it does on this machine."""
 
+    def follow(self, optimizer: Optimizer) -> None:
+        """What this optimizer does is what trains."""
+
     def peak_bytes(self, optimizer: Optimizer) -> int:
         """The most device memory held since `begin`."""
+
+    def memory(self, time_s: float, optimizer: DOSAdam) -> MemorySample:
+        """Who holds the device's memory now; may be called from any thread."""
+
+    @property
+    def capacity(self) -> int:
+        """Bytes of device memory."""
 
 
 class CudaMachine:
@@ -86,40 +93,55 @@ class CudaMachine:
     def step(self, optimizer: Optimizer) -> None:
         optimizer.step()
 
+    def follow(self, optimizer: Optimizer) -> None:
+        pass
+
     def peak_bytes(self, optimizer: Optimizer) -> int:
         return torch.cuda.max_memory_allocated(self.torch_device)
+
+    def memory(self, time_s: float, optimizer: DOSAdam) -> MemorySample:
+        accelerator = optimizer._accelerator
+        held = 0 if accelerator is None else accelerator._engine.holdings.nbytes
+        own = torch.cuda.memory_reserved(self.torch_device) - held
+        free, total = torch.cuda.mem_get_info(self.torch_device)
+        return MemorySample(time_s, own, held, total - free - own - held)
+
+    @property
+    def capacity(self) -> int:
+        return torch.cuda.mem_get_info(self.torch_device)[1]
 
 
 class EmulatedMachine:
     """One of four ranks of the published run of a 20B model on 80 GB H100s, as small and slow as the model here needs.
 
     Time: the node's rates (the built-in profile `h100`) are slowed down together until the update of the whole model
-    on the CPU lasts as many times forward plus backward as it did there. Fixed costs of copies and launches, a few
-    thousandths there, are left out.
-    Memory: every byte there is `parameters / (that rank's parameters)` bytes here. What is free when the published
-    trace has least is free for optimizer state; the rest is taken by model, gradients and activations.
+    on the CPU lasts as many times forward plus backward as it did there.
+    Memory: every byte there is `parameters / (that rank's parameters)` bytes here. What model, gradients and
+    activations take follows the run's recorded trace, by phase of the iteration. In the middle third of the steps
+    another process wants NEIGHBOUR of what they leave.
 
-    parameters: of the model. value_bytes: of one parameter or gradient. subgroup_size: in parameters.
-    compute_s: seconds of one forward and backward here.
+    subgroup_size: in parameters. compute_s: seconds of one forward and backward here. steps: of each run.
     """
 
     torch_device = torch.device("cpu")
 
-    def __init__(self, parameters: int, value_bytes: int, subgroup_size: int, compute_s: float) -> None:
-        published = PublishedRank.read()
-        node = dataclasses.replace(HardwareProfile.builtin("h100"), copy_latency_s=0.0, launch_latency_s=0.0)
-        sizes = [min(subgroup_size, parameters - start) for start in range(0, parameters, subgroup_size)]
-        update = Workload.of_sizes(sizes, gradient_bytes=value_bytes, parameter_bytes=value_bytes)
-        slowdown = published.update_over_compute * compute_s / makespan(cpu_only(update), update, node)
-        share = parameters / published.parameters
-        self.name = f"emulated H100 node (rates 1/{slowdown:.0f}, memory 1/{1 / share:.0f})"
-        self._profile = node.scaled(1 / slowdown)
-        self._capacity = round(published.memory_bytes * share)
-        self._occupied = round((published.memory_bytes - published.free_bytes) * share)
+    def __init__(self, model: GPT, subgroup_size: int, compute_s: float, steps: int) -> None:
+        published, values = PublishedRank.read(), model.tokens.weight.itemsize
+        sizes = [min(subgroup_size, model.numel - start) for start in range(0, model.numel, subgroup_size)]
+        loads = Workload.of_sizes(sizes, gradient_bytes=values, parameter_bytes=values)
+        self._rank = published.miniature(loads, published.update_over_compute * compute_s)
+        self.name = f"emulated H100 node (rates 1/{self._rank.slowdown:.0f}, memory 1/{self._rank.shrinkage:.0f})"
+        self._progress = Progress(model)
+        comes, leaves, wants = steps / 3, 2 * steps / 3, int(NEIGHBOUR * self._rank.free_bytes)
+        self._neighbour = Script([(0.0, 0), (comes, wants), (leaves, 0)], lambda: self._progress.iteration)
         self.begin()
 
     def begin(self) -> None:
-        self.device = EmulatedDevice(self._profile, self._capacity, self._occupied)
+        self._progress.iteration = -1
+        self.device = self._rank.device(self._progress, self._neighbour)
+
+    def follow(self, optimizer: Optimizer) -> None:
+        self._progress.follow(optimizer)
 
     def synchronize(self) -> None:
         pass
@@ -134,43 +156,13 @@ class EmulatedMachine:
     def peak_bytes(self, optimizer: Optimizer) -> int:
         if isinstance(optimizer, AdamW):
             state = [t for entry in optimizer.state.values() for t in entry.values() if t.ndim]
-            return self._occupied + sum(t.nbytes for t in state)
-        return self.device.peak_bytes
+            return self._rank.recording.peak + sum(t.nbytes for t in state)
+        return self.device.own_peak_bytes
 
+    def memory(self, time_s: float, optimizer: DOSAdam) -> MemorySample:
+        used = self.device.usage()
+        return MemorySample(time_s, used.occupied, used.held, used.neighbour)
 
-@dataclasses.dataclass(frozen=True)
-class PublishedRank:
-    """One rank of the published 20B runs.
-
-    parameters: whose optimizer state it holds.
-    update_over_compute: seconds of its update, all on the CPU, over those of forward plus backward.
-    memory_bytes, free_bytes: of its GPU, and free when least is.
-    """
-
-    parameters: float
-    update_over_compute: float
-    memory_bytes: int
-    free_bytes: int
-
-    @classmethod
-    def read(cls) -> PublishedRank:
-        """From the files in `experiments/data`.
-
-        They have shares of 0.5 to 0.9 on the CPU, so the update is extrapolated to 1. Compute is what its fastest run
-        needs, the one least held up by transfers.
-        """
-        runs = [
-            r
-            for r in read_runs(DATA / "published_runs.csv")
-            if (r.machine_class, r.model, r.run.mode) == ("h100", "20B", Mode.ASYNC_GRAD_ONLY)
-        ]
-        line = np.polyfit([r.run.cpu_ratio for r in runs], [r.update_s for r in runs], 1)
-        compute_s = min(r.forward_s + r.backward_s for r in runs)
-        with (DATA / "memory_h100_20b_interleaved.csv").open(newline="") as file:
-            trace = [(int(row["used_bytes"]), int(row["free_bytes"])) for row in csv.DictReader(file)]
-        return cls(
-            parameters=runs[0].run.params,
-            update_over_compute=float(np.polyval(line, 1.0)) / compute_s,
-            memory_bytes=sum(trace[0]),
-            free_bytes=min(free for _, free in trace),
-        )
+    @property
+    def capacity(self) -> int:
+        return self.device.capacity

@@ -1,10 +1,10 @@
-"""Pictures of losses and of timelines, for all experiments."""
+"""Pictures of losses, timelines and device memory, for all experiments."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 
@@ -12,6 +12,7 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from perfmodel import Lane, Op, Timeline
@@ -41,6 +42,23 @@ LANE_LABELS = {Lane.GPU: "device", Lane.CPU: "host CPU", Lane.H2D: "host → dev
 """From top to bottom of a panel."""
 
 CURVE_COLOURS = ("#2f6fb0", "#d1603d", "#2a9d6f", "#8a5fb0", "#e0a100", "#5b6470")
+
+MEMORY_COLOURS = {"the model's own": "#c9ced6", "optimizer state": "#2f6fb0", "a neighbour's": "#e0a100"}
+"""From the bottom of a picture of memory upwards; what is free stays white."""
+
+
+class MemorySample(NamedTuple):
+    """Bytes of device memory in use from `time_s` on.
+
+    own: by the model, its gradients and activations. state: by optimizer state, resident or in staging slots.
+    neighbour: by another process.
+    """
+
+    time_s: float
+    own: int
+    state: int
+    neighbour: int
+
 
 _STYLE: Any = {
     "font.size": 10,
@@ -134,3 +152,78 @@ def _draw(axes: Axes, timeline: Timeline, scale: float, narrow_s: float) -> None
     axes.tick_params(axis="y", length=0)
     axes.grid(axis="x", color="#e6e8ec", linewidth=0.8)
     axes.set_axisbelow(True)
+
+
+def save_memory(
+    samples: Sequence[MemorySample], capacity: int, changes: Sequence[float], path: Path, *, title: str = ""
+) -> None:
+    """Device memory over time, stacked, up to the capacity in bytes. changes: when the plan changed, in seconds."""
+    with plt.rc_context(_STYLE):
+        figure, axes = plt.subplots(figsize=(10, 4.2), layout="constrained")
+        _draw_memory(axes, samples, capacity)
+        axes.plot(changes, [capacity * _scale(capacity)[0] * 1.02] * len(changes), "v", color="#d1603d", clip_on=False)
+        for change in changes:
+            axes.axvline(change, color="#d1603d", linewidth=0.7, alpha=0.5)
+        axes.set_xlabel("time (s)")
+        handles = [Patch(color=colour, label=name) for name, colour in MEMORY_COLOURS.items()]
+        handles.append(Patch(facecolor="white", edgecolor="#8d97a5", label="free"))
+        marker = Line2D([], [], color="#d1603d", marker="v", linewidth=0.7, label="the plan changes")
+        figure.legend(handles=[*handles, marker], loc="outside lower center", ncols=5, handlelength=1.2)
+        axes.set_title(title, pad=14)
+        figure.savefig(path)
+        plt.close(figure)
+
+
+def save_memory_and_lanes(
+    panels: Mapping[str, tuple[Sequence[MemorySample], Timeline]], capacity: int, path: Path, *, title: str = ""
+) -> None:
+    """A column for each plan: memory over one iteration, and below what the lanes do, on the same time axis."""
+    end = max((span.end for _, timeline in panels.values() for span in timeline.spans), default=0.0)
+    with plt.rc_context(_STYLE):
+        figure, grid = plt.subplots(
+            2,
+            len(panels),
+            sharex=True,
+            sharey="row",
+            squeeze=False,
+            figsize=(5.6 * len(panels), 5.2),
+            height_ratios=(1.3, 1),
+            layout="constrained",
+        )
+        for (above, below), (name, (samples, timeline)) in zip(grid.T, panels.items(), strict=True):
+            _draw_memory(above, samples, capacity)
+            above.set_title(name)
+            _draw(below, timeline, 1.0, narrow_s=end / 300)
+            below.set_xlim(0, end * 1.01)
+            below.set_xlabel("time (s)")
+        for axes in grid[:, 1:].flat:
+            axes.set_ylabel("")
+        shown = {span.op for _, timeline in panels.values() for span in timeline.spans}
+        every = [sample for samples, _ in panels.values() for sample in samples]
+        names = [name for part, name in enumerate(MEMORY_COLOURS, start=1) if any(sample[part] for sample in every)]
+        handles = [Patch(color=MEMORY_COLOURS[name], label=name) for name in names]
+        handles += [Patch(color=colour, label=OP_LABELS[op]) for op, colour in OP_COLOURS.items() if op in shown]
+        figure.legend(handles=handles, loc="outside lower center", ncols=5, handlelength=1.2)
+        figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
+        figure.savefig(path)
+        plt.close(figure)
+
+
+def _draw_memory(axes: Axes, samples: Sequence[MemorySample], capacity: int) -> None:
+    """One panel of memory: steps, stacked, each sample holding until the next."""
+    scale, unit = _scale(capacity)
+    times = [sample.time_s for sample in samples]
+    base = [0.0] * len(samples)
+    for part, colour in zip(("own", "state", "neighbour"), MEMORY_COLOURS.values(), strict=True):
+        top = [below + getattr(sample, part) * scale for below, sample in zip(base, samples, strict=True)]
+        axes.fill_between(times, base, top, step="post", color=colour, linewidth=0)
+        base = top
+    axes.axhline(capacity * scale, color="#5b6470", linewidth=1)
+    axes.set_ylim(0, capacity * scale * 1.001)
+    if times:
+        axes.set_xlim(times[0], times[-1])
+    axes.set_ylabel(f"device memory ({unit})")
+
+
+def _scale(capacity: int) -> tuple[float, str]:
+    return (1 / 2**30, "GiB") if capacity >= 2**30 else (1 / 2**20, "MiB")

@@ -1,10 +1,11 @@
 """The demo: a byte-level GPT learns real text with torch.optim.AdamW, and with DOSAdam under several policies.
 
-    python -m experiments.train                                        # about two minutes on two cores
+    python -m experiments.train                                        # about three minutes on two cores
     python -m experiments.train --data FILE --policies cpu,0.3,stride:3 --steps 200
 
 All runs start from the same parameters and see the same batches. On a machine without GPU the accelerator is emulated
-(`experiments.machines.EmulatedMachine`). Writes summary.json, losses.png and timeline.png.
+(`experiments.machines.EmulatedMachine`), and in the middle third of each run another process takes memory on it.
+Writes summary.json, losses.png, timeline.png and, for the adaptive policy, memory.png.
 """
 
 from __future__ import annotations
@@ -35,10 +36,13 @@ from experiments.command import Parser, positive
 from experiments.corpus import Corpus, standard_library
 from experiments.gpt import GPT, GPTConfig
 from experiments.machines import Machine, choose_machine
-from experiments.plots import save_losses, save_timelines
+from experiments.memory_log import MemoryLog
+from experiments.plots import save_losses, save_memory, save_timelines
 from perfmodel import Lane, Op, Span, Timeline
 
 REFERENCE = "AdamW"
+DEFAULT = "adaptive"
+"""DOSAdam's policy where none is chosen."""
 SUBGROUPS = 31
 """As many as one rank has in the published 20B runs."""
 UNTIMED = 2
@@ -77,11 +81,21 @@ class Iteration:
 
 @dataclass(frozen=True)
 class Result:
-    """One run. accelerator_share: of the parameters, updated on the accelerator in the last step."""
+    """One run.
+
+    accelerator_share: of the parameters, updated on the accelerator in the last step.
+    memory: who held the device's memory over the run; empty for `REFERENCE`. explanation: what the optimizer says.
+    """
 
     iterations: list[Iteration]
     accelerator_share: float
     peak_device_bytes: int
+    memory: MemoryLog
+    explanation: str
+
+    @property
+    def steps(self) -> int:
+        return len(self.iterations)
 
     @property
     def losses(self) -> list[float]:
@@ -126,9 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     start = {name: tensor.to("cpu", copy=True) for name, tensor in model.state_dict().items()}
     subgroup_size = args.subgroup_size or math.ceil(model.numel / SUBGROUPS)
     batches = [(x.to(device), y.to(device)) for x, y in corpus.batches(args.steps, args.batch, args.seed)]
-    machine = choose_machine(
-        model.numel, model.tokens.weight.itemsize, subgroup_size, compute=lambda: model(*batches[0]).backward()
-    )
+    machine = choose_machine(model, subgroup_size, args.steps, compute=lambda: model(*batches[0]).backward())
     console.print(
         f"{model.numel / 1e6:.1f}M parameters, {len(corpus) / 1e6:.1f} MB of text, {machine.name}", soft_wrap=True
     )
@@ -144,16 +156,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             settings |= {"policy": policies[name], "subgroup_size": subgroup_size, "device": machine.device}
             optimizer = DOSAdam(model.parameters(), **settings)
+        machine.follow(optimizer)
         task = progress.add_task(name, total=len(batches), loss=math.nan)
-        iterations = []
-        for iteration in train(model, optimizer, batches, machine):
-            iterations.append(iteration)
-            progress.update(task, advance=1, loss=iteration.loss)
-        return Result(iterations, accelerator_share(optimizer), machine.peak_bytes(optimizer))
+        iterations, memory = [], MemoryLog()
+        with memory.sampling(machine, optimizer):
+            for iteration in train(model, optimizer, batches, machine):
+                memory.step_done(optimizer)
+                iterations.append(iteration)
+                progress.update(task, advance=1, loss=iteration.loss)
+        explanation = optimizer.explain() if isinstance(optimizer, DOSAdam) else ""
+        peak = machine.peak_bytes(optimizer)
+        return Result(iterations, accelerator_share(optimizer), peak, memory, explanation)
 
     with _progress(console) as progress:
         results = {name: run(name, progress) for name in (REFERENCE, *policies)}
-    report(results, machine.name, args.out, console)
+    report(results, machine, args.out, console)
     return 0
 
 
@@ -204,8 +221,9 @@ def accelerator_share(optimizer: Optimizer) -> float:
     return sum(size for i, size in enumerate(sizes) if i in there) / sum(sizes)
 
 
-def report(results: Mapping[str, Result], device: str, out: Path, console: Console) -> None:
+def report(results: Mapping[str, Result], machine: Machine, out: Path, console: Console) -> None:
     """Write summary and pictures, print the table."""
+    device = machine.name
     reference = results[REFERENCE].losses
     gaps = [abs(a - b) for r in results.values() for a, b in zip(r.losses, reference, strict=True)]
     summary = {
@@ -218,12 +236,19 @@ def report(results: Mapping[str, Result], device: str, out: Path, console: Conso
     save_losses({name: r.losses for name, r in results.items()}, out / "losses.png", reference=REFERENCE)
     timelines = {name: r.typical.timeline() for name, r in results.items()}
     save_timelines(timelines, out / "timeline.png", title=f"One iteration, {device}")
+    pictures = ["losses.png", "timeline.png"]
+    adaptive = results.get(DEFAULT)
+    if adaptive is not None:
+        title = f"Device memory while {adaptive.steps} steps run, policy {DEFAULT!r}, {device}"
+        log = adaptive.memory
+        save_memory(log.samples, machine.capacity, log.changes, out / "memory.png", title=title)
+        pictures.append("memory.png")
 
     table = Table("policy", *(Column(header, justify="right") for header in HEADERS))
     for name, result in results.items():
         s = result.summary()
         table.add_row(
-            name,
+            f"{name} (default)" if name == DEFAULT else name,
             f"{statistics.mean(s['losses'][-LAST:]):.4f}",
             f"{s['iteration_s'] * 1e3:.0f} ms",
             f"{s['update_s'] * 1e3:.0f} ms",
@@ -232,7 +257,9 @@ def report(results: Mapping[str, Result], device: str, out: Path, console: Conso
         )
     console.print(table)
     console.print(f"Largest difference of a loss from {REFERENCE}'s: {max(gaps):.1e}")
-    console.print(f"Written to {out}: summary.json, losses.png, timeline.png")
+    if adaptive is not None:
+        console.print(f"What policy {DEFAULT!r} says of its last step:\n{adaptive.explanation}", highlight=False)
+    console.print(f"Written to {out}: summary.json, {', '.join(pictures)}")
 
 
 def _parser() -> argparse.ArgumentParser:

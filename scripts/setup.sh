@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes .venv with the dependencies and the compiled extension.
+# Makes .venv with the dependencies and the compiled extension. Arguments: further extras of pyproject.toml, such as docs.
 # A usable torch (2.6 or later) that PYTHON already has is used; otherwise the version in constraints.txt is installed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -37,4 +37,5 @@ fi
 pip() { .venv/bin/python -m pip --disable-pip-version-check "$@"; }
 pip install --quiet --constraint "$constraints" "scikit-build-core>=0.10" "nanobind>=2.4" "cmake>=3.18" ninja
 # Without isolation, so that a rebuild after a change of csrc is incremental.
-pip install --quiet --constraint "$constraints" --no-build-isolation --editable '.[dev]'
+extras=$(IFS=,; echo "dev${*:+,$*}")
+pip install --quiet --constraint "$constraints" --no-build-isolation --editable ".[$extras]"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 import torch
@@ -43,6 +43,15 @@ def profile(**rates: float) -> HardwareProfile:
 def device() -> EmulatedDevice:
     """An emulated accelerator that is fast and has 1 GB."""
     return EmulatedDevice(FAST, capacity=10**9)
+
+
+@pytest.fixture(scope="module")
+def one_kernel_thread() -> Iterator[None]:
+    """For many steps of a tiny network: threads that wait for each other in its kernels take most of the time."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def skip_if_the_clock_cannot_be_trusted() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from dos import DOSAdam, EmulatedDevice
+
+pytestmark = pytest.mark.usefixtures("one_kernel_thread")
 
 BY_HAND = os.environ.get("DOS_MEMORY_HISTORIES")
 """How many histories; without it always the same 300."""
@@ -186,15 +188,6 @@ def expected(dtype: torch.dtype) -> list[list[bytes]]:
         optimizer.step()
         found.append(bits(model.parameters()))
     return found
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_kernel_thread() -> Iterator[None]:
-    """Threads that wait for each other in kernels of a thousand elements would take most of the time."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def run(history: History) -> None:

@@ -52,6 +52,7 @@ INNER = {
     "triton_kernel": set(),
     "controller": set(),
     "scaling": set(),
+    "clipping": {"offload", "scaling", "subgroup"},
     "profiles": set(),
     "forecast": set(),
     "memory": {"devices", "forecast"},

@@ -8,15 +8,25 @@ import matplotlib.image
 import numpy as np
 from matplotlib.colors import to_rgb
 
-from experiments.plots import LANE_LABELS, OP_COLOURS, OP_LABELS, save_losses, save_timelines
+from experiments.plots import (
+    LANE_LABELS,
+    MEMORY_COLOURS,
+    OP_COLOURS,
+    OP_LABELS,
+    MemorySample,
+    save_losses,
+    save_memory,
+    save_memory_and_lanes,
+    save_timelines,
+)
 from perfmodel import Lane, Op, Span, Timeline
 
 
-def _pixels(path: Path, op: Op) -> int:
-    """How many pixels of the picture above its legend have the colour of the operation."""
+def _pixels(path: Path, colour: str) -> int:
+    """How many pixels of the picture above its legend have the colour."""
     picture = matplotlib.image.imread(path)[..., :3]
     above = picture[: len(picture) * 3 // 4]
-    return int((np.abs(above - to_rgb(OP_COLOURS[op])) < 0.01).all(axis=2).sum())
+    return int((np.abs(above - to_rgb(colour)) < 0.01).all(axis=2).sum())
 
 
 def test_every_operation_and_lane_has_a_look_of_its_own() -> None:
@@ -29,17 +39,37 @@ def test_timelines_show_their_operations_in_proportion(tmp_path: Path) -> None:
     spans = [Span(Lane.CPU, Op.UPDATE, 0, 0.0, 0.3), Span(Lane.H2D, Op.PREFETCH, 1, 0.3, 0.4)]
     path = tmp_path / "timeline.png"
     save_timelines({"one": Timeline.of(spans), "nothing": Timeline(())}, path, title="both")
-    assert _pixels(path, Op.UPDATE) > 2 * _pixels(path, Op.PREFETCH) > 1000
-    assert _pixels(path, Op.FLUSH) == 0
+    assert _pixels(path, OP_COLOURS[Op.UPDATE]) > 2 * _pixels(path, OP_COLOURS[Op.PREFETCH]) > 1000
+    assert _pixels(path, OP_COLOURS[Op.FLUSH]) == 0
 
 
 def test_very_short_operations_stay_visible(tmp_path: Path) -> None:
     spans = [Span(Lane.CPU, Op.UPDATE, 0, 0.0, 1.0), Span(Lane.GPU, Op.FLUSH, 1, 0.5, 0.5001)]
     path = tmp_path / "timeline.png"
     save_timelines({"one": Timeline.of(spans)}, path)
-    assert _pixels(path, Op.FLUSH) > 0
+    assert _pixels(path, OP_COLOURS[Op.FLUSH]) > 0
 
 
 def test_losses_need_no_more_than_the_reference(tmp_path: Path) -> None:
     save_losses({"AdamW": [2.0, 1.0]}, tmp_path / "losses.png", reference="AdamW")
     assert (tmp_path / "losses.png").stat().st_size > 5_000
+
+
+def test_memory_is_shown_in_proportion(tmp_path: Path) -> None:
+    path = tmp_path / "memory.png"
+    samples = [MemorySample(0.0, 40, 0, 0), MemorySample(1.0, 20, 20, 10), MemorySample(2.0, 20, 20, 10)]
+    save_memory(samples, 100, [1.0], path, title="a change")
+    own, state, neighbour = (_pixels(path, colour) for colour in MEMORY_COLOURS.values())
+    assert own > 2 * state > 3.6 * neighbour > 3000
+    assert state < 2.4 * neighbour
+    assert _pixels(path, "#d1603d") > 20, "the change is marked"
+
+
+def test_memory_beside_lanes(tmp_path: Path) -> None:
+    path = tmp_path / "both.png"
+    timeline = Timeline.of([Span(Lane.GPU, Op.BACKWARD, None, 0.0, 1.0), Span(Lane.H2D, Op.PREFETCH, 0, 1.0, 2.0)])
+    samples = [MemorySample(0.0, 30, 30, 0), MemorySample(2.0, 30, 30, 0)]
+    save_memory_and_lanes({"one": (samples, timeline), "nothing": ([], Timeline(()))}, 100, path)
+    assert _pixels(path, MEMORY_COLOURS["optimizer state"]) > 3000
+    assert _pixels(path, OP_COLOURS[Op.BACKWARD]) > 1000
+    assert _pixels(path, MEMORY_COLOURS["a neighbour's"]) == 0

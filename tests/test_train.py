@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from dos import DOSAdam
 from experiments.corpus import Corpus, standard_library
 from experiments.gpt import GPT, GPTConfig
-from experiments.machines import EmulatedMachine, PublishedRank
+from experiments.machines import EmulatedMachine
+from experiments.ranks import PublishedRank
 from experiments.train import main
 from perfmodel import Workload
 from perfmodel.policies import cpu_only
@@ -29,7 +31,7 @@ SETTINGS = {
     "lr": 0.01,
 }
 TINY = [f"--{name}={value}" for name, value in SETTINGS.items()]
-POLICIES = ("cpu", "0.5", "stride:2")
+POLICIES = ("cpu", "0.5", "stride:2", "adaptive")
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +64,7 @@ def test_every_policy_learns_as_adamw_does(summary: dict[str, Any]) -> None:
     assert summary["max_loss_difference"] == max(gaps)
     assert max(gaps) <= 1e-4
     if not torch.cuda.is_available():
-        assert losses["cpu"] == losses["0.5"] == losses["stride:2"]
+        assert losses["cpu"] == losses["0.5"] == losses["stride:2"] == losses["adaptive"]
 
 
 def test_shares_and_memory_follow_the_policy(summary: dict[str, Any]) -> None:
@@ -76,7 +78,7 @@ def test_shares_and_memory_follow_the_policy(summary: dict[str, Any]) -> None:
     assert peak["cpu"] < peak["AdamW"]
 
 
-@pytest.mark.parametrize("name", ["losses.png", "timeline.png"])
+@pytest.mark.parametrize("name", ["losses.png", "timeline.png", "memory.png"])
 def test_pictures_are_written(out: Path, name: str) -> None:
     data = (out / name).read_bytes()
     assert data.startswith(b"\x89PNG")
@@ -128,12 +130,34 @@ def test_a_text_of_one_sequence_is_enough(tmp_path: Path) -> None:
 def test_emulated_machine_has_the_published_proportions() -> None:
     rank = PublishedRank.read()
     assert rank.update_over_compute == pytest.approx(2.19 / 1.04, rel=0.01)
-    machine = EmulatedMachine(parameters=1_000_000, value_bytes=4, subgroup_size=30_000, compute_s=0.05)
-    update = Workload.of_sizes([30_000] * 33 + [10_000], gradient_bytes=4, parameter_bytes=4)
+    model = GPT(GPTConfig(layers=2, width=32, heads=4, context=12))
+    machine = EmulatedMachine(model, subgroup_size=1000, compute_s=0.05, steps=9)
+    sizes = [1000] * (model.numel // 1000) + [model.numel % 1000]
+    update = Workload.of_sizes(sizes, gradient_bytes=4, parameter_bytes=4)
     assert makespan(cpu_only(update), update, machine.device.profile) == pytest.approx(0.05 * rank.update_over_compute)
-    memory = machine.device.memory()
-    assert memory.total / 1_000_000 == pytest.approx(rank.memory_bytes / rank.parameters, rel=1e-3)
-    assert memory.free / 1_000_000 == pytest.approx(rank.free_bytes / rank.parameters, rel=1e-3)
+    share = model.numel / rank.parameters
+    assert machine.capacity == pytest.approx(rank.memory_bytes * share, abs=1)
+    x = torch.zeros(1, 12, dtype=torch.long)
+    model(x, x).backward()
+    assert machine.device.memory().free == pytest.approx(rank.free_bytes * share, abs=2), "the peak of backward"
+
+
+def test_a_neighbour_comes_and_leaves_on_the_emulated_machine() -> None:
+    model = GPT(GPTConfig(layers=1, width=32, heads=2, context=4))
+    machine = EmulatedMachine(model, subgroup_size=1000, compute_s=1e-6, steps=9)
+    x = torch.zeros(1, 4, dtype=torch.long)
+    optimizer = DOSAdam(model.parameters(), device=machine.device, subgroup_size=1000)
+    machine.follow(optimizer)
+    taken = []
+    for _ in range(9):
+        model(x, x).backward()
+        optimizer.step()
+        sample = machine.memory(0.0, optimizer)
+        assert sample.own + sample.state + sample.neighbour <= machine.capacity
+        taken.append(sample.neighbour > 0)
+    assert taken == [False] * 3 + [True] * 3 + [False] * 3
+    machine.begin()
+    assert machine.memory(0.0, optimizer).neighbour == 0, "each run begins anew"
 
 
 def test_batches_are_text_with_its_next_bytes_and_repeat() -> None:

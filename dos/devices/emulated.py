@@ -44,7 +44,7 @@ class EmulatedDevice:
     occupied: bytes of it that the model and its activations take; what is not taken now stays reserved for them.
     neighbour: bytes that another process wants; it takes what is free and waits for the rest.
     reports: what the device says of its memory when it lies: a function of what is true.
-    peak_bytes: the most that was in use. unmet_bytes: what the neighbour waits for.
+    peak_bytes: the most that was in use. own_peak_bytes: without the neighbour. unmet_bytes: what that waits for.
 
     Copies and updates are real, each stream runs on a thread of its own, and a lane serves one of them at a time.
     Allocations past the capacity raise torch.OutOfMemoryError. Copies and pickles of an emulated device are new devices
@@ -68,6 +68,7 @@ class EmulatedDevice:
         self.neighbour = neighbour
         self.reports = reports
         self.peak_bytes = 0
+        self.own_peak_bytes = 0
         self.unmet_bytes = 0
         self._held = 0
         self._reserved = 0
@@ -153,6 +154,7 @@ class EmulatedDevice:
             self.unmet_bytes = wanted - self._granted
             used = occupied + self._granted + self._held
             self.peak_bytes = max(self.peak_bytes, used)
+            self.own_peak_bytes = max(self.own_peak_bytes, occupied + self._held)
             return max(0, self.capacity - used)
 
     def join(self, job: Job) -> None:

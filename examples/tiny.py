@@ -1,0 +1,73 @@
+"""What the examples share, so that each shows its own point alone: a small model, data it can learn, a device."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from dos import EmulatedDevice
+from perfmodel.hardware import HardwareProfile
+
+VOCABULARY = 64
+LENGTH = 16
+
+
+def options(arguments: Sequence[str] | None, *, steps: int) -> argparse.Namespace:
+    """--device: where the model is, and for "emulated" where it counts as being. --steps: of training."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--device", choices=("cpu", "cuda", "emulated"), default="emulated")
+    parser.add_argument("--steps", type=int, default=steps)
+    return parser.parse_args(arguments)
+
+
+def place(name: str) -> torch.device:
+    """Where torch has the model. An emulated accelerator's memory is the host's."""
+    return torch.device("cuda" if name == "cuda" else "cpu")
+
+
+def accelerator(name: str, parameters: int) -> EmulatedDevice | None:
+    """What `DOSAdam(device=...)` is given: nothing for real devices, which it finds by itself.
+
+    The emulated one has two thousandths of the speed of a desktop with an RTX 4090, so that this small model keeps it
+    busy, and memory for half of the optimizer's state, which takes 12 bytes per parameter.
+    """
+    if name != "emulated":
+        return None
+    return EmulatedDevice(HardwareProfile.builtin("rtx_4090_desktop").scaled(2e-3), capacity=6 * parameters)
+
+
+def progressions(count: int, seed: int = 0) -> Tensor:
+    """Arithmetic progressions modulo VOCABULARY, to be continued: int64 of shape (count, LENGTH)."""
+    generator = torch.Generator().manual_seed(seed)
+    start, difference = torch.randint(VOCABULARY, (2, count, 1), generator=generator)
+    return (start + difference % 4 * torch.arange(LENGTH)) % VOCABULARY
+
+
+def windows(count: int, seed: int = 0) -> Tensor:
+    """Two neighbouring numbers of a progression and the one that follows: int64 of shape (14 * count, 3)."""
+    return progressions(count, seed).unfold(1, 3, 1).reshape(-1, 3)
+
+
+def batches(steps: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+    """Pairs of numbers and the number that follows them: shapes (batch, 2) and (batch,)."""
+    for step in range(steps):
+        rows = windows(8, seed=step).to(device)
+        yield rows[:, :2], rows[:, 2]
+
+
+def model() -> nn.Module:
+    """Predicts a number from the two before it. 0.2 million parameters."""
+    torch.manual_seed(0)
+    hidden = 256
+    return nn.Sequential(
+        nn.Embedding(VOCABULARY, hidden),
+        nn.Flatten(),
+        nn.Linear(2 * hidden, hidden),
+        nn.GELU(),
+        nn.Linear(hidden, hidden),
+        nn.GELU(),
+        nn.Linear(hidden, VOCABULARY),
+    )

@@ -1,0 +1,159 @@
+"""Does everything that this project claims hold on this machine? One command, one report.
+
+    python -m experiments.gpu_check [--minutes 8] [--out DIR]
+
+Each check runs in a process of its own, so one that fails, hangs or crashes does not stop the others. Without a GPU the
+accelerator is emulated and everything is smaller: that tests this script and the optimizer's logic, not a GPU.
+The exit status is 0 if every check passed or was skipped with a reason, 1 otherwise. A check fails if something is
+wrong. Speed that falls short of a target is reported as a target missed, and fails nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import math
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from experiments.checks import environment
+from experiments.checks.base import Bench, Check, Record, Settings, Size, Status
+from experiments.checks.catalogue import CHECKS
+from experiments.checks.isolation import run_isolated
+from experiments.checks.pictures import save_pictures
+from experiments.checks.report import show, write_results
+from experiments.command import Parser
+
+RESULTS = Path("experiments/results")
+
+_LEAST = {Size.TINY: 0.01, Size.SMALL: 0.1, Size.FULL: 1.0}
+"""Of `Check.least_s`."""
+
+
+def main(argv: Sequence[str] | None = None, checks: Sequence[Check] = CHECKS) -> int:
+    """Run the checks; the exit status. Bad arguments exit with 2."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    unknown = sorted(set(args.only or ()) - {check.name for check in checks})
+    if unknown:
+        names = ", ".join(check.name for check in checks)
+        parser.error(f"argument --only: no check {unknown[0]!r}; there are {names}")
+
+    console = Console()
+    started = time.monotonic()
+    date = datetime.datetime.now().astimezone().replace(microsecond=0)
+    gpu, seen = find_gpu()
+    out = args.out or RESULTS / f"{slug(gpu or 'emulated')}-{date.date().isoformat()}"
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"argument --out: {error}")
+    size = Size(args.size) if args.size else Size.SMALL if gpu is None else Size.FULL
+    settings = Settings(size, cuda=gpu is not None, out=out)
+    if gpu is None and seen:
+        console.print(
+            f"nvidia-smi shows {', '.join(seen)}, but torch cannot use it: is this torch for CUDA?", style="red"
+        )
+    console.print(f"{gpu or 'No GPU: the accelerator is emulated'}; results go to {out}", soft_wrap=True)
+
+    records = run_all(checks, settings, 60 * args.minutes, args.only, console)
+    results = {
+        "gpu": gpu,
+        "emulated": gpu is None,
+        "date": date.isoformat(),
+        **environment.commit(),
+        "size": size.value,
+        "minutes": args.minutes,
+        "seconds": time.monotonic() - started,
+    }
+    write_results(out, results, records)
+    for problem in save_pictures(out, records):
+        console.print(f"A picture could not be drawn: {problem}", style="yellow", soft_wrap=True)
+    show(console, results, records, {check.name: check.title for check in checks})
+    console.print(f"Everything is in {out}: results.json, pictures, timelines, logs.", soft_wrap=True)
+    return int(any(r.status not in (Status.PASSED, Status.SKIPPED) for r in records))
+
+
+def run_all(
+    checks: Sequence[Check], settings: Settings, seconds: float, only: Sequence[str] | None, console: Console
+) -> list[Record]:
+    """One after the other; time that one does not need is the others'."""
+    records = []
+    end = time.monotonic() + seconds
+    waived = {check.name: check.obstacle(settings) for check in checks}
+    waived |= {check.name: "not asked for (--only)" for check in checks if only is not None and check.name not in only}
+    waiting = [check for check in checks if waived[check.name] is None]
+    interrupted = False
+    for check in checks:
+        if check not in waiting:
+            records.append(Record(check.name, Status.SKIPPED, waived[check.name] or ""))
+            continue
+        left = end - time.monotonic()
+        limit = left * check.share / sum(c.share for c in waiting)
+        waiting.remove(check)
+        record = Record(check.name, Status.NOT_RUN)
+        if interrupted:
+            record.reason = "interrupted"
+        elif limit < check.least_s * _LEAST[settings.size]:
+            record.reason = f"{max(0.0, limit):.0f} s were left for it, too little; give more --minutes"
+        else:
+            try:
+                with console.status(f"{check.name}: {check.title} (up to {limit:.0f} s)"):
+                    record = run_isolated(check, settings, limit)
+            except KeyboardInterrupt:
+                record.reason, interrupted = "interrupted", True
+        records.append(record)
+        reason = f": {record.reason}" if record.reason else ""
+        console.print(f"{record.status.value:>8}  {check.name} ({record.seconds:.0f} s){reason}", soft_wrap=True)
+    return records
+
+
+def find_gpu() -> tuple[str | None, list[str] | None]:
+    """The name of the GPU, None if torch can use none; and what nvidia-smi says.
+
+    Asked in another process: this one must stay free of CUDA.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        settings = Settings(Size.TINY, cuda=False, out=Path(folder))
+        found = run_isolated(Check("gpu", "", ask_gpu, share=1), settings, seconds=60).figures
+    return found.get("gpu"), found.get("nvidia_smi")
+
+
+def ask_gpu(bench: Bench) -> None:
+    """The name of the GPU."""
+    bench.note(nvidia_smi=environment.nvidia_smi())
+    bench.note(gpu=environment.gpu_name())
+
+
+def slug(name: str) -> str:
+    """A name for a folder."""
+    return re.sub("[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def _minutes(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"expected minutes above 0, found {text!r}")
+    return value
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="python -m experiments.gpu_check", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--minutes", type=_minutes, default=8.0, help="that all of it may take, roughly (8)")
+    parser.add_argument("--out", type=Path, help="folder for the results (experiments/results/GPU-DATE)")
+    parser.add_argument("--size", choices=[s.value for s in Size], help="full with a GPU, small without")
+    parser.add_argument("--only", type=lambda text: text.split(","), help="names of checks, separated by commas")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,38 @@
+"""Checks that end in every way there is. Here alone, because each runs in a process that imports this first."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+from experiments.checks.base import Bench, Skipped, Target
+
+
+def passes(bench: Bench) -> None:
+    bench.note(answer=42)
+    bench.target(Target.at_most("a target that is missed", 2.0, 1.0))
+
+
+def raises(bench: Bench) -> None:
+    bench.note(before="it broke")
+    raise ValueError("on purpose")
+
+
+def goes_on(bench: Bench) -> None:
+    bench.problem("the first thing wrong")
+    bench.problem("the second thing wrong")
+
+
+def is_killed(bench: Bench) -> None:
+    bench.note(before="it was killed")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hangs(bench: Bench) -> None:
+    bench.note(before="it hung")
+    time.sleep(600)
+
+
+def skips(bench: Bench) -> None:
+    raise Skipped("for a reason")

@@ -1,0 +1,389 @@
+"""The check of everything, at its smallest: what it writes, that nothing stops it, and its exit statuses."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import FAST
+from rich.console import Console
+from sample_checks import goes_on, hangs, is_killed, passes, raises, skips
+
+from dos.controller import AdaptivePolicy, resolve_policy
+from experiments.checks import kernels, plans, rivals, speed
+from experiments.checks.base import Bench, Check, Record, Settings, Size, Skipped, Status, Target
+from experiments.checks.catalogue import CHECKS
+from experiments.checks.contenders import Ours, Rig
+from experiments.checks.contest import Clock, Effort, Probe, Score, hold, ratio
+from experiments.checks.isolation import run_isolated
+from experiments.checks.machine import Machine
+from experiments.checks.synchronisation import calls_within, waiting
+from experiments.checks.training import EXACT, LARGEST, MEDIUM, Batch, fitted
+from experiments.gpu_check import find_gpu, main, run_all
+from experiments.neighbour import CHUNK, Neighbour
+from experiments.peers import Peer, PeerError
+from perfmodel import Lane, Op, Span, Timeline
+
+TINY = ("--size=tiny", "--minutes=1")
+SETTINGS = {"size": Size.TINY, "cuda": False}
+
+
+def check(run: Callable[[Bench], None]) -> Check:
+    return Check(run.__name__, f"a check that {run.__name__}", run, share=1, least_s=0.0)
+
+
+def run(out: Path, *arguments: str, checks: tuple[Check, ...] = CHECKS) -> tuple[int, dict[str, Any]]:
+    """Exit status and results.json, on an emulated accelerator even where there is a GPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("experiments.gpu_check.find_gpu", lambda: (None, None))
+        status = main([*TINY, f"--out={out}", *arguments], checks)
+    return status, json.loads((out / "results.json").read_text())
+
+
+def test_a_failing_check_stops_no_other(tmp_path: Path) -> None:
+    order = (raises, is_killed, goes_on, skips, passes)
+    status, results = run(tmp_path, checks=tuple(map(check, order)))
+    assert status == 1
+    found = results["checks"]
+    assert [(name, c["status"]) for name, c in found.items()] == [
+        ("raises", "failed"),
+        ("is_killed", "failed"),
+        ("goes_on", "failed"),
+        ("skips", "skipped"),
+        ("passes", "passed"),
+    ]
+    assert results["failed"] == ["raises", "is_killed", "goes_on"]
+    assert found["raises"]["reason"] == "ValueError: on purpose"
+    assert 'raise ValueError("on purpose")' in found["raises"]["traceback"]
+    assert "SIGKILL" in found["is_killed"]["reason"]
+    assert found["goes_on"]["problems"] == ["the first thing wrong", "the second thing wrong"]
+    assert found["skips"]["reason"] == "for a reason"
+    # What was measured before is not lost.
+    assert found["raises"]["figures"] == {"before": "it broke"}
+    assert found["is_killed"]["figures"] == {"before": "it was killed"}
+    assert found["passes"]["figures"] == {"answer": 42}
+
+
+def test_a_missed_target_fails_nothing(tmp_path: Path) -> None:
+    status, results = run(tmp_path, checks=(check(passes), check(skips)))
+    assert status == 0
+    assert results["targets_missed"] == ["passes: a target that is missed"]
+    assert results["failed"] == results["not_run"] == []
+
+
+def test_a_check_that_hangs_is_killed_and_says_where(tmp_path: Path) -> None:
+    record = run_isolated(check(hangs), Settings(out=tmp_path, **SETTINGS), seconds=0.5, grace_s=2.0)
+    assert record.status is Status.FAILED
+    assert "did not end" in record.reason
+    assert "in hangs" in record.traceback
+    assert record.figures == {"before": "it hung"}
+
+
+def test_what_there_is_no_time_for_is_not_run(tmp_path: Path) -> None:
+    status, results = run(tmp_path, "--minutes=0.0001")
+    assert status == 1
+    peers = ["torchao", "deepspeed", "bitsandbytes"]  # which are skipped
+    assert results["not_run"] == [c.name for c in CHECKS if c.name not in peers]
+    assert all("--minutes" in results["checks"][name]["reason"] for name in results["not_run"])
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("gpu_check")
+
+
+RAN = ("environment", "kernels", "losses", "memory", "largest", "torchao")
+
+
+@pytest.fixture(scope="module")
+def results(out: Path) -> dict[str, Any]:
+    status, found = run(out, f"--only={','.join(RAN)}")
+    assert status == 0, found["failed"]
+    return found
+
+
+def test_results_say_where_when_and_what(results: dict[str, Any]) -> None:
+    assert set(results) == {
+        *("what", "gpu", "emulated", "date", "commit", "changed_files", "size", "minutes", "seconds"),
+        *("checks", "failed", "not_run", "targets_missed"),
+    }
+    assert (results["emulated"], results["gpu"], results["size"]) == (True, None, "tiny")
+    assert list(results["checks"]) == [c.name for c in CHECKS]
+    for name, found in results["checks"].items():
+        assert found["status"] in ("passed", "skipped")
+        assert found["status"] == "passed" or found["reason"]
+        assert ("not asked for" in found["reason"]) == (name not in RAN)
+
+
+def test_results_have_the_figures(results: dict[str, Any]) -> None:
+    found = {name: c["figures"] for name, c in results["checks"].items()}
+    assert found["environment"]["packages"]["torch"] == torch.__version__
+    assert set(found["kernels"]["elements"].values()) == {kernels.NUMEL[Size.TINY]}
+    assert set(found["kernels"]["tensors_that_differ"].values()) == {0}
+    assert found["losses"]["float32"]["largest difference"] < 1e-4
+    assert found["memory"]["budget"]["most_held_bytes"] <= found["memory"]["budget"]["bytes"]
+    contest = found["largest"]
+    assert {"adaptive", "CPU only", "stride 3"} <= set(contest["contenders"])
+    for score in contest["contenders"].values():
+        assert score["iteration_s"] > 0
+    assert contest["contenders"]["adaptive"]["resident_share"] == 1.0
+    assert contest["updates"]["adaptive"]["bound_s"] > 0
+
+
+def test_pictures_and_timelines_are_drawn(out: Path, results: dict[str, Any]) -> None:
+    for name in ("comparison-largest.png", "timeline-largest.png", "memory.png"):
+        assert (out / name).stat().st_size > 10_000
+    trace = json.loads((out / results["checks"]["largest"]["figures"]["timelines"]["CPU only"]["trace"]).read_text())
+    assert {"gradient", "update", "parameter"} <= {event.get("cat") for event in trace["traceEvents"]}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--minutes=0"], "minutes above 0"),
+        (["--minutes=soon"], "minutes above 0"),
+        (["--minutes=nan"], "minutes above 0"),
+        (["--size=huge"], "invalid choice"),
+        (["--only=kernels,nonsense"], "no check 'nonsense'; there are environment"),
+    ],
+)
+def test_bad_arguments(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as error:
+        main(arguments)
+    assert error.value.code == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit) as error:
+        main([f"--out={tmp_path / 'file'}"])
+    assert error.value.code == 2
+    assert "--out" in capsys.readouterr().err
+
+
+def test_the_gpu_is_found_by_another_process() -> None:
+    name, _ = find_gpu()
+    assert name == (torch.cuda.get_device_name() if torch.cuda.is_available() else None)
+
+
+def test_records_survive_json() -> None:
+    record = Record("a", Status.PASSED, figures={"b": [1.0, float("inf")]}, targets=[Target.at_least("c", 1.0, 2.0)])
+    again = Record.from_json(json.loads(json.dumps(record.to_json(), allow_nan=False)))
+    assert again.figures == {"b": [1.0, None]}
+    assert (again.status, again.targets) == (record.status, record.targets)
+
+
+def test_kernels_that_differ_in_one_bit_are_seen() -> None:
+    case = kernels.CASES[0]
+    arrays = kernels.drawn(case, 100, torch.device("cpu"), seed=0)
+    other = {name: None if t is None else t.clone() for name, t in arrays.items()}
+    assert kernels.differences(arrays, other) == []
+    moment = other["exp_avg"]
+    assert moment is not None
+    moment.view(torch.int32)[7] ^= 1
+    (found,) = kernels.differences(arrays, other)
+    assert found.startswith("exp_avg differs in 1 of 100 elements; at 7")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_drawn_values_are_of_all_kinds(dtype: torch.dtype) -> None:
+    drawn = kernels.values(20_000, dtype, torch.device("cpu"), torch.Generator().manual_seed(0))
+    magnitude = drawn.abs().float()
+    smallest = torch.finfo(dtype).smallest_normal
+    assert drawn.dtype == dtype
+    for kind in (magnitude == 0, magnitude.isinf(), magnitude.isnan(), (magnitude > 0) & (magnitude < smallest)):
+        assert kind.sum() > 100
+    assert ((magnitude > 1e-3) & (magnitude < 1e3)).sum() > 5_000
+
+
+def test_other_bits_of_a_plan_are_seen() -> None:
+    tensors = [torch.zeros(3), torch.ones(2, dtype=torch.bfloat16)]
+    assert plans.same(tensors, [t.clone() for t in tensors])
+    assert not plans.same(tensors, [-tensors[0], tensors[1]])
+
+
+def trace(*events: tuple[str, str, int, float]) -> dict[str, Any]:
+    """Of (category, name, thread, start in microseconds)."""
+    fields = ("cat", "name", "tid", "ts")
+    return {"traceEvents": [{"ph": "X", "dur": 10.0, **dict(zip(fields, event, strict=True))} for event in events]}
+
+
+def test_waits_within_a_range_are_found() -> None:
+    found = calls_within(
+        trace(
+            ("user_annotation", "step", 1, 100.0),
+            ("cuda_runtime", "cudaStreamSynchronize", 1, 99.0),  # before it
+            ("cuda_runtime", "cudaLaunchKernel", 1, 101.0),
+            ("cuda_runtime", "cudaMemcpyAsync", 1, 102.0),
+            ("cuda_runtime", "cudaMemcpy", 1, 103.0),
+            ("cuda_driver", "cuStreamSynchronize", 1, 104.0),
+            ("cuda_runtime", "cudaEventSynchronize", 2, 105.0),  # the CPU lane
+            ("cpu_op", "aten::item", 1, 106.0),
+            ("cuda_runtime", "cudaFree", 1, 111.0),  # after it
+        ),
+        "step",
+    )
+    assert found == {"cudaLaunchKernel": 1, "cudaMemcpyAsync": 1, "cudaMemcpy": 1, "cuStreamSynchronize": 1}
+    assert waiting(found) == {"cudaMemcpy": 1, "cuStreamSynchronize": 1}
+    with pytest.raises(ValueError, match="no range 'step'"):
+        calls_within(trace(("cpu_op", "aten::add", 1, 0.0)), "step")
+
+
+class Fake:
+    """A contender that writes down what it is told to do."""
+
+    def __init__(self, name: str, log: list[str], fits: bool = True) -> None:
+        self.name = name
+        self._log, self._fits = log, fits
+
+    def open(self) -> None:
+        self._log.append(f"{self.name} opens")
+        if not self._fits:
+            raise torch.OutOfMemoryError("out of memory. And more")
+
+    def close(self) -> None:
+        self._log.append(f"{self.name} closes")
+
+    def compute(self, batch: Batch) -> None:
+        pass
+
+    def step(self) -> None:
+        self._log.append(f"{self.name} steps")
+
+    def probe(self) -> Probe | None:
+        return None
+
+    def finish(self) -> None:
+        pass
+
+
+def test_contenders_take_turns_and_what_does_not_fit_is_dropped() -> None:
+    log: list[str] = []
+    contenders = [Fake("a", log), Fake("large", log, fits=False), Fake("b", log)]
+    batch = torch.zeros(1), torch.zeros(1)
+    effort = Effort(warm_up=0, timed=1, probes=0, rounds=2)
+    scores = hold(contenders, [batch], effort, Clock(cuda=False), lambda: 1e9, lambda scores: None)
+    turn_a, turn_b = (["a opens", "a steps", "a steps", "a closes"], ["b opens", "b steps", "b steps", "b closes"])
+    assert log == [*turn_a, "large opens", "large closes", *turn_b, *turn_a, *turn_b]
+    assert scores["large"].dropped == "does not fit: out of memory"
+    assert [len(scores[name].rounds) for name in ("a", "large", "b")] == [2, 0, 2]
+
+
+def test_without_time_nobody_is_asked() -> None:
+    log: list[str] = []
+    batch = torch.zeros(1), torch.zeros(1)
+    effort = Effort(warm_up=0, timed=1, probes=0, rounds=2)
+    scores = hold([Fake("a", log)], [batch], effort, Clock(cuda=False), lambda: -1.0, lambda scores: None)
+    assert log == []
+    assert "no time" in scores["a"].dropped
+
+
+def test_ratios_are_of_rounds_side_by_side() -> None:
+    # The machine became three times slower between the rounds.
+    fast, slow = Score("fast", [[1.0], [3.0]]), Score("slow", [[2.0], [6.0]])
+    assert ratio(slow, fast) == 2.0
+    assert ratio(Score("none"), fast) is None
+
+
+def test_ours_has_as_much_on_the_device_as_it_has_memory_for() -> None:
+    job = EXACT[Size.TINY]
+    machine = Machine("fast", torch.device("cpu"), FAST, capacity=100 * job.numel)
+    rig = Rig(job, machine, FAST, job.numel // 8 + 1, live=False)
+    contenders = [Ours("cpu", rig, resolve_policy("cpu"), 1.0), Ours("all", rig, AdaptivePolicy(FAST), 1.0)]
+    contenders += [Ours("most", rig, AdaptivePolicy(FAST), 0.75), Ours("none", rig, AdaptivePolicy(FAST), 0.0)]
+    batches = job.batches(1, torch.device("cpu"))
+    effort = Effort(warm_up=1, timed=1, probes=1, rounds=1)
+    scores = hold(contenders, batches, effort, Clock(cuda=False), lambda: 1e9, lambda scores: None)
+    shares = {name: score.summary()["resident_share"] for name, score in scores.items()}
+    assert shares["cpu"] == shares["none"] == 0.0
+    assert shares["all"] == 1.0
+    assert 0.3 < shares["most"] <= 0.76  # some of the memory may be for slots
+
+
+def test_overlap_counts_lanes_that_are_busy_at_once() -> None:
+    spans = (
+        Span(Lane.D2H, Op.GRADIENT, 0, -1.0, 1.0),
+        Span(Lane.CPU, Op.UPDATE, 0, 1.0, 3.0),
+        Span(Lane.GPU, Op.UPDATE, 1, 2.0, 3.0),
+        Span(Lane.H2D, Op.PARAMETER, 0, 4.0, 5.0),
+    )
+    assert speed.union(spans) == 5.0
+    shown = speed.from_first(Timeline.of(spans)).spans
+    assert (shown[0].start, max(span.end for span in shown)) == (0.0, 6.0)
+    assert Span(Lane.GPU, Op.BACKWARD, None, 0.0, 1.0) in shown
+
+
+def test_memory_that_policies_need() -> None:
+    assert [speed.needs(name) for name in ("CPU only", "stride 3", "ratio 0.25")] == [0.0, speed.SLOTS_SHARE, 0.75]
+    assert [speed.memory_of(name) for name in (speed.named(0.25), "adaptive")] == [0.25, 1.0]
+
+
+@pytest.mark.parametrize("jobs", [EXACT, MEDIUM, LARGEST])
+def test_jobs_know_their_parameters(jobs: dict[Size, Any]) -> None:
+    for size in (Size.TINY, Size.SMALL):
+        assert jobs[size].numel == jobs[size].model(torch.device("cpu")).numel
+
+
+def test_jobs_are_cut_to_what_fits() -> None:
+    job = LARGEST[Size.FULL]
+    assert MEDIUM[Size.FULL].numel == pytest.approx(1.56e9, rel=0.01)
+    cut = job.fitting(5e9)
+    assert 4.7e9 < cut.numel <= 5e9
+    assert job.fitting(1e12) == job
+    with pytest.raises(Skipped, match="memory here is enough for 1M parameters"):
+        fitted(job, cuda=False, most=1e6)
+
+
+class BrokenPeer(Peer):
+    name = "a peer"
+    package = "torch"
+
+    def build(self, model: object) -> Any:
+        raise RuntimeError("no compiler")
+
+
+class Missing(Peer):
+    package = "no_such_peer"
+
+
+def test_peers_are_skipped_with_a_reason(tmp_path: Path) -> None:
+    reason = rivals.missing(Missing)
+    assert reason(Settings(Size.TINY, cuda=False, out=tmp_path)) == "no GPU: there is nothing to compare"
+    assert "pip install no_such_peer" in str(reason(Settings(Size.TINY, cuda=True, out=tmp_path)))
+    assert rivals.missing(BrokenPeer)(Settings(Size.TINY, cuda=True, out=tmp_path)) is None
+    with pytest.raises(PeerError, match="a peer is installed but failed: RuntimeError: no compiler"):
+        BrokenPeer(EXACT[Size.TINY], torch.device("cpu")).open()
+
+
+def test_a_neighbour_holds_what_it_is_told_to() -> None:
+    neighbour = Neighbour("cpu")
+    try:
+        for wanted in (3 * CHUNK, CHUNK, 0):
+            neighbour.want(wanted)
+            deadline = time.monotonic() + 30
+            while neighbour.held() != wanted and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert neighbour.held() == wanted
+    finally:
+        neighbour.close()
+    with pytest.raises(RuntimeError, match="the neighbour has ended"):
+        Neighbour("no such device")
+
+
+def test_an_interruption_keeps_what_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(check: Check, settings: Settings, seconds: float) -> Record:
+        if check.name == "skips":
+            raise KeyboardInterrupt
+        return Record(check.name, Status.PASSED)
+
+    monkeypatch.setattr("experiments.gpu_check.run_isolated", interrupted)
+    settings = Settings(Size.TINY, cuda=False, out=tmp_path)
+    records = run_all([*map(check, (passes, skips, raises))], settings, 60.0, None, Console(quiet=True))
+    assert [r.status for r in records] == [Status.PASSED, Status.NOT_RUN, Status.NOT_RUN]
+    assert records[1].reason == records[2].reason == "interrupted"

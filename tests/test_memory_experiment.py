@@ -1,0 +1,211 @@
+"""The memory experiment on tiny runs: bits, capacity and traffic hold, and its reports are right. Nothing is timed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+import dos.memory
+from experiments import memory, memory_h100, memory_runs
+from experiments.corpus import Corpus, standard_library
+from experiments.gpt import GPT, GPTConfig
+from experiments.memory_runs import Run, Setting, train
+from experiments.occupancies import Recording, neighbours
+from experiments.progress import UPDATE, Progress
+from experiments.ranks import DATA, TRACES, PublishedRank
+from perfmodel import Op, Placement
+from perfmodel.policies import stride
+
+GIB = 2**30
+ITERATIONS = 9
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_runs, "CONFIG", GPTConfig(layers=2, width=32, heads=2, context=8))
+    monkeypatch.setattr(memory_runs, "SUBGROUPS", 12)
+    monkeypatch.setattr(memory_runs, "UPDATE_S", 0.01)
+    # Iterations are a hundred times as fast as real ones, and as many samples shall be taken of each.
+    monkeypatch.setattr(dos.memory, "SHARE_OF_TIME", 0.1)
+
+
+def batches(count: int = ITERATIONS) -> list[memory_runs.Batch]:
+    return Corpus(standard_library(), 8).batches(count, 2, seed=0)
+
+
+@pytest.mark.parametrize("trace", TRACES)
+def test_beside_a_recorded_trace(tiny: None, trace: str) -> None:
+    adaptive, on_cpu = train(Setting.of(PublishedRank.read(trace)), ["adaptive", "cpu"], batches())
+    assert adaptive.errors == on_cpu.errors == []
+    assert not adaptive.exceeded
+    assert adaptive.equals(on_cpu)
+    resident = [plan.placements.count(Placement.GPU_RESIDENT) for plan in adaptive.plans]
+    assert resident[-1] == (12 if trace.startswith("h100") else 0), "7% of the state is less than one of 12 subgroups"
+
+
+@pytest.mark.parametrize("name", neighbours(1, 9))
+def test_beside_a_neighbour(tiny: None, name: str) -> None:
+    alone = Setting.of(PublishedRank.read())
+    setting = alone.beside(neighbours(alone.rank.free_bytes, ITERATIONS)[name])
+    adaptive, on_cpu = train(setting, ["adaptive", "cpu"], batches())
+    assert adaptive.errors == []
+    assert not adaptive.exceeded
+    assert adaptive.equals(on_cpu)
+    assert len({plan.placements for plan in adaptive.plans}) > 1, "the plan follows the memory"
+
+
+def test_with_ample_memory_nothing_travels_and_with_none_all_is_as_on_the_cpu(tiny: None) -> None:
+    setting = Setting.of(PublishedRank.read())
+    (ample,) = train(setting.with_free(2 * setting.rank.loads.state_bytes), ["adaptive"], batches(4))
+    assert ample.transfers(first=1) == {}
+    assert ample.transfers() == {Op.PREFETCH: 12}
+    none, on_cpu = train(setting.with_free(0), ["adaptive", "cpu"], batches(4))
+    assert none.transfers() == on_cpu.transfers()
+    assert set(none.transfers()) == {Op.GRADIENT, Op.PARAMETER}
+    assert none.equals(on_cpu)
+    assert none.peak_bytes == none.capacity
+
+
+def test_runs_notice_what_must_not_be(tiny: None) -> None:
+    setting = Setting.of(PublishedRank.read())
+
+    def broken(workload: object) -> None:
+        raise ValueError("no plan today")
+
+    failed, on_cpu = train(setting, [broken, "cpu"], batches(2))
+    assert failed.errors == ["ValueError: no plan today"]
+    assert Run(capacity=10, peak_bytes=11).exceeded
+    other = dataclasses.replace(on_cpu, tensors=[on_cpu.tensors[0] + 1, *on_cpu.tensors[1:]])
+    assert on_cpu.equals(on_cpu)
+    assert not on_cpu.equals(other)
+
+
+def test_fixed_policies_keep_no_memory_from_anybody(tiny: None) -> None:
+    alone = Setting.of(PublishedRank.read())
+    left = int(0.35 * alone.rank.loads.state_bytes)
+    third = alone.beside([(0.0, 0), (2.0, alone.rank.free_bytes - left)])
+    names = [name for name, _ in memory_runs.fixed_policies(third, 4)]
+    assert len(names) == len(set(names)) == 7 * 4, "ratios from 0.7 on, six strides and none"
+    assert names[0].startswith("ratio 0.7, stride")
+    assert memory_runs.fixed_policies(alone, 4)[0][0] == "ratio 0.0"
+    work = third.workload(3)
+    assert work.peak_free_bytes == left
+    assert memory_runs.share_that_fits(third, 4) == pytest.approx((1 + 1 + 0.35 + 0.35) / 4, abs=1e-3)
+    assert memory_runs.bound_s(alone, 2) < memory_runs.bound_s(third, 4) < memory_runs.bound_s(alone.with_free(0), 2)
+
+
+def test_a_fixed_policy_without_room_for_slots_counts_as_the_cpu(tiny: None) -> None:
+    setting = Setting.of(PublishedRank.read()).with_free(0)
+    plan = stride(setting.workload(0), 2)
+    seconds = memory_runs._simulated(setting, plan)
+    fallen = memory_runs._simulated(setting, stride(setting.workload(0), None))
+    assert seconds(setting.workload(0)) == fallen(setting.workload(0))
+
+
+def test_rows_tell_what_was_missed() -> None:
+    row = memory.Row("step up", 9, False, 0, True, 1.0, 2.0, 1.1, 0.9, "ratio 0.5", 0.5, 2, 10, False)
+    assert row.missed() == []
+    assert dataclasses.replace(row, fits_share=0.2, cpu_only_s=1.2).missed() == []
+    for wrong in (
+        {"capacity_exceeded": True},
+        {"errors": 1},
+        {"bits_equal": False},
+        {"best_fixed_s": 0.9},
+        {"cpu_only_s": 1.4},
+        {"script": "ample"},
+        {"script": "none"},
+    ):
+        assert len(dataclasses.replace(row, **wrong).missed()) == 1, wrong
+
+
+def test_the_command_writes_rows_as_json(
+    tiny: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(memory, "CONFIG", memory_runs.CONFIG)
+    monkeypatch.setattr(memory, "TRACES", {"h100_20b_interleaved": TRACES["h100_20b_interleaved"]})
+    monkeypatch.setattr(memory, "neighbours", lambda most, n: {"step up": neighbours(most, n)["step up"]})
+    monkeypatch.setenv("COLUMNS", "140")
+    threads = torch.get_num_threads()
+    try:
+        memory.main(["--json", "--iterations", "6"])
+    finally:
+        torch.set_num_threads(threads)
+    captured = capsys.readouterr()
+    rows = json.loads(captured.out.splitlines()[-1])["rows"]
+    assert [row["script"] for row in rows] == ["h100_20b_interleaved", "step up", "ample", "none"]
+    for row in rows:
+        assert not row["capacity_exceeded"]
+        assert row["errors"] == 0
+        assert row["bits_equal"]
+        assert min(row["adaptive_s"], row["cpu_only_s"], row["bound_s"]) > 0
+    assert rows[2]["moved_after_first"] == 0
+    assert rows[3]["same_traffic"]
+    assert "step up" in captured.err
+
+
+def test_recordings_are_one_iteration_by_phase() -> None:
+    peaks = {"h100_20b_interleaved": 33.4, "h100_20b_zero3_offload": 21.5, "a100_13b_zero3_offload": 31.5}
+    updates = {"h100_20b_interleaved": 26.9, "h100_20b_zero3_offload": 14.3, "a100_13b_zero3_offload": 24.7}
+    for trace in TRACES:
+        recording = Recording.read(DATA / f"memory_{trace}.csv")
+        assert recording.peak / GIB == pytest.approx(peaks[trace], abs=0.1)
+        assert recording.update / GIB == pytest.approx(updates[trace], abs=0.1)
+        assert recording.backward[-1] == recording.peak, "backward ends at the peak"
+        assert max(recording.forward) < recording.peak
+        positions = [position for position, _ in recording.script()]
+        assert positions == sorted(positions)
+        assert positions[-1] == UPDATE
+
+
+def test_a_trace_without_a_whole_iteration_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text("time_s,used_bytes\n0,1\n1,5\n2,9\n")
+    with pytest.raises(ValueError, match=r"trace\.csv: no whole iteration"):
+        Recording.read(path)
+
+
+def test_progress_is_told_by_hooks() -> None:
+    model = GPT(GPTConfig(layers=4, width=16, heads=2, context=4))
+    seen: list[tuple[int, float]] = []
+    progress = Progress(model, moved=lambda: seen.append((progress.iteration, progress.position)))
+    optimizer = torch.optim.SGD(model.parameters())
+    progress.follow(optimizer)
+    x = torch.zeros(1, 4, dtype=torch.long)
+    for _ in range(2):
+        model(x, x).backward()
+        optimizer.step()
+    assert [position for _, position in seen[:5]] == [0.0, 0.25, 0.5, 0.75, 0.999]
+    assert seen == sorted(seen)
+    assert seen[len(seen) // 2 - 1] == (0, UPDATE)
+    assert math.isclose(seen[-2][1], 1.999)
+
+
+def test_the_simulation_of_the_published_run() -> None:
+    rank = PublishedRank.read()
+    rows = {
+        name: memory_h100.simulated(name, plan, work, rank) for name, (plan, work) in memory_h100.plans(rank).items()
+    }
+    on_cpu, paper, streamed, third, adaptive = rows.values()
+    assert adaptive.h2d_bytes == adaptive.d2h_bytes == adaptive.dram_bytes == 0, "all of the state fits"
+    assert adaptive.held_bytes == pytest.approx(12 * rank.parameters, rel=1e-6)
+    assert on_cpu.h2d_bytes == on_cpu.d2h_bytes == pytest.approx(2 * rank.parameters, rel=1e-6)
+    assert on_cpu.dram_bytes == pytest.approx(32 * rank.parameters, rel=1e-6)
+    assert paper.h2d_bytes == pytest.approx((12 * 16 + 2 * 15) / 31 * rank.parameters, rel=1e-6)
+    assert adaptive.update_s < third.update_s < streamed.update_s < paper.update_s < on_cpu.update_s
+    for row in rows.values():
+        assert row.update_s >= row.bound_s * (1 - 1e-9)
+        assert row.iteration_s == pytest.approx(row.update_s + rank.forward_s + rank.backward_s)
+
+
+def test_the_simulation_is_printed_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "h100.png"
+    assert memory.main(["--simulate", "--picture", str(path), "--json"]) == 0
+    captured = capsys.readouterr()
+    assert len(json.loads(captured.out.splitlines()[-1])["rows"]) == 5
+    assert "simulated" in captured.err
+    assert path.read_bytes().startswith(b"\x89PNG")
