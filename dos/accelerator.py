@@ -75,7 +75,9 @@ class Accelerator:
         policy = self._policy
         if isinstance(policy, AdaptivePolicy) and policy.profile is None:
             policy.profile = self._find_profile()
-        workload = self.memory.workload(self._registry.loads(), update_overlaps_forward=attached)
+        workload = self.memory.workload(
+            self._registry.loads(), update_overlaps_forward=attached, beside=self._registry.gradient_bytes()
+        )
         workload = dataclasses.replace(
             workload, forward_s=self._pace.forward_s if attached else 0.0, backward_s=self._pace.backward_s
         )

@@ -57,7 +57,8 @@ def load_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         problem = state_problem(entry, parameter)
         if problem:
             raise ValueError(f"{name_of(parameter, group)}: {problem}")
-        state[parameter] = dict(entry)
+        # At once, for a checkpoint that was loaded to the accelerator may fill it.
+        state[parameter] = {key: value.cpu() if isinstance(value, Tensor) else value for key, value in entry.items()}
 
     optimizer.__setstate__({"state": state, "param_groups": saved})
     for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():

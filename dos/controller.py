@@ -8,13 +8,16 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
-from perfmodel import Lane, Plan, Timeline, Workload
+from perfmodel import Lane, Placement, Plan, Timeline, Workload
 from perfmodel.adaptive import AdaptivePlanner
 from perfmodel.hardware import HardwareProfile, changed
 from perfmodel.policies import cpu_only, static_ratio, stride
-from perfmodel.simulate import Costs, simulate
+from perfmodel.simulate import Costs, Scope, makespan, simulate
 
 Policy = Callable[[Workload], Plan]
+
+WORTH_A_CHANGE = 0.02
+"""Share of the exposed time by which another plan must be better before it is taken."""
 
 _KNOWN = (
     "'adaptive', 'cpu', 'stride:K' with K of 1 or more, a ratio in [0, 1] (the share on the CPU), "
@@ -60,16 +63,35 @@ class AdaptivePolicy:
     def __init__(self, profile: HardwareProfile | None = None) -> None:
         self.profile = profile
         self._planner = AdaptivePlanner()
+        self._last: Plan | None = None
         self._refinement = Refinement()
 
     def __call__(self, workload: Workload) -> Plan:
         assert self.profile is not None, "whoever owns the policy sets its profile first"
-        return self._planner(workload, self.profile)
+        plan, last = self._planner(workload, self.profile), self._last
+        if last is None or not _still_good(last, plan, workload, self.profile):
+            self._last = plan
+            return plan
+        return last
 
     def observe(self, plan: Plan, workload: Workload, timeline: Timeline) -> None:
         """Correct the profile by what a step took."""
         if self.profile is not None:
             self.profile = self._refinement.correct(self.profile, plan, workload, timeline)
+
+
+def _still_good(last: Plan, best: Plan, workload: Workload, profile: HardwareProfile) -> bool:
+    """Whether the last plan still fits and loses less than WORTH_A_CHANGE: plans must not follow noise."""
+    if last == best:
+        return True
+    if len(last) != len(best) or set(best.placements) == {Placement.GPU_RESIDENT}:
+        return False
+    held = sum(workload.subgroups[i].state_bytes for i in last.served(Placement.GPU_RESIDENT))
+    if held > workload.peak_free_bytes or held + last.slots * workload.slot_bytes > workload.shared_free_bytes:
+        return False
+    scope = Scope.beside(workload)
+    now, then = (makespan(plan, workload, profile, scope) for plan in (last, best))
+    return now - then <= WORTH_A_CHANGE * (then - scope.compute_s(workload))
 
 
 class Refinement:

@@ -44,6 +44,7 @@ class Engine:
         self._jobs: list[Job] = []
         self._done: dict[Subgroup, Future[Job]] = {}
         self._origin = 0.0
+        self._backward: Sequence[Job] = ()
         self._failed = False
         self.steady = True
         self._lane_done: Future[None] | None = None
@@ -149,7 +150,7 @@ class Engine:
         ]
         self.steady = not (leaving or arrivals or holdings.denied is not None)
         # The gradients of this step are complete once the caller's stream has come this far.
-        backward = self.device.fence()
+        backward = self._backward = self.device.fence()
 
         for i in indices:
             if placements[i] is Placement.GPU_RESIDENT and not work[i].offloaded:
@@ -216,7 +217,8 @@ class Engine:
             raise self._failure(errors[0]) from errors[0]
         if not stepped:
             return None
-        origin = self._origin
+        # A device whose work is queued may only now have come to the end of backward.
+        origin = max([self._origin, *(job.wait().end for job in self._backward)])
         return Timeline.of(Span(s.lane, s.op, s.subgroup, s.start - origin, s.end - origin) for s in spans)
 
     def finish(self) -> None:

@@ -28,7 +28,12 @@ class Holdings:
         self.denied: int | None = None
         self._device = device
         self._buffers: dict[Subgroup, Tensor] = {}
+        self._expected = False
         self._logged = False
+
+    def expect_denials(self, expected: bool) -> None:
+        """A step begins; in one that expects denials, they say nothing about the device's memory."""
+        self._expected, self.denied = expected, False
 
     def settle(self, subgroup: Subgroup) -> State | None:
         """Room for a subgroup's state, uninitialised; None if there is none."""

@@ -188,24 +188,27 @@ class MemoryMonitor:
             self._forecast.ran_out(held)
         self._resident = 0
 
-    def workload(self, loads: Sequence[SubgroupLoad], *, update_overlaps_forward: bool) -> Workload:
+    def workload(self, loads: Sequence[SubgroupLoad], *, update_overlaps_forward: bool, beside: int = 0) -> Workload:
         """The work with the memory that there is for it, in whole subgroups so that noise changes nothing.
 
         More becomes resident than in the last iteration only if SPARE_TO_GROW of a subgroup is left over.
-        update_overlaps_forward: whether slots are still in use at the next peak.
+        update_overlaps_forward: whether slots are still in use at the next peak. beside: bytes that updates on the
+        device need beyond state.
         """
         work = Workload(tuple(loads))
         room = self._room()
+        update = room.update - beside
+        peak = min(update, room.resident - beside if update_overlaps_forward else room.resident)
         state, slot = work.state_bytes, max(work.slot_bytes, 1)
 
         def whole(nbytes: float) -> int:
-            return state if nbytes >= state else int(nbytes) // slot * slot
+            return state if nbytes >= state else max(0, int(nbytes)) // slot * slot
 
-        resident = whole(room.resident)
+        resident = whole(peak)
         if self._resident is not None and resident > self._resident:
-            resident = max(self._resident, whole(room.resident - SPARE_TO_GROW * slot))
+            resident = max(self._resident, whole(peak - SPARE_TO_GROW * slot))
         self._offered = resident
-        beyond = 0 if update_overlaps_forward else int(room.update - resident) // slot * slot
+        beyond = 0 if update_overlaps_forward else int(update - resident) // slot * slot
         return replace(work, peak_free_bytes=resident, shared_free_bytes=resident + max(0, beyond))
 
     def _room(self) -> Room:

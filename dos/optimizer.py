@@ -69,7 +69,7 @@ class DOSAdam(Optimizer):
     Raises:
         ValueError: a setting out of range, an unknown policy, duplicate parameters, capturable or differentiable.
         TypeError: a parameter of another dtype or layout.
-        RuntimeError: from ``step()``: sparse gradients, or parameters moved or converted after construction.
+        RuntimeError: from ``step()``: sparse gradients, or parameters moved or converted after their first step.
     """
 
     _step_supports_amp_scaling = True  # GradScaler.step() leaves unscaling and skipping to us
@@ -227,7 +227,8 @@ class DOSAdam(Optimizer):
         whose module was never seen to run. Compiled modules wait once, at their top. Evaluation, saving, loading,
         copying and pickling of the model wait for everything. Call ``synchronize()`` before touching parameters or
         gradients in any other way after ``step()``, such as ``model.to()``.
-        Subgroups are updated in the order of first use as observed. Attaching another model replaces the first.
+        Subgroups are updated in the order of first use as observed. Attaching another model replaces the first. A model
+        that is compiled is attached afterwards.
         """
         self.synchronize()
         if self._attachment is not None:
@@ -421,8 +422,10 @@ class DOSAdam(Optimizer):
         """Called by a hook when backward has written to ``parameter.grad``."""
         if self._in_flight:
             self.synchronize()
-        if self._accelerator is not None:
-            self._accelerator.backward_came_by()
+        if self._accelerator is None and not self._accelerates(parameter):
+            return
+        assert self._accelerator is not None, "made for the first parameter on it"
+        self._accelerator.backward_came_by()
         if _gradients_travel():
             return
         with torch.no_grad():
@@ -454,12 +457,17 @@ class DOSAdam(Optimizer):
 
     def _admit(self, group: Group) -> None:
         self._registry.admit(group)
-        for parameter in group["params"]:  # from the first gradient on, for the first peak of memory is one, too
-            if self._options.offload_gradients or (not is_lazy(parameter) and self._accelerates(parameter)):
-                self._watch(parameter)
+        for parameter in group["params"]:
+            if not is_lazy(parameter):
+                self._accelerates(parameter)  # which raises where it cannot be
+                # From the first gradient on, for the first peak of memory is one, too; it may be moved until then.
+                self._watch(parameter, True)
 
-    def _watch(self, parameter: Tensor) -> None:
-        if parameter not in self._watched:
+    def _watch(self, parameter: Tensor, accelerated: bool) -> None:
+        """Watch the parameter's gradient if it is on the accelerator, and no longer if it turns out not to be."""
+        if not accelerated and parameter in self._watched:
+            self._watched.pop(parameter).remove()
+        elif accelerated and parameter not in self._watched:
             handle = watch_gradient(parameter, self, takes=self._options.offload_gradients)
             if handle is not None:
                 self._watched[parameter] = handle

@@ -30,7 +30,7 @@ class Registry:
     """The optimizer's records, arenas and subgroups.
 
     accelerates: whether a parameter is on the accelerator. bring_home: returns all resident state to the host.
-    watch: called once for each parameter on the accelerator when it is enrolled.
+    watch: called for each parameter when it is enrolled, and told whether it is on the accelerator.
     accelerated: those subgroups whose parameters are on the accelerator; index: their positions, which a Plan uses.
     local: those whose parameters are on the host.
     offloaded: the gradients that have been moved to the host; None unless the user chose that.
@@ -42,7 +42,7 @@ class Registry:
         accelerates: Callable[[Tensor], bool],
         allocator: Callable[[], HostAllocator],
         bring_home: Callable[[], None],
-        watch: Callable[[Tensor], None],
+        watch: Callable[[Tensor, bool], None],
     ) -> None:
         self._options = options
         self._bring_home = bring_home
@@ -66,6 +66,12 @@ class Registry:
         if self._loads is None:
             self._loads = tuple(subgroup.load() for subgroup in self.accelerated)
         return self._loads
+
+    def gradient_bytes(self) -> int:
+        """Device memory through which any one subgroup's offloaded gradients come up again for its update there."""
+        if self.offloaded is None:
+            return 0
+        return max((s.offloaded_gradient_bytes for s in self.accelerated), default=0)
 
     def admit(self, group: Group) -> None:
         """Remember what the group's parameters are now. Raises TypeError for one that cannot be optimised.
@@ -235,14 +241,15 @@ class Registry:
             expected = ", ".join(map(str, SUPPORTED_DTYPES))
             raise TypeError(f"{name_of(parameter, group)}: expected a gradient of {expected}, found {gradient.dtype}")
         now = parameter.device, parameter.dtype, parameter.shape
-        if parameter not in self._admitted:  # put into the group by hand, or frozen until now
+        # Put into the group by hand, or frozen until now; or, before it has state, moved or converted with its model.
+        if parameter not in self._admitted or parameter not in self._records:
             check_parameter(parameter, name_of(parameter, group))
             self._admitted[parameter] = now
         admitted = self._admitted[parameter]
         if now != admitted:
             raise RuntimeError(
-                f"{name_of(parameter, group)} was {_described(*admitted)} when it was given to the optimizer and is "
-                f"{_described(*now)} now; move or convert the model first and build the optimizer after that"
+                f"{name_of(parameter, group)} was {_described(*admitted)} when the optimizer first updated it and is "
+                f"{_described(*now)} now; move or convert the model before the first step, or build a new optimizer"
             )
         problem = state_problem(entry, parameter)
         if problem:
@@ -272,14 +279,14 @@ class Registry:
             allocate=self._allocator(),
         )
         self._records.update({record.parameter: record for record in arena.records})
+        for record in arena.records:
+            self._watch(record.parameter, arena.accelerated)
         subgroups = split(arena, self._options.subgroup_size)
         if not arena.accelerated:
             self.local += subgroups
             return
         self.accelerated += subgroups
         self._reindex()
-        for record in arena.records:
-            self._watch(record.parameter)
 
     def _reindex(self) -> None:
         self.index = {subgroup: i for i, subgroup in enumerate(self.accelerated)}

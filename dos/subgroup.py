@@ -298,6 +298,11 @@ class Subgroup:
         """The host staging of its new parameters; None where the master itself is sent."""
         return None if self.arena.parameter is None else self.arena.parameter[self.start : self.stop]
 
+    @property
+    def offloaded_gradient_bytes(self) -> int:
+        """Bytes of a slot that takes its gradients as they are added up on the host."""
+        return aligned(self.numel * torch.float32.itemsize)
+
     def load(self) -> SubgroupLoad:
         """Its bytes on every lane."""
         values = self.numel * self.arena.dtype.itemsize

@@ -59,7 +59,8 @@ def kernel_threads() -> int:
     if "LOCAL_WORLD_SIZE" in os.environ:
         share = share or _share_of_process()
         if os.environ.get("OMP_NUM_THREADS") == "1" and threads == 1:
-            _note_override(share)
+            if share > 1:
+                _note_override(share)
             return share
     return min(threads, share) if share else threads
 

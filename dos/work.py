@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dos.devices import Copy
-from dos.subgroup import Piece, State, Subgroup, aligned
+from dos.subgroup import Piece, State, Subgroup
 from dos.update import AdamStep, adam_update
 
 
@@ -80,7 +80,7 @@ class SubgroupUpdate:
     @property
     def gradient_bytes(self) -> int:
         """Bytes of a slot that takes the gradients alone, if they must come up again."""
-        return aligned(self.subgroup.numel * torch.float32.itemsize) if self.offloaded else 0
+        return self.subgroup.offloaded_gradient_bytes if self.offloaded else 0
 
     def fetch_gradients(self, buffer: Tensor) -> tuple[Tensor, list[Copy]]:
         """Where in `buffer` (1-D uint8) offloaded gradients go, as long as the subgroup, and the copies to there."""

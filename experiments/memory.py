@@ -31,7 +31,7 @@ from experiments.memory_runs import CONFIG, Batch, Setting, bound_s, fixed_polic
 from experiments.occupancies import neighbours
 from experiments.ranks import TRACES, PublishedRank
 
-ITERATIONS = 24
+ITERATIONS = 20
 """Of a run with a neighbour; runs in which nothing changes have half as many."""
 BATCH = 4
 CANDIDATES = 2

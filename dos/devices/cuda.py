@@ -38,8 +38,7 @@ class CudaDevice:
             op: torch.cuda.Stream(self.torch_device, priority=_HIGH if op is Op.UPDATE else _NORMAL) for op in LANES
         }
         self._idle_stream = torch.cuda.Stream(self.torch_device)
-        self._timers = _Events(timing=True)
-        self._fences = _Events(timing=False)
+        self._timers = _Events()
         self._leftovers: deque[_Leftover] = deque()
         self._clock = self._start_clock()
         self._cores = cores_near(self._pci_address)
@@ -90,7 +89,7 @@ class CudaDevice:
         torch.cuda.current_stream(self.torch_device).wait_event(job.end)
 
     def fence(self) -> Sequence[Job]:
-        event = self._fences.take()
+        event = self._timers.take()
         event.record(torch.cuda.current_stream(self.torch_device))
         return (_CudaJob(self, None, event, Op.BACKWARD, None, ()),)
 
@@ -188,10 +187,7 @@ class CudaDevice:
             self._give_back(leftover)
 
     def _give_back(self, leftover: _Leftover) -> None:
-        if leftover.start is None:
-            self._fences.give(leftover.end)
-        else:
-            self._timers.give(leftover.start, leftover.end)
+        self._timers.give(*(event for event in (leftover.start, leftover.end) if event is not None))
 
 
 class _Clock(NamedTuple):
@@ -206,10 +202,9 @@ class _Clock(NamedTuple):
 
 
 class _Events:
-    """Events of one kind that are recorded again once nobody can read or wait for what they recorded before."""
+    """Timing events that are recorded again once nobody can read or wait for what they recorded before."""
 
-    def __init__(self, *, timing: bool) -> None:
-        self._timing = timing
+    def __init__(self) -> None:
         self._idle: deque[torch.cuda.Event] = deque()  # whose append and pop are atomic
 
     def take(self) -> torch.cuda.Event:
@@ -217,7 +212,7 @@ class _Events:
             return self._idle.pop()
         except IndexError:
             # Blocking: the CPU lane must not spin while it waits.
-            return torch.cuda.Event(enable_timing=self._timing, blocking=True)
+            return torch.cuda.Event(enable_timing=True, blocking=True)
 
     def give(self, *events: torch.cuda.Event) -> None:
         self._idle.extend(events)
@@ -255,7 +250,7 @@ class _CudaJob:
         self.end.synchronize()
         self._device._renew_clock()
         if self._start is None:
-            now = time.perf_counter()
+            now = self._clock.read(self.end)
             return Span(Lane.GPU, self._op, self._subgroup, now, now)
         return Span(
             LANES[self._op], self._op, self._subgroup, self._clock.read(self._start), self._clock.read(self.end)
