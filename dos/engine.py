@@ -141,7 +141,10 @@ class Engine:
         holdings = self.holdings
         indices = [i for i in plan.order if updates[i] is not None]
         work = {i: update for i in indices if (update := updates[i]) is not None}
-        holdings.denied = None
+        stays = {
+            s for s, placement in zip(subgroups, plan.placements, strict=True) if placement is Placement.GPU_RESIDENT
+        }
+        holdings.expect_denials(not stays.issuperset(holdings.resident))  # what leaves is there until the step is over
         placements, arrivals = self._allocate(plan, work)
         leaving = [
             i

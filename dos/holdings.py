@@ -18,7 +18,7 @@ class Holdings:
 
     resident: state on the device, by subgroup. slots: staging buffers of equal size.
     nbytes: of both together; may be read from any thread.
-    denied: bytes that were held when an allocation failed, if one has since the caller last set this to None.
+    denied: bytes that were held when an allocation failed, if one has in this step that was not expected to.
     """
 
     def __init__(self, device: Device) -> None:
@@ -33,7 +33,7 @@ class Holdings:
 
     def expect_denials(self, expected: bool) -> None:
         """A step begins; in one that expects denials, they say nothing about the device's memory."""
-        self._expected, self.denied = expected, False
+        self._expected, self.denied = expected, None
 
     def settle(self, subgroup: Subgroup) -> State | None:
         """Room for a subgroup's state, uninitialised; None if there is none."""
@@ -68,8 +68,9 @@ class Holdings:
         try:
             buffer = self._device.allocate(nbytes)
         except torch.OutOfMemoryError as error:
-            level = logging.DEBUG if self._logged else logging.WARNING
-            self._logged, self.denied = True, self.nbytes
+            level = logging.DEBUG if self._logged or self._expected else logging.WARNING
+            if not self._expected:
+                self._logged, self.denied = True, self.nbytes
             logger.log(level, "no device memory for optimizer state, updating on the host instead: %s", error)
             return None
         self.nbytes += nbytes

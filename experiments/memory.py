@@ -13,7 +13,6 @@ iteration. Times are the mean per iteration where memory changes, the median whe
 from __future__ import annotations
 
 import json
-import logging
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -95,7 +94,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.simulate:
         return memory_h100.report(console, arguments.picture, as_json=arguments.json)
     torch.set_num_threads(1)  # one core for the model and the lanes' real work, one for the threads that keep time
-    logging.getLogger("dos").setLevel(logging.ERROR)
     with console.status("") as status:
         rows = measure(arguments.iterations, status.update)
     show(rows, console)

@@ -84,7 +84,7 @@ def test_accounts_for_residents_and_slots() -> None:
     holdings.free_slots()
     holdings.evict(second)
     assert holdings.nbytes == held(device) == 0
-    assert not holdings.denied
+    assert holdings.denied is None
     assert third not in holdings.resident
 
 
@@ -95,13 +95,23 @@ def test_a_failed_allocation_is_an_answer_and_said_once(caplog: pytest.LogCaptur
         holdings.get_slots(4, 1000)
         assert len(holdings.slots) == 2, "as many as there is memory for"
         assert holdings.nbytes == held(device) == 2000
-        assert holdings.denied
-        holdings.denied = False
+        assert holdings.denied == 2000
+        holdings.expect_denials(False)
+        assert holdings.denied is None
         holdings.get_slots(1, 1000)
-        assert holdings.denied
+        assert holdings.denied == 2000
     assert [r.levelname for r in caplog.records] == ["WARNING", "DEBUG"]
     assert "updating on the host instead" in caplog.records[0].message
     assert "1000 bytes asked for, 500 of 2500 free" in caplog.records[0].message
+
+
+def test_failures_beside_state_that_leaves_say_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    holdings = Holdings(EmulatedDevice(FAST, capacity=500))
+    with caplog.at_level(logging.WARNING, logger="dos"):
+        holdings.expect_denials(True)
+        holdings.get_slots(1, 1000)
+    assert holdings.denied is None
+    assert not caplog.records
 
 
 @pytest.mark.parametrize(("attach", "offload_gradients"), [(False, False), (True, False), (False, True)])
