@@ -92,6 +92,17 @@ def test_a_slow_leak_never_finds_more_held_than_is_left() -> None:
     assert rooms[10] > 300, "the leak is followed, not fled from"
 
 
+def test_marks_that_fall_steadily_are_expected_to_fall_on() -> None:
+    """By the least of the last falls: by the next peak that much will have been taken."""
+    forecast = Forecast()
+    rooms = []
+    for free in (900, 800, 740, 640, 520, 530):
+        forecast.sample(Op.BACKWARD, free, 0, TOTAL)
+        rooms.append(forecast.room().resident)
+        forecast.end_iteration()
+    assert rooms == [880, 780, 720, 640 - 60 - 20, 520 - 60 - 20, 500]
+
+
 def margins(forecast: Forecast, free: Sequence[int], held: int = 100) -> list[int]:
     found = []
     for nbytes in free:
@@ -166,7 +177,7 @@ def test_running_out_again_at_once_halves_what_may_be_held() -> None:
     forecast = Forecast()
     held = play(forecast, steady(300, 5))[-1]
     seen = []
-    while held > 10:
+    for _ in range(7):
         run_out(forecast, held, retried_peak=300)
         held = play(forecast, steady(300, 1))[-1]
         seen.append(held)

@@ -617,3 +617,21 @@ def test_offloaded_gradients_have_room_to_come_up_beside_residents(capacity: int
         assert not any(span.op is Op.FLUSH for span in optimizer.timeline().spans)
         assert optimizer._accelerator._engine.holdings.denied is None
     assert bits(model.parameters()) == on_host()
+
+
+def test_an_iteration_that_is_tried_again_has_its_peak_sampled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = mlp()
+    optimizer = DOSAdam(model.parameters(), device=Watched(), subgroup_size=128)
+    train(model, optimizer, 2)
+    phases: list[Op] = []
+    monkeypatch.setattr(optimizer._accelerator.memory, "enter", phases.append)
+
+    def attempt() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(2, 24)).square().mean().backward()
+
+    attempt()
+    optimizer.release_memory()
+    attempt()
+    optimizer.step()
+    assert phases == [Op.BACKWARD, Op.BACKWARD, Op.UPDATE, Op.FORWARD]
