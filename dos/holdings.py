@@ -71,7 +71,8 @@ class Holdings:
             level = logging.DEBUG if self._logged or self._expected else logging.WARNING
             if not self._expected:
                 self._logged, self.denied = True, self.nbytes
-            logger.log(level, "no device memory for optimizer state, updating on the host instead: %s", error)
+            # As text: with the error itself, whoever keeps log records would keep this and all its memory.
+            logger.log(level, "no device memory for optimizer state, updating on the host instead: %s", str(error))
             return None
         self.nbytes += nbytes
         return buffer

@@ -91,7 +91,7 @@ class Nvml:
             return Memory(int(info.free), int(info.total))
         except Exception as error:  # NVMLError, or what a library raises that does not fit the driver
             self._handle = None  # the driver may come back
-            logger.debug("NVML: %r", error)
+            logger.debug("NVML: %s", repr(error))
             return _REASONS.get(type(error).__name__.removeprefix("NVMLError_"), Source.FAILED)
 
 
@@ -228,7 +228,7 @@ class MemoryMonitor:
         try:
             memory, unused, source = self._device.memory(), self._device.unused(), Source.DEVICE
         except Exception as error:  # whatever it is, training need not end for it here
-            logger.debug("device memory: %r", error)
+            logger.debug("device memory: %s", repr(error))
             memory = Memory(0, 0)
         if not _can_be(memory):
             memory, unused, source = Memory(0, self._total), 0, Source.UNREADABLE

@@ -211,10 +211,13 @@ def test_release_says_how_much_it_gave_back() -> None:
     assert DOSAdam(mlp().parameters()).release_memory() == 0
 
 
-def test_an_optimizer_that_is_gone_holds_nothing() -> None:
-    model, device = mlp(), EmulatedDevice(FAST, capacity=10**6)
-    optimizer = trained(model, 3, device=device)
+@pytest.mark.parametrize("capacity", [10**6, STATE_BYTES // 2])
+def test_an_optimizer_that_is_gone_holds_nothing(capacity: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Not even through log records of what did not fit, which somebody keeps."""
+    model, device = mlp(), EmulatedDevice(FAST, capacity)
+    optimizer = trained(model, 3, policy=0.0, device=device)
     assert held(device) > 0
+    assert len(caplog.records) == (capacity < STATE_BYTES)
     del optimizer
     gc.collect()
     assert held(device) == 0
