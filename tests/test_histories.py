@@ -129,9 +129,11 @@ class Process:
     def __post_init__(self) -> None:
         if self.history.known_peak:
             self.nbytes = self._bytes(self.history.peak)
+        # A device that could never hold a slot of a fixed plan is refused.
+        least = self._bytes(1.05) if str(self.history.policy).startswith("stride") else 1
         self.device = EmulatedDevice(
             FAST,
-            capacity=1 + self._bytes(self.history.peak) + self._bytes(self.history.spare),
+            capacity=max(least, self._bytes(self.history.peak) + self._bytes(self.history.spare)),
             occupied=lambda: self.nbytes,
             neighbour=lambda: self._bytes(self.history.neighbour[self.step]),
         )
