@@ -16,6 +16,7 @@ from dos.controller import AdaptivePolicy, Controller, Policy
 from dos.devices import Copy, Device, EmulatedDevice, Job
 from dos.engine import Engine
 from dos.gradients import Departures
+from dos.guard import Guard
 from dos.measure import measure_minimum, name_of
 from dos.memory import MemoryMonitor
 from dos.options import Options
@@ -39,11 +40,11 @@ class Accelerator:
     plan, timeline: of the last step; None before it.
     """
 
-    def __init__(self, device: Device, registry: Registry, policy: Policy, options: Options) -> None:
+    def __init__(self, device: Device, registry: Registry, policy: Policy, options: Options, guard: Guard) -> None:
         self.device = device
         self.plan: Plan | None = None
         self.timeline: Timeline | None = None
-        self._engine = Engine(device)
+        self._engine = Engine(device, guard)
         holdings = self._engine.holdings
         self._registry = registry
         self._policy = policy
@@ -114,7 +115,7 @@ class Accelerator:
             self._pace.gradients_leave()
             return self._engine.send_gradients(index[subgroup], copies)
 
-        self._departures.gradient_ready(record, wanted, send)
+        self._departures.gradient_ready(record, self._registry.places[record], wanted, send)
         if self._departures.past_half:
             self._engine.prefetch_early(plan, self._registry.accelerated, self.memory.spare_in_backward())
 
@@ -122,8 +123,19 @@ class Accelerator:
         """Offload a gradient: add it to those on the host and free it here."""
         offloaded = self._registry.offloaded
         assert offloaded is not None, "asked only when gradients are offloaded"
-        index = self._registry.index[record.places[0][0]] if record.places else 0
+        places = self._registry.places[record]
+        index = self._registry.index[places[0][0]] if places else 0
         offloaded.take(record, lambda copies: self._engine.send_gradients(index, copies), self._engine.run_on_host)
+
+    def forget_gradients(self) -> None:
+        """Those that are there are of no use any more: none of them is held."""
+        self._departures.forget()
+
+    def abandon(self) -> None:
+        """A hook was interrupted: what it has begun ends here, and the step sends everything anew."""
+        self._engine.drain()
+        self._engine.drop_prefetched()
+        self._departures.forget()
 
     def start(self, plan: Plan, updates: Mapping[Subgroup, SubgroupUpdate], writes: int | None) -> None:
         """Issue the step.
@@ -171,7 +183,7 @@ class Accelerator:
     def wait_for(self, record: ParameterRecord) -> None:
         """Order what the caller queues on the device from now on behind the update of this parameter."""
         with self._exposed():
-            for subgroup, _ in record.places:
+            for subgroup, _ in self._registry.places[record]:
                 self._engine.wait_for(subgroup)
 
     def bring_home(self) -> None:

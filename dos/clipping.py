@@ -104,8 +104,8 @@ class Clipping:
         if handle is not None and self._pending.factor(handle) is not None:
             self._warn()
 
-    def use(self, records: Iterable[ParameterRecord], gradients: Sequence[Tensor], scale: float) -> list[float]:
-        """What the step multiplies the gradient of each record by; clipping is then over.
+    def scales(self, records: Iterable[ParameterRecord], gradients: Sequence[Tensor], scale: float) -> list[float]:
+        """What the step multiplies the gradient of each record by.
 
         gradients: all that are with their parameters. scale: what unscales all gradients.
         """
@@ -114,9 +114,7 @@ class Clipping:
         found = [self._gradient_of(record) for record in records]
         if any(self._pending.lost(gradient) for gradient in found):
             self._warn()
-        scales = [scale * self._pending.as_float(gradient) for gradient in found]
-        self.forget()
-        return scales
+        return [scale * self._pending.as_float(gradient) for gradient in found]
 
     def _gradient_of(self, record: ParameterRecord) -> Gradient:
         handle = None if self._offloaded is None else self._offloaded.handle(record)
@@ -146,7 +144,7 @@ def global_norm(gradients: Sequence[Tensor], clip: PendingClip, elsewhere: Seque
         norm, factor = torch.linalg.vector_norm(gradient, dtype=torch.float32), clip.factor(gradient)
         norms.append(norm if factor is None else norm * factor.to(norm.device))
     norms = [norm.to(device, non_blocking=True) for norm in (*norms, *elsewhere)]
-    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), device="cpu")
+    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), dtype=torch.float32, device="cpu")
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:

@@ -14,7 +14,8 @@ from concurrent.futures import Future
 
 from torch import Tensor
 
-from dos.devices import Copy, Device, Job
+from dos.devices import LANES, Copy, Device, Job
+from dos.guard import Guard
 from dos.holdings import Holdings
 from dos.host_lane import HostLane, Turn
 from dos.subgroup import State, Subgroup
@@ -32,22 +33,23 @@ class Engine:
 
     Between steps it owns the state of resident subgroups; `bring_home` returns that to the host.
 
+    guard: of the optimizer; whoever calls holds its lock. It is broken if a step fails.
     steady: whether the last step ran as planned, with no subgroup that came to stay, left, or found no memory.
     """
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, guard: Guard) -> None:
         self.device = device
+        self.guard = guard
         self._host = HostLane(device)
-        _engines.add(self)
         self.holdings = Holdings(device)
         self._prefetched: dict[Subgroup, tuple[State, Job]] = {}
         self._jobs: list[Job] = []
         self._done: dict[Subgroup, Future[Job]] = {}
         self._origin = 0.0
         self._backward: Sequence[Job] = ()
-        self._failed = False
         self.steady = True
         self._lane_done: Future[None] | None = None
+        _engines.add(self)
 
     def check(self, plan: Plan, subgroups: Sequence[Subgroup], total: int) -> None:
         """Raise ValueError if the plan streams a subgroup for which a device of `total` bytes could never hold a slot.
@@ -109,24 +111,20 @@ class Engine:
         subgroups: all of the plan, by index. updates: the same, None for a subgroup without any gradient.
         departed: gradients already on their way. missing: by index, the copies that bring the others.
         A subgroup for which the device has no memory is updated on the host in this step.
-        Raises RuntimeError if an earlier step failed part way.
+        Raises RuntimeError if it fails part way.
         """
-        if self._failed:
-            raise RuntimeError(
-                "an earlier step failed part way, so parameters and state do not match; "
-                "load a checkpoint into the model and into a new optimizer"
-            )
         self._origin = time.perf_counter()
         try:
             self._issue(plan, subgroups, updates, departed, missing)
         except BaseException as error:
+            failure = self._failure(error)
             # Part of the step is under way; nobody may wait for the rest.
-            self._failed = True
             for future in self._done.values():
                 if not future.done():
-                    future.set_exception(error)
+                    future.set_exception(failure)
+            self.drain()
             if isinstance(error, Exception):
-                raise self._failure(error) from error
+                raise failure from error
             raise
 
     def _issue(
@@ -198,6 +196,7 @@ class Engine:
         """
         if not self._jobs and not self._done:
             return None
+        # It may be interrupted anywhere, and then is called again: nothing is let go of before all has been seen.
         spans: list[Span] = []
         errors: list[Exception] = []
         stepped = bool(self._done)
@@ -213,9 +212,10 @@ class Engine:
                 errors.append(error)
         if self._lane_done is not None:
             self._lane_done.result()  # slots and the memory of leaving state are free again
-        spans += self._host.take_spans()
+        spans += self._host.spans
         self.drop_prefetched()
-        self._jobs, self._done, self._lane_done = [], {}, None
+        self.guard.failed |= bool(errors)
+        self._jobs, self._done, self._lane_done, self._host.spans = [], {}, None, []
         if errors:
             raise self._failure(errors[0]) from errors[0]
         if not stepped:
@@ -230,6 +230,17 @@ class Engine:
             return  # collected on a thread that would wait for itself
         with contextlib.suppress(Exception):
             self.wait()
+
+    def drain(self) -> None:
+        """Block until nothing that was issued so far is running, whatever came of it. The next `wait` says that."""
+        if threading.current_thread().name.startswith("dos-"):
+            return  # a thread that would wait for itself
+        with contextlib.suppress(Exception):
+            self.run_on_host(lambda: None).result()
+        for op in LANES:  # in-order streams, so what is issued last ends last
+            with contextlib.suppress(Exception):
+                last = self.device.launch(0, lambda: None, 0) if op is Op.UPDATE else self.device.copy(op, 0, [])
+                last.wait()
 
     def after_fork(self) -> None:
         """Renew what a forked child does not inherit: threads."""
@@ -251,8 +262,8 @@ class Engine:
                 job.wait()
         self._jobs = []
 
-    def _failure(self, error: Exception) -> RuntimeError:
-        self._failed = True
+    def _failure(self, error: BaseException) -> RuntimeError:
+        self.guard.failed = True
         return RuntimeError(f"the optimizer step failed part way ({error}); restore a checkpoint before going on")
 
     def _allocate(
@@ -392,6 +403,7 @@ def _needs_slot(work: SubgroupUpdate, placement: Placement) -> bool:
 
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+_forking: list[Engine] = []
 
 
 def _finish_engines() -> None:
@@ -399,12 +411,26 @@ def _finish_engines() -> None:
         engine.finish()
 
 
-def _renew_engines() -> None:
+def _before_fork() -> None:
+    """Let no step be half done in the child: wait until no thread is in a call, and nothing is running."""
+    for engine in list(_engines):
+        engine.guard.lock.acquire()
+        _forking.append(engine)
+        engine.drain()
+
+
+def _after_fork_in_parent() -> None:
+    while _forking:
+        _forking.pop().guard.lock.release()
+
+
+def _after_fork_in_child() -> None:
     for engine in list(_engines):
         engine.after_fork()
+    _after_fork_in_parent()
 
 
 # A forked child, such as a data loader's worker, sees parameters that are finished, and has threads of its own.
-os.register_at_fork(before=_finish_engines, after_in_child=_renew_engines)
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
 # Work in flight ends before executors shut down at the interpreter's exit; this runs before theirs, which came earlier.
 threading._register_atexit(_finish_engines)  # type: ignore[attr-defined]

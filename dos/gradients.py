@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from dos.devices import Copy, Job
 from dos.subgroup import ParameterRecord, Piece, Subgroup
@@ -18,41 +19,63 @@ Send = Callable[[Subgroup, Sequence[Copy]], Job]
 """Starts gradients of a subgroup on their way to the host."""
 
 
-@dataclass
-class _Seen:
-    """What the hooks saw of one parameter's gradient in this iteration, and what to expect of the next.
+@dataclass(frozen=True, eq=False)
+class _Written:
+    """One parameter's gradient as backward has just left it: this object, this memory, this version.
 
-    gradient, version, address: of the gradient when backward last wrote to it.
-    times: how often backward wrote to it; expected: how often in the last iteration (accumulation, micro-batches).
-    untouched: whether the step found it as backward had left it. If not, sending it early was in vain.
+    A new one is made each time backward writes, and compared by identity. Numbers alone do not tell two gradients
+    apart: versions begin anew with each tensor, and addresses come back once memory was freed.
     """
 
-    gradient: weakref.ref[Tensor] | None = None
-    version: int = -1
-    address: int = -1
-    times: int = 0
-    expected: int = 1
-    untouched: bool = True
+    gradient: weakref.ref[Tensor]
+    storage: StorageWeakRef
+    address: int
+    version: int
+
+    @classmethod
+    def of(cls, gradient: Tensor) -> _Written:
+        storage = StorageWeakRef(gradient.untyped_storage())
+        return cls(weakref.ref(gradient), storage, gradient.data_ptr(), gradient._version)
 
     def still(self, gradient: Tensor | None, writes: int | None) -> bool:
-        """Whether `gradient` is what backward left, but for `writes` writes that changed no value; None: it is not."""
+        """Whether `gradient` is this one, but for `writes` writes that changed no value; None: it is not."""
         return (
             writes is not None
-            and self.gradient is not None
             and gradient is not None
             and self.gradient() is gradient
             and self.version + writes == gradient._version
+            # `gradient.data = ...` leaves object and version as they were.
             and self.address == gradient.data_ptr()
+            and self.storage.cdata == gradient.untyped_storage()._cdata
         )
 
 
 @dataclass
-class _Departure:
-    """The gradients of one subgroup on their way: pieces gathered until all that are expected are there, and jobs."""
+class _Seen:
+    """What the hooks saw of one parameter's gradient in this iteration, and what to expect of the next.
 
-    gathered: dict[Piece, tuple[Copy, int]] = field(default_factory=dict)
-    sent: dict[Piece, tuple[Job, int]] = field(default_factory=dict)
-    staging: Tensor | None = None
+    written: the gradient when backward last wrote to it.
+    times: how often backward wrote to it; expected: how often in the last iteration (accumulation, micro-batches).
+    untouched: whether the step found it as backward had left it. If not, sending it early was in vain.
+    """
+
+    written: _Written | None = None
+    times: int = 0
+    expected: int = 1
+    untouched: bool = True
+
+
+@dataclass
+class _Departure:
+    """The gradients of one subgroup on their way.
+
+    awaited: pieces whose gradients are expected in this iteration and not gathered yet; all go once there are none.
+    """
+
+    staging: Tensor
+    awaited: set[Piece]
+    gathered: dict[Piece, tuple[Copy, _Written]] = field(default_factory=dict)
+    sent: dict[Piece, tuple[Job, _Written]] = field(default_factory=dict)
 
 
 class Departures:
@@ -75,31 +98,44 @@ class Departures:
         """Whether backward has made half as many gradients as last time, so that it is past its peak of memory."""
         return 2 * self._fired > self._fired_last > 0
 
-    def gradient_ready(self, record: ParameterRecord, wanted: Callable[[Subgroup], bool], send: Send) -> None:
-        """Backward has written to the parameter's gradient. wanted: whether a subgroup's gradients go to the host."""
+    def gradient_ready(
+        self,
+        record: ParameterRecord,
+        places: Iterable[tuple[Subgroup, Piece]],
+        wanted: Callable[[Subgroup], bool],
+        send: Send,
+    ) -> None:
+        """Backward has written to the parameter's gradient.
+
+        places: the parameter's pieces, each with its subgroup. wanted: whether a subgroup's gradients go to the host.
+        """
         gradient = record.parameter.grad
         if gradient is None:
             return
         self._fired += 1
         seen = self._seen.setdefault(record, _Seen())
-        again = seen.gradient is not None and seen.gradient() is gradient
+        again = seen.written is not None and seen.written.gradient() is gradient
         seen.times = seen.times + 1 if again else 1
-        seen.gradient, seen.version, seen.address = weakref.ref(gradient), gradient._version, gradient.data_ptr()
+        written = seen.written = _Written.of(gradient)
         staging = record.arena.gradient
         if seen.times != seen.expected or not seen.untouched or staging is None or staging.dtype != gradient.dtype:
             return
         if record.changed() or record.stand_in:
             return  # the step will read the parameter anew first
         flat = record.flat_gradient(gradient)
-        for subgroup, piece in record.places:
-            if wanted(subgroup):
-                departure = self._departures.setdefault(subgroup, _Departure(staging=staging))
-                copy = subgroup.gradient[piece.run], piece.of_parameter(flat)
-                departure.gathered[piece] = copy, seen.version
-                if all(self._gone_or_idle(other, departure) for other in subgroup.pieces):
-                    job = send(subgroup, [copy for copy, _ in departure.gathered.values()])
-                    departure.sent |= {p: (job, version) for p, (_, version) in departure.gathered.items()}
-                    departure.gathered = {}
+        for subgroup, piece in places:
+            if not wanted(subgroup):
+                continue
+            departure = self._departures.get(subgroup)
+            if departure is None:
+                awaited = {other for other in subgroup.pieces if self._expects(other)}
+                departure = self._departures[subgroup] = _Departure(staging, awaited)
+            departure.awaited.discard(piece)
+            departure.gathered[piece] = (subgroup.gradient[piece.run], piece.of_parameter(flat)), written
+            if not departure.awaited:
+                job = send(subgroup, [copy for copy, _ in departure.gathered.values()])
+                departure.sent |= {p: (job, written) for p, (_, written) in departure.gathered.items()}
+                departure.gathered = {}
 
     def arriving(self, subgroup: Subgroup, pieces: Iterable[Piece], writes: int | None) -> tuple[set[Piece], list[Job]]:
         """Those of the pieces whose gradients went early and still hold, and the jobs that bring them.
@@ -113,9 +149,12 @@ class Departures:
         holding = set()
         jobs = {}
         for piece in pieces:
-            job, version = departure.sent.get(piece, (None, -1))
-            seen = self._seen[piece.record] if piece.record in self._seen else _Seen()
-            if job is not None and seen.version == version and seen.still(piece.record.parameter.grad, writes):
+            if piece not in departure.sent:
+                continue
+            job, written = departure.sent[piece]
+            # What went may be of an earlier backward than the last.
+            last = self._seen[piece.record].written is written
+            if last and written.still(piece.record.parameter.grad, writes):
                 holding.add(piece)
                 jobs[id(job)] = job
         return holding, list(jobs.values())
@@ -123,12 +162,12 @@ class Departures:
     def finish(self, writes: int | None) -> None:
         """The step has used the gradients, or was skipped: learn from how they were found, and begin anew."""
         fired = [(record, seen) for record, seen in self._seen.items() if seen.times]
-        for record, seen in self._seen.items():
-            if seen.times:
-                seen.untouched = seen.still(record.parameter.grad, writes)
-            seen.expected, seen.times, seen.gradient = seen.times, 0, None
-        self._departures = {}
-        self._fired, self._fired_last = 0, self._fired
+        for record, seen in fired:
+            seen.untouched = seen.written is not None and seen.written.still(record.parameter.grad, writes)
+        for seen in self._seen.values():
+            seen.expected = seen.times
+        self._fired_last = self._fired
+        self.forget()
         if fired and not any(seen.untouched for _, seen in fired) and not self._explained:
             self._explained = True
             logger.info(
@@ -136,11 +175,14 @@ class Departures:
                 "max_grad_norm= or optimizer.clip_grad_norm_(), and let GradScaler.step() unscale, to overlap again"
             )
 
-    def _gone_or_idle(self, piece: Piece, departure: _Departure) -> bool:
-        """Whether the subgroup need not wait for this piece: it is gathered, gone, or was idle last time."""
-        if piece in departure.gathered:
-            return True
+    def forget(self) -> None:
+        """The gradients that are there are of no use: none of them is held, and none counts."""
+        for seen in self._seen.values():
+            seen.times, seen.written = 0, None
+        self._departures = {}
+        self._fired = 0
+
+    def _expects(self, piece: Piece) -> bool:
+        """Whether the subgroup waits for this piece before it goes: not if it was idle or changed last time."""
         seen = self._seen.get(piece.record)
-        if seen is None or not seen.expected or not seen.untouched or not piece.record.parameter.requires_grad:
-            return True
-        return piece in departure.sent and departure.sent[piece][1] == seen.version
+        return seen is not None and seen.expected > 0 and seen.untouched and bool(piece.record.parameter.requires_grad)

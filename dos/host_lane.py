@@ -26,15 +26,20 @@ class Turn(NamedTuple):
 
 
 class HostLane:
-    """Runs what is submitted, one after the other."""
+    """Runs what is submitted, one after the other.
+
+    spans: the updates so far; whoever reads them empties the list, while nothing is running.
+    """
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._spans: list[Span] = []
+        self.spans: list[Span] = []
         self.renew()
+        # At once: an interruption within the start of a thread could leave two of them.
+        self.submit(lambda: None).result()
 
     def renew(self) -> None:
-        """Start a thread; a forked child does not inherit the one there was."""
+        """A thread from the next `submit` on; a forked child does not inherit the one there was."""
         self._thread = ThreadPoolExecutor(
             max_workers=1, thread_name_prefix="dos-cpu", initializer=self._device.settle_host_thread
         )
@@ -62,17 +67,12 @@ class HostLane:
             if not turn.done.done():
                 turn.done.set_exception(error)
 
-    def take_spans(self) -> list[Span]:
-        """The updates since the last call. Nothing may be running."""
-        spans, self._spans = self._spans, []
-        return spans
-
     def _take(self, turn: Turn, after: Sequence[Job]) -> Job:
         for job in turn.gradients:
             # The staged gradient is read from here on.
             job.wait()
         with self._device.host_update(turn.work.numel) as start:
             turn.work.apply_on_host()
-        self._spans.append(Span(Lane.CPU, Op.UPDATE, turn.number, start, time.perf_counter()))
+        self.spans.append(Span(Lane.CPU, Op.UPDATE, turn.number, start, time.perf_counter()))
         # Whatever the caller queued before the step still reads the old parameters.
         return self._device.copy(Op.PARAMETER, turn.number, turn.work.uploads(), after)

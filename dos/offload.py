@@ -30,11 +30,15 @@ class OffloadedGradients:
 
     def __init__(self) -> None:
         self._pending: dict[ParameterRecord, Future[None]] = {}
+        self._torn = False
         _live.add(self)
         _guard_torch_clipping()
 
     def take(self, record: ParameterRecord, send: Send, run: Run) -> None:
-        """Add the parameter's gradient to what is on the host, and free it on the accelerator once it is there."""
+        """Add the parameter's gradient to what is on the host, and free it on the accelerator once it is there.
+
+        If this is interrupted or fails, nobody knows what was added, and all are refused until `clear`.
+        """
         gradient = record.parameter.grad
         assert gradient is not None
         arena = record.arena
@@ -42,10 +46,11 @@ class OffloadedGradients:
         staged, total = arena.gradient, arena.accumulated
         assert staged is not None, "the parameter is on the accelerator"
         place = slice(record.offset, record.offset + record.numel)
+        self.check()
+        self._torn = True
         before = self._pending.get(record)
         if before is not None:
             # The staged micro-batch before this one must have been added before the next is written over it.
-            self._pending.pop(record)  # if it failed there is nothing to add to
             before.result()
         job = send([(staged[place], record.flat_gradient(gradient))])
         record.parameter.grad = None
@@ -56,12 +61,22 @@ class OffloadedGradients:
             accumulate(staged[place], total[place], overwrite=before is None)
 
         self._pending[record] = run(add)
+        self._torn = False
+
+    def check(self) -> None:
+        """Raise RuntimeError if the gradients are not what backward has made."""
+        if self._torn:
+            raise RuntimeError(
+                "moving a gradient to the host was interrupted or failed, so the gradients are not complete; call "
+                "optimizer.zero_grad() and run backward again"
+            )
 
     def __contains__(self, record: object) -> bool:
         return record in self._pending
 
     def flat(self, record: ParameterRecord) -> Tensor:
         """The parameter's gradient so far: float32, 1-D, on the host, in the order of `record.flat`. Blocks."""
+        self.check()
         self._pending[record].result()
         return record.arena.accumulated[record.offset : record.offset + record.numel]
 
@@ -76,7 +91,7 @@ class OffloadedGradients:
     def norm(self, factor: Callable[[Future[None]], float]) -> Tensor:
         """The 2-norm of all gradients here, each times the factor of its handle: float32, shape (). Blocks."""
         squares = [factor(handle) ** 2 * sum_of_squares(self.flat(r)) for r, handle in self._pending.items()]
-        return torch.tensor(math.sqrt(math.fsum(squares)), device="cpu")
+        return torch.tensor(math.sqrt(math.fsum(squares)), dtype=torch.float32, device="cpu")
 
     def holds(self, parameters: Iterable[Tensor]) -> bool:
         """Whether the gradient of any of these parameters is here."""
@@ -85,7 +100,7 @@ class OffloadedGradients:
 
     def clear(self) -> None:
         """Forget all gradients, once nothing writes to them."""
-        forgotten, self._pending = self._pending, {}
+        forgotten, self._pending, self._torn = self._pending, {}, False
         for pending in forgotten.values():
             pending.exception()  # waits; what went wrong with gradients that nobody wants is of no interest
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -18,12 +19,13 @@ from dos.accelerator import Accelerator
 from dos.checkpoint import load_state_dict
 from dos.clipping import Clipping
 from dos.controller import Policy, resolve_policy
-from dos.devices import Device, device_for, host_zeros
+from dos.devices import Device, DeviceFinder
+from dos.guard import Guard, interrupts_wait
 from dos.hooks import Attachment, watch_gradient
 from dos.options import DEFAULT_SUBGROUP_SIZE, Options, check_settings
 from dos.registry import Group, Registry
-from dos.scaling import amp_scale
-from dos.subgroup import HostAllocator, ParameterRecord
+from dos.scaling import AmpScale, amp_scale
+from dos.subgroup import ParameterRecord
 from perfmodel import Op, Plan, Timeline
 from perfmodel.hardware import HardwareProfile
 
@@ -152,27 +154,31 @@ class DOSAdam(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._in_flight:
-            self.synchronize()
-        amp = amp_scale(self, offloaded=self._registry.offloaded is not None)
+        with self._guard.lock:
+            self._guard.check()
+            if self._in_flight:
+                self.synchronize()
+            try:
+                self._run(amp_scale(self, offloaded=self._registry.offloaded is not None))
+            finally:
+                if self._attachment is None and self._in_flight:
+                    self.synchronize()  # nobody else would wait before the parameters are used
+        return loss
+
+    def _run(self, amp: AmpScale) -> None:
+        """Issue the step, or skip it."""
         if amp.skip:
             self._clipping.forget()
         else:
             self._update(amp.factor, amp.writes)
         if self._accelerator is not None:
             self._accelerator.end_iteration(amp.writes, skipped=amp.skip)
-        if self._attachment is None:
-            try:
-                self.synchronize()
-            except KeyboardInterrupt:
-                self.synchronize()  # nobody else would wait before the parameters are used
-                raise
-        return loss
 
     def _update(self, scale: float, writes: int | None) -> None:
         """Issue the update of all parameters that have a gradient. scale: unscales gradients; writes: see AmpScale."""
         registry = self._registry
-        active = registry.active(self.param_groups, self._state)
+        active = registry.active(self.param_groups, self._state, self._bring_home)
+        self._meet_newcomers()
         accelerator = self._accelerator  # made when the first parameter on it was met
         self._warn_if_idle(active)
         self._take_remaining_gradients(active)
@@ -182,24 +188,26 @@ class DOSAdam(Optimizer):
         if accelerator is not None:
             accelerator.memory.enter(Op.UPDATE)
             plan = accelerator.decide(attached=self._attachment is not None)
-        # Everything that a user can have got wrong has been checked; from here on things change.
-        registry.follow(active, read=self._read)
         steps = [self._state[record.parameter]["step"] for record, _ in active]
         counts = [float(step) + 1 for step in steps]
-        scales = self._clipping.use((record for record, _ in active), self._gradients(), scale)
+        scales = self._clipping.scales((record for record, _ in active), self._gradients(), scale)
         updates = registry.updates(active, counts, scales)
-        # Said before it begins, so that an interruption in between finds it said.
-        self._unfinished, self._in_flight = dict.fromkeys(r for r, _ in active if r.arena.accelerated), True
-        if steps:
-            torch._foreach_add_(steps, 1)
-        if accelerator is not None and plan is not None:
-            accelerator.start(plan, updates, writes)
-        if registry.offloaded is not None:
-            registry.offloaded.clear()
-        for subgroup in registry.local:
-            if subgroup in updates:
-                updates[subgroup].apply_in_place()
-        registry.written([record for record, _ in active if not record.arena.accelerated])
+        # Everything that a user can have got wrong has been checked; from here on things change.
+        with interrupts_wait(), self._guard.change():
+            registry.follow(active, read=self._read)
+            # Before there is anything to wait for: an interruption from here on leaves work in flight.
+            self._unfinished, self._in_flight = dict.fromkeys(r for r, _ in active if r.arena.accelerated), True
+            if steps:
+                torch._foreach_add_(steps, 1)
+            if accelerator is not None and plan is not None:
+                accelerator.start(plan, updates, writes)
+            if registry.offloaded is not None:
+                registry.offloaded.clear()
+            for subgroup in registry.local:
+                if subgroup in updates:
+                    updates[subgroup].apply_in_place()
+            registry.written([record for record, _ in active if not record.arena.accelerated])
+            self._clipping.forget()
         if self._attachment is not None:
             covered = self._attachment.covered()
             self.finish_parameters([r.parameter for r in self._unfinished if id(r.parameter) not in covered])
@@ -208,17 +216,26 @@ class DOSAdam(Optimizer):
         """Block until the last step is complete: all parameters and all state are what they will be.
 
         Needed only after ``attach``, before reading or writing parameters by hand.
-        Raises RuntimeError if a transfer or an update failed, with its cause.
+        Raises RuntimeError if a transfer or an update failed, with its cause. Interrupted by Ctrl-C it waits all the
+        same, unless that comes twice.
         """
+        with self._guard.lock:
+            try:
+                self._finish()
+            except KeyboardInterrupt:
+                self._finish()
+                raise
+
+    def _finish(self) -> None:
         try:
             if self._accelerator is not None:
                 self._accelerator.wait()
+            self._registry.written(self._unfinished)
         except Exception:
             self._unfinished, self._in_flight = {}, False
             raise
         # Not before: an interrupted wait must be made up for.
-        records, self._unfinished, self._in_flight = self._unfinished, {}, False
-        self._registry.written(records)
+        self._unfinished, self._in_flight = {}, False
 
     def attach(self, model: nn.Module) -> None:
         """Let updates run on into the next forward of ``model``: ``step()`` returns while the host still works.
@@ -239,10 +256,13 @@ class DOSAdam(Optimizer):
         """As in AdamW. Offloaded gradients are forgotten either way."""
         if not set_to_none:
             self.synchronize()  # the step may still read the gradients that are overwritten now
-        self._clipping.forget()
-        if self._registry.offloaded is not None:
-            self._registry.offloaded.clear()
-        super().zero_grad(set_to_none)
+        with self._guard.lock:
+            self._clipping.forget()
+            if self._registry.offloaded is not None:
+                self._registry.offloaded.clear()
+            if self._accelerator is not None:
+                self._accelerator.forget_gradients()
+            super().zero_grad(set_to_none)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -256,8 +276,9 @@ class DOSAdam(Optimizer):
         """
         if not max_norm > 0:
             raise ValueError(f"max_norm must be above 0, found {max_norm}")
-        self._offload_the_rest()
-        return self._clipping.clip(self._gradients(), max_norm)
+        with self._guard.lock:
+            self._offload_the_rest()
+            return self._clipping.clip(self._gradients(), max_norm)
 
     @torch.no_grad()
     def grad_norm(self) -> Tensor:
@@ -265,8 +286,9 @@ class DOSAdam(Optimizer):
 
         Raises as ``step()`` does, when gradients are offloaded.
         """
-        self._offload_the_rest()
-        return self._clipping.norm(self._gradients())
+        with self._guard.lock:
+            self._offload_the_rest()
+            return self._clipping.norm(self._gradients())
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, as in AdamW. Raises as the constructor does, and then adds nothing."""
@@ -280,14 +302,18 @@ class DOSAdam(Optimizer):
                     "(tied parameters are one parameter: model.parameters() already names it once)"
                 )
             self._admit(group)
-        except Exception:
+        except BaseException:
             self.param_groups.pop()
             raise
 
     @property
     def state(self) -> defaultdict[Tensor, Any]:
-        """AdamW's state by parameter, up to date: reading it brings resident state home first."""
+        """AdamW's state by parameter, up to date: reading it brings resident state home first.
+
+        Raises RuntimeError if a step failed or was interrupted part way, so that no state is read that is torn.
+        """
         self._bring_home()
+        self._guard.check()
         return self._state
 
     @state.setter
@@ -315,11 +341,12 @@ class DOSAdam(Optimizer):
                 loss = model(batch)
                 loss.backward()
         """
-        held = 0 if self._accelerator is None else self._accelerator.held_bytes  # before slots are given back
-        self.synchronize()
-        if self._accelerator is not None:
-            self._accelerator.release(held)
-        return held
+        with self._guard.lock:
+            held = 0 if self._accelerator is None else self._accelerator.held_bytes  # before slots are given back
+            self.synchronize()
+            if self._accelerator is not None:
+                self._accelerator.release(held)
+            return held
 
     def plan(self) -> Plan | None:
         """The plan of the last step; None before the first, or with all parameters on the host."""
@@ -373,8 +400,11 @@ class DOSAdam(Optimizer):
         self._options = options
         self._device = device
         self._accelerator = None
-        self._registry = Registry(options, self._accelerates, self._host_allocator, self._bring_home, self._watch)
+        self._guard = Guard()
+        self._devices = DeviceFinder(device)
+        self._registry = Registry(options, self._devices, self._guard)
         self._watched = {}
+        weakref.finalize(self, _unwatch, self._watched)
         self._attachment = None
         self._unfinished = {}
         self._in_flight = False
@@ -394,7 +424,9 @@ class DOSAdam(Optimizer):
         if self._registry.offloaded is not None:
             if self._in_flight:
                 self.synchronize()
-            self._take_remaining_gradients(self._registry.with_gradients(self.param_groups, self._state))
+            found = self._registry.with_gradients(self.param_groups, self._state)
+            self._meet_newcomers()
+            self._take_remaining_gradients(found)
 
     def _take(self, record: ParameterRecord, accelerator: Accelerator) -> None:
         """Offload a gradient."""
@@ -419,41 +451,58 @@ class DOSAdam(Optimizer):
             )
 
     def gradient_ready(self, parameter: Tensor) -> None:
-        """Called by a hook when backward has written to ``parameter.grad``."""
-        if self._in_flight:
-            self.synchronize()
-        if self._accelerator is None and not self._accelerates(parameter):
-            return
-        assert self._accelerator is not None, "made for the first parameter on it"
-        self._accelerator.backward_came_by()
-        if _gradients_travel():
-            return
-        with torch.no_grad():
-            if self._registry.offloaded is not None and self._registry.record(parameter) is None:
-                self._registry.enrol((p, g) for g in self.param_groups for p in g["params"] if p.requires_grad)
-            record, accelerator = self._registry.record(parameter), self._accelerator
-            if accelerator is None or record is None or not record.arena.accelerated or parameter.grad is None:
+        """Called by a hook when backward has written to ``parameter.grad``, from several threads perhaps."""
+        with self._guard.lock:
+            if self._in_flight:
+                self.synchronize()
+            if self._guard.broken or (self._accelerator is None and not self._accelerates(parameter)):
                 return
-            if self._registry.offloaded is None:
-                accelerator.gradient_ready(record, attached=self._attachment is not None)
-            else:
-                self._take(record, accelerator)
+            assert self._accelerator is not None, "made for the first parameter on it"
+            try:
+                self._accelerator.backward_came_by()
+                if not _gradients_travel():
+                    self._send_early(parameter, self._accelerator)
+            except BaseException:
+                self._accelerator.abandon()
+                raise
+
+    @torch.no_grad()
+    def _send_early(self, parameter: Tensor, accelerator: Accelerator) -> None:
+        """Start the parameter's gradient on its way to the host, if it is to go there."""
+        if self._registry.offloaded is not None and self._registry.record(parameter) is None:
+            self._registry.enrol((p, g) for g in self.param_groups for p in g["params"] if p.requires_grad)
+            self._meet_newcomers()
+        record = self._registry.record(parameter)
+        if record is None or not record.arena.accelerated or parameter.grad is None:
+            return
+        if self._registry.offloaded is None:
+            accelerator.gradient_ready(record, attached=self._attachment is not None)
+        else:
+            self._take(record, accelerator)
 
     def finish_parameters(self, parameters: Iterable[Tensor]) -> None:
         """Called by a hook before these parameters are used: wait for their updates, and no others."""
         if not self._unfinished or self._accelerator is None:
             return
-        for parameter in parameters:
-            record = self._registry.record(parameter)
-            if record in self._unfinished:
-                self._accelerator.wait_for(record)
-                self._registry.written([record])
-                del self._unfinished[record]
+        with self._guard.lock:
+            for parameter in parameters:
+                record = self._registry.record(parameter)
+                if record in self._unfinished:
+                    self._accelerator.wait_for(record)
+                    self._registry.written([record])
+                    del self._unfinished[record]
 
     def _bring_home(self) -> None:
-        self.synchronize()
-        if self._accelerator is not None:
-            self._accelerator.bring_home()
+        with self._guard.lock:
+            self.synchronize()
+            if self._accelerator is not None:
+                self._accelerator.bring_home()
+
+    def _meet_newcomers(self) -> None:
+        """Watch the gradients of parameters that have just got state, and set up the accelerator if they are on it."""
+        for record in self._registry.take_newcomers():
+            self._accelerates(record.parameter)
+            self._watch(record.parameter, record.arena.accelerated)
 
     def _admit(self, group: Group) -> None:
         self._registry.admit(group)
@@ -474,16 +523,19 @@ class DOSAdam(Optimizer):
 
     def _accelerates(self, parameter: Tensor) -> bool:
         """Whether the parameter is on the accelerator, which is set up when the first such parameter is met."""
-        if self._accelerator is None:
-            device = device_for(parameter, self._device)
-            if device is not None:
-                policy = resolve_policy(self._options.policy)
-                self._accelerator = Accelerator(device, self._registry, policy, self._options)
-                self._accelerator.finish_with(self)
-        return self._accelerator is not None and self._accelerator.device.owns(parameter)
+        accelerates = self._devices.holds(parameter)
+        if self._accelerator is None and self._devices.found is not None:
+            policy = resolve_policy(self._options.policy)
+            accelerator = Accelerator(self._devices.found, self._registry, policy, self._options, self._guard)
+            accelerator.finish_with(self)
+            self._accelerator = accelerator
+        return accelerates
 
-    def _host_allocator(self) -> HostAllocator:
-        return host_zeros if self._accelerator is None else self._accelerator.device.host_zeros
+
+def _unwatch(watched: dict[Tensor, RemovableHandle]) -> None:
+    """Take the hooks of an optimizer that is gone off its parameters."""
+    for handle in watched.values():
+        handle.remove()
 
 
 def _gradients_travel() -> bool:

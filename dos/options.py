@@ -106,18 +106,19 @@ def _check_number(value: object, what: str) -> None:
         raise TypeError(f"{what} must be a number, found {value!r}")
 
 
-def check_parameter(parameter: Tensor, name: str) -> None:
-    """Raise TypeError for a parameter whose dtype, layout or device cannot be optimised."""
+def parameter_problem(parameter: Tensor) -> str | None:
+    """What keeps a parameter of this dtype and layout from being optimised; None if nothing does."""
     if _wraps_tensors(parameter):
-        raise TypeError(
-            f"{name}: expected a plain tensor, found {type(parameter).__name__}; DTensor parameters (fully_shard) and "
-            "other wrappers of tensors are not supported"
+        return (
+            f"expected a plain tensor, found {type(parameter).__name__}; DTensor parameters (fully_shard) and other "
+            "wrappers of tensors are not supported"
         )
     if parameter.layout != torch.strided:
-        raise TypeError(f"{name}: expected a dense parameter, found layout {parameter.layout}")
+        return f"expected a dense parameter, found layout {parameter.layout}"
     if parameter.dtype not in SUPPORTED_DTYPES:
         expected = ", ".join(str(d) for d in SUPPORTED_DTYPES)
         hint = (
             "use torch.optim.AdamW for it" if parameter.is_floating_point() or parameter.is_complex() else "freeze it"
         )
-        raise TypeError(f"{name}: expected a parameter of {expected}, found {parameter.dtype}; {hint}")
+        return f"expected a parameter of {expected}, found {parameter.dtype}; {hint}"
+    return None

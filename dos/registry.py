@@ -11,10 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from dos.aliasing import find_overlap
+from dos.devices import DeviceFinder
+from dos.guard import Guard, interrupts_wait
 from dos.host_memory import reserve
 from dos.offload import OffloadedGradients
-from dos.options import SUPPORTED_DTYPES, Options, check_parameter, check_settings
-from dos.subgroup import Arena, HostAllocator, ParameterRecord, Subgroup, split
+from dos.options import SUPPORTED_DTYPES, Options, check_settings, parameter_problem
+from dos.subgroup import Arena, ParameterRecord, Piece, Subgroup, make_records, split
 from dos.update import AdamStep
 from dos.work import PieceUpdate, SubgroupUpdate
 from perfmodel import SubgroupLoad
@@ -29,31 +32,25 @@ STATE_TENSORS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master_param")
 class Registry:
     """The optimizer's records, arenas and subgroups.
 
-    accelerates: whether a parameter is on the accelerator. bring_home: returns all resident state to the host.
-    watch: called for each parameter when it is enrolled, and told whether it is on the accelerator.
+    Holds nothing that leads back to the optimizer, so that state is freed as soon as that goes.
+
     accelerated: those subgroups whose parameters are on the accelerator; index: their positions, which a Plan uses.
     local: those whose parameters are on the host.
+    places: each record's pieces, with the subgroups in which they lie.
     offloaded: the gradients that have been moved to the host; None unless the user chose that.
     """
 
-    def __init__(
-        self,
-        options: Options,
-        accelerates: Callable[[Tensor], bool],
-        allocator: Callable[[], HostAllocator],
-        bring_home: Callable[[], None],
-        watch: Callable[[Tensor, bool], None],
-    ) -> None:
+    def __init__(self, options: Options, devices: DeviceFinder, guard: Guard) -> None:
         self._options = options
-        self._bring_home = bring_home
-        self._watch = watch
-        self._accelerates = accelerates
-        self._allocator = allocator
+        self._devices = devices
+        self._guard = guard
         self._admitted: dict[Tensor, tuple[torch.device, torch.dtype, torch.Size]] = {}
         self._records: dict[Tensor, ParameterRecord] = {}
         self.accelerated: list[Subgroup] = []
         self.local: list[Subgroup] = []
         self.index: dict[Subgroup, int] = {}
+        self.places: dict[ParameterRecord, list[tuple[Subgroup, Piece]]] = {}
+        self._newcomers: list[ParameterRecord] = []
         self.offloaded = OffloadedGradients() if options.offload_gradients else None
         self._loads: tuple[SubgroupLoad, ...] | None = None
 
@@ -80,19 +77,24 @@ class Registry:
         """
         ready = [p for p in group["params"] if p.requires_grad and not is_lazy(p)]
         for parameter in ready:
-            check_parameter(parameter, name_of(parameter, group))
+            _check_kind(parameter, group)
         self._admitted.update({p: (p.device, p.dtype, p.shape) for p in ready})
 
-    def active(self, groups: Iterable[Group], state: StateDict) -> list[tuple[ParameterRecord, Group]]:
+    def active(
+        self, groups: Sequence[Group], state: StateDict, bring_home: Callable[[], None]
+    ) -> list[tuple[ParameterRecord, Group]]:
         """The records of all parameters with a gradient, enrolled if new, and whose state is what `state` says.
 
-        Raises before anything is changed if a parameter, a gradient or a state cannot be used.
+        bring_home: returns all resident state to the host.
+        Raises before anything is changed if a parameter, a gradient, a setting or a state cannot be used.
         """
         found = self.with_gradients(groups, state)
+        if any(record.moved() for record, _ in found):
+            self._check_overlaps(groups)
         for record, _ in found:
-            self._settle_layout(record, state)
+            self._settle_layout(record, state, bring_home)
         if any(not record.is_adopted(state.get(record.parameter) or {}) for record, _ in found):
-            self._bring_home()  # what is put into the host state now must not be overwritten by what comes home later
+            bring_home()  # what is put into the host state now must not be overwritten by what comes home later
         for record, _ in found:
             # A state that is another parameter's live view, as when two are exchanged, must not change under our hands.
             entry = state.setdefault(record.parameter, {})
@@ -101,26 +103,35 @@ class Registry:
                     entry[key] = value.clone()
         for record, group in found:
             if group["amsgrad"] and record.arena.state.max_exp_avg_sq is None:
-                self._bring_home()  # state on the device has the old shape
-                record.arena.add_max_exp_avg_sq()
-                self._loads = None
+                bring_home()  # state on the device has the old shape
+                self._add_max_exp_avg_sq(record.arena)
             if record.parameter.grad is not None:
                 record.arena.stage_gradients_as(record.parameter.grad.dtype)
             _adopt(record, state.setdefault(record.parameter, {}))
+            record.locate()
         return found
 
     def with_gradients(
         self, groups: Iterable[Group], state: Mapping[Tensor, Any]
     ) -> list[tuple[ParameterRecord, Group]]:
         """The records of all parameters with a gradient, enrolled if new. Raises as `active` does."""
+        if self.offloaded is not None:
+            self.offloaded.check()
         found = []
-        for group in groups:
+        for number, group in enumerate(groups):
             parameters = [p for p in group["params"] if p.grad is not None or self._is_offloaded(p)]
+            if parameters:
+                check_settings(group, f"param group {number}")
             for parameter in parameters:
                 self._check(parameter, group, state.get(parameter) or {})
             found += [(p, group) for p in parameters]
         self.enrol(found)
         return [(self._records[p], group) for p, group in found]
+
+    def take_newcomers(self) -> list[ParameterRecord]:
+        """The records made since the last call."""
+        newcomers, self._newcomers = self._newcomers, []
+        return newcomers
 
     def enrol(self, parameters: Iterable[tuple[Tensor, Group]]) -> None:
         """Make room for the state of parameters, each with its group, that have none yet.
@@ -128,7 +139,7 @@ class Registry:
         Raises MemoryError, before anything is allocated, if the host has not enough memory.
         """
         newcomers = [(p, group) for p, group in parameters if p not in self._records]
-        runs = []
+        runs: list[tuple[list[Tensor], Group]] = []
         for _, members in itertools.groupby(newcomers, key=lambda member: id(member[1])):
             group_members = list(members)
             group = group_members[0][1]
@@ -161,7 +172,6 @@ class Registry:
         for (record, group), count, grad_scale in zip(active, counts, scales, strict=True):
             key = id(group), count, grad_scale
             if key not in settings:
-                check_settings(group, "param group")
                 settings[key] = _adam_step(group, count, grad_scale)
             if self.offloaded is not None and record in self.offloaded:
                 wanted[record] = self.offloaded.flat(record), settings[key]
@@ -191,7 +201,6 @@ class Registry:
         """
         for record, _ in active:
             changed = record.changed()
-            record.locate()
             master = record.state.master
             if not changed or master is None:
                 continue
@@ -212,19 +221,43 @@ class Registry:
         for record in records:
             record.saw()
 
-    def _settle_layout(self, record: ParameterRecord, state: StateDict) -> None:
+    def _check_overlaps(self, groups: Iterable[Group]) -> None:
+        """Raise RuntimeError if two parameters with state share memory, where each would undo the other's update."""
+        members = [(p, group) for group in groups for p in group["params"] if p in self._records]
+        overlap = find_overlap([p.detach() for p, _ in members])
+        if overlap is None:
+            return
+        one, other = (name_of(*members[i]) for i in overlap)
+        if one == other:
+            raise RuntimeError(
+                f"{one} has elements that share memory, as `expand` makes them; give it memory of its own with .clone()"
+            )
+        raise RuntimeError(
+            f"{one} and {other} share memory, so that each would undo the other's update; to tie two weights, make "
+            "them one parameter (b.weight = a.weight), else give one of them memory of its own with .clone()"
+        )
+
+    def _add_max_exp_avg_sq(self, arena: Arena) -> None:
+        arena.add_max_exp_avg_sq()
+        for record in self._records.values():
+            if record.arena is arena:
+                record.views = record.make_views()
+        self._loads = None
+
+    def _settle_layout(self, record: ParameterRecord, state: StateDict, bring_home: Callable[[], None]) -> None:
         """Reorder the state of a parameter whose elements lie in another order than when it was enrolled."""
         if not record.layout_changed():
             return
-        self._bring_home()
+        bring_home()
         entry = state.get(record.parameter, {})
         before = {key: value.clone() for key, value in record.views.items()}
         mine = {key: entry.get(key) is view for key, view in record.views.items()}
-        record.remember_layout()
-        for key, view in record.views.items():
-            view.copy_(before[key])
-            if mine[key]:
-                entry[key] = view
+        with interrupts_wait(), self._guard.change():
+            record.remember_layout()
+            for key, view in record.views.items():
+                view.copy_(before[key])
+                if mine[key]:
+                    entry[key] = view
 
     def _is_offloaded(self, parameter: Tensor) -> bool:
         return self.offloaded is not None and self._records.get(parameter) in self.offloaded
@@ -243,7 +276,7 @@ class Registry:
         now = parameter.device, parameter.dtype, parameter.shape
         # Put into the group by hand, or frozen until now; or, before it has state, moved or converted with its model.
         if parameter not in self._admitted or parameter not in self._records:
-            check_parameter(parameter, name_of(parameter, group))
+            _check_kind(parameter, group)
             self._admitted[parameter] = now
         admitted = self._admitted[parameter]
         if now != admitted:
@@ -256,7 +289,7 @@ class Registry:
             raise ValueError(f"{name_of(parameter, group)}: {problem}")
 
     def _kind(self, parameter: Tensor) -> tuple[str, bool]:
-        return str(parameter.dtype), self._accelerates(parameter)
+        return str(parameter.dtype), self._devices.holds(parameter)
 
     def _host_bytes(self, run: Sequence[Tensor], group: Group) -> int:
         """Host memory of an arena for these parameters."""
@@ -266,31 +299,44 @@ class Registry:
             master_weights=self._options.master_weights,
             amsgrad=group["amsgrad"],
             offload_gradients=self._options.offload_gradients,
-            accelerated=self._accelerates(run[0]),
+            accelerated=self._devices.holds(run[0]),
         )
 
     def _enrol(self, parameters: list[Tensor], group: Group) -> None:
         """Make an arena for parameters of one group, dtype and memory."""
         arena = Arena(
             parameters,
-            accelerated=self._accelerates(parameters[0]),
+            accelerated=self._devices.holds(parameters[0]),
             master_weights=self._options.master_weights,
             amsgrad=group["amsgrad"],
-            allocate=self._allocator(),
+            allocate=self._devices.host_zeros,
         )
-        self._records.update({record.parameter: record for record in arena.records})
-        for record in arena.records:
-            self._watch(record.parameter, arena.accelerated)
-        subgroups = split(arena, self._options.subgroup_size)
-        if not arena.accelerated:
+        records = make_records(parameters, arena)
+        subgroups = split(arena, records, self._options.subgroup_size)
+        places: dict[ParameterRecord, list[tuple[Subgroup, Piece]]] = {record: [] for record in records}
+        for subgroup in subgroups:
+            for piece in subgroup.pieces:
+                places[piece.record].append((subgroup, piece))
+        # A parameter counts as enrolled once everything else is there: if this is interrupted, it is done again.
+        self.places |= places
+        if arena.accelerated:
+            self.accelerated += subgroups
+            self._reindex()
+        else:
             self.local += subgroups
-            return
-        self.accelerated += subgroups
-        self._reindex()
+        self._newcomers += records
+        self._records.update({record.parameter: record for record in records})
 
     def _reindex(self) -> None:
         self.index = {subgroup: i for i, subgroup in enumerate(self.accelerated)}
         self._loads = None
+
+
+def _check_kind(parameter: Tensor, group: Group) -> None:
+    """Raise TypeError, naming the parameter, if it cannot be optimised. The name takes a search through the group."""
+    problem = parameter_problem(parameter)
+    if problem:
+        raise TypeError(f"{name_of(parameter, group)}: {problem}")
 
 
 def name_of(parameter: Tensor, group: Group) -> str:
@@ -317,6 +363,8 @@ def state_problem(entry: Mapping[str, Any], parameter: Tensor) -> str | None:
     step = entry["step"]
     if not (isinstance(step, numbers.Real) or (isinstance(step, Tensor) and step.numel() == 1)):
         return f"its state 'step' must be one number, found {step!r}"
+    if not float(step) >= 0:
+        return f"its state 'step' must be 0 or more, found {float(step)}"
     return None
 
 
@@ -334,10 +382,11 @@ def _adopt(record: ParameterRecord, entry: dict[str, Any]) -> None:
             view.zero_()
         elif value is not view:
             view.copy_(value)
-    adopted = {"step": entry["step"].clone(), **record.views}
-    others = {key: value for key, value in entry.items() if key not in STATE_TENSORS and key != "step"}
-    entry.clear()
-    entry.update(adopted | others)
+    # In an order that can be interrupted: what the entry says is lost at no point.
+    for key in STATE_TENSORS:
+        if key not in record.views:
+            entry.pop(key, None)
+    entry.update({"step": entry["step"].clone(), **record.views})
     record.version = -1  # whatever the master was, it must agree with the parameter
 
 

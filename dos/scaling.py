@@ -45,8 +45,7 @@ def amp_scale(optimizer: Any, *, offloaded: bool) -> AmpScale:
 @functools.cache
 def versions_of_a_check() -> int:
     """How often GradScaler's check for inf counts as a write to a gradient; versions of torch differ."""
-    gradient = torch.ones(1, device="cpu")
+    gradient, found_inf, one = (torch.ones(1, dtype=torch.float32, device="cpu") for _ in range(3))
     before = gradient._version
-    found_inf, one = torch.zeros(1, device="cpu"), torch.ones(1, device="cpu")
     torch._amp_foreach_non_finite_check_and_unscale_([gradient], found_inf, one)
     return gradient._version - before

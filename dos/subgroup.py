@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -101,11 +102,6 @@ class Arena:
         self.parameter = allocate(self.numel, self.dtype) if accelerated and master_dtype != self.dtype else None
         self._accumulated: Tensor | None = None
         self._slices: dict[tuple[int, int], State] = {}
-        self.records: list[ParameterRecord] = []
-        offset = 0
-        for parameter in parameters:
-            self.records.append(ParameterRecord(parameter, self, offset))
-            offset += parameter.numel()
 
     def stage_gradients_as(self, dtype: torch.dtype) -> None:
         """Make the gradient staging wide enough for gradients of `dtype`, which may differ from the parameters'."""
@@ -132,18 +128,16 @@ class Arena:
         return self._slices[key]
 
     def add_max_exp_avg_sq(self) -> None:
-        """Make room for amsgrad, switched on after construction."""
+        """Make room for amsgrad, switched on after construction. The views of its records are to be made anew."""
         self.state = replace(self.state, max_exp_avg_sq=self._allocate(self.numel, torch.float32))
         self._slices.clear()
-        for record in self.records:
-            record.views = record.make_views()
 
 
 class ParameterRecord:
     """One parameter's place: its flat memory, its slice of the arena, and what was last seen of it.
 
-    flat: 1-D alias of the parameter's memory, or a contiguous stand-in if its memory has gaps (see `stand_in`).
-    places: its pieces, each with the subgroup in which it lies.
+    flat: 1-D alias of the parameter's memory, or a contiguous stand-in if that is not its values in a row: it has gaps,
+        or is lazily negated (see `stand_in`).
     version, data_ptr: of the parameter after our last write; anything else means that somebody wrote to it.
     views: what `optimizer.state[p]` holds beside the step: live views of the state, shaped like the parameter.
     """
@@ -157,7 +151,6 @@ class ParameterRecord:
         self.data_ptr = -1
         self.flat = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
         self.stand_in = False
-        self.places: list[tuple[Subgroup, Piece]] = []
         self.views: dict[str, Tensor] = {}
         self.remember_layout()
 
@@ -168,16 +161,20 @@ class ParameterRecord:
 
     def locate(self) -> None:
         """Follow the parameter's memory if it was replaced, and read it if only a stand-in can be updated."""
-        if self.data_ptr != self.parameter.data_ptr():
+        if self.moved():
             alias = flat_alias(self.parameter.detach())
             self.stand_in = alias is None
-            self.flat = self.parameter.detach().contiguous().view(-1) if alias is None else alias
+            self.flat = self.parameter.detach().resolve_neg().contiguous().view(-1) if alias is None else alias
         elif self.stand_in:
             self.flat.copy_(self.parameter.detach().contiguous().view(-1))
 
+    def moved(self) -> bool:
+        """Whether the parameter's memory is another than after our last write."""
+        return self.data_ptr != self.parameter.data_ptr()
+
     def changed(self) -> bool:
         """Whether somebody else wrote to the parameter, or replaced its memory, since `saw`."""
-        return self.version != self.parameter._version or self.data_ptr != self.parameter.data_ptr()
+        return self.version != self.parameter._version or self.moved()
 
     def saw(self) -> None:
         """Remember the parameter as it is now."""
@@ -192,7 +189,9 @@ class ParameterRecord:
     def flat_gradient(self, gradient: Tensor) -> Tensor:
         """The gradient as 1-D tensor in the order of `flat`; a copy only where its layout differs."""
         parameter = self.parameter
-        gradient = gradient.detach()
+        gradient = gradient.detach().resolve_neg()  # the sign of a lazily negated tensor is not in its memory
+        if gradient._is_zerotensor():  # which has no memory at all
+            gradient = torch.zeros_like(parameter, dtype=gradient.dtype)
         if self.stand_in:
             return gradient.contiguous().view(-1)
         if not _same_layout(gradient, parameter):
@@ -309,24 +308,37 @@ class Subgroup:
         return SubgroupLoad(self.numel, gradient_bytes=values, parameter_bytes=values, state_bytes=self.state.nbytes)
 
 
-def split(arena: Arena, subgroup_size: int) -> list[Subgroup]:
-    """The arena as subgroups of `subgroup_size` parameters, the last shorter: large tensors are split, small share."""
-    subgroups = []
-    for start in range(0, arena.numel, subgroup_size):
-        stop = min(start + subgroup_size, arena.numel)
-        pieces = []
-        for record in arena.records:
-            first, last = max(start, record.offset), min(stop, record.offset + record.numel)
-            if first < last:
-                pieces.append(Piece(record, first - start, last - start, first - record.offset))
-        subgroups.append(Subgroup(arena, start, stop, tuple(pieces)))
-        for piece in pieces:
-            piece.record.places.append((subgroups[-1], piece))
-    return subgroups
+def make_records(parameters: Sequence[Tensor], arena: Arena) -> list[ParameterRecord]:
+    """Places for the parameters, one after the other, in the arena that was made for them."""
+    offsets = itertools.accumulate((p.numel() for p in parameters), initial=0)
+    return [ParameterRecord(parameter, arena, offset) for parameter, offset in zip(parameters, offsets, strict=False)]
+
+
+def split(arena: Arena, records: Iterable[ParameterRecord], subgroup_size: int) -> list[Subgroup]:
+    """The arena as subgroups of `subgroup_size` parameters, the last shorter: large tensors are split, small share.
+
+    records: all of the arena, in order.
+    """
+    count = -(-arena.numel // subgroup_size)
+    pieces: list[list[Piece]] = [[] for _ in range(count)]
+    for record in records:
+        first, end = record.offset, record.offset + record.numel
+        while first < end:
+            number, start = divmod(first, subgroup_size)
+            last = min(end, (number + 1) * subgroup_size)
+            pieces[number].append(Piece(record, start, start + last - first, first - record.offset))
+            first = last
+    ends = [min((number + 1) * subgroup_size, arena.numel) for number in range(count)]
+    return [Subgroup(arena, i * subgroup_size, ends[i], tuple(pieces[i])) for i in range(count)]
 
 
 def flat_alias(tensor: Tensor) -> Tensor | None:
-    """A 1-D view of the tensor's elements in memory order, or None if its memory has gaps or overlaps."""
+    """A 1-D view of the tensor's elements in memory order.
+
+    None if that is not what its memory holds: with gaps or overlaps, or lazily negated.
+    """
+    if tensor.is_neg():
+        return None
     if tensor.is_contiguous():
         return tensor.view(-1)
     expected = 1

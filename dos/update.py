@@ -117,7 +117,8 @@ def adam_update(
 
     Raises:
         TypeError: an argument is not a dense tensor, or of a dtype not listed here.
-        ValueError: a tensor of another length or device, not 1-D or not contiguous; ``max_exp_avg_sq`` given without
+        ValueError: a tensor of another length or device, not 1-D, not contiguous or not in memory as it is (lazily
+            negated); ``max_exp_avg_sq`` given without
             amsgrad or missing with it; unknown ``isa``; negative ``threads``.
     """
     if step.amsgrad != (max_exp_avg_sq is not None):
@@ -327,3 +328,6 @@ def _check(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], like: Ten
         raise ValueError(f"{name}: expected device {like.device}, found {tensor.device}")
     if not tensor.is_contiguous():
         raise ValueError(f"{name}: expected a contiguous tensor, found stride {tensor.stride(0)}")
+    if tensor.is_neg() or tensor._is_zerotensor():
+        # The kernels read memory, which does not hold what such a tensor stands for.
+        raise ValueError(f"{name}: expected values in memory, found a lazily negated or zero tensor; use .clone()")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dos import DOSAdam, EmulatedDevice
 from dos.holdings import Holdings
-from dos.subgroup import Arena, split
+from dos.subgroup import Arena, make_records, split
 from perfmodel import Lane, Placement
 
 pytestmark = pytest.mark.usefixtures("one_kernel_thread")
@@ -60,14 +60,15 @@ def on_host(dtype: torch.dtype = torch.float32, steps: int = STEPS) -> list[byte
 
 def test_accounts_for_residents_and_slots() -> None:
     device = EmulatedDevice(FAST, capacity=10**5)
+    parameters = [nn.Parameter(torch.zeros(300))]
     arena = Arena(
-        [nn.Parameter(torch.zeros(300))],
+        parameters,
         accelerated=True,
         master_weights=True,
         amsgrad=False,
         allocate=device.host_zeros,
     )
-    first, second, third = split(arena, 100)
+    first, second, third = split(arena, make_records(parameters, arena), 100)
     each = first.state.carved_bytes
     holdings = Holdings(device)
     for subgroup in (first, second):

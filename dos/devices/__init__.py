@@ -1,8 +1,20 @@
 """Accelerators behind one small protocol."""
 
-from dos.devices.base import Copy, Device, Job, Memory
+from dos.devices.base import LANES, Copy, Device, Job, Memory
 from dos.devices.emulated import EmulatedDevice
 from dos.devices.occupancy import Script, read_trace
-from dos.devices.select import device_for, host_zeros
+from dos.devices.select import DeviceFinder, device_for, host_zeros
 
-__all__ = ["Copy", "Device", "EmulatedDevice", "Job", "Memory", "Script", "device_for", "host_zeros", "read_trace"]
+__all__ = [
+    "LANES",
+    "Copy",
+    "Device",
+    "DeviceFinder",
+    "EmulatedDevice",
+    "Job",
+    "Memory",
+    "Script",
+    "device_for",
+    "host_zeros",
+    "read_trace",
+]

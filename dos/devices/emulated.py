@@ -73,12 +73,14 @@ class EmulatedDevice:
         self._held = 0
         self._reserved = 0
         self._granted = 0
-        self._memory_lock = threading.RLock()  # a buffer may be collected while one is allocated
         self._releases: dict[int, weakref.finalize[..., Tensor]] = {}
+        self._start_streams()
         self._free()
         if not 0 <= self.peak_bytes <= capacity:
             raise ValueError(f"occupied must lie in [0, capacity={capacity}] bytes, found {self.peak_bytes}")
-        self._start_streams()
+        for stream in self._streams.values():
+            # At once: an interruption within the start of a thread could leave two of them.
+            stream.submit(lambda: None).result()
         _devices.add(self)
 
     def __repr__(self) -> str:
@@ -96,6 +98,7 @@ class EmulatedDevice:
 
     def _start_streams(self) -> None:
         self._pacer = Pacer(self._speeds)
+        self._memory_lock = threading.RLock()  # a buffer may be collected while one is allocated
         # In-order streams: one worker thread each.
         self._streams = {op: ThreadPoolExecutor(1, thread_name_prefix=f"dos-emulated-{op.value}") for op in LANES}
 

@@ -70,7 +70,7 @@ def _unregister(address: int, owner: int) -> None:
 def _forget_error(device: torch.device) -> None:
     """Let the next kernel launch be this one: the runtime reports a failed call there once more."""
     with contextlib.suppress(RuntimeError):
-        torch.zeros(1, device=device)
+        torch.zeros(1, dtype=torch.uint8, device=device)
 
 
 @functools.cache

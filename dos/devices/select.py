@@ -27,6 +27,27 @@ def device_for(parameter: Tensor, requested: Device | torch.device | str | None)
     return CudaDevice(parameter.device) if parameter.device.type == "cuda" else None
 
 
+class DeviceFinder:
+    """The accelerator of an optimizer, which the first parameter that is on one decides.
+
+    requested: what the user passed as `device`. found: None as long as all parameters seen are on the host.
+    """
+
+    def __init__(self, requested: Device | torch.device | str | None) -> None:
+        self._requested = requested
+        self.found: Device | None = None
+
+    def holds(self, parameter: Tensor) -> bool:
+        """Whether the parameter is on the accelerator. Raises as `device_for` does."""
+        if self.found is None:
+            self.found = device_for(parameter, self._requested)
+        return self.found is not None and self.found.owns(parameter)
+
+    def host_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """1-D zeros in host memory, from which the accelerator, if there is one, copies fast."""
+        return host_zeros(numel, dtype) if self.found is None else self.found.host_zeros(numel, dtype)
+
+
 def host_zeros(numel: int, dtype: torch.dtype) -> Tensor:
     """1-D zeros in ordinary host memory."""
     return torch.zeros(numel, dtype=dtype, device="cpu")
