@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 import signal
+import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import FrameType
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def exclusive(method: Callable[Concatenate[Any, _P], _T]) -> Callable[Concatenate[Any, _P], _T]:
+    """Of an object with a `_lock`: its methods that are exclusive run in one thread at a time."""
+
+    @functools.wraps(method)
+    def holding(self: Any, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        # On one line: an exception that a debugger raises between lines would come before the lock is released.
+        with self._lock: return method(self, *args, **kwargs)  # fmt: skip  # noqa: E701
+
+    return holding
 
 
 class Guard:
@@ -34,35 +50,38 @@ class Guard:
                 "load a checkpoint into the model and into a new optimizer"
             )
 
-    @contextmanager
-    def change(self) -> Iterator[None]:
-        """Surrounds what must happen wholly. If it is left by an exception, `broken` stays."""
+    def change(self, work: Callable[[], None]) -> None:
+        """Do what must happen wholly. Ctrl-C takes effect afterwards; if `work` raises, all is `broken` from then on."""
         before, self._changing = self._changing, True
-        yield
-        self._changing = before
+        _uninterrupted(work, ended=functools.partial(setattr, self, "_changing", before))
 
 
-@contextmanager
-def interrupts_wait() -> Iterator[None]:
-    """Ctrl-C takes effect when the body is over, not within it.
+def _uninterrupted(work: Callable[[], None], ended: Callable[[], None]) -> None:
+    """Run both, and raise KeyboardInterrupt then if Ctrl-C came meanwhile.
 
     Where a program handles SIGINT in its own way, and in threads other than the main one, which Ctrl-C does not reach,
-    nothing is changed.
+    nothing is done about it.
     """
     main = threading.current_thread() is threading.main_thread()
     if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield
+        work()
+        ended()
         return
-    came = False
+    here, came = sys._getframe(), False
 
     def remember(number: int, frame: FrameType | None) -> None:
         nonlocal came
         came = True
+        while frame is not None and frame is not here:
+            frame = frame.f_back
+        if frame is None:  # all of this is over, but something kept the handler from being taken back
+            signal.default_int_handler(number, frame)
 
     signal.signal(signal.SIGINT, remember)
     try:
-        yield
+        work()
+        ended()
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        if came:
-            raise KeyboardInterrupt
+    if came:
+        raise KeyboardInterrupt

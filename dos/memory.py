@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from dos.devices import Device, Memory
 from dos.forecast import Forecast, Room
+from dos.guard import exclusive
 from perfmodel import Op, SubgroupLoad, Workload
 
 logger = logging.getLogger(__name__)
@@ -134,7 +135,7 @@ class MemoryMonitor:
         self._late = False
         self._sampled_at = 0.0
         self._took: deque[float] = deque(maxlen=9)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._resident: int | None = None
         self._offered: int | None = None
         self.reading = self._read()
@@ -146,6 +147,7 @@ class MemoryMonitor:
         self._phase, self._late = phase, False
         self.sample(always=True)
 
+    @exclusive
     def spare_in_backward(self) -> int:
         """Bytes that state may take beyond what it holds until backward ends, by what its second half has left before.
 
@@ -153,39 +155,38 @@ class MemoryMonitor:
         """
         began, self._late = not self._late, True
         self.sample(always=began)
-        with self._lock:
-            return max(0, self._forecast.late_room() - self._held())
+        return max(0, self._forecast.late_room() - self._held())
 
+    @exclusive
     def sample(self, always: bool = False) -> None:
         """Take a sample, unless the last is so recent that sampling would take more than SHARE_OF_TIME."""
         start = time.perf_counter()
         # The median: a sample during which another thread had the interpreter says nothing of its cost.
         if not always and self._took and start - self._sampled_at < statistics.median(self._took) / SHARE_OF_TIME:
             return
-        with self._lock:
-            held = self._held()  # before the rest: what is freed in between is then missed, not counted twice
-            self.reading = self._read()
-            memory = self.reading.memory
-            self._forecast.sample(self._phase, memory.free, held, memory.total, late=self._late)
-            self._sampled_at = time.perf_counter()
-            self._took.append(self._sampled_at - start)
+        held = self._held()  # before the rest: what is freed in between is then missed, not counted twice
+        self.reading = self._read()
+        memory = self.reading.memory
+        self._forecast.sample(self._phase, memory.free, held, memory.total, late=self._late)
+        self._sampled_at = time.perf_counter()
+        self._took.append(self._sampled_at - start)
 
+    @exclusive
     def end_iteration(self) -> None:
         """The step has been issued: what comes now is the next iteration's forward."""
-        with self._lock:
-            self._forecast.end_iteration()
-            if self._offered is not None:
-                self._resident, self._offered = self._offered, None
+        self._forecast.end_iteration()
+        if self._offered is not None:
+            self._resident, self._offered = self._offered, None
         self.enter(Op.FORWARD)
 
     def allocation_failed(self, held: int) -> None:
         """The device had no memory for what the last workload allows, but for `held` bytes of it."""
         self._forecast.allocation_failed(held)
 
+    @exclusive
     def ran_out(self, held: int) -> None:
         """The user's own code ran out of memory, and `held` bytes of state have been taken off the device."""
-        with self._lock:
-            self._forecast.ran_out(held)
+        self._forecast.ran_out(held)
         self._resident = 0
 
     def workload(self, loads: Sequence[SubgroupLoad], *, update_overlaps_forward: bool, beside: int = 0) -> Workload:
@@ -211,12 +212,12 @@ class MemoryMonitor:
         beyond = 0 if update_overlaps_forward else int(update - resident) // slot * slot
         return replace(work, peak_free_bytes=resident, shared_free_bytes=resident + max(0, beyond))
 
+    @exclusive
     def _room(self) -> Room:
         if callable(self._budget):
             nbytes = _checked(self._budget())
             return Room(nbytes, nbytes)
-        with self._lock:
-            room = self._forecast.room()
+        room = self._forecast.room()
         if self._budget is None:
             return room
         share = isinstance(self._budget, float)

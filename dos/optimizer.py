@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 import weakref
 from collections import defaultdict
@@ -20,7 +21,7 @@ from dos.checkpoint import load_state_dict
 from dos.clipping import Clipping
 from dos.controller import Policy, resolve_policy
 from dos.devices import Device, DeviceFinder
-from dos.guard import Guard, interrupts_wait
+from dos.guard import Guard, exclusive
 from dos.hooks import Attachment, watch_gradient
 from dos.options import DEFAULT_SUBGROUP_SIZE, Options, check_settings
 from dos.registry import Group, Registry
@@ -154,18 +155,24 @@ class DOSAdam(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with self._guard.lock:
-            self._guard.check()
-            if self._in_flight:
-                self.synchronize()
-            try:
-                self._run(amp_scale(self, offloaded=self._registry.offloaded is not None))
-            finally:
-                if self._attachment is None and self._in_flight:
-                    self.synchronize()  # nobody else would wait before the parameters are used
+        self._step()
         return loss
 
-    def _run(self, amp: AmpScale) -> None:
+    @exclusive
+    def _step(self) -> None:
+        self._guard.check()
+        if self._in_flight:
+            self.synchronize()
+        try:
+            self._issue(amp_scale(self, offloaded=self._registry.offloaded is not None))
+        except BaseException:
+            with contextlib.suppress(Exception):  # what is raised already is what went wrong first
+                self.synchronize()
+            raise
+        if self._attachment is None:
+            self.synchronize()
+
+    def _issue(self, amp: AmpScale) -> None:
         """Issue the step, or skip it."""
         if amp.skip:
             self._clipping.forget()
@@ -192,8 +199,8 @@ class DOSAdam(Optimizer):
         counts = [float(step) + 1 for step in steps]
         scales = self._clipping.scales((record for record, _ in active), self._gradients(), scale)
         updates = registry.updates(active, counts, scales)
-        # Everything that a user can have got wrong has been checked; from here on things change.
-        with interrupts_wait(), self._guard.change():
+
+        def apply() -> None:
             registry.follow(active, read=self._read)
             # Before there is anything to wait for: an interruption from here on leaves work in flight.
             self._unfinished, self._in_flight = dict.fromkeys(r for r, _ in active if r.arena.accelerated), True
@@ -208,10 +215,14 @@ class DOSAdam(Optimizer):
                     updates[subgroup].apply_in_place()
             registry.written([record for record, _ in active if not record.arena.accelerated])
             self._clipping.forget()
+
+        # Everything that a user can have got wrong has been checked; from here on things change.
+        self._guard.change(apply)
         if self._attachment is not None:
             covered = self._attachment.covered()
             self.finish_parameters([r.parameter for r in self._unfinished if id(r.parameter) not in covered])
 
+    @exclusive
     def synchronize(self) -> None:
         """Block until the last step is complete: all parameters and all state are what they will be.
 
@@ -219,12 +230,11 @@ class DOSAdam(Optimizer):
         Raises RuntimeError if a transfer or an update failed, with its cause. Interrupted by Ctrl-C it waits all the
         same, unless that comes twice.
         """
-        with self._guard.lock:
-            try:
-                self._finish()
-            except KeyboardInterrupt:
-                self._finish()
-                raise
+        try:
+            self._finish()
+        except KeyboardInterrupt:
+            self._finish()
+            raise
 
     def _finish(self) -> None:
         try:
@@ -252,19 +262,20 @@ class DOSAdam(Optimizer):
             self._attachment.detach()
         self._attachment = Attachment(model, self)
 
+    @exclusive
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in AdamW. Offloaded gradients are forgotten either way."""
         if not set_to_none:
             self.synchronize()  # the step may still read the gradients that are overwritten now
-        with self._guard.lock:
-            self._clipping.forget()
-            if self._registry.offloaded is not None:
-                self._registry.offloaded.clear()
-            if self._accelerator is not None:
-                self._accelerator.forget_gradients()
-            super().zero_grad(set_to_none)
+        self._clipping.forget()
+        if self._registry.offloaded is not None:
+            self._registry.offloaded.clear()
+        if self._accelerator is not None:
+            self._accelerator.forget_gradients()
+        super().zero_grad(set_to_none)
 
     @torch.no_grad()
+    @exclusive
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip the global 2-norm of all gradients to ``max_norm`` in the next ``step()``.
 
@@ -276,19 +287,18 @@ class DOSAdam(Optimizer):
         """
         if not max_norm > 0:
             raise ValueError(f"max_norm must be above 0, found {max_norm}")
-        with self._guard.lock:
-            self._offload_the_rest()
-            return self._clipping.clip(self._gradients(), max_norm)
+        self._offload_the_rest()
+        return self._clipping.clip(self._gradients(), max_norm)
 
     @torch.no_grad()
+    @exclusive
     def grad_norm(self) -> Tensor:
         """The global 2-norm of all gradients as the next ``step()`` will use them: float32, shape ().
 
         Raises as ``step()`` does, when gradients are offloaded.
         """
-        with self._guard.lock:
-            self._offload_the_rest()
-            return self._clipping.norm(self._gradients())
+        self._offload_the_rest()
+        return self._clipping.norm(self._gradients())
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, as in AdamW. Raises as the constructor does, and then adds nothing."""
@@ -312,8 +322,8 @@ class DOSAdam(Optimizer):
 
         Raises RuntimeError if a step failed or was interrupted part way, so that no state is read that is torn.
         """
-        self._bring_home()
         self._guard.check()
+        self._bring_home()
         return self._state
 
     @state.setter
@@ -325,6 +335,7 @@ class DOSAdam(Optimizer):
         """Load a state dict of DOSAdam or AdamW. Raises ValueError, and changes nothing, if it does not match."""
         load_state_dict(self, state_dict)
 
+    @exclusive
     def release_memory(self) -> int:
         """Give all device memory that the optimizer holds back at once, state going home; returns the bytes.
 
@@ -341,12 +352,11 @@ class DOSAdam(Optimizer):
                 loss = model(batch)
                 loss.backward()
         """
-        with self._guard.lock:
-            held = 0 if self._accelerator is None else self._accelerator.held_bytes  # before slots are given back
-            self.synchronize()
-            if self._accelerator is not None:
-                self._accelerator.release(held)
-            return held
+        held = 0 if self._accelerator is None else self._accelerator.held_bytes  # before slots are given back
+        self.synchronize()
+        if self._accelerator is not None:
+            self._accelerator.release(held)
+        return held
 
     def plan(self) -> Plan | None:
         """The plan of the last step; None before the first, or with all parameters on the host."""
@@ -401,6 +411,7 @@ class DOSAdam(Optimizer):
         self._device = device
         self._accelerator = None
         self._guard = Guard()
+        self._lock = self._guard.lock
         self._devices = DeviceFinder(device)
         self._registry = Registry(options, self._devices, self._guard)
         self._watched = {}
@@ -450,21 +461,21 @@ class DOSAdam(Optimizer):
                 stacklevel=4,
             )
 
+    @exclusive
     def gradient_ready(self, parameter: Tensor) -> None:
         """Called by a hook when backward has written to ``parameter.grad``, from several threads perhaps."""
-        with self._guard.lock:
-            if self._in_flight:
-                self.synchronize()
-            if self._guard.broken or (self._accelerator is None and not self._accelerates(parameter)):
-                return
-            assert self._accelerator is not None, "made for the first parameter on it"
-            try:
-                self._accelerator.backward_came_by()
-                if not _gradients_travel():
-                    self._send_early(parameter, self._accelerator)
-            except BaseException:
-                self._accelerator.abandon()
-                raise
+        if self._in_flight:
+            self.synchronize()
+        if self._guard.broken or (self._accelerator is None and not self._accelerates(parameter)):
+            return
+        assert self._accelerator is not None, "made for the first parameter on it"
+        try:
+            self._accelerator.backward_came_by()
+            if not _gradients_travel():
+                self._send_early(parameter, self._accelerator)
+        except BaseException:
+            self._accelerator.abandon()
+            raise
 
     @torch.no_grad()
     def _send_early(self, parameter: Tensor, accelerator: Accelerator) -> None:
@@ -482,21 +493,24 @@ class DOSAdam(Optimizer):
 
     def finish_parameters(self, parameters: Iterable[Tensor]) -> None:
         """Called by a hook before these parameters are used: wait for their updates, and no others."""
-        if not self._unfinished or self._accelerator is None:
-            return
-        with self._guard.lock:
-            for parameter in parameters:
-                record = self._registry.record(parameter)
-                if record in self._unfinished:
-                    self._accelerator.wait_for(record)
-                    self._registry.written([record])
-                    del self._unfinished[record]
+        if self._unfinished:
+            self._finish_parameters(parameters)
 
+    @exclusive
+    def _finish_parameters(self, parameters: Iterable[Tensor]) -> None:
+        assert self._accelerator is not None, "nothing is unfinished elsewhere"
+        for parameter in parameters:
+            record = self._registry.record(parameter)
+            if record in self._unfinished:
+                self._accelerator.wait_for(record)
+                self._registry.written([record])
+                del self._unfinished[record]
+
+    @exclusive
     def _bring_home(self) -> None:
-        with self._guard.lock:
-            self.synchronize()
-            if self._accelerator is not None:
-                self._accelerator.bring_home()
+        self.synchronize()
+        if self._accelerator is not None:
+            self._accelerator.bring_home()
 
     def _meet_newcomers(self) -> None:
         """Watch the gradients of parameters that have just got state, and set up the accelerator if they are on it."""

@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from dos.aliasing import find_overlap
 from dos.devices import DeviceFinder
-from dos.guard import Guard, interrupts_wait
+from dos.guard import Guard
 from dos.host_memory import reserve
 from dos.offload import OffloadedGradients
 from dos.options import SUPPORTED_DTYPES, Options, check_settings, parameter_problem
@@ -252,12 +252,15 @@ class Registry:
         entry = state.get(record.parameter, {})
         before = {key: value.clone() for key, value in record.views.items()}
         mine = {key: entry.get(key) is view for key, view in record.views.items()}
-        with interrupts_wait(), self._guard.change():
+
+        def reorder() -> None:
             record.remember_layout()
             for key, view in record.views.items():
                 view.copy_(before[key])
                 if mine[key]:
                     entry[key] = view
+
+        self._guard.change(reorder)
 
     def _is_offloaded(self, parameter: Tensor) -> bool:
         return self.offloaded is not None and self._records.get(parameter) in self.offloaded
@@ -372,9 +375,10 @@ def _adopt(record: ParameterRecord, entry: dict[str, Any]) -> None:
     """Make `entry`, filled by a user, a checkpoint or nobody, the live view of this record's state."""
     step = entry.get("step", 0.0)
     if not isinstance(step, Tensor) or step.device.type != "cpu" or step.dtype != torch.float32 or step.ndim:
-        entry["step"] = torch.tensor(float(step), dtype=torch.float32, device="cpu")
+        step = torch.tensor(float(step), dtype=torch.float32, device="cpu")
     record.renew_views()
     if record.is_adopted(entry):
+        entry["step"] = step
         return
     for key, view in record.views.items():
         value = entry.get(key)
@@ -386,7 +390,7 @@ def _adopt(record: ParameterRecord, entry: dict[str, Any]) -> None:
     for key in STATE_TENSORS:
         if key not in record.views:
             entry.pop(key, None)
-    entry.update({"step": entry["step"].clone(), **record.views})
+    entry.update({"step": step.clone(), **record.views})
     record.version = -1  # whatever the master was, it must agree with the parameter
 
 

@@ -52,7 +52,7 @@ def test_memory_that_is_shared_from_a_later_step_on(place: dict[str, object]) ->
     before = a.detach().clone()
     b.data = a.data[2:]
     b.grad = torch.ones(4)
-    with pytest.raises(RuntimeError, match="was .* when the optimizer first updated it"):  # for its shape
+    with pytest.raises(RuntimeError, match=r"was .* when the optimizer first updated it"):  # for its shape
         optimizer.step()
     b.data = a.data
     b.grad = None

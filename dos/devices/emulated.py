@@ -18,6 +18,7 @@ from torch import Tensor
 from dos.devices.base import LANES, Copy, Job, Memory
 from dos.devices.occupancy import Occupancy
 from dos.devices.pacer import Pacer
+from dos.guard import exclusive
 from perfmodel import Lane, Op, Span
 from perfmodel.hardware import HardwareProfile
 from perfmodel.lanes import LANES as SIMULATED_LANES
@@ -98,7 +99,7 @@ class EmulatedDevice:
 
     def _start_streams(self) -> None:
         self._pacer = Pacer(self._speeds)
-        self._memory_lock = threading.RLock()  # a buffer may be collected while one is allocated
+        self._lock = threading.RLock()  # a buffer may be collected while one is allocated
         # In-order streams: one worker thread each.
         self._streams = {op: ThreadPoolExecutor(1, thread_name_prefix=f"dos-emulated-{op.value}") for op in LANES}
 
@@ -109,14 +110,7 @@ class EmulatedDevice:
         return torch.zeros(numel, dtype=dtype, device="cpu")
 
     def allocate(self, nbytes: int) -> Tensor:
-        with self._memory_lock:
-            free = self._free()
-            if nbytes > free:
-                raise torch.OutOfMemoryError(
-                    f"emulated device out of memory: {nbytes} bytes asked for, {free} of {self.capacity} free"
-                )
-            self._held += nbytes
-            self._free()
+        self._take(nbytes)
         buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         self._releases[id(buffer)] = weakref.finalize(buffer, self._release, id(buffer), nbytes)
         return buffer
@@ -124,11 +118,21 @@ class EmulatedDevice:
     def free(self, buffer: Tensor) -> None:
         self._releases[id(buffer)]()
 
+    @exclusive
+    def _take(self, nbytes: int) -> None:
+        free = self._free()
+        if nbytes > free:
+            raise torch.OutOfMemoryError(
+                f"emulated device out of memory: {nbytes} bytes asked for, {free} of {self.capacity} free"
+            )
+        self._held += nbytes
+        self._free()
+
+    @exclusive
     def _release(self, key: int, nbytes: int) -> None:
-        with self._memory_lock:
-            self._held -= nbytes
-            del self._releases[key]
-            self._free()
+        self._held -= nbytes
+        del self._releases[key]
+        self._free()
 
     def memory(self) -> Memory:
         true = Memory(self._free(), self.capacity)
@@ -140,25 +144,25 @@ class EmulatedDevice:
     def trim(self) -> None:
         pass
 
+    @exclusive
     def usage(self) -> Usage:
         """Who holds what, now."""
-        with self._memory_lock:
-            self._free()
-            occupied = self.occupied() if callable(self.occupied) else self.occupied
-            return Usage(occupied, self._held, self._granted)
+        self._free()
+        occupied = self.occupied() if callable(self.occupied) else self.occupied
+        return Usage(occupied, self._held, self._granted)
 
+    @exclusive
     def _free(self) -> int:
         """Bytes that are free for us, everybody else having taken what is theirs."""
-        with self._memory_lock:
-            occupied = self.occupied() if callable(self.occupied) else self.occupied
-            wanted = self.neighbour() if callable(self.neighbour) else self.neighbour
-            self._reserved = max(self._reserved, occupied)
-            self._granted = min(wanted, max(self._granted, self.capacity - self._reserved - self._held))
-            self.unmet_bytes = wanted - self._granted
-            used = occupied + self._granted + self._held
-            self.peak_bytes = max(self.peak_bytes, used)
-            self.own_peak_bytes = max(self.own_peak_bytes, occupied + self._held)
-            return max(0, self.capacity - used)
+        occupied = self.occupied() if callable(self.occupied) else self.occupied
+        wanted = self.neighbour() if callable(self.neighbour) else self.neighbour
+        self._reserved = max(self._reserved, occupied)
+        self._granted = min(wanted, max(self._granted, self.capacity - self._reserved - self._held))
+        self.unmet_bytes = wanted - self._granted
+        used = occupied + self._granted + self._held
+        self.peak_bytes = max(self.peak_bytes, used)
+        self.own_peak_bytes = max(self.own_peak_bytes, occupied + self._held)
+        return max(0, self.capacity - used)
 
     def join(self, job: Job) -> None:
         job.wait()  # the caller's computation is its own, so it must not begin before

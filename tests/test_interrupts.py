@@ -1,0 +1,276 @@
+"""Interrupted anywhere, a step has happened wholly or not at all, or else state and the next step are refused."""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from conftest import FAST, bits, mlp, profile
+from torch import nn
+
+import dos
+from dos import DOSAdam, EmulatedDevice
+
+pytestmark = pytest.mark.usefixtures("one_kernel_thread")
+
+EVERYWHERE = os.environ.get("DOS_INTERRUPTS")
+"""Set: interrupt at every line of every program, which takes an hour. Else at INTERRUPTS lines, evenly spread."""
+INTERRUPTS = 1000
+SOURCES = str(Path(dos.__file__).parent) + os.sep
+REFUSED = "an earlier step failed part way, so parameters and state do not match"
+INCOMPLETE = "moving a gradient to the host was interrupted or failed"
+
+
+@dataclass(frozen=True)
+class Program:
+    """How a small network is trained. policy: None for parameters on the host."""
+
+    policy: str | float | None
+    attached: bool = False
+    offload_gradients: bool = False
+    clipped: bool = False
+    dtype: torch.dtype = torch.bfloat16
+    amsgrad: bool = False
+
+    def start(self) -> Training:
+        return Training(self)
+
+
+class Training:
+    """One run of a program."""
+
+    def __init__(self, program: Program, device: EmulatedDevice | None = None) -> None:
+        self.program = program
+        self.model = mlp(program.dtype)
+        settings: dict[str, Any] = {}
+        if program.policy is not None:
+            settings = {
+                "policy": program.policy,
+                "device": device or EmulatedDevice(FAST, capacity=10**7),
+                "subgroup_size": 300,
+                "offload_gradients": program.offload_gradients,
+            }
+        self.optimizer = DOSAdam(self.model.parameters(), lr=0.01, amsgrad=program.amsgrad, **settings)
+        if program.attached:
+            self.optimizer.attach(self.model)
+
+    def backward(self, step: int) -> None:
+        self.optimizer.zero_grad()
+        for micro_batch in range(2 if self.program.offload_gradients else 1):
+            generator = torch.Generator().manual_seed(10 * step + micro_batch)
+            inputs = torch.randn(8, 24, generator=generator).to(self.program.dtype)
+            self.model(inputs).float().square().mean().backward()
+
+    def step(self) -> None:
+        if self.program.clipped:
+            self.optimizer.clip_grad_norm_(0.05)
+        self.optimizer.step()
+
+    def read(self) -> list[bytes]:
+        """Parameters and state, to the bit."""
+        states = self.optimizer.state_dict()["state"].values()
+        tensors = [entry[key] for entry in states for key in sorted(entry)]
+        return bits([*self.model.parameters(), *tensors])
+
+
+PROGRAMS = [
+    Program(None),
+    Program(None, dtype=torch.float32, clipped=True),
+    Program("cpu"),
+    Program("cpu", attached=True, clipped=True),
+    Program("stride:2", attached=True),
+    Program("stride:1", dtype=torch.float32, amsgrad=True),
+    Program(0.0),
+    Program(0.5, attached=True, amsgrad=True),
+    Program("adaptive", clipped=True),
+    Program("cpu", offload_gradients=True),
+    Program("stride:2", offload_gradients=True, attached=True, clipped=True),
+    Program(0.0, offload_gradients=True),
+]
+STEPS = 3
+
+
+@functools.cache
+def expected(program: Program) -> tuple[list[bytes], ...]:
+    """What is read after 0 to STEPS + 1 steps without an interruption."""
+    training = program.start()
+    found = [training.read()]
+    for step in range(STEPS + 1):
+        training.backward(step)
+        training.step()
+        found.append(training.read())
+    return tuple(found)
+
+
+@contextmanager
+def interrupted_at(line: int) -> Iterator[list[int]]:
+    """Raise KeyboardInterrupt before the line with this number that this thread runs in the library. Gives the count."""
+    count = [0]
+
+    def trace(frame: FrameType, event: str, arg: object) -> Any:
+        if not frame.f_code.co_filename.startswith(SOURCES):
+            return None
+        if event == "line":
+            count[0] += 1
+            if count[0] == line:
+                raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        yield count
+    finally:
+        sys.settrace(None)
+
+
+def lines_of(program: Program, first_step: int) -> int:
+    """Lines that the last steps of a program run."""
+    training = program.start()
+    for step in range(first_step):
+        training.backward(step)
+        training.step()
+    with interrupted_at(-1) as count:
+        for step in range(first_step, STEPS):
+            training.backward(step)
+            training.step()
+    return count[0]
+
+
+def outcome_of(program: Program, line: int, first_step: int) -> str:
+    """Interrupt a program, check what must hold then, and say what has happened to the step."""
+    training = program.start()
+    for step in range(first_step):
+        training.backward(step)
+        training.step()
+    step, stepping = first_step, False
+    try:
+        with interrupted_at(line):
+            for step in range(first_step, STEPS):
+                stepping = False
+                training.backward(step)
+                stepping = True
+                training.step()
+        return "not interrupted"
+    except KeyboardInterrupt:
+        pass
+    optimizer = training.optimizer
+    try:
+        state = training.read()
+    except RuntimeError as error:
+        assert REFUSED in str(error)
+        with pytest.raises(RuntimeError, match=REFUSED):
+            optimizer.step()
+        with pytest.raises(RuntimeError, match=REFUSED):
+            optimizer.state_dict()
+        optimizer.zero_grad()
+        optimizer.synchronize()
+        return "refused"
+    before, after = expected(program)[step : step + 2]
+    if state == after:
+        happened = True
+    else:
+        # State that no step has made yet is made by reading or stepping, as the first step would.
+        assert state == before or (step == 0 and state[: len(before)] == before)
+        happened = False
+    outcome = "wholly" if happened else "not at all"
+    if stepping and not happened:
+        try:
+            optimizer.step()  # with the gradients that are still there
+        except RuntimeError as error:
+            assert INCOMPLETE in str(error)
+        else:
+            happened = True
+            assert training.read() == after or program.clipped  # the interruption may have come before clipping
+            if program.clipped:
+                return outcome
+    first = step + happened
+    for again in range(first, STEPS + 1):
+        training.backward(again)
+        training.step()
+    assert training.read() == expected(program)[STEPS + 1]
+    return outcome
+
+
+@pytest.mark.timeout(7200 if EVERYWHERE else 300)
+@pytest.mark.parametrize("program", PROGRAMS, ids=str)
+def test_at_any_line(program: Program) -> None:
+    outcomes: Counter[str] = Counter()
+    for first_step, share in ((STEPS - 1, 0.7), (0, 0.3)):
+        total = lines_of(program, first_step)
+        count = total if EVERYWHERE else min(total, int(INTERRUPTS * share / len(PROGRAMS)) + 1)
+        for i in range(count):
+            line = 1 + int((i + random.Random(i).random()) * total / count)
+            outcomes[outcome_of(program, line, first_step)] += 1
+    assert outcomes["not at all"] > 0
+    assert outcomes["wholly"] > 0
+
+
+SLOW = profile(
+    h2d_bandwidth=2e6, d2h_bandwidth=2e6, h2d_bandwidth_duplex=2e6, d2h_bandwidth_duplex=2e6, cpu_update_rate=3e5
+)
+"""A step of the network takes some milliseconds."""
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=str)
+def test_ctrl_c_leaves_a_state_that_can_be_saved(program: Program) -> None:
+    """Which the signal does at any moment; what is read then is what a whole number of steps has made."""
+    drawn = random.Random(0)
+    for _ in range(4):
+        training = Training(program, EmulatedDevice(SLOW, capacity=10**7))
+        timer = threading.Timer(drawn.uniform(0.0, 0.05), signal.raise_signal, [signal.SIGINT])
+        done = 0
+        try:
+            timer.start()
+            for done in range(STEPS + 1):  # noqa: B007
+                training.backward(done)
+                training.step()
+            while timer.is_alive():
+                time.sleep(1e-3)
+        except KeyboardInterrupt:
+            assert training.read() in expected(program)[done : done + 2]
+        timer.join()
+
+
+def test_a_handler_of_the_programs_own_is_left_alone() -> None:
+    seen = []
+    before = signal.signal(signal.SIGINT, lambda *_: seen.append(1))
+    try:
+        model = mlp()
+        optimizer = DOSAdam(model.parameters())
+        handlers = []
+        optimizer.register_step_post_hook(lambda *_: handlers.append(signal.getsignal(signal.SIGINT)))
+        model(torch.ones(2, 24)).sum().backward()
+        optimizer.step()
+        signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert seen == [1]
+    assert handlers[0] is not before
+
+
+def in_a_thread(work: Callable[[], object]) -> None:
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+
+
+def test_steps_in_another_thread_leave_signals_alone() -> None:
+    model = nn.Linear(3, 3)
+    optimizer = DOSAdam(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    in_a_thread(optimizer.step)
+    assert next(iter(optimizer.state.values()))["step"] == 1
