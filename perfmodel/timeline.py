@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import itertools
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,8 +80,12 @@ class Timeline:
         return max(s.end for s in self.spans) - self.spans[0].start
 
     def busy(self, lane: Lane) -> float:
-        """Seconds during which the lane was serving."""
-        return sum(s.duration for s in self.spans if s.lane is lane)
+        """Seconds during which the lane was serving; spans of streams that share it may overlap."""
+        total, reached = 0.0, -math.inf
+        for span in self.on(lane):
+            total += max(0.0, span.end - max(span.start, reached))
+            reached = max(reached, span.end)
+        return total
 
     def on(self, lane: Lane) -> tuple[Span, ...]:
         """The lane's spans in order."""

@@ -21,6 +21,18 @@ def test_spans_are_sorted_and_summed() -> None:
     assert Timeline.of([]).makespan == 0.0
 
 
+def test_a_lane_that_two_streams_share_is_busy_once() -> None:
+    """On a GPU the spans of two copies on one link overlap."""
+    spans = [
+        Span(Lane.D2H, Op.GRADIENT, 0, 0.0, 4.0),
+        Span(Lane.D2H, Op.FLUSH, 1, 1.0, 2.0),
+        Span(Lane.D2H, Op.FLUSH, 2, 3.0, 5.0),
+        Span(Lane.D2H, Op.FLUSH, 3, 7.0, 8.0),
+        Span(Lane.H2D, Op.PREFETCH, 4, 0.0, 8.0),
+    ]
+    assert Timeline.of(spans).busy(Lane.D2H) == pytest.approx(6.0)
+
+
 def test_chrome_trace(tmp_path: Path) -> None:
     Timeline.of([UPDATE]).save(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
