@@ -58,6 +58,7 @@ class Accelerator:
         self._pace = Pace()
         self._in_backward = False
         self._exposed_s = 0.0
+        self._as_modelled = False
 
     def finish_with(self, owner: object) -> None:
         """Let work in flight end when its owner is collected or the interpreter exits, before anybody reads results."""
@@ -141,6 +142,7 @@ class Accelerator:
             missing.append(late)
         if Placement.CPU in plan.placements:
             self._pace.step(early=any(departed.values()))
+        self._as_modelled = all(update.as_modelled for update in updates.values())
         self._follow(plan)
         self._exposed_s = 0.0
         with self._exposed():
@@ -165,7 +167,7 @@ class Accelerator:
             timeline = self._engine.wait()
         if timeline is not None and self.plan is not None:
             self.timeline = timeline
-            if self._engine.steady:
+            if self._engine.steady and self._as_modelled:
                 self._controller.observe(self.plan, timeline)
 
     def wait_for(self, record: ParameterRecord) -> None:
@@ -191,6 +193,11 @@ class Accelerator:
         self._in_backward = False  # if the iteration is tried again, its peak is sampled, too
         self.device.trim()
 
+    @property
+    def profile(self) -> HardwareProfile | None:
+        """The rates that are believed now; None if no policy has asked for any."""
+        return self._policy.profile if isinstance(self._policy, AdaptivePolicy) else None
+
     def report(self) -> Report | None:
         """What the last step did; None before the first."""
         if self.plan is None or self._workload is None:
@@ -198,7 +205,7 @@ class Accelerator:
         return Report(
             plan=self.plan,
             workload=self._workload,
-            profile=self._policy.profile if isinstance(self._policy, AdaptivePolicy) else None,
+            profile=self.profile,
             measured=self.timeline,
             exposed_s=self._exposed_s,
             reading=self.memory.reading,

@@ -332,6 +332,17 @@ class DOSAdam(Optimizer):
         """
         return None if self._accelerator is None else self._accelerator.timeline
 
+    @property
+    def profile(self) -> HardwareProfile | None:
+        """The machine's rates as ``"adaptive"`` believes them now, corrected by the steps so far.
+
+        To be looked at, or saved for the next run: ``optimizer.profile.save("profile.json")``, then
+        ``DOSAdam(..., profile="profile.json")``. None with another policy, with all parameters on
+        the host, and until the first iteration asks for rates. Copies and pickles begin again with
+        the ``profile`` that was passed.
+        """
+        return None if self._accelerator is None else self._accelerator.profile
+
     def explain(self) -> str:
         """Where the last step ran and why, in a few lines: plan, memory, what was predicted, measured and possible."""
         self.synchronize()
