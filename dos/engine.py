@@ -33,6 +33,7 @@ class Engine:
     Between steps it owns the state of resident subgroups; `bring_home` returns that to the host.
 
     steady: whether the last step ran as planned, with no subgroup that came to stay, left, or found no memory.
+    origin: the 0 of the last timeline, on the clock of time.perf_counter.
     """
 
     def __init__(self, device: Device) -> None:
@@ -43,7 +44,8 @@ class Engine:
         self._prefetched: dict[Subgroup, tuple[State, Job]] = {}
         self._jobs: list[Job] = []
         self._done: dict[Subgroup, Future[Job]] = {}
-        self._origin = 0.0
+        self.origin = 0.0
+        self._started = 0.0
         self._backward: Sequence[Job] = ()
         self._failed = False
         self.steady = True
@@ -116,7 +118,7 @@ class Engine:
                 "an earlier step failed part way, so parameters and state do not match; "
                 "load a checkpoint into the model and into a new optimizer"
             )
-        self._origin = time.perf_counter()
+        self._started = time.perf_counter()
         try:
             self._issue(plan, subgroups, updates, departed, missing)
         except BaseException as error:
@@ -221,7 +223,7 @@ class Engine:
         if not stepped:
             return None
         # A device whose work is queued may only now have come to the end of backward.
-        origin = max([self._origin, *(job.wait().end for job in self._backward)])
+        origin = self.origin = max([self._started, *(job.wait().end for job in self._backward)])
         return Timeline.of(Span(s.lane, s.op, s.subgroup, s.start - origin, s.end - origin) for s in spans)
 
     def finish(self) -> None:

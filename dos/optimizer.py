@@ -167,6 +167,8 @@ class DOSAdam(Optimizer):
             except KeyboardInterrupt:
                 self.synchronize()  # nobody else would wait before the parameters are used
                 raise
+        if self._accelerator is not None:
+            self._accelerator.step_returns()
         return loss
 
     def _update(self, scale: float, writes: int | None) -> None:
@@ -328,7 +330,11 @@ class DOSAdam(Optimizer):
     def timeline(self) -> Timeline | None:
         """The spans of the last complete step, in seconds since its ``step()`` was called.
 
-        Transfers during backward come before 0. None before the first step, or with all parameters on the host.
+        Transfers during backward come before 0. ``beside`` has the forward and backward before it
+        and, once backward has begun again, the next forward: from the return of ``step()`` to the
+        first gradient, whatever else is done meanwhile, and from there to ``step()``, further
+        micro-batches included. In a trace that is saved, the first of all these starts at 0.
+        None before the first step, or with all parameters on the host.
         """
         return None if self._accelerator is None else self._accelerator.timeline
 

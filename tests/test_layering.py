@@ -61,6 +61,7 @@ INNER = {
     "measure": {"bench", "devices", "threads", "update"},
     "calibrate": {"bench", "devices", "measure", "profiles"},
     "accelerator": {
+        "compute",
         "controller",
         "devices",
         "engine",
@@ -77,6 +78,7 @@ INNER = {
         "update",
         "work",
     },
+    "compute": {"devices"},
     "pace": set(),
     "report": {"memory"},
     "devices": {"threads"},
