@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from dos.compute import Compute, Iteration, spans
 from dos.controller import AdaptivePolicy, Controller, Policy
 from dos.devices import Copy, Device, EmulatedDevice, Job
 from dos.engine import Engine
@@ -37,13 +38,13 @@ logger = logging.getLogger(__name__)
 class Accelerator:
     """One device, the engine on it, and what is known of both.
 
-    plan, timeline: of the last step; None before it.
+    plan: of the last step; None before it.
     """
 
     def __init__(self, device: Device, registry: Registry, policy: Policy, options: Options, guard: Guard) -> None:
         self.device = device
         self.plan: Plan | None = None
-        self.timeline: Timeline | None = None
+        self._timeline: Timeline | None = None
         self._engine = Engine(device, guard)
         holdings = self._engine.holdings
         self._registry = registry
@@ -57,8 +58,12 @@ class Accelerator:
         self._workload: Workload | None = None
         self._changed = (0.0, 0.0)
         self._pace = Pace()
+        self._compute = Compute(device)
+        self._running: Iteration = []
+        self._completed: Iteration = []
         self._in_backward = False
         self._exposed_s = 0.0
+        self._as_modelled = False
 
     def finish_with(self, owner: object) -> None:
         """Let work in flight end when its owner is collected or the interpreter exits, before anybody reads results."""
@@ -94,6 +99,7 @@ class Accelerator:
         else:
             self._in_backward = True
             self._pace.backward_begins(self._exposed_s)
+            self._compute.backward_begins()
             self.memory.enter(Op.BACKWARD)
 
     def gradient_ready(self, record: ParameterRecord, *, attached: bool) -> None:
@@ -153,6 +159,8 @@ class Accelerator:
             missing.append(late)
         if Placement.CPU in plan.placements:
             self._pace.step(early=any(departed.values()))
+        self._as_modelled = all(update.as_modelled for update in updates.values())
+        self._running = self._compute.iteration
         self._follow(plan)
         self._exposed_s = 0.0
         with self._exposed():
@@ -171,13 +179,17 @@ class Accelerator:
         self._pace.end_iteration(self._exposed_s)
         self.memory.end_iteration()
 
+    def step_returns(self) -> None:
+        """The caller goes on, with the next forward."""
+        self._compute.forward_begins()
+
     def wait(self) -> None:
         """Block until nothing is in flight. Raises RuntimeError if the step failed."""
         with self._exposed():
             timeline = self._engine.wait()
         if timeline is not None and self.plan is not None:
-            self.timeline = timeline
-            if self._engine.steady:
+            self._timeline, self._completed = timeline, self._running
+            if self._engine.steady and self._as_modelled:
                 self._controller.observe(self.plan, timeline)
 
     def wait_for(self, record: ParameterRecord) -> None:
@@ -203,6 +215,18 @@ class Accelerator:
         self._in_backward = False  # if the iteration is tried again, its peak is sampled, too
         self.device.trim()
 
+    @property
+    def timeline(self) -> Timeline | None:
+        """Of the last complete step, with forward and backward beside it; None before it."""
+        if self._timeline is None:
+            return None
+        return dataclasses.replace(self._timeline, beside=spans(self._completed, self._engine.origin))
+
+    @property
+    def profile(self) -> HardwareProfile | None:
+        """The rates that are believed now; None if no policy has asked for any."""
+        return self._policy.profile if isinstance(self._policy, AdaptivePolicy) else None
+
     def report(self) -> Report | None:
         """What the last step did; None before the first."""
         if self.plan is None or self._workload is None:
@@ -210,8 +234,8 @@ class Accelerator:
         return Report(
             plan=self.plan,
             workload=self._workload,
-            profile=self._policy.profile if isinstance(self._policy, AdaptivePolicy) else None,
-            measured=self.timeline,
+            profile=self.profile,
+            measured=self._timeline,
             exposed_s=self._exposed_s,
             reading=self.memory.reading,
             held_bytes=self.held_bytes,

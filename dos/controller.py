@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from functools import partial
 
-from perfmodel import Lane, Placement, Plan, Timeline, Workload
+from perfmodel import Lane, Op, Placement, Plan, Timeline, Workload
 from perfmodel.adaptive import AdaptivePlanner
 from perfmodel.hardware import HardwareProfile, changed
 from perfmodel.policies import cpu_only, static_ratio, stride
-from perfmodel.simulate import Costs, Scope, makespan, simulate
+from perfmodel.simulate import Costs, Phase, Scope, makespan, simulate
 
 Policy = Callable[[Workload], Plan]
 
@@ -94,12 +94,19 @@ def _still_good(last: Plan, best: Plan, workload: Workload, profile: HardwarePro
     return now - then <= WORTH_A_CHANGE * (then - scope.compute_s(workload))
 
 
+_GROUPS = ((Lane.GPU,), (Lane.CPU, Lane.H2D, Lane.D2H))
+"""The lanes in groups that slow each other: those of the host share its memory, and the links."""
+
+
 class Refinement:
     """Corrects a profile by measured timelines: lasting changes are followed, single slow steps are not.
 
     Each lane's measured busy time is compared with what the simulator says for the same plan, contention included.
     The median ratio of the last WINDOW steps counts; when it is off by more than TOLERANCE, the rate behind the lane is
     divided by it and the window begins anew.
+
+    What the model does not know teaches nothing: a lane counts only in steps in which it, and the
+    lanes that slow it, served each operation that was predicted once, and no other.
     """
 
     WINDOW = 5
@@ -109,15 +116,25 @@ class Refinement:
 
     def __init__(self) -> None:
         self._ratios: dict[Lane, deque[float]] = {lane: deque(maxlen=self.WINDOW) for lane in Lane}
-        self._expected: tuple[tuple[HardwareProfile, Plan, Workload], dict[Lane, float]] | None = None
+        self._expected: tuple[tuple[HardwareProfile, Plan, Workload, Scope], Timeline] | None = None
 
     def correct(self, profile: HardwareProfile, plan: Plan, workload: Workload, timeline: Timeline) -> HardwareProfile:
-        """The profile after one more step; the same object while nothing has to change."""
-        expected = self._simulated(profile, plan, workload)
-        for lane, ratios in self._ratios.items():
-            measured = timeline.busy(lane)
-            if min(measured, expected[lane]) >= self.SHORTEST_S:
-                ratios.append(measured / expected[lane])
+        """The profile after one more step; the same object while nothing has to change.
+
+        The plan must have run on just the subgroups and bytes of the workload.
+        """
+        # What left during backward met no uploads. Predicted beside them, it would make the link seem
+        # faster than it is, and without the length of backward nobody knows what it met.
+        early = any(span.op is Op.GRADIENT and span.start < 0 for span in timeline.spans)
+        expected = self._simulated(profile, plan, workload, Scope(Phase.OVERLAPPED) if early else Scope())
+        for lanes in _GROUPS:
+            unknown = early and not workload.backward_s and Lane.GPU not in lanes
+            if unknown or _served(timeline, lanes) != _served(expected, lanes):
+                continue
+            for lane in lanes:
+                measured, predicted = timeline.busy(lane), expected.busy(lane)
+                if min(measured, predicted) >= self.SHORTEST_S:
+                    self._ratios[lane].append(measured / predicted)
         off = {lane: statistics.median(r) for lane, r in self._ratios.items() if len(r) == self.WINDOW}
         off = {lane: ratio for lane, ratio in off.items() if abs(ratio - 1) > self.TOLERANCE}
         if not off:
@@ -126,12 +143,18 @@ class Refinement:
             self._ratios[lane].clear()
         return changed(profile, _corrected(profile, workload, off))
 
-    def _simulated(self, profile: HardwareProfile, plan: Plan, workload: Workload) -> dict[Lane, float]:
-        key = profile, plan, workload
+    def _simulated(self, profile: HardwareProfile, plan: Plan, workload: Workload, scope: Scope) -> Timeline:
+        """The optimizer's own work as it is predicted."""
+        key = profile, plan, workload, scope
         if self._expected is None or self._expected[0] != key:
-            predicted = simulate(plan, workload, profile)
-            self._expected = key, {lane: predicted.busy(lane) for lane in Lane}
+            predicted = simulate(plan, workload, profile, scope)
+            self._expected = key, Timeline.of(span for span in predicted.spans if span.subgroup is not None)
         return self._expected[1]
+
+
+def _served(timeline: Timeline, lanes: tuple[Lane, ...]) -> Counter[tuple[Lane, Op, int | None]]:
+    """What these lanes did, and how often."""
+    return Counter((span.lane, span.op, span.subgroup) for span in timeline.spans if span.lane in lanes)
 
 
 def _corrected(profile: HardwareProfile, workload: Workload, slower: dict[Lane, float]) -> dict[str, float]:

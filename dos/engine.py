@@ -35,6 +35,7 @@ class Engine:
 
     guard: of the optimizer; whoever calls holds its lock. It is broken if a step fails.
     steady: whether the last step ran as planned, with no subgroup that came to stay, left, or found no memory.
+    origin: the 0 of the last timeline, on the clock of time.perf_counter.
     """
 
     def __init__(self, device: Device, guard: Guard) -> None:
@@ -45,7 +46,8 @@ class Engine:
         self._prefetched: dict[Subgroup, tuple[State, Job]] = {}
         self._jobs: list[Job] = []
         self._done: dict[Subgroup, Future[Job]] = {}
-        self._origin = 0.0
+        self.origin = 0.0
+        self._started = 0.0
         self._backward: Sequence[Job] = ()
         self.steady = True
         self._lane_done: Future[None] | None = None
@@ -113,7 +115,7 @@ class Engine:
         A subgroup for which the device has no memory is updated on the host in this step.
         Raises RuntimeError if it fails part way.
         """
-        self._origin = time.perf_counter()
+        self._started = time.perf_counter()
         try:
             self._issue(plan, subgroups, updates, departed, missing)
         except BaseException as error:
@@ -221,7 +223,7 @@ class Engine:
         if not stepped:
             return None
         # A device whose work is queued may only now have come to the end of backward.
-        origin = max([self._origin, *(job.wait().end for job in self._backward)])
+        origin = self.origin = max([self._started, *(job.wait().end for job in self._backward)])
         return Timeline.of(Span(s.lane, s.op, s.subgroup, s.start - origin, s.end - origin) for s in spans)
 
     def finish(self) -> None:

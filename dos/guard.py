@@ -51,7 +51,7 @@ class Guard:
             )
 
     def change(self, work: Callable[[], None]) -> None:
-        """Do what must happen wholly. Ctrl-C takes effect afterwards; if `work` raises, all is `broken` from then on."""
+        """Do what must happen wholly. Ctrl-C takes effect afterwards; if `work` raises, all is `broken`."""
         before, self._changing = self._changing, True
         _uninterrupted(work, ended=functools.partial(setattr, self, "_changing", before))
 

@@ -171,6 +171,8 @@ class DOSAdam(Optimizer):
             raise
         if self._attachment is None:
             self.synchronize()
+        if self._accelerator is not None:
+            self._accelerator.step_returns()
 
     def _issue(self, amp: AmpScale) -> None:
         """Issue the step, or skip it."""
@@ -365,9 +367,24 @@ class DOSAdam(Optimizer):
     def timeline(self) -> Timeline | None:
         """The spans of the last complete step, in seconds since its ``step()`` was called.
 
-        Transfers during backward come before 0. None before the first step, or with all parameters on the host.
+        Transfers during backward come before 0. ``beside`` has the forward and backward before it
+        and, once backward has begun again, the next forward: from the return of ``step()`` to the
+        first gradient, whatever else is done meanwhile, and from there to ``step()``, further
+        micro-batches included. In a trace that is saved, the first of all these starts at 0.
+        None before the first step, or with all parameters on the host.
         """
         return None if self._accelerator is None else self._accelerator.timeline
+
+    @property
+    def profile(self) -> HardwareProfile | None:
+        """The machine's rates as ``"adaptive"`` believes them now, corrected by the steps so far.
+
+        To be looked at, or saved for the next run: ``optimizer.profile.save("profile.json")``, then
+        ``DOSAdam(..., profile="profile.json")``. None with another policy, with all parameters on
+        the host, and until the first iteration asks for rates. Copies and pickles begin again with
+        the ``profile`` that was passed.
+        """
+        return None if self._accelerator is None else self._accelerator.profile
 
     def explain(self) -> str:
         """Where the last step ran and why, in a few lines: plan, memory, what was predicted, measured and possible."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import itertools
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,9 +63,13 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The spans of one iteration or one update, sorted by start."""
+    """The spans of one iteration or one update, sorted by start.
+
+    beside: forward and backward as measured around an update; shown in the trace, counted nowhere.
+    """
 
     spans: tuple[Span, ...]
+    beside: tuple[Span, ...] = ()
 
     @classmethod
     def of(cls, spans: Iterable[Span]) -> Timeline:
@@ -79,8 +84,12 @@ class Timeline:
         return max(s.end for s in self.spans) - self.spans[0].start
 
     def busy(self, lane: Lane) -> float:
-        """Seconds during which the lane was serving."""
-        return sum(s.duration for s in self.spans if s.lane is lane)
+        """Seconds during which the lane was serving; spans of streams that share it may overlap."""
+        total, reached = 0.0, -math.inf
+        for span in self.on(lane):
+            total += max(0.0, span.end - max(span.start, reached))
+            reached = max(reached, span.end)
+        return total
 
     def on(self, lane: Lane) -> tuple[Span, ...]:
         """The lane's spans in order."""
@@ -89,13 +98,19 @@ class Timeline:
     def chrome_trace(self) -> dict[str, object]:
         """The timeline in the Trace Event format that Perfetto and chrome://tracing open.
 
-        One track per lane, and arrows along each subgroup's way: from prefetch to update to flush, or from gradient to
-        update to parameter.
+        The first start is at 0. One track per lane, more where spans of a lane overlap, one for what
+        ran beside, and arrows along each subgroup's way: from prefetch to update to flush, or from
+        gradient to update to parameter.
         """
-        tracks = {lane: number for number, lane in enumerate(Lane)}
+        names, tracks = self._tracks()
+        # Perfetto drops what is before 0 without a word.
+        origin = min((span.start for span in tracks), default=0.0)
         events: list[dict[str, object]] = [
-            {"ph": "M", "name": "thread_name", "pid": 0, "tid": track, "args": {"name": lane.value}}
-            for lane, track in tracks.items()
+            {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "Deep Optimizer States"}}
+        ]
+        events += [
+            {"ph": "M", "name": "thread_name", "pid": 0, "tid": track, "args": {"name": name}}
+            for track, name in enumerate(names)
         ]
         events += [
             {
@@ -103,20 +118,35 @@ class Timeline:
                 "name": span.name,
                 "cat": span.op.value,
                 "pid": 0,
-                "tid": tracks[span.lane],
-                "ts": span.start * 1e6,
+                "tid": track,
+                "ts": (span.start - origin) * 1e6,
                 "dur": span.duration * 1e6,
             }
-            for span in self.spans
+            for span, track in tracks.items()
         ]
         for number, (before, after) in enumerate(self._arrows()):
+            # Within its slice, which is how a viewer knows where the arrow begins and ends.
+            begin, end = (((span.start + span.end) / 2 - origin) * 1e6 for span in (before, after))
             arrow = {"name": "way", "cat": "way", "id": number, "pid": 0}
             events += [
-                # Within its slice, which is how a viewer knows where the arrow begins and ends.
-                arrow | {"ph": "s", "tid": tracks[before.lane], "ts": (before.start + before.end) / 2 * 1e6},
-                arrow | {"ph": "f", "bp": "e", "tid": tracks[after.lane], "ts": (after.start + after.end) / 2 * 1e6},
+                arrow | {"ph": "s", "tid": tracks[before], "ts": begin},
+                arrow | {"ph": "f", "bp": "e", "tid": tracks[after], "ts": end},
             ]
         return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+    def _tracks(self) -> tuple[list[str], dict[Span, int]]:
+        """The names of the tracks, and each span's: viewers misdraw spans that overlap on one track."""
+        names, ends = [lane.value for lane in Lane], [-math.inf] * len(Lane)
+        tracks: dict[Span, int] = {}
+        named = [(span.lane.value, span) for span in self.spans] + [("forward, backward", span) for span in self.beside]
+        for name, span in sorted(named, key=lambda pair: pair[1].start):
+            free = (i for i, other in enumerate(names) if other == name and ends[i] <= span.start)
+            track = next(free, len(names))
+            if track == len(names):
+                names.append(name)
+                ends.append(span.end)
+            tracks[span], ends[track] = track, span.end
+        return names, tracks
 
     def _arrows(self) -> list[tuple[Span, Span]]:
         """Consecutive spans of a subgroup on two lanes."""

@@ -27,7 +27,7 @@ from experiments.checks.training import EXACT, LARGEST, MEDIUM, Batch, fitted
 from experiments.gpu_check import find_gpu, main, run_all
 from experiments.neighbour import CHUNK, Neighbour
 from experiments.peers import Peer, PeerError
-from perfmodel import Lane, Op, Span, Timeline
+from perfmodel import Lane, Op, Plan, Span, Timeline, Workload
 
 TINY = ("--size=tiny", "--minutes=1")
 SETTINGS = {"size": Size.TINY, "cuda": False}
@@ -317,6 +317,12 @@ def test_overlap_counts_lanes_that_are_busy_at_once() -> None:
     shown = speed.from_first(Timeline.of(spans)).spans
     assert (shown[0].start, max(span.end for span in shown)) == (0.0, 6.0)
     assert Span(Lane.GPU, Op.BACKWARD, None, 0.0, 1.0) in shown
+
+
+def test_two_copies_on_one_link_are_one_lane_at_work() -> None:
+    spans = (Span(Lane.D2H, Op.GRADIENT, 0, 0.0, 2.0), Span(Lane.D2H, Op.FLUSH, 1, 1.0, 3.0))
+    probe = Probe(Timeline.of(spans), Plan((), (), 0), Workload.of_sizes([1]), 0.0)
+    assert speed.overlap(probe)["lanes_at_once"] == 1.0
 
 
 def test_memory_that_policies_need() -> None:

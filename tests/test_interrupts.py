@@ -118,7 +118,7 @@ def expected(program: Program) -> tuple[list[bytes], ...]:
 
 @contextmanager
 def interrupted_at(line: int) -> Iterator[list[int]]:
-    """Raise KeyboardInterrupt before the line with this number that this thread runs in the library. Gives the count."""
+    """Raise KeyboardInterrupt before the n-th line that this thread runs in the library. Gives the count so far."""
     count = [0]
 
     def trace(frame: FrameType, event: str, arg: object) -> Any:
@@ -171,7 +171,8 @@ def outcome_of(program: Program, line: int, first_step: int) -> str:
     try:
         state = training.read()
     except RuntimeError as error:
-        assert REFUSED in str(error)
+        if REFUSED not in str(error):
+            raise
         with pytest.raises(RuntimeError, match=REFUSED):
             optimizer.step()
         with pytest.raises(RuntimeError, match=REFUSED):
@@ -191,7 +192,8 @@ def outcome_of(program: Program, line: int, first_step: int) -> str:
         try:
             optimizer.step()  # with the gradients that are still there
         except RuntimeError as error:
-            assert INCOMPLETE in str(error)
+            if INCOMPLETE not in str(error):
+                raise
         else:
             happened = True
             assert training.read() == after or program.clipped  # the interruption may have come before clipping
@@ -235,7 +237,7 @@ def test_ctrl_c_leaves_a_state_that_can_be_saved(program: Program) -> None:
         done = 0
         try:
             timer.start()
-            for done in range(STEPS + 1):  # noqa: B007
+            for done in range(STEPS + 1):
                 training.backward(done)
                 training.step()
             while timer.is_alive():

@@ -63,6 +63,7 @@ INNER = {
     "guard": set(),
     "aliasing": set(),
     "accelerator": {
+        "compute",
         "controller",
         "devices",
         "engine",
@@ -80,6 +81,7 @@ INNER = {
         "update",
         "work",
     },
+    "compute": {"devices"},
     "pace": set(),
     "report": {"memory"},
     "devices": {"guard", "threads"},

@@ -234,7 +234,7 @@ def needs(name: str) -> float:
 def overlap(probe: Probe) -> dict[str, Any]:
     """How much of an update ran at once. lanes_at_once: busy seconds of all lanes over those in which any was busy."""
     spans = probe.timeline.spans
-    busy = sum(span.duration for span in spans)
+    busy = sum(probe.timeline.busy(lane) for lane in Lane)
     any_busy = union(spans)
     return {
         "lanes_at_once": busy / any_busy if any_busy else None,

@@ -1,0 +1,90 @@
+"""Forward and backward around a step, as a saved timeline shows them."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import FAST, mlp, profile
+from torch import nn
+
+from dos import DOSAdam, EmulatedDevice
+from dos.compute import Compute, spans
+from perfmodel import Op, Timeline
+
+SLOW = profile(cpu_update_rate=5e4)
+"""An update on the host takes some 20 ms."""
+FORWARD_S, BACKWARD_S = 0.02, 0.03
+
+
+def iterate(model: nn.Module, optimizer: DOSAdam) -> None:
+    """One iteration of a model that computes for a while."""
+    optimizer.zero_grad()
+    loss = model(torch.ones(2, 24)).square().mean()
+    time.sleep(FORWARD_S)
+    loss.backward()
+    time.sleep(BACKWARD_S)
+    optimizer.step()
+
+
+def timeline(optimizer: DOSAdam) -> Timeline:
+    found = optimizer.timeline()
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("attach", [False, True])
+def test_an_iteration_and_the_forward_after_it(attach: bool) -> None:
+    model = mlp()
+    optimizer = DOSAdam(model.parameters(), policy="cpu", device=EmulatedDevice(SLOW, 10**7))
+    if attach:
+        optimizer.attach(model)
+    for _ in range(3):
+        iterate(model, optimizer)
+    optimizer.synchronize()
+    forward, backward = timeline(optimizer).beside
+    assert (forward.op, backward.op) == (Op.FORWARD, Op.BACKWARD)
+    assert forward.end == backward.start
+    assert backward.end == 0, "at step()"
+    assert forward.duration >= FORWARD_S
+    assert backward.duration >= BACKWARD_S
+    model(torch.ones(2, 24)).square().mean().backward()
+    before, during, after = timeline(optimizer).beside
+    assert (before, during, after.op) == (forward, backward, Op.FORWARD)
+    ends = max(span.end for span in timeline(optimizer).spans)
+    assert (after.start < ends) == attach, "an attached model's forward begins before the update ends, no other's does"
+    assert after.end > after.start
+
+
+def test_the_first_step_has_no_forward_and_gradients_by_hand_tell_of_neither() -> None:
+    model = mlp()
+    optimizer = DOSAdam(model.parameters(), policy="cpu", device=EmulatedDevice(FAST, 10**7))
+    iterate(model, optimizer)
+    assert [span.op for span in timeline(optimizer).beside] == [Op.BACKWARD]
+    for _ in range(2):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    assert timeline(optimizer).beside == ()
+
+
+def test_they_last_until_the_device_has_come_there() -> None:
+    """A GPU's caller issues its work long before it is done."""
+    at = time.perf_counter()
+    queued = [at + 10, at + 13, at + 17, at + 21]
+
+    def fence() -> list[SimpleNamespace]:
+        done = SimpleNamespace(end=queued.pop(0))
+        return [SimpleNamespace(wait=lambda: done)]
+
+    device = SimpleNamespace(fence=fence)
+    compute = Compute(device)  # type: ignore[arg-type]
+    compute.forward_begins()
+    iteration = compute.iteration
+    compute.backward_begins()
+    compute.forward_begins()
+    compute.backward_begins()
+    found = [(span.op, round(span.start, 6), round(span.end, 6)) for span in spans(iteration, at + 16)]
+    assert found == [(Op.FORWARD, -6, -3), (Op.BACKWARD, -3, 0), (Op.FORWARD, 1, 5)]
