@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,9 @@ from torch.utils.hooks import RemovableHandle
 
 class Watcher(Protocol):
     """What the hooks report to."""
+
+    def gradient_coming(self, parameter: Tensor) -> None:
+        """Backward is about to add to `parameter.grad`. Asked for by watchers that take gradients away."""
 
     def gradient_ready(self, parameter: Tensor) -> None:
         """Backward has written to `parameter.grad`."""
@@ -25,11 +28,22 @@ class Watcher(Protocol):
         """Return when all parameters may be read."""
 
 
-_takers: dict[int, RemovableHandle] = {}
-"""The hook that takes a parameter's gradient away, by the parameter's id."""
+class Hooks(NamedTuple):
+    """Of one parameter."""
+
+    handles: tuple[RemovableHandle, ...]
+
+    def remove(self) -> None:
+        """Take them off."""
+        for handle in self.handles:
+            handle.remove()
 
 
-def watch_gradient(parameter: Tensor, watcher: Watcher, *, takes: bool) -> RemovableHandle | None:
+_takers: dict[int, Hooks] = {}
+"""The hooks that take a parameter's gradient away, by the parameter's id."""
+
+
+def watch_gradient(parameter: Tensor, watcher: Watcher, *, takes: bool) -> Hooks | None:
     """Report each time backward has accumulated into the parameter's gradient; None if it takes no gradient.
 
     takes: whether the watcher then takes the gradient away. If an earlier one does so, it no longer does: most likely
@@ -47,10 +61,17 @@ def watch_gradient(parameter: Tensor, watcher: Watcher, *, takes: bool) -> Remov
         if alive is not None:
             alive.gradient_ready(parameter)
 
-    handle = parameter.register_post_accumulate_grad_hook(accumulated)
-    if takes:
-        _takers[id(parameter)] = handle
-    return handle
+    def coming(gradient: Tensor | None) -> None:
+        alive, here = reference(), itself()
+        if alive is not None and here is not None and gradient is not None:
+            alive.gradient_coming(here)
+
+    itself = weakref.ref(parameter)
+    after = parameter.register_post_accumulate_grad_hook(accumulated)
+    if not takes:
+        return Hooks((after,))
+    _takers[id(parameter)] = hooks = Hooks((parameter.register_hook(coming), after))
+    return hooks
 
 
 class Attachment:

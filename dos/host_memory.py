@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,9 +26,12 @@ def reserve(nbytes: int, purpose: str) -> None:
     """Say that `nbytes` are about to be allocated.
 
     Raises MemoryError if there are not as many: Linux grants allocations that it cannot serve, and kills the process
-    when they are used.
+    when they are used. What nobody can reach any more is collected first.
     """
     available = available_bytes()
+    if available is not None and nbytes > available:
+        gc.collect()
+        available = available_bytes()
     there = "an unknown amount" if available is None else _gib(available)
     logger.info("%s: %s of host memory needed, %s available", purpose, _gib(nbytes), there)
     if available is not None and nbytes > available:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, overload
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from dos.accelerator import Accelerator
 from dos.checkpoint import load_state_dict
@@ -22,7 +21,7 @@ from dos.clipping import Clipping
 from dos.controller import Policy, resolve_policy
 from dos.devices import Device, DeviceFinder
 from dos.guard import Guard, exclusive
-from dos.hooks import Attachment, watch_gradient
+from dos.hooks import Attachment, Hooks, watch_gradient
 from dos.options import DEFAULT_SUBGROUP_SIZE, Options, check_settings
 from dos.registry import Group, Registry
 from dos.scaling import AmpScale, amp_scale
@@ -78,7 +77,8 @@ class DOSAdam(Optimizer):
     _step_supports_amp_scaling = True  # GradScaler.step() leaves unscaling and skipping to us
 
     _accelerator: Accelerator | None
-    _watched: dict[Tensor, RemovableHandle]
+    _watched: dict[Tensor, Hooks]
+    _coming: Counter[Tensor]
     _attachment: Attachment | None
     _unfinished: dict[ParameterRecord, None]
     _in_flight: bool
@@ -180,6 +180,7 @@ class DOSAdam(Optimizer):
             self._clipping.forget()
         else:
             self._update(amp.factor, amp.writes)
+        self._coming.clear()  # no backward is running; one that raised may have announced what never came
         if self._accelerator is not None:
             self._accelerator.end_iteration(amp.writes, skipped=amp.skip)
 
@@ -433,6 +434,7 @@ class DOSAdam(Optimizer):
         self._registry = Registry(options, self._devices, self._guard)
         self._watched = {}
         weakref.finalize(self, _unwatch, self._watched)
+        self._coming = Counter()
         self._attachment = None
         self._unfinished = {}
         self._in_flight = False
@@ -479,6 +481,11 @@ class DOSAdam(Optimizer):
             )
 
     @exclusive
+    def gradient_coming(self, parameter: Tensor) -> None:
+        """Called by a hook when backward is about to add to ``parameter.grad``, if gradients are offloaded."""
+        self._coming[parameter] += 1
+
+    @exclusive
     def gradient_ready(self, parameter: Tensor) -> None:
         """Called by a hook when backward has written to ``parameter.grad``, from several threads perhaps."""
         if self._in_flight:
@@ -500,6 +507,10 @@ class DOSAdam(Optimizer):
         if self._registry.offloaded is not None and self._registry.record(parameter) is None:
             self._registry.enrol((p, g) for g in self.param_groups for p in g["params"] if p.requires_grad)
             self._meet_newcomers()
+        if self._registry.offloaded is not None:
+            self._coming[parameter] -= 1
+            if self._coming[parameter] > 0:
+                return  # another thread may be adding to the gradient just now; its hook takes the sum
         record = self._registry.record(parameter)
         if record is None or not record.arena.accelerated or parameter.grad is None:
             return
@@ -548,9 +559,9 @@ class DOSAdam(Optimizer):
         if not accelerated and parameter in self._watched:
             self._watched.pop(parameter).remove()
         elif accelerated and parameter not in self._watched:
-            handle = watch_gradient(parameter, self, takes=self._options.offload_gradients)
-            if handle is not None:
-                self._watched[parameter] = handle
+            hooks = watch_gradient(parameter, self, takes=self._options.offload_gradients)
+            if hooks is not None:
+                self._watched[parameter] = hooks
 
     def _accelerates(self, parameter: Tensor) -> bool:
         """Whether the parameter is on the accelerator, which is set up when the first such parameter is met."""
@@ -563,10 +574,10 @@ class DOSAdam(Optimizer):
         return accelerates
 
 
-def _unwatch(watched: dict[Tensor, RemovableHandle]) -> None:
+def _unwatch(watched: dict[Tensor, Hooks]) -> None:
     """Take the hooks of an optimizer that is gone off its parameters."""
-    for handle in watched.values():
-        handle.remove()
+    for hooks in watched.values():
+        hooks.remove()
 
 
 def _gradients_travel() -> bool:

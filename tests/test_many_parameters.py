@@ -1,0 +1,93 @@
+"""Thousands of parameters: the work on each does not grow with their number. Counted, not timed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from conftest import FAST, bits
+from torch import nn
+
+from dos import DOSAdam, EmulatedDevice
+
+pytestmark = pytest.mark.usefixtures("one_kernel_thread")
+
+
+def lines_run(work: Callable[[], object]) -> int:
+    """Lines of Python that `work` runs, comprehensions' turns included."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, arg: object) -> Any:
+        nonlocal count
+        count += 1
+        return trace
+
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(None)
+    return count
+
+
+def parameters(count: int) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.full((3,), float(i % 7))) for i in range(count)]
+
+
+PLACES: dict[str, dict[str, Any]] = {
+    "host": {},
+    "cpu": {"policy": "cpu"},
+    "stride": {"policy": "stride:2", "subgroup_size": 100},
+    "resident": {"policy": 0.0},
+    "offloaded": {"policy": "cpu", "offload_gradients": True},
+}
+
+
+def phases(count: int, settings: dict[str, Any]) -> dict[str, int]:
+    """Lines of construction, and of the backwards and steps after it."""
+    ps, found = parameters(count), {}
+    optimizers = []
+    if settings:
+        settings = {**settings, "device": EmulatedDevice(FAST, capacity=10**8)}
+
+    def construct() -> None:
+        optimizers.append(DOSAdam(ps, **settings))
+
+    def backward() -> None:
+        sum(p.sum() for p in ps).backward()
+
+    found["construction"] = lines_run(construct)
+    for iteration in ("first", "second", "third"):
+        found[f"{iteration} backward"] = lines_run(backward)
+        found[f"{iteration} step"] = lines_run(optimizers[0].step)
+        found[f"{iteration} zero_grad"] = lines_run(optimizers[0].zero_grad)
+    return found
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_the_work_is_linear(place: str) -> None:
+    few, many = phases(300, PLACES[place]), phases(1200, PLACES[place])
+    # What costs the same whatever their number makes the ratio smaller; one search through all would make it 16.
+    over = {name: many[name] / few[name] for name in few if many[name] > 4.8 * few[name]}
+    assert not over
+
+
+@pytest.mark.parametrize("place", ["host", "cpu", "offloaded"])
+def test_a_mixture_of_45_000_tensors(place: str) -> None:
+    """Two steps, of which the second uses every other expert."""
+    ends = []
+    for settings in ({}, PLACES[place]):
+        if settings:
+            settings = {**settings, "device": EmulatedDevice(FAST, capacity=10**8)}
+        ps = parameters(45_000)
+        optimizer = DOSAdam(ps, lr=0.1, **settings)
+        for used in (ps, ps[::2]):
+            torch.stack(used).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append(bits([torch.stack(ps)]))
+    assert ends[0] == ends[1]
