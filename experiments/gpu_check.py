@@ -14,10 +14,11 @@ import argparse
 import datetime
 import math
 import re
+import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -25,7 +26,7 @@ from rich.console import Console
 from experiments.checks import environment
 from experiments.checks.base import Bench, Check, Record, Settings, Size, Status
 from experiments.checks.catalogue import CHECKS
-from experiments.checks.isolation import run_isolated
+from experiments.checks.isolation import GRACE_S, read_record, run_isolated
 from experiments.checks.pictures import save_pictures
 from experiments.checks.report import show, write_results
 from experiments.command import Parser
@@ -62,7 +63,6 @@ def main(argv: Sequence[str] | None = None, checks: Sequence[Check] = CHECKS) ->
         )
     console.print(f"{gpu or 'No GPU: the accelerator is emulated'}; results go to {out}", soft_wrap=True)
 
-    records = run_all(checks, settings, 60 * args.minutes, args.only, console)
     results = {
         "gpu": gpu,
         "emulated": gpu is None,
@@ -70,9 +70,13 @@ def main(argv: Sequence[str] | None = None, checks: Sequence[Check] = CHECKS) ->
         **environment.commit(),
         "size": size.value,
         "minutes": args.minutes,
-        "seconds": time.monotonic() - started,
     }
-    write_results(out, results, records)
+
+    def keep(records: Sequence[Record], complete: bool = False) -> None:
+        write_results(out, results | {"seconds": time.monotonic() - started, "complete": complete}, records)
+
+    records = run_all(checks, settings, 60 * args.minutes, args.only, console, keep)
+    keep(records, complete=True)
     for problem in save_pictures(out, records):
         console.print(f"A picture could not be drawn: {problem}", style="yellow", soft_wrap=True)
     show(console, results, records, {check.name: check.title for check in checks})
@@ -81,10 +85,18 @@ def main(argv: Sequence[str] | None = None, checks: Sequence[Check] = CHECKS) ->
 
 
 def run_all(
-    checks: Sequence[Check], settings: Settings, seconds: float, only: Sequence[str] | None, console: Console
+    checks: Sequence[Check],
+    settings: Settings,
+    seconds: float,
+    only: Sequence[str] | None,
+    console: Console,
+    told: Callable[[Sequence[Record]], None] = lambda records: None,
 ) -> list[Record]:
-    """One after the other; time that one does not need is the others'."""
-    records = []
+    """One after the other; time that one does not need is the others', and the last is killed soon after the end.
+
+    told: called before and after each check with a record of every one, as far as it has come.
+    """
+    records = {check.name: Record(check.name, Status.NOT_RUN, "it had not begun") for check in checks}
     end = time.monotonic() + seconds
     waived = {check.name: check.obstacle(settings) for check in checks}
     waived |= {check.name: "not asked for (--only)" for check in checks if only is not None and check.name not in only}
@@ -92,7 +104,7 @@ def run_all(
     interrupted = False
     for check in checks:
         if check not in waiting:
-            records.append(Record(check.name, Status.SKIPPED, waived[check.name] or ""))
+            records[check.name] = Record(check.name, Status.SKIPPED, waived[check.name] or "")
             continue
         left = end - time.monotonic()
         limit = left * check.share / sum(c.share for c in waiting)
@@ -103,15 +115,19 @@ def run_all(
         elif limit < check.least_s * _LEAST[settings.size]:
             record.reason = f"{max(0.0, limit):.0f} s were left for it, too little; give more --minutes"
         else:
+            records[check.name] = Record(check.name, Status.RUNNING, "it was running")
+            told(list(records.values()))
             try:
                 with console.status(f"{check.name}: {check.title} (up to {limit:.0f} s)"):
-                    record = run_isolated(check, settings, limit)
+                    record = run_isolated(check, settings, limit, most_s=left + GRACE_S)
             except KeyboardInterrupt:
-                record.reason, interrupted = "interrupted", True
-        records.append(record)
+                record, interrupted = read_record(settings.out, check.name), True
+                record.status, record.reason = Status.NOT_RUN, "interrupted"
+        records[check.name] = record
         reason = f": {record.reason}" if record.reason else ""
         console.print(f"{record.status.value:>8}  {check.name} ({record.seconds:.0f} s){reason}", soft_wrap=True)
-    return records
+        told(list(records.values()))
+    return list(records.values())
 
 
 def find_gpu() -> tuple[str | None, list[str] | None]:
@@ -156,4 +172,5 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # who ends it with a signal gets pictures, too
     sys.exit(main())

@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import FAST
 from rich.console import Console
-from sample_checks import goes_on, hangs, is_killed, passes, raises, skips
+from sample_checks import goes_on, hangs, is_killed, leaves_a_child, passes, raises, skips
 
 from dos.controller import AdaptivePolicy, resolve_policy
 from experiments.checks import kernels, plans, rivals, speed
@@ -109,9 +109,10 @@ def results(out: Path) -> dict[str, Any]:
 
 def test_results_say_where_when_and_what(results: dict[str, Any]) -> None:
     assert set(results) == {
-        *("what", "gpu", "emulated", "date", "commit", "changed_files", "size", "minutes", "seconds"),
-        *("checks", "failed", "not_run", "targets_missed"),
+        *("what", "gpu", "emulated", "date", "commit", "changed_files", "size", "minutes", "seconds", "complete"),
+        *("checks", "failed", "not_run", "running", "targets_missed"),
     }
+    assert results["complete"] is True
     assert (results["emulated"], results["gpu"], results["size"]) == (True, None, "tiny")
     assert list(results["checks"]) == [c.name for c in CHECKS]
     for name, found in results["checks"].items():
@@ -377,13 +378,59 @@ def test_a_neighbour_holds_what_it_is_told_to() -> None:
 
 
 def test_an_interruption_keeps_what_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(check: Check, settings: Settings, seconds: float) -> Record:
+    def interrupted(check: Check, settings: Settings, seconds: float, *, most_s: float) -> Record:
         if check.name == "skips":
             raise KeyboardInterrupt
         return Record(check.name, Status.PASSED)
 
+    (tmp_path / "checks").mkdir()
+    so_far = Record("skips", Status.FAILED, figures={"before": "it was interrupted"})
+    (tmp_path / "checks" / "skips.json").write_text(json.dumps(so_far.to_json()))
     monkeypatch.setattr("experiments.gpu_check.run_isolated", interrupted)
     settings = Settings(Size.TINY, cuda=False, out=tmp_path)
     records = run_all([*map(check, (passes, skips, raises))], settings, 60.0, None, Console(quiet=True))
     assert [r.status for r in records] == [Status.PASSED, Status.NOT_RUN, Status.NOT_RUN]
     assert records[1].reason == records[2].reason == "interrupted"
+    assert records[1].figures == {"before": "it was interrupted"}
+
+
+def test_results_are_written_after_each_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever is killed leaves what there was until then, and says what was running."""
+    seen: dict[str, dict[str, Any]] = {}
+
+    def looks(check: Check, settings: Settings, seconds: float, *, most_s: float) -> Record:
+        seen[check.name] = json.loads((tmp_path / "results.json").read_text())
+        return Record(check.name, Status.PASSED, figures={"answer": check.name})
+
+    monkeypatch.setattr("experiments.gpu_check.run_isolated", looks)
+    run(tmp_path, checks=tuple(map(check, (passes, skips, raises))))
+    for number, name in enumerate(("passes", "skips", "raises")):
+        found = seen[name]
+        assert list(found["checks"]) == ["passes", "skips", "raises"]
+        states = [c["status"] for c in found["checks"].values()]
+        assert states == ["passed"] * number + ["running"] + ["not run"] * (2 - number)
+        assert found["running"] == [name]
+        assert found["complete"] is False
+    assert seen["raises"]["checks"]["skips"]["figures"] == {"answer": "skips"}
+
+
+def test_the_last_check_is_killed_soon_after_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[tuple[float, float]] = []
+
+    def keeps(check: Check, settings: Settings, seconds: float, *, most_s: float) -> Record:
+        limits.append((seconds, most_s))
+        return Record(check.name, Status.PASSED)
+
+    monkeypatch.setattr("experiments.gpu_check.run_isolated", keeps)
+    settings = Settings(Size.TINY, cuda=False, out=tmp_path)
+    run_all([*map(check, (passes, raises))], settings, 100.0, None, Console(quiet=True))
+    assert limits == [pytest.approx((50, 120), abs=1), pytest.approx((100, 120), abs=1)]
+
+
+def test_what_a_killed_check_has_started_ends_with_it(tmp_path: Path) -> None:
+    record = run_isolated(check(leaves_a_child), Settings(out=tmp_path, **SETTINGS), seconds=0.5, grace_s=2.0)
+    child = record.figures["child"]
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{child}").exists() and "(zombie)" not in Path(f"/proc/{child}/status").read_text():
+        assert time.monotonic() < deadline, "it still runs"
+        time.sleep(0.05)

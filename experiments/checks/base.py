@@ -31,6 +31,8 @@ class Status(enum.Enum):
     FAILED = "failed"
     SKIPPED = "skipped"
     NOT_RUN = "not run"
+    RUNNING = "running"
+    """Of results that were written while it ran."""
 
 
 class Skipped(Exception):  # noqa: N818  (not an error: there is a reason)
@@ -148,10 +150,7 @@ class Bench:
 
     def _write(self) -> None:
         self._record.seconds = time.monotonic() - self._start
-        # Renamed into place, so that nobody reads half a file.
-        partial = self._path.with_suffix(".partial")
-        partial.write_text(json.dumps(self._record.to_json()))
-        partial.replace(self._path)
+        replace_text(self._path, json.dumps(self._record.to_json()))
 
 
 @dataclass(frozen=True)
@@ -169,6 +168,13 @@ class Check:
     share: float
     least_s: float = 5.0
     obstacle: Callable[[Settings], str | None] = lambda settings: None
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file so that whoever reads it meanwhile, or after this process was killed, finds all of one version."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(text)
+    partial.replace(path)
 
 
 def plain(value: object) -> object:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
+import math
 import multiprocessing
 import os
 import signal
@@ -21,18 +23,21 @@ GRACE_S = 20.0
 _LOG_LINES = 40
 
 
-def run_isolated(check: Check, settings: Settings, seconds: float, grace_s: float = GRACE_S) -> Record:
+def run_isolated(
+    check: Check, settings: Settings, seconds: float, grace_s: float = GRACE_S, most_s: float = math.inf
+) -> Record:
     """Run the check; what came of it, whatever that is.
 
-    seconds: that it may take. Its output goes to `logs/<name>.log` and its record to `checks/<name>.json` in the folder
-    of the results. Interrupting the caller ends the check's process, too.
+    seconds: that it may take. most_s: after which it is killed at any rate. Its output goes to `logs/<name>.log` and
+    its record to `checks/<name>.json` in the folder of the results. Interrupting the caller ends the check's process,
+    too, with all that it has started.
     """
-    record, log = settings.out / "checks" / f"{check.name}.json", settings.out / "logs" / f"{check.name}.log"
+    record, log = _record_path(settings.out, check.name), settings.out / "logs" / f"{check.name}.log"
     for path in (record, log):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)
     start = time.monotonic()
-    kill_s = 1.5 * seconds + grace_s
+    kill_s = min(1.5 * seconds + grace_s, most_s)
     dump_at = start + kill_s - min(2.0, grace_s / 2)
     # Forked from a server that has imported everything and done nothing, so that there is neither CUDA nor a thread.
     context = multiprocessing.get_context("forkserver")
@@ -43,7 +48,7 @@ def run_isolated(check: Check, settings: Settings, seconds: float, grace_s: floa
         process.join(kill_s)
     finally:
         ended = _end(process)
-    found = _read(record, check.name)
+    found = read_record(settings.out, check.name)
     if not ended:
         found.status, found.reason = Status.FAILED, f"it did not end within {kill_s:.0f} s and was killed; see {log}"
     elif process.exitcode:
@@ -56,12 +61,13 @@ def run_isolated(check: Check, settings: Settings, seconds: float, grace_s: floa
 
 def _run(name: str, run: Callable[[Bench], None], settings: Settings, seconds: float, dump_at: float) -> None:
     """The process of one check. dump_at: when it shall say what it is doing, by time.monotonic()."""
+    os.setsid()  # so that what it starts can be ended with it
     with (settings.out / "logs" / f"{name}.log").open("w") as log:
         for stream in (1, 2):  # of this process, C libraries included
             os.dup2(log.fileno(), stream)
         faulthandler.enable(log)
         faulthandler.dump_traceback_later(max(0.01, dump_at - time.monotonic()), file=log)
-        bench = Bench(name, settings, seconds, settings.out / "checks" / f"{name}.json")
+        bench = Bench(name, settings, seconds, _record_path(settings.out, name))
         try:
             run(bench)
         except Skipped as reason:
@@ -78,19 +84,26 @@ def _run(name: str, run: Callable[[Bench], None], settings: Settings, seconds: f
         os._exit(0)
 
 
+def _record_path(out: Path, name: str) -> Path:
+    return out / "checks" / f"{name}.json"
+
+
 def _end(process: BaseProcess) -> bool:
-    """Kill the process unless it has ended; whether it had."""
-    if not process.is_alive():
-        return True
-    process.kill()
-    process.join()
-    return False
+    """Kill the process unless it has ended; whether it had. What a process that failed has started ends with it."""
+    ended = not process.is_alive()
+    if not ended:
+        process.kill()
+        process.join()
+    if process.exitcode and process.pid is not None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody is left
+            os.killpg(process.pid, signal.SIGKILL)
+    return ended
 
 
-def _read(path: Path, name: str) -> Record:
-    """What the check has written down."""
+def read_record(out: Path, name: str) -> Record:
+    """What the check has written down so far."""
     try:
-        return Record.from_json(json.loads(path.read_text()))
+        return Record.from_json(json.loads(_record_path(out, name).read_text()))
     except (OSError, ValueError) as error:
         return Record(name, Status.FAILED, f"it wrote nothing down ({error})")
 

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from experiments.checks.base import Record, Status, plain
+from experiments.checks.base import Record, Status, plain, replace_text
 
 CONTESTS = ("full-memory", "policies", "largest", "torchao", "deepspeed", "bitsandbytes")
 """Checks that have contenders, in the order in which they are shown."""
@@ -18,16 +18,17 @@ _COLOURS = {Status.PASSED: "green", Status.FAILED: "red", Status.SKIPPED: "dim",
 
 
 def write_results(out: Path, run: Mapping[str, Any], records: Sequence[Record]) -> None:
-    """Write results.json: what ran where and when, all checks with every figure, all targets."""
+    """Write results.json anew: what ran where and when, all checks with every figure so far, all targets."""
     values = {
         "what": "python -m experiments.gpu_check",
         **run,
         "checks": {record.name: record.to_json() for record in records},
         "failed": [r.name for r in records if r.status is Status.FAILED],
         "not_run": [r.name for r in records if r.status is Status.NOT_RUN],
+        "running": [r.name for r in records if r.status is Status.RUNNING],
         "targets_missed": [f"{r.name}: {t.name}" for r in records for t in r.targets if t.met is False],
     }
-    (out / "results.json").write_text(json.dumps(plain(values), indent=1) + "\n")
+    replace_text(out / "results.json", json.dumps(plain(values), indent=1) + "\n")
 
 
 def show(console: Console, run: Mapping[str, Any], records: Sequence[Record], titles: Mapping[str, str]) -> None:
