@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 from collections.abc import Callable
@@ -15,7 +16,9 @@ from rich.console import Console
 from sample_checks import goes_on, hangs, is_killed, leaves_a_child, passes, raises, skips
 
 from dos.controller import AdaptivePolicy, resolve_policy
-from experiments.checks import kernels, plans, rivals, speed
+from dos.profiles import usable_cores
+from dos.threads import kernel_threads, set_kernel_threads
+from experiments.checks import calibration, kernels, plans, rivals, speed
 from experiments.checks.base import Bench, Check, Record, Settings, Size, Skipped, Status, Target
 from experiments.checks.catalogue import CHECKS
 from experiments.checks.contenders import Ours, Rig
@@ -129,11 +132,14 @@ def test_results_have_the_figures(results: dict[str, Any]) -> None:
     assert found["losses"]["float32"]["largest difference"] < 1e-4
     assert found["memory"]["budget"]["most_held_bytes"] <= found["memory"]["budget"]["bytes"]
     contest = found["largest"]
-    assert {"adaptive", "CPU only", "stride 3"} <= set(contest["contenders"])
+    adaptive = speed.named(0.25)
+    assert {adaptive, "CPU only", "ratio 0.75", "stride 3"} <= set(contest["contenders"])
     for score in contest["contenders"].values():
         assert score["iteration_s"] > 0
-    assert contest["contenders"]["adaptive"]["resident_share"] == 1.0
-    assert contest["updates"]["adaptive"]["bound_s"] > 0
+    assert contest["contenders"][adaptive]["resident_share"] <= 0.25, "it has memory for no more of the state"
+    assert "gpu_" in contest["contenders"][adaptive]["plan"]
+    assert f"{adaptive} against ratio 0.75" in contest["adaptive_over_fixed"]
+    assert contest["updates"][adaptive]["bound_s"] > 0
 
 
 def test_pictures_and_timelines_are_drawn(out: Path, results: dict[str, Any]) -> None:
@@ -305,6 +311,19 @@ def test_ours_has_as_much_on_the_device_as_it_has_memory_for() -> None:
     assert shares["cpu"] == shares["none"] == 0.0
     assert shares["all"] == 1.0
     assert 0.3 < shares["most"] <= 0.76  # some of the memory may be for slots
+
+
+def test_kernels_use_as_many_threads_as_were_calibrated(tmp_path: Path) -> None:
+    """Contests give the optimizer a policy that has its profile, so it never sets the threads itself."""
+    before = kernel_threads()
+    try:
+        for threads in (1, 2):
+            dataclasses.replace(FAST, cpu_threads=threads).save(tmp_path / calibration.FILE)
+            assert calibration.measured_profile(tmp_path, torch.device("cpu")).cpu_threads == threads
+            assert kernel_threads() == min(threads, len(usable_cores()))
+    finally:
+        set_kernel_threads(0)
+    assert kernel_threads() == before
 
 
 def test_overlap_counts_lanes_that_are_busy_at_once() -> None:
