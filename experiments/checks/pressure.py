@@ -108,8 +108,10 @@ def beside(
             if i == third:
                 # All that is free, and half of what optimizer state may have taken.
                 neighbour.want(run.free_bytes() + 6 * job.numel)
+                neighbour.held()  # it has what is free before the iterations begin that are judged
             if i == 2 * third:
                 neighbour.want(0)
+                neighbour.held()
             start = time.perf_counter()
             metrics = run.iterate(batch)
             rows.append(
