@@ -13,6 +13,7 @@ import select
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ class Neighbour:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            cwd=Path(__file__).parents[1],
         )
         self.held()
 
@@ -49,8 +51,11 @@ class Neighbour:
 
     def close(self) -> None:
         """End it."""
-        with contextlib.suppress(BrokenPipeError):
-            self._process.communicate(timeout=30)
+        try:
+            with contextlib.suppress(BrokenPipeError):
+                self._process.communicate(timeout=30)
+        finally:
+            self._process.kill()  # nothing, if it has ended
 
     def _say(self, line: str) -> None:
         assert self._process.stdin is not None

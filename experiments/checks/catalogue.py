@@ -35,5 +35,11 @@ CHECKS = (
         least_s=30,
         obstacle=rivals.missing(BitsAndBytes),
     ),
-    Check("largest", "the largest model that fits, with memory for some of its state", speed.check_largest, share=100, least_s=40),
+    Check(
+        "largest",
+        "the largest model that fits, with memory for some of its state",
+        speed.check_largest,
+        share=100,
+        least_s=40,
+    ),
 )
