@@ -4,8 +4,9 @@
 
 Each check runs in a process of its own, so one that fails, hangs or crashes does not stop the others. Without a GPU the
 accelerator is emulated and everything is smaller: that tests this script and the optimizer's logic, not a GPU.
-The exit status is 0 if every check passed or was skipped with a reason, 1 otherwise. A check fails if something is
-wrong. Speed that falls short of a target is reported as a target missed, and fails nothing.
+It may be ended at any time: what was found until then is in results.json. The exit status is 0 if every check passed or
+was skipped with a reason, 1 otherwise. A check fails if something is wrong. Speed that falls short of a target is
+reported as a target missed, and fails nothing.
 """
 
 from __future__ import annotations
@@ -28,10 +29,13 @@ from experiments.checks.base import Bench, Check, Record, Settings, Size, Status
 from experiments.checks.catalogue import CHECKS
 from experiments.checks.isolation import GRACE_S, read_record, run_isolated
 from experiments.checks.pictures import save_pictures
-from experiments.checks.report import show, write_results
+from experiments.checks.report import alarms, gist, show, write_results
 from experiments.command import Parser
+from perfmodel.units import parse_bytes
 
 RESULTS = Path("experiments/results")
+WIDTH = 160
+"""Of what is printed into a file, in characters."""
 
 _LEAST = {Size.TINY: 0.01, Size.SMALL: 0.1, Size.FULL: 1.0}
 """Of `Check.least_s`."""
@@ -47,6 +51,8 @@ def main(argv: Sequence[str] | None = None, checks: Sequence[Check] = CHECKS) ->
         parser.error(f"argument --only: no check {unknown[0]!r}; there are {names}")
 
     console = Console()
+    if not console.is_terminal:
+        console.width = max(console.width, WIDTH)
     started = time.monotonic()
     date = datetime.datetime.now().astimezone().replace(microsecond=0)
     gpu, seen = find_gpu()
@@ -56,7 +62,7 @@ def main(argv: Sequence[str] | None = None, checks: Sequence[Check] = CHECKS) ->
     except OSError as error:
         parser.error(f"argument --out: {error}")
     size = Size(args.size) if args.size else Size.SMALL if gpu is None else Size.FULL
-    settings = Settings(size, cuda=gpu is not None, out=out)
+    settings = Settings(size, cuda=gpu is not None, out=out, host_bytes=args.host_bytes)
     if gpu is None and seen:
         console.print(
             f"nvidia-smi shows {', '.join(seen)}, but torch cannot use it: is this torch for CUDA?", style="red"
@@ -70,6 +76,7 @@ def main(argv: Sequence[str] | None = None, checks: Sequence[Check] = CHECKS) ->
         **environment.commit(),
         "size": size.value,
         "minutes": args.minutes,
+        "host_bytes": args.host_bytes,
     }
 
     def keep(records: Sequence[Record], complete: bool = False) -> None:
@@ -124,8 +131,11 @@ def run_all(
                 record, interrupted = read_record(settings.out, check.name), True
                 record.status, record.reason = Status.NOT_RUN, "interrupted"
         records[check.name] = record
-        reason = f": {record.reason}" if record.reason else ""
-        console.print(f"{record.status.value:>8}  {check.name} ({record.seconds:.0f} s){reason}", soft_wrap=True)
+        told_of = "; ".join(filter(None, (record.reason, gist(record))))
+        line = f"{record.status.value:>8}  {check.name} ({record.seconds:.0f} s)"
+        console.print(f"{line}: {told_of}" if told_of else line, soft_wrap=True)
+        for alarm in alarms([record]):
+            console.print(alarm, style="bold red", soft_wrap=True)
         told(list(records.values()))
     return list(records.values())
 
@@ -162,10 +172,20 @@ def _minutes(text: str) -> float:
     return value
 
 
+def _bytes(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="python -m experiments.gpu_check", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--minutes", type=_minutes, default=8.0, help="that all of it may take, roughly (8)")
     parser.add_argument("--out", type=Path, help="folder for the results (experiments/results/GPU-DATE)")
+    parser.add_argument(
+        "--host-bytes", type=_bytes, metavar="SIZE", help="host memory to choose models for: 96GiB (what is available)"
+    )
     parser.add_argument("--size", choices=[s.value for s in Size], help="full with a GPU, small without")
     parser.add_argument("--only", type=lambda text: text.split(","), help="names of checks, separated by commas")
     return parser

@@ -16,17 +16,20 @@ from rich.console import Console
 from sample_checks import goes_on, hangs, is_killed, leaves_a_child, passes, raises, skips
 
 from dos.controller import AdaptivePolicy, resolve_policy
+from dos.memory import Source
 from dos.profiles import usable_cores
 from dos.threads import kernel_threads, set_kernel_threads
-from experiments.checks import calibration, kernels, plans, rivals, speed
+from experiments.checks import calibration, features, host, kernels, plans, rivals, speed, suite
 from experiments.checks.base import Bench, Check, Record, Settings, Size, Skipped, Status, Target
 from experiments.checks.catalogue import CHECKS
 from experiments.checks.contenders import Ours, Rig
 from experiments.checks.contest import Clock, Effort, Probe, Score, hold, ratio
 from experiments.checks.isolation import run_isolated
 from experiments.checks.machine import Machine
+from experiments.checks.report import alarms, gist, show
 from experiments.checks.synchronisation import calls_within, waiting
 from experiments.checks.training import EXACT, LARGEST, MEDIUM, Batch, fitted
+from experiments.checks.vitals import Allocator
 from experiments.gpu_check import find_gpu, main, run_all
 from experiments.neighbour import CHUNK, Holder, Neighbour
 from experiments.peers import Peer, PeerError
@@ -90,8 +93,8 @@ def test_a_check_that_hangs_is_killed_and_says_where(tmp_path: Path) -> None:
 def test_what_there_is_no_time_for_is_not_run(tmp_path: Path) -> None:
     status, results = run(tmp_path, "--minutes=0.0001")
     assert status == 1
-    peers = ["torchao", "deepspeed", "bitsandbytes"]  # which are skipped
-    assert results["not_run"] == [c.name for c in CHECKS if c.name not in peers]
+    skipped = ["tests", "torchao", "deepspeed", "bitsandbytes"]
+    assert results["not_run"] == [c.name for c in CHECKS if c.name not in skipped]
     assert all("--minutes" in results["checks"][name]["reason"] for name in results["not_run"])
 
 
@@ -100,7 +103,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("gpu_check")
 
 
-RAN = ("environment", "kernels", "losses", "memory", "largest", "torchao")
+RAN = ("environment", "host", "kernels", "losses", "memory", "features", "beside", "compile", "largest", "torchao")
 
 
 @pytest.fixture(scope="module")
@@ -112,8 +115,8 @@ def results(out: Path) -> dict[str, Any]:
 
 def test_results_say_where_when_and_what(results: dict[str, Any]) -> None:
     assert set(results) == {
-        *("what", "gpu", "emulated", "date", "commit", "changed_files", "size", "minutes", "seconds", "complete"),
-        *("checks", "failed", "not_run", "running", "targets_missed"),
+        *("what", "gpu", "emulated", "date", "commit", "changed_files", "size", "minutes", "host_bytes", "seconds"),
+        *("complete", "checks", "failed", "not_run", "running", "alarms", "targets_missed"),
     }
     assert results["complete"] is True
     assert (results["emulated"], results["gpu"], results["size"]) == (True, None, "tiny")
@@ -135,7 +138,17 @@ def test_results_have_the_figures(results: dict[str, Any]) -> None:
     adaptive = speed.named(0.25)
     assert {adaptive, "CPU only", "ratio 0.75", "stride 3"} <= set(contest["contenders"])
     for score in contest["contenders"].values():
-        assert score["iteration_s"] > 0
+        assert score["iteration_s"] > score["step_on_host_s"] > 0
+    assert contest["contenders"][adaptive]["hooks_in_backward_s"] > 0
+    assert contest["memory_source"] == found["memory"]["memory_source"] == "the device itself"
+    assert contest["pinned"] is None, "an emulated device's memory need not be"
+    assert found["host"]["pinning"]["seconds"] > 0
+    for name, features_ in (("features", 4), ("compile", 3)):
+        assert list(found[name]["same_bits"].values()) == [True] * features_
+    assert set(found["features"]["iteration_s"]) == {f.name for f in (features.PLAIN, *features.FEATURES)}
+    assert set(found["compile"]["iteration_s"]) == {"compiled", "not compiled"}
+    assert found["beside"]["slower"]["alone"] == {"forward": 1.0, "backward": 1.0}
+    assert set(found["beside"]["slower"]["copies both ways"]) == {"forward", "backward"}
     assert contest["contenders"][adaptive]["resident_share"] <= 0.25, "it has memory for no more of the state"
     assert "gpu_" in contest["contenders"][adaptive]["plan"]
     assert f"{adaptive} against ratio 0.75" in contest["adaptive_over_fixed"]
@@ -156,6 +169,7 @@ def test_pictures_and_timelines_are_drawn(out: Path, results: dict[str, Any]) ->
         (["--minutes=soon"], "minutes above 0"),
         (["--minutes=nan"], "minutes above 0"),
         (["--size=huge"], "invalid choice"),
+        (["--host-bytes=much"], "expected a size such as 24GiB"),
         (["--only=kernels,nonsense"], "no check 'nonsense'; there are environment"),
     ],
 )
@@ -356,8 +370,11 @@ def test_jobs_are_cut_to_what_fits() -> None:
     cut = job.fitting(5e9)
     assert 4.7e9 < cut.numel <= 5e9
     assert job.fitting(1e12) == job
+    here = Settings(Size.FULL, cuda=False, out=Path())
     with pytest.raises(Skipped, match="memory here is enough for 1M parameters"):
-        fitted(job, cuda=False, most=1e6)
+        fitted(job, here, most=1e6)
+    told = dataclasses.replace(here, host_bytes=100 << 30)
+    assert 0.75 * (100 << 30) < 16 * fitted(job, told).numel <= 0.8 * (100 << 30)
 
 
 class BrokenPeer(Peer):
@@ -391,6 +408,128 @@ def test_a_neighbour_holds_what_it_is_told_to() -> None:
         neighbour.close()
     with pytest.raises(RuntimeError, match="the neighbour has ended"):
         Neighbour("no such device")
+
+
+def bench(tmp_path: Path, seconds: float = 60.0) -> Bench:
+    return Bench("sample", Settings(out=tmp_path, **SETTINGS), seconds, tmp_path / "sample.json")
+
+
+def written(tmp_path: Path) -> dict[str, Any]:
+    return json.loads((tmp_path / "sample.json").read_text())
+
+
+def test_memory_that_is_not_pinned_is_said_first_and_last(tmp_path: Path) -> None:
+    fine = Record("policies", Status.PASSED, figures={"pinned": True, "memory_source": "NVML"})
+    spoilt = Record("largest", Status.PASSED, figures={"pinned": False, "memory_source": Source.NO_NVML.value})
+    assert alarms([fine, Record("kernels", Status.PASSED)]) == []
+    unpinned, blind = alarms([fine, spoilt])
+    assert unpinned.startswith("HOST MEMORY IS NOT PINNED (largest): ")
+    assert blind.startswith(f"FREE MEMORY COMES FROM {Source.NO_NVML.value} (largest)")
+    console = Console(record=True, width=160)
+    show(console, {"gpu": "a GPU"}, [fine, spoilt], {"policies": "", "largest": ""})
+    lines = console.export_text().splitlines()
+    assert lines[0] == lines[-2] == unpinned
+
+
+def test_the_gist_of_a_check() -> None:
+    pinning = {"bytes": 2**30, "seconds": 0.5, "gib_per_s": 2.0, "huge_page_bytes": 2**29}
+    figures = {"pinned": False, "pinning": pinning, "same_bits": {"clipping": True, "GradScaler": False}}
+    found = gist(Record("host", Status.FAILED, figures=figures))
+    assert found == "1.00 GiB NOT pinned at 2.0 GiB/s, 50% in huge pages, OTHER BITS with GradScaler"
+    assert gist(Record("host", Status.NOT_RUN)) == ""
+
+
+def test_other_bits_of_a_feature_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With offloaded gradients a policy differs, clipping does not clip, and GradScaler breaks: all are found."""
+
+    def bits_of(job: object, batches: object, device: object, policy: str, feature: features.Feature) -> list[Any]:
+        if feature.scaled:
+            raise RuntimeError("on purpose\nand more")
+        wrong = feature.micro_batches > 1 and policy == "stride:2"
+        return [torch.ones(2) if wrong else torch.zeros(2)]
+
+    monkeypatch.setattr(features, "bits_of", bits_of)
+    monkeypatch.setattr(features, "iteration_s", lambda *_: 1.0)
+    features.run(bench(tmp_path))
+    assert written(tmp_path)["problems"] == [
+        "clipping: nothing was clipped",
+        "GradScaler: RuntimeError: on purpose",
+        "offloaded gradients of two micro-batches: other bits with policy stride:2 than on the host",
+    ]
+
+
+TESTS_OF_ALL_KINDS = """
+import time, pytest
+def test_passes(): pass
+@pytest.mark.parametrize("x", ["a b", "c"])
+def test_fails(x): assert x == "c"
+def test_is_skipped(): pytest.skip("for a reason")
+@pytest.fixture
+def broken(): raise ValueError
+def test_is_broken(broken): pass
+"""
+
+
+def test_tests_are_run_and_failures_listed(tmp_path: Path) -> None:
+    path = tmp_path / "test_sample.py"
+    path.write_text(TESTS_OF_ALL_KINDS)
+    suite.run_tests(bench(tmp_path), [path])
+    found = written(tmp_path)
+    assert found["figures"]["tests"] == 5
+    assert found["figures"]["outcomes"] == {"passed": 2, "failed": 1, "skipped": 1, "error": 1}
+    assert [name.rpartition("::")[2] for name in found["problems"]] == ["test_fails[a b]", "test_is_broken"]
+    assert "assert 'a b' == 'c'" in (tmp_path / found["figures"]["log"]).read_text()
+
+
+def test_tests_that_hang_are_ended_and_the_others_count(tmp_path: Path) -> None:
+    path = tmp_path / "test_sample.py"
+    path.write_text("import time\ndef test_passes(): pass\ndef test_hangs(): time.sleep(600)\n")
+    started = time.monotonic()
+    suite.run_tests(bench(tmp_path, seconds=8.0), [path])
+    assert time.monotonic() - started < 30
+    found = written(tmp_path)
+    assert found["figures"]["outcomes"] == {"passed": 1}
+    assert found["figures"]["ended"] is False
+    (target,) = found["targets"]
+    assert (target["value"], target["limit"], target["met"]) == (1, "at least 2", False)
+
+
+def test_memory_that_grows_when_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "_STEP", 1 << 16)
+    monkeypatch.setattr(host, "KEPT", 1 << 16)
+    monkeypatch.setattr(host, "_PATIENCE_S", 0.05)
+    asked = 0
+
+    def grows() -> int:
+        nonlocal asked
+        asked += 1
+        return 0 if asked % 2 else 1 << 20
+
+    assert host.touch(10 << 16, lambda: True, grows) == 10 << 16
+    left = iter([1 << 20] * 3)
+    assert host.touch(10 << 16, lambda: True, lambda: next(left, 1)) == 3 << 16, "no more than there is"
+    assert host.touch(10 << 16, lambda: False, lambda: 1 << 20) == 0, "no time"
+
+
+def test_the_allocator_is_read_from_where_a_turn_began(monkeypatch: pytest.MonkeyPatch) -> None:
+    stats, peak = {"num_alloc_retries": 3, "num_ooms": 1}, 100
+
+    def reset() -> None:
+        nonlocal peak
+        peak = 10
+
+    for name, value in (
+        ("is_initialized", lambda: True),
+        ("memory_stats", lambda: stats),
+        ("max_memory_reserved", lambda: peak),
+        ("reset_peak_memory_stats", reset),
+    ):
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(Allocator, "_highest", 0)
+    allocator = Allocator()
+    stats, peak = {"num_alloc_retries": 5, "num_ooms": 1}, 40
+    assert allocator.read() == {"num_alloc_retries": 2, "num_ooms": 0, "peak_reserved_bytes": 40}
+    assert Allocator.of_this_process() == {"num_alloc_retries": 5, "num_ooms": 1, "peak_reserved_bytes": 100}
 
 
 def test_a_neighbour_takes_a_whole_gpu_in_a_few_pieces() -> None:

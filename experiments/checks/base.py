@@ -7,7 +7,9 @@ import enum
 import json
 import math
 import time
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,11 +47,13 @@ class Settings:
 
     cuda: whether there is a GPU; without one the accelerator is emulated.
     out: folder of the results.
+    host_bytes: host memory for which models are chosen; None: what is available.
     """
 
     size: Size
     cuda: bool
     out: Path
+    host_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -135,6 +139,17 @@ class Bench:
         """Something is wrong: the check goes on, and will have failed."""
         self._record.problems.append(text)
         self._write()
+
+    @contextmanager
+    def guarded(self, part: str) -> Iterator[None]:
+        """A part of the check: if it breaks, that is a problem, and the others go on. Not for Skipped."""
+        try:
+            yield
+        except Skipped:
+            raise
+        except Exception as error:
+            traceback.print_exc()  # into the log
+            self.problem(f"{part}: {type(error).__name__}: {error}".partition("\n")[0])
 
     def target(self, target: Target) -> None:
         """Write a target down."""

@@ -17,6 +17,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from experiments.checks.base import Bench, Check, Record, Settings, Skipped, Status
+from experiments.checks.vitals import Allocator
 
 GRACE_S = 20.0
 """A check that has used up its time and half of it again has this much longer before it is killed."""
@@ -77,6 +78,9 @@ def _run(name: str, run: Callable[[Bench], None], settings: Settings, seconds: f
             traceback.print_exc()
         else:
             bench.finish(Status.PASSED)
+        allocator = Allocator.of_this_process()
+        if allocator:
+            bench.note(allocator=allocator)
         faulthandler.cancel_dump_traceback_later()
         sys.stdout.flush()
         sys.stderr.flush()

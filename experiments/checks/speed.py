@@ -17,6 +17,7 @@ from experiments.checks.contenders import OnDevice, Ours, Rig, first_start, scop
 from experiments.checks.contest import Clock, Contender, Effort, Probe, Score, hold, ratio
 from experiments.checks.machine import machine_for
 from experiments.checks.training import HOST_BYTES, LARGEST, MEDIUM, Batch, Job, fitted, prepare
+from experiments.checks.vitals import vitals
 from perfmodel import Lane, Op, Span, Timeline
 from perfmodel.bounds import lower_bound
 from perfmodel.hardware import HardwareProfile
@@ -93,15 +94,19 @@ def check_largest(bench: Bench) -> None:
     """
     stage = Stage(bench, LARGEST[bench.size], live=False, most=in_time(bench))
     rig = stage.rig
-    quarter, half = (Ours(named(s), rig, AdaptivePolicy(stage.profile), s) for s in (0.25, 0.5))
-    certain = [
+    quarter, half = [Ours(named(s), rig, AdaptivePolicy(stage.profile), s) for s in (0.25, 0.5)]
+    certain: list[Contender] = [
         quarter,
         Ours(CPU, rig, resolve_policy("cpu")),
         Ours("ratio 0.75", rig, resolve_policy(0.75)),
         Ours("stride 3", rig, resolve_policy("stride:3")),
     ]
     assert len(certain) == CERTAIN, "the model was chosen so that there is time for so many"
-    perhaps = [half, Ours("ratio 0.5", rig, resolve_policy(0.5)), stage.on_device(PLAIN, masters=False)]
+    perhaps: list[Contender] = [
+        half,
+        Ours("ratio 0.5", rig, resolve_policy(0.5)),
+        stage.on_device(PLAIN, masters=False),
+    ]
     scores = stage.hold([*certain, *perhaps], effort=BRIEF[bench.size])
     judge(bench, scores, stage.profile)
     keep_timelines(bench, scores, [CPU, quarter.name, half.name])
@@ -120,12 +125,10 @@ def in_time(bench: Bench) -> float:
 class Stage:
     """One model, the machine, and all that a contest needs."""
 
-    def __init__(
-        self, bench: Bench, job: Job, *, live: bool, most: float = math.inf, host_bytes: int = HOST_BYTES
-    ) -> None:
+    def __init__(self, bench: Bench, job: Job, *, live: bool, most: float = math.inf, each: int = HOST_BYTES) -> None:
         device = prepare(bench)
         self.bench = bench
-        self.job = fitted(job, bench.cuda, host_bytes=host_bytes, most=most)
+        self.job = fitted(job, bench.settings, each=each, most=most)
         subgroup_size = -(-self.job.numel // SUBGROUPS[bench.size])
         self.machine = machine_for(bench, self.job, subgroup_size)
         emulated = self.machine.device
@@ -144,9 +147,11 @@ class Stage:
             subgroups=self.rig.subgroups,
             set_up_s=time.perf_counter() - start,
             kernel_threads=kernel_threads(),
+            **vitals(self.rig.optimizer, bench.cuda),
             profile=self.profile.to_json(),
         )
         self._scores: dict[str, Score] = {}
+        self._ours: dict[str, Ours] = {}
 
     def on_device(self, name: str, masters: bool | None) -> OnDevice:
         return OnDevice(name, self.job, self.machine, masters=masters, before=self.rig.leave)
@@ -156,6 +161,7 @@ class Stage:
     ) -> dict[str, Score]:
         """A contest in this share of the time that is left. effort: another than usual for this size."""
         effort = effort or EFFORTS[self.bench.size]
+        self._ours |= {c.name: c for c in contenders if isinstance(c, Ours)}
         keep = (1 - share_of_time) * self.bench.left()
         return hold(
             contenders, self.batches, effort, Clock(self.bench.cuda), lambda: self.bench.left() - keep, self._told
@@ -163,7 +169,9 @@ class Stage:
 
     def _told(self, scores: dict[str, Score]) -> None:
         self._scores |= scores
-        self.bench.note(contenders={name: score.summary() for name, score in self._scores.items()})
+        hooks = {name: ours.hooks() for name, ours in self._ours.items()}
+        summaries = {name: score.summary() | hooks.get(name, {}) for name, score in self._scores.items()}
+        self.bench.note(contenders=summaries)
 
 
 def named(share: float) -> str:
