@@ -34,6 +34,7 @@ from experiments.command import Parser
 from perfmodel.units import parse_bytes
 
 RESULTS = Path("experiments/results")
+INTERRUPTED = "interrupted"
 WIDTH = 160
 """Of what is printed into a file, in characters."""
 
@@ -83,7 +84,7 @@ def main(argv: Sequence[str] | None = None, checks: Sequence[Check] = CHECKS) ->
         write_results(out, results | {"seconds": time.monotonic() - started, "complete": complete}, records)
 
     records = run_all(checks, settings, 60 * args.minutes, args.only, console, keep)
-    keep(records, complete=True)
+    keep(records, complete=not any(record.reason == INTERRUPTED for record in records))
     for problem in save_pictures(out, records):
         console.print(f"A picture could not be drawn: {problem}", style="yellow", soft_wrap=True)
     show(console, results, records, {check.name: check.title for check in checks})
@@ -118,7 +119,7 @@ def run_all(
         waiting.remove(check)
         record = Record(check.name, Status.NOT_RUN)
         if interrupted:
-            record.reason = "interrupted"
+            record.reason = INTERRUPTED
         elif limit < check.least_s * _LEAST[settings.size]:
             record.reason = f"{max(0.0, limit):.0f} s were left for it, too little; give more --minutes"
         else:
@@ -129,7 +130,7 @@ def run_all(
                     record = run_isolated(check, settings, limit, most_s=left + GRACE_S)
             except KeyboardInterrupt:
                 record, interrupted = read_record(settings.out, check.name), True
-                record.status, record.reason = Status.NOT_RUN, "interrupted"
+                record.status, record.reason = Status.NOT_RUN, INTERRUPTED
         records[check.name] = record
         told_of = "; ".join(filter(None, (record.reason, gist(record))))
         line = f"{record.status.value:>8}  {check.name} ({record.seconds:.0f} s)"

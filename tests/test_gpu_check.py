@@ -437,6 +437,7 @@ def test_the_gist_of_a_check() -> None:
     found = gist(Record("host", Status.FAILED, figures=figures))
     assert found == "1.00 GiB NOT pinned at 2.0 GiB/s, 50% in huge pages, OTHER BITS with GradScaler"
     assert gist(Record("host", Status.NOT_RUN)) == ""
+    assert "cannot be shown" in gist(Record("host", Status.FAILED, figures={"pinning": {"bytes": None}}))
 
 
 def test_other_bits_of_a_feature_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,8 @@ def run(bench: Bench) -> None:
         forward, backward, _ = timed(model, batch, clock, [])
         times[ALONE].append((forward, backward))
         for way, ops in WAYS.items():
-            jobs = [job for op in ops for job in lanes.start(op, min(AT_MOST, 1 + int(LONGER * alone_s / copy_s[op])))]
+            count = {op: min(AT_MOST, 1 + int(LONGER * alone_s / copy_s[op])) for op in ops}
+            jobs = [copy for op in ops for copy in lanes.start(op, count[op])]
             forward, backward, spans = timed(model, batch, clock, jobs)
             times[way].append((forward, backward))
             for op in ops:

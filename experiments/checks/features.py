@@ -42,13 +42,15 @@ INFINITE = 2
 
 @dataclass(frozen=True)
 class Feature:
-    """One way to train. options: of DOSAdam.
+    """One way to train. options: of DOSAdam. dtype: of the parameters.
 
-    scaled: with a GradScaler. micro_batches: gradients of so many add up. as_plain: the bits must be a plain loop's.
+    scaled: with a GradScaler, which torch has for float16. micro_batches: gradients of so many add up.
+    as_plain: the bits must be a plain loop's.
     """
 
     name: str
     options: dict[str, Any] = field(default_factory=dict)
+    dtype: torch.dtype = torch.bfloat16
     scaled: bool = False
     micro_batches: int = 1
     as_plain: bool = False
@@ -57,7 +59,7 @@ class Feature:
 PLAIN = Feature("plain")
 FEATURES = (
     Feature("clipping", {"max_grad_norm": 0.1}),
-    Feature("GradScaler", scaled=True),
+    Feature("GradScaler", dtype=torch.float16, scaled=True),
     Feature("offloaded gradients", {"offload_gradients": True}, as_plain=True),
     Feature("offloaded gradients of two micro-batches", {"offload_gradients": True}, micro_batches=2),
 )
@@ -144,7 +146,7 @@ def run_compiled(bench: Bench) -> None:
 
 def bits_of(job: Job, batches: Sequence[Batch], device: torch.device, policy: str, feature: Feature) -> list[Tensor]:
     """Parameters and state after training on the batches."""
-    model = job.model(device)
+    model = job.model(device, feature.dtype)
     optimizer = optimizer_for(model, policy, SHARE, emulated=device.type == "cpu", **feature.options)
     train(model, optimizer, batches, feature)
     return results(model, optimizer)
@@ -152,7 +154,7 @@ def bits_of(job: Job, batches: Sequence[Batch], device: torch.device, policy: st
 
 def iteration_s(job: Job, steps: int, device: torch.device, feature: Feature) -> float:
     """Seconds of an iteration under the adaptive policy, which has memory for 40% of the state."""
-    model = job.model(device)
+    model = job.model(device, feature.dtype)
     optimizer = optimizer_for(model, "adaptive", SHARE, emulated=device.type == "cpu", **feature.options)
     return timed(model, optimizer, job.batches(1, device)[0], steps, feature)
 

@@ -62,7 +62,6 @@ def run_isolated(
 
 def _run(name: str, run: Callable[[Bench], None], settings: Settings, seconds: float, dump_at: float) -> None:
     """The process of one check. dump_at: when it shall say what it is doing, by time.monotonic()."""
-    os.setsid()  # so that what it starts can be ended with it
     with (settings.out / "logs" / f"{name}.log").open("w") as log:
         for stream in (1, 2):  # of this process, C libraries included
             os.dup2(log.fileno(), stream)
@@ -93,15 +92,30 @@ def _record_path(out: Path, name: str) -> Path:
 
 
 def _end(process: BaseProcess) -> bool:
-    """Kill the process unless it has ended; whether it had. What a process that failed has started ends with it."""
-    ended = not process.is_alive()
-    if not ended:
-        process.kill()
-        process.join()
-    if process.exitcode and process.pid is not None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody is left
-            os.killpg(process.pid, signal.SIGKILL)
-    return ended
+    """Kill the process, with all that it has started, unless it has ended; whether it had."""
+    if not process.is_alive():
+        return True
+    assert process.pid is not None
+    started = _started_by(process.pid)
+    process.kill()
+    process.join()
+    for pid in started:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return False
+
+
+def _started_by(pid: int) -> list[int]:
+    """The processes that this one has started, and those that they have.
+
+    Not by a process group: who ends this program's group shall reach them, too.
+    """
+    found = []
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            for child in map(int, children.read_text().split()):
+                found += [child, *_started_by(child)]
+    return found
 
 
 def read_record(out: Path, name: str) -> Record:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,33 +76,38 @@ def alarms(records: Sequence[Record]) -> list[str]:
 
 def gist(record: Record) -> str:
     """In one line what sizes a check has chosen and what it has found, as far as that is not in a table."""
-    figures = record.figures
-    parts = []
+    try:
+        return ", ".join(_parts(record.figures))
+    except Exception as error:  # a check that ended half way has left half of its figures; the others go on
+        return f"figures that cannot be shown ({type(error).__name__}: {error})"
+
+
+def _parts(figures: Mapping[str, Any]) -> Iterator[str]:
     if figures.get("available_bytes") is not None:
-        parts.append(f"{figures['available_bytes'] / 2**30:.1f} GiB of host memory available")
+        yield f"{figures['available_bytes'] / 2**30:.1f} GiB of host memory available"
     if figures.get("touched_bytes"):
-        parts.append(f"after touching {figures['touched_bytes'] / 2**30:.1f} GiB")
+        yield f"after touching {figures['touched_bytes'] / 2**30:.1f} GiB"
     if figures.get("pinning"):
         pinning = figures["pinning"]
         huge = pinning["huge_page_bytes"]
         pages = "" if huge is None else f", {huge / pinning['bytes']:.0%} in huge pages"
         word = {True: "pinned", False: "NOT pinned", None: "taken"}[figures.get("pinned")]
-        parts.append(f"{pinning['bytes'] / 2**30:.2f} GiB {word} at {pinning['gib_per_s']:.1f} GiB/s{pages}")
+        yield f"{pinning['bytes'] / 2**30:.2f} GiB {word} at {pinning['gib_per_s']:.1f} GiB/s{pages}"
     if figures.get("parameters"):
-        parts.append(f"{figures['parameters'] / 1e6:,.1f}M parameters")
+        yield f"{figures['parameters'] / 1e6:,.1f}M parameters"
     if figures.get("tests"):
         outcomes = ", ".join(f"{count} {what}" for what, count in figures["outcomes"].items())
-        parts.append(f"{figures['tests']} tests: {outcomes or 'none has ended'}")
-    parts += [
+        yield f"{figures['tests']} tests: {outcomes or 'none has ended'}"
+    yield from (
         f"{way}: forward {slower['forward']:.2f}x, backward {slower['backward']:.2f}x"
         for way, slower in figures.get("slower", {}).items()
-    ]
+        if way != "alone"
+    )
     if figures.get("same_bits"):
         different = [name for name, same in figures["same_bits"].items() if not same]
-        parts.append(f"OTHER BITS with {', '.join(different)}" if different else "the same bits")
+        yield f"OTHER BITS with {', '.join(different)}" if different else "the same bits"
     if isinstance(figures.get("iteration_s"), dict):
-        parts += [f"{name} {milliseconds(seconds)}" for name, seconds in figures["iteration_s"].items()]
-    return ", ".join(parts)
+        yield from (f"{name} {milliseconds(seconds)}" for name, seconds in figures["iteration_s"].items())
 
 
 def contenders(record: Record, title: str) -> Table:
