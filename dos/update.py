@@ -20,15 +20,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from dos.extension import load_extension
 from dos.threads import kernel_threads
 
-try:
-    from dos import _adam  # type: ignore[attr-defined]
-except ImportError as error:
-    raise ImportError(
-        f"the compiled part of dos cannot be imported ({error}). "
-        "Build it with: pip install -e . (needs a C++ compiler with OpenMP)"
-    ) from error
+_adam = load_extension()
 
 logger = logging.getLogger(__name__)
 

@@ -4,8 +4,9 @@
 
 Each check runs in a process of its own, so one that fails, hangs or crashes does not stop the others. Without a GPU the
 accelerator is emulated and everything is smaller: that tests this script and the optimizer's logic, not a GPU.
-The exit status is 0 if every check passed or was skipped with a reason, 1 otherwise. A check fails if something is
-wrong. Speed that falls short of a target is reported as a target missed, and fails nothing.
+It may be ended at any time: what was found until then is in results.json. The exit status is 0 if every check passed or
+was skipped with a reason, 1 otherwise. A check fails if something is wrong. Speed that falls short of a target is
+reported as a target missed, and fails nothing.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ import argparse
 import datetime
 import math
 import re
+import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -25,12 +27,16 @@ from rich.console import Console
 from experiments.checks import environment
 from experiments.checks.base import Bench, Check, Record, Settings, Size, Status
 from experiments.checks.catalogue import CHECKS
-from experiments.checks.isolation import run_isolated
+from experiments.checks.isolation import GRACE_S, read_record, run_isolated
 from experiments.checks.pictures import save_pictures
-from experiments.checks.report import show, write_results
+from experiments.checks.report import alarms, gist, show, write_results
 from experiments.command import Parser
+from perfmodel.units import parse_bytes
 
 RESULTS = Path("experiments/results")
+INTERRUPTED = "interrupted"
+WIDTH = 160
+"""Of what is printed into a file, in characters."""
 
 _LEAST = {Size.TINY: 0.01, Size.SMALL: 0.1, Size.FULL: 1.0}
 """Of `Check.least_s`."""
@@ -46,6 +52,8 @@ def main(argv: Sequence[str] | None = None, checks: Sequence[Check] = CHECKS) ->
         parser.error(f"argument --only: no check {unknown[0]!r}; there are {names}")
 
     console = Console()
+    if not console.is_terminal:
+        console.width = max(console.width, WIDTH)
     started = time.monotonic()
     date = datetime.datetime.now().astimezone().replace(microsecond=0)
     gpu, seen = find_gpu()
@@ -55,14 +63,13 @@ def main(argv: Sequence[str] | None = None, checks: Sequence[Check] = CHECKS) ->
     except OSError as error:
         parser.error(f"argument --out: {error}")
     size = Size(args.size) if args.size else Size.SMALL if gpu is None else Size.FULL
-    settings = Settings(size, cuda=gpu is not None, out=out)
+    settings = Settings(size, cuda=gpu is not None, out=out, host_bytes=args.host_bytes)
     if gpu is None and seen:
         console.print(
             f"nvidia-smi shows {', '.join(seen)}, but torch cannot use it: is this torch for CUDA?", style="red"
         )
     console.print(f"{gpu or 'No GPU: the accelerator is emulated'}; results go to {out}", soft_wrap=True)
 
-    records = run_all(checks, settings, 60 * args.minutes, args.only, console)
     results = {
         "gpu": gpu,
         "emulated": gpu is None,
@@ -70,9 +77,14 @@ def main(argv: Sequence[str] | None = None, checks: Sequence[Check] = CHECKS) ->
         **environment.commit(),
         "size": size.value,
         "minutes": args.minutes,
-        "seconds": time.monotonic() - started,
+        "host_bytes": args.host_bytes,
     }
-    write_results(out, results, records)
+
+    def keep(records: Sequence[Record], complete: bool = False) -> None:
+        write_results(out, results | {"seconds": time.monotonic() - started, "complete": complete}, records)
+
+    records = run_all(checks, settings, 60 * args.minutes, args.only, console, keep)
+    keep(records, complete=not any(record.reason == INTERRUPTED for record in records))
     for problem in save_pictures(out, records):
         console.print(f"A picture could not be drawn: {problem}", style="yellow", soft_wrap=True)
     show(console, results, records, {check.name: check.title for check in checks})
@@ -81,10 +93,18 @@ def main(argv: Sequence[str] | None = None, checks: Sequence[Check] = CHECKS) ->
 
 
 def run_all(
-    checks: Sequence[Check], settings: Settings, seconds: float, only: Sequence[str] | None, console: Console
+    checks: Sequence[Check],
+    settings: Settings,
+    seconds: float,
+    only: Sequence[str] | None,
+    console: Console,
+    told: Callable[[Sequence[Record]], None] = lambda records: None,
 ) -> list[Record]:
-    """One after the other; time that one does not need is the others'."""
-    records = []
+    """One after the other; time that one does not need is the others', and the last is killed soon after the end.
+
+    told: called before and after each check with a record of every one, as far as it has come.
+    """
+    records = {check.name: Record(check.name, Status.NOT_RUN, "it had not begun") for check in checks}
     end = time.monotonic() + seconds
     waived = {check.name: check.obstacle(settings) for check in checks}
     waived |= {check.name: "not asked for (--only)" for check in checks if only is not None and check.name not in only}
@@ -92,26 +112,33 @@ def run_all(
     interrupted = False
     for check in checks:
         if check not in waiting:
-            records.append(Record(check.name, Status.SKIPPED, waived[check.name] or ""))
+            records[check.name] = Record(check.name, Status.SKIPPED, waived[check.name] or "")
             continue
         left = end - time.monotonic()
         limit = left * check.share / sum(c.share for c in waiting)
         waiting.remove(check)
         record = Record(check.name, Status.NOT_RUN)
         if interrupted:
-            record.reason = "interrupted"
+            record.reason = INTERRUPTED
         elif limit < check.least_s * _LEAST[settings.size]:
             record.reason = f"{max(0.0, limit):.0f} s were left for it, too little; give more --minutes"
         else:
+            records[check.name] = Record(check.name, Status.RUNNING, "it was running")
+            told(list(records.values()))
             try:
                 with console.status(f"{check.name}: {check.title} (up to {limit:.0f} s)"):
-                    record = run_isolated(check, settings, limit)
+                    record = run_isolated(check, settings, limit, most_s=left + GRACE_S)
             except KeyboardInterrupt:
-                record.reason, interrupted = "interrupted", True
-        records.append(record)
-        reason = f": {record.reason}" if record.reason else ""
-        console.print(f"{record.status.value:>8}  {check.name} ({record.seconds:.0f} s){reason}", soft_wrap=True)
-    return records
+                record, interrupted = read_record(settings.out, check.name), True
+                record.status, record.reason = Status.NOT_RUN, INTERRUPTED
+        records[check.name] = record
+        told_of = "; ".join(filter(None, (record.reason, gist(record))))
+        line = f"{record.status.value:>8}  {check.name} ({record.seconds:.0f} s)"
+        console.print(f"{line}: {told_of}" if told_of else line, soft_wrap=True)
+        for alarm in alarms([record]):
+            console.print(alarm, style="bold red", soft_wrap=True)
+        told(list(records.values()))
+    return list(records.values())
 
 
 def find_gpu() -> tuple[str | None, list[str] | None]:
@@ -146,14 +173,25 @@ def _minutes(text: str) -> float:
     return value
 
 
+def _bytes(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="python -m experiments.gpu_check", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--minutes", type=_minutes, default=8.0, help="that all of it may take, roughly (8)")
     parser.add_argument("--out", type=Path, help="folder for the results (experiments/results/GPU-DATE)")
+    parser.add_argument(
+        "--host-bytes", type=_bytes, metavar="SIZE", help="host memory to choose models for: 96GiB (what is available)"
+    )
     parser.add_argument("--size", choices=[s.value for s in Size], help="full with a GPU, small without")
     parser.add_argument("--only", type=lambda text: text.split(","), help="names of checks, separated by commas")
     return parser
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # who ends it with a signal gets pictures, too
     sys.exit(main())

@@ -1,23 +1,25 @@
 """Another process on the same GPU, which takes memory when told to: ``python -m experiments.neighbour DEVICE``.
 
 A line on standard input is how many bytes it shall hold. It takes what is free and waits for the rest, as a training
-job that starts beside ours would, and answers each empty line with the bytes that it holds. It ends with its input.
+job that starts beside ours would. It answers each empty line with the bytes that it holds, once it has tried for what
+is missing. It ends with its input.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import select
 import subprocess
 import sys
-import threading
-import time
+from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 CHUNK = 1 << 26
-"""Bytes taken at a time."""
+"""Bytes; what it holds are whole multiples."""
 _PAUSE_S = 0.01
 
 
@@ -30,15 +32,16 @@ class Neighbour:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            cwd=Path(__file__).parents[1],
         )
         self.held()
 
     def want(self, nbytes: int) -> None:
-        """Tell it to hold so many bytes from now on; it may take a while."""
+        """Tell it to hold so many bytes from now on."""
         self._say(str(nbytes))
 
     def held(self) -> int:
-        """Bytes that it holds now, its context apart."""
+        """Bytes that it holds now, its context apart; it has just tried for what is missing."""
         self._say("")
         assert self._process.stdout is not None
         answer = self._process.stdout.readline().strip()
@@ -48,8 +51,11 @@ class Neighbour:
 
     def close(self) -> None:
         """End it."""
-        with contextlib.suppress(BrokenPipeError):
-            self._process.communicate(timeout=30)
+        try:
+            with contextlib.suppress(BrokenPipeError):
+                self._process.communicate(timeout=30)
+        finally:
+            self._process.kill()  # nothing, if it has ended
 
     def _say(self, line: str) -> None:
         assert self._process.stdin is not None
@@ -58,37 +64,73 @@ class Neighbour:
             self._process.stdin.flush()
 
 
-class _Holder:
-    """Inside the process: holds as much as is wanted, or as there is."""
+class Holder:
+    """Inside the process: holds as much as is wanted, or as there is.
 
-    def __init__(self, device: str) -> None:
-        self._device = device
-        self._wanted = 0
-        self._held: list[Tensor] = []
+    take: gives so many bytes, or raises torch.OutOfMemoryError. free: bytes that may be there.
+    """
+
+    def __init__(self, take: Callable[[int], Tensor], free: Callable[[], int]) -> None:
+        self._take, self._free = take, free
+        self.wanted = 0
+        self.pieces: list[Tensor] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return sum(piece.nbytes for piece in self.pieces)
+
+    def adjust(self) -> None:
+        """Let go of what is too much, and take what is missing in as few pieces as possible.
+
+        Thousands of small allocations would take longer than the iterations that are to notice them.
+        """
+        if self.nbytes > self.wanted:
+            while self.nbytes > self.wanted:
+                self.pieces.pop()
+            torch.cuda.empty_cache()
+        size = self._whole(min(self.wanted - self.nbytes, self._free()))
+        while size:
+            try:
+                self.pieces.append(self._take(size))
+            except torch.OutOfMemoryError:
+                size = self._whole(size // 2)
+            else:
+                size = self._whole(min(size, self.wanted - self.nbytes, self._free()))
 
     def listen(self) -> None:
-        for line in sys.stdin:
-            if line.strip():
-                self._wanted = int(line)
-            else:
-                print(len(self._held) * CHUNK, flush=True)
-        os._exit(0)
-
-    def hold(self) -> None:
-        torch.zeros(1, device=self._device)  # the context is there before the first answer
-        threading.Thread(target=self.listen, daemon=True).start()
+        """Do what the lines of standard input say until it ends, and try for what is missing in between."""
+        text = b""
         while True:
-            wanted = self._wanted // CHUNK
-            try:
-                while len(self._held) < wanted:
-                    self._held.append(torch.empty(CHUNK, dtype=torch.uint8, device=self._device))
-            except torch.OutOfMemoryError:
-                pass  # it waits for the rest
-            if len(self._held) > wanted:
-                del self._held[wanted:]
-                torch.cuda.empty_cache()
-            time.sleep(_PAUSE_S)
+            ready, _, _ = select.select([sys.stdin], [], [], _PAUSE_S)
+            if not ready:
+                self.adjust()
+                continue
+            read = os.read(sys.stdin.fileno(), 1 << 12)
+            if not read:
+                return
+            *lines, text = (text + read).split(b"\n")
+            for line in lines:
+                if line.strip():
+                    self.wanted = int(line)
+                self.adjust()
+                if not line.strip():
+                    print(self.nbytes, flush=True)
+
+    @staticmethod
+    def _whole(nbytes: int) -> int:
+        return max(0, nbytes) // CHUNK * CHUNK
+
+
+def main(device: str) -> None:
+    torch.zeros(1, device=device)  # the context is there before the first answer
+    on_gpu = torch.device(device).type == "cuda"
+    Holder(
+        lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device=device),
+        lambda: torch.cuda.mem_get_info()[0] if on_gpu else 1 << 62,
+    ).listen()
+    os._exit(0)
 
 
 if __name__ == "__main__":
-    _Holder(sys.argv[1]).hold()
+    main(sys.argv[1])

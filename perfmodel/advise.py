@@ -59,13 +59,22 @@ class Lever:
 
 
 @dataclass(frozen=True)
+class Remedy:
+    """Settings with which the model fits, or would with more host memory, and what then follows."""
+
+    change: str
+    situation: Situation
+
+
+@dataclass(frozen=True)
 class Advice:
     """The answer to a question.
 
     outcomes: adaptive last. bound: of the update alone; None if nothing fits.
     largest: parameters of the largest model of the usual shape that would fit; 0 if none does.
     all_resident_bytes: device memory with which all optimizer state stays on the device.
-    remedies: if the device is too small, settings with which it is not, and the bytes that it then needs.
+    remedies: if it does not fit, settings with which it does; or, if there are none, one for which only host memory
+        is missing.
     """
 
     situation: Situation
@@ -74,7 +83,7 @@ class Advice:
     levers: tuple[Lever, ...]
     largest: int
     all_resident_bytes: int
-    remedies: tuple[tuple[str, int], ...]
+    remedies: tuple[Remedy, ...]
 
     @property
     def best(self) -> Outcome:
@@ -93,7 +102,7 @@ def advise(question: Question) -> Advice:
         tuple(_levers(question, now)),
         largest(question),
         math.ceil((situation.device.peak + situation.alone.state_bytes) / (1 - MARGIN)),
-        () if situation.fits_device else tuple(_remedies(question)),
+        () if situation.fits else tuple(_remedies(question)),
     )
 
 
@@ -210,15 +219,22 @@ def _settings(question: Question) -> Iterator[tuple[str, Question]]:
         yield "--checkpointing", dataclasses.replace(question, checkpointing=True)
 
 
-def _remedies(question: Question) -> Iterator[tuple[str, int]]:
-    """Settings with which the model fits onto the device."""
+def _remedies(question: Question) -> Iterator[Remedy]:
+    """Settings with which what does not fit does, asked anew; and those for which only more host memory is missing."""
     less = dataclasses.replace(question, checkpointing=True)
-    for change, other in (
-        ("--checkpointing", less),
-        ("--offload-gradients", dataclasses.replace(question, offload_gradients=True)),
-        ("--checkpointing --offload-gradients", dataclasses.replace(less, offload_gradients=True)),
-        ("--batch 1", dataclasses.replace(question, batch=1)),
-    ):
-        situation = Situation(other)
-        if situation.fits_device:
-            yield change, situation.device.peak
+    alone = [
+        ("with --checkpointing", less),
+        ("with --offload-gradients", dataclasses.replace(question, offload_gradients=True)),
+        ("with --batch 1", dataclasses.replace(question, batch=1)),
+        ("without --offload-gradients", dataclasses.replace(question, offload_gradients=False)),
+    ]
+    together = [("with --checkpointing --offload-gradients", dataclasses.replace(less, offload_gradients=True))]
+    short: list[Remedy] = []
+    for changes in (alone, together):
+        tried = [Remedy(change, Situation(other)) for change, other in changes if other != question]
+        helps = [remedy for remedy in tried if adaptive_outcome(remedy.situation).fits]
+        if helps:
+            yield from helps
+            return
+        short += [remedy for remedy in tried if remedy.situation.fits_device and not Situation(question).fits_device]
+    yield from short[:1]

@@ -104,6 +104,13 @@ class Question:
         """How many one rank has."""
         return math.ceil(self.state_numel / self.subgroup_size)
 
+    @property
+    def obstacle(self) -> str:
+        """Why DOSAdam cannot do this today, whatever fits; empty if it can."""
+        if self.zero >= 3 and self.ranks > 1:
+            return "DOSAdam refuses parameters that are divided over ranks (FSDP2, DTensor)"
+        return ""
+
     def share(self, whole: int, stage: int) -> int:
         """One rank's part of what ZeRO divides from `stage` on."""
         return -(-whole // self.ranks) if self.zero >= stage else whole
@@ -135,12 +142,17 @@ class Situation:
     @property
     def fits_host(self) -> bool:
         """Whether the host has the memory that all ranks need together; True if it is not known how much it has."""
-        return self.question.host_bytes is None or self.host.total * self.question.ranks <= self.question.host_bytes
+        return self.question.host_bytes is None or self.host_needed <= self.question.host_bytes
 
     @property
     def fits(self) -> bool:
         """Both."""
         return self.fits_device and self.fits_host
+
+    @property
+    def host_needed(self) -> int:
+        """Host memory of all ranks together, in bytes."""
+        return self.host.total * self.question.ranks
 
     @property
     def room(self) -> int:

@@ -10,7 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from perfmodel.advise import Advice, Outcome
+from perfmodel.advise import Advice, Outcome, Remedy
 from perfmodel.plan import Placement
 from perfmodel.question import MARGIN
 from perfmodel.units import format_bytes, format_count, format_seconds
@@ -28,6 +28,7 @@ def as_json(advice: Advice, assumptions: list[str]) -> dict[str, Any]:
     device, host = situation.device, situation.host
     return {
         "fits": situation.fits,
+        "obstacle": question.obstacle or None,
         "model": dataclasses.asdict(question.model),
         "machine": situation.profile.to_json(),
         "settings": settings,
@@ -45,7 +46,7 @@ def as_json(advice: Advice, assumptions: list[str]) -> dict[str, Any]:
         "host": {
             **dataclasses.asdict(host),
             "per_rank": host.total,
-            "all_ranks": host.total * question.ranks,
+            "all_ranks": situation.host_needed,
             "available": question.host_bytes,
             "fits": situation.fits_host,
         },
@@ -59,6 +60,15 @@ def as_json(advice: Advice, assumptions: list[str]) -> dict[str, Any]:
             "shares": _shares(advice.bound.shares),
         },
         "levers": [{"change": lever.change, **_outcome_json(lever.outcome)} for lever in advice.levers],
+        "remedies": [
+            {
+                "change": remedy.change,
+                "fits": remedy.situation.fits,
+                "device_peak": remedy.situation.device.peak,
+                "host_all_ranks": remedy.situation.host_needed,
+            }
+            for remedy in advice.remedies
+        ],
         "largest_parameters": advice.largest,
         "assumptions": assumptions,
     }
@@ -89,8 +99,6 @@ def assumptions(advice: Advice, compute: str) -> list[str]:
         lines.append(f"accumulating over micro-batches, the peak is {format_bytes(accumulating)} instead")
     if question.attach:
         lines.append("updates run on into the next forward: optimizer.attach(model)")
-    if question.zero:
-        lines.append("ZeRO divides by other means: DOSAdam takes shards that are plain tensors, not DTensors")
     if question.offload_gradients:
         lines.append("times do not count that offloaded gradients of subgroups updated on the GPU come up again")
     return lines
@@ -115,22 +123,27 @@ def headline(advice: Advice) -> Iterator[str]:
     situation, question, best = advice.situation, advice.situation.question, advice.best
     ranks = f" on {question.ranks} GPUs" if question.ranks > 1 else ""
     what = f"{format_count(question.model.numel)} parameters in {question.dtype}{ranks}, {situation.profile.name}"
+    if question.obstacle:
+        yield f"NOT POSSIBLE YET: {question.obstacle}. What follows is what it would take."
+    elif question.zero and question.ranks > 1:
+        yield "DOSAdam does not divide state over GPUs: something else must, into plain tensors. That is not tested."
     if not situation.fits_device:
         yield (
             f"{what}: DOES NOT FIT. Without any optimizer state the GPU needs {format_bytes(situation.device.peak)}, "
             f"{format_bytes(situation.device.peak - question.device_bytes)} more than it has."
         )
-        for change, peak in advice.remedies:
-            yield f"With {change} it needs {format_bytes(peak)}."
     if not situation.fits_host:
-        needed, there = situation.host.total * question.ranks, question.host_bytes or 0
+        needed, there = situation.host_needed, question.host_bytes or 0
         yield (
             f"{what}: DOES NOT FIT. Optimizer state and staging need {format_bytes(needed)} of host memory, "
             f"{format_bytes(needed - there)} more than there is."
         )
+    for remedy in advice.remedies:
+        yield _remedy(remedy)
     if situation.fits:
         resident = best.shares[Placement.GPU_RESIDENT]
-        yield f"{what}: fits; {resident:.0%} of the optimizer state can stay on the GPU."
+        fits = "memory would suffice" if question.obstacle else "fits"
+        yield f"{what}: {fits}; {resident:.0%} of the optimizer state can stay on the GPU."
         cpu_only = next(outcome for outcome in advice.outcomes if outcome.policy == "CPU only")
         unit = "update" if best.iteration_s is None else "iteration"
         yield (
@@ -142,6 +155,15 @@ def headline(advice: Advice) -> Iterator[str]:
         yield f"The largest model of the usual shape that fits with these settings: about {most} parameters."
     else:
         yield "With these settings no model fits: lower --batch or --seq."
+
+
+def _remedy(remedy: Remedy) -> str:
+    situation, change = remedy.situation, remedy.change
+    device, host = format_bytes(situation.device.peak), format_bytes(situation.host_needed)
+    if situation.fits:
+        return f"It fits {change}: the GPU then needs {device}, the host {host}."
+    there = format_bytes(situation.question.host_bytes or 0)
+    return f"The GPU would be large enough {change} ({device}), the host would not: {host} instead of {there}."
 
 
 def _bottleneck(advice: Advice) -> str:

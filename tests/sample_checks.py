@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 
 from experiments.checks.base import Bench, Skipped, Target
@@ -31,6 +32,11 @@ def is_killed(bench: Bench) -> None:
 
 def hangs(bench: Bench) -> None:
     bench.note(before="it hung")
+    time.sleep(600)
+
+
+def leaves_a_child(bench: Bench) -> None:
+    bench.note(child=subprocess.Popen(["sleep", "600"]).pid)
     time.sleep(600)
 
 

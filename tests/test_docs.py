@@ -120,6 +120,13 @@ def test_decisions_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "is not a folder that exists" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("page", ["index", "getting-started"])
+def test_newcomers_read_early_that_no_gpu_has_run_this(page: str) -> None:
+    """Until one has: then the pages, the README's limits and this test change together."""
+    assert "No GPU has run this" in "".join((DOCS / f"{page}.md").read_text().splitlines()[:15])
+    assert "No GPU has run" in (ROOT / "README.md").read_text()
+
+
 @pytest.mark.parametrize("package", ["dos", "perfmodel"])
 def test_every_message_is_in_troubleshooting(package: str) -> None:
     page = plain((DOCS / "troubleshooting.md").read_text())

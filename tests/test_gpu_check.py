@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 from collections.abc import Callable
@@ -12,20 +13,25 @@ import pytest
 import torch
 from conftest import FAST
 from rich.console import Console
-from sample_checks import goes_on, hangs, is_killed, passes, raises, skips
+from sample_checks import goes_on, hangs, is_killed, leaves_a_child, passes, raises, skips
 
 from dos.controller import AdaptivePolicy, resolve_policy
-from experiments.checks import kernels, plans, rivals, speed
+from dos.memory import Source
+from dos.profiles import usable_cores
+from dos.threads import kernel_threads, set_kernel_threads
+from experiments.checks import calibration, features, host, kernels, plans, rivals, speed, suite
 from experiments.checks.base import Bench, Check, Record, Settings, Size, Skipped, Status, Target
 from experiments.checks.catalogue import CHECKS
 from experiments.checks.contenders import Ours, Rig
 from experiments.checks.contest import Clock, Effort, Probe, Score, hold, ratio
 from experiments.checks.isolation import run_isolated
 from experiments.checks.machine import Machine
+from experiments.checks.report import alarms, gist, show
 from experiments.checks.synchronisation import calls_within, waiting
 from experiments.checks.training import EXACT, LARGEST, MEDIUM, Batch, fitted
+from experiments.checks.vitals import Allocator
 from experiments.gpu_check import find_gpu, main, run_all
-from experiments.neighbour import CHUNK, Neighbour
+from experiments.neighbour import CHUNK, Holder, Neighbour
 from experiments.peers import Peer, PeerError
 from perfmodel import Lane, Op, Plan, Span, Timeline, Workload
 
@@ -87,8 +93,8 @@ def test_a_check_that_hangs_is_killed_and_says_where(tmp_path: Path) -> None:
 def test_what_there_is_no_time_for_is_not_run(tmp_path: Path) -> None:
     status, results = run(tmp_path, "--minutes=0.0001")
     assert status == 1
-    peers = ["torchao", "deepspeed", "bitsandbytes"]  # which are skipped
-    assert results["not_run"] == [c.name for c in CHECKS if c.name not in peers]
+    skipped = ["tests", "torchao", "deepspeed", "bitsandbytes"]
+    assert results["not_run"] == [c.name for c in CHECKS if c.name not in skipped]
     assert all("--minutes" in results["checks"][name]["reason"] for name in results["not_run"])
 
 
@@ -97,7 +103,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("gpu_check")
 
 
-RAN = ("environment", "kernels", "losses", "memory", "largest", "torchao")
+RAN = ("environment", "host", "kernels", "losses", "memory", "features", "beside", "compile", "largest", "torchao")
 
 
 @pytest.fixture(scope="module")
@@ -109,9 +115,10 @@ def results(out: Path) -> dict[str, Any]:
 
 def test_results_say_where_when_and_what(results: dict[str, Any]) -> None:
     assert set(results) == {
-        *("what", "gpu", "emulated", "date", "commit", "changed_files", "size", "minutes", "seconds"),
-        *("checks", "failed", "not_run", "targets_missed"),
+        *("what", "gpu", "emulated", "date", "commit", "changed_files", "size", "minutes", "host_bytes", "seconds"),
+        *("complete", "checks", "failed", "not_run", "running", "alarms", "targets_missed"),
     }
+    assert results["complete"] is True
     assert (results["emulated"], results["gpu"], results["size"]) == (True, None, "tiny")
     assert list(results["checks"]) == [c.name for c in CHECKS]
     for name, found in results["checks"].items():
@@ -128,11 +135,24 @@ def test_results_have_the_figures(results: dict[str, Any]) -> None:
     assert found["losses"]["float32"]["largest difference"] < 1e-4
     assert found["memory"]["budget"]["most_held_bytes"] <= found["memory"]["budget"]["bytes"]
     contest = found["largest"]
-    assert {"adaptive", "CPU only", "stride 3"} <= set(contest["contenders"])
+    adaptive = speed.named(0.25)
+    assert {adaptive, "CPU only", "ratio 0.75", "stride 3"} <= set(contest["contenders"])
     for score in contest["contenders"].values():
-        assert score["iteration_s"] > 0
-    assert contest["contenders"]["adaptive"]["resident_share"] == 1.0
-    assert contest["updates"]["adaptive"]["bound_s"] > 0
+        assert score["iteration_s"] > score["step_on_host_s"] > 0
+    assert contest["contenders"][adaptive]["hooks_in_backward_s"] > 0
+    assert contest["memory_source"] == found["memory"]["memory_source"] == "the device itself"
+    assert contest["pinned"] is None, "an emulated device's memory need not be"
+    assert found["host"]["pinning"]["seconds"] > 0
+    for name, features_ in (("features", 4), ("compile", 3)):
+        assert list(found[name]["same_bits"].values()) == [True] * features_
+    assert set(found["features"]["iteration_s"]) == {f.name for f in (features.PLAIN, *features.FEATURES)}
+    assert set(found["compile"]["iteration_s"]) == {"compiled", "not compiled"}
+    assert found["beside"]["slower"]["alone"] == {"forward": 1.0, "backward": 1.0}
+    assert set(found["beside"]["slower"]["copies both ways"]) == {"forward", "backward"}
+    assert contest["contenders"][adaptive]["resident_share"] <= 0.25, "it has memory for no more of the state"
+    assert "gpu_" in contest["contenders"][adaptive]["plan"]
+    assert f"{adaptive} against ratio 0.75" in contest["adaptive_over_fixed"]
+    assert contest["updates"][adaptive]["bound_s"] > 0
 
 
 def test_pictures_and_timelines_are_drawn(out: Path, results: dict[str, Any]) -> None:
@@ -149,6 +169,7 @@ def test_pictures_and_timelines_are_drawn(out: Path, results: dict[str, Any]) ->
         (["--minutes=soon"], "minutes above 0"),
         (["--minutes=nan"], "minutes above 0"),
         (["--size=huge"], "invalid choice"),
+        (["--host-bytes=much"], "expected a size such as 24GiB"),
         (["--only=kernels,nonsense"], "no check 'nonsense'; there are environment"),
     ],
 )
@@ -306,6 +327,19 @@ def test_ours_has_as_much_on_the_device_as_it_has_memory_for() -> None:
     assert 0.3 < shares["most"] <= 0.76  # some of the memory may be for slots
 
 
+def test_kernels_use_as_many_threads_as_were_calibrated(tmp_path: Path) -> None:
+    """Contests give the optimizer a policy that has its profile, so it never sets the threads itself."""
+    before = kernel_threads()
+    try:
+        for threads in (1, 2):
+            dataclasses.replace(FAST, cpu_threads=threads).save(tmp_path / calibration.FILE)
+            assert calibration.measured_profile(tmp_path, torch.device("cpu")).cpu_threads == threads
+            assert kernel_threads() == min(threads, len(usable_cores()))
+    finally:
+        set_kernel_threads(0)
+    assert kernel_threads() == before
+
+
 def test_overlap_counts_lanes_that_are_busy_at_once() -> None:
     spans = (
         Span(Lane.D2H, Op.GRADIENT, 0, -1.0, 1.0),
@@ -342,8 +376,11 @@ def test_jobs_are_cut_to_what_fits() -> None:
     cut = job.fitting(5e9)
     assert 4.7e9 < cut.numel <= 5e9
     assert job.fitting(1e12) == job
+    here = Settings(Size.FULL, cuda=False, out=Path())
     with pytest.raises(Skipped, match="memory here is enough for 1M parameters"):
-        fitted(job, cuda=False, most=1e6)
+        fitted(job, here, most=1e6)
+    told = dataclasses.replace(here, host_bytes=100 << 30)
+    assert 0.75 * (100 << 30) < 16 * fitted(job, told).numel <= 0.8 * (100 << 30)
 
 
 class BrokenPeer(Peer):
@@ -370,26 +407,219 @@ def test_peers_are_skipped_with_a_reason(tmp_path: Path) -> None:
 def test_a_neighbour_holds_what_it_is_told_to() -> None:
     neighbour = Neighbour("cpu")
     try:
-        for wanted in (3 * CHUNK, CHUNK, 0):
+        for wanted in (3 * CHUNK, CHUNK, 5 * CHUNK, 0):
             neighbour.want(wanted)
-            deadline = time.monotonic() + 30
-            while neighbour.held() != wanted and time.monotonic() < deadline:
-                time.sleep(0.01)
-            assert neighbour.held() == wanted
+            assert neighbour.held() == wanted, "at once, so that the next iteration can be judged"
     finally:
         neighbour.close()
     with pytest.raises(RuntimeError, match="the neighbour has ended"):
         Neighbour("no such device")
 
 
+def bench(tmp_path: Path, seconds: float = 60.0) -> Bench:
+    return Bench("sample", Settings(out=tmp_path, **SETTINGS), seconds, tmp_path / "sample.json")
+
+
+def written(tmp_path: Path) -> dict[str, Any]:
+    return json.loads((tmp_path / "sample.json").read_text())
+
+
+def test_memory_that_is_not_pinned_is_said_first_and_last(tmp_path: Path) -> None:
+    fine = Record("policies", Status.PASSED, figures={"pinned": True, "memory_source": "NVML"})
+    spoilt = Record("largest", Status.PASSED, figures={"pinned": False, "memory_source": Source.NO_NVML.value})
+    assert alarms([fine, Record("kernels", Status.PASSED)]) == []
+    unpinned, blind = alarms([fine, spoilt])
+    assert unpinned.startswith("HOST MEMORY IS NOT PINNED (largest): ")
+    assert blind.startswith(f"FREE MEMORY COMES FROM {Source.NO_NVML.value} (largest)")
+    console = Console(record=True, width=160)
+    show(console, {"gpu": "a GPU"}, [fine, spoilt], {"policies": "", "largest": ""})
+    lines = console.export_text().splitlines()
+    assert lines[0] == lines[-2] == unpinned
+
+
+def test_the_gist_of_a_check() -> None:
+    pinning = {"bytes": 2**30, "seconds": 0.5, "gib_per_s": 2.0, "huge_page_bytes": 2**29}
+    figures = {"pinned": False, "pinning": pinning, "same_bits": {"clipping": True, "GradScaler": False}}
+    found = gist(Record("host", Status.FAILED, figures=figures))
+    assert found == "1.00 GiB NOT pinned at 2.0 GiB/s, 50% in huge pages, OTHER BITS with GradScaler"
+    assert gist(Record("host", Status.NOT_RUN)) == ""
+    assert "cannot be shown" in gist(Record("host", Status.FAILED, figures={"pinning": {"bytes": None}}))
+
+
+def test_other_bits_of_a_feature_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With offloaded gradients a policy differs, clipping does not clip, and GradScaler breaks: all are found."""
+
+    def bits_of(job: object, batches: object, device: object, policy: str, feature: features.Feature) -> list[Any]:
+        if feature.scaled:
+            raise RuntimeError("on purpose\nand more")
+        wrong = feature.micro_batches > 1 and policy == "stride:2"
+        return [torch.ones(2) if wrong else torch.zeros(2)]
+
+    monkeypatch.setattr(features, "bits_of", bits_of)
+    monkeypatch.setattr(features, "iteration_s", lambda *_: 1.0)
+    features.run(bench(tmp_path))
+    assert written(tmp_path)["problems"] == [
+        "clipping: nothing was clipped",
+        "GradScaler: RuntimeError: on purpose",
+        "offloaded gradients of two micro-batches: other bits with policy stride:2 than on the host",
+    ]
+
+
+TESTS_OF_ALL_KINDS = """
+import time, pytest
+def test_passes(): pass
+@pytest.mark.parametrize("x", ["a b", "c"])
+def test_fails(x): assert x == "c"
+def test_is_skipped(): pytest.skip("for a reason")
+@pytest.fixture
+def broken(): raise ValueError
+def test_is_broken(broken): pass
+"""
+
+
+def test_tests_are_run_and_failures_listed(tmp_path: Path) -> None:
+    path = tmp_path / "test_sample.py"
+    path.write_text(TESTS_OF_ALL_KINDS)
+    suite.run_tests(bench(tmp_path), [path])
+    found = written(tmp_path)
+    assert found["figures"]["tests"] == 5
+    assert found["figures"]["outcomes"] == {"passed": 2, "failed": 1, "skipped": 1, "error": 1}
+    assert [name.rpartition("::")[2] for name in found["problems"]] == ["test_fails[a b]", "test_is_broken"]
+    assert "assert 'a b' == 'c'" in (tmp_path / found["figures"]["log"]).read_text()
+
+
+def test_tests_that_hang_are_ended_and_the_others_count(tmp_path: Path) -> None:
+    path = tmp_path / "test_sample.py"
+    path.write_text("import time\ndef test_passes(): pass\ndef test_hangs(): time.sleep(600)\n")
+    started = time.monotonic()
+    suite.run_tests(bench(tmp_path, seconds=8.0), [path])
+    assert time.monotonic() - started < 30
+    found = written(tmp_path)
+    assert found["figures"]["outcomes"] == {"passed": 1}
+    assert found["figures"]["ended"] is False
+    (target,) = found["targets"]
+    assert (target["value"], target["limit"], target["met"]) == (1, "at least 2", False)
+
+
+def test_memory_that_grows_when_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "_STEP", 1 << 16)
+    monkeypatch.setattr(host, "KEPT", 1 << 16)
+    monkeypatch.setattr(host, "_PATIENCE_S", 0.05)
+    asked = 0
+
+    def grows() -> int:
+        nonlocal asked
+        asked += 1
+        return 0 if asked % 2 else 1 << 20
+
+    assert host.touch(10 << 16, lambda: True, grows) == 10 << 16
+    left = iter([1 << 20] * 3)
+    assert host.touch(10 << 16, lambda: True, lambda: next(left, 1)) == 3 << 16, "no more than there is"
+    assert host.touch(10 << 16, lambda: False, lambda: 1 << 20) == 0, "no time"
+
+
+def test_the_allocator_is_read_from_where_a_turn_began(monkeypatch: pytest.MonkeyPatch) -> None:
+    stats, peak = {"num_alloc_retries": 3, "num_ooms": 1}, 100
+
+    def reset() -> None:
+        nonlocal peak
+        peak = 10
+
+    for name, value in (
+        ("is_initialized", lambda: True),
+        ("memory_stats", lambda: stats),
+        ("max_memory_reserved", lambda: peak),
+        ("reset_peak_memory_stats", reset),
+    ):
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(Allocator, "_highest", 0)
+    allocator = Allocator()
+    stats, peak = {"num_alloc_retries": 5, "num_ooms": 1}, 40
+    assert allocator.read() == {"num_alloc_retries": 2, "num_ooms": 0, "peak_reserved_bytes": 40}
+    assert Allocator.of_this_process() == {"num_alloc_retries": 5, "num_ooms": 1, "peak_reserved_bytes": 100}
+
+
+def test_a_neighbour_takes_a_whole_gpu_in_a_few_pieces() -> None:
+    """2,100 allocations of 64 MiB took longer than the iterations that were to notice them."""
+    room = said = 2100 * CHUNK
+    calls = 0
+
+    def take(nbytes: int) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if holder.nbytes + nbytes > room:
+            raise torch.OutOfMemoryError
+        return torch.empty(nbytes, dtype=torch.uint8, device="meta")
+
+    holder = Holder(take, lambda: said - holder.nbytes)
+    holder.wanted = 2 * room
+    holder.adjust()
+    assert (holder.nbytes, calls) == (room, 1)
+    # Somebody else has taken more than is said to be free.
+    room, calls = 700 * CHUNK, 0
+    holder.wanted = 0
+    holder.adjust()
+    assert holder.nbytes == 0
+    holder.wanted = 2100 * CHUNK
+    holder.adjust()
+    assert room - holder.nbytes < 2 * CHUNK
+    assert calls < 30
+
+
 def test_an_interruption_keeps_what_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(check: Check, settings: Settings, seconds: float) -> Record:
+    def interrupted(check: Check, settings: Settings, seconds: float, *, most_s: float) -> Record:
         if check.name == "skips":
             raise KeyboardInterrupt
         return Record(check.name, Status.PASSED)
 
+    (tmp_path / "checks").mkdir()
+    so_far = Record("skips", Status.FAILED, figures={"before": "it was interrupted"})
+    (tmp_path / "checks" / "skips.json").write_text(json.dumps(so_far.to_json()))
     monkeypatch.setattr("experiments.gpu_check.run_isolated", interrupted)
     settings = Settings(Size.TINY, cuda=False, out=tmp_path)
     records = run_all([*map(check, (passes, skips, raises))], settings, 60.0, None, Console(quiet=True))
     assert [r.status for r in records] == [Status.PASSED, Status.NOT_RUN, Status.NOT_RUN]
     assert records[1].reason == records[2].reason == "interrupted"
+    assert records[1].figures == {"before": "it was interrupted"}
+
+
+def test_results_are_written_after_each_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever is killed leaves what there was until then, and says what was running."""
+    seen: dict[str, dict[str, Any]] = {}
+
+    def looks(check: Check, settings: Settings, seconds: float, *, most_s: float) -> Record:
+        seen[check.name] = json.loads((tmp_path / "results.json").read_text())
+        return Record(check.name, Status.PASSED, figures={"answer": check.name})
+
+    monkeypatch.setattr("experiments.gpu_check.run_isolated", looks)
+    run(tmp_path, checks=tuple(map(check, (passes, skips, raises))))
+    for number, name in enumerate(("passes", "skips", "raises")):
+        found = seen[name]
+        assert list(found["checks"]) == ["passes", "skips", "raises"]
+        states = [c["status"] for c in found["checks"].values()]
+        assert states == ["passed"] * number + ["running"] + ["not run"] * (2 - number)
+        assert found["running"] == [name]
+        assert found["complete"] is False
+    assert seen["raises"]["checks"]["skips"]["figures"] == {"answer": "skips"}
+
+
+def test_the_last_check_is_killed_soon_after_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[tuple[float, float]] = []
+
+    def keeps(check: Check, settings: Settings, seconds: float, *, most_s: float) -> Record:
+        limits.append((seconds, most_s))
+        return Record(check.name, Status.PASSED)
+
+    monkeypatch.setattr("experiments.gpu_check.run_isolated", keeps)
+    settings = Settings(Size.TINY, cuda=False, out=tmp_path)
+    run_all([*map(check, (passes, raises))], settings, 100.0, None, Console(quiet=True))
+    assert limits == [pytest.approx((50, 120), abs=1), pytest.approx((100, 120), abs=1)]
+
+
+def test_what_a_killed_check_has_started_ends_with_it(tmp_path: Path) -> None:
+    record = run_isolated(check(leaves_a_child), Settings(out=tmp_path, **SETTINGS), seconds=0.5, grace_s=2.0)
+    child = record.figures["child"]
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{child}").exists() and "(zombie)" not in Path(f"/proc/{child}/status").read_text():
+        assert time.monotonic() < deadline, "it still runs"
+        time.sleep(0.05)

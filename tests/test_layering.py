@@ -47,7 +47,8 @@ def test_layers(path: Path) -> None:
 
 INNER = {
     "subgroup": set(),
-    "update": {"threads", "triton_kernel"},
+    "update": {"extension", "threads", "triton_kernel"},
+    "extension": set(),
     "threads": {"profiles"},
     "triton_kernel": set(),
     "controller": set(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from perfmodel.__main__ import main
 from perfmodel.hardware import HardwareProfile
 
+ROOT = Path(__file__).parents[1]
 LLAMA_2_7B = {
     "hidden_size": 4096,
     "intermediate_size": 11008,
@@ -53,9 +55,42 @@ def test_a_gpu_too_small(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--params", "7e9", "--machine", "rtx_4090_desktop", "--host", "64GiB", "--checkpointing"]) == 0
     text = capsys.readouterr().out
     assert "DOES NOT FIT. Without any optimizer state the GPU needs 27.3 GiB, 3.7 GiB more than it has." in text
-    assert "With --checkpointing --offload-gradients it needs" in text
+    assert "It fits" not in text
+    assert "large enough with --offload-gradients (15.3 GiB), the host would not: 130.4 GiB instead of 64.0" in text
     assert "need 104.3 GiB of host memory, 40.3 GiB more than there is." in text
     assert "The largest model of the usual shape that fits with these settings: about 4.29B parameters." in text
+
+
+def test_more_than_dosadam_can_do_is_not_said_to_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    divided = ("--params", "7e9", "--machine", "h100", "--ranks", "4", "--zero")
+    assert main([*divided, "3"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("NOT POSSIBLE YET: DOSAdam refuses parameters that are divided over ranks (FSDP2, DTensor).")
+    assert "h100: fits" not in text
+    assert "h100: memory would suffice" in text
+    assert main([*divided, "2"]) == 0
+    assert capsys.readouterr().out.startswith("DOSAdam does not divide state over GPUs: something else must")
+    assert "DTensor" in answer(capsys, *divided, "3")["obstacle"]
+    assert answer(capsys, *divided, "0")["obstacle"] is None
+
+
+def commands(page: str) -> list[list[str]]:
+    """The planner's command lines in a page that need no file."""
+    found = re.findall(r"python -m perfmodel( --[^`\n]*)", (ROOT / page).read_text())
+    return [line.split() for line in found]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/planning.md"])
+def test_documented_commands_give_what_the_page_promises(page: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Among others how long an iteration takes under each policy, where anything fits at all."""
+    lines = commands(page)
+    assert lines
+    for line in lines:
+        found = answer(capsys, *line)
+        fitting = [row for row in found["policies"] if row["fits"]]
+        assert all(row["iteration_s"] is not None for row in fitting), f"{line} gives no times"
+        assert found["obstacle"] is None
+        assert fitting or page != "README.md"
 
 
 def test_json_has_it_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -212,8 +247,7 @@ def test_what_a_user_can_get_wrong(
 def test_the_command_needs_no_torch(tmp_path: Path) -> None:
     """As a user runs it, with a torch that cannot be imported."""
     (tmp_path / "torch.py").write_text("raise ImportError('the planner must not need torch')\n")
-    root = Path(__file__).parents[1]
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{root}"}
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     command = [sys.executable, "-m", "perfmodel", "--params", "1e9", "--machine", "rtx_3090_desktop"]
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

@@ -7,7 +7,9 @@ import enum
 import json
 import math
 import time
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,8 @@ class Status(enum.Enum):
     FAILED = "failed"
     SKIPPED = "skipped"
     NOT_RUN = "not run"
+    RUNNING = "running"
+    """Of results that were written while it ran."""
 
 
 class Skipped(Exception):  # noqa: N818  (not an error: there is a reason)
@@ -43,11 +47,13 @@ class Settings:
 
     cuda: whether there is a GPU; without one the accelerator is emulated.
     out: folder of the results.
+    host_bytes: host memory for which models are chosen; None: what is available.
     """
 
     size: Size
     cuda: bool
     out: Path
+    host_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -134,6 +140,17 @@ class Bench:
         self._record.problems.append(text)
         self._write()
 
+    @contextmanager
+    def guarded(self, part: str) -> Iterator[None]:
+        """A part of the check: if it breaks, that is a problem, and the others go on. Not for Skipped."""
+        try:
+            yield
+        except Skipped:
+            raise
+        except Exception as error:
+            traceback.print_exc()  # into the log
+            self.problem(f"{part}: {type(error).__name__}: {error}".partition("\n")[0])
+
     def target(self, target: Target) -> None:
         """Write a target down."""
         self._record.targets.append(target)
@@ -148,10 +165,7 @@ class Bench:
 
     def _write(self) -> None:
         self._record.seconds = time.monotonic() - self._start
-        # Renamed into place, so that nobody reads half a file.
-        partial = self._path.with_suffix(".partial")
-        partial.write_text(json.dumps(self._record.to_json()))
-        partial.replace(self._path)
+        replace_text(self._path, json.dumps(self._record.to_json()))
 
 
 @dataclass(frozen=True)
@@ -169,6 +183,13 @@ class Check:
     share: float
     least_s: float = 5.0
     obstacle: Callable[[Settings], str | None] = lambda settings: None
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file so that whoever reads it meanwhile, or after this process was killed, finds all of one version."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(text)
+    partial.replace(path)
 
 
 def plain(value: object) -> object:

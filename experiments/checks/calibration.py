@@ -14,6 +14,7 @@ from dos.devices import Device
 from dos.devices.cuda import CudaDevice
 from dos.measure import MINIMUM, QUICK, base_profile, measure, name_of
 from dos.profiles import machine_name, usable_cores
+from dos.threads import set_kernel_threads
 from experiments.checks.base import Bench, Size, Target
 from experiments.checks.training import prepare
 from perfmodel.hardware import HardwareProfile
@@ -56,11 +57,16 @@ def run(bench: Bench) -> None:
 
 
 def measured_profile(out: Path, torch_device: torch.device) -> HardwareProfile:
-    """The profile of this run's calibration; a quick one now if that has failed."""
+    """The profile of this run's calibration; a quick one now if that has failed.
+
+    From here on this process's kernels use as many threads as it was measured with. An optimizer that finds its profile
+    itself does so, too; one that is given a policy with a profile does not.
+    """
     try:
-        return HardwareProfile.load(out / FILE)
+        found = HardwareProfile.load(out / FILE)
     except (OSError, ValueError, json.JSONDecodeError):
         device = CudaDevice(torch_device)
-        return measure(device, QUICK, thread_counts(len(usable_cores()))).profile(
-            base_profile(device), machine_name(name_of(device))
-        )
+        measured = measure(device, QUICK, thread_counts(len(usable_cores())))
+        found = measured.profile(base_profile(device), machine_name(name_of(device)))
+    set_kernel_threads(found.cpu_threads)
+    return found

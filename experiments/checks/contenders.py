@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from collections.abc import Callable
 
-from dos import DOSAdam
 from dos.controller import AdaptivePolicy, Policy
 from experiments.checks.contest import Probe
 from experiments.checks.machine import Machine
 from experiments.checks.training import SETTINGS, Batch, Job, Reference, free_memory
+from experiments.checks.vitals import Timed
 from experiments.gpt import GPT
 from perfmodel import Plan, Timeline, Workload
 from perfmodel.hardware import HardwareProfile
@@ -109,7 +110,7 @@ class Rig:
         self.slot_bytes = 12 * subgroup_size
         self.budget = 0
         self.model = job.model(machine.torch_device)
-        self.optimizer = DOSAdam(
+        self.optimizer = Timed(
             self.model.parameters(),
             policy=self.switch,
             subgroup_size=subgroup_size,
@@ -133,6 +134,7 @@ class Ours:
         self.share = share
         self._rig = rig
         self._policy = policy
+        self._hooks: list[tuple[float, float]] = []
 
     def open(self) -> None:
         rig = self._rig
@@ -145,7 +147,15 @@ class Ours:
         self._rig.optimizer.zero_grad()
 
     def compute(self, batch: Batch) -> None:
+        optimizer = self._rig.optimizer
+        optimizer.in_forward = optimizer.in_backward = 0.0
         self._rig.model(*batch).backward()
+        self._hooks.append((optimizer.in_forward, optimizer.in_backward))
+
+    def hooks(self) -> dict[str, float]:
+        """Seconds for which the optimizer's hooks hold up the host in one iteration, medians of all."""
+        forward, backward = map(statistics.median, zip(*self._hooks, strict=True)) if self._hooks else (0.0, 0.0)
+        return {"hooks_in_forward_s": forward, "hooks_in_backward_s": backward}
 
     def step(self) -> None:
         self._rig.optimizer.step()

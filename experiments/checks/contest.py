@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from experiments.checks.training import Batch, free_memory
+from experiments.checks.vitals import Allocator
 from perfmodel import Placement, Plan, Timeline, Workload
 
 
@@ -65,10 +66,16 @@ class Probe:
 
 @dataclass
 class Score:
-    """What one contender has shown. rounds: seconds of its iterations, a list for each round."""
+    """What one contender has shown.
+
+    rounds: seconds of its iterations, a list for each round. steps: seconds of the host in their `step()`, likewise.
+    allocator: what the device's allocator did in each round.
+    """
 
     name: str
     rounds: list[list[float]] = field(default_factory=list)
+    steps: list[list[float]] = field(default_factory=list)
+    allocator: list[dict[str, int]] = field(default_factory=list)
     probes: list[Probe] = field(default_factory=list)
     dropped: str = ""
 
@@ -83,6 +90,11 @@ class Score:
         return statistics.median(p.update_s for p in self.probes) if self.probes else None
 
     @property
+    def step_s(self) -> float | None:
+        """Seconds for which `step()` keeps the host, waiting for the device included: as `iteration_s`."""
+        return statistics.median(map(statistics.median, self.steps)) if self.steps else None
+
+    @property
     def typical(self) -> Probe | None:
         """The probe of median time."""
         return sorted(self.probes, key=lambda p: p.update_s)[len(self.probes) // 2] if self.probes else None
@@ -93,6 +105,8 @@ class Score:
         return {
             "iteration_s": self.iteration_s,
             "rounds_s": self.rounds,
+            "step_on_host_s": self.step_s,
+            "allocator": self.allocator,
             "update_s": self.update_s,
             "updates_s": [p.update_s for p in self.probes],
             "predicted_update_s": None if probe is None else probe.prediction_s,
@@ -189,27 +203,34 @@ def hold(
 def turn(contender: Contender, batches: Sequence[Batch], effort: Effort, clock: Clock, score: Score) -> None:
     """One contender's iterations of one round."""
     cycle = itertools.cycle(batches)
+    allocator = Allocator()
     try:
         contender.open()
         for _ in range(effort.warm_up):
             contender.compute(next(cycle))
             contender.step()
-        marks = []
+        marks, steps = [], []
         for _ in range(effort.timed + 1):
             contender.compute(next(cycle))
             marks.append(clock.mark())
+            start = time.perf_counter()
             contender.step()
+            steps.append(time.perf_counter() - start)
         contender.finish()
         clock.wait()
         score.rounds.append(clock.between(marks))
+        score.steps.append(steps)
         for _ in range(effort.probes):
             contender.compute(next(cycle))
             clock.wait()
             contender.step()
-            found = contender.probe()
-            if found is not None:
-                score.probes.append(found)
+            probe = contender.probe()
+            if probe is not None:
+                score.probes.append(probe)
         contender.finish()
         clock.wait()
     finally:
+        found = allocator.read()
+        if found:
+            score.allocator.append(found)
         contender.close()

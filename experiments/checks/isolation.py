@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
+import math
 import multiprocessing
 import os
 import signal
@@ -15,24 +17,28 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from experiments.checks.base import Bench, Check, Record, Settings, Skipped, Status
+from experiments.checks.vitals import Allocator
 
 GRACE_S = 20.0
 """A check that has used up its time and half of it again has this much longer before it is killed."""
 _LOG_LINES = 40
 
 
-def run_isolated(check: Check, settings: Settings, seconds: float, grace_s: float = GRACE_S) -> Record:
+def run_isolated(
+    check: Check, settings: Settings, seconds: float, grace_s: float = GRACE_S, most_s: float = math.inf
+) -> Record:
     """Run the check; what came of it, whatever that is.
 
-    seconds: that it may take. Its output goes to `logs/<name>.log` and its record to `checks/<name>.json` in the folder
-    of the results. Interrupting the caller ends the check's process, too.
+    seconds: that it may take. most_s: after which it is killed at any rate. Its output goes to `logs/<name>.log` and
+    its record to `checks/<name>.json` in the folder of the results. Interrupting the caller ends the check's process,
+    too, with all that it has started.
     """
-    record, log = settings.out / "checks" / f"{check.name}.json", settings.out / "logs" / f"{check.name}.log"
+    record, log = _record_path(settings.out, check.name), settings.out / "logs" / f"{check.name}.log"
     for path in (record, log):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)
     start = time.monotonic()
-    kill_s = 1.5 * seconds + grace_s
+    kill_s = min(1.5 * seconds + grace_s, most_s)
     dump_at = start + kill_s - min(2.0, grace_s / 2)
     # Forked from a server that has imported everything and done nothing, so that there is neither CUDA nor a thread.
     context = multiprocessing.get_context("forkserver")
@@ -43,7 +49,7 @@ def run_isolated(check: Check, settings: Settings, seconds: float, grace_s: floa
         process.join(kill_s)
     finally:
         ended = _end(process)
-    found = _read(record, check.name)
+    found = read_record(settings.out, check.name)
     if not ended:
         found.status, found.reason = Status.FAILED, f"it did not end within {kill_s:.0f} s and was killed; see {log}"
     elif process.exitcode:
@@ -61,7 +67,7 @@ def _run(name: str, run: Callable[[Bench], None], settings: Settings, seconds: f
             os.dup2(log.fileno(), stream)
         faulthandler.enable(log)
         faulthandler.dump_traceback_later(max(0.01, dump_at - time.monotonic()), file=log)
-        bench = Bench(name, settings, seconds, settings.out / "checks" / f"{name}.json")
+        bench = Bench(name, settings, seconds, _record_path(settings.out, name))
         try:
             run(bench)
         except Skipped as reason:
@@ -71,6 +77,9 @@ def _run(name: str, run: Callable[[Bench], None], settings: Settings, seconds: f
             traceback.print_exc()
         else:
             bench.finish(Status.PASSED)
+        allocator = Allocator.of_this_process()
+        if allocator:
+            bench.note(allocator=allocator)
         faulthandler.cancel_dump_traceback_later()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -78,19 +87,41 @@ def _run(name: str, run: Callable[[Bench], None], settings: Settings, seconds: f
         os._exit(0)
 
 
+def _record_path(out: Path, name: str) -> Path:
+    return out / "checks" / f"{name}.json"
+
+
 def _end(process: BaseProcess) -> bool:
-    """Kill the process unless it has ended; whether it had."""
+    """Kill the process, with all that it has started, unless it has ended; whether it had."""
     if not process.is_alive():
         return True
+    assert process.pid is not None
+    started = _started_by(process.pid)
     process.kill()
     process.join()
+    for pid in started:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     return False
 
 
-def _read(path: Path, name: str) -> Record:
-    """What the check has written down."""
+def _started_by(pid: int) -> list[int]:
+    """The processes that this one has started, and those that they have.
+
+    Not by a process group: who ends this program's group shall reach them, too.
+    """
+    found = []
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            for child in map(int, children.read_text().split()):
+                found += [child, *_started_by(child)]
+    return found
+
+
+def read_record(out: Path, name: str) -> Record:
+    """What the check has written down so far."""
     try:
-        return Record.from_json(json.loads(path.read_text()))
+        return Record.from_json(json.loads(_record_path(out, name).read_text()))
     except (OSError, ValueError) as error:
         return Record(name, Status.FAILED, f"it wrote nothing down ({error})")
 

@@ -6,6 +6,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -115,23 +116,21 @@ def settings(shares: Sequence[float]) -> Iterator[Setting]:
         yield Setting(policy, share, attached, gradients)
 
 
-def optimizer_for(model: GPT, policy: str, share: float, *, emulated: bool, offload_gradients: bool = False) -> DOSAdam:
-    """DOSAdam with a policy by name; adaptive has memory for 40% of the state."""
+def optimizer_for(model: GPT, policy: str, share: float, *, emulated: bool, **options: Any) -> DOSAdam:
+    """DOSAdam with a policy by name; adaptive has memory for 40% of the state. options: of DOSAdam, besides."""
     choice: str | float | Policy = policy
     if policy == "changing":
         choice = Changing()
     elif policy.replace(".", "").isdecimal():
         choice = float(policy)
-    return DOSAdam(
-        model.parameters(),
-        policy=choice,
-        profile=_EMULATED,
-        subgroup_size=int(share * model.numel) + 1,
-        offload_gradients=offload_gradients,
-        memory_budget=int(0.4 * 12 * model.numel),
-        device=EmulatedDevice(_EMULATED, capacity=100 * model.numel + (1 << 20)) if emulated else None,
-        **SETTINGS,
-    )
+    settings = {
+        "policy": choice,
+        "profile": _EMULATED,
+        "subgroup_size": int(share * model.numel) + 1,
+        "memory_budget": int(0.4 * 12 * model.numel),
+        "device": EmulatedDevice(_EMULATED, capacity=100 * model.numel + (1 << 20)) if emulated else None,
+    }
+    return DOSAdam(model.parameters(), **{**settings, **SETTINGS, **options})
 
 
 def outcome(
@@ -147,10 +146,14 @@ def outcome(
     if setting.attached:
         optimizer.attach(model)
     losses(model, batches, optimizer.step, optimizer.zero_grad)
+    return results(model, optimizer)
+
+
+def results(model: GPT, optimizer: DOSAdam) -> list[Tensor]:
+    """Parameters and state as they are now."""
     optimizer.synchronize()
     states = [optimizer.state[p] for p in model.parameters()]
-    names = sorted(states[0])
-    return [p.detach() for p in model.parameters()] + [state[name] for state in states for name in names]
+    return [p.detach() for p in model.parameters()] + [state[name] for state in states for name in sorted(state)]
 
 
 def losses(

@@ -23,6 +23,7 @@ from experiments.checks.training import (
     free_memory,
     prepare,
 )
+from experiments.checks.vitals import vitals
 from experiments.gpt import GPT
 from experiments.neighbour import Neighbour
 from perfmodel.hardware import HardwareProfile
@@ -68,7 +69,7 @@ def run(bench: Bench) -> None:
     """The same training on the host alone, with a budget, and beside a neighbour: the same bits."""
     with deterministic():
         device = prepare(bench)
-        job = fitted(PRESSED[bench.size], bench.cuda)
+        job = fitted(PRESSED[bench.size], bench.settings)
         state_bytes = 12 * job.numel
         batches = job.batches(ITERATIONS[bench.size], device)
         profile = measured_profile(bench.out, device) if bench.cuda else None
@@ -84,6 +85,7 @@ def run(bench: Bench) -> None:
             bench.problem(f"with memory_budget={budget} optimizer state held {max(held):.0f} bytes")
         if not same(expected, capped.parameters()):
             bench.problem("parameters have other bits with memory_budget= than on the host")
+        bench.note(**vitals(capped.optimizer, bench.cuda))
         del capped
         free_memory(bench.cuda)
         beside(bench, job, batches, device, emulated, profile, expected)
@@ -108,8 +110,10 @@ def beside(
             if i == third:
                 # All that is free, and half of what optimizer state may have taken.
                 neighbour.want(run.free_bytes() + 6 * job.numel)
+                neighbour.held()  # it has what is free before the iterations begin that are judged
             if i == 2 * third:
                 neighbour.want(0)
+                neighbour.held()
             start = time.perf_counter()
             metrics = run.iterate(batch)
             rows.append(
@@ -155,7 +159,7 @@ class Run:
         self.repeated = 0
         self._emulated = emulated
         self._model: GPT = job.model(device)
-        self._optimizer = DOSAdam(
+        self.optimizer = DOSAdam(
             self._model.parameters(),
             policy=policy,
             profile=profile,
@@ -171,22 +175,22 @@ class Run:
         If a neighbour has taken what the model itself needs, state goes home and forward and backward run once more.
         """
         try:
-            self._optimizer.zero_grad()
+            self.optimizer.zero_grad()
             self._model(*batch).backward()
         except torch.OutOfMemoryError:
             self.repeated += 1
-            self._optimizer.zero_grad()
-            self._optimizer.release_memory()
+            self.optimizer.zero_grad()
+            self.optimizer.release_memory()
             self._model(*batch).backward()
-        self._optimizer.step()
-        return self._optimizer.metrics()
+        self.optimizer.step()
+        return self.optimizer.metrics()
 
     def free_bytes(self) -> int:
         """Of the device, for others."""
         return torch.cuda.mem_get_info()[0] if self._emulated is None else self._emulated.device.memory().free
 
     def parameters(self) -> list[Tensor]:
-        self._optimizer.synchronize()
+        self.optimizer.synchronize()
         return [p.detach() for p in self._model.parameters()]
 
 

@@ -45,7 +45,7 @@ def missing(kind: type[Peer]) -> Callable[[Settings], str | None]:
 
 def compare(bench: Bench, kind: type[Peer]) -> None:
     """The peer, DOSAdam with nothing on the device, with memory for two slots, and with memory for half its state."""
-    stage = Stage(bench, MEDIUM[bench.size], live=False, host_bytes=HOST_BYTES + PEER_HOST_BYTES)
+    stage = Stage(bench, MEDIUM[bench.size], live=False, each=HOST_BYTES + PEER_HOST_BYTES)
     peer = kind(stage.job, stage.machine.torch_device)
     bench.note(peer=peer.name, precision=peer.precision)
     ours = [Ours(CPU, stage.rig, resolve_policy("cpu"))]

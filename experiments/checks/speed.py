@@ -10,12 +10,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dos.controller import AdaptivePolicy, resolve_policy
+from dos.threads import kernel_threads
 from experiments.checks.base import Bench, Size, Target
 from experiments.checks.calibration import measured_profile
 from experiments.checks.contenders import OnDevice, Ours, Rig, first_start, scope_of
 from experiments.checks.contest import Clock, Contender, Effort, Probe, Score, hold, ratio
 from experiments.checks.machine import machine_for
 from experiments.checks.training import HOST_BYTES, LARGEST, MEDIUM, Batch, Job, fitted, prepare
+from experiments.checks.vitals import vitals
 from perfmodel import Lane, Op, Span, Timeline
 from perfmodel.bounds import lower_bound
 from perfmodel.hardware import HardwareProfile
@@ -27,6 +29,8 @@ EFFORTS = {
     Size.SMALL: Effort(warm_up=2, timed=2, probes=2, rounds=2),
     Size.FULL: Effort(warm_up=2, timed=3, probes=1, rounds=5),
 }
+BRIEF = EFFORTS | {Size.FULL: Effort(warm_up=1, timed=2, probes=1, rounds=5)}
+"""For a model so large that every iteration counts."""
 SHARES = (0.5, 1.0, 0.1, 0.25, 0.75, 0.0)
 """Of the state, for which adaptive plans have memory."""
 RATIOS = (0.25, 0.5, 0.75)
@@ -38,6 +42,8 @@ SLOTS_SHARE = 0.1
 
 NOTHING, MASTERS, PLAIN = "no optimizer", "AdamW, float32 masters", "AdamW, bfloat16 state"
 CPU, FULL = "CPU only", "adaptive"
+CERTAIN = 4
+"""Contenders that the largest model leaves time for; others take part if there is more of it."""
 SET_UP_S, COMPUTE_S = 6e-9, 3e-10
 """For each parameter, roughly: to set up, and to compute an iteration. For choosing a model that there is time for."""
 
@@ -78,45 +84,51 @@ def check_policies(bench: Bench) -> None:
     rig.optimizer.attach(rig.model)
     attached = [Ours(f"{CPU}, attached", rig, resolve_policy("cpu"))]
     attached += [Ours(f"{named(s)}, attached", rig, AdaptivePolicy(stage.profile), s) for s in (0.5, 1.0, SLOTS_SHARE)]
-    stage.hold(attached, probes=0)
+    stage.hold(attached, effort=dataclasses.replace(EFFORTS[bench.size], probes=0))
 
 
 def check_largest(bench: Bench) -> None:
-    """The largest model that memory and time allow."""
-    stage = Stage(bench, LARGEST[bench.size], live=True, most=in_time(bench))
+    """The largest model that memory and time allow, as if the device had memory for some of the state alone.
+
+    What fits the host may well fit the device entirely, and then there would be nothing to compare.
+    """
+    stage = Stage(bench, LARGEST[bench.size], live=False, most=in_time(bench))
     rig = stage.rig
-    scores = stage.hold(
-        [
-            Ours(FULL, rig, AdaptivePolicy(stage.profile)),
-            Ours(CPU, rig, resolve_policy("cpu")),
-            stage.on_device(PLAIN, masters=False),
-            Ours("stride 3", rig, resolve_policy("stride:3")),
-            Ours("ratio 0.5", rig, resolve_policy(0.5)),
-        ]
-    )
+    quarter, half = [Ours(named(s), rig, AdaptivePolicy(stage.profile), s) for s in (0.25, 0.5)]
+    certain: list[Contender] = [
+        quarter,
+        Ours(CPU, rig, resolve_policy("cpu")),
+        Ours("ratio 0.75", rig, resolve_policy(0.75)),
+        Ours("stride 3", rig, resolve_policy("stride:3")),
+    ]
+    assert len(certain) == CERTAIN, "the model was chosen so that there is time for so many"
+    perhaps: list[Contender] = [
+        half,
+        Ours("ratio 0.5", rig, resolve_policy(0.5)),
+        stage.on_device(PLAIN, masters=False),
+    ]
+    scores = stage.hold([*certain, *perhaps], effort=BRIEF[bench.size])
     judge(bench, scores, stage.profile)
-    keep_timelines(bench, scores, [CPU, FULL])
+    keep_timelines(bench, scores, [CPU, quarter.name, half.name])
 
 
 def in_time(bench: Bench) -> float:
-    """Parameters that five contenders can be compared with in the time that is left."""
+    """Parameters with which there is time to compare those that matter most."""
     if not bench.cuda:
         return math.inf
     rate = measured_profile(bench.out, prepare(bench)).cpu_update_rate
-    effort = EFFORTS[bench.size]
-    iterations = 5 * (effort.warm_up + effort.timed + 1 + effort.probes)
+    effort = BRIEF[bench.size]
+    iterations = CERTAIN * (effort.warm_up + effort.timed + 1 + effort.probes)
     return bench.left() / (SET_UP_S + iterations * (COMPUTE_S + 1 / rate))
 
 
 class Stage:
     """One model, the machine, and all that a contest needs."""
 
-    def __init__(
-        self, bench: Bench, job: Job, *, live: bool, most: float = math.inf, host_bytes: int = HOST_BYTES
-    ) -> None:
+    def __init__(self, bench: Bench, job: Job, *, live: bool, most: float = math.inf, each: int = HOST_BYTES) -> None:
         device = prepare(bench)
         self.bench = bench
-        self.job = fitted(job, bench.cuda, host_bytes=host_bytes, most=most)
+        self.job = fitted(job, bench.settings, each=each, most=most)
         subgroup_size = -(-self.job.numel // SUBGROUPS[bench.size])
         self.machine = machine_for(bench, self.job, subgroup_size)
         emulated = self.machine.device
@@ -134,20 +146,22 @@ class Stage:
             batch=self.job.batch,
             subgroups=self.rig.subgroups,
             set_up_s=time.perf_counter() - start,
+            kernel_threads=kernel_threads(),
+            **vitals(self.rig.optimizer, bench.cuda),
             profile=self.profile.to_json(),
         )
         self._scores: dict[str, Score] = {}
+        self._ours: dict[str, Ours] = {}
 
     def on_device(self, name: str, masters: bool | None) -> OnDevice:
         return OnDevice(name, self.job, self.machine, masters=masters, before=self.rig.leave)
 
     def hold(
-        self, contenders: Sequence[Contender], *, share_of_time: float = 1.0, probes: int | None = None
+        self, contenders: Sequence[Contender], *, share_of_time: float = 1.0, effort: Effort | None = None
     ) -> dict[str, Score]:
-        """A contest in this share of the time that is left."""
-        effort = EFFORTS[self.bench.size]
-        if probes is not None:
-            effort = dataclasses.replace(effort, probes=probes)
+        """A contest in this share of the time that is left. effort: another than usual for this size."""
+        effort = effort or EFFORTS[self.bench.size]
+        self._ours |= {c.name: c for c in contenders if isinstance(c, Ours)}
         keep = (1 - share_of_time) * self.bench.left()
         return hold(
             contenders, self.batches, effort, Clock(self.bench.cuda), lambda: self.bench.left() - keep, self._told
@@ -155,7 +169,9 @@ class Stage:
 
     def _told(self, scores: dict[str, Score]) -> None:
         self._scores |= scores
-        self.bench.note(contenders={name: score.summary() for name, score in self._scores.items()})
+        hooks = {name: ours.hooks() for name, ours in self._ours.items()}
+        summaries = {name: score.summary() | hooks.get(name, {}) for name, score in self._scores.items()}
+        self.bench.note(contenders=summaries)
 
 
 def named(share: float) -> str:

@@ -30,7 +30,7 @@ WARM_UP = 3
 def run(bench: Bench) -> None:
     """One step, attached, with all state on the GPU, and one with some streamed and some on the host."""
     device = prepare(bench)
-    job = fitted(MEDIUM[bench.size], bench.cuda, most=MOST)
+    job = fitted(MEDIUM[bench.size], bench.settings, most=MOST)
     size = job.numel // 12 + 1
     machine = machine_for(bench, job, size)
     for name, policy in (("all on the GPU", 0.0), ("a third streamed, the others on the host", "stride:3")):

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import AdamW
 
 from dos.host_memory import available_bytes
-from experiments.checks.base import Bench, Size, Skipped
+from experiments.checks.base import Bench, Settings, Size, Skipped
 from experiments.gpt import GPT, GPTConfig
 
 SETTINGS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -108,15 +108,16 @@ STEPS = {Size.TINY: 3, Size.SMALL: 20, Size.FULL: 20}
 """For which bits are compared."""
 
 
-def fitted(job: Job, cuda: bool, *, host_bytes: int = HOST_BYTES, most: float = math.inf) -> Job:
+def fitted(job: Job, settings: Settings, *, each: int = HOST_BYTES, most: float = math.inf) -> Job:
     """The job with no more layers and sequences than host and device have memory for.
 
-    host_bytes: needed for each parameter. most: parameters, at any rate. Raises Skipped if one layer is too much.
+    each: bytes of the host that a parameter needs. most: parameters, at any rate. Raises Skipped if one layer is too
+    much.
     """
-    host = available_bytes()
+    host = settings.host_bytes or available_bytes()
     if host is not None:
-        most = min(most, SHARE_OF_HOST * host / host_bytes)
-    if cuda:
+        most = min(most, SHARE_OF_HOST * host / each)
+    if settings.cuda:
         free, _ = torch.cuda.mem_get_info()
         while job.batch > 1 and job.activation_bytes > SHARE_FOR_ACTIVATIONS * free:
             job = dataclasses.replace(job, batch=job.batch // 2)

@@ -16,6 +16,7 @@ from dos.update import AdamStep, adam_update, gpu_kernel_name
 
 pytestmark = [
     pytest.mark.cuda,
+    pytest.mark.timeout(60),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device"),
 ]
 
