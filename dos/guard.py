@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import signal
-import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
@@ -67,12 +66,12 @@ def _uninterrupted(work: Callable[[], None], ended: Callable[[], None]) -> None:
         work()
         ended()
         return
-    here, came = sys._getframe(), False
+    came = False
 
     def remember(number: int, frame: FrameType | None) -> None:
         nonlocal came
         came = True
-        while frame is not None and frame is not here:
+        while frame is not None and frame.f_code is not _uninterrupted.__code__:
             frame = frame.f_back
         if frame is None:  # all of this is over, but something kept the handler from being taken back
             signal.default_int_handler(number, frame)

@@ -76,18 +76,17 @@ def test_the_work_is_linear(place: str) -> None:
     assert not over
 
 
-@pytest.mark.parametrize("place", ["host", "cpu", "offloaded"])
+@pytest.mark.parametrize("place", ["cpu", "offloaded"])
 def test_a_mixture_of_45_000_tensors(place: str) -> None:
-    """Two steps, of which the second uses every other expert."""
-    ends = []
-    for settings in ({}, PLACES[place]):
-        if settings:
-            settings = {**settings, "device": EmulatedDevice(FAST, capacity=10**8)}
-        ps = parameters(45_000)
-        optimizer = DOSAdam(ps, lr=0.1, **settings)
-        for used in (ps, ps[::2]):
-            torch.stack(used).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        ends.append(bits([torch.stack(ps)]))
-    assert ends[0] == ends[1]
+    """Two steps, of which the second uses every other expert, as two large tensors are updated."""
+    experts = parameters(45_000)
+    optimizer = DOSAdam(experts, lr=0.1, device=EmulatedDevice(FAST, capacity=10**8), **PLACES[place])
+    halves = [nn.Parameter(torch.stack(experts[first::2]).detach()) for first in (0, 1)]
+    twin = DOSAdam(halves, lr=0.1)
+    for used, used_halves in ((experts, halves), (experts[::2], halves[:1])):
+        torch.stack(used).square().sum().backward()
+        sum(half.square().sum() for half in used_halves).backward()
+        for each in (optimizer, twin):
+            each.step()
+            each.zero_grad()
+    assert bits([torch.stack(experts[first::2]) for first in (0, 1)]) == bits(halves)
