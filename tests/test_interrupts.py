@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import random
 import signal
@@ -12,14 +11,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import pytest
 import torch
-from conftest import FAST, bits, mlp, profile
+from conftest import mlp, profile
+from programs import PROGRAMS, STEPS, Program, Training, expected, finish
 from torch import nn
 
 import dos
@@ -31,89 +30,6 @@ EVERYWHERE = os.environ.get("DOS_INTERRUPTS")
 """Set: interrupt at every line of every program, which takes an hour. Else at INTERRUPTS lines, evenly spread."""
 INTERRUPTS = 1000
 SOURCES = str(Path(dos.__file__).parent) + os.sep
-REFUSED = "an earlier step failed part way, so parameters and state do not match"
-INCOMPLETE = "moving a gradient to the host was interrupted or failed"
-
-
-@dataclass(frozen=True)
-class Program:
-    """How a small network is trained. policy: None for parameters on the host."""
-
-    policy: str | float | None
-    attached: bool = False
-    offload_gradients: bool = False
-    clipped: bool = False
-    dtype: torch.dtype = torch.bfloat16
-    amsgrad: bool = False
-
-    def start(self) -> Training:
-        return Training(self)
-
-
-class Training:
-    """One run of a program."""
-
-    def __init__(self, program: Program, device: EmulatedDevice | None = None) -> None:
-        self.program = program
-        self.model = mlp(program.dtype)
-        settings: dict[str, Any] = {}
-        if program.policy is not None:
-            settings = {
-                "policy": program.policy,
-                "device": device or EmulatedDevice(FAST, capacity=10**7),
-                "subgroup_size": 300,
-                "offload_gradients": program.offload_gradients,
-            }
-        self.optimizer = DOSAdam(self.model.parameters(), lr=0.01, amsgrad=program.amsgrad, **settings)
-        if program.attached:
-            self.optimizer.attach(self.model)
-
-    def backward(self, step: int) -> None:
-        self.optimizer.zero_grad()
-        for micro_batch in range(2 if self.program.offload_gradients else 1):
-            generator = torch.Generator().manual_seed(10 * step + micro_batch)
-            inputs = torch.randn(8, 24, generator=generator).to(self.program.dtype)
-            self.model(inputs).float().square().mean().backward()
-
-    def step(self) -> None:
-        if self.program.clipped:
-            self.optimizer.clip_grad_norm_(0.05)
-        self.optimizer.step()
-
-    def read(self) -> list[bytes]:
-        """Parameters and state, to the bit."""
-        states = self.optimizer.state_dict()["state"].values()
-        tensors = [entry[key] for entry in states for key in sorted(entry)]
-        return bits([*self.model.parameters(), *tensors])
-
-
-PROGRAMS = [
-    Program(None),
-    Program(None, dtype=torch.float32, clipped=True),
-    Program("cpu"),
-    Program("cpu", attached=True, clipped=True),
-    Program("stride:2", attached=True),
-    Program("stride:1", dtype=torch.float32, amsgrad=True),
-    Program(0.0),
-    Program(0.5, attached=True, amsgrad=True),
-    Program("adaptive", clipped=True),
-    Program("cpu", offload_gradients=True),
-    Program("stride:2", offload_gradients=True, attached=True, clipped=True),
-    Program(0.0, offload_gradients=True),
-]
-STEPS = 3
-
-
-@functools.cache
-def expected(program: Program) -> tuple[list[bytes], ...]:
-    """What is read after 0 to STEPS + 1 steps without an interruption."""
-    training = program.start()
-    found = [training.read()]
-    for step in range(STEPS + 1):
-        training.backward(step)
-        training.step()
-        found.append(training.read())
-    return tuple(found)
 
 
 @contextmanager
@@ -167,44 +83,7 @@ def outcome_of(program: Program, line: int, first_step: int) -> str:
         return "not interrupted"
     except KeyboardInterrupt:
         pass
-    optimizer = training.optimizer
-    try:
-        state = training.read()
-    except RuntimeError as error:
-        if REFUSED not in str(error):
-            raise
-        with pytest.raises(RuntimeError, match=REFUSED):
-            optimizer.step()
-        with pytest.raises(RuntimeError, match=REFUSED):
-            optimizer.state_dict()
-        optimizer.zero_grad()
-        optimizer.synchronize()
-        return "refused"
-    before, after = expected(program)[step : step + 2]
-    if state == after:
-        happened = True
-    else:
-        # State that no step has made yet is made by reading or stepping, as the first step would.
-        assert state == before or (step == 0 and state[: len(before)] == before)
-        happened = False
-    outcome = "wholly" if happened else "not at all"
-    if stepping and not happened:
-        try:
-            optimizer.step()  # with the gradients that are still there
-        except RuntimeError as error:
-            if INCOMPLETE not in str(error):
-                raise
-        else:
-            happened = True
-            assert training.read() == after or program.clipped  # the interruption may have come before clipping
-            if program.clipped:
-                return outcome
-    first = step + happened
-    for again in range(first, STEPS + 1):
-        training.backward(again)
-        training.step()
-    assert training.read() == expected(program)[STEPS + 1]
-    return outcome
+    return finish(training, step, stepping)
 
 
 @pytest.mark.timeout(7200 if EVERYWHERE else 300)
