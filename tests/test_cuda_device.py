@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import bits, mlp, plan_anew, train
-from fake_cuda import FakeCudaDevice, FakeStream, Runtime, install
+from fake_cuda import FakeCudaDevice, FakeStream, Runtime, install, queue_gradients
 from test_invariance import RandomPlans
 
 from dos import DOSAdam
@@ -26,19 +26,30 @@ POLICIES = ["cpu", 0.5, 0.0, "stride:2", "stride:1"]
 
 
 def trained(
-    device: CudaDevice | None,
+    device: FakeCudaDevice | None,
     *,
     attached: bool = False,
     before_step: Callable[[DOSAdam], None] = lambda optimizer: None,
     **options: object,
 ) -> list[bytes]:
-    """Losses, parameters and state after some steps, to the bit."""
+    """Losses, parameters and state after some steps, to the bit. On a device all that the caller does is late, too."""
     model = mlp(torch.bfloat16)
+    if device is not None:
+        queue_gradients(device.runtime, model.parameters())
+
+    def backward_is_issued(step: int) -> None:
+        before_step(optimizer)
+        if device is not None:
+            was = bits(model.parameters())
+            device.runtime.caller.enqueue(lambda: unchanged.append(bits(model.parameters()) == was))
+
+    unchanged: list[bool] = []
     optimizer = DOSAdam(model.parameters(), lr=1e-2, device=device, subgroup_size=300, **options)  # type: ignore[arg-type]
     if attached:
         optimizer.attach(model)
-    losses = train(model, optimizer, 4, before_step=lambda _: before_step(optimizer))
+    losses = train(model, optimizer, 4, before_step=backward_is_issued)
     optimizer.synchronize()
+    assert all(unchanged), "parameters were overwritten before the caller had read them"
     state = optimizer.state_dict()["state"]
     return bits([torch.tensor(losses), *model.parameters(), *(t for s in state.values() for t in s.values())])
 
