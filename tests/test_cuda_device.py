@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -92,7 +93,7 @@ def test_events_are_recorded_again(runtime: Runtime) -> None:
     train(model, optimizer, 3)
     made, recorded = runtime.made, runtime.recorded
     train(model, optimizer, 10)
-    assert runtime.made <= 1.2 * made, "how many are in use at once depends a little on who is faster"
+    assert runtime.made <= 2 * made, "how many are in use at once depends a little on who is faster"
     assert runtime.recorded > 3 * recorded
 
 
@@ -190,6 +191,24 @@ def test_host_updates_run_near_the_device(runtime: Runtime, monkeypatch: pytest.
     assert os.sched_getaffinity(0) == everywhere
     with device.host_update(5) as start:
         assert start <= time.perf_counter()
+
+
+@pytest.mark.parametrize("chosen", [False, True])
+def test_no_context_on_another_device(chosen: bool, runtime: Runtime) -> None:
+    """Whether the user has called torch.cuda.set_device or not, and in every thread."""
+    if chosen:
+        runtime.set_device(1)
+    model = mlp()
+    optimizer = DOSAdam(model.parameters(), device=FakeCudaDevice(runtime, 1), policy="stride:2", subgroup_size=100)
+    optimizer.attach(model)
+    train(model, optimizer, 3)
+    collector = threading.Thread(target=optimizer.synchronize)  # as a collection that happens to run there
+    collector.start()
+    collector.join()
+    assert runtime.contexts == {1}
+    devices: list[int] = []
+    HostLane(FakeCudaDevice(runtime, 1)).submit(lambda: devices.append(runtime.current_device())).result()
+    assert devices == [1]
 
 
 def test_profilers_see_lanes_and_subgroups(runtime: Runtime) -> None:

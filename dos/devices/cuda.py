@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -81,7 +81,8 @@ class CudaDevice:
         return max(0, reserved - active)
 
     def trim(self) -> None:
-        torch.cuda.empty_cache()
+        with self.current():
+            torch.cuda.empty_cache()
 
     def join(self, job: Job) -> None:
         assert isinstance(job, _CudaJob)
@@ -113,6 +114,15 @@ class CudaDevice:
 
     def settle_host_thread(self) -> None:
         bind(self._cores)
+        torch.cuda.set_device(self.torch_device)
+
+    def current(self) -> AbstractContextManager[Any]:
+        """Makes this the thread's current device meanwhile.
+
+        torch does so itself in most calls, but not where it waits for or asks an event. In a thread that never chose a
+        device these would make a context, half a gigabyte, on the first GPU: with several ranks, on that of another.
+        """
+        return torch.cuda.device(self.torch_device)
 
     @contextmanager
     def host_update(self, numel: int) -> Iterator[float]:
@@ -130,8 +140,9 @@ class CudaDevice:
     def _start_clock(self) -> _Clock:
         """A clock from now on. Its event is on a stream without work, so waiting for it waits for nothing else."""
         event = torch.cuda.Event(enable_timing=True)
-        event.record(self._idle_stream)
-        event.synchronize()
+        with self.current():
+            event.record(self._idle_stream)
+            event.synchronize()
         return _Clock(event, time.perf_counter())
 
     def _renew_clock(self) -> None:
@@ -152,15 +163,15 @@ class CudaDevice:
 
         theirs: device memory that it uses and others may free. ours: host memory to keep until it is done.
         """
-        self._drop_leftovers()
         stream = self._streams[op]
-        start, end = self._timers.take(), self._timers.take()
         with (
             named(LANES[op].value, op.value, subgroup),
-            torch.cuda.device(self.torch_device),
+            self.current(),
             torch.cuda.stream(stream),
             torch.no_grad(),
         ):
+            self._drop_leftovers()
+            start, end = self._timers.take(), self._timers.take()
             for job in after:
                 assert isinstance(job, _CudaJob)
                 # Closes the hazards between streams: what `job` writes, `work` reads or overwrites; what `job` reads,
@@ -247,14 +258,13 @@ class _CudaJob:
         self._start, self._op, self._subgroup, self._keeps = start, op, subgroup, keeps
 
     def wait(self) -> Span:
-        self.end.synchronize()
-        self._device._renew_clock()
-        if self._start is None:
-            now = self._clock.read(self.end)
-            return Span(Lane.GPU, self._op, self._subgroup, now, now)
-        return Span(
-            LANES[self._op], self._op, self._subgroup, self._clock.read(self._start), self._clock.read(self.end)
-        )
+        with self._device.current():
+            self.end.synchronize()
+            self._device._renew_clock()
+            end = self._clock.read(self.end)
+            if self._start is None:
+                return Span(Lane.GPU, self._op, self._subgroup, end, end)
+            return Span(LANES[self._op], self._op, self._subgroup, self._clock.read(self._start), end)
 
     def __del__(self) -> None:
         # Streams that wait for the end have been told to, and wait for this record of it even if there is another.
