@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import threading
 import time
@@ -13,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import bits, mlp, plan_anew, train
-from fake_cuda import FakeCudaDevice, FakeStream, Runtime, install, queue_gradients
+from fake_cuda import FakeCudaDevice, FakeStream, Record, Runtime, install, queue_gradients
 from test_invariance import RandomPlans
 
 from dos import DOSAdam
@@ -105,6 +106,28 @@ def test_a_job_that_is_held_stays_readable(runtime: Runtime) -> None:
         device.launch(i, lambda: None, 1).wait()
     assert first.wait() == span
     assert span.start < span.end
+
+
+def test_the_clock_follows_the_device(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device's clock runs 1% fast, and the host is interrupted in two of three looks at it."""
+    interruptions = itertools.cycle([5e-3, 1e-4, 8e-3])
+    complete = runtime.complete
+
+    def interrupted(record: Record) -> None:
+        complete(record)
+        if record.stream is device._idle_stream:
+            runtime.host += next(interruptions)
+
+    monkeypatch.setattr("dos.devices.cuda.time", SimpleNamespace(perf_counter=lambda: 0.99 * runtime.host))
+    device = FakeCudaDevice(runtime)
+    monkeypatch.setattr(runtime, "complete", interrupted)
+    for _ in range(100):
+        runtime.host += 0.3
+        span = device.launch(0, lambda: None, 1).wait()
+    assert span.end == pytest.approx(0.99 * runtime.host, abs=0.02), "off by what drifted in a minute"
+    for _ in range(3):
+        device._clock = device._start_clock()
+        assert device.launch(0, lambda: None, 1).wait().end == pytest.approx(0.99 * runtime.host, abs=2e-4)
 
 
 def test_a_job_that_nobody_holds_keeps_its_host_memory_until_it_is_done(runtime: Runtime) -> None:
