@@ -174,6 +174,29 @@ def test_updates_go_before_other_kernels(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch.cuda, "Stream", stream)
     FakeCudaDevice(runtime)
     assert sorted(priorities) == [-1, 0, 0, 0, 0, 0]
+    FakeCudaDevice(runtime)
+    assert len(priorities) == 6, "torch has 32 of a priority and then gives the same ones again"
+
+
+@pytest.mark.parametrize("seed", [None, 0, 1])
+def test_two_optimizers_share_streams(seed: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def trained_together(runtime: Runtime | None) -> list[bytes]:
+        models = [mlp(torch.bfloat16, seed=0), mlp(torch.bfloat16, seed=1)]
+        optimizers = []
+        for model, policy in zip(models, ["stride:2", "cpu"], strict=True):
+            device = None if runtime is None else FakeCudaDevice(runtime)
+            optimizers.append(DOSAdam(model.parameters(), lr=1e-2, device=device, subgroup_size=300, policy=policy))
+            if device is not None:
+                optimizers[-1].attach(model)  # so that both are in flight at once
+        for step in range(3):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                train(model, optimizer, 1, first_step=step)
+        for optimizer in optimizers:
+            optimizer.synchronize()
+        return bits([p for model in models for p in model.parameters()])
+
+    expected = trained_together(None)
+    assert trained_together(install(monkeypatch, seed)) == expected
 
 
 @pytest.mark.parametrize(

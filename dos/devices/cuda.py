@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -36,10 +37,7 @@ class CudaDevice:
 
     def __init__(self, device: torch.device) -> None:
         self.torch_device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-        self._streams = {
-            op: torch.cuda.Stream(self.torch_device, priority=_HIGH if op is Op.UPDATE else _NORMAL) for op in LANES
-        }
-        self._idle_stream = torch.cuda.Stream(self.torch_device)
+        self._streams, self._idle_stream = _streams_of(self.torch_device)
         self._timers = _Events()
         self._leftovers: deque[_Leftover] = deque()
         self._clock = self._start_clock()
@@ -206,6 +204,18 @@ class CudaDevice:
 
     def _give_back(self, leftover: _Leftover) -> None:
         self._timers.give(*(event for event in (leftover.start, leftover.end) if event is not None))
+
+
+@functools.cache
+def _streams_of(device: torch.device) -> tuple[Mapping[Op, torch.cuda.Stream], torch.cuda.Stream]:
+    """A stream for each operation, and one for no work at all; all optimizers of the process share them.
+
+    torch hands out 32 streams of a priority and then the same ones again, so that an optimizer with streams of its own
+    would in the end share them with the model's communication. Sharing them cannot block for ever: what a stream waits
+    for has been issued before, on whichever stream.
+    """
+    streams = {op: torch.cuda.Stream(device, priority=_HIGH if op is Op.UPDATE else _NORMAL) for op in LANES}
+    return streams, torch.cuda.Stream(device)
 
 
 class _Clock(NamedTuple):
