@@ -16,6 +16,7 @@ import torch
 from conftest import bits, mlp, plan_anew, train
 from fake_cuda import FakeCudaDevice, FakeStream, Record, Runtime, install, queue_gradients
 from test_invariance import RandomPlans
+from torch import Tensor, nn
 
 from dos import DOSAdam
 from dos.devices.cuda import CudaDevice
@@ -255,6 +256,43 @@ def test_no_context_on_another_device(chosen: bool, runtime: Runtime) -> None:
     devices: list[int] = []
     HostLane(FakeCudaDevice(runtime, 1)).submit(lambda: devices.append(runtime.current_device())).result()
     assert devices == [1]
+
+
+class OnGpu(nn.Parameter):
+    """A parameter that says that it is on a GPU."""
+
+    device = torch.device("cuda", 0)
+
+    @classmethod
+    def of(cls, index: int) -> OnGpu:
+        made = cls(torch.zeros(3))
+        made.device = torch.device("cuda", index)
+        return made
+
+
+class TwoGpus(FakeCudaDevice):
+    def owns(self, tensor: Tensor) -> bool:
+        return tensor.device == self.torch_device
+
+
+def test_parameters_on_two_gpus_are_refused(runtime: Runtime) -> None:
+    def message(name: str) -> str:
+        return rf"parameter {name} is on cuda:1 and .* is CudaDevice\(cuda:0\); .*device_map='auto'"
+
+    here, there = OnGpu.of(0), OnGpu.of(1)
+    device = TwoGpus(runtime)
+    with pytest.raises(ValueError, match=message("'b'")):
+        DOSAdam([("a", here), ("b", there)], device=device)
+    assert not here._post_accumulate_grad_hooks, "watched although there is no optimizer"
+    optimizer = DOSAdam([here, torch.nn.Parameter(torch.zeros(2))], device=device)
+    with pytest.raises(ValueError, match=message(r"0 of shape \(3,\)")):
+        optimizer.add_param_group({"params": [there]})
+    assert len(optimizer.param_groups) == 1
+    # Frozen parameters are not updated, wherever they are; unfrozen, they are refused at their first gradient.
+    optimizer.add_param_group({"params": [there.requires_grad_(False)]})
+    there.requires_grad_(True).grad = torch.zeros(3)
+    with pytest.raises(ValueError, match=message(r"0 of shape \(3,\)")):
+        optimizer.step()
 
 
 def test_profilers_see_lanes_and_subgroups(runtime: Runtime) -> None:
