@@ -189,6 +189,11 @@ class Engine:
             except Exception as error:
                 raise self._failure(error) from error
 
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is in flight that anybody would have to wait for."""
+        return not self._jobs and not self._done
+
     def wait(self) -> Timeline | None:
         """Block until nothing is in flight; the spans in seconds since `start`, early transfers before 0.
 
@@ -196,7 +201,7 @@ class Engine:
 
         Raises RuntimeError for what went wrong in any lane, with the first cause, once no work is in flight any more.
         """
-        if not self._jobs and not self._done:
+        if self.idle:
             return None
         # It may be interrupted anywhere, and then is called again: nothing is let go of before all has been seen.
         spans: list[Span] = []

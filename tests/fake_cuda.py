@@ -220,6 +220,13 @@ class FakeEvent:
         return (other.record_.at - self.record_.at) * 1e3
 
 
+def use_virtual_time(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that the package times is in the runtime's seconds."""
+    clock = SimpleNamespace(perf_counter=lambda: runtime.host)
+    for module in ("devices.cuda", "engine", "host_lane", "pace"):
+        monkeypatch.setattr(f"dos.{module}.time", clock)
+
+
 def queue_gradients(runtime: Runtime, parameters: Iterable[Tensor]) -> None:
     """Let backward's writes to gradients be as late as other work; to be called before an optimizer watches them.
 

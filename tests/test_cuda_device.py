@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import bits, mlp, plan_anew, train
-from fake_cuda import FakeCudaDevice, FakeStream, Record, Runtime, install, queue_gradients
+from fake_cuda import FakeCudaDevice, FakeStream, Record, Runtime, install, queue_gradients, use_virtual_time
 from test_invariance import RandomPlans
 from torch import Tensor, nn
 
@@ -22,6 +22,7 @@ from dos import DOSAdam
 from dos.devices.cuda import CudaDevice
 from dos.devices.ranges import named
 from dos.host_lane import HostLane
+from dos.pace import Pace
 from dos.threads import Cores, kernel_threads
 from perfmodel import Op
 
@@ -129,6 +130,54 @@ def test_the_clock_follows_the_device(runtime: Runtime, monkeypatch: pytest.Monk
     for _ in range(3):
         device._clock = device._start_clock()
         assert device.launch(0, lambda: None, 1).wait().end == pytest.approx(0.99 * runtime.host, abs=2e-4)
+
+
+@pytest.mark.parametrize("attached", [False, True])
+def test_the_device_says_how_long_the_model_computes(
+    attached: bool, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forward and backward are issued in no time, and last."""
+    use_virtual_time(runtime, monkeypatch)
+    model = nn.Sequential(*(nn.Linear(10, 10, bias=False) for _ in range(5)))
+
+    def compute(seconds: float) -> None:
+        runtime.caller.enqueue(lambda: None, seconds)
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _: compute(0.03))
+    device = FakeCudaDevice(runtime)
+    optimizer = DOSAdam(model.parameters(), device=device, policy="cpu", subgroup_size=100)
+    if attached:
+        optimizer.attach(model)
+    for _ in range(4):
+        compute(0.05)
+        model(torch.ones(10)).sum().backward()
+        optimizer.step()
+        if not attached:
+            assert optimizer.metrics()["exposed_s"] < 0.02, "the backlog of the device is not the optimizer's"
+        optimizer.zero_grad()
+    pace = optimizer._accelerator._pace
+    assert pace.backward_s == pytest.approx(0.12, abs=0.01), "from the first of five gradients"
+    assert pace.forward_s == pytest.approx(0.08, abs=0.01), "until the first of them"
+
+
+def test_only_waits_that_hold_the_device_up_are_exposed(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_virtual_time(runtime, monkeypatch)
+    device = FakeCudaDevice(runtime)
+    pace = Pace(device)
+    pace.step(early=None)
+    runtime.caller.enqueue(lambda: None, 0.5)
+    with pace.held_up():
+        runtime.host += 0.2
+    assert pace.exposed_s == 0.0, "the device has not come so far"
+    device.fence()[0].wait()
+    assert pace.exposed_s == 0.0, "the host was held up, and the device had work meanwhile"
+    with pace.held_up():
+        device.fence()[0].wait()
+        runtime.host += 0.2
+    assert pace.exposed_s == pytest.approx(0.2), "the device is held up still"
+    device.fence()[0].wait()
+    assert pace.exposed_s == pytest.approx(0.2)
 
 
 def test_a_job_that_nobody_holds_keeps_its_host_memory_until_it_is_done(runtime: Runtime) -> None:

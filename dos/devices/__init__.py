@@ -1,6 +1,6 @@
 """Accelerators behind one small protocol."""
 
-from dos.devices.base import LANES, Copy, Device, Job, Memory
+from dos.devices.base import LANES, Copy, Device, Job, Mark, Memory
 from dos.devices.emulated import EmulatedDevice
 from dos.devices.occupancy import Script, read_trace
 from dos.devices.select import DeviceFinder, device_for, host_zeros
@@ -12,6 +12,7 @@ __all__ = [
     "DeviceFinder",
     "EmulatedDevice",
     "Job",
+    "Mark",
     "Memory",
     "Script",
     "device_for",

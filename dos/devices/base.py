@@ -33,6 +33,13 @@ class Job(Protocol):
         """Block until the work is done and say when it ran. Raises what the work, or work it waited for, raised."""
 
 
+class Mark(Protocol):
+    """A place in the work that the caller queues on the device."""
+
+    def at(self) -> float | None:
+        """When the device came to it, by time.perf_counter; None: it has not yet. Does not wait."""
+
+
 class Device(Protocol):
     """An accelerator: memory, and one in-order stream for each kind of operation.
 
@@ -70,6 +77,9 @@ class Device(Protocol):
 
     def fence(self) -> Sequence[Job]:
         """The work that the caller has queued on the device so far, such as the backward pass."""
+
+    def mark(self) -> Mark:
+        """The place to which the caller's work has been queued so far."""
 
     def copy(self, op: Op, subgroup: int, copies: Sequence[Copy], after: Sequence[Job] = ()) -> Job:
         """Copy across the link of `op` once all of `after` are done. The memory of both sides stays until then."""

@@ -90,9 +90,12 @@ class CudaDevice:
         torch.cuda.current_stream(self.torch_device).wait_event(job.end)
 
     def fence(self) -> Sequence[Job]:
+        return (self.mark(),)
+
+    def mark(self) -> _CudaJob:
         event = self._timers.take()
         event.record(torch.cuda.current_stream(self.torch_device))
-        return (_CudaJob(self, None, event, Op.BACKWARD, None, ()),)
+        return _CudaJob(self, None, event, Op.BACKWARD, None, ())
 
     def copy(self, op: Op, subgroup: int, copies: Sequence[Copy], after: Sequence[Job] = ()) -> Job:
         to_host = LANES[op] is Lane.D2H
@@ -255,7 +258,7 @@ class _Leftover(NamedTuple):
 
 
 class _CudaJob:
-    """Work on a stream between two events; a fence has no start.
+    """Work on a stream between two events; a fence or mark has no start.
 
     While somebody holds it, its events are not recorded again, so that it can be waited for any number of times. The
     host memory that it uses stays until the device is done with it, held or not.
@@ -273,6 +276,7 @@ class _CudaJob:
         self.end = end
         self._device, self._clock = device, device._clock
         self._start, self._op, self._subgroup, self._keeps = start, op, subgroup, keeps
+        self._ended_at: float | None = None
 
     def wait(self) -> Span:
         with self._device.current():
@@ -282,6 +286,13 @@ class _CudaJob:
             if self._start is None:
                 return Span(Lane.GPU, self._op, self._subgroup, end, end)
             return Span(LANES[self._op], self._op, self._subgroup, self._clock.read(self._start), end)
+
+    def at(self) -> float | None:
+        if self._ended_at is None:
+            with self._device.current():
+                if self.end.query():
+                    self._ended_at = self._clock.read(self.end)
+        return self._ended_at
 
     def __del__(self) -> None:
         # Streams that wait for the end have been told to, and wait for this record of it even if there is another.

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dos.devices.base import LANES, Copy, Job, Memory
+from dos.devices.base import LANES, Copy, Job, Mark, Memory
 from dos.devices.occupancy import Occupancy
 from dos.devices.pacer import Pacer
 from dos.guard import exclusive
@@ -170,6 +170,9 @@ class EmulatedDevice:
     def fence(self) -> Sequence[Job]:
         return ()  # computation on the emulated device is the caller's own: it is over when it returns
 
+    def mark(self) -> Mark:
+        return _Moment(time.perf_counter())
+
     def copy(self, op: Op, subgroup: int, copies: Sequence[Copy], after: Sequence[Job] = ()) -> Job:
         def work() -> None:
             for destination, source in copies:
@@ -215,6 +218,15 @@ class EmulatedDevice:
             return Span(LANES[op], op, subgroup, start, time.perf_counter())
 
         return _EmulatedJob(self._streams[op].submit(run))
+
+
+class _Moment(NamedTuple):
+    """A mark in work that is done when it is issued."""
+
+    seconds: float
+
+    def at(self) -> float:
+        return self.seconds
 
 
 class _EmulatedJob:
