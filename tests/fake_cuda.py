@@ -269,6 +269,7 @@ class FakeCudaDevice(CudaDevice):
 
     def free(self, buffer: Tensor) -> None:
         buffer.fill_(0xFF)
+        super().free(buffer)
 
     def memory(self) -> Memory:
         return Memory(10**9, 10**9)

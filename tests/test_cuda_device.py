@@ -8,8 +8,10 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -269,6 +271,94 @@ def test_memory(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     device = CudaDevice(torch.device("cuda", 0))
     assert device.unused() == 60
     assert device.memory() == (7, 9)
+
+
+class Pool:
+    """A torch.cuda.MemPool. live: those that there are. current: in which allocations are made, if in any."""
+
+    live: ClassVar[weakref.WeakSet[Pool]] = weakref.WeakSet()
+    current: ClassVar[Pool | None] = None
+
+    def __init__(self) -> None:
+        self.device = torch.cuda.current_device()
+        Pool.live.add(self)
+
+
+@contextmanager
+def use_pool(pool: Pool, device: torch.device) -> Iterator[None]:
+    assert pool.device == device.index, "a pool is of one device"
+    Pool.current = pool
+    try:
+        yield
+    finally:
+        Pool.current = None
+
+
+@pytest.fixture
+def pools(monkeypatch: pytest.MonkeyPatch) -> None:
+    """State that stays is kept in pools of its own."""
+    monkeypatch.setenv("DOS_MEMORY_POOLS", "1")
+    monkeypatch.setattr(torch.cuda, "MemPool", Pool)
+    monkeypatch.setattr(torch.cuda, "use_mem_pool", use_pool)
+    Pool.live.clear()
+
+
+class Allocating(FakeCudaDevice):
+    """asked: the bytes of each allocation, and whether it was in a pool. failures: that are still to come."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        super().__init__(runtime, 1)
+        self.asked: list[tuple[int, bool]] = []
+        self.failures = 0
+
+    def allocate(self, nbytes: int) -> Tensor:
+        self.asked.append((nbytes, Pool.current is not None))
+        if self.failures:
+            self.failures -= 1
+            raise torch.OutOfMemoryError
+        return super().allocate(nbytes)
+
+
+def test_what_stays_has_a_pool_of_its_own(pools: None, runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    emptied: list[None] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(None))
+    device = Allocating(runtime)
+    buffer = device.allocate_lasting((10 << 20) + 1)
+    assert buffer.nbytes == (10 << 20) + 1
+    view = buffer[5:]
+    device.allocate_lasting(1000)
+    device.allocate(20 << 20)
+    assert device.asked == [(12 << 20, True), (1000, False), (20 << 20, False)]
+    assert len(Pool.live) == 1
+    CudaDevice.free(device, buffer)
+    assert view.untyped_storage().nbytes() == 0, "the memory goes before its pool does"
+    assert not Pool.live
+    device.trim()
+    assert not emptied, "what is cached now is the model's"
+    device.failures = 1
+    device.allocate_lasting(10 << 20)
+    assert len(emptied) == 1, "once more, after what is cached was given back"
+    device.failures = 2
+    with pytest.raises(torch.OutOfMemoryError):
+        device.allocate_lasting(10 << 20)
+    assert len(Pool.live) == 1
+
+
+@pytest.mark.parametrize("seed", [None, 0])
+def test_pools_come_and_go_with_what_stays(seed: int | None, pools: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dos.devices.cuda._POOL_FROM", 0)
+    expected = trained(None)
+    device = FakeCudaDevice(install(monkeypatch, seed))
+    counts: list[int] = []
+
+    def before_step(optimizer: DOSAdam) -> None:
+        plan_anew(optimizer)
+        counts.append(len(Pool.live))
+
+    assert trained(device, attached=True, policy=RandomPlans(seed or 0, 2), before_step=before_step) == expected
+    assert max(counts) > 1
+    gc.collect()
+    assert not Pool.live, "reading the state has brought all of it home"
 
 
 def test_host_updates_run_near_the_device(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,8 +60,11 @@ class Device(Protocol):
     def allocate(self, nbytes: int) -> Tensor:
         """1-D uint8 device memory, uninitialised. Raises torch.OutOfMemoryError."""
 
+    def allocate_lasting(self, nbytes: int) -> Tensor:
+        """As `allocate`, for what stays over many iterations and may be kept apart from what comes and goes."""
+
     def free(self, buffer: Tensor) -> None:
-        """Give back what `allocate` gave. No work in flight may use it."""
+        """Give back what either of them gave. No work in flight may use it."""
 
     def memory(self) -> Memory:
         """Free and total device memory as the runtime sees it."""

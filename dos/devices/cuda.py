@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +26,16 @@ _CLOCK_S = 1.0
 _BRACKETS = 3
 """How often the host looks when the device is; whoever is not interrupted in between knows best."""
 
+POOLS = "DOS_MEMORY_POOLS"
+"""The environment variable that, set to 1, keeps state that stays on the device in memory pools of its own.
+
+No GPU has run this yet, so it is not the default. Without it, state that leaves stays with the caching allocator until
+`trim`, which empties the model's cache, too. Slots are in the general pool all the same: forward and backward take
+their memory over within the iteration.
+"""
+_POOL_FROM, _SEGMENT = 10 << 20, 2 << 20
+"""Bytes from which the caching allocator makes a segment for one allocation alone, and of which that is a multiple."""
+
 _HIGH, _NORMAL = -1, 0
 """Priorities of streams. They hold for kernels alone: an update that the next forward waits for goes before others."""
 
@@ -42,6 +53,8 @@ class CudaDevice:
         self._leftovers: deque[_Leftover] = deque()
         self._clock = self._start_clock()
         self._cores = cores_near(self._pci_address)
+        self._with_pools = os.environ.get(POOLS) == "1"
+        self._pools: dict[int, torch.cuda.MemPool] = {}  # by the address of what was allocated in it
 
     def __repr__(self) -> str:
         return f"CudaDevice({self.torch_device})"
@@ -68,8 +81,34 @@ class CudaDevice:
     def allocate(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
 
+    def allocate_lasting(self, nbytes: int) -> Tensor:
+        """From a pool of its own where that was asked for. What is too small for a segment of its own is not."""
+        if not self._with_pools or nbytes < _POOL_FROM:
+            return self.allocate(nbytes)
+        # A whole segment, so that the pool has nothing that `unused` would count and nobody else could use.
+        whole = -(-nbytes // _SEGMENT) * _SEGMENT
+        try:
+            buffer, pool = self._allocate_in_pool(whole)
+        except torch.OutOfMemoryError:
+            # For a pool, the allocator does not give up what it has cached for others before it fails.
+            with self.current():
+                torch.cuda.empty_cache()
+            buffer, pool = self._allocate_in_pool(whole)
+        self._pools[buffer.data_ptr()] = pool
+        return buffer[:nbytes]
+
+    def _allocate_in_pool(self, nbytes: int) -> tuple[Tensor, torch.cuda.MemPool]:
+        with self.current():  # to which a new pool belongs
+            pool = torch.cuda.MemPool()
+            with torch.cuda.use_mem_pool(pool, self.torch_device):
+                return self.allocate(nbytes), pool
+
     def free(self, buffer: Tensor) -> None:
-        """Nothing to do: the caching allocator takes the memory when the last view goes."""
+        """The caching allocator takes the memory when the last view goes; the device, that of a pool at once."""
+        pool = self._pools.pop(buffer.data_ptr(), None)
+        if pool is not None:
+            buffer.untyped_storage().resize_(0)  # before the pool goes, or the block would outlive it in the cache
+            del pool
 
     def memory(self) -> Memory:
         return Memory(*torch.cuda.mem_get_info(self.torch_device))
@@ -81,6 +120,8 @@ class CudaDevice:
         return max(0, reserved - active)
 
     def trim(self) -> None:
+        if self._with_pools:
+            return  # `free` has given back what was state's, and the rest is the model's
         with self.current():
             torch.cuda.empty_cache()
 

@@ -115,6 +115,9 @@ class EmulatedDevice:
         self._releases[id(buffer)] = weakref.finalize(buffer, self._release, id(buffer), nbytes)
         return buffer
 
+    def allocate_lasting(self, nbytes: int) -> Tensor:
+        return self.allocate(nbytes)
+
     def free(self, buffer: Tensor) -> None:
         self._releases[id(buffer)]()
 
