@@ -6,14 +6,14 @@ import contextlib
 import dataclasses
 import logging
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from dos.compute import Compute, Iteration, spans
 from dos.controller import AdaptivePolicy, Controller, Policy
-from dos.devices import Copy, Device, EmulatedDevice, Job
+from dos.devices import Caller, Copy, Device, EmulatedDevice, Job
 from dos.engine import Engine
 from dos.gradients import Departures
 from dos.guard import Guard
@@ -116,11 +116,11 @@ class Accelerator:
         def wanted(subgroup: Subgroup) -> bool:
             return plan.placements[index[subgroup]] is Placement.CPU and subgroup not in resident
 
-        def send(subgroup: Subgroup, copies: Sequence[Copy]) -> Job:
+        def send(subgroup: Subgroup, copies: Sequence[Copy], callers: Collection[Caller]) -> Job:
             self._pace.gradients_leave()
-            return self._engine.send_gradients(index[subgroup], copies)
+            return self._engine.send_gradients(index[subgroup], copies, callers)
 
-        self._departures.gradient_ready(record, self._registry.places[record], wanted, send)
+        self._departures.gradient_ready(record, self._registry.places[record], wanted, send, self.device.caller())
         if self._departures.past_half:
             self._engine.prefetch_early(plan, self._registry.accelerated, self.memory.spare_in_backward())
 

@@ -20,6 +20,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import cycle
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -92,6 +93,10 @@ class Runtime:
     def current_stream(self, device: object = None) -> FakeStream:
         """This thread's."""
         return getattr(self._of_thread, "stream", self.caller)
+
+    def use(self, stream: FakeStream) -> None:
+        """Make it the thread's current stream, as autograd does before it runs a node and its hooks."""
+        self._of_thread.stream = stream
 
     @contextmanager
     def stream(self, stream: FakeStream) -> Iterator[None]:
@@ -227,14 +232,20 @@ def use_virtual_time(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"dos.{module}.time", clock)
 
 
-def queue_gradients(runtime: Runtime, parameters: Iterable[Tensor]) -> None:
+def queue_gradients(
+    runtime: Runtime, parameters: Iterable[Tensor], streams: Sequence[FakeStream] | None = None
+) -> None:
     """Let backward's writes to gradients be as late as other work; to be called before an optimizer watches them.
 
     Until then there is NaN, and what is written is NaN if somebody has changed the parameter by then.
+    streams: on which the parameters' forwards ran, in turn, and so their backwards; `end_backward` is to be called.
     """
+    of_parameter = {} if streams is None else dict(zip(map(id, parameters := list(parameters)), cycle(streams)))
 
     def wrote(parameter: Tensor) -> None:
         assert parameter.grad is not None
+        if of_parameter:
+            runtime.use(of_parameter[id(parameter)])
         # `data` has a version counter of its own: on a device, too, the number rises when the write is issued.
         gradient, values, weights = parameter.grad.data, parameter.grad.clone(), parameter.detach().clone()
         gradient.fill_(float("nan"))
@@ -297,6 +308,13 @@ class FakeCudaDevice(CudaDevice):
                     work()
 
             return super()._queue(op, subgroup, lambda: queue.enqueue(run), after, theirs, ours)
+
+
+def end_backward(runtime: Runtime, streams: Iterable[FakeStream]) -> None:
+    """What autograd does at the end: the caller's stream goes on behind all that backward used."""
+    runtime.use(runtime.caller)
+    for stream in streams:
+        runtime.caller.wait_record(stream.record())
 
 
 def install(monkeypatch: pytest.MonkeyPatch, seed: int | None) -> Runtime:

@@ -16,7 +16,16 @@ from typing import ClassVar
 import pytest
 import torch
 from conftest import bits, mlp, plan_anew, train
-from fake_cuda import FakeCudaDevice, FakeStream, Record, Runtime, install, queue_gradients, use_virtual_time
+from fake_cuda import (
+    FakeCudaDevice,
+    FakeStream,
+    Record,
+    Runtime,
+    end_backward,
+    install,
+    queue_gradients,
+    use_virtual_time,
+)
 from test_invariance import RandomPlans
 from torch import Tensor, nn
 
@@ -25,6 +34,7 @@ from dos.devices.cuda import CudaDevice
 from dos.devices.ranges import named
 from dos.host_lane import HostLane
 from dos.pace import Pace
+from dos.subgroup import ParameterRecord
 from dos.threads import Cores, kernel_threads
 from perfmodel import Op
 
@@ -85,6 +95,54 @@ def test_offloaded_gradients(seed: int | None, monkeypatch: pytest.MonkeyPatch) 
     expected = trained(None)
     device = FakeCudaDevice(install(monkeypatch, seed))
     assert trained(device, policy="stride:2", offload_gradients=True) == expected
+
+
+@pytest.mark.parametrize("seed", [None, 0])
+@pytest.mark.parametrize("layouts", [False, True], ids=["", "layouts"])
+@pytest.mark.parametrize("offload", [False, True], ids=["", "offload"])
+def test_a_backward_on_two_streams(
+    offload: bool, layouts: bool, seed: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pieces of one subgroup come from both. layouts: gradients lie otherwise than parameters, so they are copied."""
+
+    def trained_on(runtime: Runtime | None) -> list[bytes]:
+        model = mlp(torch.bfloat16)
+        parameters = list(model.parameters())
+        streams = [] if runtime is None else [runtime.caller_stream(), runtime.caller_stream()]
+        if layouts:
+            with torch.no_grad():
+                for parameter in parameters:
+                    parameter.set_(parameter.t().contiguous().t())
+                    parameter.register_post_accumulate_grad_hook(relaid)
+        if runtime is not None:
+            queue_gradients(runtime, parameters, streams)
+        device = None if runtime is None else FakeCudaDevice(runtime)
+        optimizer = DOSAdam(
+            parameters, lr=1e-2, device=device, policy="cpu", subgroup_size=700, offload_gradients=offload
+        )
+
+        def backward_ends(step: int) -> None:
+            if runtime is not None:
+                end_backward(runtime, streams)
+
+        train(model, optimizer, 4, before_step=backward_ends)
+        return bits(parameters)
+
+    def relaid(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad = parameter.grad.contiguous()
+
+    def flat_gradient(record: ParameterRecord, gradient: Tensor) -> Tensor:
+        flat = made(record, gradient)
+        if flat.data_ptr() != gradient.data_ptr():
+            runtime.current_stream().enqueue(lambda: flat.copy_(made(record, gradient)))
+        return flat
+
+    expected = trained_on(None)
+    runtime = install(monkeypatch, seed)
+    made = ParameterRecord.flat_gradient
+    monkeypatch.setattr(ParameterRecord, "flat_gradient", flat_gradient)
+    assert trained_on(runtime) == expected
 
 
 @pytest.fixture

@@ -91,7 +91,7 @@ def test_pages_that_cannot_be_pinned(
 ) -> None:
     launches = []
 
-    def launch(numel: int, device: torch.device) -> Tensor:
+    def launch(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         launches.append(device)
         raise RuntimeError("CUDA error: out of memory")  # what the failed call left behind
 

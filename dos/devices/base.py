@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol
 
@@ -17,6 +17,10 @@ Copy = tuple[Tensor, Tensor]
 
 LANES = {Op.GRADIENT: Lane.D2H, Op.FLUSH: Lane.D2H, Op.PREFETCH: Lane.H2D, Op.PARAMETER: Lane.H2D, Op.UPDATE: Lane.GPU}
 """The streams of a device, one for each operation, and the lane that serves it."""
+
+
+Caller = Hashable
+"""A queue in which the caller's own work on the device is in order."""
 
 
 class Memory(NamedTuple):
@@ -78,8 +82,14 @@ class Device(Protocol):
     def join(self, job: Job) -> None:
         """Order what the caller queues on the device from now on behind `job`. Raises what the job raised."""
 
-    def fence(self) -> Sequence[Job]:
-        """The work that the caller has queued on the device so far, such as the backward pass."""
+    def caller(self) -> Caller:
+        """In which of its queues the caller works now: backward has one for each stream of the forward."""
+
+    def fence(self, callers: Collection[Caller] = ()) -> Sequence[Job]:
+        """The work that the caller has queued on the device so far, such as the backward pass.
+
+        callers: in these of its queues; none: in the one in which it works now.
+        """
 
     def mark(self) -> Mark:
         """The place to which the caller's work has been queued so far."""

@@ -6,15 +6,15 @@ import functools
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from dos.devices.base import LANES, Copy, Job, Memory
+from dos.devices.base import LANES, Caller, Copy, Job, Mark, Memory
 from dos.devices.coalesce import copy_pieces
 from dos.devices.pinned import pinned_zeros
 from dos.devices.ranges import named
@@ -130,12 +130,18 @@ class CudaDevice:
         # What the caller queues next reads what `job` writes.
         torch.cuda.current_stream(self.torch_device).wait_event(job.end)
 
-    def fence(self) -> Sequence[Job]:
-        return (self.mark(),)
+    def caller(self) -> Caller:
+        return torch.cuda.current_stream(self.torch_device)
 
-    def mark(self) -> _CudaJob:
+    def fence(self, callers: Collection[Caller] = ()) -> Sequence[Job]:
+        return [self._mark(stream) for stream in callers or (self.caller(),)]
+
+    def mark(self) -> Mark:
+        return self._mark(self.caller())
+
+    def _mark(self, stream: Caller) -> _CudaJob:
         event = self._timers.take()
-        event.record(torch.cuda.current_stream(self.torch_device))
+        event.record(cast(torch.cuda.Stream, stream))
         return _CudaJob(self, None, event, Op.BACKWARD, None, ())
 
     def copy(self, op: Op, subgroup: int, copies: Sequence[Copy], after: Sequence[Job] = ()) -> Job:

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dos.devices.base import LANES, Copy, Job, Mark, Memory
+from dos.devices.base import LANES, Caller, Copy, Job, Mark, Memory
 from dos.devices.occupancy import Occupancy
 from dos.devices.pacer import Pacer
 from dos.guard import exclusive
@@ -170,7 +170,10 @@ class EmulatedDevice:
     def join(self, job: Job) -> None:
         job.wait()  # the caller's computation is its own, so it must not begin before
 
-    def fence(self) -> Sequence[Job]:
+    def caller(self) -> Caller:
+        return None
+
+    def fence(self, callers: Collection[Caller] = ()) -> Sequence[Job]:
         return ()  # computation on the emulated device is the caller's own: it is over when it returns
 
     def mark(self) -> Mark:

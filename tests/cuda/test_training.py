@@ -57,6 +57,25 @@ class Scale(nn.Module):
         return (self.weight * self.weight * x).float().sum()
 
 
+class OnTwoStreams(Scales):
+    """Every other layer on a stream of its own; autograd runs its backward, and hooks, there too."""
+
+    side: torch.cuda.Stream | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        side = self.side = self.side or torch.cuda.Stream()
+        current = torch.cuda.current_stream()
+        side.wait_stream(current)
+        outputs = []
+        for i, layer in enumerate(self.layers):
+            with torch.cuda.stream(side if i % 2 else current):
+                outputs.append(layer(x))
+        current.wait_stream(side)
+        for output in outputs[1::2]:
+            output.record_stream(current)
+        return torch.stack(outputs).sum()
+
+
 def run(
     optimizer_of: Callable[[nn.Module], DOSAdam],
     *,
@@ -64,10 +83,11 @@ def run(
     layers: int = 24,
     numel: int = 300_000,
     attached: bool = False,
+    model_class: type[Scales] = Scales,
     between: Callable[[DOSAdam, int], None] = lambda optimizer, step: None,
 ) -> list[bytes]:
     """Parameters and state after some steps, to the bit. between: called after each step is issued."""
-    model = Scales(layers, numel)
+    model = model_class(layers, numel)
     optimizer = optimizer_of(model)
     if attached:
         optimizer.attach(model)
@@ -121,6 +141,12 @@ def test_offloaded_gradients(expected: list[bytes]) -> None:
 def test_a_caller_on_another_stream(expected: list[bytes]) -> None:
     with torch.cuda.stream(torch.cuda.Stream()):
         assert run(with_policy("stride:2"), attached=True) == expected
+
+
+@pytest.mark.parametrize("attached", [False, True])
+@pytest.mark.parametrize("policy", ["cpu", 0.5, "stride:2"])
+def test_a_forward_on_two_streams(policy: str | float, attached: bool, expected: list[bytes]) -> None:
+    assert run(with_policy(policy), attached=attached, model_class=OnTwoStreams) == expected
 
 
 def test_emptying_the_cache_in_the_middle(expected: list[bytes]) -> None:
