@@ -549,12 +549,11 @@ class DOSAdam(Optimizer):
 
     def _admit(self, group: Group) -> None:
         self._registry.admit(group)
-        ready = [p for p in group["params"] if not is_lazy(p)]
-        for parameter in ready:
-            self._accelerates(parameter)  # which raises where it cannot be, before any of the group is watched
-        for parameter in ready:
-            # From the first gradient on, for the first peak of memory is one, too; it may be moved until then.
-            self._watch(parameter, True)
+        for parameter in group["params"]:
+            if not is_lazy(parameter):
+                self._accelerates(parameter)  # which raises where it cannot be
+                # From the first gradient on, for the first peak of memory is one, too; it may be moved until then.
+                self._watch(parameter, True)
 
     def _watch(self, parameter: Tensor, accelerated: bool) -> None:
         """Watch the parameter's gradient if it is on the accelerator, and no longer if it turns out not to be."""
