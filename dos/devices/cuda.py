@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -256,7 +255,7 @@ class CudaDevice:
         self._timers.give(*(event for event in (leftover.start, leftover.end) if event is not None))
 
 
-@functools.cache
+@cache
 def _streams_of(device: torch.device) -> tuple[Mapping[Op, torch.cuda.Stream], torch.cuda.Stream]:
     """A stream for each operation, and one for no work at all; all optimizers of the process share them.
 
