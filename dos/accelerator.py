@@ -5,16 +5,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from dos.compute import Compute, Iteration, spans
 from dos.controller import AdaptivePolicy, Controller, Policy
-from dos.devices import Copy, Device, EmulatedDevice, Job
+from dos.devices import Caller, Copy, Device, EmulatedDevice, Job
 from dos.engine import Engine
 from dos.gradients import Departures
 from dos.guard import Guard
@@ -57,12 +56,12 @@ class Accelerator:
         self._decided: Workload | None = None
         self._workload: Workload | None = None
         self._changed = (0.0, 0.0)
-        self._pace = Pace()
+        self._pace = Pace(device)
         self._compute = Compute(device)
         self._running: Iteration = []
         self._completed: Iteration = []
         self._in_backward = False
-        self._exposed_s = 0.0
+        self._waited_for: set[Subgroup] = set()
         self._as_modelled = False
 
     def finish_with(self, owner: object) -> None:
@@ -98,7 +97,7 @@ class Accelerator:
             self.memory.sample()
         else:
             self._in_backward = True
-            self._pace.backward_begins(self._exposed_s)
+            self._pace.backward_begins()
             self._compute.backward_begins()
             self.memory.enter(Op.BACKWARD)
 
@@ -117,11 +116,11 @@ class Accelerator:
         def wanted(subgroup: Subgroup) -> bool:
             return plan.placements[index[subgroup]] is Placement.CPU and subgroup not in resident
 
-        def send(subgroup: Subgroup, copies: Sequence[Copy]) -> Job:
+        def send(subgroup: Subgroup, copies: Sequence[Copy], callers: Collection[Caller]) -> Job:
             self._pace.gradients_leave()
-            return self._engine.send_gradients(index[subgroup], copies)
+            return self._engine.send_gradients(index[subgroup], copies, callers)
 
-        self._departures.gradient_ready(record, self._registry.places[record], wanted, send)
+        self._departures.gradient_ready(record, self._registry.places[record], wanted, send, self.device.caller())
         if self._departures.past_half:
             self._engine.prefetch_early(plan, self._registry.accelerated, self.memory.spare_in_backward())
 
@@ -157,13 +156,12 @@ class Accelerator:
                 holding, departed[work.subgroup] = self._departures.arriving(work.subgroup, pieces, writes)
                 late = work.downloads([u for u in work.pieces if u.piece not in holding])
             missing.append(late)
-        if Placement.CPU in plan.placements:
-            self._pace.step(early=any(departed.values()))
+        self._pace.step(early=any(departed.values()) if Placement.CPU in plan.placements else None)
         self._as_modelled = all(update.as_modelled for update in updates.values())
         self._running = self._compute.iteration
         self._follow(plan)
-        self._exposed_s = 0.0
-        with self._exposed():
+        self._waited_for = set()
+        with self._pace.held_up():
             self._engine.start(plan, self._registry.accelerated, works, departed, missing)
         denied = self._engine.holdings.denied
         if denied is not None:
@@ -176,7 +174,7 @@ class Accelerator:
         self._departures.finish(writes)
         self._ahead = None
         self._in_backward = False
-        self._pace.end_iteration(self._exposed_s)
+        self._pace.end_iteration()
         self.memory.end_iteration()
 
     def step_returns(self) -> None:
@@ -185,8 +183,11 @@ class Accelerator:
 
     def wait(self) -> None:
         """Block until nothing is in flight. Raises RuntimeError if the step failed."""
-        with self._exposed():
+        if self._engine.idle:
+            return
+        with self._pace.held_up():
             timeline = self._engine.wait()
+        self._pace.read()
         if timeline is not None and self.plan is not None:
             self._timeline, self._completed = timeline, self._running
             if self._engine.steady and self._as_modelled:
@@ -194,9 +195,12 @@ class Accelerator:
 
     def wait_for(self, record: ParameterRecord) -> None:
         """Order what the caller queues on the device from now on behind the update of this parameter."""
-        with self._exposed():
-            for subgroup, _ in self._registry.places[record]:
+        for subgroup, _ in self._registry.places[record]:
+            # Whoever waits for a subgroup that has been waited for is not held up.
+            again = subgroup in self._waited_for
+            with contextlib.nullcontext() if again else self._pace.held_up():
                 self._engine.wait_for(subgroup)
+            self._waited_for.add(subgroup)
 
     def bring_home(self) -> None:
         """Return all resident state to the host."""
@@ -236,7 +240,7 @@ class Accelerator:
             workload=self._workload,
             profile=self.profile,
             measured=self._timeline,
-            exposed_s=self._exposed_s,
+            exposed_s=self._pace.exposed_s,
             reading=self.memory.reading,
             held_bytes=self.held_bytes,
             kernel=None if isinstance(self.device, EmulatedDevice) else gpu_kernel_name(),
@@ -255,15 +259,6 @@ class Accelerator:
                 report = self.report()
                 assert report is not None
                 logger.info("%s", report.change(), extra={"metrics": report.metrics()})
-
-    @contextlib.contextmanager
-    def _exposed(self) -> Iterator[None]:
-        """Counts the seconds for which the caller is held up."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._exposed_s += time.perf_counter() - start
 
     def read(self, record: ParameterRecord) -> Tensor:
         """The parameter as it is on the device: 1-D, on the host. Resident state is brought home."""

@@ -9,12 +9,12 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 
 from torch import Tensor
 
-from dos.devices import LANES, Copy, Device, Job
+from dos.devices import LANES, Caller, Copy, Device, Job
 from dos.guard import Guard
 from dos.holdings import Holdings
 from dos.host_lane import HostLane, Turn
@@ -66,11 +66,15 @@ class Engine:
                     f"device has {total} bytes in all; choose a smaller subgroup_size or policy='cpu'"
                 )
 
-    def send_gradients(self, index: int, copies: Sequence[Copy]) -> Job:
-        """Start gradients of one subgroup on their way to the host, after what the caller has queued on the device."""
+    def send_gradients(self, index: int, copies: Sequence[Copy], callers: Collection[Caller] = ()) -> Job:
+        """Start gradients of one subgroup on their way to the host, after what the caller has queued on the device.
+
+        callers: the queues in which backward wrote them, if not all in the present one.
+        """
         if len(self._jobs) > MOST_EARLY_JOBS and not self._done:
             self._forget_early_jobs()
-        job = self.device.copy(Op.GRADIENT, index, copies, self.device.fence())
+        # What backward writes in any of them is read here.
+        job = self.device.copy(Op.GRADIENT, index, copies, self.device.fence(callers))
         self._jobs.append(job)
         return job
 
@@ -190,6 +194,11 @@ class Engine:
             except Exception as error:
                 raise self._failure(error) from error
 
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is in flight that anybody would have to wait for."""
+        return not self._jobs and not self._done
+
     def wait(self) -> Timeline | None:
         """Block until nothing is in flight; the spans in seconds since `start`, early transfers before 0.
 
@@ -197,7 +206,7 @@ class Engine:
 
         Raises RuntimeError for what went wrong in any lane, with the first cause, once no work is in flight any more.
         """
-        if not self._jobs and not self._done:
+        if self.idle:
             return None
         # It may be interrupted anywhere, and then is called again: nothing is let go of before all has been seen.
         spans: list[Span] = []

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from dos.devices import Copy, Job
+from dos.devices import Caller, Copy, Job
 from dos.subgroup import ParameterRecord, Piece, Subgroup
 
 logger = logging.getLogger(__name__)
 
-Send = Callable[[Subgroup, Sequence[Copy]], Job]
-"""Starts gradients of a subgroup on their way to the host."""
+Send = Callable[[Subgroup, Sequence[Copy], Collection[Caller]], Job]
+"""Starts gradients of a subgroup, which backward wrote in these queues, on their way to the host."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,11 +70,13 @@ class _Departure:
     """The gradients of one subgroup on their way.
 
     awaited: pieces whose gradients are expected in this iteration and not gathered yet; all go once there are none.
+    callers: in which of the caller's queues those that are gathered were written, or copied into another layout.
     """
 
     staging: Tensor
     awaited: set[Piece]
     gathered: dict[Piece, tuple[Copy, _Written]] = field(default_factory=dict)
+    callers: set[Caller] = field(default_factory=set)
     sent: dict[Piece, tuple[Job, _Written]] = field(default_factory=dict)
 
 
@@ -104,10 +106,12 @@ class Departures:
         places: Iterable[tuple[Subgroup, Piece]],
         wanted: Callable[[Subgroup], bool],
         send: Send,
+        caller: Caller,
     ) -> None:
         """Backward has written to the parameter's gradient.
 
         places: the parameter's pieces, each with its subgroup. wanted: whether a subgroup's gradients go to the host.
+        caller: the queue in which backward works now.
         """
         gradient = record.parameter.grad
         if gradient is None:
@@ -132,10 +136,11 @@ class Departures:
                 departure = self._departures[subgroup] = _Departure(staging, awaited)
             departure.awaited.discard(piece)
             departure.gathered[piece] = (subgroup.gradient[piece.run], piece.of_parameter(flat)), written
+            departure.callers.add(caller)
             if not departure.awaited:
-                job = send(subgroup, [copy for copy, _ in departure.gathered.values()])
+                job = send(subgroup, [copy for copy, _ in departure.gathered.values()], departure.callers)
                 departure.sent |= {p: (job, written) for p, (_, written) in departure.gathered.items()}
-                departure.gathered = {}
+                departure.gathered, departure.callers = {}, set()
 
     def arriving(self, subgroup: Subgroup, pieces: Iterable[Piece], writes: int | None) -> tuple[set[Piece], list[Job]]:
         """Those of the pieces whose gradients went early and still hold, and the jobs that bring them.

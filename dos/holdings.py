@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -38,7 +39,7 @@ class Holdings:
     def settle(self, subgroup: Subgroup) -> State | None:
         """Room for a subgroup's state, uninitialised; None if there is none."""
         host = subgroup.state
-        buffer = self._allocate(host.carved_bytes)
+        buffer = self._allocate(host.carved_bytes, self._device.allocate_lasting)
         if buffer is None:
             return None
         self._buffers[subgroup] = buffer
@@ -53,7 +54,7 @@ class Holdings:
     def get_slots(self, count: int, nbytes: int) -> None:
         """Allocate up to `count` slots of `nbytes`, fewer if memory runs out."""
         for _ in range(count):
-            slot = self._allocate(nbytes)
+            slot = self._allocate(nbytes, self._device.allocate)
             if slot is None:
                 break
             self.slots.append(slot)
@@ -64,9 +65,9 @@ class Holdings:
             self._free(slot)
         self.slots = []
 
-    def _allocate(self, nbytes: int) -> Tensor | None:
+    def _allocate(self, nbytes: int, allocate: Callable[[int], Tensor]) -> Tensor | None:
         try:
-            buffer = self._device.allocate(nbytes)
+            buffer = allocate(nbytes)
         except torch.OutOfMemoryError as error:
             level = logging.DEBUG if self._logged or self._expected else logging.WARNING
             if not self._expected:

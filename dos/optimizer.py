@@ -69,7 +69,8 @@ class DOSAdam(Optimizer):
             ``dos.EmulatedDevice`` to try the engine without an accelerator.
 
     Raises:
-        ValueError: a setting out of range, an unknown policy, duplicate parameters, capturable or differentiable.
+        ValueError: a setting out of range, an unknown policy, duplicate parameters, parameters on several
+            accelerators, capturable or differentiable.
         TypeError: a parameter of another dtype or layout.
         RuntimeError: from ``step()``: sparse gradients, or parameters moved or converted after their first step.
     """

@@ -71,13 +71,13 @@ class Registry:
         return max((s.offloaded_gradient_bytes for s in self.accelerated), default=0)
 
     def admit(self, group: Group) -> None:
-        """Remember what the group's parameters are now. Raises TypeError for one that cannot be optimised.
+        """Remember what the parameters are now. Raises TypeError or ValueError for one that cannot be optimised.
 
         Frozen and uninitialised ones are looked at when they have a gradient.
         """
         ready = [p for p in group["params"] if p.requires_grad and not is_lazy(p)]
         for parameter in ready:
-            _check_kind(parameter, group)
+            self._check_kind(parameter, group)
         self._admitted.update({p: (p.device, p.dtype, p.shape) for p in ready})
 
     def active(
@@ -279,7 +279,7 @@ class Registry:
         now = parameter.device, parameter.dtype, parameter.shape
         # Put into the group by hand, or frozen until now; or, before it has state, moved or converted with its model.
         if parameter not in self._admitted or parameter not in self._records:
-            _check_kind(parameter, group)
+            self._check_kind(parameter, group)
             self._admitted[parameter] = now
         admitted = self._admitted[parameter]
         if now != admitted:
@@ -290,6 +290,21 @@ class Registry:
         problem = state_problem(entry, parameter)
         if problem:
             raise ValueError(f"{name_of(parameter, group)}: {problem}")
+
+    def _check_kind(self, parameter: Tensor, group: Group) -> None:
+        """Raise TypeError or ValueError, naming the parameter, if it cannot be optimised.
+
+        The name takes a search through the group.
+        """
+        problem = parameter_problem(parameter)
+        if problem:
+            raise TypeError(f"{name_of(parameter, group)}: {problem}")
+        if not self._devices.holds(parameter) and parameter.device.type != "cpu":
+            raise ValueError(
+                f"{name_of(parameter, group)} is on {parameter.device} and the optimizer's accelerator is "
+                f"{self._devices.found}; DOSAdam updates the parameters of one accelerator, so load the model onto "
+                "one (device_map='auto' spreads it over all), or build an optimizer for the parameters of each"
+            )
 
     def _kind(self, parameter: Tensor) -> tuple[str, bool]:
         return str(parameter.dtype), self._devices.holds(parameter)
@@ -333,13 +348,6 @@ class Registry:
     def _reindex(self) -> None:
         self.index = {subgroup: i for i, subgroup in enumerate(self.accelerated)}
         self._loads = None
-
-
-def _check_kind(parameter: Tensor, group: Group) -> None:
-    """Raise TypeError, naming the parameter, if it cannot be optimised. The name takes a search through the group."""
-    problem = parameter_problem(parameter)
-    if problem:
-        raise TypeError(f"{name_of(parameter, group)}: {problem}")
 
 
 def name_of(parameter: Tensor, group: Group) -> str:

@@ -23,7 +23,7 @@ class AmpScale(NamedTuple):
 
 
 def amp_scale(optimizer: Any, *, offloaded: bool) -> AmpScale:
-    """Read the attributes that GradScaler.step() sets on an optimizer during the call. One synchronisation.
+    """Read the attributes that GradScaler.step() sets on an optimizer during the call, in one transfer.
 
     Raises RuntimeError if gradients are offloaded, because GradScaler has not seen them.
     """
@@ -38,8 +38,11 @@ def amp_scale(optimizer: Any, *, offloaded: bool) -> AmpScale:
     grad_scale = getattr(optimizer, "grad_scale", None)
     if grad_scale is None:  # unscale_() was called, which no version counter tells
         return AmpScale(1.0, None, bool(float(found_inf)))
+    # Each number read by itself would wait for the device once more. Without any gradient, found_inf is 0, no tensor.
+    found_inf = torch.as_tensor(found_inf, dtype=grad_scale.dtype, device=grad_scale.device)
+    scale, infinite = torch.stack([grad_scale.view(()), found_inf.view(())]).tolist()
     # Its check for inf multiplied every gradient by 1, in place.
-    return AmpScale(1.0 / float(grad_scale), versions_of_a_check(), bool(float(found_inf)))
+    return AmpScale(1.0 / scale, versions_of_a_check(), bool(infinite))
 
 
 @functools.cache

@@ -14,6 +14,12 @@ from perfmodel import SubgroupLoad
 HostAllocator = Callable[[int, torch.dtype], Tensor]
 """(numel, dtype) -> 1-D zeros on the host."""
 
+_ROUNDED_FROM, _ROUNDING = 1 << 20, 128
+"""Parameters of a subgroup from which its size is rounded up, and to a multiple of how many.
+
+Otherwise the part of a tensor that begins with the subgroup would lie at an address from which a GPU cannot load 16
+bytes at once. A tensor whose length is no multiple of that still misaligns those behind it.
+"""
 _ALIGNMENT = 256
 """Bytes; every tensor carved from a slot starts on such a boundary, as CUDA's own allocations do."""
 
@@ -317,8 +323,10 @@ def make_records(parameters: Sequence[Tensor], arena: Arena) -> list[ParameterRe
 def split(arena: Arena, records: Iterable[ParameterRecord], subgroup_size: int) -> list[Subgroup]:
     """The arena as subgroups of `subgroup_size` parameters, the last shorter: large tensors are split, small share.
 
-    records: all of the arena, in order.
+    records: all of the arena, in order. subgroup_size: a large one is rounded up a little.
     """
+    if subgroup_size >= _ROUNDED_FROM:
+        subgroup_size = -(-subgroup_size // _ROUNDING) * _ROUNDING
     count = -(-arena.numel // subgroup_size)
     pieces: list[list[Piece]] = [[] for _ in range(count)]
     for record in records:

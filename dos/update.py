@@ -13,6 +13,7 @@ import ctypes
 import functools
 import logging
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -199,11 +200,42 @@ def _adam_update_on_gpu(
     if kernel is not None:
         try:
             with torch.cuda.device_of(param):
-                kernel(*arrays, step.float32_scalars, step.use_l2)
+                _launch(kernel, *arrays, step.float32_scalars, step.use_l2)
             return
-        except Exception as error:  # raised before anything was queued, such as by the compiler
+        except Exception as error:  # raised before anything was queued
+            if not _can_be_of_the_compiler(error):
+                raise
             _give_up_triton(error)
     _adam_update_torch(*arrays, step=step)
+
+
+def _launch(kernel: Callable[..., None], *arguments: object) -> None:
+    """Launch the kernel. Its first launch loads it, which needs memory that is not the allocator's."""
+    try:
+        kernel(*arguments)
+    except Exception as error:
+        if not _out_of_device_memory(error):
+            raise
+        torch.cuda.empty_cache()
+        kernel(*arguments)
+
+
+def _out_of_device_memory(error: Exception) -> bool:
+    """Whether the device had no memory. The driver says so in a RuntimeError, "Triton Error [CUDA]: out of memory"."""
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower()
+
+
+def _can_be_of_the_compiler(error: Exception) -> bool:
+    """Whether the kernel could not be made for this machine, so that it will not be next time either.
+
+    Triton and what it calls raise many types: its own, RuntimeError without a C compiler, CalledProcessError, OSError
+    where its cache cannot be written. So all counts as that but a want of memory and what the driver reports of the
+    device, unless that is of the kernel's code.
+    """
+    if isinstance(error, MemoryError) or _out_of_device_memory(error):
+        return False
+    text = str(error)
+    return not re.search(r"Triton Error \[|CUDA error|HIP error", text) or bool(re.search("kernel image|PTX", text))
 
 
 _triton_failed = False

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Makes .venv with the dependencies and the compiled extension. Arguments: further extras of pyproject.toml, such as docs.
-# A usable torch (2.6 or later) that PYTHON already has is used; otherwise the version in constraints.txt is installed.
+# A usable torch (2.6 or later) that PYTHON already has is used, and what else is there; nothing is changed outside .venv.
+# Otherwise the version in constraints.txt is installed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON="${PYTHON:-python3}"
@@ -28,14 +29,45 @@ PY
 )
 if [ -n "$installed" ]; then
     echo "Using the torch $installed that is installed."
-    options=(--system-site-packages)
     constraints=.venv/constraints.txt
+    if "$PYTHON" -c 'import sys; sys.exit(sys.prefix != sys.base_prefix)'; then
+        options=(--system-site-packages)
+    fi
 fi
 [ -x .venv/bin/python ] || "$PYTHON" -m venv "${options[@]}" .venv
-[ -z "$installed" ] || echo "torch==$installed" > "$constraints"
+if [ -n "$installed" ]; then
+    echo "torch==$installed" > "$constraints"
+    # Where PYTHON lives in a virtual environment, --system-site-packages would mean its base interpreter's.
+    "$PYTHON" - .venv "$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" <<'PY'
+import os, sys
+venv, site_packages = sys.argv[1:]
+if sys.prefix != sys.base_prefix and os.path.realpath(sys.prefix) != os.path.realpath(venv):
+    inherited = [path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages")]
+    # The first file by name, so that an installation of this project there gives way to the one in .venv.
+    with open(os.path.join(site_packages, "00-inherited.pth"), "w") as file:
+        file.writelines(f"import site; site.addsitedir({path!r})\n" for path in inherited)
+PY
+fi
 
 pip() { .venv/bin/python -m pip --disable-pip-version-check "$@"; }
 pip install --quiet --constraint "$constraints" "scikit-build-core>=0.10" "nanobind>=2.4" "cmake>=3.18" ninja
 # Without isolation, so that a rebuild after a change of csrc is incremental.
-extras=$(IFS=,; echo "dev${*:+,$*}")
-pip install --quiet --constraint "$constraints" --no-build-isolation --editable ".[$extras]"
+if [ -z "$installed" ]; then
+    extras=$(IFS=,; echo "dev${*:+,$*}")
+    pip install --quiet --constraint "$constraints" --no-build-isolation --editable ".[$extras]"
+else
+    # Without what torch asks for, which came with it or is not needed: pip would download gigabytes.
+    pip install --quiet --no-deps --no-build-isolation --editable .
+    mapfile -t others < <(.venv/bin/python - "" dev "$@" <<'PY'
+import sys
+from importlib.metadata import requires
+from pip._vendor.packaging.requirements import Requirement
+
+for requirement in map(Requirement, requires("deep-optimizer-states")):
+    marker, requirement.marker = requirement.marker, None
+    if requirement.name != "torch" and (not marker or any(marker.evaluate({"extra": e}) for e in sys.argv[1:])):
+        print(requirement)
+PY
+    )
+    pip install --quiet --constraint "$constraints" "${others[@]}"
+fi

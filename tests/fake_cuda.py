@@ -2,8 +2,15 @@
 
 Work is queued when it is issued and runs when something waits for it: only what must have run by then (`lazy`), or
 pieces of any streams in random order. So a wait that is missing, an event that is recorded again too early or memory
-that is freed too early shows as wrong results, always and not only now and then. What the caller computes is done at
-once, on CPU tensors.
+that is freed too early shows as wrong results, always and not only now and then.
+
+The caller has streams, too, `Runtime.caller` and what `caller_stream` makes. What Python computes on CPU tensors is
+done at once; what is queued with `FakeStream.enqueue` is as late as all else, and `queue_gradients` queues what
+backward writes. Where a caller's stream is told to wait it does so at once, because what Python computes next cannot.
+
+Each stream has a clock, so that work of different streams overlaps in time; `Runtime.host` is the host's, which goes on
+when the host waits. Each thread has a current device and uses device 0 if it was given none: calls that torch does not
+guard make a context there, see `Runtime.contexts`.
 """
 
 from __future__ import annotations
@@ -11,24 +18,25 @@ from __future__ import annotations
 import random
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import cycle
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
 from dos.devices import Job, Memory
-from dos.devices.cuda import CudaDevice
+from dos.devices.cuda import CudaDevice, _streams_of
 from perfmodel import Op
 
 
 class Record:
     """One recording of an event: done once the stream has come to it. at: when, in the runtime's seconds."""
 
-    def __init__(self, stream: FakeStream | None) -> None:
+    def __init__(self, stream: FakeStream) -> None:
         self.stream = stream
         self.at: float | None = None
 
@@ -37,25 +45,42 @@ class Record:
         return self.at is not None
 
 
+class Work(NamedTuple):
+    """What a stream runs. seconds: it takes. issued: when, by the host's clock."""
+
+    run: Callable[[], None]
+    seconds: float
+    issued: float
+
+
 class Runtime:
-    """Runs what streams have queued. recorded, made: how many events were."""
+    """Runs what streams have queued.
+
+    recorded, made: how many events were. host: the host's clock in seconds. caller: the stream on which the user works.
+    contexts: the devices on which something has made a context.
+    """
 
     def __init__(self, seed: int | None) -> None:
         self.lock = threading.RLock()
         self.streams: list[FakeStream] = []
-        self.now = 0.0
+        self.host = 0.0
         self.recorded = 0
         self.made = 0
+        self.contexts: set[int] = set()
+        self.caller = self.caller_stream()
+        self._of_thread = threading.local()
         self._random = None if seed is None else random.Random(seed)
 
+    def caller_stream(self) -> FakeStream:
+        """A stream of the user's."""
+        return FakeStream(self, at_once=True)
+
     def complete(self, record: Record) -> None:
-        """Run until the record is done."""
+        """Run until the record is done. The host waits for that."""
         with self.lock:
-            while not record.done and self._random is not None:
-                assert self.advance(), "nothing can go on: streams wait for each other"
-            while not record.done:
-                assert record.stream is not None
-                self._step(record.stream)
+            self._run_until(record)
+            assert record.at is not None
+            self.host = max(self.host, record.at)
 
     def advance(self) -> bool:
         """Run something of any stream that can go on, if the order is random; whether there was anything."""
@@ -65,33 +90,105 @@ class Runtime:
                 self._step(self._random.choice(ready))
             return bool(ready)
 
+    def current_stream(self, device: object = None) -> FakeStream:
+        """This thread's."""
+        return getattr(self._of_thread, "stream", self.caller)
+
+    def use(self, stream: FakeStream) -> None:
+        """Make it the thread's current stream, as autograd does before it runs a node and its hooks."""
+        self._of_thread.stream = stream
+
+    @contextmanager
+    def stream(self, stream: FakeStream) -> Iterator[None]:
+        """Make it the thread's current stream meanwhile."""
+        before, self._of_thread.stream = self.current_stream(), stream
+        try:
+            yield
+        finally:
+            self._of_thread.stream = before
+
+    def current_device(self) -> int:
+        """This thread's; 0 if it never chose one."""
+        return getattr(self._of_thread, "device", 0)
+
+    def set_device(self, device: torch.device | int) -> None:
+        """For this thread, from now on."""
+        self._of_thread.device = device if isinstance(device, int) else device.index
+
+    @contextmanager
+    def device(self, device: torch.device | int) -> Iterator[None]:
+        """Make it the thread's current device meanwhile."""
+        before = self.current_device()
+        self.set_device(device)
+        try:
+            yield
+        finally:
+            self.set_device(before)
+
+    def make_context(self) -> None:
+        """What a call does that torch does not guard: it needs a context on the thread's current device."""
+        self.contexts.add(self.current_device())
+
+    def _run_until(self, record: Record) -> None:
+        while not record.done and self._random is not None:
+            assert self.advance(), "nothing can go on: streams wait for each other"
+        while not record.done:
+            self._step(record.stream)
+
     def _step(self, stream: FakeStream) -> None:
         item = stream.queue.popleft()
-        self.now += 1e-3
-        if not isinstance(item, Record):
-            item()
+        if isinstance(item, Work):
+            stream.now = max(stream.now, item.issued) + item.seconds
+            item.run()
         elif item.stream is stream:
-            item.at = self.now
+            item.at = stream.now
         else:
-            self.complete(item)
+            self._run_until(item)
+            assert item.at is not None
+            stream.now = max(stream.now, item.at)
 
 
 class FakeStream:
-    """queue: work, own records, and other streams' records to wait for."""
+    """queue: work, own records, and other streams' records to wait for. now: its clock, where it has come to.
 
-    def __init__(self, runtime: Runtime) -> None:
+    at_once: whether it does not only note whom to wait for, but waits.
+    """
+
+    def __init__(self, runtime: Runtime, at_once: bool = False) -> None:
         self._runtime = runtime
-        self.queue: deque[Record | Callable[[], None]] = deque()
+        self._at_once = at_once
+        self.queue: deque[Record | Work] = deque()
+        self.now = 0.0
         runtime.streams.append(self)
+
+    def enqueue(self, run: Callable[[], None], seconds: float = 1e-3) -> None:
+        """Run this in order."""
+        self.queue.append(Work(run, seconds, self._runtime.host))
 
     def blocked(self) -> bool:
         head = self.queue[0]
         return isinstance(head, Record) and head.stream is not self and not head.done
 
-    def wait_event(self, event: FakeEvent) -> None:
+    def record(self) -> Record:
+        """A record of where the stream is now."""
         with self._runtime.lock:
-            assert event.record_ is not None, "waits for an event that was never recorded"
-            self.queue.append(event.record_)
+            # A stream without work comes to it when it is issued.
+            self.enqueue(lambda: None, 0.0)
+            record = Record(self)
+            self.queue.append(record)
+            return record
+
+    def wait_record(self, record: Record) -> None:
+        """Go on only once the record is done."""
+        with self._runtime.lock:
+            self.queue.append(record)
+
+    def wait_event(self, event: FakeEvent) -> None:
+        assert event.record_ is not None, "waits for an event that was never recorded"
+        self.wait_record(event.record_)
+        if self._at_once:
+            with self._runtime.lock:
+                self._runtime._run_until(self.record())
 
 
 class FakeEvent:
@@ -101,25 +198,24 @@ class FakeEvent:
         self.record_: Record | None = None
         runtime.made += 1
 
-    def record(self, stream: FakeStream | Caller) -> None:
+    def record(self, stream: FakeStream) -> None:
         with self._runtime.lock:
             self._runtime.recorded += 1
-            self.record_ = Record(stream if isinstance(stream, FakeStream) else None)
-            if isinstance(stream, FakeStream):
-                stream.queue.append(self.record_)
-            else:
-                self.record_.at = self._runtime.now
+            self.record_ = stream.record()
 
     def query(self) -> bool:
+        self._runtime.make_context()
         self._runtime.advance()
         assert self.record_ is not None
         return self.record_.done
 
     def synchronize(self) -> None:
+        self._runtime.make_context()
         assert self.record_ is not None
         self._runtime.complete(self.record_)
 
     def elapsed_time(self, other: FakeEvent) -> float:
+        self._runtime.make_context()  # torch asks both events whether they are done before it sets the device
         assert self._timing
         assert other._timing
         assert self.record_ is not None
@@ -129,22 +225,46 @@ class FakeEvent:
         return (other.record_.at - self.record_.at) * 1e3
 
 
-class Caller:
-    """The caller's stream: everything on it is done at once, so it waits at once."""
+def use_virtual_time(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that the package times is in the runtime's seconds."""
+    clock = SimpleNamespace(perf_counter=lambda: runtime.host)
+    for module in ("devices.cuda", "engine", "host_lane", "pace"):
+        monkeypatch.setattr(f"dos.{module}.time", clock)
 
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
 
-    def wait_event(self, event: FakeEvent) -> None:
-        event.synchronize()
+def queue_gradients(
+    runtime: Runtime, parameters: Iterable[Tensor], streams: Sequence[FakeStream] | None = None
+) -> None:
+    """Let backward's writes to gradients be as late as other work; to be called before an optimizer watches them.
+
+    Until then there is NaN, and what is written is NaN if somebody has changed the parameter by then.
+    streams: on which the parameters' forwards ran, in turn, and so their backwards; `end_backward` is to be called.
+    """
+    of_parameter = {} if streams is None else dict(zip(map(id, parameters := list(parameters)), cycle(streams)))
+
+    def wrote(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        if of_parameter:
+            runtime.use(of_parameter[id(parameter)])
+        # `data` has a version counter of its own: on a device, too, the number rises when the write is issued.
+        gradient, values, weights = parameter.grad.data, parameter.grad.clone(), parameter.detach().clone()
+        gradient.fill_(float("nan"))
+
+        def write() -> None:
+            gradient.copy_(values if torch.equal(parameter.detach(), weights) else float("nan") * values)
+
+        runtime.current_stream().enqueue(write)
+
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(wrote)
 
 
 class FakeCudaDevice(CudaDevice):
     """A CudaDevice whose device memory is CPU memory and whose work is queued on a `Runtime`."""
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Runtime, index: int = 0) -> None:
         self.runtime = runtime
-        super().__init__(torch.device("cuda", 0))
+        super().__init__(torch.device("cuda", index))
 
     def __deepcopy__(self, memo: dict[int, object]) -> FakeCudaDevice:
         return self
@@ -160,6 +280,7 @@ class FakeCudaDevice(CudaDevice):
 
     def free(self, buffer: Tensor) -> None:
         buffer.fill_(0xFF)
+        super().free(buffer)
 
     def memory(self) -> Memory:
         return Memory(10**9, 10**9)
@@ -186,19 +307,28 @@ class FakeCudaDevice(CudaDevice):
                 with torch.no_grad():
                     work()
 
-            return super()._queue(op, subgroup, lambda: queue.queue.append(run), after, theirs, ours)
+            return super()._queue(op, subgroup, lambda: queue.enqueue(run), after, theirs, ours)
+
+
+def end_backward(runtime: Runtime, streams: Iterable[FakeStream]) -> None:
+    """What autograd does at the end: the caller's stream goes on behind all that backward used."""
+    runtime.use(runtime.caller)
+    for stream in streams:
+        runtime.caller.wait_record(stream.record())
 
 
 def install(monkeypatch: pytest.MonkeyPatch, seed: int | None) -> Runtime:
     """Put the runtime in the place of torch.cuda's. seed: of the order in which work runs; None: as late as allowed."""
     runtime = Runtime(seed)
-    caller = Caller(runtime)
+    _streams_of.cache_clear()
     for name, replacement in {
         "Stream": lambda device, priority=0: FakeStream(runtime),
         "Event": lambda enable_timing=False, blocking=False: FakeEvent(runtime, enable_timing),
-        "device": lambda device: nullcontext(),
-        "stream": lambda stream: nullcontext(),
-        "current_stream": lambda device: caller,
+        "device": runtime.device,
+        "set_device": runtime.set_device,
+        "current_device": runtime.current_device,
+        "stream": runtime.stream,
+        "current_stream": runtime.current_stream,
         "get_device_properties": lambda device: SimpleNamespace(name="Fake 80GB", uuid="0-1-2-3"),
     }.items():
         monkeypatch.setattr(torch.cuda, name, replacement)

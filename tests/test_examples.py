@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib.util
 import logging
 import runpy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 import pytest
 
 from dos import DOSAdam
-from dos.devices import Copy, Job
+from dos.devices import Caller, Copy, Job
 from dos.engine import Engine
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -59,9 +59,9 @@ def test_example(name: str, optimizers: list[DOSAdam], tmp_path: Path, monkeypat
     left_early: list[int] = []
     send_gradients = Engine.send_gradients
 
-    def send(self: Engine, index: int, copies: Sequence[Copy]) -> Job:
+    def send(self: Engine, index: int, copies: Sequence[Copy], callers: Collection[Caller] = ()) -> Job:
         left_early.append(index)
-        return send_gradients(self, index, copies)
+        return send_gradients(self, index, copies, callers)
 
     monkeypatch.setattr(Engine, "send_gradients", send)
     main = _main(name, monkeypatch)

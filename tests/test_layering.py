@@ -83,7 +83,7 @@ INNER = {
         "work",
     },
     "compute": {"devices"},
-    "pace": set(),
+    "pace": {"devices"},
     "report": {"memory"},
     "devices": {"guard", "threads"},
     "work": {"devices", "subgroup", "update"},

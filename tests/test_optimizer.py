@@ -11,8 +11,10 @@ import torch
 from conftest import assert_close_ulp, bits, mlp, train
 from torch import nn
 from torch.optim import lr_scheduler
+from torch.overrides import TorchFunctionMode
 
 from dos import DOSAdam, EmulatedDevice
+from dos.scaling import amp_scale
 
 POLICIES = ["cpu", "stride:1", "stride:2", "stride:3", 0.0, 0.4, 1.0]
 
@@ -226,6 +228,31 @@ def test_grad_scaler_skips_and_unscales(device: EmulatedDevice) -> None:
     assert models[0][1:] == models[1][1:]
     assert models[1][2] == 7
     assert_close_ulp(models[1][0].parameters(), models[0][0].parameters())
+
+
+class Reads(TorchFunctionMode):
+    """Notes what reads values, for which the host waits if they are on a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        name = getattr(function, "__name__", "")
+        if name in ("item", "tolist", "cpu", "numpy", "__float__", "__bool__", "__int__"):
+            self.seen.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("infinite", [0.0, 1.0])
+def test_what_grad_scaler_says_is_read_at_once(infinite: float) -> None:
+    optimizer = DOSAdam(mlp().parameters())
+    optimizer.found_inf, optimizer.grad_scale = torch.tensor(infinite), torch.tensor([4.0])
+    with Reads() as reads:
+        assert amp_scale(optimizer, offloaded=False)[::2] == (0.25, bool(infinite))
+    assert len(reads.seen) == 1
+    optimizer.found_inf = 0  # no parameter had a gradient
+    assert amp_scale(optimizer, offloaded=False)[::2] == (0.25, False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -64,9 +64,9 @@ def test_gradients_leave_during_backward_once_each() -> None:
     sent = []
     real = optimizer._accelerator._engine.send_gradients
 
-    def send(index, copies):
+    def send(index, copies, callers):
         sent.append(index)
-        return real(index, copies)
+        return real(index, copies, callers)
 
     optimizer._accelerator._engine.send_gradients = send
     train(model, optimizer, 1, before_step=lambda _: sent.append("step"))

@@ -7,6 +7,7 @@ import logging
 import mmap
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,25 +18,37 @@ from torch import Tensor
 from dos.devices import pinned
 from dos.devices.pinned import pinned_zeros
 
-DEVICE = torch.device("cuda", 0)
+DEVICE = torch.device("cuda", 1)
 HUGE = 2 << 20
 
 
 class Runtime:
-    """Of torch.cuda.cudart(), the part that pins. answer: what it says to a registration."""
+    """Of torch.cuda.cudart(), the part that pins. answer: what it says to a registration. current: the device."""
 
     cudaError = SimpleNamespace(success=0)  # noqa: N815
 
     def __init__(self) -> None:
         self.answer = 0
         self.registered: dict[int, int] = {}
+        self.current = torch.device("cuda", 0)
+
+    @contextmanager
+    def device(self, device: torch.device) -> Iterator[None]:
+        before, self.current = self.current, device
+        yield
+        self.current = before
+
+    def cudaGetErrorString(self, error: int) -> str:  # noqa: N802
+        return {2: "out of memory"}[error]
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802
+        assert self.current == DEVICE, "makes a context on another device"
         if self.answer == 0:
             self.registered[address] = nbytes
         return self.answer
 
     def cudaHostUnregister(self, address: int) -> None:  # noqa: N802
+        assert self.current == DEVICE, "makes a context on another device"
         del self.registered[address]
 
 
@@ -43,6 +56,7 @@ class Runtime:
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runtime]:
     runtime = Runtime()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "device", runtime.device)
     pinned._warn.cache_clear()
     yield runtime
     gc.collect()
@@ -77,7 +91,7 @@ def test_pages_that_cannot_be_pinned(
 ) -> None:
     launches = []
 
-    def launch(numel: int, device: torch.device) -> Tensor:
+    def launch(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         launches.append(device)
         raise RuntimeError("CUDA error: out of memory")  # what the failed call left behind
 
@@ -90,7 +104,7 @@ def test_pages_that_cannot_be_pinned(
         tensor.fill_(7)
     assert launches == [DEVICE, DEVICE]
     assert len(caplog.records) == 1
-    assert "pinning host memory failed (2)" in caplog.text
+    assert "pinning host memory failed (out of memory)" in caplog.text
     assert "ulimit -l" in caplog.text
 
 

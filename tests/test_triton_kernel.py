@@ -172,6 +172,71 @@ def test_a_kernel_that_does_not_compile_is_given_up(
     assert "(RuntimeError: Failed to find C compiler)" in caplog.text
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        subprocess.CalledProcessError(1, "gcc"),
+        PermissionError("~/.triton/cache"),
+        ImportError("cuda_utils.so"),
+        RuntimeError("PassManager::run failed"),
+        RuntimeError("Triton Error [CUDA]: the provided PTX was compiled with an unsupported toolchain."),
+        RuntimeError("Triton Error [CUDA]: device kernel image is invalid"),
+    ],
+)
+def test_what_will_not_work_next_time_either(error: Exception, afresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*arguments: object) -> None:
+        raise error
+
+    monkeypatch.setattr(module, "_import_triton_kernel", lambda: fails)
+    updated_by_gpu_code(random_arrays(100, STEP, torch.bfloat16, torch.float32, torch.bfloat16, seed=0), STEP)
+    assert gpu_kernel_name() == "torch"
+
+
+NO_MEMORY = [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("Triton Error [CUDA]: out of memory")]
+
+
+@pytest.mark.parametrize("error", NO_MEMORY)
+def test_a_kernel_that_finds_no_memory_is_tried_again(
+    error: Exception, afresh: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls: list[str] = []
+
+    def loads(*arguments: object) -> None:
+        calls.append("load")
+        if "trim" not in calls:
+            raise error
+
+    monkeypatch.setattr(module, "_import_triton_kernel", lambda: loads)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("trim"))
+    arrays = random_arrays(100, STEP, torch.bfloat16, torch.float32, torch.bfloat16, seed=0)
+    untouched = clone(arrays)
+    updated_by_gpu_code(arrays, STEP)
+    assert calls == ["load", "trim", "load"]
+    assert_same_bits(arrays, untouched)
+    assert gpu_kernel_name() == "triton"
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    "error",
+    [*NO_MEMORY, MemoryError(), RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")],
+)
+def test_what_is_wrong_with_the_device_is_said_and_triton_stays(
+    error: Exception, afresh: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*arguments: object) -> None:
+        raise error
+
+    monkeypatch.setattr(module, "_import_triton_kernel", lambda: fails)
+    arrays = random_arrays(100, STEP, torch.bfloat16, torch.float32, torch.bfloat16, seed=0)
+    untouched = clone(arrays)
+    with pytest.raises(type(error)) as caught:
+        updated_by_gpu_code(arrays, STEP)
+    assert caught.value is error
+    assert_same_bits(arrays, untouched)
+    assert gpu_kernel_name() == "triton"
+
+
 def test_scalars_are_rounded_once() -> None:
     exact = torch.tensor(STEP.scalars, dtype=torch.float64)
     assert torch.tensor(STEP.float32_scalars, dtype=torch.float64).equal(exact.float().double())

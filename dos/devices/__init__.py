@@ -1,17 +1,19 @@
 """Accelerators behind one small protocol."""
 
-from dos.devices.base import LANES, Copy, Device, Job, Memory
+from dos.devices.base import LANES, Caller, Copy, Device, Job, Mark, Memory
 from dos.devices.emulated import EmulatedDevice
 from dos.devices.occupancy import Script, read_trace
 from dos.devices.select import DeviceFinder, device_for, host_zeros
 
 __all__ = [
     "LANES",
+    "Caller",
     "Copy",
     "Device",
     "DeviceFinder",
     "EmulatedDevice",
     "Job",
+    "Mark",
     "Memory",
     "Script",
     "device_for",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol
 
@@ -19,6 +19,10 @@ LANES = {Op.GRADIENT: Lane.D2H, Op.FLUSH: Lane.D2H, Op.PREFETCH: Lane.H2D, Op.PA
 """The streams of a device, one for each operation, and the lane that serves it."""
 
 
+Caller = Hashable
+"""A queue in which the caller's own work on the device is in order."""
+
+
 class Memory(NamedTuple):
     """Device memory in bytes."""
 
@@ -31,6 +35,13 @@ class Job(Protocol):
 
     def wait(self) -> Span:
         """Block until the work is done and say when it ran. Raises what the work, or work it waited for, raised."""
+
+
+class Mark(Protocol):
+    """A place in the work that the caller queues on the device."""
+
+    def at(self) -> float | None:
+        """When the device came to it, by time.perf_counter; None: it has not yet. Does not wait."""
 
 
 class Device(Protocol):
@@ -53,8 +64,11 @@ class Device(Protocol):
     def allocate(self, nbytes: int) -> Tensor:
         """1-D uint8 device memory, uninitialised. Raises torch.OutOfMemoryError."""
 
+    def allocate_lasting(self, nbytes: int) -> Tensor:
+        """As `allocate`, for what stays over many iterations and may be kept apart from what comes and goes."""
+
     def free(self, buffer: Tensor) -> None:
-        """Give back what `allocate` gave. No work in flight may use it."""
+        """Give back what either of them gave. No work in flight may use it."""
 
     def memory(self) -> Memory:
         """Free and total device memory as the runtime sees it."""
@@ -68,8 +82,17 @@ class Device(Protocol):
     def join(self, job: Job) -> None:
         """Order what the caller queues on the device from now on behind `job`. Raises what the job raised."""
 
-    def fence(self) -> Sequence[Job]:
-        """The work that the caller has queued on the device so far, such as the backward pass."""
+    def caller(self) -> Caller:
+        """In which of its queues the caller works now: backward has one for each stream of the forward."""
+
+    def fence(self, callers: Collection[Caller] = ()) -> Sequence[Job]:
+        """The work that the caller has queued on the device so far, such as the backward pass.
+
+        callers: in these of its queues; none: in the one in which it works now.
+        """
+
+    def mark(self) -> Mark:
+        """The place to which the caller's work has been queued so far."""
 
     def copy(self, op: Op, subgroup: int, copies: Sequence[Copy], after: Sequence[Job] = ()) -> Job:
         """Copy across the link of `op` once all of `after` are done. The memory of both sides stays until then."""

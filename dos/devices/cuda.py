@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import cached_property
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache, cached_property
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from dos.devices.base import LANES, Copy, Job, Memory
+from dos.devices.base import LANES, Caller, Copy, Job, Mark, Memory
 from dos.devices.coalesce import copy_pieces
 from dos.devices.pinned import pinned_zeros
 from dos.devices.ranges import named
 from dos.threads import bind, bound_to, cores_near
 from perfmodel import Lane, Op, Span
 
-_CLOCK_S = 60.0
-"""Seconds after which a new clock is started: elapsed times are float32 milliseconds, exact to microseconds so far."""
+_CLOCK_S = 1.0
+"""Seconds after which a new clock is started: in that time the host's and the device's part by some microseconds."""
+_BRACKETS = 3
+"""How often the host looks when the device is; whoever is not interrupted in between knows best."""
+
+POOLS = "DOS_MEMORY_POOLS"
+"""The environment variable that, set to 1, keeps state that stays on the device in memory pools of its own.
+
+No GPU has run this yet, so it is not the default. Without it, state that leaves stays with the caching allocator until
+`trim`, which empties the model's cache, too. Slots are in the general pool all the same: forward and backward take
+their memory over within the iteration.
+"""
+_POOL_FROM, _SEGMENT = 10 << 20, 2 << 20
+"""Bytes from which the caching allocator makes a segment for one allocation alone, and of which that is a multiple."""
 
 _HIGH, _NORMAL = -1, 0
 """Priorities of streams. They hold for kernels alone: an update that the next forward waits for goes before others."""
@@ -34,14 +47,13 @@ class CudaDevice:
 
     def __init__(self, device: torch.device) -> None:
         self.torch_device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-        self._streams = {
-            op: torch.cuda.Stream(self.torch_device, priority=_HIGH if op is Op.UPDATE else _NORMAL) for op in LANES
-        }
-        self._idle_stream = torch.cuda.Stream(self.torch_device)
+        self._streams, self._idle_stream = _streams_of(self.torch_device)
         self._timers = _Events()
         self._leftovers: deque[_Leftover] = deque()
         self._clock = self._start_clock()
         self._cores = cores_near(self._pci_address)
+        self._with_pools = os.environ.get(POOLS) == "1"
+        self._pools: dict[int, torch.cuda.MemPool] = {}  # by the address of what was allocated in it
 
     def __repr__(self) -> str:
         return f"CudaDevice({self.torch_device})"
@@ -68,8 +80,34 @@ class CudaDevice:
     def allocate(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
 
+    def allocate_lasting(self, nbytes: int) -> Tensor:
+        """From a pool of its own where that was asked for. What is too small for a segment of its own is not."""
+        if not self._with_pools or nbytes < _POOL_FROM:
+            return self.allocate(nbytes)
+        # A whole segment, so that the pool has nothing that `unused` would count and nobody else could use.
+        whole = -(-nbytes // _SEGMENT) * _SEGMENT
+        try:
+            buffer, pool = self._allocate_in_pool(whole)
+        except torch.OutOfMemoryError:
+            # For a pool, the allocator does not give up what it has cached for others before it fails.
+            with self.current():
+                torch.cuda.empty_cache()
+            buffer, pool = self._allocate_in_pool(whole)
+        self._pools[buffer.data_ptr()] = pool
+        return buffer[:nbytes]
+
+    def _allocate_in_pool(self, nbytes: int) -> tuple[Tensor, torch.cuda.MemPool]:
+        with self.current():  # to which a new pool belongs
+            pool = torch.cuda.MemPool()
+            with torch.cuda.use_mem_pool(pool, self.torch_device):
+                return self.allocate(nbytes), pool
+
     def free(self, buffer: Tensor) -> None:
-        """Nothing to do: the caching allocator takes the memory when the last view goes."""
+        """The caching allocator takes the memory when the last view goes; the device, that of a pool at once."""
+        pool = self._pools.pop(buffer.data_ptr(), None)
+        if pool is not None:
+            buffer.untyped_storage().resize_(0)  # before the pool goes, or the block would outlive it in the cache
+            del pool
 
     def memory(self) -> Memory:
         return Memory(*torch.cuda.mem_get_info(self.torch_device))
@@ -81,17 +119,29 @@ class CudaDevice:
         return max(0, reserved - active)
 
     def trim(self) -> None:
-        torch.cuda.empty_cache()
+        if self._with_pools:
+            return  # `free` has given back what was state's, and the rest is the model's
+        with self.current():
+            torch.cuda.empty_cache()
 
     def join(self, job: Job) -> None:
         assert isinstance(job, _CudaJob)
         # What the caller queues next reads what `job` writes.
         torch.cuda.current_stream(self.torch_device).wait_event(job.end)
 
-    def fence(self) -> Sequence[Job]:
+    def caller(self) -> Caller:
+        return torch.cuda.current_stream(self.torch_device)
+
+    def fence(self, callers: Collection[Caller] = ()) -> Sequence[Job]:
+        return [self._mark(stream) for stream in callers or (self.caller(),)]
+
+    def mark(self) -> Mark:
+        return self._mark(self.caller())
+
+    def _mark(self, stream: Caller) -> _CudaJob:
         event = self._timers.take()
-        event.record(torch.cuda.current_stream(self.torch_device))
-        return (_CudaJob(self, None, event, Op.BACKWARD, None, ()),)
+        event.record(cast(torch.cuda.Stream, stream))
+        return _CudaJob(self, None, event, Op.BACKWARD, None, ())
 
     def copy(self, op: Op, subgroup: int, copies: Sequence[Copy], after: Sequence[Job] = ()) -> Job:
         to_host = LANES[op] is Lane.D2H
@@ -113,6 +163,15 @@ class CudaDevice:
 
     def settle_host_thread(self) -> None:
         bind(self._cores)
+        torch.cuda.set_device(self.torch_device)
+
+    def current(self) -> AbstractContextManager[Any]:
+        """Makes this the thread's current device meanwhile.
+
+        torch does so itself in most calls, but not where it waits for or asks an event. In a thread that never chose a
+        device these would make a context, half a gigabyte, on the first GPU: with several ranks, on that of another.
+        """
+        return torch.cuda.device(self.torch_device)
 
     @contextmanager
     def host_update(self, numel: int) -> Iterator[float]:
@@ -129,10 +188,16 @@ class CudaDevice:
 
     def _start_clock(self) -> _Clock:
         """A clock from now on. Its event is on a stream without work, so waiting for it waits for nothing else."""
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(self._idle_stream)
-        event.synchronize()
-        return _Clock(event, time.perf_counter())
+        clocks = []
+        for _ in range(_BRACKETS):
+            event = torch.cuda.Event(enable_timing=True)
+            with self.current():
+                before = time.perf_counter()
+                event.record(self._idle_stream)
+                event.synchronize()
+                after = time.perf_counter()
+            clocks.append((after - before, _Clock(event, (before + after) / 2)))
+        return min(clocks, key=lambda clock: clock[0])[1]
 
     def _renew_clock(self) -> None:
         """Start a new clock if the last is old. Called where the host waits anyway."""
@@ -152,15 +217,15 @@ class CudaDevice:
 
         theirs: device memory that it uses and others may free. ours: host memory to keep until it is done.
         """
-        self._drop_leftovers()
         stream = self._streams[op]
-        start, end = self._timers.take(), self._timers.take()
         with (
             named(LANES[op].value, op.value, subgroup),
-            torch.cuda.device(self.torch_device),
+            self.current(),
             torch.cuda.stream(stream),
             torch.no_grad(),
         ):
+            self._drop_leftovers()
+            start, end = self._timers.take(), self._timers.take()
             for job in after:
                 assert isinstance(job, _CudaJob)
                 # Closes the hazards between streams: what `job` writes, `work` reads or overwrites; what `job` reads,
@@ -188,6 +253,18 @@ class CudaDevice:
 
     def _give_back(self, leftover: _Leftover) -> None:
         self._timers.give(*(event for event in (leftover.start, leftover.end) if event is not None))
+
+
+@cache
+def _streams_of(device: torch.device) -> tuple[Mapping[Op, torch.cuda.Stream], torch.cuda.Stream]:
+    """A stream for each operation, and one for no work at all; all optimizers of the process share them.
+
+    torch hands out 32 streams of a priority and then the same ones again, so that an optimizer with streams of its own
+    would in the end share them with the model's communication. Sharing them cannot block for ever: what a stream waits
+    for has been issued before, on whichever stream.
+    """
+    streams = {op: torch.cuda.Stream(device, priority=_HIGH if op is Op.UPDATE else _NORMAL) for op in LANES}
+    return streams, torch.cuda.Stream(device)
 
 
 class _Clock(NamedTuple):
@@ -227,7 +304,7 @@ class _Leftover(NamedTuple):
 
 
 class _CudaJob:
-    """Work on a stream between two events; a fence has no start.
+    """Work on a stream between two events; a fence or mark has no start.
 
     While somebody holds it, its events are not recorded again, so that it can be waited for any number of times. The
     host memory that it uses stays until the device is done with it, held or not.
@@ -245,16 +322,23 @@ class _CudaJob:
         self.end = end
         self._device, self._clock = device, device._clock
         self._start, self._op, self._subgroup, self._keeps = start, op, subgroup, keeps
+        self._ended_at: float | None = None
 
     def wait(self) -> Span:
-        self.end.synchronize()
-        self._device._renew_clock()
-        if self._start is None:
-            now = self._clock.read(self.end)
-            return Span(Lane.GPU, self._op, self._subgroup, now, now)
-        return Span(
-            LANES[self._op], self._op, self._subgroup, self._clock.read(self._start), self._clock.read(self.end)
-        )
+        with self._device.current():
+            self.end.synchronize()
+            self._device._renew_clock()
+            end = self._clock.read(self.end)
+            if self._start is None:
+                return Span(Lane.GPU, self._op, self._subgroup, end, end)
+            return Span(LANES[self._op], self._op, self._subgroup, self._clock.read(self._start), end)
+
+    def at(self) -> float | None:
+        if self._ended_at is None:
+            with self._device.current():
+                if self.end.query():
+                    self._ended_at = self._clock.read(self.end)
+        return self._ended_at
 
     def __del__(self) -> None:
         # Streams that wait for the end have been told to, and wait for this record of it even if there is another.

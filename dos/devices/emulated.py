@@ -7,7 +7,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dos.devices.base import LANES, Copy, Job, Memory
+from dos.devices.base import LANES, Caller, Copy, Job, Mark, Memory
 from dos.devices.occupancy import Occupancy
 from dos.devices.pacer import Pacer
 from dos.guard import exclusive
@@ -115,6 +115,9 @@ class EmulatedDevice:
         self._releases[id(buffer)] = weakref.finalize(buffer, self._release, id(buffer), nbytes)
         return buffer
 
+    def allocate_lasting(self, nbytes: int) -> Tensor:
+        return self.allocate(nbytes)
+
     def free(self, buffer: Tensor) -> None:
         self._releases[id(buffer)]()
 
@@ -167,8 +170,14 @@ class EmulatedDevice:
     def join(self, job: Job) -> None:
         job.wait()  # the caller's computation is its own, so it must not begin before
 
-    def fence(self) -> Sequence[Job]:
+    def caller(self) -> Caller:
+        return None
+
+    def fence(self, callers: Collection[Caller] = ()) -> Sequence[Job]:
         return ()  # computation on the emulated device is the caller's own: it is over when it returns
+
+    def mark(self) -> Mark:
+        return _Moment(time.perf_counter())
 
     def copy(self, op: Op, subgroup: int, copies: Sequence[Copy], after: Sequence[Job] = ()) -> Job:
         def work() -> None:
@@ -215,6 +224,15 @@ class EmulatedDevice:
             return Span(LANES[op], op, subgroup, start, time.perf_counter())
 
         return _EmulatedJob(self._streams[op].submit(run))
+
+
+class _Moment(NamedTuple):
+    """A mark in work that is done when it is issued."""
+
+    seconds: float
+
+    def at(self) -> float:
+        return self.seconds
 
 
 class _EmulatedJob:

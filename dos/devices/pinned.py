@@ -28,18 +28,19 @@ def pinned_zeros(nbytes: int, device: torch.device) -> Tensor:
     have them: touching the tensor there is a segmentation fault. If pages cannot be pinned they are pageable, in
     children too, and one warning says so.
 
-    nbytes: at least 1. device: any CUDA device, used only if pinning fails.
+    nbytes: at least 1. device: any CUDA device that this process uses.
     """
     pages, mapping = _huge_pages(nbytes)
     runtime = torch.cuda.cudart()
-    # The default flags pin for all devices where addresses are unified, as on all 64-bit systems.
-    error = runtime.cudaHostRegister(pages.ctypes.data, nbytes, 0)
+    with torch.cuda.device(device):  # or this call would make a context on the first GPU
+        # The default flags pin for all devices where addresses are unified, as on all 64-bit systems.
+        error = runtime.cudaHostRegister(pages.ctypes.data, nbytes, 0)
     if error == runtime.cudaError.success:
-        weakref.finalize(pages, _unregister, pages.ctypes.data, os.getpid())
+        weakref.finalize(pages, _unregister, pages.ctypes.data, os.getpid(), device)
         mapping.madvise(mmap.MADV_DONTFORK)
     else:
         _forget_error(device)
-        _warn(str(error))
+        _warn(runtime.cudaGetErrorString(error))  # the error itself prints as "cudaError.???"
     return torch.from_numpy(pages)
 
 
@@ -62,9 +63,10 @@ def _huge_pages(nbytes: int) -> tuple[_Pages, mmap.mmap]:
     return everything[start : start + nbytes].view(_Pages), mapping
 
 
-def _unregister(address: int, owner: int) -> None:
+def _unregister(address: int, owner: int, device: torch.device) -> None:
     if os.getpid() == owner:  # a forked child has neither the pages nor CUDA
-        torch.cuda.cudart().cudaHostUnregister(address)
+        with torch.cuda.device(device):
+            torch.cuda.cudart().cudaHostUnregister(address)
 
 
 def _forget_error(device: torch.device) -> None:

@@ -26,7 +26,14 @@ _NVIDIA_SMI = (
     "pcie.link.width.max,clocks.max.sm,power.limit,persistence_mode,mig.mode.current"
 )
 _PACKAGES = ("torch", "triton", "numpy", "scipy", "nvidia-ml-py", "torchao", "deepspeed", "bitsandbytes")
-_VARIABLES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "LOCAL_WORLD_SIZE", "PYTORCH_CUDA_ALLOC_CONF")
+_VARIABLES = (
+    "CUDA_VISIBLE_DEVICES",
+    "OMP_NUM_THREADS",
+    "LOCAL_WORLD_SIZE",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_ALLOC_CONF",  # what later versions of torch call it
+    "DOS_MEMORY_POOLS",
+)
 
 
 def run(bench: Bench) -> None:

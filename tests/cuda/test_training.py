@@ -17,7 +17,7 @@ from test_invariance import RandomPlans
 from torch import Tensor, nn
 
 from dos import DOSAdam
-from dos.devices.cuda import CudaDevice
+from dos.devices.cuda import POOLS, CudaDevice
 from dos.forecast import MARGIN
 from dos.memory import Nvml
 from experiments.neighbour import Neighbour
@@ -57,6 +57,25 @@ class Scale(nn.Module):
         return (self.weight * self.weight * x).float().sum()
 
 
+class OnTwoStreams(Scales):
+    """Every other layer on a stream of its own; autograd runs its backward, and hooks, there too."""
+
+    side: torch.cuda.Stream | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        side = self.side = self.side or torch.cuda.Stream()
+        current = torch.cuda.current_stream()
+        side.wait_stream(current)
+        outputs = []
+        for i, layer in enumerate(self.layers):
+            with torch.cuda.stream(side if i % 2 else current):
+                outputs.append(layer(x))
+        current.wait_stream(side)
+        for output in outputs[1::2]:
+            output.record_stream(current)
+        return torch.stack(outputs).sum()
+
+
 def run(
     optimizer_of: Callable[[nn.Module], DOSAdam],
     *,
@@ -64,10 +83,11 @@ def run(
     layers: int = 24,
     numel: int = 300_000,
     attached: bool = False,
+    model_class: type[Scales] = Scales,
     between: Callable[[DOSAdam, int], None] = lambda optimizer, step: None,
 ) -> list[bytes]:
     """Parameters and state after some steps, to the bit. between: called after each step is issued."""
-    model = Scales(layers, numel)
+    model = model_class(layers, numel)
     optimizer = optimizer_of(model)
     if attached:
         optimizer.attach(model)
@@ -123,6 +143,12 @@ def test_a_caller_on_another_stream(expected: list[bytes]) -> None:
         assert run(with_policy("stride:2"), attached=True) == expected
 
 
+@pytest.mark.parametrize("attached", [False, True])
+@pytest.mark.parametrize("policy", ["cpu", 0.5, "stride:2"])
+def test_a_forward_on_two_streams(policy: str | float, attached: bool, expected: list[bytes]) -> None:
+    assert run(with_policy(policy), attached=attached, model_class=OnTwoStreams) == expected
+
+
 def test_emptying_the_cache_in_the_middle(expected: list[bytes]) -> None:
     policy = with_policy("stride:2")
     assert run(policy, attached=True, between=lambda o, _: torch.cuda.empty_cache()) == expected
@@ -146,6 +172,33 @@ def test_device_memory_is_given_back() -> None:
     run(with_policy("stride:1"), steps=2)
     free_memory()
     assert torch.cuda.memory_allocated() == before
+
+
+# Pools of our own: not the default before this has passed on a GPU
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_plans_that_change_every_step_with_pools(
+    seed: int, expected: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(POOLS, "1")
+    policy = with_policy(RandomPlans(seed, 2), 2_000_000)  # 24 MB of state in a subgroup
+    assert run(policy, attached=True, between=lambda o, _: plan_anew(o)) == expected
+
+
+def test_state_that_leaves_gives_its_own_memory_back_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(POOLS, "1")
+    device = CudaDevice(torch.device("cuda"))
+    torch.cuda.empty_cache()
+    theirs = torch.empty(50 << 20, dtype=torch.uint8, device=DEVICE)
+    del theirs  # and stays cached, as the model's memory between iterations
+    cached, unused = torch.cuda.memory_reserved(), device.unused()
+    buffer = device.allocate_lasting((100 << 20) + 1)
+    assert torch.cuda.memory_reserved() == cached + (102 << 20)
+    assert device.unused() == unused, "what is left of a pool is nobody else's"
+    device.free(buffer)
+    device.trim()
+    assert torch.cuda.memory_reserved() == cached
 
 
 # No synchronisation
