@@ -95,10 +95,12 @@ def outcome_of(program: Program, at: int, late: bool) -> tuple[str, str]:
             training.step()
         assert training.read() == expected(program)[STEPS]
     except Exception as error:
-        assert MESSAGE in "".join(traceback.format_exception(error))
-        assert device.hit not in ("memory", "reading"), "nobody needs to know"
-        return device.hit, finish(training, step, stepping)
-    return device.hit, "unharmed"
+        said = "".join(traceback.format_exception(error))
+    else:
+        return device.hit, "unharmed"
+    assert MESSAGE in said
+    assert device.hit not in ("memory", "reading"), "nobody needs to know"
+    return device.hit, finish(training, step, stepping)
 
 
 ON_DEVICE = [program for program in PROGRAMS if program.policy is not None]
