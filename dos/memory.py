@@ -117,15 +117,22 @@ class MemoryMonitor:
     held: bytes that optimizer state has on the device now; called from several threads.
     budget: see `Budget`; a function replaces what is measured, a number caps it.
     interval_s: seconds between samples by a thread of its own; None for samples at the calls of `sample` alone.
+    clock: seconds, by which it is known how much of the time samples take.
     reading: the last one.
     """
 
     def __init__(
-        self, device: Device, held: Callable[[], int], budget: Budget = None, interval_s: float | None = None
+        self,
+        device: Device,
+        held: Callable[[], int],
+        budget: Budget = None,
+        interval_s: float | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._device = device
         self._held = held
         self._budget = budget
+        self._clock = clock
         self._nvml = None if device.uuid is None else Nvml(device.uuid)
         self._total = 0
         self._warned: set[Source] = set()
@@ -158,7 +165,7 @@ class MemoryMonitor:
 
     def sample(self, always: bool = False) -> None:
         """Take a sample, unless the last is so recent that sampling would take more than SHARE_OF_TIME."""
-        start = time.perf_counter()
+        start = self._clock()
         # The median: a sample during which another thread had the interpreter says nothing of its cost.
         if not always and self._took and start - self._sampled_at < statistics.median(self._took) / SHARE_OF_TIME:
             return
@@ -167,7 +174,7 @@ class MemoryMonitor:
             self.reading = self._read()
             memory = self.reading.memory
             self._forecast.sample(self._phase, memory.free, held, memory.total, late=self._late)
-            self._sampled_at = time.perf_counter()
+            self._sampled_at = self._clock()
             self._took.append(self._sampled_at - start)
 
     def end_iteration(self) -> None:
