@@ -8,22 +8,31 @@ and those of state that comes to stay or goes home, in the order in which the en
 
 from __future__ import annotations
 
+import json
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 
 import torch
+from rich.console import Console
+from rich.table import Table
 from torch import Tensor
 
 from dos.controller import AdaptivePolicy, Controller
 from dos.devices import Script
 from dos.memory import MemoryMonitor
-from experiments.memory_runs import Run, Setting
+from experiments.memory_runs import Run, Setting, bound_s
+from experiments.occupancies import neighbours
 from experiments.progress import UPDATE
+from experiments.ranks import PublishedRank
 from perfmodel import Op, Placement, Plan
 from perfmodel.lanes import Stream, Tasks
 from perfmodel.simulate import Costs
 
+SEEDS = 20
+MOST_OVER_BOUND = 1.15
+"""What an iteration may take over the bound for its memory, in the mean of a run."""
 SAMPLE_S = (2e-5, 1e-4)
 """Seconds of one sample, from a quiet machine to a busy one: with it goes how many are taken in an iteration."""
 BLOCKS = 4
@@ -58,6 +67,7 @@ class Model:
         self._resident: dict[int, Tensor] = {}
         self._slots: list[Tensor] = []
         self._prefetched: list[int] = []
+        self._arriving: list[int] = []
         self._memory = MemoryMonitor(self._device, self._held, clock=self._clock)
         self._controller = Controller(AdaptivePolicy(rank.profile))
         self.run = Run(self._device.capacity)
@@ -78,10 +88,12 @@ class Model:
             if i == n - 1:
                 self._memory.enter(Op.BACKWARD)
             else:
-                self._memory.sample()
+                self._memory.sample(always=i == 0 and self._iteration > 0)
             if not self._iteration:
                 continue  # state is made in the first step, and before it nothing can leave
-            plan = plan or self._plan()
+            if plan is None:
+                plan = self._plan()
+                self._settle_early(plan)
             if plan.placements[i] is Placement.CPU and i not in self._resident:
                 left.append(i)
             if 2 * (n - i) > n and not self._slots and self._prefetch_early(plan):
@@ -100,6 +112,7 @@ class Model:
         self._memory.end_iteration()
         seconds = rank.forward_s + self._makespan(placements, before, leaving, left, prefetching)
         self._clock.now = begin + seconds
+        self._arriving = []
         self._free_slots()
         for i in leaving:
             self._device.free(self._resident.pop(i))
@@ -121,6 +134,16 @@ class Model:
         rank = self._rank
         work = self._memory.workload(rank.loads.subgroups, update_overlaps_forward=False)
         return self._controller.plan(replace(work, backward_s=rank.backward_s if self._iteration else 0.0))
+
+    def _settle_early(self, plan: Plan) -> None:
+        """As `Engine.settle_early`."""
+        for i in plan.served(Placement.GPU_RESIDENT):
+            if i not in self._resident:
+                buffer = self._allocate(self._rank.loads.subgroups[i].state_bytes)
+                if buffer is None:
+                    return
+                self._resident[i] = buffer
+                self._arriving.append(i)
 
     def _prefetch_early(self, plan: Plan) -> bool:
         """As `Engine.prefetch_early`."""
@@ -185,8 +208,8 @@ class Model:
     ) -> float:
         """Seconds of backward and update, issued as the engine does.
 
-        before: subgroups that were on the device. left: whose gradients left during backward. prefetching: at whose
-        gradient slots were filled; None: after backward.
+        before: subgroups that were on the device at the end of backward. left: whose gradients left during it.
+        prefetching: at whose gradient slots were filled; None: after backward.
         """
         rank, n = self._rank, len(placements)
         costs = [Costs.of(load, rank.profile) for load in rank.loads.subgroups]
@@ -194,11 +217,9 @@ class Model:
         pieces = {i: tasks.add(Stream.COMPUTE, rank.backward_s / n, 0.0) for i in reversed(range(n))}
         backward = [pieces[0]]
         gradients = {i: tasks.add(Stream.GRADIENT, *costs[i].gradient, [pieces[i]]) for i in left}
-        arrivals = {
-            i: tasks.add(Stream.PREFETCH, *costs[i].prefetch, backward)
-            for i, p in enumerate(placements)
-            if p is Placement.GPU_RESIDENT and i not in before
-        }
+        settling = [i for i, p in enumerate(placements) if p is Placement.GPU_RESIDENT and i not in before]
+        arrivals = {i: tasks.add(Stream.PREFETCH, *costs[i].prefetch, [pieces[n - 1]]) for i in self._arriving}
+        arrivals |= {i: tasks.add(Stream.PREFETCH, *costs[i].prefetch, backward) for i in settling}
         updated = {
             i: tasks.add(Stream.GPU, *costs[i].gpu_update, [*backward, *([arrivals[i]] if i in arrivals else [])])
             for i, p in enumerate(placements)
@@ -214,13 +235,35 @@ class Model:
             tasks.add(Stream.FLUSH, *costs[i].flush, [updated[i]])
         first = backward if prefetching is None else [pieces[prefetching]]
         flushes: list[int] = []
-        for rank_, i in enumerate(i for i, p in enumerate(placements) if p is Placement.GPU_STREAMED):
-            vacated = first if rank_ < len(self._slots) else [flushes[rank_ - len(self._slots)]]
+        for turn, i in enumerate(i for i, p in enumerate(placements) if p is Placement.GPU_STREAMED):
+            vacated = first if turn < len(self._slots) else [flushes[turn - len(self._slots)]]
             prefetch = tasks.add(Stream.PREFETCH, *costs[i].prefetch, vacated)
             update = tasks.add(Stream.GPU, *costs[i].gpu_update, [prefetch, *backward])
             flushes.append(tasks.add(Stream.FLUSH, *costs[i].flush, [update]))
         tasks.serve(rank.profile)
         return max(tasks.end)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One script over several seeds.
+
+    over_bound: mean seconds of an iteration over the bound's, by seed. exceeded: seeds with which more memory was used
+    than there is. waited: mean number of iterations at whose end the neighbour waited for memory.
+    """
+
+    script: str
+    over_bound: tuple[float, ...]
+    exceeded: int
+    waited: float
+
+    def missed(self) -> list[str]:
+        """What was to hold and does not."""
+        found = {
+            f"capacity exceeded with {self.exceeded} of {len(self.over_bound)} seeds": self.exceeded > 0,
+            f"{max(self.over_bound):.3f} of the bound": max(self.over_bound) > MOST_OVER_BOUND,
+        }
+        return [f"{self.script}: {what}" for what, missed in found.items() if missed]
 
 
 def run(setting: Setting, iterations: int, seed: int = 0) -> Run:
@@ -229,3 +272,33 @@ def run(setting: Setting, iterations: int, seed: int = 0) -> Run:
     for _ in range(iterations):
         model.iterate()
     return model.run
+
+
+def judge(script: str, alone: Setting, iterations: int, seeds: Iterable[int]) -> Verdict:
+    """One of the scripted neighbours. seeds: of the noise, and of how long samples take."""
+    over, exceeded, waited = [], 0, []
+    for seed in seeds:
+        setting = alone.beside(neighbours(alone.rank.free_bytes, iterations, seed)[script])
+        found = run(setting, iterations, seed)
+        over.append(found.iteration_s(typical=False) / bound_s(setting, iterations))
+        exceeded += found.exceeded
+        waited.append(found.unmet_iterations)
+    return Verdict(script, tuple(over), exceeded, statistics.fmean(waited))
+
+
+def report(console: Console, iterations: int, seeds: int, *, as_json: bool) -> int:
+    """Judge all scripts and print; exit status 1 if something was missed."""
+    alone = Setting.of(PublishedRank.read())
+    verdicts = [judge(script, alone, iterations, range(seeds)) for script in neighbours(1, iterations)]
+    table = Table(title=f"Iteration times in virtual time, {iterations} iterations, {seeds} seeds")
+    for heading in ("memory", "over bound, mean", "most", "exceeded", "waited"):
+        table.add_column(heading, justify="left" if heading == "memory" else "right")
+    for v in verdicts:
+        mean, most = statistics.fmean(v.over_bound), max(v.over_bound)
+        table.add_row(v.script, f"{mean:.3f}", f"{most:.3f}", f"{v.exceeded} of {seeds}", f"{v.waited:.1f}")
+    console.print(table)
+    missed = [what for v in verdicts for what in v.missed()]
+    console.print(f"missed: {', '.join(missed) or 'nothing'}")
+    if as_json:
+        print(json.dumps({"verdicts": [asdict(v) for v in verdicts], "missed": missed}))
+    return int(bool(missed))

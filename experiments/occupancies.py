@@ -71,7 +71,8 @@ class Recording:
 def neighbours(most: int, iterations: int, seed: int = SEED) -> dict[str, list[tuple[float, int]]]:
     """Scripts of what another process wants, as points of (iteration, bytes), by name.
 
-    most: bytes that there are for it beside the training itself, without optimizer state. iterations: of the run. seed: of the noise.
+    most: bytes that there are for it beside the training itself, without optimizer state. iterations: of the run.
+    seed: of the noise.
     """
 
     def points(share: Callable[[int], float]) -> list[tuple[float, int]]:

@@ -80,6 +80,9 @@ class CudaDevice:
         reserved, active = (stats[key]["all"]["current"] for key in ("reserved_bytes", "active_bytes"))
         return max(0, reserved - active)
 
+    def reserved(self) -> int:
+        return torch.cuda.memory_reserved(self.torch_device)
+
     def trim(self) -> None:
         torch.cuda.empty_cache()
 
