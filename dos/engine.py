@@ -91,9 +91,10 @@ class Engine:
             self._prefetched[subgroups[i]] = state, self._prefetch(i, subgroups[i], state, self.device.fence())
 
     def settle_early(self, plan: Plan, subgroups: Sequence[Subgroup]) -> None:
-        """Start state that comes to stay on its way while backward runs, as far as there is memory for it."""
-        if self._done:
-            return  # what the last step still sends home must not be read before it is there
+        """Start state that comes to stay on its way while backward runs, as far as there is memory for it.
+
+        Only while no step is in flight: what that still sends home must not be read before it is there.
+        """
         holdings = self.holdings
         holdings.expect_denials(True)  # the step will try again
         for i in plan.served(Placement.GPU_RESIDENT):
