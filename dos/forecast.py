@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from perfmodel import Op
@@ -143,24 +143,26 @@ class Forecast:
         marks = [m for m in (*self._marks, self._now) if m]
         if not marks:
             return Room(0, 0)
-        levels = [*self._others, *([] if self._others_now is None else [self._others_now])]
-        others = _expected(levels)
-        peaks = [_peak(m) for m in marks]
         windows = [m[Op.UPDATE] for m in marks if Op.UPDATE in m]
-        resident = min(peaks) - others
+        levels = [*self._others, *([] if self._others_now is None else [self._others_now])]
+        resident = min(self._limits(marks, windows, levels))
+        update = max(resident, min(windows) - _expected(levels) if windows else resident)
+        most = self._total if self._fits is None else self._fits[0]
+        return Room(*(min(max(0, mark - self.margin), most) for mark in (resident, update)))
+
+    def _limits(self, marks: Sequence[dict[Op, int]], windows: Sequence[int], levels: Sequence[int]) -> Iterator[int]:
+        """What each of the rules leaves for state at the next peak."""
+        peaks = [_peak(m) for m in marks]
+        yield min(peaks) - _expected(levels)
         if windows:
             # Not the most: an iteration in which a neighbour left or came says nothing of what an iteration needs.
             swing = statistics.median_high(m[Op.UPDATE] - _peak(m) for m in marks if Op.UPDATE in m)
-            resident = min(resident, windows[-1] - max(0, swing) - others)
+            yield windows[-1] - max(0, swing) - _expected(levels)
         if len(peaks) >= 4 and not self._given_back():  # else marks fall by what is given back
             left = [peak - level for peak, level in zip(peaks[-4:], levels[-4:], strict=True)]
-            fall = min(earlier - later for earlier, later in itertools.pairwise(left))
-            resident = min(resident, left[-1] - max(0, fall))
+            yield left[-1] - max(0, min(earlier - later for earlier, later in itertools.pairwise(left)))
         if self._lasting is not None:
-            resident = min(resident, self._lasting[0])
-        update = max(resident, min(windows) - others if windows else resident)
-        most = self._total if self._fits is None else self._fits[0]
-        return Room(*(min(max(0, mark - self.margin), most) for mark in (resident, update)))
+            yield self._lasting[0]
 
     def late_room(self) -> int:
         """What optimizer state may use until backward ends, from what its second half has left so far.

@@ -52,10 +52,7 @@ class Clock:
 
 
 class Model:
-    """A training whose optimizer is adaptive, one iteration after the other, in virtual time.
-
-    seed: of how long samples take.
-    """
+    """A training whose optimizer is adaptive, an iteration at a time. seed: of how long samples take."""
 
     def __init__(self, setting: Setting, seed: int = 0) -> None:
         rank = self._rank = setting.rank
@@ -90,7 +87,7 @@ class Model:
             else:
                 self._memory.sample(always=i == 0 and self._iteration > 0)
             if not self._iteration:
-                continue  # state is made in the first step, and before it nothing can leave
+                continue  # state is made in the first step: before it nothing travels
             if plan is None:
                 plan = self._plan()
                 self._settle_early(plan)
@@ -102,11 +99,10 @@ class Model:
         self._memory.enter(Op.UPDATE)
         plan = self._plan()
         before = set(self._resident)
-        staying = {i for i, p in enumerate(plan.placements) if p is Placement.GPU_RESIDENT}
-        leaving = sorted(before - staying)
+        leaving = [i for i in sorted(before) if plan.placements[i] is not Placement.GPU_RESIDENT]
         placements, denied = self._hold(plan)
-        if not self._slots or not self._prefetched:
-            prefetching = None
+        if not self._prefetched:
+            prefetching = None  # for another plan
         if denied is not None and not leaving:
             self._memory.allocation_failed(denied)
         self._memory.end_iteration()
@@ -131,9 +127,8 @@ class Model:
         return sum(buffer.nbytes for buffer in (*self._resident.values(), *self._slots))
 
     def _plan(self) -> Plan:
-        rank = self._rank
-        work = self._memory.workload(rank.loads.subgroups, update_overlaps_forward=False)
-        return self._controller.plan(replace(work, backward_s=rank.backward_s if self._iteration else 0.0))
+        work = self._memory.workload(self._rank.loads.subgroups, update_overlaps_forward=False)
+        return self._controller.plan(replace(work, backward_s=self._rank.backward_s if self._iteration else 0.0))
 
     def _settle_early(self, plan: Plan) -> None:
         """As `Engine.settle_early`."""
