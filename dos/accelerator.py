@@ -62,6 +62,7 @@ class Accelerator:
         self._completed: Iteration = []
         self._in_backward = False
         self._waited_for: set[Subgroup] = set()
+        self._gradients = self._gradients_before = 0
         self._as_modelled = False
 
     def finish_with(self, owner: object) -> None:
@@ -92,9 +93,13 @@ class Accelerator:
         return plan
 
     def backward_came_by(self) -> None:
-        """Backward has made another gradient: look at the memory, always when it begins, for that is the peak."""
+        """Backward has made another gradient: look at the memory, always at the first, and at the last of last time.
+
+        Backward peaks at one or the other, and a peak that is not seen is room for state that is not there.
+        """
+        self._gradients += 1
         if self._in_backward:
-            self.memory.sample()
+            self.memory.sample(always=self._gradients == self._gradients_before)
         else:
             self._in_backward = True
             self._pace.backward_begins()
@@ -108,6 +113,8 @@ class Accelerator:
                 self._ahead = self.decide(attached=attached)
             except (TypeError, ValueError):
                 return  # the step will say what is wrong
+            if self._ahead is not None and isinstance(self._policy, AdaptivePolicy) and self.memory.foreseen:
+                self._engine.settle_early(self._ahead, self._registry.accelerated)
         plan = self._ahead
         if plan is None:
             return
@@ -138,8 +145,7 @@ class Accelerator:
 
     def abandon(self) -> None:
         """A hook was interrupted: what it has begun ends here, and the step sends everything anew."""
-        self._engine.drain()
-        self._engine.drop_prefetched()
+        self._engine.abandon()
         self._departures.forget()
 
     def start(self, plan: Plan, updates: Mapping[Subgroup, SubgroupUpdate], writes: int | None) -> None:
@@ -174,6 +180,7 @@ class Accelerator:
         self._departures.finish(writes)
         self._ahead = None
         self._in_backward = False
+        self._gradients_before, self._gradients = self._gradients, 0
         self._pace.end_iteration()
         self.memory.end_iteration()
 

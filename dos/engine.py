@@ -44,6 +44,7 @@ class Engine:
         self._host = HostLane(device)
         self.holdings = Holdings(device)
         self._prefetched: dict[Subgroup, tuple[State, Job]] = {}
+        self._arriving: dict[Subgroup, Job | None] = {}
         self._jobs: list[Job] = []
         self._done: dict[Subgroup, Future[Job]] = {}
         self.origin = 0.0
@@ -97,6 +98,22 @@ class Engine:
             state = subgroups[i].state.carve(slot)
             self._prefetched[subgroups[i]] = state, self._prefetch(i, subgroups[i], state, self.device.fence())
 
+    def settle_early(self, plan: Plan, subgroups: Sequence[Subgroup]) -> None:
+        """Start state that comes to stay on its way while backward runs, as far as there is memory for it.
+
+        Only while no step is in flight: what that still sends home must not be read before it is there.
+        """
+        holdings = self.holdings
+        holdings.expect_denials(True)  # the step will try again
+        for i in plan.served(Placement.GPU_RESIDENT):
+            if subgroups[i] not in holdings.resident:
+                self._arriving[subgroups[i]] = None  # an interruption from here on leaves memory that is no state yet
+                state = holdings.settle(subgroups[i])
+                if state is None:
+                    return
+                # The caller's stream may still use what was in this memory before.
+                self._arriving[subgroups[i]] = self._prefetch(i, subgroups[i], state, self.device.fence())
+
     def drop_prefetched(self) -> None:
         """Forget state that was prefetched for another plan than the one that runs, or for a step that was skipped."""
         for _, job in self._prefetched.values():
@@ -144,6 +161,7 @@ class Engine:
     ) -> None:
         """Issue all work of a step in the order in which the lanes shall serve it."""
         holdings = self.holdings
+        self._drop_arriving([s for s, job in self._arriving.items() if job is None])
         indices = [i for i in plan.order if updates[i] is not None]
         work = {i: update for i in indices if (update := updates[i]) is not None}
         stays = {
@@ -156,7 +174,7 @@ class Engine:
             for i, subgroup in enumerate(subgroups)
             if subgroup in holdings.resident and plan.placements[i] is not Placement.GPU_RESIDENT
         ]
-        self.steady = not (leaving or arrivals or holdings.denied is not None)
+        self.steady = not (leaving or arrivals or self._arriving or holdings.denied is not None)
         # The gradients of this step are complete once the caller's stream has come this far.
         backward = self._backward = self.device.fence()
 
@@ -177,6 +195,7 @@ class Engine:
         last = [self._leave(i, subgroups[i], backward) for i in leaving if i not in staged]
         last += self._stream(staged, work, backward, arrivals)
         last += [self._leave(i, subgroups[i], backward) for i in leaving if i in staged]
+        self._arriving = {}
         self._lane_done = self._host.submit(
             functools.partial(self._run_cpu_lane, turns, backward, last, [subgroups[i] for i in leaving])
         )
@@ -263,7 +282,13 @@ class Engine:
     def bring_home(self) -> None:
         """Return the state of all resident subgroups to the host, once the running step is done."""
         self.wait()
-        self._send_home(list(self.holdings.resident))
+        self._send_home([*self.holdings.resident, *self._arriving])
+
+    def abandon(self) -> None:
+        """End what backward has begun, once nothing of it is running; resident state stays."""
+        self.drain()
+        self.drop_prefetched()
+        self._drop_arriving(list(self._arriving))
 
     def fetch(self, destination: Tensor, source: Tensor) -> None:
         """Copy from the device to the host, after what the caller has queued on the device. Blocks."""
@@ -301,6 +326,8 @@ class Engine:
                 else:
                     # The caller's stream may still use what was in this memory before.
                     arrivals[i] = (self._prefetch(i, work[i].subgroup, state, self.device.fence()),)
+            elif (job := self._arriving.get(work[i].subgroup)) is not None:
+                arrivals[i] = (job,)
         streamed = [i for i, placement in placements.items() if _needs_slot(work[i], placement)]
         nbytes = max((self._slot_bytes(work[i]) for i in streamed), default=0)
         first = [work[i].subgroup for i in streamed[: len(self._prefetched)]]
@@ -315,11 +342,24 @@ class Engine:
             placements.update(dict.fromkeys(streamed, Placement.CPU))
         return placements, arrivals
 
+    def _drop_arriving(self, subgroups: Iterable[Subgroup]) -> None:
+        """Free memory of subgroups that were on their way here; nothing has updated their state, so the host has it."""
+        for subgroup in subgroups:
+            job = self._arriving[subgroup]
+            if job is not None:
+                with contextlib.suppress(Exception):  # whoever needs that state fetches it again
+                    job.wait()
+            if subgroup in self.holdings.resident:
+                self.holdings.evict(subgroup)
+            del self._arriving[subgroup]
+
     def _slot_bytes(self, work: SubgroupUpdate) -> int:
         return work.gradient_bytes if work.subgroup in self.holdings.resident else work.slot_bytes
 
     def _send_home(self, subgroups: Iterable[Subgroup]) -> None:
         """Return resident state to the host and free its memory here. Blocks; what writes to it must have ended."""
+        subgroups = list(subgroups)
+        self._drop_arriving([s for s in subgroups if s in self._arriving])
         leaving = [s for s in subgroups if s in self.holdings.resident]
         flushes = [self._flush(0, s, self.holdings.resident[s], self.device.fence()) for s in leaving]
         for subgroup, flush in zip(leaving, flushes, strict=True):
@@ -331,6 +371,8 @@ class Engine:
         """Start resident state on its way home, behind its update if it has one in this step."""
         updated = self._done.get(subgroup)
         after = backward if updated is None else (updated.result(),)
+        if (arrived := self._arriving.get(subgroup)) is not None:
+            after = (*after, arrived)  # state that is still arriving must not go home before it is there
         self._jobs.append(self._flush(index, subgroup, self.holdings.resident[subgroup], after))
         return self._jobs[-1]
 

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections import deque
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from perfmodel import Op
 
 REMEMBERED = 4
-"""Iterations over which a low-water mark counts; memory that came free is trusted after as many."""
+"""Iterations over which a low-water mark counts; memory that this process freed is trusted after as many."""
+RESTLESS = 12
+"""Iterations over which it counts how much others took from one to the next."""
+CAUTION = 1 / 3
+"""Share of the most that others took at a time that is left to them where they have just given back."""
+GROWTH = 1.5
+"""By which more is given back with each iteration in which somebody waits for memory."""
 REMEMBERED_AFTER_FAILURE = 100
 """Iterations over which one counts from which the user's own code ran out of memory."""
 MARGIN = 0.02
@@ -29,21 +37,29 @@ class Room(NamedTuple):
 class Forecast:
     """What was free in each phase of recent iterations, and what that leaves for optimizer state in the next one.
 
-    All is measured as what optimizer state could have used: free bytes, and what it held itself.
+    Two things are measured: what this process leaves beside its state, and what others hold. Room is the least of what
+    these rules allow, less the margin:
 
-    - The lowest mark of the last REMEMBERED iterations counts, so memory that came free is used some iterations later.
-    - A low mark in the update now, less what an iteration usually takes beyond its update, counts at once: what a
-      neighbour has taken is given back before the next peak. So does the next low of marks that fall steadily.
-    - The margin is MARGIN of the device, and more while memory runs short: a neighbour that waits for more takes all
-      that is free, so nearly nothing free means that it wants more. Each such iteration doubles the margin; each with
-      all of MARGIN free, so that nobody waits for memory, halves what was added.
+    - This process needs again what it needed at most in the last REMEMBERED iterations.
+    - Others hold what they hold now. Where they held more in the last REMEMBERED iterations they may want it back: a
+      CAUTION of the most that they took from one iteration to the next is left to them. Who never took is trusted.
+    - A low mark in the update now, less what an iteration usually takes beyond its update, counts at once: what has
+      been taken is given back before the next peak.
+    - Marks that fall steadily fall on.
+    - What the user's own code ran out of is remembered for REMEMBERED_AFTER_FAILURE iterations.
     - Where an allocation fails although the figures have room for it (they lie, or what is free is in pieces), what did
       fit is the most for REMEMBERED iterations, and for twice as many each time that trying again fails.
+
+    The margin is MARGIN of the device, and more while memory runs short: a neighbour that waits for more takes all
+    that is free, so nearly nothing free means that it wants more. Each such iteration adds GROWTH times as much as the
+    one before; the first with all of MARGIN free, so that nobody waits, takes all of that away.
     """
 
     def __init__(self) -> None:
         self._marks: deque[dict[Op, int]] = deque(maxlen=REMEMBERED)
         self._now: dict[Op, int] = {}
+        self._others: deque[int] = deque(maxlen=RESTLESS)
+        self._others_now: int | None = None
         self._falls: deque[int] = deque(maxlen=REMEMBERED)
         self._backward: _Fall | None = None
         self._late: _Fall | None = None
@@ -60,19 +76,27 @@ class Forecast:
     @property
     def margin(self) -> int:
         """Bytes that are left alone now."""
-        return int(MARGIN * self._total) + self._extra
+        return int(MARGIN * self._total) + self._given_back()
 
-    def sample(self, phase: Op, free: int, held: int, total: int, *, late: bool = False) -> None:
+    @property
+    def ran_out_lately(self) -> bool:
+        """Whether it is remembered that the user's own code ran out of memory."""
+        return self._lasting is not None
+
+    def sample(self, phase: Op, free: int, held: int, total: int, *, others: int = 0, late: bool = False) -> None:
         """free: bytes, as measured in this phase. held: bytes of the device's `total` that optimizer state had.
 
+        others: bytes that other processes had; 0 where nobody knows, and all that is not free counts as this one's.
         late: whether this is the second half of backward.
         """
         self._total = total
+        self._others_now = max(others, self._others_now or 0)
         if phase is Op.BACKWARD:
             self._backward = _Fall.of(self._backward, free + held)
         if late:
             self._late = _Fall.of(self._late, free + held)
-        self._now[phase] = min(free + held, self._now.get(phase, free + held))
+        left = free + held + others
+        self._now[phase] = min(left, self._now.get(phase, left))
         if self._least_free is None or free < self._least_free:
             self._least_free, self._held = free, held
 
@@ -95,23 +119,23 @@ class Forecast:
 
     def end_iteration(self) -> None:
         """What is sampled from now on belongs to the next iteration."""
-        short = self._least_free is not None and self._held > 0 and 2 * self._least_free < MARGIN * self._total
-        if short:
-            self._extra = min(max(2 * self._extra, int(MARGIN * self._total)), self._total)
-        elif self._extra and (self._least_free or 0) >= MARGIN * self._total:
-            self._extra = self._extra // 2 if self._extra > 0.1 * MARGIN * self._total else 0
+        self._extra = self._given_back()
         self._remember_what_fits()
         if self._now:
             if self._watch_for_lasting and self._lasting is not None:
-                self._lasting = min(_peak(self._now), self._lasting[0]), REMEMBERED_AFTER_FAILURE
+                self._lasting = (
+                    min(_peak(self._now) - (self._others_now or 0), self._lasting[0]),
+                    REMEMBERED_AFTER_FAILURE,
+                )
             self._marks.append(self._now)
+            self._others.append(self._others_now or 0)
         fall = self._late or self._backward
         if fall is not None:
             self._falls.append(fall.first - fall.lowest)
         if self._lasting is not None:
             mark, iterations = self._lasting
             self._lasting = (mark, iterations - 1) if iterations > 1 else None
-        self._now, self._backward, self._late = {}, None, None
+        self._now, self._others_now, self._backward, self._late = {}, None, None, None
         self._least_free, self._failed_at, self._watch_for_lasting = None, None, False
 
     def room(self) -> Room:
@@ -119,21 +143,26 @@ class Forecast:
         marks = [m for m in (*self._marks, self._now) if m]
         if not marks:
             return Room(0, 0)
-        peaks = [_peak(m) for m in marks]
         windows = [m[Op.UPDATE] for m in marks if Op.UPDATE in m]
-        resident = min(peaks)
+        levels = [*self._others, *([] if self._others_now is None else [self._others_now])]
+        resident = min(self._limits(marks, windows, levels))
+        update = max(resident, min(windows) - _expected(levels) if windows else resident)
+        most = self._total if self._fits is None else self._fits[0]
+        return Room(*(min(max(0, mark - self.margin), most) for mark in (resident, update)))
+
+    def _limits(self, marks: Sequence[dict[Op, int]], windows: Sequence[int], levels: Sequence[int]) -> Iterator[int]:
+        """What each of the rules leaves for state at the next peak."""
+        peaks = [_peak(m) for m in marks]
+        yield min(peaks) - _expected(levels)
         if windows:
             # Not the most: an iteration in which a neighbour left or came says nothing of what an iteration needs.
             swing = statistics.median_high(m[Op.UPDATE] - _peak(m) for m in marks if Op.UPDATE in m)
-            resident = min(resident, windows[-1] - max(0, swing))
-        if len(peaks) >= 4:
-            falls = [earlier - later for earlier, later in zip(peaks[-4:], peaks[-3:], strict=False)]
-            resident = min(resident, peaks[-1] - max(0, min(falls)))
+            yield windows[-1] - max(0, swing) - _expected(levels)
+        if len(peaks) >= 4 and not self._given_back():  # else marks fall by what is given back
+            left = [peak - level for peak, level in zip(peaks[-4:], levels[-4:], strict=True)]
+            yield left[-1] - max(0, min(earlier - later for earlier, later in itertools.pairwise(left)))
         if self._lasting is not None:
-            resident = min(resident, self._lasting[0])
-        update = max(resident, min(windows, default=resident))
-        most = self._total if self._fits is None else self._fits[0]
-        return Room(*(min(max(0, mark - self.margin), most) for mark in (resident, update)))
+            yield self._lasting[0]
 
     def late_room(self) -> int:
         """What optimizer state may use until backward ends, from what its second half has left so far.
@@ -144,6 +173,14 @@ class Forecast:
         if self._late is None or not self._falls or self._lasting is not None:
             return 0
         return max(0, min(self._late.lowest, self._late.first - max(self._falls)) - self.margin)
+
+    def _given_back(self) -> int:
+        """What is added to the margin, by what was free at the least in this iteration."""
+        if self._least_free is None:
+            return self._extra
+        if self._held > 0 and 2 * self._least_free < MARGIN * self._total:
+            return min(max(int(GROWTH * self._extra), int(MARGIN * self._total)), self._total)
+        return 0 if self._least_free >= MARGIN * self._total else self._extra
 
     def _remember_what_fits(self) -> None:
         if self._failed_at is not None:
@@ -165,6 +202,14 @@ class _Fall(NamedTuple):
     @classmethod
     def of(cls, before: _Fall | None, nbytes: int) -> _Fall:
         return cls(nbytes, nbytes) if before is None else cls(before.first, min(before.lowest, nbytes))
+
+
+def _expected(levels: Sequence[int]) -> int:
+    """What others will hold, by what they held at most in each of recent iterations."""
+    if not levels:
+        return 0
+    taken = max((later - earlier for earlier, later in itertools.pairwise(levels)), default=0)
+    return min(max(levels[-REMEMBERED:]), levels[-1] + int(CAUTION * max(0, taken)))
 
 
 def _peak(marks: dict[Op, int]) -> int:

@@ -28,6 +28,8 @@ Budget = int | float | Callable[[], int] | None
 
 SHARE_OF_TIME = 1e-3
 """Sampling may take this share of the time."""
+SHARE_AT_FIRST = 0.1
+"""The same in the first iteration: nothing is known of its peak, which would be missed between two rare samples."""
 SPARE_TO_GROW = 0.25
 """Share of a subgroup's state that must be free beyond it before more state becomes resident."""
 OF_THIS_DEVICE = 0.1
@@ -61,10 +63,11 @@ _ADVICE = {
 
 
 class Reading(NamedTuple):
-    """Device memory in bytes, and where the figure comes from."""
+    """Device memory in bytes, where the figure comes from, and what others hold of it; 0 where that is not known."""
 
     memory: Memory
     source: Source
+    others: int = 0
 
 
 class Nvml:
@@ -118,21 +121,29 @@ class MemoryMonitor:
     held: bytes that optimizer state has on the device now; called from several threads.
     budget: see `Budget`; a function replaces what is measured, a number caps it.
     interval_s: seconds between samples by a thread of its own; None for samples at the calls of `sample` alone.
+    clock: seconds, by which it is known how much of the time samples take; None: those of the wall.
     reading: the last one.
     """
 
     def __init__(
-        self, device: Device, held: Callable[[], int], budget: Budget = None, interval_s: float | None = None
+        self,
+        device: Device,
+        held: Callable[[], int],
+        budget: Budget = None,
+        interval_s: float | None = None,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         self._device = device
         self._held = held
         self._budget = budget
+        self._clock = time.perf_counter if clock is None else clock
         self._nvml = None if device.uuid is None else Nvml(device.uuid)
         self._total = 0
         self._warned: set[Source] = set()
         self._forecast = Forecast()
         self._phase = Op.FORWARD
         self._late = False
+        self._seen = False
         self._sampled_at = 0.0
         self._took: deque[float] = deque(maxlen=9)
         self._lock = threading.RLock()
@@ -157,27 +168,34 @@ class MemoryMonitor:
         self.sample(always=began)
         return max(0, self._forecast.late_room() - self._held())
 
+    @property
+    def foreseen(self) -> bool:
+        """Whether state may come to stay before the peak of an iteration is over: the user did not run out lately."""
+        return not self._forecast.ran_out_lately
+
     @exclusive
     def sample(self, always: bool = False) -> None:
-        """Take a sample, unless the last is so recent that sampling would take more than SHARE_OF_TIME."""
-        start = time.perf_counter()
+        """Take a sample, unless the last is so recent that sampling would take more than its share of time."""
+        start = self._clock()
+        share = SHARE_OF_TIME if self._seen else SHARE_AT_FIRST
         # The median: a sample during which another thread had the interpreter says nothing of its cost.
-        if not always and self._took and start - self._sampled_at < statistics.median(self._took) / SHARE_OF_TIME:
+        if not always and self._took and start - self._sampled_at < statistics.median(self._took) / share:
             return
         held = self._held()  # before the rest: what is freed in between is then missed, not counted twice
         self.reading = self._read()
         memory = self.reading.memory
-        self._forecast.sample(self._phase, memory.free, held, memory.total, late=self._late)
-        self._sampled_at = time.perf_counter()
+        self._forecast.sample(self._phase, memory.free, held, memory.total, others=self.reading.others, late=self._late)
+        self._sampled_at = self._clock()
         self._took.append(self._sampled_at - start)
 
     @exclusive
     def end_iteration(self) -> None:
         """The step has been issued: what comes now is the next iteration's forward."""
+        self.sample(always=True)
         self._forecast.end_iteration()
         if self._offered is not None:
             self._resident, self._offered = self._offered, None
-        self.enter(Op.FORWARD)
+        self._phase, self._late, self._seen = Op.FORWARD, False, True
 
     def allocation_failed(self, held: int) -> None:
         """The device had no memory for what the last workload allows, but for `held` bytes of it."""
@@ -227,12 +245,14 @@ class MemoryMonitor:
     def _read(self) -> Reading:
         """Memory as it is now, from NVML where possible; free is what is free or in the caching allocator, unused."""
         try:
-            memory, unused, source = self._device.memory(), self._device.unused(), Source.DEVICE
+            reserved, memory, unused = self._device.reserved(), self._device.memory(), self._device.unused()
+            source = Source.DEVICE
         except Exception as error:  # whatever it is, training need not end for it here
             logger.debug("device memory: %s", repr(error))
-            memory = Memory(0, 0)
+            memory, reserved = Memory(0, 0), 0
         if not _can_be(memory):
             memory, unused, source = Memory(0, self._total), 0, Source.UNREADABLE
+            reserved = self._total  # so nobody else is blamed
         elif self._nvml is not None:
             found = self._nvml.read()
             if isinstance(found, Source):
@@ -249,7 +269,9 @@ class MemoryMonitor:
                 f"{_ADVICE[source]}, or choose memory_budget=",
                 stacklevel=2,
             )
-        return Reading(Memory(memory.free + unused, memory.total), source)
+        return Reading(
+            Memory(memory.free + unused, memory.total), source, max(0, memory.total - memory.free - reserved)
+        )
 
 
 def _can_be(memory: Memory) -> bool:

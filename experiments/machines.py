@@ -138,7 +138,7 @@ class EmulatedMachine:
 
     def begin(self) -> None:
         self._progress.iteration = -1
-        self.device = self._rank.device(self._progress, self._neighbour)
+        self.device = self._rank.device(lambda: self._progress.position, self._neighbour)
 
     def follow(self, optimizer: Optimizer) -> None:
         self._progress.follow(optimizer)

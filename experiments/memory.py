@@ -1,6 +1,7 @@
 """Adaptive residency while device memory changes: recorded traces and scripted neighbours, against the clock.
 
     python -m experiments.memory [--json]          # about five minutes on two cores
+    python -m experiments.memory --virtual         # a minute; the same on every machine, see memory_virtual.py
     python -m experiments.memory --simulate        # the published 20B run on the H100 profile; nothing is trained
 
 A small GPT trains on the emulated accelerator with the proportions of a published rank: memory, compute and update.
@@ -23,7 +24,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from experiments import memory_h100
+from experiments import memory_h100, memory_virtual
 from experiments.command import Parser, positive
 from experiments.corpus import Corpus, standard_library
 from experiments.memory_runs import CONFIG, Batch, Setting, bound_s, fixed_policies, share_that_fits, train
@@ -87,12 +88,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python -m experiments.memory", description="Adaptive residency while device memory changes.")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     parser.add_argument("--simulate", action="store_true", help="the published 20B run on an H100 node, simulated")
+    parser.add_argument("--virtual", action="store_true", help="judge the neighbours in virtual time, with many seeds")
+    parser.add_argument("--seeds", type=positive, default=memory_virtual.SEEDS, help="with --virtual: how many")
     parser.add_argument("--picture", type=Path, help="with --simulate: write it here, too, as PNG")
     parser.add_argument("--iterations", type=positive, default=ITERATIONS, help="of each run with a neighbour")
     arguments = parser.parse_args(argv)
     console = Console(stderr=arguments.json)
     if arguments.simulate:
         return memory_h100.report(console, arguments.picture, as_json=arguments.json)
+    if arguments.virtual:
+        return memory_virtual.report(console, arguments.iterations, arguments.seeds, as_json=arguments.json)
     torch.set_num_threads(1)  # one core for the model and the lanes' real work, one for the threads that keep time
     with console.status("") as status:
         rows = measure(arguments.iterations, status.update)

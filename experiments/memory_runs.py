@@ -127,7 +127,9 @@ class Training:
         self._model = GPT(CONFIG, dtype=DTYPE)
         rank = setting.rank
         progress = Progress(self._model, rank.forward_s, rank.backward_s, moved=lambda: self._device.memory())
-        self._device = rank.device(progress, neighbour=Script(setting.neighbour, lambda: progress.iteration))
+        self._device = rank.device(
+            lambda: progress.position, neighbour=Script(setting.neighbour, lambda: progress.iteration)
+        )
         self._optimizer = DOSAdam(
             self._model.parameters(),
             policy=policy,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +13,6 @@ import numpy as np
 from dos import EmulatedDevice
 from dos.devices.occupancy import Occupancy, Script
 from experiments.occupancies import Recording
-from experiments.progress import Progress
 from experiments.runs import read_runs
 from perfmodel import Workload
 from perfmodel.hardware import HardwareProfile
@@ -131,9 +131,9 @@ class Miniature:
         """What the training itself leaves at its peak."""
         return self.memory_bytes - self.recording.peak
 
-    def device(self, progress: Progress, neighbour: Occupancy = 0) -> EmulatedDevice:
-        """The device, on which the training holds what was recorded at the same point of the iteration."""
-        occupied = Script(self.recording.script(), lambda: progress.position)
+    def device(self, position: Callable[[], float], neighbour: Occupancy = 0) -> EmulatedDevice:
+        """The device, on which the training holds what was recorded at the same position in the iteration."""
+        occupied = Script(self.recording.script(), position)
         return EmulatedDevice(self.profile, self.memory_bytes, occupied, neighbour=neighbour)
 
     def workload(self, neighbour: int) -> Workload:

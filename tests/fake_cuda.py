@@ -288,6 +288,9 @@ class FakeCudaDevice(CudaDevice):
     def unused(self) -> int:
         return 0
 
+    def reserved(self) -> int:
+        return 0
+
     def trim(self) -> None:
         pass
 

@@ -80,8 +80,8 @@ def test_a_spike_of_one_iteration_counts_for_some_iterations() -> None:
     fits, waits = Iteration(610, 310), Iteration(700, 300)
     before, after = steady(600, 3, swing=300), steady(600, REMEMBERED + 3, swing=300)
     assert play(Forecast(), [*before, fits, *after]) == [380] * 3 + [370] * (1 + REMEMBERED) + [380] * 3
-    # What has to wait is not seen in full: the margin widens, too, and narrows again.
-    assert play(Forecast(), [*before, waits, *after]) == [380] * 3 + [360, 340, 350, 355, 358] + [380] * 3
+    # What has to wait is not seen in full: more is given back at once, until nobody waits.
+    assert play(Forecast(), [*before, waits, *after]) == [380] * 3 + [340] + [360] * REMEMBERED + [380] * 3
 
 
 def test_a_slow_leak_never_finds_more_held_than_is_left() -> None:
@@ -112,11 +112,19 @@ def margins(forecast: Forecast, free: Sequence[int], held: int = 100) -> list[in
     return found
 
 
-def test_a_starving_neighbour_doubles_the_margin_and_a_content_one_halves_it() -> None:
+def test_a_starving_neighbour_widens_the_margin_faster_and_faster_and_a_content_one_takes_it_back() -> None:
     forecast = Forecast()
-    assert margins(forecast, [0, 5, 9, 0]) == [40, 60, 100, 180]
-    assert margins(forecast, [10, 19]) == [180, 180], "neither short nor content"
-    assert margins(forecast, [20, 500, 20, 20, 20, 20, 20]) == [100, 60, 40, 30, 25, 22, 20]
+    assert margins(forecast, [0, 5, 9, 0]) == [40, 50, 65, 87]
+    assert margins(forecast, [10, 19]) == [87, 87], "neither short nor content"
+    assert margins(forecast, [20, 500, 0]) == [20, 20, 40]
+
+
+def test_what_a_neighbour_waits_for_is_given_back_in_the_same_iteration() -> None:
+    forecast = Forecast()
+    forecast.sample(Op.BACKWARD, 400, 100, TOTAL)
+    forecast.end_iteration()
+    forecast.sample(Op.BACKWARD, 0, 480, TOTAL)
+    assert forecast.room().resident == 480 - 2 * SPARED
 
 
 def test_the_margin_does_not_grow_where_nothing_is_held_that_could_be_given_back() -> None:
@@ -127,6 +135,34 @@ def test_the_margin_stops_at_the_whole_device() -> None:
     forecast = Forecast()
     assert margins(forecast, [0] * 20)[-1] == TOTAL + SPARED
     assert forecast.room() == Room(0, 0)
+
+
+def levels(forecast: Forecast, others: Sequence[int], own: int = 300) -> list[int]:
+    """The room for residents in iterations in which others hold so much at the peak."""
+    found = []
+    for nbytes in others:
+        forecast.sample(Op.BACKWARD, TOTAL - own - nbytes, 0, TOTAL, others=nbytes)
+        found.append(forecast.room().resident)
+        forecast.end_iteration()
+    return found
+
+
+def test_what_others_give_back_is_used_at_once_if_they_never_took() -> None:
+    assert levels(Forecast(), [400, 400, 100, 100]) == [280, 280, 580, 580]
+
+
+def test_those_who_took_before_may_take_again() -> None:
+    """A third of the most that they took at a time is left to them, until four iterations have seen it free."""
+    rooms = levels(Forecast(), [100, 400, 100, 100, 100, 100, 100])
+    assert rooms == [580, 280, 480, 480, 480, 580, 580]
+    assert levels(Forecast(), [400, 100, 220, 100])[-1] == 580 - 40
+
+
+def test_what_this_process_gives_back_is_used_when_it_has_done_without_for_some_iterations() -> None:
+    """Its next batch may be as large again, and it would be its own code that ran out of memory."""
+    forecast = Forecast()
+    levels(forecast, [200], own=500)
+    assert levels(forecast, [200] * 6, own=100) == [280] * REMEMBERED + [680] * 2
 
 
 def iterate(forecast: Forecast, count: int, fits: int = TOTAL) -> list[int]:

@@ -19,7 +19,7 @@ from conftest import FAST, bits, mlp, train
 from dos import DOSAdam, EmulatedDevice
 from dos.devices import Memory
 from dos.forecast import MARGIN
-from dos.memory import _REASONS, SHARE_OF_TIME, Budget, MemoryMonitor, Reading, Source
+from dos.memory import _REASONS, SHARE_AT_FIRST, SHARE_OF_TIME, Budget, MemoryMonitor, Reading, Source
 from perfmodel import Lane, Op, Placement, Plan, SubgroupLoad, Workload
 
 pytestmark = pytest.mark.usefixtures("one_kernel_thread")
@@ -85,6 +85,9 @@ class Card(EmulatedDevice):
 
     def unused(self) -> int:
         return self.cached
+
+    def reserved(self) -> int:
+        return TOTAL  # whatever is not free is this process's own
 
 
 @pytest.fixture
@@ -288,12 +291,15 @@ def test_sampling_takes_no_more_than_its_share_of_the_time(monkeypatch: pytest.M
 
     device.memory = slow  # type: ignore[method-assign]
     monitor = monitor_of(device)
-    device.reads, began = 0, clock.now
-    for _ in range(100_000):
-        clock.now += 1e-4
-        monitor.sample()
-    elapsed = clock.now - began
-    assert 0.5 * SHARE_OF_TIME < device.reads * took / elapsed <= SHARE_OF_TIME * 1.2
+    # The first peak is looked at closely, for nothing is known of it.
+    for share in (SHARE_AT_FIRST, SHARE_OF_TIME):
+        device.reads, began = 0, clock.now
+        for _ in range(100_000):
+            clock.now += 1e-4
+            monitor.sample()
+        elapsed = clock.now - began
+        assert 0.5 * share < device.reads * took / elapsed <= share * 1.2
+        monitor.end_iteration()
     before = device.reads
     for phase in (Op.BACKWARD, Op.UPDATE, Op.FORWARD):
         monitor.enter(phase)
@@ -379,7 +385,7 @@ def test_noise_does_not_make_state_travel() -> None:
     works = follow(Card(None), [edge + n for n in noise])
     assert [w.peak_free_bytes for w in works] == [4800] + [3600] * (len(noise) - 1)
     works = follow(Card(None), [edge - 1] + [edge + 300] * 6)
-    assert [w.peak_free_bytes for w in works] == [3600] * 6 + [4800]
+    assert [w.peak_free_bytes for w in works] == [3600] * 5 + [4800] * 2
 
 
 def test_slots_may_use_what_is_free_while_updating_unless_the_update_runs_on() -> None:
@@ -634,4 +640,4 @@ def test_an_iteration_that_is_tried_again_has_its_peak_sampled_again(monkeypatch
     optimizer.release_memory()
     attempt()
     optimizer.step()
-    assert phases == [Op.BACKWARD, Op.BACKWARD, Op.UPDATE, Op.FORWARD]
+    assert phases == [Op.BACKWARD, Op.BACKWARD, Op.UPDATE]

@@ -76,6 +76,9 @@ class Device(Protocol):
     def unused(self) -> int:
         """Bytes that this process has reserved and does not use: not free to others, but to us."""
 
+    def reserved(self) -> int:
+        """Bytes that this process has, used or not: what else is not free is others'."""
+
     def trim(self) -> None:
         """Give what is reserved and not used back to all."""
 

@@ -118,6 +118,9 @@ class CudaDevice:
         reserved, active = (stats[key]["all"]["current"] for key in ("reserved_bytes", "active_bytes"))
         return max(0, reserved - active)
 
+    def reserved(self) -> int:
+        return torch.cuda.memory_reserved(self.torch_device)
+
     def trim(self) -> None:
         if self._with_pools:
             return  # `free` has given back what was state's, and the rest is the model's

@@ -144,6 +144,10 @@ class EmulatedDevice:
     def unused(self) -> int:
         return 0  # what `memory` calls free includes it
 
+    def reserved(self) -> int:
+        usage = self.usage()
+        return usage.occupied + usage.held
+
     def trim(self) -> None:
         pass
 
