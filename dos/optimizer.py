@@ -19,7 +19,7 @@ from dos.accelerator import Accelerator
 from dos.checkpoint import load_state_dict
 from dos.clipping import Clipping
 from dos.controller import Policy, resolve_policy
-from dos.devices import Device, DeviceFinder
+from dos.devices import Caller, Device, DeviceFinder
 from dos.guard import Guard, exclusive
 from dos.hooks import Attachment, Hooks, watch_gradient
 from dos.options import DEFAULT_SUBGROUP_SIZE, Options, check_settings
@@ -82,6 +82,7 @@ class DOSAdam(Optimizer):
     _coming: Counter[Tensor]
     _attachment: Attachment | None
     _unfinished: dict[ParameterRecord, None]
+    _joined: dict[ParameterRecord, set[Caller]]
     _in_flight: bool
     _clipping: Clipping
 
@@ -246,10 +247,10 @@ class DOSAdam(Optimizer):
                 self._accelerator.wait()
             self._registry.written(self._unfinished)
         except Exception:
-            self._unfinished, self._in_flight = {}, False
+            self._unfinished, self._joined, self._in_flight = {}, {}, False
             raise
         # Not before: an interrupted wait must be made up for.
-        self._unfinished, self._in_flight = {}, False
+        self._unfinished, self._joined, self._in_flight = {}, {}, False
 
     def attach(self, model: nn.Module) -> None:
         """Let updates run on into the next forward of ``model``: ``step()`` returns while the host still works.
@@ -438,7 +439,7 @@ class DOSAdam(Optimizer):
         weakref.finalize(self, _unwatch, self._watched)
         self._coming = Counter()
         self._attachment = None
-        self._unfinished = {}
+        self._unfinished, self._joined = {}, {}
         self._in_flight = False
         self._clipping = Clipping(self._registry.offloaded, options.max_grad_norm)
         self._warned_idle = False
@@ -523,21 +524,25 @@ class DOSAdam(Optimizer):
 
     def finish_parameters(self, parameters: Iterable[Tensor]) -> None:
         """Called by a hook before these parameters are used: wait for their updates, and no others."""
-        if self._unfinished:
-            self._finish_parameters(parameters)
+        if self._in_flight and self._accelerator is not None:
+            self._finish_parameters(parameters, self._accelerator)
 
     @exclusive
-    def _finish_parameters(self, parameters: Iterable[Tensor]) -> None:
-        assert self._accelerator is not None, "nothing is unfinished elsewhere"
+    def _finish_parameters(self, parameters: Iterable[Tensor], accelerator: Accelerator) -> None:
+        here = accelerator.device.caller()
         for parameter in parameters:
             record = self._registry.record(parameter)
+            # A weight that several modules use may be read on several streams, each of which must wait.
+            if record is None or not (record in self._unfinished or here not in self._joined.get(record, (here,))):
+                continue
+            try:
+                accelerator.wait_for(record)
+            except Exception:
+                with contextlib.suppress(Exception):  # what is raised already says that the step failed
+                    self.synchronize()
+                raise
+            self._joined.setdefault(record, set()).add(here)
             if record in self._unfinished:
-                try:
-                    self._accelerator.wait_for(record)
-                except Exception:
-                    with contextlib.suppress(Exception):  # what is raised already says that the step failed
-                        self.synchronize()
-                    raise
                 self._registry.written([record])
                 del self._unfinished[record]
 

@@ -145,6 +145,30 @@ def test_a_backward_on_two_streams(
     assert trained_on(runtime) == expected
 
 
+def test_a_weight_of_two_modules_is_waited_for_on_the_stream_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = install(monkeypatch, None)
+    first, second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+    second.weight = first.weight
+    model = nn.ModuleList([first, second])
+    device = FakeCudaDevice(runtime)
+    optimizer = DOSAdam(model.parameters(), policy="cpu", device=device)
+    optimizer.attach(model)
+    joined: list[object] = []
+    join = device.join
+    monkeypatch.setattr(device, "join", lambda job: (joined.append(device.caller()), join(job)))
+    streams = [runtime.caller_stream(), runtime.caller_stream()]
+    for _ in range(3):
+        joined.clear()
+        outputs = []
+        for module, stream in zip((first, second, first), (*streams, streams[0]), strict=True):
+            with runtime.stream(stream):
+                outputs.append(module(torch.ones(1, 4)))
+        in_forward = list(joined)
+        torch.stack(outputs).sum().backward()
+        optimizer.step()
+    assert in_forward == streams
+
+
 @pytest.fixture
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
     return install(monkeypatch, None)
