@@ -97,6 +97,17 @@ def expected(program: Program) -> tuple[list[bytes], ...]:
     return tuple(found)
 
 
+def is_whole(program: Program, state: list[bytes], step: int) -> bool:
+    """Whether what was read is of after the step. If not it must be of before."""
+    before, after = expected(program)[step : step + 2]
+    if state == after:
+        return True
+    # The first step makes its zeros before anything else.
+    zeros = step == 0 and not any(any(tensor) for tensor in state[len(before) :])
+    assert state == before or (zeros and state[: len(before)] == before)
+    return False
+
+
 def finish(training: Training, step: int, stepping: bool) -> str:
     """What has happened to a step that raised, after checking that it is whole, has not happened, or is refused.
 
@@ -117,13 +128,8 @@ def finish(training: Training, step: int, stepping: bool) -> str:
         optimizer.zero_grad()
         optimizer.synchronize()
         return "refused"
-    before, after = expected(program)[step : step + 2]
-    if state == after:
-        happened = True
-    else:
-        # State that no step has made yet is made by reading or stepping, as the first step would.
-        assert state == before or (step == 0 and state[: len(before)] == before)
-        happened = False
+    happened = is_whole(program, state, step)
+    after = expected(program)[step + 1]
     outcome = "wholly" if happened else "not at all"
     if stepping and not happened:
         try:

@@ -307,8 +307,8 @@ def test_sampling_takes_no_more_than_its_share_of_the_time(monkeypatch: pytest.M
 
 
 def test_the_thread_samples_and_ends_with_its_monitor() -> None:
-    before = set(threading.enumerate())
     device, enough = Card(None), threading.Event()
+    before = set(threading.enumerate())
 
     def memory() -> Memory:
         device.reads += 1

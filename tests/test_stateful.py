@@ -547,7 +547,7 @@ def one_thread() -> Iterator[None]:
 @pytest.mark.parametrize("offload_gradients", [False, True])
 def test_random_calls_agree_to_the_bit_and_with_adamw(offload_gradients: bool) -> None:
     chosen = settings(
-        max_examples=40, stateful_step_count=25, derandomize=True, suppress_health_check=list(HealthCheck)
+        max_examples=200, stateful_step_count=20, derandomize=True, suppress_health_check=list(HealthCheck)
     )
     run_state_machine_as_test(functools.partial(Lockstep, offload_gradients), settings=chosen)
 
