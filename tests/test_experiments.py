@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments import emulation, overlap
+from experiments import emulation, overhead, overlap
 from experiments.corpus import Corpus, standard_library
 from experiments.gpt import GPT, GPTConfig
 
@@ -43,6 +43,15 @@ def test_emulated_machines_take_as_long_as_wanted_and_plans_differ() -> None:
         assert len(set(emulation.plans(machine).values())) >= 6
 
 
+@pytest.mark.parametrize("where", ["host", "device"])
+def test_a_row_of_the_overhead_experiment(where: str) -> None:
+    row = overhead.measure(5, 8, where, rounds=2)
+    assert (row.parameters, row.elements, row.where) == (5, 8, where)
+    assert min(row.step_us_per_parameter, row.adamw_fused_us_per_parameter, row.adamw_foreach_us_per_parameter) > 0
+    assert row.hooks_us_per_parameter >= 0
+    assert overhead.table([row]).row_count == 1
+
+
 def test_misordered_policies_are_found() -> None:
     def row(policy: str, measured: float, simulated: float) -> dict[str, str | float]:
         return {"machine": "m", "policy": policy, "measured_s": measured, "simulated_s": simulated}
@@ -59,6 +68,7 @@ def test_misordered_policies_are_found() -> None:
         (["experiments.overlap", "--rounds", "0"], "expected a whole number of 1 or more, found '0'"),
         (["experiments.emulation", "--steps", "x"], "expected a whole number of 1 or more, found 'x'"),
         (["experiments.kernel", "--numel", "-3"], "--numel"),
+        (["experiments.overhead", "--rounds", "0"], "expected a whole number of 1 or more, found '0'"),
     ],
 )
 def test_bad_arguments_get_one_line_and_status_2(command: list[str], message: str) -> None:

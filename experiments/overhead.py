@@ -1,0 +1,163 @@
+"""What does a step cost the host? ``python -m experiments.overhead [--json]``, about three minutes.
+
+Microseconds per parameter of `step()`, and of the hooks that it has on backward, beside torch's AdamW in the same
+process. Contenders take turns, and figures are medians over the rounds. Parameters "on the device" are on a GPU if
+there is one, else on an emulated accelerator so fast that only the host's work is left; there all state is resident.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+from dos import DOSAdam, EmulatedDevice
+from experiments.command import Parser, positive
+from perfmodel.hardware import HardwareProfile
+
+SIZES = ((100, 64), (600, 64), (4000, 64), (100, 4096), (600, 4096), (4000, 4096), (100, 1 << 20))
+"""Parameters, and elements of each."""
+WARM_UP = 3
+_ENDLESS = 1e15
+INSTANT = HardwareProfile(
+    name="instant",
+    host_bandwidth=_ENDLESS,
+    cpu_update_rate=_ENDLESS,
+    h2d_bandwidth=_ENDLESS,
+    d2h_bandwidth=_ENDLESS,
+    h2d_bandwidth_duplex=_ENDLESS,
+    d2h_bandwidth_duplex=_ENDLESS,
+    gpu_update_rate=_ENDLESS,
+    gpu_bandwidth=_ENDLESS,
+    cast_rate=_ENDLESS,
+    copy_latency_s=0.0,
+    launch_latency_s=0.0,
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One number and size of parameters in one place."""
+
+    parameters: int
+    elements: int
+    where: str
+    step_us_per_parameter: float
+    hooks_us_per_parameter: float
+    adamw_fused_us_per_parameter: float
+    adamw_foreach_us_per_parameter: float
+
+
+class Give(torch.autograd.Function):
+    """A backward of one node, which gives each parameter a gradient that is there already."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: Sequence[Tensor], *parameters: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return parameters[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        return None, *ctx.gradients
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print; the last line is one JSON object with --json."""
+    parser = Parser(prog="python -m experiments.overhead", description="What a step costs the host, per parameter.")
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    parser.add_argument("--rounds", type=positive, default=15, help="that figures are medians of (15)")
+    parser.add_argument("--most", type=positive, help="leave out what has more parameters")
+    arguments = parser.parse_args(argv)
+    console = Console(stderr=arguments.json)
+    sizes = [size for size in SIZES if size[0] <= (arguments.most or size[0])]
+    with console.status("measuring"):
+        rows = [measure(*size, where, arguments.rounds) for size in sizes for where in ("host", "device")]
+    console.print(table(rows))
+    if arguments.json:
+        print(json.dumps({"rows": [asdict(row) for row in rows]}))
+    return 0
+
+
+def measure(count: int, elements: int, where: str, rounds: int) -> Row:
+    """All contenders, which take turns."""
+    on_gpu = where == "device" and torch.cuda.is_available()
+    device = torch.device("cuda" if on_gpu else "cpu")
+
+    def parameters() -> list[nn.Parameter]:
+        return [nn.Parameter(torch.zeros(elements, device=device)) for _ in range(count)]
+
+    gradients = [torch.full((elements,), 1e-3, device=device) for _ in range(count)]
+    settings: dict[str, Any] = {}
+    if where == "device":
+        emulated = None if on_gpu else EmulatedDevice(INSTANT, capacity=1 << 50)
+        settings = {"policy": 0.0, "device": emulated}
+    mine, plain = parameters(), parameters()
+    ours = DOSAdam(mine, **settings)
+    contenders: dict[str, Callable[[], object]] = {
+        "step": _stepper(ours, mine, gradients),
+        "fused": _stepper(torch.optim.AdamW(plain, fused=True), plain, gradients),
+        "foreach": _stepper(torch.optim.AdamW(plain, foreach=True), plain, gradients),
+        "hooks": _backward(mine, gradients),
+        "no hooks": _backward(plain, gradients),
+    }
+    found: dict[str, list[float]] = {name: [] for name in contenders}
+    gc.collect()
+    for round_number in range(WARM_UP + rounds):
+        for name, work in contenders.items():
+            ours.zero_grad()
+            start = time.perf_counter()
+            work()
+            seconds = time.perf_counter() - start
+            if on_gpu:
+                torch.cuda.synchronize()
+            if round_number >= WARM_UP:
+                found[name].append(seconds / count * 1e6)
+    us = {name: statistics.median(values) for name, values in found.items()}
+    hooks = statistics.median(a - b for a, b in zip(found["hooks"], found["no hooks"], strict=True))
+    return Row(count, elements, where, us["step"], max(0.0, hooks), us["fused"], us["foreach"])
+
+
+def _stepper(
+    optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]
+) -> Callable[[], object]:
+    def step() -> None:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+
+    return step
+
+
+def _backward(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> Callable[[], object]:
+    def backward() -> None:
+        for parameter in parameters:
+            parameter.grad = None
+        Give.apply(gradients, *parameters).backward()
+
+    return backward
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """For people."""
+    found = Table(title="Microseconds of the host per parameter")
+    for name in ("parameters", "elements", "where", "step", "hooks", "AdamW fused", "AdamW foreach"):
+        found.add_column(name, justify="right")
+    for row in rows:
+        of_torch = row.adamw_fused_us_per_parameter, row.adamw_foreach_us_per_parameter
+        figures = (row.step_us_per_parameter, row.hooks_us_per_parameter, *of_torch)
+        found.add_row(str(row.parameters), str(row.elements), row.where, *(f"{us:.1f}" for us in figures))
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())
