@@ -45,6 +45,8 @@ class Engine:
         self.holdings = Holdings(device)
         self._prefetched: dict[Subgroup, tuple[State, Job]] = {}
         self._arriving: dict[Subgroup, Job | None] = {}
+        self._considered: Plan | None = None
+        self._streamed: Sequence[int] = ()
         self._jobs: list[Job] = []
         self._done: dict[Subgroup, Future[Job]] = {}
         self.origin = 0.0
@@ -52,6 +54,7 @@ class Engine:
         self._backward: Sequence[Job] = ()
         self.steady = True
         self._lane_done: Future[None] | None = None
+        guard.drain = weakref.WeakMethod(self.drain)
         _engines.add(self)
 
     def check(self, plan: Plan, subgroups: Sequence[Subgroup], total: int) -> None:
@@ -86,8 +89,13 @@ class Engine:
     def prefetch_early(self, plan: Plan, subgroups: Sequence[Subgroup], spare: int) -> None:
         """Fill the slots while backward runs, if that was not done yet and they take no more than `spare` bytes."""
         holdings = self.holdings
-        streamed = [i for i in plan.served(Placement.GPU_STREAMED) if subgroups[i] not in holdings.resident]
-        if holdings.slots or not streamed:
+        if holdings.slots:
+            return
+        if self._considered is not plan:  # asked at each of many gradients
+            self._streamed = [i for i in plan.served(Placement.GPU_STREAMED) if subgroups[i] not in holdings.resident]
+            self._considered = plan
+        streamed = self._streamed
+        if not streamed:
             return
         nbytes = max(subgroups[i].state.carved_bytes for i in streamed)
         count = min(plan.slots, len(streamed))
@@ -138,6 +146,7 @@ class Engine:
         Raises RuntimeError if it fails part way.
         """
         self._started = time.perf_counter()
+        self._considered = None
         try:
             self._issue(plan, subgroups, updates, departed, missing)
         except BaseException as error:
@@ -282,7 +291,8 @@ class Engine:
     def bring_home(self) -> None:
         """Return the state of all resident subgroups to the host, once the running step is done."""
         self.wait()
-        self._send_home([*self.holdings.resident, *self._arriving])
+        self.holdings.expect_denials(False)
+        self._send_home(dict.fromkeys([*self.holdings.resident, *self._arriving]))
 
     def abandon(self) -> None:
         """End what backward has begun, once nothing of it is running; resident state stays."""
@@ -459,7 +469,6 @@ def _needs_slot(work: SubgroupUpdate, placement: Placement) -> bool:
 
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
-_forking: list[Engine] = []
 
 
 def _finish_engines() -> None:
@@ -467,26 +476,11 @@ def _finish_engines() -> None:
         engine.finish()
 
 
-def _before_fork() -> None:
-    """Let no step be half done in the child: wait until no thread is in a call, and nothing is running."""
-    for engine in list(_engines):
-        engine.guard.lock.acquire()
-        _forking.append(engine)
-        engine.drain()
-
-
-def _after_fork_in_parent() -> None:
-    while _forking:
-        _forking.pop().guard.lock.release()
-
-
-def _after_fork_in_child() -> None:
+def _renew_engines() -> None:
     for engine in list(_engines):
         engine.after_fork()
-    _after_fork_in_parent()
 
 
-# A forked child, such as a data loader's worker, sees parameters that are finished, and has threads of its own.
-os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
+os.register_at_fork(after_in_child=_renew_engines)  # a forked child has threads of its own
 # Work in flight ends before executors shut down at the interpreter's exit; this runs before theirs, which came earlier.
 threading._register_atexit(_finish_engines)  # type: ignore[attr-defined]

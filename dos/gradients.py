@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from dos.devices import Caller, Copy, Job
-from dos.subgroup import ParameterRecord, Piece, Subgroup
+from dos.subgroup import Layout, ParameterRecord, Piece, Subgroup
 
 logger = logging.getLogger(__name__)
 
@@ -31,11 +31,13 @@ class _Written:
     storage: StorageWeakRef
     address: int
     version: int
+    layout: Layout
 
     @classmethod
-    def of(cls, gradient: Tensor) -> _Written:
+    def of(cls, gradient: Tensor, layout: Layout) -> _Written:
+        """layout: of its parameter, in whose order elements leave."""
         storage = StorageWeakRef(gradient.untyped_storage())
-        return cls(weakref.ref(gradient), storage, gradient.data_ptr(), gradient._version)
+        return cls(weakref.ref(gradient), storage, gradient.data_ptr(), gradient._version, layout)
 
     def still(self, gradient: Tensor | None, writes: int | None) -> bool:
         """Whether `gradient` is this one, but for `writes` writes that changed no value; None: it is not."""
@@ -120,7 +122,7 @@ class Departures:
         seen = self._seen.setdefault(record, _Seen())
         again = seen.written is not None and seen.written.gradient() is gradient
         seen.times = seen.times + 1 if again else 1
-        written = seen.written = _Written.of(gradient)
+        written = seen.written = _Written.of(gradient, record.layout)
         staging = record.arena.gradient
         if seen.times != seen.expected or not seen.untouched or staging is None or staging.dtype != gradient.dtype:
             return
@@ -158,7 +160,7 @@ class Departures:
                 continue
             job, written = departure.sent[piece]
             # What went may be of an earlier backward than the last.
-            last = self._seen[piece.record].written is written
+            last = self._seen[piece.record].written is written and written.layout == piece.record.layout
             if last and written.still(piece.record.parameter.grad, writes):
                 holding.add(piece)
                 jobs[id(job)] = job

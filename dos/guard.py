@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import os
 import signal
 import threading
+import weakref
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -29,12 +31,15 @@ class Guard:
 
     lock: held by whoever calls the optimizer; hooks may come from several threads at once.
     failed: whether work that changes parameters or state has failed.
+    drain: returns when nothing is in flight; None where nothing ever is.
     """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.failed = False
+        self.drain: weakref.WeakMethod[Callable[[], None]] | None = None
         self._changing = False
+        _guards.add(self)
 
     @property
     def broken(self) -> bool:
@@ -53,6 +58,34 @@ class Guard:
         """Do what must happen wholly. Ctrl-C takes effect afterwards; if `work` raises, all is `broken`."""
         before, self._changing = self._changing, True
         _uninterrupted(work, ended=functools.partial(setattr, self, "_changing", before))
+
+
+_guards: weakref.WeakSet[Guard] = weakref.WeakSet()
+_forking = threading.RLock()
+_held: list[Guard] = []
+"""Those whose lock the thread has that forks."""
+
+
+def _before_fork() -> None:
+    """Let no step be half done in the child: wait until no thread is in a call, and nothing is in flight."""
+    _forking.acquire()
+    for guard in list(_guards):
+        guard.lock.acquire()
+        _held.append(guard)
+    for guard in _held:
+        drain = None if guard.drain is None else guard.drain()
+        if drain is not None:
+            drain()
+
+
+def _after_fork() -> None:
+    while _held:
+        _held.pop().lock.release()
+    _forking.release()
+
+
+# A forked child, such as a data loader's worker, sees parameters that are finished.
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)
 
 
 def _uninterrupted(work: Callable[[], None], ended: Callable[[], None]) -> None:

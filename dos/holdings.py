@@ -18,23 +18,28 @@ class Holdings:
     """Allocates and frees; a failed allocation is an answer, not an error.
 
     resident: state on the device, by subgroup. slots: staging buffers of equal size.
-    nbytes: of both together; may be read from any thread.
     denied: bytes that were held when an allocation failed, if one has in this step that was not expected to.
     """
 
     def __init__(self, device: Device) -> None:
         self.resident: dict[Subgroup, State] = {}
         self.slots: list[Tensor] = []
-        self.nbytes = 0
         self.denied: int | None = None
         self._device = device
         self._buffers: dict[Subgroup, Tensor] = {}
         self._expected = False
         self._logged = False
 
+    @property
+    def nbytes(self) -> int:
+        """Of residents and slots together; may be read from any thread."""
+        return sum(buffer.nbytes for buffer in (*list(self._buffers.values()), *list(self.slots)))
+
     def expect_denials(self, expected: bool) -> None:
         """A step begins; in one that expects denials, they say nothing about the device's memory."""
         self._expected, self.denied = expected, None
+        for subgroup in [s for s in self._buffers if s not in self.resident]:
+            self._device.free(self._buffers.pop(subgroup))  # whose eviction was interrupted
 
     def settle(self, subgroup: Subgroup) -> State | None:
         """Room for a subgroup's state, uninitialised; None if there is none."""
@@ -49,7 +54,8 @@ class Holdings:
     def evict(self, subgroup: Subgroup) -> None:
         """Free a resident subgroup's memory. Its state has come home; nothing in flight may use it."""
         del self.resident[subgroup]
-        self._free(self._buffers.pop(subgroup))
+        self._device.free(self._buffers[subgroup])
+        del self._buffers[subgroup]
 
     def get_slots(self, count: int, nbytes: int) -> None:
         """Allocate up to `count` slots of `nbytes`, fewer if memory runs out."""
@@ -61,13 +67,13 @@ class Holdings:
 
     def free_slots(self) -> None:
         """Give the slots back. Nothing in flight may use them."""
-        for slot in self.slots:
-            self._free(slot)
-        self.slots = []
+        while self.slots:
+            self._device.free(self.slots[-1])
+            self.slots.pop()  # not before: what is interrupted here is done again
 
     def _allocate(self, nbytes: int, allocate: Callable[[int], Tensor]) -> Tensor | None:
         try:
-            buffer = allocate(nbytes)
+            return allocate(nbytes)
         except torch.OutOfMemoryError as error:
             level = logging.DEBUG if self._logged or self._expected else logging.WARNING
             if not self._expected:
@@ -75,9 +81,3 @@ class Holdings:
             # As text: with the error itself, whoever keeps log records would keep this and all its memory.
             logger.log(level, "no device memory for optimizer state, updating on the host instead: %s", str(error))
             return None
-        self.nbytes += nbytes
-        return buffer
-
-    def _free(self, buffer: Tensor) -> None:
-        self.nbytes -= buffer.nbytes
-        self._device.free(buffer)

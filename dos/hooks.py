@@ -124,9 +124,9 @@ class Attachment:
             module.register_load_state_dict_pre_hook(_Wait(self._finish_all)),
         ]
         # Before all other attributes, so that copying or pickling the module comes to it before the parameters.
-        attributes = dict(vars(module))
-        vars(module).clear()
-        vars(module).update({self._attribute: _Wait(on_copy=self._finish_all), **attributes})
+        # At once, so that no interruption leaves a module without its attributes.
+        attributes = {self._attribute: _Wait(on_copy=self._finish_all), **vars(module)}
+        object.__setattr__(module, "__dict__", attributes)
         if not compiled:
             for child in module.children():
                 self._add(child)

@@ -6,6 +6,7 @@ import enum
 import logging
 import math
 import numbers
+import os
 import statistics
 import threading
 import time
@@ -150,6 +151,7 @@ class MemoryMonitor:
         self._resident: int | None = None
         self._offered: int | None = None
         self.reading = self._read()
+        _monitors.add(self)
         if interval_s is not None:
             _start_thread(self, interval_s)
 
@@ -272,6 +274,17 @@ class MemoryMonitor:
         return Reading(
             Memory(memory.free + unused, memory.total), source, max(0, memory.total - memory.free - reserved)
         )
+
+
+_monitors: weakref.WeakSet[MemoryMonitor] = weakref.WeakSet()
+
+
+def _renew_locks() -> None:
+    for monitor in list(_monitors):
+        monitor._lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew_locks)  # a thread that does not exist there may have held it
 
 
 def _can_be(memory: Memory) -> bool:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import warnings
 import weakref
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, overload
@@ -79,7 +80,7 @@ class DOSAdam(Optimizer):
 
     _accelerator: Accelerator | None
     _watched: dict[Tensor, Hooks]
-    _coming: Counter[Tensor]
+    _coming: dict[Tensor, set[int]]
     _attachment: Attachment | None
     _unfinished: dict[ParameterRecord, None]
     _joined: dict[ParameterRecord, set[Caller]]
@@ -263,8 +264,9 @@ class DOSAdam(Optimizer):
         that is compiled is attached afterwards.
         """
         self.synchronize()
-        if self._attachment is not None:
-            self._attachment.detach()
+        before, self._attachment = self._attachment, None  # until there is another, step() waits for all
+        if before is not None:
+            before.detach()
         self._attachment = Attachment(model, self)
 
     @exclusive
@@ -340,6 +342,16 @@ class DOSAdam(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of DOSAdam or AdamW. Raises ValueError, and changes nothing, if it does not match."""
         load_state_dict(self, state_dict)
+
+    @exclusive
+    def _load(self, state: defaultdict[Tensor, Any], param_groups: list[Group]) -> None:
+        self._bring_home()
+
+        def load() -> None:
+            self._state = state
+            super(DOSAdam, self).__setstate__({"param_groups": param_groups})
+
+        self._guard.change(load)
 
     @exclusive
     def release_memory(self) -> int:
@@ -418,14 +430,14 @@ class DOSAdam(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Called with everything by pickle and copy, and with state and param_groups alone after loading a state dict.
         own = dict(state)
-        made = "options" in own
-        if made:
-            self._set_up(own.pop("options"), own.pop("device"))
-        self.state = own.pop("state")
+        if "options" not in own:
+            self._load(own["state"], own["param_groups"])
+            return
+        self._set_up(own.pop("options"), own.pop("device"))
+        self._state = own.pop("state")
         super().__setstate__(own)
-        if made:
-            for group in self.param_groups:
-                self._admit(group)
+        for group in self.param_groups:
+            self._admit(group)
 
     def _set_up(self, options: Options, device: Device | torch.device | str | None) -> None:
         self._options = options
@@ -437,7 +449,7 @@ class DOSAdam(Optimizer):
         self._registry = Registry(options, self._devices, self._guard)
         self._watched = {}
         weakref.finalize(self, _unwatch, self._watched)
-        self._coming = Counter()
+        self._coming = {}
         self._attachment = None
         self._unfinished, self._joined = {}, {}
         self._in_flight = False
@@ -463,6 +475,7 @@ class DOSAdam(Optimizer):
 
     def _take(self, record: ParameterRecord, accelerator: Accelerator) -> None:
         """Offload a gradient."""
+        self._registry.settle_layout(record, self._state, self._bring_home)  # to which the gradient is added
         self._clipping.about_to_add(record)
         accelerator.take_gradient(record)
 
@@ -486,14 +499,15 @@ class DOSAdam(Optimizer):
     @exclusive
     def gradient_coming(self, parameter: Tensor) -> None:
         """Called by a hook when backward is about to add to ``parameter.grad``, if gradients are offloaded."""
-        self._coming[parameter] += 1
+        self._coming.setdefault(parameter, set()).add(threading.get_ident())
 
     @exclusive
     def gradient_ready(self, parameter: Tensor) -> None:
         """Called by a hook when backward has written to ``parameter.grad``, from several threads perhaps."""
         if self._registry.offloaded is not None:
-            self._coming[parameter] -= 1
-            if self._coming[parameter] > 0:
+            coming = self._coming.get(parameter, set())
+            coming.discard(threading.get_ident())
+            if coming:
                 return  # another thread may be adding to the gradient just now; its hook takes the sum
         if self._in_flight:
             self.synchronize()

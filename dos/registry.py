@@ -92,7 +92,7 @@ class Registry:
         if any(record.moved() for record, _ in found):
             self._check_overlaps(groups)
         for record, _ in found:
-            self._settle_layout(record, state, bring_home)
+            self.settle_layout(record, state, bring_home)
         if any(not record.is_adopted(state.get(record.parameter) or {}) for record, _ in found):
             bring_home()  # what is put into the host state now must not be overwritten by what comes home later
         for record, _ in found:
@@ -147,8 +147,9 @@ class Registry:
             runs += [(list(run), group) for _, run in itertools.groupby(alike, key=self._kind)]
         if runs:
             reserve(sum(self._host_bytes(run, group) for run, group in runs), "optimizer state (DOSAdam)")
-        for run, group in runs:
-            self._enrol(run, group)
+        made = [self._make_room(run, group) for run, group in runs]
+        if made:
+            self._guard.change(lambda: self._publish(made))
 
     def order_by_use(self, first_use: Iterable[Tensor]) -> None:
         """Put the subgroups in the order in which their parameters are first used; those not named come last."""
@@ -244,17 +245,22 @@ class Registry:
                 record.views = record.make_views()
         self._loads = None
 
-    def _settle_layout(self, record: ParameterRecord, state: StateDict, bring_home: Callable[[], None]) -> None:
-        """Reorder the state of a parameter whose elements lie in another order than when it was enrolled."""
+    def settle_layout(self, record: ParameterRecord, state: StateDict, bring_home: Callable[[], None]) -> None:
+        """Reorder state and offloaded gradients of a parameter whose elements lie in another order than before."""
         if not record.layout_changed():
             return
         bring_home()
+        total = self.offloaded.flat(record) if self.offloaded is not None and record in self.offloaded else None
+        like = record.views["exp_avg"]
+        added = None if total is None else total.as_strided(like.size(), like.stride(), total.storage_offset()).clone()
         entry = state.get(record.parameter, {})
         before = {key: value.clone() for key, value in record.views.items()}
         mine = {key: entry.get(key) is view for key, view in record.views.items()}
 
         def reorder() -> None:
             record.remember_layout()
+            if total is not None and added is not None:
+                record.shaped(total).copy_(added)
             for key, view in record.views.items():
                 view.copy_(before[key])
                 if mine[key]:
@@ -320,8 +326,8 @@ class Registry:
             accelerated=self._devices.holds(run[0]),
         )
 
-    def _enrol(self, parameters: list[Tensor], group: Group) -> None:
-        """Make an arena for parameters of one group, dtype and memory."""
+    def _make_room(self, parameters: list[Tensor], group: Group) -> tuple[list[ParameterRecord], list[Subgroup]]:
+        """A new arena for parameters of one group, dtype and memory: their records, and its subgroups."""
         arena = Arena(
             parameters,
             accelerated=self._devices.holds(parameters[0]),
@@ -330,20 +336,19 @@ class Registry:
             allocate=self._devices.host_zeros,
         )
         records = make_records(parameters, arena)
-        subgroups = split(arena, records, self._options.subgroup_size)
-        places: dict[ParameterRecord, list[tuple[Subgroup, Piece]]] = {record: [] for record in records}
-        for subgroup in subgroups:
-            for piece in subgroup.pieces:
-                places[piece.record].append((subgroup, piece))
-        # A parameter counts as enrolled once everything else is there: if this is interrupted, it is done again.
-        self.places |= places
-        if arena.accelerated:
-            self.accelerated += subgroups
-            self._reindex()
-        else:
-            self.local += subgroups
-        self._newcomers += records
-        self._records.update({record.parameter: record for record in records})
+        return records, split(arena, records, self._options.subgroup_size)
+
+    def _publish(self, made: Iterable[tuple[list[ParameterRecord], list[Subgroup]]]) -> None:
+        """Let new parameters count as enrolled."""
+        for records, subgroups in made:
+            self.places.update({record: [] for record in records})
+            for subgroup in subgroups:
+                for piece in subgroup.pieces:
+                    self.places[piece.record].append((subgroup, piece))
+                (self.accelerated if subgroup.arena.accelerated else self.local).append(subgroup)
+            self._newcomers += records
+            self._records.update({record.parameter: record for record in records})
+        self._reindex()
 
     def _reindex(self) -> None:
         self.index = {subgroup: i for i, subgroup in enumerate(self.accelerated)}

@@ -145,6 +145,7 @@ class ParameterRecord:
     flat: 1-D alias of the parameter's memory, or a contiguous stand-in if that is not its values in a row: it has gaps,
         or is lazily negated (see `stand_in`).
     version, data_ptr: of the parameter after our last write; anything else means that somebody wrote to it.
+    layout: of the parameter, in whose order `flat` and the state have its elements.
     views: what `optimizer.state[p]` holds beside the step: live views of the state, shaped like the parameter.
     """
 
@@ -155,6 +156,7 @@ class ParameterRecord:
         self.numel = parameter.numel()
         self.version = -1
         self.data_ptr = -1
+        self._strides: tuple[int, ...] = ()
         self.flat = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
         self.stand_in = False
         self.views: dict[str, Tensor] = {}
@@ -175,8 +177,8 @@ class ParameterRecord:
             self.flat.copy_(self.parameter.detach().contiguous().view(-1))
 
     def moved(self) -> bool:
-        """Whether the parameter's memory is another than after our last write."""
-        return self.data_ptr != self.parameter.data_ptr()
+        """Whether the parameter's memory is another, or seen otherwise, than after our last write."""
+        return self.data_ptr != self.parameter.data_ptr() or self._strides != self.parameter.stride()
 
     def changed(self) -> bool:
         """Whether somebody else wrote to the parameter, or replaced its memory, since `saw`."""
@@ -186,6 +188,7 @@ class ParameterRecord:
         """Remember the parameter as it is now."""
         self.version = self.parameter._version
         self.data_ptr = self.parameter.data_ptr()
+        self._strides = self.parameter.stride()
 
     def write_back(self) -> None:
         """Bring a stand-in's new values to the parameter."""
@@ -208,11 +211,11 @@ class ParameterRecord:
 
     def layout_changed(self) -> bool:
         """Whether the parameter's elements lie in another order in memory than `flat` and the state have them."""
-        return self._layout != _layout(self.parameter)
+        return self.layout != _layout(self.parameter)
 
     def remember_layout(self) -> None:
         """Take the parameter's present layout for that of `flat` and of the views of the state."""
-        self._layout = _layout(self.parameter)
+        self.layout = _layout(self.parameter)
         self.data_ptr = -1
         self.views = self.make_views()
 
@@ -238,11 +241,12 @@ class ParameterRecord:
             named["max_exp_avg_sq"] = state.max_exp_avg_sq
         if self.arena.keeps_master and state.master is not None:
             named["master_param"] = state.master
-        views = {name: self._shaped(flat) for name, flat in named.items()}
+        views = {name: self.shaped(flat) for name, flat in named.items()}
         self._addresses = {name: view.data_ptr() for name, view in views.items()}
         return views
 
-    def _shaped(self, flat: Tensor) -> Tensor:
+    def shaped(self, flat: Tensor) -> Tensor:
+        """A view of what is in the order of `flat`, shaped like the parameter."""
         if flat_alias(self.parameter) is None or self.parameter.is_contiguous():
             return flat.view(self.parameter.shape)
         return flat.as_strided(self.parameter.size(), self.parameter.stride(), flat.storage_offset())
@@ -359,8 +363,11 @@ def flat_alias(tensor: Tensor) -> Tensor | None:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
-def _layout(tensor: Tensor) -> tuple[int, ...] | None:
-    """The strides of axes that have any; None where memory has gaps and elements are taken in logical order."""
+Layout = tuple[int, ...] | None
+"""The strides of axes that have any; None where memory has gaps and elements are taken in logical order."""
+
+
+def _layout(tensor: Tensor) -> Layout:
     if flat_alias(tensor) is None:
         return None
     return tuple(stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1)

@@ -71,10 +71,9 @@ class EmulatedDevice:
         self.peak_bytes = 0
         self.own_peak_bytes = 0
         self.unmet_bytes = 0
-        self._held = 0
+        self._live: dict[int, int] = {}  # bytes of each buffer, by its id
         self._reserved = 0
         self._granted = 0
-        self._releases: dict[int, weakref.finalize[..., Tensor]] = {}
         self._start_streams()
         self._free()
         if not 0 <= self.peak_bytes <= capacity:
@@ -110,32 +109,32 @@ class EmulatedDevice:
         return torch.zeros(numel, dtype=dtype, device="cpu")
 
     def allocate(self, nbytes: int) -> Tensor:
-        self._take(nbytes)
-        buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        self._releases[id(buffer)] = weakref.finalize(buffer, self._release, id(buffer), nbytes)
-        return buffer
+        return self._take(nbytes)
 
     def allocate_lasting(self, nbytes: int) -> Tensor:
         return self.allocate(nbytes)
 
     def free(self, buffer: Tensor) -> None:
-        self._releases[id(buffer)]()
+        self._live.pop(id(buffer), None)  # it may be gone already, if somebody was interrupted while freeing it
+        self._free()
 
     @exclusive
-    def _take(self, nbytes: int) -> None:
+    def _take(self, nbytes: int) -> Tensor:
         free = self._free()
         if nbytes > free:
             raise torch.OutOfMemoryError(
                 f"emulated device out of memory: {nbytes} bytes asked for, {free} of {self.capacity} free"
             )
-        self._held += nbytes
+        buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        # Before it is counted, so that what is counted goes with the buffer, however this ends.
+        weakref.finalize(buffer, self._live.pop, id(buffer), None)
+        self._live[id(buffer)] = nbytes
         self._free()
+        return buffer
 
-    @exclusive
-    def _release(self, key: int, nbytes: int) -> None:
-        self._held -= nbytes
-        del self._releases[key]
-        self._free()
+    @property
+    def _held(self) -> int:
+        return sum(list(self._live.values()))
 
     def memory(self) -> Memory:
         true = Memory(self._free(), self.capacity)
