@@ -18,7 +18,7 @@ from dos.host_memory import reserve
 from dos.offload import OffloadedGradients
 from dos.options import SUPPORTED_DTYPES, Options, check_settings, parameter_problem
 from dos.subgroup import Arena, ParameterRecord, Piece, Subgroup, make_records, split
-from dos.update import AdamStep
+from dos.update import AdamStep, off_ties
 from dos.work import PieceUpdate, SubgroupUpdate
 from perfmodel import SubgroupLoad
 from perfmodel.footprint import host_bytes
@@ -212,6 +212,9 @@ class Registry:
                 bits = torch.int16
                 kept = master.to(current.dtype).view(bits) == current.view(bits)
                 master.copy_(torch.where(kept, master, current.to(master.dtype)))
+                if current.dtype == torch.bfloat16:
+                    # A tie that was loaded would go on otherwise than where a master is kept as two halves.
+                    master.copy_(off_ties(master))
 
     def written(self, records: Collection[ParameterRecord]) -> None:
         """Tell autograd and the records that the step has written to the parameters."""

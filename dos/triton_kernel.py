@@ -116,9 +116,11 @@ def adam_kernel(
         tl.store(max_exp_avg_sq + index, _canonical(v), mask=mask)
     denominator = tl.fma(_sqrt(v, PTX), inv_bias_correction2_sqrt, eps)
     p = _canonical(tl.fma(_divide(m, denominator, PTX), minus_step_size, p))
-    tl.store(param + index, _rounded(p, param.dtype.element_ty), mask=mask)
     if out is not None:
+        if out.dtype.element_ty == tl.bfloat16:
+            p = _off_tie(p)
         tl.store(out + index, _rounded(p, out.dtype.element_ty), mask=mask)
+    tl.store(param + index, _rounded(p, param.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -126,6 +128,14 @@ def _canonical(x: tl.tensor) -> tl.tensor:
     # On the bits, because compilers may assume that all NaN are alike, and the hardware's is another than ours.
     bits = x.to(tl.uint32, bitcast=True)
     return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _off_tie(x: tl.tensor) -> tl.tensor:
+    """A master of a bfloat16 parameter is never a tie; see csrc/adam.h."""
+    bits = x.to(tl.uint32, bitcast=True)
+    towards_even = tl.where((bits & 0x10000) != 0, bits + 1, bits - 1)
+    return tl.where((bits & 0xFFFF) == 0x8000, towards_even, bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -5,6 +5,15 @@ The formula is AdamW (Loshchilov and Hutter 2019, "Decoupled Weight Decay Regula
 division in one fixed order. So a result depends, to the bit, on neither instruction set, thread count, device nor on
 how a range was split. Against ``torch.optim.AdamW`` it differs by a few units in the last place. Every NaN written is
 the same quiet NaN.
+
+The float32 master of a bfloat16 parameter is never a tie: where the lower 16 bits of a new master come out as exactly
+0x8000, halfway between two bfloat16, it moves one unit in the last place towards the even one, to which the parameter
+is rounded. So the parameter, which is an upper half, and the master's lower half together give the master back::
+
+    bits = (upper << 16 | lower) - (lower > 0x8000 ? 0x10000 : 0)
+
+It changes 65,280 of the 2**32 floats, none of them to another bfloat16, and holds wherever state is kept and whoever
+updates it.
 """
 
 from __future__ import annotations
@@ -107,7 +116,8 @@ def adam_update(
         grad: float32, bfloat16 or float16. Read only.
         param: the master weights, float32; or bfloat16 or float16 where there are none.
         exp_avg, exp_avg_sq, max_exp_avg_sq: float32; the last one exactly if ``step.amsgrad``.
-        low_precision_out: bfloat16 or float16, receives the new ``param`` rounded; only with a float32 ``param``.
+        low_precision_out: bfloat16 or float16, receives the new ``param`` rounded; only with a float32 ``param``,
+            which is kept off ties where this is bfloat16.
         threads: at most so many on the CPU; 0 stands for :func:`dos.threads.kernel_threads`.
         isa: one of :func:`instruction_sets`, None for the best.
 
@@ -152,6 +162,12 @@ def adam_update(
     else:
         with torch.no_grad():
             _adam_update_on_gpu(grad, param, exp_avg, exp_avg_sq, max_exp_avg_sq, low_precision_out, step=step)
+
+
+def off_ties(master: Tensor) -> Tensor:
+    """float32 values as the update leaves them in masters of bfloat16 parameters; a copy."""
+    bits = master.view(torch.int32)
+    return torch.where(bits & 0xFFFF == 0x8000, bits + (bits >> 15 & 2) - 1, bits).view(torch.float32)
 
 
 def gpu_kernel_name() -> str:
@@ -305,6 +321,8 @@ def _adam_update_torch(
         # torch's float32 square root is not correctly rounded on every processor; by way of double precision it is.
         denom = _fma(v.double().sqrt().float(), inv_bias_correction2_sqrt, torch.full_like(v, eps))
         p = _fma(m / denom, -step_size, p)
+        if low_precision_out is not None and low_precision_out.dtype == torch.bfloat16:
+            p = off_ties(p)
         _store(p, param[piece])
         if low_precision_out is not None:
             _store(p, low_precision_out[piece])

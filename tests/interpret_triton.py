@@ -13,6 +13,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import numpy as np
 import torch
+from test_ties import NOTHING, ties
 from test_update import FLOATS, STEPS, assert_same_bits, clone, random_arrays, update
 from torch import Tensor
 from triton.runtime import interpreter
@@ -46,6 +47,14 @@ def main() -> None:
                     update(expected, step)
                     assert_same_bits(ours, expected)
                     compared += 1
+    for out in low:
+        start = [torch.zeros(2**16), ties(), torch.zeros(2**16), torch.zeros(2**16), None]
+        start.append(torch.zeros(2**16, dtype=out))
+        ours, expected = clone(start), clone(start)
+        interpreted(ours, NOTHING)
+        update(expected, NOTHING)
+        assert_same_bits(ours, expected)
+        compared += 1
     print(f"{compared} updates compared")
 
 

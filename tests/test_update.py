@@ -15,7 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dos.update import AdamStep, _adam_update_torch, accumulate, adam_update, instruction_sets, sum_of_squares
+from dos.update import (
+    AdamStep,
+    _adam_update_torch,
+    accumulate,
+    adam_update,
+    instruction_sets,
+    off_ties,
+    sum_of_squares,
+)
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 CANONICAL_NAN = {torch.float32: 0x7FC00000, torch.bfloat16: 0x7FC0, torch.float16: 0x7E00}
@@ -206,7 +214,8 @@ def test_low_precision_is_rounded_to_nearest(dtype: torch.dtype, isa: str) -> No
     before = param.clone()
     nothing = replace(STEP, lr=0.0, eps=1.0)
     adam_update(zeros, param, zeros.clone(), zeros.clone(), step=nothing, low_precision_out=out, isa=isa)
-    assert torch.equal(param.nan_to_num(), before.nan_to_num())
+    kept = off_ties(before) if dtype == torch.bfloat16 else before
+    assert torch.equal(param.nan_to_num(), kept.nan_to_num())
     nan = param.isnan()
     assert torch.equal(bits(out)[~nan], bits(before.to(dtype))[~nan])
     assert (bits(out)[nan] == CANONICAL_NAN[dtype]).all()
