@@ -20,6 +20,7 @@ from torch import Tensor
 from dos.devices import Device, Job, host_zeros
 from dos.update import AdamStep, adam_update
 from perfmodel import Lane, Op, Span
+from perfmodel.format import MIXED
 
 Exchange = Callable[[Any], list[Any]]
 """Gives every rank what each of them passed; returns once all have called."""
@@ -209,8 +210,8 @@ class Bench:
         return Span(Lane.CPU, Op.UPDATE, 0, start, time.perf_counter())
 
     def _copy(self, op: Op, numel: int) -> Job:
-        """As the engine copies a subgroup's state: three tensors in one job."""
-        destination, source = (end[:numel].chunk(3) for end in self._ends[op])
+        """As the engine copies a subgroup's state: all tensors in one job."""
+        destination, source = (end[:numel].chunk(len(MIXED.fields)) for end in self._ends[op])
         return self._accelerator.copy(op, 0, list(zip(destination, source, strict=True)))
 
     def _copy_seconds(self, alone: dict[str, Figure]) -> dict[Op, float]:

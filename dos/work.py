@@ -41,10 +41,10 @@ class PieceUpdate:
         adam_update(
             gradient,
             master,
-            state.exp_avg,
-            state.exp_avg_sq,
+            state.fields["exp_avg"],
+            state.fields["exp_avg_sq"],
             step=self.step,
-            max_exp_avg_sq=state.max_exp_avg_sq if self.step.amsgrad else None,
+            max_exp_avg_sq=state.fields["max_exp_avg_sq"] if self.step.amsgrad else None,
             low_precision_out=parameter if narrower else None,
         )
         if parameter is not None and parameter is not master and not narrower:
