@@ -19,7 +19,7 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 from dos.triton_kernel import adam_update
-from dos.update import AdamStep, _fma
+from dos.update import AdamArrays, AdamStep, _fma
 
 
 def exact_fma(builder: Any, x: Any, y: Any, z: Any) -> Any:
@@ -28,7 +28,7 @@ def exact_fma(builder: Any, x: Any, y: Any, z: Any) -> Any:
 
 
 def interpreted(arrays: list[Tensor | None], step: AdamStep) -> None:
-    adam_update(*arrays, step.float32_scalars, step.use_l2)  # type: ignore[arg-type]
+    adam_update(AdamArrays(*arrays), step)  # type: ignore[arg-type]
 
 
 def main() -> None:

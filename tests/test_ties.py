@@ -14,7 +14,7 @@ from test_update import STEP, STEPS, assert_same_bits, bits, clone, random_array
 from torch import Tensor
 
 from dos import DOSAdam
-from dos.update import AdamStep, _adam_update_torch, adam_update, instruction_sets, off_ties
+from dos.update import AdamArrays, AdamStep, _adam_update_torch, instruction_sets, off_ties
 
 NOTHING = replace(STEP, lr=0.0, eps=1.0)
 """A step that gives every parameter back as it was."""
@@ -28,14 +28,14 @@ Write = Callable[[Tensor, Tensor], None]
 def cpp(isa: str) -> Write:
     def write(master: Tensor, out: Tensor) -> None:
         grad, exp_avg, exp_avg_sq = (torch.zeros(len(master)) for _ in range(3))
-        adam_update(grad, master, exp_avg, exp_avg_sq, step=NOTHING, low_precision_out=out, isa=isa)
+        update([grad, master, exp_avg, exp_avg_sq, None, out], NOTHING, isa=isa)
 
     return write
 
 
 def torch_operations(master: Tensor, out: Tensor) -> None:
     grad, exp_avg, exp_avg_sq = (torch.zeros(len(master)) for _ in range(3))
-    _adam_update_torch(grad, master, exp_avg, exp_avg_sq, None, out, step=NOTHING)
+    _adam_update_torch(AdamArrays(grad, master, exp_avg, exp_avg_sq, None, out), NOTHING)
 
 
 WRITERS = {f"C++ {isa}": cpp(isa) for isa in instruction_sets()} | {"torch": torch_operations}

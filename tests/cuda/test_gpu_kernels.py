@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dos import update as module
 from dos.devices.pinned import pinned_zeros
-from dos.update import AdamStep, adam_update, gpu_kernel_name
+from dos.update import AdamStep, gpu_kernel_name
 
 pytestmark = [
     pytest.mark.cuda,
@@ -162,7 +162,7 @@ def test_pinned_memory(nbytes: int) -> None:
 def test_host_and_device_tensors_are_not_mixed() -> None:
     arrays: list[Callable[[], Tensor]] = [lambda: torch.zeros(8, device="cuda")] * 3
     with pytest.raises(ValueError, match="grad: expected device cuda:0, found cpu"):
-        adam_update(torch.zeros(8), *(make() for make in arrays), step=STEP)
+        update([torch.zeros(8), *(make() for make in arrays)], STEP)
 
 
 @contextlib.contextmanager
