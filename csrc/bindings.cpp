@@ -132,8 +132,8 @@ NB_MODULE(_adam, module) {
   module.def("instruction_sets", instruction_sets);
 
   // By address: a step may make a thousand calls, and exchanging six arrays would cost each more than a small update.
-  // dos/update.py, the only caller, has checked the arrays, which come in the order of dos::AdamArrays. Types
-  // are indices of dos::DType, of grad, param and out; address 0 is null.
+  // dos/update.py, the only caller, has checked the arrays. Addresses are in the order of AdamArrays,
+  // 0 is null; types are indices of dos::DType, of grad, param and out.
   module.def(
       "adam_update_at",
       [](int64_t n, const std::array<uintptr_t, 6>& a, const std::array<int, 3>& types, const std::array<double, 10>& s,

@@ -39,11 +39,13 @@ struct BFloat16 {
     const uint32_t bits = bits_of(x);
     return static_cast<uint16_t>((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
   }
-  // A tie, halfway between two bfloat16, moves one unit in the last place towards the even one, to which store rounds.
+  // A tie, halfway between two bfloat16, moves one unit in the last place towards the even one, to
+  // which store rounds; see adam.h.
   static float off_tie(float x) {
     const uint32_t bits = bits_of(x);
     return float_of(bits + ((bits & 0xFFFFu) == 0x8000u ? ((bits >> 15) & 2u) - 1u : 0u));
   }
+  // As store, for what is no tie, in fewer operations.
   static uint16_t store_off_tie(float x) { return static_cast<uint16_t>((bits_of(x) + 0x8000u) >> 16); }
 };
 

@@ -62,15 +62,15 @@ class AdamStep:
 
 
 class AdamArrays(NamedTuple):
-    """What one update reads and writes: 1-D, contiguous, of one length, on one device, and without overlaps.
+    """What one update reads and writes: 1-D, contiguous, of one length, on one device, no overlaps.
 
     The order is that of ``AdamArrays`` in csrc/adam.h.
 
     grad: float32, bfloat16 or float16. Read only.
     param: the master weights, float32; or bfloat16 or float16 where there are none.
     exp_avg, exp_avg_sq, max_exp_avg_sq: float32; the last one exactly with amsgrad.
-    low_precision_out: bfloat16 or float16, receives the new ``param`` rounded; only with a float32 ``param``, which is
-        kept off ties where this is bfloat16.
+    low_precision_out: bfloat16 or float16, receives the new ``param`` rounded; only with a float32
+        ``param``, which is kept off ties where this is bfloat16.
     """
 
     grad: Tensor

@@ -212,7 +212,8 @@ class Registry:
                 kept = master.to(current.dtype).view(bits) == current.view(bits)
                 master.copy_(torch.where(kept, master, current.to(master.dtype)))
                 if current.dtype == torch.bfloat16:
-                    # A tie that was loaded would go on otherwise than where a master is kept as two halves.
+                    # No update leaves a tie, and formats may rely on that: one that was
+                    # loaded would go on with other bits in one that keeps it as two halves.
                     master.copy_(off_ties(master))
 
     def written(self, records: Collection[ParameterRecord]) -> None:

@@ -24,8 +24,8 @@ _WARPS = 4
 def adam_update(arrays: AdamArrays, step: AdamStep) -> None:
     """Queue the update on the current stream of the current device, which must be that of the tensors.
 
-    :func:`dos.update.adam_update` has checked the arrays. The scalars are float32 already, so that nothing is rounded
-    on the way.
+    :func:`dos.update.adam_update` has checked the arrays. The scalars are float32 already, so that
+    nothing is rounded on the way.
     """
     scale, l2, decay, beta1, one_minus_beta1, beta2, one_minus_beta2, inv_bias_correction2_sqrt, eps, step_size = (
         step.float32_scalars

@@ -6,14 +6,15 @@ division in one fixed order. So a result depends, to the bit, on neither instruc
 how a range was split. Against ``torch.optim.AdamW`` it differs by a few units in the last place. Every NaN written is
 the same quiet NaN.
 
-The float32 master of a bfloat16 parameter is never a tie: where the lower 16 bits of a new master come out as exactly
-0x8000, halfway between two bfloat16, it moves one unit in the last place towards the even one, to which the parameter
-is rounded. So the parameter, which is an upper half, and the master's lower half together give the master back::
+The float32 master of a bfloat16 parameter is never a tie: where the lower 16 bits of a new master
+come out as exactly 0x8000, halfway between two bfloat16, it moves one unit in the last place towards
+the even one, to which the parameter is rounded. So the parameter, which is an upper half, and the
+master's lower half together give the master back::
 
     bits = (upper << 16 | lower) - (lower > 0x8000 ? 0x10000 : 0)
 
-It changes 65,280 of the 2**32 floats, none of them to another bfloat16, and holds wherever state is kept and whoever
-updates it.
+It changes 65,280 of the 2**32 floats, none of them to another bfloat16, and holds wherever state is
+kept and whoever updates it. What a user writes into a master in place is used as it is.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What optimizer state consists of: its fields, their types, and the bytes that follow from them.
 
-Today there is one format, `float32`: the master weights and AdamW's moments at full precision. A parameter has one
-element in each field.
+Today there is one format, `float32`: the master weights and AdamW's moments at full precision. A
+parameter has one element in each field.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ MASTER = "master"
 class Field:
     """One tensor of the state.
 
-    key: its name in a state dict, AdamW's where AdamW has it; None: it is not there, for the parameter says the same.
+    type: of its elements, as torch calls it.
+    key: its name in a state dict, AdamW's where AdamW has it; None: it is not there, for the
+        parameter says the same.
     """
 
     name: str
@@ -36,7 +38,8 @@ class Field:
 class Format:
     """The state of parameters of one type, kept in one way. Every figure is in bytes per parameter.
 
-    values: type of the parameters. fields: in the order in which they are allocated, copied and listed.
+    values: type of the parameters.
+    fields: in the order in which they are allocated, copied and listed.
     """
 
     name: str
@@ -70,7 +73,7 @@ class Format:
 
     @property
     def held_bytes(self) -> int:
-        """State, gradient and, where it is a result of its own, new parameter: what an update needs in memory."""
+        """What an update needs in memory: state, gradient and, if a result of its own, the parameter."""
         return self.state_bytes + self.gradient_bytes + (self.parameter_bytes if self.rounds else 0)
 
     @property
@@ -82,8 +85,10 @@ class Format:
 def float32(values: str, *, master_weights: bool = True, amsgrad: bool = False, accelerated: bool = True) -> Format:
     """Master and moments in float32.
 
-    values: type of the parameters. master_weights: whether 16-bit parameters have a float32 master.
-    accelerated: whether the parameters are on the accelerator. Those on the host need no master of their own type.
+    values: type of the parameters.
+    master_weights: whether 16-bit parameters have a float32 master.
+    accelerated: whether the parameters are on the accelerator. Those on the host need no master of
+        their own type.
     """
     master = "float32" if master_weights else values
     rounds = master != values
@@ -105,8 +110,8 @@ NEEDED_KEYS = tuple(field.key for field in float32("float32", accelerated=False)
 def update_traffic(numel: int, gradient_bytes: int, parameter_bytes: int, state_bytes: int) -> int:
     """Host memory traffic of an update of `numel` parameters, from the bytes of each part.
 
-    State is read and written, the gradient read, the result written. A parameter as wide as a float32 master is the
-    master itself, so there is no other result to write.
+    State is read and written, the gradient read, the result written. A parameter as wide as a
+    float32 master is the master itself, so there is no other result to write.
     """
     result = parameter_bytes if parameter_bytes < BYTES["float32"] * numel else 0
     return 2 * state_bytes + gradient_bytes + result
