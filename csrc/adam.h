@@ -3,6 +3,12 @@
 // All results are identical to the bit for every instruction set, thread count, alignment and splitting of the range,
 // and do not depend on the caller's floating-point environment (rounding mode, flushing of denormals).
 // Every NaN written is the canonical quiet NaN. Arrays must not overlap.
+//
+// A master of a bfloat16 parameter is never a tie: where `out` is bfloat16 and the lower half of the
+// new `param` comes out as exactly 0x8000, `param` moves one unit in the last place towards the
+// value that `out` gets. So `out` and the lower half give `param` back:
+// (out << 16 | lower) - (lower > 0x8000 ? 0x10000 : 0). A tie could not be given back, because it is
+// rounded down from an even upper half and up from an odd one.
 #pragma once
 
 #include <cstdint>

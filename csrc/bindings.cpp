@@ -132,25 +132,23 @@ NB_MODULE(_adam, module) {
   module.def("instruction_sets", instruction_sets);
 
   // By address: a step may make a thousand calls, and exchanging six arrays would cost each more than a small update.
-  // dos/update.py, the only caller, has checked the arrays. Types are indices of dos::DType; address 0 is null.
+  // dos/update.py, the only caller, has checked the arrays. Addresses are in the order of AdamArrays,
+  // 0 is null; types are indices of dos::DType, of grad, param and out.
   module.def(
       "adam_update_at",
-      [](int64_t n, uintptr_t grad, int grad_type, uintptr_t param, int param_type, uintptr_t exp_avg,
-         uintptr_t exp_avg_sq, uintptr_t max_exp_avg_sq, uintptr_t out, int out_type, const std::array<double, 10>& s,
+      [](int64_t n, const std::array<uintptr_t, 6>& a, const std::array<int, 3>& types, const std::array<double, 10>& s,
          bool use_l2, int threads, const std::optional<std::string>& isa_name) {
         const auto f = [&](int i) { return static_cast<float>(s[i]); };
         const dos::AdamScalars scalars{f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7), f(8), f(9), use_l2};
-        const auto type = [](int index) { return static_cast<dos::DType>(index); };
-        const dos::AdamArrays arrays{
-            at<const void>(grad), type(grad_type), at<void>(param), type(param_type), at<float>(exp_avg),
-            at<float>(exp_avg_sq), at<float>(max_exp_avg_sq), at<void>(out), type(out_type)};
+        const auto type = [&](int i) { return static_cast<dos::DType>(types[i]); };
+        const dos::AdamArrays arrays{at<const void>(a[0]), type(0),         at<void>(a[1]), type(1), at<float>(a[2]),
+                                     at<float>(a[3]),      at<float>(a[4]), at<void>(a[5]), type(2)};
         const dos::Isa isa = find_isa(isa_name);
         check_threads(threads);
         const nb::gil_scoped_release release;
         dos::adam_update(n, arrays, scalars, threads, isa);
       },
-      "n"_a, "grad"_a, "grad_type"_a, "param"_a, "param_type"_a, "exp_avg"_a, "exp_avg_sq"_a, "max_exp_avg_sq"_a,
-      "out"_a, "out_type"_a, "scalars"_a, "use_l2"_a, "threads"_a, "isa"_a.none());
+      "n"_a, "addresses"_a, "types"_a, "scalars"_a, "use_l2"_a, "threads"_a, "isa"_a.none());
 
   module.def(
       "accumulate",

@@ -39,6 +39,14 @@ struct BFloat16 {
     const uint32_t bits = bits_of(x);
     return static_cast<uint16_t>((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
   }
+  // A tie, halfway between two bfloat16, moves one unit in the last place towards the even one, to
+  // which store rounds; see adam.h.
+  static float off_tie(float x) {
+    const uint32_t bits = bits_of(x);
+    return float_of(bits + ((bits & 0xFFFFu) == 0x8000u ? ((bits >> 15) & 2u) - 1u : 0u));
+  }
+  // As store, for what is no tie, in fewer operations.
+  static uint16_t store_off_tie(float x) { return static_cast<uint16_t>((bits_of(x) + 0x8000u) >> 16); }
 };
 
 struct Float16 {
@@ -123,9 +131,16 @@ void adam(const AdamArrays& arrays, const AdamScalars& scalars, int64_t begin, i
         max_exp_avg_sq[i] = canonical(v);
       }
       const float denom = __builtin_fmaf(__builtin_sqrtf(v), s.inv_bias_correction2_sqrt, s.eps);
-      p = canonical(__builtin_fmaf(-s.step_size, m / denom, p));
+      p = __builtin_fmaf(-s.step_size, m / denom, p);
+      // Before canonical: after it, compilers make two cases of everything here, at twice the time.
+      if constexpr (__is_same(Out, BFloat16)) p = BFloat16::off_tie(p);
+      p = canonical(p);
       param[i] = Param::store(p);
-      if constexpr (!__is_same(Out, None)) out[i] = Out::store(p);
+      if constexpr (__is_same(Out, BFloat16)) {
+        out[i] = BFloat16::store_off_tie(p);
+      } else if constexpr (!__is_same(Out, None)) {
+        out[i] = Out::store(p);
+      }
     }
   }
 }

@@ -11,15 +11,16 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dos.devices import Device, Job, host_zeros
-from dos.update import AdamStep, adam_update
+from dos.update import AdamArrays, AdamStep, adam_update
 from perfmodel import Lane, Op, Span
+from perfmodel.format import MASTER, MIXED
 
 Exchange = Callable[[Any], list[Any]]
 """Gives every rank what each of them passed; returns once all have called."""
@@ -67,25 +68,16 @@ class Effort:
     emulated_s: float = 0.0
 
 
-class _Arrays(NamedTuple):
-    """What a mixed-precision update of one range reads and writes, 1-D and of equal length."""
+def _arrays(zeros: Callable[[int, torch.dtype], Tensor], numel: int) -> AdamArrays:
+    """What a mixed-precision update of so many parameters reads and writes."""
+    low = getattr(torch, MIXED.values)
+    state = {field.name: zeros(numel, getattr(torch, field.type)) for field in MIXED.fields}
+    gradient = zeros(numel, low).fill_(1e-3)  # so that its pages exist: nothing else writes to it
+    return AdamArrays(gradient, state.pop(MASTER), **state, low_precision_out=zeros(numel, low))
 
-    gradient: Tensor
-    master: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-    parameter: Tensor
 
-    @classmethod
-    def of(cls, zeros: Callable[[int, torch.dtype], Tensor], numel: int) -> _Arrays:
-        low, full = torch.bfloat16, torch.float32
-        arrays = cls(*(zeros(numel, dtype) for dtype in (low, full, full, full, low)))
-        arrays.gradient.fill_(1e-3)  # so that its pages exist: nothing else writes to it
-        return arrays
-
-    def update(self, numel: int, threads: int = 0) -> None:
-        gradient, *state, parameter = (t[:numel] for t in self)
-        adam_update(gradient, *state, step=_STEP, low_precision_out=parameter, threads=threads)
+def _update(arrays: AdamArrays, numel: int, threads: int = 0) -> None:
+    adam_update(arrays.slice(0, numel), step=_STEP, threads=threads)
 
 
 class Bench:
@@ -97,11 +89,11 @@ class Bench:
         self._device = device
         self._held: list[Tensor] = []
         self._granted: dict[int, list[float]] = defaultdict(list)
-        self._host = _Arrays.of(host_zeros if device is None else device.host_zeros, effort.host_numel)
+        self._host = _arrays(host_zeros if device is None else device.host_zeros, effort.host_numel)
         if device is None:
             return
         try:
-            self._on_device = _Arrays.of(self._device_zeros, effort.device_numel)
+            self._on_device = _arrays(self._device_zeros, effort.device_numel)
             numel = effort.copy_bytes // 4
             # Destination and source.
             here, there = (device.host_zeros(numel, torch.float32) for _ in range(2))
@@ -134,9 +126,12 @@ class Bench:
     def cast(self, threads: int) -> dict[str, Figure]:
         """Parameters/s from fp32 to bf16, alone."""
 
+        parameter = self._host.low_precision_out
+        assert parameter is not None
+
         def run() -> float:
             start = time.perf_counter()
-            self._host.parameter.copy_(self._host.master)
+            parameter.copy_(self._host.param)
             return time.perf_counter() - start
 
         before = torch.get_num_threads()
@@ -174,7 +169,7 @@ class Bench:
         """Parameters/s, and seconds of fixed cost of a launch."""
 
         def launch(numel: int) -> Job:
-            return self._accelerator.launch(0, lambda: self._on_device.update(numel), numel)
+            return self._accelerator.launch(0, lambda: _update(self._on_device, numel), numel)
 
         rate, fixed = self._fit(launch, self._effort.device_numel)
         return {"gpu_update_rate": rate, "launch_latency_s": fixed}
@@ -203,14 +198,14 @@ class Bench:
         lane = nullcontext(time.perf_counter()) if self._device is None else self._device.host_update(numel)
         with lane as start:
             wall, used = time.perf_counter(), time.process_time()
-            self._host.update(numel, threads)
+            _update(self._host, numel, threads)
             wall, used = time.perf_counter() - wall, time.process_time() - used
         self._granted[threads].append(used / (wall * threads))
         return Span(Lane.CPU, Op.UPDATE, 0, start, time.perf_counter())
 
     def _copy(self, op: Op, numel: int) -> Job:
-        """As the engine copies a subgroup's state: three tensors in one job."""
-        destination, source = (end[:numel].chunk(3) for end in self._ends[op])
+        """As the engine copies a subgroup's state: all tensors in one job."""
+        destination, source = (end[:numel].chunk(len(MIXED.fields)) for end in self._ends[op])
         return self._accelerator.copy(op, 0, list(zip(destination, source, strict=True)))
 
     def _copy_seconds(self, alone: dict[str, Figure]) -> dict[Op, float]:

@@ -14,8 +14,8 @@ import torch
 from dos.bench import SMALL, Bench, Effort, Exchange, Figure
 from dos.devices import Device, EmulatedDevice
 from dos.devices.cuda import CudaDevice
-from dos.devices.emulated import HOST_UPDATE_BYTES
 from dos.threads import kernel_threads
+from perfmodel.format import MIXED
 from perfmodel.hardware import RATES, HardwareProfile, Provenance
 
 Progress = Callable[[str, float], None]
@@ -23,8 +23,6 @@ Progress = Callable[[str, float], None]
 
 WITHIN = 0.03
 """Fewer threads are preferred if they are slower by no more than this share."""
-
-_BYTES_HELD = 20  # per parameter: bf16 gradient and parameter, fp32 master and two moments
 
 FULL = Effort(seconds=3.0, repeats=5, host_numel=2**27, device_numel=2**26, copy_bytes=2**28, emulated_s=0.05)
 QUICK = Effort(seconds=0.3, repeats=3, host_numel=2**26, device_numel=2**24, copy_bytes=2**26, emulated_s=0.05)
@@ -119,10 +117,11 @@ def measure(
 
     **Host bandwidth.** The model (`perfmodel.lanes.shared_rates`) lets CPU update and transfers run at their own
     rates until the bytes/s they cause together reach the host bandwidth, and from there on slows all by one factor. So
-    it is the sum of the bytes/s of a CPU update (28 per parameter) and of transfers both ways (one byte each) while
-    all three run at once. Where they did not slow each other it is only known that the bandwidth is no less, and the
-    model then predicts what was seen: no slowdown. Without transfers, what the CPU update causes alone. Never less than
-    CPU update or transfers cause alone, or the model would slow them even then. `cpu_traffic_factor` stays 1.
+    it is the sum of the bytes/s of a CPU update (`MIXED.update_traffic` per parameter) and of transfers both ways (one
+    byte each) while all three run at once. Where they did not slow each other it is only known that the bandwidth is no
+    less, and the model then predicts what was seen: no slowdown. Without transfers, what the CPU update causes alone.
+    Never less than CPU update or transfers cause alone, or the model would slow them even then. `cpu_traffic_factor`
+    stays 1.
 
     Raises torch.OutOfMemoryError if the device has no memory to measure with.
     """
@@ -163,10 +162,10 @@ def _fitted(effort: Effort, device: Device | None, ranks: int) -> Effort:
         on_device = min(on_device, int(seconds * rates.gpu_update_rate))
         copied = min(copied, int(seconds * min(rates.h2d_bandwidth, rates.d2h_bandwidth)))
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // ranks
-    host = min(host, memory // (8 * _BYTES_HELD))
+    host = min(host, memory // (8 * MIXED.held_bytes))
     if device is not None:
         free = device.memory().free
-        on_device, copied = min(on_device, free // (4 * _BYTES_HELD)), min(copied, free // 8)
+        on_device, copied = min(on_device, free // (4 * MIXED.held_bytes)), min(copied, free // 8)
     return dataclasses.replace(
         effort,
         host_numel=max(host, SMALL),
@@ -185,7 +184,7 @@ def _host_bandwidth(figures: dict[str, Figure]) -> Figure:
         ]
 
     def traffic(names: Iterable[str]) -> float:
-        return sum(figures[n].value * (HOST_UPDATE_BYTES if n.startswith("cpu") else 1) for n in names)
+        return sum(figures[n].value * (MIXED.update_traffic if n.startswith("cpu") else 1) for n in names)
 
     best = max(combinations, key=traffic)
     return Figure(traffic(best), max(figures[n].spread for n in best))

@@ -18,15 +18,14 @@ from dos.host_memory import reserve
 from dos.offload import OffloadedGradients
 from dos.options import SUPPORTED_DTYPES, Options, check_settings, parameter_problem
 from dos.subgroup import Arena, ParameterRecord, Piece, Subgroup, make_records, split
-from dos.update import AdamStep
+from dos.update import AdamStep, off_ties
 from dos.work import PieceUpdate, SubgroupUpdate
 from perfmodel import SubgroupLoad
 from perfmodel.footprint import host_bytes
+from perfmodel.format import NEEDED_KEYS, STATE_KEYS
 
 Group = dict[str, Any]
 StateDict = MutableMapping[Tensor, Any]
-
-STATE_TENSORS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master_param")
 
 
 class Registry:
@@ -102,9 +101,9 @@ class Registry:
                 if isinstance(value, Tensor) and value is not record.views.get(key) and value._base is not None:
                     entry[key] = value.clone()
         for record, group in found:
-            if group["amsgrad"] and record.arena.state.max_exp_avg_sq is None:
+            if group["amsgrad"] and not record.arena.amsgrad:
                 bring_home()  # state on the device has the old shape
-                self._add_max_exp_avg_sq(record.arena)
+                self._add_amsgrad(record.arena)
             if record.parameter.grad is not None:
                 record.arena.stage_gradients_as(record.parameter.grad.dtype)
             _adopt(record, state.setdefault(record.parameter, {}))
@@ -213,6 +212,10 @@ class Registry:
                 bits = torch.int16
                 kept = master.to(current.dtype).view(bits) == current.view(bits)
                 master.copy_(torch.where(kept, master, current.to(master.dtype)))
+                if current.dtype == torch.bfloat16:
+                    # No update leaves a tie, and formats may rely on that: one that was
+                    # loaded would go on with other bits in one that keeps it as two halves.
+                    master.copy_(off_ties(master))
 
     def written(self, records: Collection[ParameterRecord]) -> None:
         """Tell autograd and the records that the step has written to the parameters."""
@@ -238,8 +241,8 @@ class Registry:
             "them one parameter (b.weight = a.weight), else give one of them memory of its own with .clone()"
         )
 
-    def _add_max_exp_avg_sq(self, arena: Arena) -> None:
-        arena.add_max_exp_avg_sq()
+    def _add_amsgrad(self, arena: Arena) -> None:
+        arena.add_amsgrad()
         for record in self._records.values():
             if record.arena is arena:
                 record.views = record.make_views()
@@ -366,10 +369,10 @@ def state_problem(entry: Mapping[str, Any], parameter: Tensor) -> str | None:
     """What keeps `entry` from being AdamW's state of this parameter; None if it is, or is empty."""
     if not entry:
         return None
-    for key in ("step", "exp_avg", "exp_avg_sq"):
+    for key in ("step", *NEEDED_KEYS):
         if key not in entry:
             return f"its state has {sorted(entry)} but no {key!r}; expected the state of AdamW or DOSAdam"
-    for key in STATE_TENSORS:
+    for key in STATE_KEYS:
         value = entry.get(key)
         if value is None:
             continue
@@ -400,7 +403,7 @@ def _adopt(record: ParameterRecord, entry: dict[str, Any]) -> None:
         elif value is not view:
             view.copy_(value)
     # In an order that can be interrupted: what the entry says is lost at no point.
-    for key in STATE_TENSORS:
+    for key in STATE_KEYS:
         if key not in record.views:
             entry.pop(key, None)
     entry.update({"step": step.clone(), **record.views})

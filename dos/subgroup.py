@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from perfmodel import SubgroupLoad
+from perfmodel.format import MASTER, Field, float32
 
 HostAllocator = Callable[[int, torch.dtype], Tensor]
 """(numel, dtype) -> 1-D zeros on the host."""
@@ -28,27 +30,23 @@ _ALIGNMENT = 256
 class State:
     """Optimizer state of a run of parameters: 1-D tensors of equal length on one device.
 
-    master: the parameters at the precision in which they are updated, or None where the update goes straight to them.
-    exp_avg, exp_avg_sq, max_exp_avg_sq: fp32; the last is None without amsgrad.
+    fields: by name, those of the format and in its order.
     """
 
-    master: Tensor | None
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-    max_exp_avg_sq: Tensor | None
+    fields: Mapping[str, Tensor]
+
+    @property
+    def master(self) -> Tensor | None:
+        """The parameters as they are updated, or None where the update goes straight to them."""
+        return self.fields.get(MASTER)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Those that are present, in the order of the fields."""
-        return tuple(t for _, t in self._named())
+        """All of them, in the order of the format."""
+        return tuple(self.fields.values())
 
     def slice(self, start: int, stop: int) -> State:
         """A view of the elements from start to stop."""
-        return State(
-            None if self.master is None else self.master[start:stop],
-            self.exp_avg[start:stop],
-            self.exp_avg_sq[start:stop],
-            None if self.max_exp_avg_sq is None else self.max_exp_avg_sq[start:stop],
-        )
+        return State({name: tensor[start:stop] for name, tensor in self.fields.items()})
 
     @property
     def nbytes(self) -> int:
@@ -63,13 +61,10 @@ class State:
     def carve(self, buffer: Tensor) -> State:
         """A state like this one whose tensors lie in `buffer` (1-D uint8, at least `carved_bytes` long)."""
         carved, offset = {}, 0
-        for name, tensor in self._named():
+        for name, tensor in self.fields.items():
             carved[name] = buffer[offset : offset + tensor.nbytes].view(tensor.dtype)
             offset += aligned(tensor.nbytes)
-        return replace(self, **carved)
-
-    def _named(self) -> list[tuple[str, Tensor]]:
-        return [(f.name, t) for f in fields(self) if (t := getattr(self, f.name)) is not None]
+        return State(carved)
 
 
 class Arena:
@@ -78,7 +73,7 @@ class Arena:
     All are of one param group, one dtype and one memory (host or accelerator). Each parameter's state is contiguous,
     in the parameter's own memory order, so `optimizer.state[p]["exp_avg"]` is a view of it.
 
-    state: master is None where the update goes straight to the parameter (host parameters of the update's precision).
+    format: what the state consists of; amsgrad: whether with room for amsgrad.
     gradient: staging for gradients on their way from the accelerator, in the parameters' dtype.
     parameter: staging for new parameters on their way to the accelerator; None where master has their dtype already.
     """
@@ -96,16 +91,14 @@ class Arena:
         self.accelerated = accelerated
         self.numel = sum(p.numel() for p in parameters)
         self._allocate = allocate
-        master_dtype = torch.float32 if master_weights else self.dtype
-        has_master = accelerated or master_dtype != self.dtype
-        self.state = State(
-            allocate(self.numel, master_dtype) if has_master else None,
-            allocate(self.numel, torch.float32),
-            allocate(self.numel, torch.float32),
-            allocate(self.numel, torch.float32) if amsgrad else None,
+        self.amsgrad = amsgrad
+        self._format_with = functools.partial(
+            float32, str(self.dtype).removeprefix("torch."), master_weights=master_weights, accelerated=accelerated
         )
+        self.format = self._format_with(amsgrad=amsgrad)
+        self.state = State({f.name: self._field(f) for f in self.format.fields})
         self.gradient = allocate(self.numel, self.dtype) if accelerated else None
-        self.parameter = allocate(self.numel, self.dtype) if accelerated and master_dtype != self.dtype else None
+        self.parameter = allocate(self.numel, self.dtype) if accelerated and self.format.rounds else None
         self._accumulated: Tensor | None = None
         self._slices: dict[tuple[int, int], State] = {}
 
@@ -121,11 +114,6 @@ class Arena:
             self._accumulated = self._allocate(self.numel, torch.float32)
         return self._accumulated
 
-    @property
-    def keeps_master(self) -> bool:
-        """Whether master holds more precision than the parameter, so that it belongs into the state dict."""
-        return self.state.master is not None and self.state.master.dtype != self.dtype
-
     def slice(self, start: int, stop: int) -> State:
         """A view of the state from start to stop. Remembered, because every step asks for the same ones."""
         key = start, stop
@@ -133,10 +121,15 @@ class Arena:
             self._slices[key] = self.state.slice(start, stop)
         return self._slices[key]
 
-    def add_max_exp_avg_sq(self) -> None:
+    def add_amsgrad(self) -> None:
         """Make room for amsgrad, switched on after construction. The views of its records are to be made anew."""
-        self.state = replace(self.state, max_exp_avg_sq=self._allocate(self.numel, torch.float32))
+        self.amsgrad = True
+        self.format, before = self._format_with(amsgrad=True), self.state.fields
+        self.state = State({f.name: before[f.name] if f.name in before else self._field(f) for f in self.format.fields})
         self._slices.clear()
+
+    def _field(self, field: Field) -> Tensor:
+        return self._allocate(self.numel, getattr(torch, field.type))
 
 
 class ParameterRecord:
@@ -234,14 +227,9 @@ class ParameterRecord:
                 view.data = fresh
 
     def make_views(self) -> dict[str, Tensor]:
-        """The arena's tensors by AdamW's names, and `master_param` where the master says more than the parameter."""
-        state = self.state
-        named = {"exp_avg": state.exp_avg, "exp_avg_sq": state.exp_avg_sq}
-        if state.max_exp_avg_sq is not None:
-            named["max_exp_avg_sq"] = state.max_exp_avg_sq
-        if self.arena.keeps_master and state.master is not None:
-            named["master_param"] = state.master
-        views = {name: self.shaped(flat) for name, flat in named.items()}
+        """The arena's tensors by the names that they have in a state dict."""
+        flat, fields = self.state.fields, self.arena.format.fields
+        views = {field.key: self.shaped(flat[field.name]) for field in fields if field.key is not None}
         self._addresses = {name: view.data_ptr() for name, view in views.items()}
         return views
 
@@ -314,8 +302,7 @@ class Subgroup:
 
     def load(self) -> SubgroupLoad:
         """Its bytes on every lane."""
-        values = self.numel * self.arena.dtype.itemsize
-        return SubgroupLoad(self.numel, gradient_bytes=values, parameter_bytes=values, state_bytes=self.state.nbytes)
+        return SubgroupLoad.of(self.numel, self.arena.format)
 
 
 def make_records(parameters: Sequence[Tensor], arena: Arena) -> list[ParameterRecord]:

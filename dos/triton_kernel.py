@@ -10,47 +10,33 @@ Importing this module imports Triton, which comes with torch for CUDA.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import triton
 import triton.language as tl
-from torch import Tensor
+
+from dos.adam import AdamArrays, AdamStep
 
 _BLOCK = 1024  # elements for one program: eight for each thread, so that 16-bit loads are 16 bytes wide
 _WARPS = 4
 
 
-def adam_update(
-    grad: Tensor,
-    param: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    max_exp_avg_sq: Tensor | None,
-    low_precision_out: Tensor | None,
-    scalars: Sequence[float],
-    use_l2: bool,
-) -> None:
+def adam_update(arrays: AdamArrays, step: AdamStep) -> None:
     """Queue the update on the current stream of the current device, which must be that of the tensors.
 
-    The tensors are those of :func:`dos.update.adam_update`, checked there. scalars: in the order of ``AdamScalars`` in
-    csrc/adam.h, each a float32 already, so that nothing is rounded on the way.
+    :func:`dos.update.adam_update` has checked the arrays. The scalars are float32 already, so that
+    nothing is rounded on the way.
     """
     scale, l2, decay, beta1, one_minus_beta1, beta2, one_minus_beta2, inv_bias_correction2_sqrt, eps, step_size = (
-        scalars
+        step.float32_scalars
     )
     lerp_from_grad = not one_minus_beta1 < 0.5
-    numel = len(param)
+    numel = len(arrays.param)
     if numel == 0:
         return  # there is no empty grid
     launch: Any = adam_kernel[(triton.cdiv(numel, _BLOCK),)]  # whose signature is not that of the kernel
     launch(
-        grad,
-        param,
-        exp_avg,
-        exp_avg_sq,
-        max_exp_avg_sq,
-        low_precision_out,
+        *arrays,
         numel,
         scale,
         l2,
@@ -61,9 +47,9 @@ def adam_update(
         inv_bias_correction2_sqrt,
         eps,
         -step_size,
-        USE_L2=use_l2,
+        USE_L2=step.use_l2,
         LERP_FROM_GRAD=lerp_from_grad,
-        PTX=param.is_cuda,
+        PTX=arrays.param.is_cuda,
         BLOCK=_BLOCK,
         num_warps=_WARPS,
         enable_fp_fusion=False,
@@ -116,9 +102,11 @@ def adam_kernel(
         tl.store(max_exp_avg_sq + index, _canonical(v), mask=mask)
     denominator = tl.fma(_sqrt(v, PTX), inv_bias_correction2_sqrt, eps)
     p = _canonical(tl.fma(_divide(m, denominator, PTX), minus_step_size, p))
-    tl.store(param + index, _rounded(p, param.dtype.element_ty), mask=mask)
     if out is not None:
+        if out.dtype.element_ty == tl.bfloat16:
+            p = _off_tie(p)
         tl.store(out + index, _rounded(p, out.dtype.element_ty), mask=mask)
+    tl.store(param + index, _rounded(p, param.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -126,6 +114,14 @@ def _canonical(x: tl.tensor) -> tl.tensor:
     # On the bits, because compilers may assume that all NaN are alike, and the hardware's is another than ours.
     bits = x.to(tl.uint32, bitcast=True)
     return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _off_tie(x: tl.tensor) -> tl.tensor:
+    """A master of a bfloat16 parameter is never a tie; see csrc/adam.h."""
+    bits = x.to(tl.uint32, bitcast=True)
+    towards_even = tl.where((bits & 0x10000) != 0, bits + 1, bits - 1)
+    return tl.where((bits & 0xFFFF) == 0x8000, towards_even, bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -5,22 +5,30 @@ The formula is AdamW (Loshchilov and Hutter 2019, "Decoupled Weight Decay Regula
 division in one fixed order. So a result depends, to the bit, on neither instruction set, thread count, device nor on
 how a range was split. Against ``torch.optim.AdamW`` it differs by a few units in the last place. Every NaN written is
 the same quiet NaN.
+
+The float32 master of a bfloat16 parameter is never a tie: where the lower 16 bits of a new master
+come out as exactly 0x8000, halfway between two bfloat16, it moves one unit in the last place towards
+the even one, to which the parameter is rounded. So the parameter, which is an upper half, and the
+master's lower half together give the master back::
+
+    bits = (upper << 16 | lower) - (lower > 0x8000 ? 0x10000 : 0)
+
+It changes 65,280 of the 2**32 floats, none of them to another bfloat16, and holds wherever state is
+kept and whoever updates it. What a user writes into a master in place is used as it is.
 """
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import logging
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from dos.adam import AdamArrays, AdamStep
 from dos.extension import load_extension
 from dos.threads import kernel_threads
 
@@ -32,91 +40,25 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _TYPES = {dtype: index for index, dtype in enumerate(_FLOATS)}  # the order of DType in csrc/adam.h
 
 
-@dataclass(frozen=True)
-class AdamStep:
-    """The settings of one step, as plain Python numbers.
-
-    ``step`` counts this step too, so it is at least 1. The gradient is multiplied by ``grad_scale`` (loss scale,
-    clipping) before anything else.
-    """
-
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    step: float
-    amsgrad: bool = False
-    maximize: bool = False
-    decoupled_weight_decay: bool = True
-    grad_scale: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not self.step >= 1:
-            raise ValueError(f"step: expected at least 1 (the count includes this step), found {self.step}")
-
-    @property
-    def use_l2(self) -> bool:
-        """Whether the weight decay is added to the gradient."""
-        return not self.decoupled_weight_decay and self.weight_decay != 0
-
-    @cached_property
-    def scalars(self) -> tuple[float, ...]:
-        """What the formula multiplies by, in double precision, in the order of ``AdamScalars`` in csrc/adam.h."""
-        return (
-            -self.grad_scale if self.maximize else self.grad_scale,
-            self.weight_decay if self.use_l2 else 0.0,
-            1 - self.lr * self.weight_decay if self.decoupled_weight_decay else 1.0,
-            self.beta1,
-            1 - self.beta1,
-            self.beta2,
-            1 - self.beta2,
-            1 / math.sqrt(1 - self.beta2**self.step),
-            self.eps,
-            self.lr / (1 - self.beta1**self.step),
-        )
-
-    @cached_property
-    def float32_scalars(self) -> tuple[float, ...]:
-        """``scalars`` rounded to float32, as the extension rounds them."""
-        return tuple(ctypes.c_float(scalar).value for scalar in self.scalars)
-
-
 def instruction_sets() -> list[str]:
     """The instruction sets that can be asked for here, best first."""
     return _adam.instruction_sets()
 
 
-def adam_update(
-    grad: Tensor,
-    param: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    *,
-    step: AdamStep,
-    max_exp_avg_sq: Tensor | None = None,
-    low_precision_out: Tensor | None = None,
-    threads: int = 0,
-    isa: str | None = None,
-) -> None:
+def adam_update(arrays: AdamArrays, *, step: AdamStep, threads: int = 0, isa: str | None = None) -> None:
     """Update ``param`` and its state in place, in one pass over memory.
 
-    All tensors are 1-D, contiguous, of one length, on one device, and do not overlap.
-
     Args:
-        grad: float32, bfloat16 or float16. Read only.
-        param: the master weights, float32; or bfloat16 or float16 where there are none.
-        exp_avg, exp_avg_sq, max_exp_avg_sq: float32; the last one exactly if ``step.amsgrad``.
-        low_precision_out: bfloat16 or float16, receives the new ``param`` rounded; only with a float32 ``param``.
         threads: at most so many on the CPU; 0 stands for :func:`dos.threads.kernel_threads`.
         isa: one of :func:`instruction_sets`, None for the best.
 
     Raises:
-        TypeError: an argument is not a dense tensor, or of a dtype not listed here.
+        TypeError: an array is not a dense tensor, or of a dtype not listed in :class:`AdamArrays`.
         ValueError: a tensor of another length or device, not 1-D, not contiguous or not in memory as it is (lazily
-            negated); ``max_exp_avg_sq`` given without
-            amsgrad or missing with it; unknown ``isa``; negative ``threads``.
+            negated); ``max_exp_avg_sq`` given without amsgrad or missing with it; unknown ``isa``; negative
+            ``threads``.
     """
+    grad, param, exp_avg, exp_avg_sq, max_exp_avg_sq, out = arrays
     if step.amsgrad != (max_exp_avg_sq is not None):
         raise ValueError(
             f"max_exp_avg_sq: expected {'a tensor' if step.amsgrad else 'None'} with amsgrad={step.amsgrad}"
@@ -127,31 +69,31 @@ def adam_update(
     _check("exp_avg_sq", exp_avg_sq, (torch.float32,), param)
     if max_exp_avg_sq is not None:
         _check("max_exp_avg_sq", max_exp_avg_sq, (torch.float32,), param)
-    if low_precision_out is not None:
+    if out is not None:
         if param.dtype != torch.float32:
             raise TypeError(f"low_precision_out: expected only beside a float32 param, found {param.dtype}")
-        _check("low_precision_out", low_precision_out, (torch.bfloat16, torch.float16), param)
+        _check("low_precision_out", out, (torch.bfloat16, torch.float16), param)
 
     if param.is_cpu:
-        _adam.adam_update_at(
-            param.numel(),
+        addresses = (
             grad.data_ptr(),
-            _TYPES[grad.dtype],
             param.data_ptr(),
-            _TYPES[param.dtype],
             exp_avg.data_ptr(),
             exp_avg_sq.data_ptr(),
             0 if max_exp_avg_sq is None else max_exp_avg_sq.data_ptr(),
-            0 if low_precision_out is None else low_precision_out.data_ptr(),
-            0 if low_precision_out is None else _TYPES[low_precision_out.dtype],
-            step.scalars,
-            step.use_l2,
-            _threads(threads),
-            isa,
+            0 if out is None else out.data_ptr(),
         )
+        types = _TYPES[grad.dtype], _TYPES[param.dtype], 0 if out is None else _TYPES[out.dtype]
+        _adam.adam_update_at(param.numel(), addresses, types, step.scalars, step.use_l2, _threads(threads), isa)
     else:
         with torch.no_grad():
-            _adam_update_on_gpu(grad, param, exp_avg, exp_avg_sq, max_exp_avg_sq, low_precision_out, step=step)
+            _adam_update_on_gpu(arrays, step)
+
+
+def off_ties(master: Tensor) -> Tensor:
+    """float32 values as the update leaves them in masters of bfloat16 parameters; a copy."""
+    bits = master.view(torch.int32)
+    return torch.where(bits & 0xFFFF == 0x8000, bits + (bits >> 15 & 2) - 1, bits).view(torch.float32)
 
 
 def gpu_kernel_name() -> str:
@@ -184,29 +126,19 @@ def sum_of_squares(src: Tensor, *, threads: int = 0, isa: str | None = None) -> 
     return _adam.sum_of_squares(src.detach(), _threads(threads), isa)
 
 
-def _adam_update_on_gpu(
-    grad: Tensor,
-    param: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    max_exp_avg_sq: Tensor | None,
-    low_precision_out: Tensor | None,
-    *,
-    step: AdamStep,
-) -> None:
+def _adam_update_on_gpu(arrays: AdamArrays, step: AdamStep) -> None:
     """Queue the update without waiting for it: by Triton if it works here, else by torch."""
-    arrays = grad, param, exp_avg, exp_avg_sq, max_exp_avg_sq, low_precision_out
     kernel = _triton_kernel()
     if kernel is not None:
         try:
-            with torch.cuda.device_of(param):
-                _launch(kernel, *arrays, step.float32_scalars, step.use_l2)
+            with torch.cuda.device_of(arrays.param):
+                _launch(kernel, arrays, step)
             return
         except Exception as error:  # raised before anything was queued
             if not _can_be_of_the_compiler(error):
                 raise
             _give_up_triton(error)
-    _adam_update_torch(*arrays, step=step)
+    _adam_update_torch(arrays, step)
 
 
 def _launch(kernel: Callable[..., None], *arguments: object) -> None:
@@ -270,44 +202,36 @@ def _give_up_triton(error: Exception) -> None:
     _triton_failed = True
 
 
-def _adam_update_torch(
-    grad: Tensor,
-    param: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    max_exp_avg_sq: Tensor | None,
-    low_precision_out: Tensor | None,
-    *,
-    step: AdamStep,
-) -> None:
+def _adam_update_torch(arrays: AdamArrays, step: AdamStep) -> None:
     """The formula in torch operations, on any device, without waiting for it: the reference of csrc/kernels.cpp."""
     # Rounded already, because _fma multiplies in double precision.
     scale, l2, decay, beta1, one_minus_beta1, beta2, one_minus_beta2, inv_bias_correction2_sqrt, eps, step_size = (
         step.float32_scalars
     )
-    for start in range(0, len(param), _CHUNK):
-        piece = slice(start, start + _CHUNK)
-        g = grad[piece].float() * scale
-        p = param[piece].float()
-        m = exp_avg[piece]
-        v = exp_avg_sq[piece]
+    for start in range(0, len(arrays.param), _CHUNK):
+        grad, param, exp_avg, exp_avg_sq, max_exp_avg_sq, out = arrays.slice(start, start + _CHUNK)
+        g = grad.float() * scale
+        p = param.float()
+        m = exp_avg
+        v = exp_avg_sq
         if step.use_l2:
             g = _fma(p, l2, g)
         p = p * decay
         m = _fma(g - m, one_minus_beta1, m) if one_minus_beta1 < 0.5 else _fma(g - m, -beta1, g)
         v = _fma(g * one_minus_beta2, g, v * beta2)
-        _store(m, exp_avg[piece])
-        _store(v, exp_avg_sq[piece])
+        _store(m, exp_avg)
+        _store(v, exp_avg_sq)
         if max_exp_avg_sq is not None:
-            previous = max_exp_avg_sq[piece]
-            v = torch.where((v > previous) | v.isnan(), v, previous)
-            _store(v, max_exp_avg_sq[piece])
+            v = torch.where((v > max_exp_avg_sq) | v.isnan(), v, max_exp_avg_sq)
+            _store(v, max_exp_avg_sq)
         # torch's float32 square root is not correctly rounded on every processor; by way of double precision it is.
         denom = _fma(v.double().sqrt().float(), inv_bias_correction2_sqrt, torch.full_like(v, eps))
         p = _fma(m / denom, -step_size, p)
-        _store(p, param[piece])
-        if low_precision_out is not None:
-            _store(p, low_precision_out[piece])
+        if out is not None and out.dtype == torch.bfloat16:
+            p = off_ties(p)
+        _store(p, param)
+        if out is not None:
+            _store(p, out)
 
 
 _CHUNK = 1 << 22  # elements; bounds the memory of the double-precision intermediates

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from dos.devices import Copy
 from dos.subgroup import Piece, State, Subgroup
-from dos.update import AdamStep, adam_update
+from dos.update import AdamArrays, AdamStep, adam_update
+from perfmodel.format import MASTER
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,15 +39,11 @@ class PieceUpdate:
         master = parameter if state.master is None else state.master
         assert master is not None, "an update needs a master or a parameter"
         narrower = parameter is not None and parameter.dtype != master.dtype
-        adam_update(
-            gradient,
-            master,
-            state.exp_avg,
-            state.exp_avg_sq,
-            step=self.step,
-            max_exp_avg_sq=state.max_exp_avg_sq if self.step.amsgrad else None,
-            low_precision_out=parameter if narrower else None,
-        )
+        moments = {name: tensor for name, tensor in state.fields.items() if name != MASTER}
+        if not self.step.amsgrad:
+            moments.pop("max_exp_avg_sq", None)  # there is room for it if amsgrad was ever on
+        arrays = AdamArrays(gradient, master, **moments, low_precision_out=parameter if narrower else None)
+        adam_update(arrays, step=self.step)
         if parameter is not None and parameter is not master and not narrower:
             parameter.copy_(master)
 

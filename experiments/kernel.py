@@ -22,7 +22,7 @@ from rich.table import Table
 from torch import Tensor
 
 from dos import _adam  # type: ignore[attr-defined]
-from dos.update import AdamStep, accumulate, adam_update, instruction_sets
+from dos.update import AdamArrays, AdamStep, accumulate, adam_update, instruction_sets
 from experiments.command import Parser
 
 _STEP = AdamStep(lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=1)
@@ -63,12 +63,12 @@ def build_contenders(numel: int, threads: int) -> dict[str, Contenders]:
     fused = torch.optim.AdamW([param], weight_decay=_STEP.weight_decay, fused=True, **settings)  # type: ignore[arg-type]
     torch_step = step_with(fused, torch.zeros(()))
     fp32: Contenders = {
-        "ours": lambda: adam_update(grad, *state, step=_STEP, threads=threads),
+        "ours": lambda: adam_update(AdamArrays(grad, *state), step=_STEP, threads=threads),
         "bandwidth": lambda: _adam.stream_adam(grad, *state, None, threads),
         "torch_fused": torch_step,
     }
     mixed: Contenders = {
-        "ours": lambda: adam_update(grad_bf16, *state, step=_STEP, low_precision_out=out, threads=threads),
+        "ours": lambda: adam_update(AdamArrays(grad_bf16, *state, None, out), step=_STEP, threads=threads),
         "bandwidth": lambda: _adam.stream_adam(grad_bf16, *state, out, threads),
         "torch_path": with_casts(torch_step),
     }

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-FP32_BYTES = 4
+from perfmodel.format import BYTES, float32
+
+FP32_BYTES = BYTES["float32"]
+_TYPES = {2: "bfloat16", 4: "float32"}
+"""A type of parameters by its bytes; which 16 bits does not matter here."""
 
 
 @dataclass(frozen=True)
@@ -12,7 +16,7 @@ class HostBytes:
     """The host memory that DOSAdam allocates for a run of parameters, in bytes.
 
     master: the parameters at the precision in which they are updated.
-    moments: exp_avg, exp_avg_sq and, with amsgrad, max_exp_avg_sq, float32.
+    moments: the rest of the state.
     gradient_staging, parameter_staging: gradients from the accelerator, new parameters on their way to it.
     accumulated: gradients that add up on the host, float32; allocated by the first backward.
     """
@@ -59,16 +63,16 @@ def host_footprint(
     """
     if numel < 0:
         raise ValueError(f"numel must be 0 or more, found {numel}")
-    if value_bytes not in (2, FP32_BYTES):
+    if value_bytes not in _TYPES:
         raise ValueError(f"value_bytes must be 2 (bfloat16, float16) or 4 (float32), found {value_bytes}")
-    master_bytes = FP32_BYTES if master_weights else value_bytes
-    keeps_more = master_bytes != value_bytes
+    state = float32(_TYPES[value_bytes], master_weights=master_weights, amsgrad=amsgrad, accelerated=accelerated)
+    master_bytes = 0 if state.master is None else state.master.nbytes
     staged_bytes = FP32_BYTES if other_gradient_dtype else value_bytes
     return HostBytes(
-        master=numel * master_bytes if accelerated or keeps_more else 0,
-        moments=numel * FP32_BYTES * (3 if amsgrad else 2),
+        master=numel * master_bytes,
+        moments=numel * (state.state_bytes - master_bytes),
         gradient_staging=numel * staged_bytes if accelerated else 0,
-        parameter_staging=numel * value_bytes if accelerated and keeps_more else 0,
+        parameter_staging=numel * value_bytes if accelerated and state.rounds else 0,
         accumulated=numel * FP32_BYTES if accelerated and offload_gradients else 0,
     )
 

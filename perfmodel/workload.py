@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from perfmodel.format import MIXED, Format, update_traffic
+
 
 @dataclass(frozen=True)
 class SubgroupLoad:
@@ -26,14 +28,15 @@ class SubgroupLoad:
             if getattr(self, field) < 0:
                 raise ValueError(f"{field} must be 0 or more, found {getattr(self, field)}")
 
+    @classmethod
+    def of(cls, numel: int, state: Format) -> SubgroupLoad:
+        """So many parameters whose state is kept in one format."""
+        return cls(numel, numel * state.gradient_bytes, numel * state.parameter_bytes, numel * state.state_bytes)
+
     @property
     def cpu_traffic(self) -> int:
-        """Bytes of host DRAM traffic of an update on the CPU: state read and written, gradient read, result written.
-
-        A float32 parameter is the master itself, so there is no other result to write.
-        """
-        result = self.parameter_bytes if self.parameter_bytes < 4 * self.numel else 0
-        return 2 * self.state_bytes + self.gradient_bytes + result
+        """Bytes of host DRAM traffic of an update on the CPU."""
+        return update_traffic(self.numel, self.gradient_bytes, self.parameter_bytes, self.state_bytes)
 
 
 @dataclass(frozen=True)
@@ -68,9 +71,9 @@ class Workload:
         cls,
         sizes: Iterable[int],
         *,
-        gradient_bytes: int = 2,
-        parameter_bytes: int = 2,
-        state_bytes: int = 12,
+        gradient_bytes: int = MIXED.gradient_bytes,
+        parameter_bytes: int = MIXED.parameter_bytes,
+        state_bytes: int = MIXED.state_bytes,
         forward_s: float = 0.0,
         backward_s: float = 0.0,
         peak_free_bytes: float = math.inf,
@@ -79,7 +82,7 @@ class Workload:
     ) -> Workload:
         """A workload of subgroups with `sizes` parameters and the same bytes per parameter throughout.
 
-        The defaults are mixed precision: 16-bit gradients and parameters, fp32 master, exp_avg and exp_avg_sq.
+        The defaults are mixed precision: 16-bit gradients and parameters, float32 state.
         """
         loads = tuple(SubgroupLoad(n, n * gradient_bytes, n * parameter_bytes, n * state_bytes) for n in sizes)
         return cls(loads, forward_s, backward_s, peak_free_bytes, update_free_bytes, shared_free_bytes)

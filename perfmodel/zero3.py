@@ -11,10 +11,13 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from perfmodel.format import MIXED
 from perfmodel.hardware import HardwareProfile
 from perfmodel.lanes import shared_rates
 
-UPDATE_TRAFFIC = 36
+STREAM_BYTES = MIXED.state_bytes
+"""Bytes per parameter each way: fp32 master weight, exp_avg, exp_avg_sq."""
+UPDATE_TRAFFIC = 12 + 2 * STREAM_BYTES
 """Bytes of host DRAM traffic per parameter updated: fp32 gradient clipped in place (8) and read (4), master weight and
 moments read and written (24)."""
 UPLOAD_TRAFFIC = 2
@@ -22,8 +25,6 @@ UPLOAD_TRAFFIC = 2
 BLOCKING_UPLOAD_TRAFFIC = 14
 """Bytes per parameter of a blocking upload: cast (4 read, 2 written), copy to the driver's pinned buffer (2 + 2),
 DMA (2), and half of the 4 that the written lines may cost to read first."""
-STREAM_BYTES = 12
-"""Bytes per parameter each way: fp32 master weight, exp_avg, exp_avg_sq."""
 
 
 class Mode(enum.Enum):

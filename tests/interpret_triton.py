@@ -13,12 +13,13 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import numpy as np
 import torch
+from test_ties import NOTHING, ties
 from test_update import FLOATS, STEPS, assert_same_bits, clone, random_arrays, update
 from torch import Tensor
 from triton.runtime import interpreter
 
 from dos.triton_kernel import adam_update
-from dos.update import AdamStep, _fma
+from dos.update import AdamArrays, AdamStep, _fma
 
 
 def exact_fma(builder: Any, x: Any, y: Any, z: Any) -> Any:
@@ -27,7 +28,7 @@ def exact_fma(builder: Any, x: Any, y: Any, z: Any) -> Any:
 
 
 def interpreted(arrays: list[Tensor | None], step: AdamStep) -> None:
-    adam_update(*arrays, step.float32_scalars, step.use_l2)  # type: ignore[arg-type]
+    adam_update(AdamArrays(*arrays), step)  # type: ignore[arg-type]
 
 
 def main() -> None:
@@ -46,6 +47,14 @@ def main() -> None:
                     update(expected, step)
                     assert_same_bits(ours, expected)
                     compared += 1
+    for out in low:
+        start = [torch.zeros(2**16), ties(), torch.zeros(2**16), torch.zeros(2**16), None]
+        start.append(torch.zeros(2**16, dtype=out))
+        ours, expected = clone(start), clone(start)
+        interpreted(ours, NOTHING)
+        update(expected, NOTHING)
+        assert_same_bits(ours, expected)
+        compared += 1
     print(f"{compared} updates compared")
 
 

@@ -10,7 +10,7 @@ from conftest import FAST, assert_close_ulp, bits, mlp
 from torch import Tensor, nn
 
 from dos import DOSAdam, EmulatedDevice
-from dos.update import AdamStep, accumulate, adam_update, sum_of_squares
+from dos.update import AdamArrays, AdamStep, accumulate, adam_update, sum_of_squares
 
 POLICIES: list[str | float] = ["cpu", "stride:2", 0.0, 0.5]
 
@@ -211,7 +211,7 @@ def test_a_gradient_that_has_no_memory() -> None:
 def test_kernels_refuse_what_is_not_in_memory() -> None:
     x, lazy = torch.ones(4), negated(torch.ones(4))
     with pytest.raises(ValueError, match="grad: expected values in memory, found a lazily negated or zero tensor"):
-        adam_update(lazy, x, x.clone(), x.clone(), step=AdamStep(0.1, 0.9, 0.99, 1e-8, 0.0, 1.0))
+        adam_update(AdamArrays(lazy, x, x.clone(), x.clone()), step=AdamStep(0.1, 0.9, 0.99, 1e-8, 0.0, 1.0))
     with pytest.raises(ValueError, match=r"src: expected values in memory.*use \.clone\(\)"):
         accumulate(lazy, x)
     with pytest.raises(ValueError, match="src: expected values in memory"):

@@ -47,10 +47,11 @@ def test_layers(path: Path) -> None:
 
 INNER = {
     "subgroup": set(),
-    "update": {"extension", "threads", "triton_kernel"},
+    "adam": set(),
+    "update": {"adam", "extension", "threads", "triton_kernel"},
     "extension": set(),
     "threads": {"profiles"},
-    "triton_kernel": set(),
+    "triton_kernel": {"adam"},
     "controller": set(),
     "scaling": set(),
     "clipping": {"offload", "scaling", "subgroup"},

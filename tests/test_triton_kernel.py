@@ -21,7 +21,7 @@ import torch
 from test_update import STEP, STEPS, assert_same_bits, clone, random_arrays, update
 
 from dos import update as module
-from dos.update import AdamStep, _adam_update_on_gpu, gpu_kernel_name
+from dos.update import AdamArrays, AdamStep, _adam_update_on_gpu, gpu_kernel_name
 
 HERE = Path(__file__).parent
 
@@ -32,7 +32,7 @@ def test_interpreted_it_has_the_bits_of_the_cpu_kernel() -> None:
     path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(program, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": path})
     assert done.returncode == 0, done.stderr
-    assert "300 updates compared" in done.stdout
+    assert "302 updates compared" in done.stdout
 
 
 Compile = Callable[[AdamStep, torch.dtype, torch.dtype, torch.dtype | None, int], str]
@@ -71,7 +71,7 @@ def compile_for_gpu(
     def compile_(step: AdamStep, grad: torch.dtype, param: torch.dtype, out: torch.dtype | None, shift: int) -> str:
         arrays = random_arrays(4096 + shift, step, grad, param, out, seed=0)
         on_gpu = [None if array is None else array[shift:].as_subclass(OnGpu) for array in arrays]
-        triton_kernel.adam_update(*on_gpu, step.float32_scalars, step.use_l2)  # type: ignore[arg-type]
+        triton_kernel.adam_update(AdamArrays(*on_gpu), step)  # type: ignore[arg-type]
         return compiled[-1].asm["ptx"]
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
@@ -126,7 +126,7 @@ def afresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def updated_by_gpu_code(arrays: list[torch.Tensor | None], step: AdamStep) -> None:
-    _adam_update_on_gpu(*arrays, step=step)  # type: ignore[arg-type]
+    _adam_update_on_gpu(AdamArrays(*arrays), step)  # type: ignore[arg-type]
 
 
 def test_without_triton_torch_does_the_same(
@@ -167,7 +167,7 @@ def test_a_kernel_that_does_not_compile_is_given_up(
             assert_same_bits(ours, expected)
     assert gpu_kernel_name() == "torch"
     assert len(calls) == 1
-    assert calls[0][-2:] == (STEP.float32_scalars, STEP.use_l2)
+    assert calls[0][-1] == STEP
     assert len(caplog.records) == 1
     assert "(RuntimeError: Failed to find C compiler)" in caplog.text
 

@@ -20,12 +20,10 @@ from dos.devices.occupancy import Occupancy
 from dos.devices.pacer import Pacer
 from dos.guard import exclusive
 from perfmodel import Lane, Op, Span
+from perfmodel.format import MIXED
 from perfmodel.hardware import HardwareProfile
 from perfmodel.lanes import LANES as SIMULATED_LANES
 from perfmodel.lanes import lane_speeds
-
-HOST_UPDATE_BYTES = 28
-"""Host traffic of one parameter's update on the CPU: DESIGN section 3."""
 
 
 class Usage(NamedTuple):
@@ -207,7 +205,7 @@ class EmulatedDevice:
 
     def host_update(self, numel: int) -> AbstractContextManager[float]:
         alone_s = self.profile.launch_latency_s + numel / self.profile.cpu_update_rate
-        traffic = numel * HOST_UPDATE_BYTES * self.profile.cpu_traffic_factor
+        traffic = numel * MIXED.update_traffic * self.profile.cpu_traffic_factor
         return self._pacer.serve(Lane.CPU, alone_s, traffic)
 
     def _speeds(self, demands: Mapping[Lane, float]) -> Mapping[Lane, float]:

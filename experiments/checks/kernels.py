@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dos.update import AdamStep, _adam_update_torch, adam_update, gpu_kernel_name, instruction_sets
+from dos.update import AdamArrays, AdamStep, _adam_update_torch, adam_update, gpu_kernel_name, instruction_sets
 from experiments.checks.base import Bench, Size, Target
 from experiments.checks.training import prepare
 
@@ -132,27 +132,17 @@ def contenders(cuda: bool) -> dict[str, tuple[torch.device, Update]]:
 
 
 def cpp(arrays: Arrays, step: AdamStep, isa: str | None = None) -> None:
-    gradient, parameter, exp_avg, exp_avg_sq = (arrays[n] for n in ("gradient", "parameter", "exp_avg", "exp_avg_sq"))
-    assert gradient is not None
-    assert parameter is not None
-    assert exp_avg is not None
-    assert exp_avg_sq is not None
-    adam_update(
-        gradient,
-        parameter,
-        exp_avg,
-        exp_avg_sq,
-        step=step,
-        max_exp_avg_sq=arrays["max_exp_avg_sq"],
-        low_precision_out=arrays["copy"],
-        isa=isa,
-    )
+    adam_update(adam_arrays(arrays), step=step, isa=isa)
 
 
 @torch.no_grad()
 def torch_operations(arrays: Arrays, step: AdamStep) -> None:
+    _adam_update_torch(adam_arrays(arrays), step)
+
+
+def adam_arrays(arrays: Arrays) -> AdamArrays:
     names = ("gradient", "parameter", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "copy")
-    _adam_update_torch(*(arrays[name] for name in names), step=step)  # type: ignore[arg-type]
+    return AdamArrays(*(arrays[name] for name in names))  # type: ignore[arg-type]
 
 
 def chunks(numel: int) -> Iterator[tuple[Case, int, int]]:

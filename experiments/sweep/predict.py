@@ -16,6 +16,7 @@ from experiments.sweep.spec import PUBLISHED_LOOPS, Configuration
 from perfmodel.adaptive import adaptive
 from perfmodel.bounds import lower_bound
 from perfmodel.fit import rest_seconds
+from perfmodel.format import MIXED
 from perfmodel.hardware import HardwareProfile
 from perfmodel.plan import Placement, Plan
 from perfmodel.policies import cpu_only, static_ratio, stride
@@ -24,7 +25,7 @@ from perfmodel.timeline import Lane, Timeline
 from perfmodel.workload import Workload
 from perfmodel.zero3 import Mode, Run
 
-STATE_BYTES = 12
+STATE_BYTES = MIXED.state_bytes
 """Per parameter: fp32 master weight, exp_avg, exp_avg_sq."""
 
 

@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from test_ties import NOTHING, ties
 from test_update import FLOATS, STEP, STEPS, assert_same_bits, clone, random_arrays, random_bits, update
 from torch import Tensor
 
 from dos import update as module
 from dos.devices.pinned import pinned_zeros
-from dos.update import AdamStep, adam_update, gpu_kernel_name
+from dos.update import AdamStep, gpu_kernel_name
 
 pytestmark = [
     pytest.mark.cuda,
@@ -78,6 +79,16 @@ def test_nothing_but_special_values(kernel: str, step: AdamStep) -> None:
     ours = moved(expected, "cuda")
     update(ours, step)
     update(expected, step)
+    assert_same_bits(moved(ours, "cpu"), expected)
+
+
+@pytest.mark.parametrize("out", [torch.bfloat16, torch.float16])
+def test_masters_that_come_out_as_ties(kernel: str, out: torch.dtype) -> None:
+    zeros = [torch.zeros(2**16) for _ in range(3)]
+    expected: Arrays = [zeros[0], ties(), *zeros[1:], None, torch.zeros(2**16, dtype=out)]
+    ours = moved(expected, "cuda")
+    update(ours, NOTHING)
+    update(expected, NOTHING)
     assert_same_bits(moved(ours, "cpu"), expected)
 
 
@@ -151,7 +162,7 @@ def test_pinned_memory(nbytes: int) -> None:
 def test_host_and_device_tensors_are_not_mixed() -> None:
     arrays: list[Callable[[], Tensor]] = [lambda: torch.zeros(8, device="cuda")] * 3
     with pytest.raises(ValueError, match="grad: expected device cuda:0, found cpu"):
-        adam_update(torch.zeros(8), *(make() for make in arrays), step=STEP)
+        update([torch.zeros(8), *(make() for make in arrays)], STEP)
 
 
 @contextlib.contextmanager

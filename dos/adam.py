@@ -1,0 +1,85 @@
+"""What an update of Adam is given: the settings of the step, and the arrays."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class AdamStep:
+    """The settings of one step, as plain Python numbers.
+
+    ``step`` counts this step too, so it is at least 1. The gradient is multiplied by ``grad_scale`` (loss scale,
+    clipping) before anything else.
+    """
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    step: float
+    amsgrad: bool = False
+    maximize: bool = False
+    decoupled_weight_decay: bool = True
+    grad_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.step >= 1:
+            raise ValueError(f"step: expected at least 1 (the count includes this step), found {self.step}")
+
+    @property
+    def use_l2(self) -> bool:
+        """Whether the weight decay is added to the gradient."""
+        return not self.decoupled_weight_decay and self.weight_decay != 0
+
+    @cached_property
+    def scalars(self) -> tuple[float, ...]:
+        """What the formula multiplies by, in double precision, in the order of ``AdamScalars`` in csrc/adam.h."""
+        return (
+            -self.grad_scale if self.maximize else self.grad_scale,
+            self.weight_decay if self.use_l2 else 0.0,
+            1 - self.lr * self.weight_decay if self.decoupled_weight_decay else 1.0,
+            self.beta1,
+            1 - self.beta1,
+            self.beta2,
+            1 - self.beta2,
+            1 / math.sqrt(1 - self.beta2**self.step),
+            self.eps,
+            self.lr / (1 - self.beta1**self.step),
+        )
+
+    @cached_property
+    def float32_scalars(self) -> tuple[float, ...]:
+        """``scalars`` rounded to float32, as the extension rounds them."""
+        return tuple(ctypes.c_float(scalar).value for scalar in self.scalars)
+
+
+class AdamArrays(NamedTuple):
+    """What one update reads and writes: 1-D, contiguous, of one length, on one device, no overlaps.
+
+    The order is that of ``AdamArrays`` in csrc/adam.h.
+
+    grad: float32, bfloat16 or float16. Read only.
+    param: the master weights, float32; or bfloat16 or float16 where there are none.
+    exp_avg, exp_avg_sq, max_exp_avg_sq: float32; the last one exactly with amsgrad.
+    low_precision_out: bfloat16 or float16, receives the new ``param`` rounded; only with a float32
+        ``param``, which is kept off ties where this is bfloat16.
+    """
+
+    grad: Tensor
+    param: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    max_exp_avg_sq: Tensor | None = None
+    low_precision_out: Tensor | None = None
+
+    def slice(self, start: int, stop: int) -> AdamArrays:
+        """A view of the elements from start to stop."""
+        return self._replace(**{name: a[start:stop] for name, a in self._asdict().items() if a is not None})

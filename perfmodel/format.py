@@ -1,0 +1,117 @@
+"""What optimizer state consists of: its fields, their types, and the bytes that follow from them.
+
+Today there is one format, `float32`: the master weights and AdamW's moments at full precision. A
+parameter has one element in each field.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes of an element, by the name that torch has for its type."""
+
+MASTER = "master"
+"""The field that holds the parameters as they are updated: in float32, or in their own type."""
+
+
+@dataclass(frozen=True)
+class Field:
+    """One tensor of the state.
+
+    type: of its elements, as torch calls it.
+    key: its name in a state dict, AdamW's where AdamW has it; None: it is not there, for the
+        parameter says the same.
+    """
+
+    name: str
+    type: str
+    key: str | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes per parameter."""
+        return BYTES[self.type]
+
+
+@dataclass(frozen=True)
+class Format:
+    """The state of parameters of one type, kept in one way. Every figure is in bytes per parameter.
+
+    values: type of the parameters.
+    fields: in the order in which they are allocated, copied and listed.
+    """
+
+    name: str
+    values: str
+    fields: tuple[Field, ...]
+
+    @property
+    def master(self) -> Field | None:
+        """None where updates go straight to the parameters."""
+        return next((field for field in self.fields if field.name == MASTER), None)
+
+    @property
+    def rounds(self) -> bool:
+        """Whether an update rounds the new master to a parameter, which is a result of its own."""
+        return self.master is not None and self.master.type != self.values
+
+    @property
+    def state_bytes(self) -> int:
+        """Of all fields: at home, on the link each way, and on the device."""
+        return sum(field.nbytes for field in self.fields)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """From the device, where the host updates; gradients have the parameters' type."""
+        return BYTES[self.values]
+
+    @property
+    def parameter_bytes(self) -> int:
+        """To the device, where the host updates."""
+        return BYTES[self.values]
+
+    @property
+    def held_bytes(self) -> int:
+        """What an update needs in memory: state, gradient and, if a result of its own, the parameter."""
+        return self.state_bytes + self.gradient_bytes + (self.parameter_bytes if self.rounds else 0)
+
+    @property
+    def update_traffic(self) -> int:
+        """Host memory traffic of an update there."""
+        return update_traffic(1, self.gradient_bytes, self.parameter_bytes, self.state_bytes)
+
+
+def float32(values: str, *, master_weights: bool = True, amsgrad: bool = False, accelerated: bool = True) -> Format:
+    """Master and moments in float32.
+
+    values: type of the parameters.
+    master_weights: whether 16-bit parameters have a float32 master.
+    accelerated: whether the parameters are on the accelerator. Those on the host need no master of
+        their own type.
+    """
+    master = "float32" if master_weights else values
+    rounds = master != values
+    fields = [Field(name, "float32", name) for name in ("exp_avg", "exp_avg_sq", *["max_exp_avg_sq"] * amsgrad)]
+    if accelerated or rounds:
+        fields.append(Field(MASTER, master, "master_param" if rounds else None))
+    return Format("float32", values, tuple(fields))
+
+
+MIXED = float32("bfloat16")
+"""Mixed precision: what rates are measured with, and what is assumed where nothing else is said."""
+
+STATE_KEYS = tuple(field.key for field in float32("bfloat16", amsgrad=True).fields if field.key)
+"""All names that state tensors may have in a state dict."""
+NEEDED_KEYS = tuple(field.key for field in float32("float32", accelerated=False).fields if field.key)
+"""Those without which a state is not AdamW's."""
+
+
+def update_traffic(numel: int, gradient_bytes: int, parameter_bytes: int, state_bytes: int) -> int:
+    """Host memory traffic of an update of `numel` parameters, from the bytes of each part.
+
+    State is read and written, the gradient read, the result written. A parameter as wide as a
+    float32 master is the master itself, so there is no other result to write.
+    """
+    result = parameter_bytes if parameter_bytes < BYTES["float32"] * numel else 0
+    return 2 * state_bytes + gradient_bytes + result

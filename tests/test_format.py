@@ -1,0 +1,73 @@
+"""What state consists of: the formats' figures, and that nothing else has to know which fields there are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dos import subgroup
+from dos.subgroup import Arena, ParameterRecord
+from perfmodel import SubgroupLoad, Workload
+from perfmodel.format import MIXED, NEEDED_KEYS, STATE_KEYS, Field, Format, float32
+
+
+@pytest.mark.parametrize(
+    ("state", "state_bytes", "held", "traffic"),
+    [
+        (MIXED, 12, 16, 28),
+        (float32("float32"), 12, 16, 28),
+        (float32("float16", amsgrad=True), 16, 20, 36),
+        (float32("bfloat16", accelerated=False), 12, 16, 28),
+        (float32("float32", accelerated=False), 8, 12, 20),
+    ],
+)
+def test_bytes_per_parameter(state: Format, state_bytes: int, held: int, traffic: int) -> None:
+    assert (state.state_bytes, state.held_bytes, state.update_traffic) == (state_bytes, held, traffic)
+    load = SubgroupLoad.of(7, state)
+    assert load.cpu_traffic == 7 * traffic
+    assert (
+        load
+        == Workload.of_sizes(
+            [7],
+            gradient_bytes=state.gradient_bytes,
+            parameter_bytes=state.parameter_bytes,
+            state_bytes=state.state_bytes,
+        ).subgroups[0]
+    )
+
+
+def test_names_in_a_state_dict() -> None:
+    assert set(STATE_KEYS) == {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master_param"}
+    assert set(NEEDED_KEYS) == {"exp_avg", "exp_avg_sq"}
+    assert [field.key for field in float32("float32").fields] == ["exp_avg", "exp_avg_sq", None]
+    assert [field.key for field in float32("bfloat16", master_weights=False).fields][-1] is None
+
+
+def test_a_field_more_is_allocated_moved_and_exported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wider(values: str, **options: bool) -> Format:
+        known = float32(values, **options)
+        return Format("wider", values, (*known.fields, Field("age", "float16", "age")))
+
+    monkeypatch.setattr(subgroup, "float32", wider)
+    parameter = torch.ones(6, 2, dtype=torch.bfloat16)
+    arena = Arena(
+        [parameter],
+        accelerated=True,
+        master_weights=True,
+        amsgrad=False,
+        allocate=lambda numel, dtype: torch.zeros(numel, dtype=dtype),
+    )
+    record = ParameterRecord(parameter, arena, 0)
+    (whole,) = subgroup.split(arena, [record], 100)
+    assert whole.load().state_bytes == arena.state.nbytes == 12 * 14
+    arena.state.fields["age"].fill_(3)
+    assert torch.equal(record.views["age"], torch.full((6, 2), 3, dtype=torch.float16))
+
+    there = whole.state.carve(torch.zeros(whole.state.carved_bytes, dtype=torch.uint8))
+    for to, of in zip(there.tensors(), whole.state.tensors(), strict=True):
+        to.copy_(of)
+    assert torch.equal(there.slice(2, 5).fields["age"], torch.full((3,), 3, dtype=torch.float16))
+
+    arena.add_amsgrad()
+    assert list(arena.state.fields) == ["exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master", "age"]
+    assert arena.state.fields["age"].sum() == 36, "what was there is kept"
