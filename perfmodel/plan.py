@@ -8,6 +8,13 @@ from dataclasses import dataclass
 from itertools import groupby
 
 
+class Tier(enum.Enum):
+    """Where a thing rests."""
+
+    DEVICE = "device"
+    HOST = "host"
+
+
 class Placement(enum.Enum):
     """Where a subgroup's optimizer state lives and is updated during one iteration."""
 
