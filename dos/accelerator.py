@@ -62,7 +62,7 @@ class Accelerator:
         self._completed: Iteration = []
         self._in_backward = False
         self._waited_for: set[Subgroup] = set()
-        self._as_modelled = False
+        self._alone = False
 
     def finish_with(self, owner: object) -> None:
         """Let work in flight end when its owner is collected or the interpreter exits, before anybody reads results."""
@@ -157,12 +157,13 @@ class Accelerator:
                 late = work.downloads([u for u in work.pieces if u.piece not in holding])
             missing.append(late)
         self._pace.step(early=any(departed.values()) if Placement.CPU in plan.placements else None)
-        self._as_modelled = all(update.as_modelled for update in updates.values())
+        # Nobody knows what updates of parameters on the host take of it meanwhile.
+        self._alone = all(subgroup.arena.accelerated for subgroup in updates)
         self._running = self._compute.iteration
-        self._follow(plan)
+        workload = self._follow(plan)
         self._waited_for = set()
         with self._pace.held_up():
-            self._engine.start(plan, self._registry.accelerated, works, departed, missing)
+            self._engine.start(plan, workload, self._registry.accelerated, works, departed, missing)
         denied = self._engine.holdings.denied
         if denied is not None:
             self.memory.allocation_failed(denied)
@@ -188,10 +189,10 @@ class Accelerator:
         with self._pace.held_up():
             timeline = self._engine.wait()
         self._pace.read()
-        if timeline is not None and self.plan is not None:
+        if timeline is not None and self._workload is not None and self._engine.schedule is not None:
             self._timeline, self._completed = timeline, self._running
-            if self._engine.steady and self._as_modelled:
-                self._controller.observe(self.plan, timeline)
+            if self._alone:
+                self._controller.observe(self._engine.schedule, self._workload, self._engine.ran)
 
     def wait_for(self, record: ParameterRecord) -> None:
         """Order what the caller queues on the device from now on behind the update of this parameter."""
@@ -247,8 +248,8 @@ class Accelerator:
             changed=self._changed,
         )
 
-    def _follow(self, plan: Plan) -> None:
-        """The step runs this plan; if it is another than the last, say so in the log."""
+    def _follow(self, plan: Plan) -> Workload:
+        """The step runs this plan; if it is another than the last, say so in the log. Returns what it is for."""
         new, assumed = plan != self.plan, self._decided
         assert assumed is not None, "the plan was made for a workload"
         before = 0.0 if self._workload is None else self._workload.peak_free_bytes
@@ -259,6 +260,7 @@ class Accelerator:
                 report = self.report()
                 assert report is not None
                 logger.info("%s", report.change(), extra={"metrics": report.metrics()})
+        return assumed
 
     def read(self, record: ParameterRecord) -> Tensor:
         """The parameter as it is on the device: 1-D, on the host. Resident state is brought home."""

@@ -67,18 +67,6 @@ class SubgroupUpdate:
         """Parameters updated."""
         return sum(p.piece.numel for p in self.pieces)
 
-    @property
-    def as_modelled(self) -> bool:
-        """Whether it moves and updates just what `Subgroup.load` says.
-
-        That is all of its pieces, by gradients of their own dtype. The model knows nothing of updates
-        of parameters on the host.
-        """
-        arena = self.subgroup.arena
-        if self.offloaded or arena.gradient is None or self.numel != self.subgroup.numel:
-            return False
-        return {arena.gradient.dtype, *(u.gradient.dtype for u in self.pieces)} == {arena.dtype}
-
     def apply_in_place(self) -> None:
         """Update parameters that live on the host, without a copy."""
         for update in self.pieces:

@@ -146,16 +146,14 @@ def schedule_step(plan: Plan, workload: Workload, found: Sequence[Found], begun:
     """The step that `step()` issues: the plan applied to what is found.
 
     plan: for which there is memory: its slots are there, and so is room for each resident subgroup.
-    begun: transfers under way, in the order of their issue. Those that no subgroup uses have ended.
+    begun: transfers under way that it uses, in the order of their issue.
     """
     made = _Made(plan, workload)
-    used = {number for each in found for number in (*each.departed, each.fetched) if number is not None}
-    if used:
+    if begun:
         made.pieces()
-    first = made.begun(begun, found)
-    unused = tuple(first + number for number in range(len(begun)) if number not in used)
+    made.begun(begun, found)
     issued = len(made.tasks)
-    backward = (made.add(BACKWARD, None, 0, unused),)
+    backward = (made.add(BACKWARD, None, 0),)
     made.step(found, backward, [backward] * plan.slots)
     return Schedule(tuple(made.tasks), issued)
 
@@ -218,23 +216,18 @@ class _Made:
         for i in range(len(self._loads) - 1, -1, -1):
             self.piece[i] = self.add(BACKWARD, None, self._loads[i].numel)
 
-    def begun(self, transfers: Sequence[Task], found: Sequence[Found]) -> int:
-        """Transfers beside backward; returns the number of the first.
-
-        A gradient leaves when it is complete, state comes when half of backward is over. What is not used says
-        nothing about when it went.
-        """
+    def begun(self, transfers: Sequence[Task], found: Sequence[Found]) -> None:
+        """Transfers beside backward: gradients leave when they are complete, state comes when half of it is over."""
         first = len(self.tasks)
-        after: dict[int, tuple[int, ...]] = {}
+        after: dict[int, int] = {}
         for i, each in enumerate(found):
             if each.departed:
-                self.departed[i] = tuple(first + number for number in each.departed)
-                after |= dict.fromkeys(each.departed, (self.piece[i],))
+                self.departed[i] = tuple(first + place for place in each.departed)
+                after |= dict.fromkeys(each.departed, self.piece[i])
             if each.fetched is not None:
                 self.fetched[i] = first + each.fetched
-                after[each.fetched] = (self.piece[len(found) // 2],)
-        self.tasks += [task._replace(after=after.get(number, ())) for number, task in enumerate(transfers)]
-        return first
+                after[each.fetched] = self.piece[len(found) // 2]
+        self.tasks += [task._replace(after=(after[place],)) for place, task in enumerate(transfers)]
 
     def step(self, found: Sequence[Found], backward: tuple[int, ...], vacated: list[tuple[int, ...]]) -> None:
         """What waits for no slot first, then all others as the plan orders them.
@@ -276,7 +269,7 @@ class _Made:
         """State, offloaded gradients or both come up for the update; returns the task after which the slot is free."""
         stays = self._plan.placements[i] is RESIDENT
         fetched = self.fetched.get(i)
-        ready = () if fetched is None else (fetched,)
+        ready: tuple[int, ...] = () if fetched is None else (fetched,)
         state = found.state is HOST and fetched is None
         if state or found.gradient is HOST:
             nbytes = self._loads[i].state_bytes if state else 0

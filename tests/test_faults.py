@@ -6,7 +6,7 @@ import os
 import random
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 
 import pytest
@@ -16,7 +16,7 @@ from programs import PROGRAMS, STEPS, Program, Training, expected, finish
 from torch import Tensor
 
 from dos import EmulatedDevice
-from dos.devices import Job, Memory
+from dos.devices import Caller, Job, Memory
 from perfmodel import Op
 
 pytestmark = pytest.mark.usefixtures("one_kernel_thread")
@@ -75,10 +75,10 @@ class FaultyDevice(EmulatedDevice):
             raise ValueError(MESSAGE)
         super().join(job)
 
-    def fence(self) -> Sequence[Job]:
+    def fence(self, callers: Collection[Caller] = ()) -> Sequence[Job]:
         if self._goes_wrong("fence"):
             raise ValueError(MESSAGE)
-        return super().fence()
+        return super().fence(callers)
 
 
 def outcome_of(program: Program, at: int, late: bool) -> tuple[str, str]:
