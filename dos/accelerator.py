@@ -27,7 +27,7 @@ from dos.report import Report
 from dos.subgroup import ParameterRecord, Subgroup
 from dos.threads import set_kernel_threads
 from dos.update import gpu_kernel_name
-from dos.work import SubgroupUpdate
+from dos.work import SubgroupUpdate, Subject
 from perfmodel import Op, Placement, Plan, Timeline, Workload
 from perfmodel.hardware import HardwareProfile
 
@@ -147,26 +147,26 @@ class Accelerator:
 
         writes: how often every gradient was written since backward without changing a value.
         """
-        works = [updates.get(subgroup) for subgroup in self._registry.accelerated]
-        departed, missing = {}, []
-        for work in works:
-            late: list[Copy] = []
-            if work is not None and not work.offloaded:
-                pieces = [u.piece for u in work.pieces]
-                holding, departed[work.subgroup] = self._departures.arriving(work.subgroup, pieces, writes)
-                late = work.downloads([u for u in work.pieces if u.piece not in holding])
-            missing.append(late)
-        self._pace.step(early=any(departed.values()) if Placement.CPU in plan.placements else None)
+        subjects = [self._subject(subgroup, updates.get(subgroup), writes) for subgroup in self._registry.accelerated]
+        departed = any(subject.departed for subject in subjects)
+        self._pace.step(early=departed if Placement.CPU in plan.placements else None)
         # Nobody knows what updates of parameters on the host take of it meanwhile.
         self._alone = all(subgroup.arena.accelerated for subgroup in updates)
         self._running = self._compute.iteration
         workload = self._follow(plan)
         self._waited_for = set()
         with self._pace.held_up():
-            self._engine.start(plan, workload, self._registry.accelerated, works, departed, missing)
+            self._engine.start(plan, workload, subjects)
         denied = self._engine.holdings.denied
         if denied is not None:
             self.memory.allocation_failed(denied)
+
+    def _subject(self, subgroup: Subgroup, update: SubgroupUpdate | None, writes: int | None) -> Subject:
+        if update is None or update.offloaded:
+            return Subject(subgroup, update, (), ())
+        holding, departed = self._departures.arriving(subgroup, [u.piece for u in update.pieces], writes)
+        missing = update.downloads(u for u in update.pieces if u.piece not in holding)
+        return Subject(subgroup, update, departed, missing)
 
     def end_iteration(self, writes: int | None, *, skipped: bool) -> None:
         """The step was issued or skipped: what comes now belongs to the next iteration."""

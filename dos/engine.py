@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import os
 import threading
 import time
-import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
 
 from torch import Tensor
@@ -18,9 +16,10 @@ from dos.devices import LANES, Caller, Copy, Device, Job
 from dos.guard import Guard
 from dos.holdings import Holdings
 from dos.host_lane import HostLane
-from dos.step import Issued, Step, Subject, state_copies
+from dos.lifetime import watch
+from dos.step import Issued, Step, state_copies
 from dos.subgroup import Subgroup
-from dos.work import SubgroupUpdate
+from dos.work import Subject
 from perfmodel import Op, Placement, Plan, Span, Timeline, Workload
 from perfmodel.lanes import Stream
 from perfmodel.plan import Tier
@@ -28,8 +27,6 @@ from perfmodel.schedule import Found, Schedule, Task, arriving, leaving, schedul
 
 MOST_EARLY_JOBS = 1000
 """Transfers in flight without a step before the first are let go of."""
-Departed = Mapping[Subgroup, Sequence[Job]]
-"""The copies by which gradients of a subgroup left during backward."""
 
 
 class Engine:
@@ -56,7 +53,7 @@ class Engine:
         self._lane_done: Future[None] | None = None
         self._started = 0.0
         self.origin = 0.0
-        _engines.add(self)
+        watch(self)
 
     def check(self, plan: Plan, subgroups: Sequence[Subgroup], total: int) -> None:
         """Raise ValueError if the plan streams a subgroup for which a device of `total` bytes could never hold a slot.
@@ -114,37 +111,21 @@ class Engine:
         self._prefetched = {}
         self.holdings.free_slots()
 
-    def start(
-        self,
-        plan: Plan,
-        workload: Workload,
-        subgroups: Sequence[Subgroup],
-        updates: Sequence[SubgroupUpdate | None],
-        departed: Departed,
-        missing: Sequence[Sequence[Copy]],
-    ) -> None:
+    def start(self, plan: Plan, workload: Workload, subjects: Sequence[Subject]) -> None:
         """Issue the step.
 
-        workload: that the plan was made for. subgroups: all of the plan, by index. updates: the same, None for a
-        subgroup without any gradient. departed: gradients already on their way. missing: by index, the copies that
-        bring the others.
+        workload: that the plan was made for. subjects: all subgroups of both, by index.
         A subgroup for which the device has no memory is updated on the host in this step.
         Raises RuntimeError if it fails part way.
         """
         self._started = time.perf_counter()
         try:
-            subjects = [
-                Subject(s, u, m, self._find(s, u, m)) for s, u, m in zip(subgroups, updates, missing, strict=True)
-            ]
-            plan = self._make_room(plan, subjects)
-            # Gradients of what is updated on the device after all have left in vain.
-            left = [
-                departed.get(s, ()) if p is Placement.CPU else ()
-                for s, p in zip(subgroups, plan.placements, strict=True)
-            ]
-            subjects, begun = self._find_begun(subjects, left)
-            self.schedule = schedule_step(plan, workload, [s.found for s in subjects], [each.task for each in begun])
-            step = self._step = Step(self.device, self.holdings, self.schedule, subjects, begun)
+            resident = self.holdings.resident
+            found = [s.found(Tier.DEVICE if s.subgroup in resident else Tier.HOST) for s in subjects]
+            plan = self._make_room(plan, subjects, found)
+            found, begun = self._find_begun(plan, subjects, found)
+            self.schedule = schedule_step(plan, workload, found, [issued.task for issued in begun])
+            step = self._step = Step(self.device, self.holdings, self.schedule, subjects, found, begun)
             self._prefetched = {}
             step.issue()
             self._lane_done = self._host.submit(functools.partial(self._run_host_lane, step))
@@ -188,12 +169,7 @@ class Engine:
         # It may be interrupted anywhere, and then is called again: nothing is let go of before all has been seen.
         errors: list[Exception] = []
         step = self._step
-        jobs = [] if step is None else list(step.jobs)
-        for future in () if step is None else (turn.done for turn in step.turns):
-            try:
-                jobs.append(future.result())
-            except Exception as error:
-                errors.append(error)
+        jobs = [] if step is None else step.all_jobs(errors)
         used = {id(job) for job in jobs}
         spans = _spans(jobs, errors)
         unused = _spans([issued.job for issued in self._begun if id(issued.job) not in used], errors)
@@ -263,49 +239,38 @@ class Engine:
         self.guard.failed = True
         return RuntimeError(f"the optimizer step failed part way ({error}); restore a checkpoint before going on")
 
-    def _find(self, subgroup: Subgroup, update: SubgroupUpdate | None, missing: Sequence[Copy]) -> Found:
-        """What the step finds of a subgroup, but for what is under way."""
-        state = Tier.DEVICE if subgroup in self.holdings.resident else Tier.HOST
-        if update is None:
-            return Found(state, None, 0, None, 0)
-        parameter_bytes = update.numel * subgroup.arena.dtype.itemsize
-        if update.offloaded:
-            nbytes = sum(u.gradient.nbytes for u in update.pieces)
-            return Found(state, Tier.HOST, update.numel, nbytes, parameter_bytes)
-        late = sum(source.nbytes for _, source in missing) if missing else None
-        return Found(state, Tier.DEVICE, update.numel, late, parameter_bytes)
-
     def _find_begun(
-        self, subjects: Sequence[Subject], left: Sequence[Sequence[Job]]
-    ) -> tuple[list[Subject], list[Issued]]:
-        """The same with what is under way, and all of that which the step uses. left: gradients, by subgroup."""
+        self, plan: Plan, subjects: Sequence[Subject], found: Sequence[Found]
+    ) -> tuple[list[Found], list[Issued]]:
+        """What is found, with what is under way, and all of that which the step uses."""
         known = {id(issued.job): issued for issued in self._begun}
-        used: dict[int, Issued] = {id(issued.job): issued for issued in self._prefetched.values()}
-        for i, (subject, jobs) in enumerate(zip(subjects, left, strict=True)):
+        used = {id(issued.job): issued for issued in self._prefetched.values()}
+        # Gradients of what is updated on the device after all have left in vain.
+        left = [s.departed if p is Placement.CPU else () for s, p in zip(subjects, plan.placements, strict=True)]
+        for i, jobs in enumerate(left):
             for job in jobs:
                 # What has been let go of is used all the same.
-                forgotten = Task(Op.GRADIENT, Stream.GRADIENT, i, subject.subgroup.gradient.nbytes)
-                used[id(job)] = known.get(id(job)) or Issued(forgotten, job)
+                whole = Task(Op.GRADIENT, Stream.GRADIENT, i, subjects[i].subgroup.gradient.nbytes)
+                used[id(job)] = known.get(id(job)) or Issued(whole, job)
         begun = [issued for job, issued in known.items() if job in used]
         begun += [issued for job, issued in used.items() if job not in known]
         places = {id(issued.job): place for place, issued in enumerate(begun)}
 
-        def found(subject: Subject, jobs: Sequence[Job]) -> Subject:
+        def with_begun(subject: Subject, found: Found, jobs: Sequence[Job]) -> Found:
             fetched = self._prefetched.get(subject.subgroup)
             place = None if fetched is None else places[id(fetched.job)]
-            departed = tuple(places[id(job)] for job in jobs)
-            return subject._replace(found=subject.found._replace(departed=departed, fetched=place))
+            return found._replace(departed=tuple(places[id(job)] for job in jobs), fetched=place)
 
-        return [found(subject, jobs) for subject, jobs in zip(subjects, left, strict=True)], begun
+        return [with_begun(*each) for each in zip(subjects, found, left, strict=True)], begun
 
-    def _make_room(self, plan: Plan, subjects: Sequence[Subject]) -> Plan:
+    def _make_room(self, plan: Plan, subjects: Sequence[Subject], found: Sequence[Found]) -> Plan:
         """Get memory for state that comes to stay and for slots; the plan as far as there is any."""
-        holdings, found = self.holdings, [subject.found for subject in subjects]
+        holdings = self.holdings
         holdings.expect_denials(bool(leaving(plan, found)))  # what leaves is there until the step is over
         denied = [i for i in arriving(plan, found) if holdings.settle(subjects[i].subgroup) is None]
         plan = plan.on_host(denied)
         passing = {i: subjects[i] for i in staged(plan, found)}
-        nbytes = max((self._slot_bytes(subject) for subject in passing.values()), default=0)
+        nbytes = max((s.slot_bytes(staying=s.subgroup in holdings.resident) for s in passing.values()), default=0)
         first = [(i, subject.subgroup) for i, subject in passing.items()][: len(self._prefetched)]
         ahead = [(issued.task.subgroup, subgroup) for subgroup, issued in self._prefetched.items()]
         if holdings.slots and (first != ahead or holdings.slots[0].nbytes < nbytes):
@@ -321,11 +286,6 @@ class Engine:
             plan = plan.on_host(plan.served(Placement.GPU_STREAMED))  # none of which has anything to stream
         return dataclasses.replace(plan, slots=len(holdings.slots))
 
-    def _slot_bytes(self, subject: Subject) -> int:
-        assert subject.update is not None, "nothing passes through a slot without a gradient"
-        resident = subject.subgroup in self.holdings.resident
-        return subject.update.gradient_bytes if resident else subject.update.slot_bytes
-
     def _run_host_lane(self, step: Step) -> None:
         """The host's part of a step: update, then give back device memory that was needed for this step only."""
         self._host.update(step.turns)
@@ -333,10 +293,10 @@ class Engine:
             with contextlib.suppress(Exception):  # said by `wait`, which waits for the same jobs
                 job.wait()
         self.holdings.free_slots()
-        leaving = step.leaving()
-        for subgroup in leaving:
+        gone = step.leaving()
+        for subgroup in gone:
             self.holdings.evict(subgroup)
-        if leaving:
+        if gone:
             self.device.trim()  # another process may be waiting for it
 
 
@@ -353,37 +313,3 @@ def _spans(jobs: Iterable[Job], errors: list[Exception]) -> list[Span]:
 
 def _timeline(spans: Iterable[Span], origin: float) -> Timeline:
     return Timeline.of(Span(s.lane, s.op, s.subgroup, s.start - origin, s.end - origin) for s in spans)
-
-
-_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
-_forking: list[Engine] = []
-
-
-def _finish_engines() -> None:
-    for engine in list(_engines):
-        engine.finish()
-
-
-def _before_fork() -> None:
-    """Let no step be half done in the child: wait until no thread is in a call, and nothing is running."""
-    for engine in list(_engines):
-        engine.guard.lock.acquire()
-        _forking.append(engine)
-        engine.drain()
-
-
-def _after_fork_in_parent() -> None:
-    while _forking:
-        _forking.pop().guard.lock.release()
-
-
-def _after_fork_in_child() -> None:
-    for engine in list(_engines):
-        engine.after_fork()
-    _after_fork_in_parent()
-
-
-# A forked child, such as a data loader's worker, sees parameters that are finished, and has threads of its own.
-os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
-# Work in flight ends before executors shut down at the interpreter's exit; this runs before theirs, which came earlier.
-threading._register_atexit(_finish_engines)  # type: ignore[attr-defined]

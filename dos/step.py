@@ -13,7 +13,7 @@ from dos.devices import Copy, Device, Job
 from dos.holdings import Holdings
 from dos.host_lane import Turn
 from dos.subgroup import State, Subgroup
-from dos.work import SubgroupUpdate
+from dos.work import SubgroupUpdate, Subject
 from perfmodel import Op
 from perfmodel.lanes import Stream
 from perfmodel.plan import Tier
@@ -25,18 +25,6 @@ class Issued(NamedTuple):
 
     task: Task
     job: Job
-
-
-class Subject(NamedTuple):
-    """One subgroup in a step.
-
-    update: None without any gradient. missing: the copies that bring gradients which are not on their way yet.
-    """
-
-    subgroup: Subgroup
-    update: SubgroupUpdate | None
-    missing: Sequence[Copy]
-    found: Found
 
 
 class Step:
@@ -54,6 +42,7 @@ class Step:
         holdings: Holdings,
         schedule: Schedule,
         subjects: Sequence[Subject],
+        found: Sequence[Found],
         begun: Sequence[Issued],
     ) -> None:
         self.schedule = schedule
@@ -65,6 +54,7 @@ class Step:
         self._device = device
         self._holdings = holdings
         self._subjects = subjects
+        self._found = found
         self._states: dict[int, State] = {}
         self._gradients: dict[int, Tensor] = {}
         self._ready: dict[int, Sequence[Job]] = {}
@@ -92,6 +82,16 @@ class Step:
                 jobs.append(self.jobs[-1:])
                 if task.op is Op.FLUSH or task.slot is not None:
                     self.last[task.stream] = self.jobs[-1]
+
+    def all_jobs(self, errors: list[Exception]) -> list[Job]:
+        """Also of the host's lane, once it has issued them. errors: receives why it has not."""
+        jobs = list(self.jobs)
+        for turn in self.turns:
+            try:
+                jobs.append(turn.done.result())
+            except Exception as error:
+                errors.append(error)
+        return jobs
 
     def fail(self, error: Exception) -> None:
         """Let nobody wait for what will not be issued any more."""
@@ -123,7 +123,7 @@ class Step:
     def _prefetch(self, task: Task, after: Sequence[Job]) -> Job:
         """Bring up what the update on the device needs and has not: state, offloaded gradients, or both."""
         i, subgroup, update = self._of(task)
-        found, copies = self._subjects[i].found, []
+        found, copies = self._found[i], []
         if found.state is Tier.HOST and found.fetched is None:
             copies += state_copies(self._state(task), subgroup.state)
         if update.offloaded:
