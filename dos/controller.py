@@ -12,7 +12,8 @@ from perfmodel import Lane, Op, Placement, Plan, Timeline, Workload
 from perfmodel.adaptive import AdaptivePlanner
 from perfmodel.hardware import HardwareProfile, changed
 from perfmodel.policies import cpu_only, static_ratio, stride
-from perfmodel.schedule import Schedule, Scope
+from perfmodel.schedule import Schedule
+from perfmodel.scope import Scope
 from perfmodel.simulate import Costs, makespan, serve
 
 Policy = Callable[[Workload], Plan]

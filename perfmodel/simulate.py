@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from perfmodel.hardware import HardwareProfile
 from perfmodel.lanes import LANE_OF_STREAM, LANES, Stream, Tasks
 from perfmodel.plan import Plan
-from perfmodel.schedule import UPDATE_ALONE, Phase, Schedule, Scope, schedule
+from perfmodel.schedule import Schedule, schedule
+from perfmodel.scope import UPDATE_ALONE, Phase, Scope
 from perfmodel.timeline import Op, Span, Timeline
 from perfmodel.workload import SubgroupLoad, Workload
 

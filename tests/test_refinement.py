@@ -18,7 +18,8 @@ from dos.controller import Refinement
 from perfmodel import Lane, Op, Placement, Plan, Span, Timeline, Workload
 from perfmodel.hardware import HardwareProfile
 from perfmodel.policies import cpu_only, static_ratio, stride
-from perfmodel.schedule import UPDATE_ALONE, Phase, Schedule, Scope, schedule
+from perfmodel.schedule import Schedule, schedule
+from perfmodel.scope import UPDATE_ALONE, Phase, Scope
 from perfmodel.simulate import serve, simulate
 
 TRUTH = profile(
