@@ -249,7 +249,7 @@ class Accelerator:
         )
 
     def _follow(self, plan: Plan) -> Workload:
-        """The step runs this plan; if it is another than the last, say so in the log. Returns what it is for."""
+        """The step runs this plan; the log says if it is a new one. Returns what it is for."""
         new, assumed = plan != self.plan, self._decided
         assert assumed is not None, "the plan was made for a workload"
         before = 0.0 if self._workload is None else self._workload.peak_free_bytes

@@ -103,12 +103,12 @@ _GROUPS = ((Lane.GPU,), (Lane.CPU, Lane.H2D, Lane.D2H))
 class Refinement:
     """Corrects a profile by measured timelines: lasting changes are followed, single slow steps are not.
 
-    Each lane's measured busy time is compared with what the simulator says for the same schedule, contention included.
-    The median ratio of the last WINDOW steps counts; when it is off by more than TOLERANCE, the rate behind the lane is
-    divided by it and the window begins anew.
+    Each lane's measured busy time is compared with what the simulator says for the same schedule,
+    contention included. The median ratio of the last WINDOW steps counts; when it is off by more
+    than TOLERANCE, the rate behind the lane is divided by it and the window begins anew.
 
-    What was measured of something else teaches nothing: a lane counts only in steps in which it, and the lanes that
-    slow it, served just the tasks of the schedule.
+    What was measured of something else teaches nothing: a lane counts only in steps in which it,
+    and the lanes that slow it, served just the tasks of the schedule.
     """
 
     WINDOW = 5
@@ -127,7 +127,8 @@ class Refinement:
 
         schedule: that was issued, of these subgroups.
         """
-        # What left during backward met no uploads, and without the length of backward nobody knows what it met.
+        # What left during backward met no uploads, and without the length of backward nobody knows
+        # for how long it did.
         beside = not workload.backward_s and _waits_for_backward(schedule)
         expected = self._simulated(profile, schedule, workload)
         for lanes in _GROUPS:

@@ -35,7 +35,8 @@ class Engine:
     Between steps it owns the state of resident subgroups; `bring_home` returns that to the host.
 
     guard: of the optimizer; whoever calls holds its lock. It is broken if a step fails.
-    schedule: of the last step that was issued; None before the first. ran: when its tasks ran, and nothing else.
+    schedule: of the last step that was issued; None before the first.
+    ran: when its tasks ran, and nothing else.
     origin: the 0 of the last timeline, on the clock of time.perf_counter.
     """
 
@@ -264,9 +265,10 @@ class Engine:
         return [with_begun(*each) for each in zip(subjects, found, left, strict=True)], begun
 
     def _make_room(self, plan: Plan, subjects: Sequence[Subject], found: Sequence[Found]) -> Plan:
-        """Get memory for state that comes to stay and for slots; the plan as far as there is any."""
+        """Get memory for state that comes to stay and for slots; the plan as far as there is."""
         holdings = self.holdings
-        holdings.expect_denials(bool(leaving(plan, found)))  # what leaves is there until the step is over
+        # What leaves is there until the step is over, and may be what is missing.
+        holdings.expect_denials(bool(leaving(plan, found)))
         denied = [i for i in arriving(plan, found) if holdings.settle(subjects[i].subgroup) is None]
         plan = plan.on_host(denied)
         passing = {i: subjects[i] for i in staged(plan, found)}
@@ -282,12 +284,12 @@ class Engine:
                 if found[i].state is Tier.HOST and passing[i].subgroup in holdings.resident:
                     holdings.evict(passing[i].subgroup)
             plan = plan.on_host(passing)
-        if not holdings.slots:
-            plan = plan.on_host(plan.served(Placement.GPU_STREAMED))  # none of which has anything to stream
+        if not holdings.slots:  # a plan without slots must not stream, not even what has no gradient
+            plan = plan.on_host(plan.served(Placement.GPU_STREAMED))
         return dataclasses.replace(plan, slots=len(holdings.slots))
 
     def _run_host_lane(self, step: Step) -> None:
-        """The host's part of a step: update, then give back device memory that was needed for this step only."""
+        """The host's part of a step: update, then give back memory that was needed for it only."""
         self._host.update(step.turns)
         for job in step.last.values():
             with contextlib.suppress(Exception):  # said by `wait`, which waits for the same jobs

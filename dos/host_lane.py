@@ -15,9 +15,10 @@ from perfmodel import Lane, Op, Span
 class Turn(NamedTuple):
     """One subgroup's update on the host.
 
-    number: of the subgroup in the plan. ready: the jobs that bring its gradients, and its state if that was elsewhere.
-    after: those before which its parameters may not be overwritten. done: receives the job that brings the new ones to
-    the device, or what went wrong.
+    number: of the subgroup in the plan.
+    ready: the jobs that bring its gradients, and its state if that was elsewhere.
+    after: those before whose end its parameters may not be overwritten.
+    done: receives the job that brings the new ones to the device, or what went wrong.
     """
 
     number: int

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import concurrent.futures.thread  # noqa: F401 - its exit comes after ours only if it was registered before
+import concurrent.futures.thread  # noqa: F401 - registered before us, it ends after us
 import os
 import threading
 import weakref

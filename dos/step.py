@@ -31,9 +31,10 @@ class Step:
     """Issues a schedule; what it has issued so far is in flight.
 
     jobs: of transfers and of updates on the device. turns: what the host's lane has to do.
-    done: by subgroup, the job after which its new parameters are on the device, once that is issued.
+    done: by subgroup, the job after which its new parameters are there, once that is issued.
     backward: what the caller had queued on the device when the step was issued.
-    last: by stream, the jobs after which nothing uses slots and state that leaves; streams are in order.
+    last: by stream, the jobs after which nothing uses slots and state that leaves, for streams
+        are in order.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class Step:
     def issue(self) -> None:
         """Issue what is not under way yet."""
         tasks, begun = self.schedule.tasks, self.schedule.begun
-        # By number of the task. Nothing that is issued waits for a piece of backward but for its end.
+        # By number of the task. What is issued here waits for backward's end, not for its pieces.
         jobs: list[Sequence[Job]] = [()] * (begun - len(self.jobs)) + [(job,) for job in self.jobs]
         # The gradients of this step are complete once the caller's stream has come this far.
         self.backward = self._device.fence()
@@ -71,7 +72,8 @@ class Step:
             task = tasks[number]
             after = tuple(itertools.chain.from_iterable(jobs[other] for other in task.after))
             if task.stream is Stream.CPU:
-                # The host itself has come past the call of step(); its gradients are all that it waits for.
+                # The host has come past the call of step(), and the device may still be behind it:
+                # waiting for the end of backward there would hold up gradients that are here.
                 self._ready[number] = [job for other in task.after if other != begun for job in jobs[other]]
                 jobs.append(())
             elif task.stream is Stream.PARAMETER:
@@ -121,7 +123,7 @@ class Step:
         return self._device.copy(Op.GRADIENT, task.subgroup, self._subjects[task.subgroup].missing, after)
 
     def _prefetch(self, task: Task, after: Sequence[Job]) -> Job:
-        """Bring up what the update on the device needs and has not: state, offloaded gradients, or both."""
+        """Bring up what the update on the device has not: state, offloaded gradients, or both."""
         i, subgroup, update = self._of(task)
         found, copies = self._found[i], []
         if found.state is Tier.HOST and found.fetched is None:

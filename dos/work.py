@@ -143,6 +143,6 @@ class Subject(NamedTuple):
         return Found(state, Tier.DEVICE, update.numel, late, parameter_bytes)
 
     def slot_bytes(self, *, staying: bool) -> int:
-        """Bytes of the slot through which it passes. staying: its state has a place of its own on the device."""
+        """Bytes of the slot that it needs. staying: its state has a place of its own there."""
         assert self.update is not None, "nothing passes through a slot without a gradient"
         return self.update.gradient_bytes if staying else self.update.slot_bytes

@@ -12,7 +12,8 @@ from perfmodel.scope import UPDATE_ALONE, Phase, Scope
 from perfmodel.timeline import Op
 from perfmodel.workload import SubgroupLoad, Workload
 
-# What tasks do, and on which stream. Looking up a member of an enum takes longer than all else that is done for a task.
+# What tasks do, and on which stream. Names of their own, because the planner makes some hundred
+# thousand tasks, and looking up a member of an enum takes as long as making one.
 BACKWARD, FORWARD = (Op.BACKWARD, Stream.COMPUTE), (Op.FORWARD, Stream.COMPUTE)
 GRADIENT, PARAMETER = (Op.GRADIENT, Stream.GRADIENT), (Op.PARAMETER, Stream.PARAMETER)
 PREFETCH, FLUSH = (Op.PREFETCH, Stream.PREFETCH), (Op.FLUSH, Stream.FLUSH)
@@ -41,8 +42,9 @@ class Task(NamedTuple):
 class Schedule:
     """Tasks in issue order; a task's number is its place.
 
-    begun: how many of them were under way when the others were scheduled: pieces of backward, and what left or
-        arrived beside them. The one after them is the end of backward, where `step()` is called.
+    begun: how many of them were under way when the others were scheduled: pieces of backward, and
+        what left or arrived beside them. In a step the next task is the end of backward, where
+        `step()` was called; a plan has no such task.
     """
 
     tasks: tuple[Task, ...]
@@ -54,7 +56,8 @@ class Found(NamedTuple):
 
     state: where it is. gradient: where that is; None: there is none, and nothing is updated.
     numel: parameters that have a gradient. parameter_bytes: of them.
-    gradient_bytes: of what has yet to be moved, if the gradient is not where the update is; None: it has all left.
+    gradient_bytes: of what has yet to be moved, if the gradient is not where the update is; None:
+        it has all left.
     departed: the transfers under way that bring gradients to the host, by their places among those.
     fetched: the one under way that brings the state to a slot.
     """
@@ -69,7 +72,7 @@ class Found(NamedTuple):
 
 
 def schedule(plan: Plan, workload: Workload, scope: Scope = UPDATE_ALONE) -> Schedule:
-    """The plan as it will run if state is where the plan wants it, and all gradients and all memory are there.
+    """The plan if state is where the plan wants it, and all gradients and memory are there.
 
     Raises ValueError when the plan is of another number of subgroups.
     """
@@ -129,7 +132,7 @@ def leaving(plan: Plan, found: Sequence[Found]) -> list[int]:
 
 
 def staged(plan: Plan, found: Sequence[Found]) -> list[int]:
-    """Subgroups that pass through the staging slots, with their state or with offloaded gradients, in service order.
+    """Subgroups that pass through slots, with state or with offloaded gradients, in service order.
 
     State that is on the device is updated there, whether the plan lets it stay or not.
     """
@@ -146,7 +149,8 @@ class _Made:
     """The tasks so far.
 
     piece: of backward, by the subgroup whose gradient is complete then.
-    departed, fetched: by subgroup, tasks beside backward that bring its gradients to the host, or its state to a slot.
+    departed, fetched: by subgroup, tasks beside backward that bring its gradients to the host, or
+        its state to a slot.
     """
 
     def __init__(self, plan: Plan, workload: Workload) -> None:
@@ -177,7 +181,7 @@ class _Made:
             self.piece[i] = self.add(BACKWARD, None, self._loads[i].numel)
 
     def begun(self, transfers: Sequence[Task], found: Sequence[Found]) -> None:
-        """Transfers beside backward: gradients leave when they are complete, state comes when half of it is over."""
+        """Transfers beside backward: complete gradients leave, state comes after half of it."""
         first = len(self.tasks)
         after: dict[int, int] = {}
         for i, each in enumerate(found):
@@ -217,7 +221,7 @@ class _Made:
                 rank += 1
 
     def _where_it_stays(self, i: int, found: Found, stays: bool, backward: tuple[int, ...]) -> None:
-        """State that is on the device or comes to stay, with its gradient: it leaves after its update if it must."""
+        """State that is on the device or comes to stay, with its gradient there; it may leave."""
         ready = backward
         if found.state is HOST:
             ready = (self.add(PREFETCH, i, self._loads[i].state_bytes, backward), *backward)
@@ -226,7 +230,7 @@ class _Made:
             self._flush(i, (update,))
 
     def _staged(self, i: int, found: Found, slot: int, vacated: tuple[int, ...], backward: tuple[int, ...]) -> int:
-        """State, offloaded gradients or both come up for the update; returns the task after which the slot is free."""
+        """State, offloaded gradients or both come up for the update; what frees the slot again."""
         stays = self._plan.placements[i] is RESIDENT
         fetched = self.fetched.get(i)
         ready: tuple[int, ...] = () if fetched is None else (fetched,)
@@ -246,7 +250,7 @@ class _Made:
         return update
 
     def _on_host(self, i: int, found: Found, backward: tuple[int, ...]) -> None:
-        """On the host, once gradients, and state that is still on the device, are there; the parameters go up."""
+        """An update on the host; state may have to leave the device first, parameters go up."""
         ready = self.departed.get(i, ())
         if found.gradient is DEVICE and found.gradient_bytes is not None:
             ready += (self.add(GRADIENT, i, found.gradient_bytes, backward),)

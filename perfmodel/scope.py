@@ -1,4 +1,4 @@
-"""How much of an iteration is scheduled: the compute beside an update, and whether transfers run beside it."""
+"""How much of an iteration is scheduled: the compute beside the update, and how."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class Asked(NamedTuple):
 
 
 class Recording(EmulatedDevice):
-    """Writes down what it is asked for, by the caller and by the host's lane. failing: share of allocations that do."""
+    """Writes down what the caller and the host's lane ask for. failing: share of allocations."""
 
     def __init__(self, seed: int, failing: float) -> None:
         super().__init__(FAST, capacity=10**9)
@@ -122,7 +122,7 @@ def _on_host_lane() -> bool:
 
 
 def compare(schedule: Schedule, device: Recording, early: int) -> None:
-    """What was asked for with the tasks. early: how many of the caller's requests came before the step's."""
+    """Requests with tasks. early: how many of the caller's came before those of the step."""
     tasks, begun = schedule.tasks, schedule.begun
     assert tasks[begun].op is Op.BACKWARD
     numbers: dict[Seen, object] = {}
@@ -214,7 +214,8 @@ def history(seed: int, *, offload_gradients: bool, failing: float, attached: boo
         device.failures = 0
         if rng.random() < 0.5:
             plan_anew(optimizer)
-        # In the first step all have a gradient: for state that is made later, what is under way is waited for.
+        # In the first step all have a gradient: when state is made later, what is under way is
+        # waited for and let go of.
         backward(rng, model, twin, change=step > 0 and not offload_gradients)
         if rng.random() < 0.5:
             plan_anew(optimizer)
@@ -235,7 +236,7 @@ def history(seed: int, *, offload_gradients: bool, failing: float, attached: boo
 
 
 def backward(rng: random.Random, model: nn.Module, twin: nn.Module, *, change: bool) -> None:
-    """Backward, once or twice, in both. change: one gradient may be dropped or changed afterwards."""
+    """Backward, once or twice, in both. change: one gradient may be dropped or changed then."""
     number, one, drop = rng.randint(1, 2), rng.randrange(10), rng.random() < 0.5
     seed = rng.randrange(1000)
     for network in (model, twin):

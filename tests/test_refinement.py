@@ -1,4 +1,4 @@
-"""The believed profile stays near the truth, whatever a step does, and what was not of its schedule teaches nothing."""
+"""The believed profile stays near the truth; what was not of the schedule teaches nothing."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def learnt_from(optimizer: DOSAdam, model: nn.Module, between: Callable[[], None
 
 
 def assert_as_predicted(steps: list[Step], tolerance: float = 1.3) -> None:
-    """Each lane did what was predicted, and the best of steps that do the same took it as long, up to a factor."""
+    """Each lane did what was predicted, for as long in the best of like steps, up to a factor."""
     ratios = defaultdict(list)
     for issued, work, ran in steps:
         predicted = Timeline.of(s for s in serve(issued, work, SLOW).spans if s.subgroup is not None)

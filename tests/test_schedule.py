@@ -81,7 +81,7 @@ def test_beside_compute() -> None:
 
 
 def test_state_comes_to_stay_and_leaves() -> None:
-    """The third leaves without having been updated, the fourth had no gradient and stays where it is."""
+    """The third leaves without an update, the fourth has no gradient and stays where it is."""
     finds = [found(HOST), found(DEVICE), found(DEVICE, None), found(HOST, None)]
     assert step((R, C, S, R), finds) == [
         "0 backward COMPUTE 0",
@@ -126,7 +126,7 @@ def test_without_a_slot_state_goes_home_to_be_updated_with_offloaded_gradients()
 
 
 def test_what_is_under_way_is_not_issued_again() -> None:
-    """All of the first's gradients have left, of the second's half; the third's state is in a slot."""
+    """All gradients of the first have left, half of the second; state of the third is in a slot."""
     begun = (
         Task(Op.PREFETCH, Stream.PREFETCH, 2, 144, (), 0),
         Task(Op.GRADIENT, Stream.GRADIENT, 1, 12),
