@@ -15,7 +15,7 @@ from torch import Tensor
 from dos.devices import LANES, Caller, Copy, Device, Job
 from dos.guard import Guard
 from dos.holdings import Holdings
-from dos.host_lane import HostLane
+from dos.host_lane import HostLane, Turn
 from dos.lifetime import watch
 from dos.step import Issued, Step, state_copies
 from dos.subgroup import Subgroup
@@ -128,8 +128,8 @@ class Engine:
             self.schedule = schedule_step(plan, workload, found, [issued.task for issued in begun])
             step = self._step = Step(self.device, self.holdings, self.schedule, subjects, found, begun)
             self._prefetched = {}
-            step.issue()
-            self._lane_done = self._host.submit(functools.partial(self._run_host_lane, step))
+            turns = step.issue()
+            self._lane_done = self._host.submit(functools.partial(self._run_host_lane, turns, step))
         except BaseException as error:
             failure = self._failure(error)
             # Part of the step is under way; nobody may wait for the rest.
@@ -288,17 +288,16 @@ class Engine:
             plan = plan.on_host(plan.served(Placement.GPU_STREAMED))
         return dataclasses.replace(plan, slots=len(holdings.slots))
 
-    def _run_host_lane(self, step: Step) -> None:
+    def _run_host_lane(self, turns: Sequence[Turn], step: Step) -> None:
         """The host's part of a step: update, then give back memory that was needed for it only."""
-        self._host.update(step.turns)
+        self._host.update(turns)
         for job in step.last.values():
             with contextlib.suppress(Exception):  # said by `wait`, which waits for the same jobs
                 job.wait()
         self.holdings.free_slots()
-        gone = step.leaving()
-        for subgroup in gone:
+        for subgroup in step.leaving:
             self.holdings.evict(subgroup)
-        if gone:
+        if step.leaving:
             self.device.trim()  # another process may be waiting for it
 
 

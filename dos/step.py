@@ -30,11 +30,12 @@ class Issued(NamedTuple):
 class Step:
     """Issues a schedule; what it has issued so far is in flight.
 
-    jobs: of transfers and of updates on the device. turns: what the host's lane has to do.
+    jobs: of transfers and of updates on the device. uploads: those of the host's lane, to come.
     done: by subgroup, the job after which its new parameters are there, once that is issued.
     backward: what the caller had queued on the device when the step was issued.
     last: by stream, the jobs after which nothing uses slots and state that leaves, for streams
         are in order.
+    leaving: the subgroups whose state is not on the device any more once the step is over.
     """
 
     def __init__(
@@ -48,10 +49,11 @@ class Step:
     ) -> None:
         self.schedule = schedule
         self.jobs = [issued.job for issued in begun]
-        self.turns: list[Turn] = []
+        self.uploads: list[Future[Job]] = []
         self.done: dict[Subgroup, Future[Job]] = {}
         self.backward: Sequence[Job] = ()
         self.last: dict[Stream, Job] = {}
+        self.leaving: list[Subgroup] = []
         self._device = device
         self._holdings = holdings
         self._subjects = subjects
@@ -60,8 +62,9 @@ class Step:
         self._gradients: dict[int, Tensor] = {}
         self._ready: dict[int, Sequence[Job]] = {}
 
-    def issue(self) -> None:
-        """Issue what is not under way yet."""
+    def issue(self) -> list[Turn]:
+        """Issue what is not under way yet; returns what the host's lane has to do."""
+        turns: list[Turn] = []
         tasks, begun = self.schedule.tasks, self.schedule.begun
         # By number of the task. What is issued here waits for backward's end, not for its pieces.
         jobs: list[Sequence[Job]] = [()] * (begun - len(self.jobs)) + [(job,) for job in self.jobs]
@@ -77,20 +80,23 @@ class Step:
                 self._ready[number] = [job for other in task.after if other != begun for job in jobs[other]]
                 jobs.append(())
             elif task.stream is Stream.PARAMETER:
-                self._take_turn(task, self._ready[task.after[0]], after)
+                turns.append(self._turn(task, self._ready[task.after[0]], after))
                 jobs.append(())
             else:
                 self.jobs.append(self._issue(task, after))
                 jobs.append(self.jobs[-1:])
                 if task.op is Op.FLUSH or task.slot is not None:
                     self.last[task.stream] = self.jobs[-1]
+        # Else the gradients' memory would be held until somebody waits for the step.
+        self._subjects, self._found, self._states, self._gradients, self._ready = (), (), {}, {}, {}
+        return turns
 
     def all_jobs(self, errors: list[Exception]) -> list[Job]:
         """Also of the host's lane, once it has issued them. errors: receives why it has not."""
         jobs = list(self.jobs)
-        for turn in self.turns:
+        for upload in self.uploads:
             try:
-                jobs.append(turn.done.result())
+                jobs.append(upload.result())
             except Exception as error:
                 errors.append(error)
         return jobs
@@ -101,15 +107,11 @@ class Step:
             if not future.done():
                 future.set_exception(error)
 
-    def leaving(self) -> list[Subgroup]:
-        """The subgroups whose state is not on the device any more once the step is over."""
-        flushes = [task for task in self.schedule.tasks if task.op is Op.FLUSH and task.slot is None]
-        return [self._subjects[task.subgroup].subgroup for task in flushes if task.subgroup is not None]
-
-    def _take_turn(self, task: Task, ready: Sequence[Job], after: Sequence[Job]) -> None:
+    def _turn(self, task: Task, ready: Sequence[Job], after: Sequence[Job]) -> Turn:
         i, subgroup, update = self._of(task)
-        self.done[subgroup] = Future()
-        self.turns.append(Turn(i, update, ready, after, self.done[subgroup]))
+        done = self.done[subgroup] = Future()
+        self.uploads.append(done)
+        return Turn(i, update, ready, after, done)
 
     def _issue(self, task: Task, after: Sequence[Job]) -> Job:
         if task.op is Op.FLUSH:
@@ -146,8 +148,10 @@ class Step:
 
     def _flush(self, task: Task, after: Sequence[Job]) -> Job:
         assert task.subgroup is not None, "state is of a subgroup"
-        host = self._subjects[task.subgroup].subgroup.state
-        return self._device.copy(Op.FLUSH, task.subgroup, state_copies(host, self._state(task)), after)
+        subgroup = self._subjects[task.subgroup].subgroup
+        if task.slot is None:
+            self.leaving.append(subgroup)
+        return self._device.copy(Op.FLUSH, task.subgroup, state_copies(subgroup.state, self._state(task)), after)
 
     def _of(self, task: Task) -> tuple[int, Subgroup, SubgroupUpdate]:
         assert task.subgroup is not None, "an update is of a subgroup"
