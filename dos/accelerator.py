@@ -27,7 +27,7 @@ from dos.report import Report
 from dos.subgroup import ParameterRecord, Subgroup
 from dos.threads import set_kernel_threads
 from dos.update import gpu_kernel_name
-from dos.work import SubgroupUpdate
+from dos.work import SubgroupUpdate, Subject
 from perfmodel import Op, Placement, Plan, Timeline, Workload
 from perfmodel.hardware import HardwareProfile
 
@@ -63,7 +63,7 @@ class Accelerator:
         self._in_backward = False
         self._waited_for: set[Subgroup] = set()
         self._gradients = self._gradients_before = 0
-        self._as_modelled = False
+        self._alone = False
 
     def finish_with(self, owner: object) -> None:
         """Let work in flight end when its owner is collected or the interpreter exits, before anybody reads results."""
@@ -153,25 +153,26 @@ class Accelerator:
 
         writes: how often every gradient was written since backward without changing a value.
         """
-        works = [updates.get(subgroup) for subgroup in self._registry.accelerated]
-        departed, missing = {}, []
-        for work in works:
-            late: list[Copy] = []
-            if work is not None and not work.offloaded:
-                pieces = [u.piece for u in work.pieces]
-                holding, departed[work.subgroup] = self._departures.arriving(work.subgroup, pieces, writes)
-                late = work.downloads([u for u in work.pieces if u.piece not in holding])
-            missing.append(late)
-        self._pace.step(early=any(departed.values()) if Placement.CPU in plan.placements else None)
-        self._as_modelled = all(update.as_modelled for update in updates.values())
+        subjects = [self._subject(subgroup, updates.get(subgroup), writes) for subgroup in self._registry.accelerated]
+        departed = any(subject.departed for subject in subjects)
+        self._pace.step(early=departed if Placement.CPU in plan.placements else None)
+        # Nobody knows what updates of parameters on the host take of it meanwhile.
+        self._alone = all(subgroup.arena.accelerated for subgroup in updates)
         self._running = self._compute.iteration
-        self._follow(plan)
+        workload = self._follow(plan)
         self._waited_for = set()
         with self._pace.held_up():
-            self._engine.start(plan, self._registry.accelerated, works, departed, missing)
+            self._engine.start(plan, workload, subjects)
         denied = self._engine.holdings.denied
         if denied is not None:
             self.memory.allocation_failed(denied)
+
+    def _subject(self, subgroup: Subgroup, update: SubgroupUpdate | None, writes: int | None) -> Subject:
+        if update is None or update.offloaded:
+            return Subject(subgroup, update, (), ())
+        holding, departed = self._departures.arriving(subgroup, [u.piece for u in update.pieces], writes)
+        missing = update.downloads(u for u in update.pieces if u.piece not in holding)
+        return Subject(subgroup, update, departed, missing)
 
     def end_iteration(self, writes: int | None, *, skipped: bool) -> None:
         """The step was issued or skipped: what comes now belongs to the next iteration."""
@@ -195,10 +196,10 @@ class Accelerator:
         with self._pace.held_up():
             timeline = self._engine.wait()
         self._pace.read()
-        if timeline is not None and self.plan is not None:
+        if timeline is not None and self._workload is not None and self._engine.schedule is not None:
             self._timeline, self._completed = timeline, self._running
-            if self._engine.steady and self._as_modelled:
-                self._controller.observe(self.plan, timeline)
+            if self._alone:
+                self._controller.observe(self._engine.schedule, self._workload, self._engine.ran)
 
     def wait_for(self, record: ParameterRecord) -> None:
         """Order what the caller queues on the device from now on behind the update of this parameter."""
@@ -254,8 +255,8 @@ class Accelerator:
             changed=self._changed,
         )
 
-    def _follow(self, plan: Plan) -> None:
-        """The step runs this plan; if it is another than the last, say so in the log."""
+    def _follow(self, plan: Plan) -> Workload:
+        """The step runs this plan; the log says if it is a new one. Returns what it is for."""
         new, assumed = plan != self.plan, self._decided
         assert assumed is not None, "the plan was made for a workload"
         before = 0.0 if self._workload is None else self._workload.peak_free_bytes
@@ -266,6 +267,7 @@ class Accelerator:
                 report = self.report()
                 assert report is not None
                 logger.info("%s", report.change(), extra={"metrics": report.metrics()})
+        return assumed
 
     def read(self, record: ParameterRecord) -> Tensor:
         """The parameter as it is on the device: 1-D, on the host. Resident state is brought home."""

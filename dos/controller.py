@@ -12,7 +12,9 @@ from perfmodel import Lane, Op, Placement, Plan, Timeline, Workload
 from perfmodel.adaptive import AdaptivePlanner
 from perfmodel.hardware import HardwareProfile, changed
 from perfmodel.policies import cpu_only, static_ratio, stride
-from perfmodel.simulate import Costs, Phase, Scope, makespan, simulate
+from perfmodel.schedule import Schedule
+from perfmodel.scope import Scope
+from perfmodel.simulate import Costs, makespan, serve
 
 Policy = Callable[[Workload], Plan]
 
@@ -74,10 +76,10 @@ class AdaptivePolicy:
             return plan
         return last
 
-    def observe(self, plan: Plan, workload: Workload, timeline: Timeline) -> None:
+    def observe(self, schedule: Schedule, workload: Workload, timeline: Timeline) -> None:
         """Correct the profile by what a step took."""
         if self.profile is not None:
-            self.profile = self._refinement.correct(self.profile, plan, workload, timeline)
+            self.profile = self._refinement.correct(self.profile, schedule, workload, timeline)
 
 
 def _still_good(last: Plan, best: Plan, workload: Workload, profile: HardwareProfile) -> bool:
@@ -101,12 +103,12 @@ _GROUPS = ((Lane.GPU,), (Lane.CPU, Lane.H2D, Lane.D2H))
 class Refinement:
     """Corrects a profile by measured timelines: lasting changes are followed, single slow steps are not.
 
-    Each lane's measured busy time is compared with what the simulator says for the same plan, contention included.
-    The median ratio of the last WINDOW steps counts; when it is off by more than TOLERANCE, the rate behind the lane is
-    divided by it and the window begins anew.
+    Each lane's measured busy time is compared with what the simulator says for the same schedule,
+    contention included. The median ratio of the last WINDOW steps counts; when it is off by more
+    than TOLERANCE, the rate behind the lane is divided by it and the window begins anew.
 
-    What the model does not know teaches nothing: a lane counts only in steps in which it, and the
-    lanes that slow it, served each operation that was predicted once, and no other.
+    What was measured of something else teaches nothing: a lane counts only in steps in which it,
+    and the lanes that slow it, served just the tasks of the schedule.
     """
 
     WINDOW = 5
@@ -116,20 +118,21 @@ class Refinement:
 
     def __init__(self) -> None:
         self._ratios: dict[Lane, deque[float]] = {lane: deque(maxlen=self.WINDOW) for lane in Lane}
-        self._expected: tuple[tuple[HardwareProfile, Plan, Workload, Scope], Timeline] | None = None
+        self._expected: tuple[tuple[HardwareProfile, Schedule, Workload], Timeline] | None = None
 
-    def correct(self, profile: HardwareProfile, plan: Plan, workload: Workload, timeline: Timeline) -> HardwareProfile:
+    def correct(
+        self, profile: HardwareProfile, schedule: Schedule, workload: Workload, timeline: Timeline
+    ) -> HardwareProfile:
         """The profile after one more step; the same object while nothing has to change.
 
-        The plan must have run on just the subgroups and bytes of the workload.
+        schedule: that was issued, of these subgroups.
         """
-        # What left during backward met no uploads. Predicted beside them, it would make the link seem
-        # faster than it is, and without the length of backward nobody knows what it met.
-        early = any(span.op is Op.GRADIENT and span.start < 0 for span in timeline.spans)
-        expected = self._simulated(profile, plan, workload, Scope(Phase.OVERLAPPED) if early else Scope())
+        # What left during backward met no uploads, and without the length of backward nobody knows
+        # for how long it did.
+        beside = not workload.backward_s and _waits_for_backward(schedule)
+        expected = self._simulated(profile, schedule, workload)
         for lanes in _GROUPS:
-            unknown = early and not workload.backward_s and Lane.GPU not in lanes
-            if unknown or _served(timeline, lanes) != _served(expected, lanes):
+            if (beside and Lane.GPU not in lanes) or _served(timeline, lanes) != _served(expected, lanes):
                 continue
             for lane in lanes:
                 measured, predicted = timeline.busy(lane), expected.busy(lane)
@@ -143,13 +146,20 @@ class Refinement:
             self._ratios[lane].clear()
         return changed(profile, _corrected(profile, workload, off))
 
-    def _simulated(self, profile: HardwareProfile, plan: Plan, workload: Workload, scope: Scope) -> Timeline:
+    def _simulated(self, profile: HardwareProfile, schedule: Schedule, workload: Workload) -> Timeline:
         """The optimizer's own work as it is predicted."""
-        key = profile, plan, workload, scope
+        key = profile, schedule, workload
         if self._expected is None or self._expected[0] != key:
-            predicted = simulate(plan, workload, profile, scope)
+            predicted = serve(schedule, workload, profile)
             self._expected = key, Timeline.of(span for span in predicted.spans if span.subgroup is not None)
         return self._expected[1]
+
+
+def _waits_for_backward(schedule: Schedule) -> bool:
+    """Whether gradients leave when backward has made them."""
+    tasks = schedule.tasks
+    pieces = {number for number, task in enumerate(tasks) if task.op is Op.BACKWARD and task.size}
+    return any(task.op is Op.GRADIENT and not pieces.isdisjoint(task.after) for task in tasks)
 
 
 def _served(timeline: Timeline, lanes: tuple[Lane, ...]) -> Counter[tuple[Lane, Op, int | None]]:
@@ -202,7 +212,7 @@ class Controller:
         self._last = workload, plan
         return plan
 
-    def observe(self, plan: Plan, timeline: Timeline) -> None:
-        """A step has run with this plan and took this."""
-        if isinstance(self._policy, AdaptivePolicy) and self._last is not None and self._last[1] == plan:
-            self._policy.observe(plan, self._last[0], timeline)
+    def observe(self, schedule: Schedule, workload: Workload, timeline: Timeline) -> None:
+        """A step has run this schedule, and took this."""
+        if isinstance(self._policy, AdaptivePolicy):
+            self._policy.observe(schedule, workload, timeline)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
-import itertools
-import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
 
 from torch import Tensor
@@ -18,14 +17,17 @@ from dos.devices import LANES, Caller, Copy, Device, Job
 from dos.guard import Guard
 from dos.holdings import Holdings
 from dos.host_lane import HostLane, Turn
-from dos.subgroup import State, Subgroup
-from dos.work import SubgroupUpdate
-from perfmodel import Op, Placement, Plan, Span, Timeline
+from dos.lifetime import watch
+from dos.step import Issued, Step, state_copies
+from dos.subgroup import Subgroup
+from dos.work import Subject
+from perfmodel import Op, Placement, Plan, Span, Timeline, Workload
+from perfmodel.lanes import Stream
+from perfmodel.plan import Tier
+from perfmodel.schedule import Found, Schedule, Task, arriving, leaving, schedule_step, staged
 
 MOST_EARLY_JOBS = 1000
 """Transfers in flight without a step before the first are let go of."""
-Departed = Mapping[Subgroup, Sequence[Job]]
-"""The copies by which gradients of a subgroup left during backward."""
 
 
 class Engine:
@@ -34,7 +36,8 @@ class Engine:
     Between steps it owns the state of resident subgroups; `bring_home` returns that to the host.
 
     guard: of the optimizer; whoever calls holds its lock. It is broken if a step fails.
-    steady: whether the last step ran as planned, with no subgroup that came to stay, left, or found no memory.
+    schedule: of the last step that was issued; None before the first.
+    ran: when its tasks ran, and nothing else.
     origin: the 0 of the last timeline, on the clock of time.perf_counter.
     """
 
@@ -43,19 +46,21 @@ class Engine:
         self.guard = guard
         self._host = HostLane(device)
         self.holdings = Holdings(device)
-        self._prefetched: dict[Subgroup, tuple[State, Job]] = {}
-        self._arriving: dict[Subgroup, Job | None] = {}
+        self.schedule: Schedule | None = None
+        self.ran = Timeline(())
+        self._begun: list[Issued] = []
+        """What is under way for the next step."""
+        self._prefetched: dict[Subgroup, Issued] = {}
+        self._arriving: dict[Subgroup, Issued | None] = {}
+        """State that comes to stay, by subgroup; None: its memory is there, and its way has not begun."""
         self._considered: Plan | None = None
         self._streamed: Sequence[int] = ()
-        self._jobs: list[Job] = []
-        self._done: dict[Subgroup, Future[Job]] = {}
-        self.origin = 0.0
-        self._started = 0.0
-        self._backward: Sequence[Job] = ()
-        self.steady = True
+        self._step: Step | None = None
         self._lane_done: Future[None] | None = None
+        self._started = 0.0
+        self.origin = 0.0
         guard.drain = weakref.WeakMethod(self.drain)
-        _engines.add(self)
+        watch(self)
 
     def check(self, plan: Plan, subgroups: Sequence[Subgroup], total: int) -> None:
         """Raise ValueError if the plan streams a subgroup for which a device of `total` bytes could never hold a slot.
@@ -75,11 +80,12 @@ class Engine:
 
         callers: the queues in which backward wrote them, if not all in the present one.
         """
-        if len(self._jobs) > MOST_EARLY_JOBS and not self._done:
-            self._forget_early_jobs()
+        if len(self._begun) > MOST_EARLY_JOBS and self._step is None:
+            self._forget_begun()
         # What backward writes in any of them is read here.
         job = self.device.copy(Op.GRADIENT, index, copies, self.device.fence(callers))
-        self._jobs.append(job)
+        nbytes = sum(source.nbytes for _, source in copies)
+        self._begun.append(Issued(Task(Op.GRADIENT, Stream.GRADIENT, index, nbytes), job))
         return job
 
     def run_on_host(self, work: Callable[[], None]) -> Future[None]:
@@ -102,9 +108,12 @@ class Engine:
         if nbytes * count > spare:
             return
         holdings.get_slots(count, nbytes)
-        for i, slot in zip(streamed, holdings.slots, strict=False):
-            state = subgroups[i].state.carve(slot)
-            self._prefetched[subgroups[i]] = state, self._prefetch(i, subgroups[i], state, self.device.fence())
+        for i, (number, slot) in zip(streamed, enumerate(holdings.slots), strict=False):
+            host = subgroups[i].state
+            # The caller's stream may still use what was in this memory before.
+            job = self.device.copy(Op.PREFETCH, i, state_copies(host.carve(slot), host), self.device.fence())
+            self._begun.append(Issued(Task(Op.PREFETCH, Stream.PREFETCH, i, host.nbytes, (), number), job))
+            self._prefetched[subgroups[i]] = self._begun[-1]
 
     def settle_early(self, plan: Plan, subgroups: Sequence[Subgroup]) -> None:
         """Start state that comes to stay on its way while backward runs, as far as there is memory for it.
@@ -119,102 +128,58 @@ class Engine:
                 state = holdings.settle(subgroups[i])
                 if state is None:
                     return
+                host = subgroups[i].state
                 # The caller's stream may still use what was in this memory before.
-                self._arriving[subgroups[i]] = self._prefetch(i, subgroups[i], state, self.device.fence())
+                job = self.device.copy(Op.PREFETCH, i, state_copies(state, host), self.device.fence())
+                self._begun.append(Issued(Task(Op.PREFETCH, Stream.PREFETCH, i, host.nbytes), job))
+                self._arriving[subgroups[i]] = self._begun[-1]
 
     def drop_prefetched(self) -> None:
         """Forget state that was prefetched for another plan than the one that runs, or for a step that was skipped."""
-        for _, job in self._prefetched.values():
+        for issued in self._prefetched.values():
             with contextlib.suppress(Exception):  # whoever needs that state fetches it again
-                job.wait()
+                issued.job.wait()
         self._prefetched = {}
         self.holdings.free_slots()
 
-    def start(
-        self,
-        plan: Plan,
-        subgroups: Sequence[Subgroup],
-        updates: Sequence[SubgroupUpdate | None],
-        departed: Departed,
-        missing: Sequence[Sequence[Copy]],
-    ) -> None:
+    def start(self, plan: Plan, workload: Workload, subjects: Sequence[Subject]) -> None:
         """Issue the step.
 
-        subgroups: all of the plan, by index. updates: the same, None for a subgroup without any gradient.
-        departed: gradients already on their way. missing: by index, the copies that bring the others.
+        workload: that the plan was made for. subjects: all subgroups of both, by index.
         A subgroup for which the device has no memory is updated on the host in this step.
         Raises RuntimeError if it fails part way.
         """
         self._started = time.perf_counter()
         self._considered = None
         try:
-            self._issue(plan, subgroups, updates, departed, missing)
+            stays = {subjects[i].subgroup for i in plan.served(Placement.GPU_RESIDENT)}
+            self._drop_arriving([s for s, issued in self._arriving.items() if issued is None or s not in stays])
+            # What is on its way has not been updated, so the host has it, too.
+            here = [s.subgroup in self.holdings.resident and s.subgroup not in self._arriving for s in subjects]
+            found = [s.found(Tier.DEVICE if is_here else Tier.HOST) for s, is_here in zip(subjects, here, strict=True)]
+            plan = self._make_room(plan, subjects, found)
+            found, begun = self._find_begun(plan, subjects, found)
+            self.schedule = schedule_step(plan, workload, found, [issued.task for issued in begun])
+            step = self._step = Step(self.device, self.holdings, self.schedule, subjects, found, begun)
+            self._prefetched, self._arriving = {}, {}
+            turns = step.issue()
+            self._lane_done = self._host.submit(functools.partial(self._run_host_lane, turns, step))
         except BaseException as error:
             failure = self._failure(error)
             # Part of the step is under way; nobody may wait for the rest.
-            for future in self._done.values():
-                if not future.done():
-                    future.set_exception(failure)
+            if self._step is not None:
+                self._step.fail(failure)
             self.drain()
             if isinstance(error, Exception):
                 raise failure from error
             raise
-
-    def _issue(
-        self,
-        plan: Plan,
-        subgroups: Sequence[Subgroup],
-        updates: Sequence[SubgroupUpdate | None],
-        departed: Departed,
-        missing: Sequence[Sequence[Copy]],
-    ) -> None:
-        """Issue all work of a step in the order in which the lanes shall serve it."""
-        holdings = self.holdings
-        self._drop_arriving([s for s, job in self._arriving.items() if job is None])
-        indices = [i for i in plan.order if updates[i] is not None]
-        work = {i: update for i in indices if (update := updates[i]) is not None}
-        stays = {
-            s for s, placement in zip(subgroups, plan.placements, strict=True) if placement is Placement.GPU_RESIDENT
-        }
-        holdings.expect_denials(not stays.issuperset(holdings.resident))  # what leaves is there until the step is over
-        placements, arrivals = self._allocate(plan, work)
-        leaving = [
-            i
-            for i, subgroup in enumerate(subgroups)
-            if subgroup in holdings.resident and plan.placements[i] is not Placement.GPU_RESIDENT
-        ]
-        self.steady = not (leaving or arrivals or self._arriving or holdings.denied is not None)
-        # The gradients of this step are complete once the caller's stream has come this far.
-        backward = self._backward = self.device.fence()
-
-        for i in indices:
-            if placements[i] is Placement.GPU_RESIDENT and not work[i].offloaded:
-                state = holdings.resident[work[i].subgroup]
-                self._update_on_device(i, work[i], state, None, (*backward, *arrivals.get(i, ())))
-        turns = []
-        for i in indices:
-            if placements[i] is Placement.CPU:
-                gradients = list(departed.get(work[i].subgroup, ()))
-                if missing[i]:
-                    gradients.append(self.device.copy(Op.GRADIENT, i, missing[i], backward))
-                    self._jobs.append(gradients[-1])
-                self._done[work[i].subgroup] = Future()
-                turns.append(Turn(i, work[i], gradients, self._done[work[i].subgroup]))
-        staged = [i for i in indices if _needs_slot(work[i], placements[i])]
-        last = [self._leave(i, subgroups[i], backward) for i in leaving if i not in staged]
-        last += self._stream(staged, work, backward, arrivals)
-        last += [self._leave(i, subgroups[i], backward) for i in leaving if i in staged]
-        self._arriving = {}
-        self._lane_done = self._host.submit(
-            functools.partial(self._run_cpu_lane, turns, backward, last, [subgroups[i] for i in leaving])
-        )
 
     def wait_for(self, subgroup: Subgroup) -> None:
         """Order what the caller queues on the device from now on behind the step's update of this subgroup.
 
         Raises RuntimeError if the step failed, with the cause.
         """
-        done = self._done.get(subgroup)
+        done = None if self._step is None else self._step.done.get(subgroup)
         if done is not None:
             try:
                 # The new parameters are read from here on.
@@ -225,7 +190,7 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Whether nothing is in flight that anybody would have to wait for."""
-        return not self._jobs and not self._done
+        return not self._begun and self._step is None
 
     def wait(self) -> Timeline | None:
         """Block until nothing is in flight; the spans in seconds since `start`, early transfers before 0.
@@ -237,34 +202,28 @@ class Engine:
         if self.idle:
             return None
         # It may be interrupted anywhere, and then is called again: nothing is let go of before all has been seen.
-        spans: list[Span] = []
         errors: list[Exception] = []
-        stepped = bool(self._done)
-        for future in self._done.values():
-            try:
-                future.result()
-            except Exception as error:
-                errors.append(error)
-        for job in self._jobs:  # complete, now that the CPU lane has issued its last upload
-            try:
-                spans.append(job.wait())
-            except Exception as error:
-                errors.append(error)
+        step = self._step
+        jobs = [] if step is None else step.all_jobs(errors)
+        used = {id(job) for job in jobs}
+        spans = _spans(jobs, errors)
+        unused = _spans([issued.job for issued in self._begun if id(issued.job) not in used], errors)
         if self._lane_done is not None:
             self._lane_done.result()  # slots and the memory of leaving state are free again
         spans += self._host.spans
         self.drop_prefetched()
-        if not stepped:
+        if step is None:
             errors = []  # gradients that nobody has used, or whose use says that they did not arrive
         self.guard.failed |= bool(errors)
-        self._jobs, self._done, self._lane_done, self._host.spans = [], {}, None, []
+        self._begun, self._step, self._lane_done, self._host.spans = [], None, None, []
         if errors:
             raise self._failure(errors[0]) from errors[0]
-        if not stepped:
+        if step is None:
             return None
         # A device whose work is queued may only now have come to the end of backward.
-        origin = self.origin = max([self._started, *(job.wait().end for job in self._backward)])
-        return Timeline.of(Span(s.lane, s.op, s.subgroup, s.start - origin, s.end - origin) for s in spans)
+        origin = self.origin = max([self._started, *(job.wait().end for job in step.backward)])
+        self.ran = _timeline(spans, origin)
+        return _timeline(spans + unused, origin) if unused else self.ran
 
     def finish(self) -> None:
         """`wait` for an owner who is gone: nobody is left to tell what went wrong."""
@@ -292,7 +251,14 @@ class Engine:
         """Return the state of all resident subgroups to the host, once the running step is done."""
         self.wait()
         self.holdings.expect_denials(False)
-        self._send_home(dict.fromkeys([*self.holdings.resident, *self._arriving]))
+        self._drop_arriving(list(self._arriving))
+        resident = self.holdings.resident
+        after = self.device.fence()
+        flushes = {s: self.device.copy(Op.FLUSH, 0, state_copies(s.state, resident[s]), after) for s in resident}
+        for subgroup, flush in flushes.items():
+            # The host reads the state, and the memory goes, from here on.
+            flush.wait()
+            self.holdings.evict(subgroup)
 
     def abandon(self) -> None:
         """End what backward has begun, once nothing of it is running; resident state stays."""
@@ -304,183 +270,106 @@ class Engine:
         """Copy from the device to the host, after what the caller has queued on the device. Blocks."""
         self.device.copy(Op.GRADIENT, 0, [(destination, source)], self.device.fence()).wait()
 
-    def _forget_early_jobs(self) -> None:
+    def _forget_begun(self) -> None:
         """Backward after backward without a step: let go of transfers that have ended. Who uses them has them, too."""
-        for job in self._jobs:
+        kept = [i for i in (*self._prefetched.values(), *self._arriving.values()) if i is not None]
+        for issued in self._begun:
             with contextlib.suppress(Exception):
-                job.wait()
-        self._jobs = []
+                issued.job.wait()
+        self._begun = kept
 
     def _failure(self, error: BaseException) -> RuntimeError:
         self.guard.failed = True
         return RuntimeError(f"the optimizer step failed part way ({error}); restore a checkpoint before going on")
 
-    def _allocate(
-        self, plan: Plan, work: Mapping[int, SubgroupUpdate]
-    ) -> tuple[dict[int, Placement], dict[int, Sequence[Job]]]:
-        """Get slots and room for residents: the placements that this leaves possible, and new residents' prefetches.
-
-        State that is on the device is updated there, whether the plan lets it stay or not.
-        """
-        holdings = self.holdings
-        arrivals: dict[int, Sequence[Job]] = {}
-        placements = {
-            i: Placement.GPU_RESIDENT if w.subgroup in holdings.resident else plan.placements[i]
-            for i, w in work.items()
+    def _find_begun(
+        self, plan: Plan, subjects: Sequence[Subject], found: Sequence[Found]
+    ) -> tuple[list[Found], list[Issued]]:
+        """What is found, with what is under way, and all of that which the step uses."""
+        known = {id(issued.job): issued for issued in self._begun}
+        fetched = {
+            s: issued for s, issued in (*self._prefetched.items(), *self._arriving.items()) if issued is not None
         }
-        for i, placement in placements.items():
-            if placement is Placement.GPU_RESIDENT and work[i].subgroup not in holdings.resident:
-                state = holdings.settle(work[i].subgroup)
-                if state is None:
-                    placements[i] = Placement.CPU
-                else:
-                    # The caller's stream may still use what was in this memory before.
-                    arrivals[i] = (self._prefetch(i, work[i].subgroup, state, self.device.fence()),)
-            elif (job := self._arriving.get(work[i].subgroup)) is not None:
-                arrivals[i] = (job,)
-        streamed = [i for i, placement in placements.items() if _needs_slot(work[i], placement)]
-        nbytes = max((self._slot_bytes(work[i]) for i in streamed), default=0)
-        first = [work[i].subgroup for i in streamed[: len(self._prefetched)]]
-        if holdings.slots and (first != list(self._prefetched) or holdings.slots[0].nbytes < nbytes):
+        used = {id(issued.job): issued for issued in fetched.values()}
+        # Gradients of what is updated on the device after all have left in vain.
+        left = [s.departed if p is Placement.CPU else () for s, p in zip(subjects, plan.placements, strict=True)]
+        for i, jobs in enumerate(left):
+            for job in jobs:
+                # What has been let go of is used all the same.
+                whole = Task(Op.GRADIENT, Stream.GRADIENT, i, subjects[i].subgroup.gradient.nbytes)
+                used[id(job)] = known.get(id(job)) or Issued(whole, job)
+        begun = [issued for job, issued in known.items() if job in used]
+        begun += [issued for job, issued in used.items() if job not in known]
+        places = {id(issued.job): place for place, issued in enumerate(begun)}
+
+        def with_begun(subject: Subject, found: Found, jobs: Sequence[Job]) -> Found:
+            way = fetched.get(subject.subgroup)
+            place = None if way is None else places[id(way.job)]
+            return found._replace(departed=tuple(places[id(job)] for job in jobs), fetched=place)
+
+        return [with_begun(*each) for each in zip(subjects, found, left, strict=True)], begun
+
+    def _make_room(self, plan: Plan, subjects: Sequence[Subject], found: Sequence[Found]) -> Plan:
+        """Get memory for state that comes to stay and for slots; the plan as far as there is."""
+        holdings = self.holdings
+        # What leaves is there until the step is over, and may be what is missing.
+        holdings.expect_denials(bool(leaving(plan, found)))
+        missing = [i for i in arriving(plan, found) if subjects[i].subgroup not in holdings.resident]
+        denied = [i for i in missing if holdings.settle(subjects[i].subgroup) is None]
+        plan = plan.on_host(denied)
+        passing = {i: subjects[i] for i in staged(plan, found)}
+        nbytes = max((s.slot_bytes(staying=s.subgroup in holdings.resident) for s in passing.values()), default=0)
+        first = [(i, subject.subgroup) for i, subject in passing.items()][: len(self._prefetched)]
+        ahead = [(issued.task.subgroup, subgroup) for subgroup, issued in self._prefetched.items()]
+        if holdings.slots and (first != ahead or holdings.slots[0].nbytes < nbytes):
             self.drop_prefetched()
-        if streamed and not holdings.slots:
-            holdings.get_slots(min(max(plan.slots, 1), len(streamed)), nbytes)
-        if not holdings.slots:
-            for job in itertools.chain.from_iterable(arrivals.get(i, ()) for i in streamed):
-                job.wait()  # state that is still arriving must not go home before it is there
-            self._send_home(work[i].subgroup for i in streamed)
-            placements.update(dict.fromkeys(streamed, Placement.CPU))
-        return placements, arrivals
+        if passing and not holdings.slots:
+            holdings.get_slots(min(max(plan.slots, 1), len(passing)), nbytes)
+        if passing and not holdings.slots:
+            for i in passing:
+                if passing[i].subgroup in self._arriving:
+                    self._drop_arriving([passing[i].subgroup])
+                elif found[i].state is Tier.HOST and passing[i].subgroup in holdings.resident:
+                    holdings.evict(passing[i].subgroup)
+            plan = plan.on_host(passing)
+        if not holdings.slots:  # a plan without slots must not stream, not even what has no gradient
+            plan = plan.on_host(plan.served(Placement.GPU_STREAMED))
+        return dataclasses.replace(plan, slots=len(holdings.slots))
 
     def _drop_arriving(self, subgroups: Iterable[Subgroup]) -> None:
         """Free memory of subgroups that were on their way here; nothing has updated their state, so the host has it."""
         for subgroup in subgroups:
-            job = self._arriving[subgroup]
-            if job is not None:
+            issued = self._arriving[subgroup]
+            if issued is not None:
                 with contextlib.suppress(Exception):  # whoever needs that state fetches it again
-                    job.wait()
+                    issued.job.wait()
             if subgroup in self.holdings.resident:
                 self.holdings.evict(subgroup)
             del self._arriving[subgroup]
 
-    def _slot_bytes(self, work: SubgroupUpdate) -> int:
-        return work.gradient_bytes if work.subgroup in self.holdings.resident else work.slot_bytes
-
-    def _send_home(self, subgroups: Iterable[Subgroup]) -> None:
-        """Return resident state to the host and free its memory here. Blocks; what writes to it must have ended."""
-        subgroups = list(subgroups)
-        self._drop_arriving([s for s in subgroups if s in self._arriving])
-        leaving = [s for s in subgroups if s in self.holdings.resident]
-        flushes = [self._flush(0, s, self.holdings.resident[s], self.device.fence()) for s in leaving]
-        for subgroup, flush in zip(leaving, flushes, strict=True):
-            # The host reads the state, and the memory goes, from here on.
-            flush.wait()
-            self.holdings.evict(subgroup)
-
-    def _leave(self, index: int, subgroup: Subgroup, backward: Sequence[Job]) -> Job:
-        """Start resident state on its way home, behind its update if it has one in this step."""
-        updated = self._done.get(subgroup)
-        after = backward if updated is None else (updated.result(),)
-        if (arrived := self._arriving.get(subgroup)) is not None:
-            after = (*after, arrived)  # state that is still arriving must not go home before it is there
-        self._jobs.append(self._flush(index, subgroup, self.holdings.resident[subgroup], after))
-        return self._jobs[-1]
-
-    def _stream(
-        self,
-        indices: list[int],
-        work: Mapping[int, SubgroupUpdate],
-        backward: Sequence[Job],
-        arrivals: Mapping[int, Sequence[Job]],
-    ) -> list[Job]:
-        """Pipeline prefetch, update and flush of the subgroups over the slots; the jobs after which slots are free.
-
-        Residents are among them where offloaded gradients must come up again; their state is not moved.
-        """
-        slots, resident = self.holdings.slots, self.holdings.resident
-        # The caller's stream may still use what was in the slots' memory before they were allocated.
-        vacated: list[Sequence[Job]] = [backward] * len(slots)
-        for i, number in zip(indices, itertools.cycle(range(len(slots))), strict=False):
-            subgroup, slot = work[i].subgroup, slots[number]
-            stays = subgroup in resident
-            if stays:
-                state, before = resident[subgroup], arrivals.get(i, ())
-            elif subgroup in self._prefetched:
-                state, before = self._prefetched[subgroup][0], (self._prefetched[subgroup][1],)
-            else:
-                state = subgroup.state.carve(slot)
-                # The slot's last occupant must have left before the next one is written over it.
-                before = (self._prefetch(i, subgroup, state, vacated[number]),)
-            gradient = None
-            if work[i].offloaded:
-                gradient, copies = work[i].fetch_gradients(slot[0 if stays else subgroup.state.carved_bytes :])
-                before = (*before, self.device.copy(Op.PREFETCH, i, copies, vacated[number]))
-                self._jobs.append(before[-1])
-            updated = self._update_on_device(i, work[i], state, gradient, (*backward, *before))
-            if stays:
-                vacated[number] = (updated,)
-            else:
-                flushed = self._flush(i, subgroup, state, (updated,))
-                self._jobs.append(flushed)
-                vacated[number] = (flushed,)
-        self._prefetched = {}
-        return list(itertools.chain.from_iterable(vacated))
-
-    def _prefetch(self, index: int, subgroup: Subgroup, state: State, after: Sequence[Job]) -> Job:
-        copies = list(zip(state.tensors(), subgroup.state.tensors(), strict=True))
-        self._jobs.append(self.device.copy(Op.PREFETCH, index, copies, after))
-        return self._jobs[-1]
-
-    def _flush(self, index: int, subgroup: Subgroup, state: State, after: Sequence[Job]) -> Job:
-        copies = list(zip(subgroup.state.tensors(), state.tensors(), strict=True))
-        return self.device.copy(Op.FLUSH, index, copies, after)
-
-    def _update_on_device(
-        self, index: int, work: SubgroupUpdate, state: State, gradient: Tensor | None, after: Sequence[Job]
-    ) -> Job:
-        reads = [u.gradient for u in work.pieces] if gradient is None else []
-        job = self.device.launch(index, lambda: work.apply_on_device(state, gradient), work.numel, after, reads)
-        self._jobs.append(job)
-        self._done[work.subgroup] = Future()
-        self._done[work.subgroup].set_result(job)
-        return job
-
-    def _run_cpu_lane(
-        self, turns: Sequence[Turn], backward: Sequence[Job], last: Sequence[Job], leaving: Sequence[Subgroup]
-    ) -> None:
-        """The host's part of a step: update, then give back device memory that was needed for this step only.
-
-        last: the jobs after which nothing uses slots and the state of leaving subgroups.
-        """
-        self._host.update(turns, backward, self._jobs)
-        for job in last:
+    def _run_host_lane(self, turns: Sequence[Turn], step: Step) -> None:
+        """The host's part of a step: update, then give back memory that was needed for it only."""
+        self._host.update(turns)
+        for job in step.last.values():
             with contextlib.suppress(Exception):  # said by `wait`, which waits for the same jobs
                 job.wait()
         self.holdings.free_slots()
-        for subgroup in leaving:
+        for subgroup in step.leaving:
             self.holdings.evict(subgroup)
-        if leaving:
+        if step.leaving:
             self.device.trim()  # another process may be waiting for it
 
 
-def _needs_slot(work: SubgroupUpdate, placement: Placement) -> bool:
-    """Whether a subgroup passes through the staging slots: with its state, or with its offloaded gradients alone."""
-    return placement is Placement.GPU_STREAMED or (placement is Placement.GPU_RESIDENT and work.offloaded)
+def _spans(jobs: Iterable[Job], errors: list[Exception]) -> list[Span]:
+    """When they ran; blocks. errors: receives what went wrong."""
+    spans = []
+    for job in jobs:
+        try:
+            spans.append(job.wait())
+        except Exception as error:
+            errors.append(error)
+    return spans
 
 
-_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
-
-
-def _finish_engines() -> None:
-    for engine in list(_engines):
-        engine.finish()
-
-
-def _renew_engines() -> None:
-    for engine in list(_engines):
-        engine.after_fork()
-
-
-os.register_at_fork(after_in_child=_renew_engines)  # a forked child has threads of its own
-# Work in flight ends before executors shut down at the interpreter's exit; this runs before theirs, which came earlier.
-threading._register_atexit(_finish_engines)  # type: ignore[attr-defined]
+def _timeline(spans: Iterable[Span], origin: float) -> Timeline:
+    return Timeline.of(Span(s.lane, s.op, s.subgroup, s.start - origin, s.end - origin) for s in spans)

@@ -15,13 +15,16 @@ from perfmodel import Lane, Op, Span
 class Turn(NamedTuple):
     """One subgroup's update on the host.
 
-    number: of the subgroup in the plan. gradients: the jobs that bring them. done: receives the job that brings the new
-    parameters to the device, or what went wrong.
+    number: of the subgroup in the plan.
+    ready: the jobs that bring its gradients, and its state if that was elsewhere.
+    after: those before whose end its parameters may not be overwritten.
+    done: receives the job that brings the new ones to the device, or what went wrong.
     """
 
     number: int
     work: SubgroupUpdate
-    gradients: Sequence[Job]
+    ready: Sequence[Job]
+    after: Sequence[Job]
     done: Future[Job]
 
 
@@ -48,17 +51,13 @@ class HostLane:
         """Run `work` once everything submitted before is done."""
         return self._thread.submit(work)
 
-    def update(self, turns: Sequence[Turn], after: Sequence[Job], uploads: list[Job]) -> None:
-        """Take the turns; to be run on this lane. The first failure fails all turns after it.
-
-        after: the jobs before which no parameter may be overwritten. uploads: receives the jobs that bring them.
-        """
+    def update(self, turns: Sequence[Turn]) -> None:
+        """Take the turns; to be run on this lane. The first failure fails all turns after it."""
         error: BaseException | None = None
         for turn in turns:
             if error is None:
                 try:
-                    upload = self._take(turn, after)
-                    uploads.append(upload)
+                    upload = self._take(turn)
                     if not turn.done.done():
                         turn.done.set_result(upload)
                     continue
@@ -67,12 +66,12 @@ class HostLane:
             if not turn.done.done():
                 turn.done.set_exception(error)
 
-    def _take(self, turn: Turn, after: Sequence[Job]) -> Job:
-        for job in turn.gradients:
-            # The staged gradient is read from here on.
+    def _take(self, turn: Turn) -> Job:
+        for job in turn.ready:
+            # The staged gradient, and the state, are read from here on.
             job.wait()
         with self._device.host_update(turn.work.numel) as start:
             turn.work.apply_on_host()
         self.spans.append(Span(Lane.CPU, Op.UPDATE, turn.number, start, time.perf_counter()))
         # Whatever the caller queued before the step still reads the old parameters.
-        return self._device.copy(Op.PARAMETER, turn.number, turn.work.uploads(), after)
+        return self._device.copy(Op.PARAMETER, turn.number, turn.work.uploads(), turn.after)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from dos.devices import Copy
+from dos.devices import Copy, Job
 from dos.subgroup import Piece, State, Subgroup
 from dos.update import AdamArrays, AdamStep, adam_update
 from perfmodel.format import MASTER
+from perfmodel.plan import Tier
+from perfmodel.schedule import Found
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,18 +67,6 @@ class SubgroupUpdate:
         """Parameters updated."""
         return sum(p.piece.numel for p in self.pieces)
 
-    @property
-    def as_modelled(self) -> bool:
-        """Whether it moves and updates just what `Subgroup.load` says.
-
-        That is all of its pieces, by gradients of their own dtype. The model knows nothing of updates
-        of parameters on the host.
-        """
-        arena = self.subgroup.arena
-        if self.offloaded or arena.gradient is None or self.numel != self.subgroup.numel:
-            return False
-        return {arena.gradient.dtype, *(u.gradient.dtype for u in self.pieces)} == {arena.dtype}
-
     def apply_in_place(self) -> None:
         """Update parameters that live on the host, without a copy."""
         for update in self.pieces:
@@ -122,3 +113,33 @@ class SubgroupUpdate:
         staged = self.subgroup.state.master if parameter is None else parameter
         assert staged is not None, "accelerated parameters have a master"
         return [(u.parameter, staged[u.piece.run]) for u in self.pieces]
+
+
+class Subject(NamedTuple):
+    """One subgroup in a step.
+
+    update: None without any gradient. departed: the copies by which gradients left during backward.
+    missing: those that bring the others to the host, if they are to go there.
+    """
+
+    subgroup: Subgroup
+    update: SubgroupUpdate | None
+    departed: Sequence[Job]
+    missing: Sequence[Copy]
+
+    def found(self, state: Tier) -> Found:
+        """What the step finds of it, but for what is under way. state: where that is."""
+        update = self.update
+        if update is None:
+            return Found(state, None, 0, None, 0)
+        parameter_bytes = update.numel * self.subgroup.arena.dtype.itemsize
+        if update.offloaded:
+            nbytes = sum(u.gradient.nbytes for u in update.pieces)
+            return Found(state, Tier.HOST, update.numel, nbytes, parameter_bytes)
+        late = sum(source.nbytes for _, source in self.missing) if self.missing else None
+        return Found(state, Tier.DEVICE, update.numel, late, parameter_bytes)
+
+    def slot_bytes(self, *, staying: bool) -> int:
+        """Bytes of the slot that it needs. staying: its state has a place of its own there."""
+        assert self.update is not None, "nothing passes through a slot without a gradient"
+        return self.update.gradient_bytes if staying else self.update.slot_bytes

@@ -41,11 +41,13 @@ class Stream(enum.IntEnum):
 CPU, GPU, H2D, D2H = range(4)
 LANES = (Lane.CPU, Lane.GPU, Lane.H2D, Lane.D2H)
 LANE_OF_STREAM = (CPU, GPU, H2D, H2D, D2H, D2H, GPU)
-LANES_AND_STREAMS: tuple[tuple[int, tuple[int, ...]], ...] = (
-    (CPU, (Stream.CPU,)),
-    (GPU, (Stream.GPU, Stream.COMPUTE)),
-    (H2D, (Stream.PREFETCH, Stream.PARAMETER)),
-    (D2H, (Stream.GRADIENT, Stream.FLUSH)),
+NEVER = len(Stream)
+"""A stream without tasks, for the lane that only one feeds."""
+STREAMS_OF_LANES: tuple[tuple[int, int, int], ...] = (
+    (CPU, Stream.CPU, NEVER),
+    (GPU, Stream.GPU, Stream.COMPUTE),
+    (H2D, Stream.PREFETCH, Stream.PARAMETER),
+    (D2H, Stream.GRADIENT, Stream.FLUSH),
 )
 
 
@@ -87,7 +89,7 @@ class Tasks:
         stream_of, seconds, demand, waits, dependents = (
             self.stream, self.seconds, self.demand, self._waits, self._dependents
         )  # fmt: skip
-        queues: list[list[int]] = [[] for _ in Stream]
+        queues: list[list[int]] = [[] for _ in range(NEVER + 1)]
         for task in range(len(stream_of) - 1, -1, -1):
             queues[stream_of[task]].append(task)  # reversed: the next task is the last of the list
         # Since when each stream's next task has been ready; infinite while it is not, or runs.
@@ -96,27 +98,25 @@ class Tasks:
         end = self.end = [math.nan] * len(stream_of)
         speeds_of: dict[tuple[float, float, float], list[float]] = {}
         running, left, demands = [-1] * 4, [0.0] * 4, [-1.0] * 4
-        now = 0.0
+        now, every, infinite = 0.0, (CPU, GPU, H2D, D2H), math.inf
         while True:
-            for lane, streams in LANES_AND_STREAMS:
+            for lane, stream, other in STREAMS_OF_LANES:
                 if running[lane] >= 0:
                     continue
-                stream = streams[0]
-                if len(streams) == 2:
-                    other = streams[1]
-                    if ready[other] < ready[stream] or (
-                        ready[other] == ready[stream] < math.inf and queues[other][-1] < queues[stream][-1]
-                    ):
-                        stream = other
-                if ready[stream] < math.inf:
-                    ready[stream] = math.inf
+                since = ready[stream]
+                if ready[other] < since or (
+                    ready[other] == since < infinite and queues[other][-1] < queues[stream][-1]
+                ):
+                    stream, since = other, ready[other]
+                if since < infinite:
+                    ready[stream] = infinite
                     running[lane] = task = queues[stream][-1]
                     left[lane], demands[lane], start[task] = seconds[task], demand[task], now
             key = (demands[CPU], demands[H2D], demands[D2H])
             speeds = speeds_of.get(key)
             if speeds is None:
                 speeds = speeds_of[key] = lane_speeds(key, profile)
-            busy = [lane for lane in (CPU, GPU, H2D, D2H) if running[lane] >= 0]
+            busy = [lane for lane in every if running[lane] >= 0]
             if not busy:
                 return
             step = min([left[lane] / speeds[lane] for lane in busy])
@@ -129,14 +129,17 @@ class Tasks:
                     running[lane], demands[lane] = -1, -1.0
             for task in ended:
                 end[task] = now
-                queue = queues[stream_of[task]]
+                stream = stream_of[task]
+                queue = queues[stream]
                 queue.pop()
                 if queue and not waits[queue[-1]]:
-                    ready[stream_of[task]] = now
+                    ready[stream] = now
                 for waiting in dependents[task]:
                     waits[waiting] -= 1
-                    if not waits[waiting] and queues[stream_of[waiting]][-1] == waiting:
-                        ready[stream_of[waiting]] = now
+                    if not waits[waiting]:
+                        stream = stream_of[waiting]
+                        if queues[stream][-1] == waiting:
+                            ready[stream] = now
 
 
 def lane_speeds(demands: Sequence[float], profile: HardwareProfile) -> list[float]:

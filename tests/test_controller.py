@@ -12,6 +12,7 @@ from dos.controller import AdaptivePolicy, Controller, Refinement, resolve_polic
 from perfmodel import Placement, Plan, Timeline, Workload
 from perfmodel.hardware import HardwareProfile, changed
 from perfmodel.policies import stride
+from perfmodel.schedule import schedule
 from perfmodel.simulate import simulate
 
 BELIEVED = profile(
@@ -25,6 +26,7 @@ BELIEVED = profile(
 )
 WORK = Workload.of_sizes([10**7] * 20)
 PLAN = stride(WORK, 2)
+SCHEDULE = schedule(PLAN, WORK)
 
 
 def steps(truth: HardwareProfile, believed: HardwareProfile, count: int, noise: float = 0.0) -> HardwareProfile:
@@ -32,7 +34,7 @@ def steps(truth: HardwareProfile, believed: HardwareProfile, count: int, noise: 
     refinement, rng = Refinement(), random.Random(0)
     for _ in range(count):
         factor = 1 + rng.uniform(-noise, noise)
-        believed = refinement.correct(believed, PLAN, WORK, stretched(simulate(PLAN, WORK, truth), factor))
+        believed = refinement.correct(believed, SCHEDULE, WORK, stretched(simulate(PLAN, WORK, truth), factor))
     return believed
 
 
@@ -68,7 +70,7 @@ def test_one_slow_step_and_noise_change_nothing() -> None:
     normal = simulate(PLAN, WORK, BELIEVED)
     for step in range(40):
         shown = stretched(normal, 8.0) if step % 10 == 3 else normal
-        believed = refinement.correct(believed, PLAN, WORK, shown)
+        believed = refinement.correct(believed, SCHEDULE, WORK, shown)
     assert believed is BELIEVED
     assert steps(BELIEVED, BELIEVED, 40, noise=0.04) is BELIEVED
 
@@ -78,7 +80,9 @@ def test_lanes_that_hardly_work_say_nothing() -> None:
     plan = stride(tiny, 2)
     refinement, believed = Refinement(), BELIEVED
     for _ in range(20):
-        believed = refinement.correct(believed, plan, tiny, stretched(simulate(plan, tiny, BELIEVED), 100.0))
+        believed = refinement.correct(
+            believed, schedule(plan, tiny), tiny, stretched(simulate(plan, tiny, BELIEVED), 100.0)
+        )
     assert believed is BELIEVED
 
 
@@ -91,7 +95,7 @@ def test_the_adaptive_policy_plans_anew_on_what_it_learns() -> None:
     truth = dataclasses.replace(BELIEVED, cpu_update_rate=BELIEVED.cpu_update_rate / 4)
     for _ in range(12):
         plan = controller.plan(work)
-        controller.observe(plan, simulate(plan, work, truth))
+        controller.observe(schedule(plan, work), work, simulate(plan, work, truth))
     after = controller.plan(work)
     assert len(after.served(Placement.CPU)) < len(before.served(Placement.CPU))
 
@@ -108,7 +112,7 @@ def test_other_policies_are_asked_once_for_each_workload() -> None:
     assert controller.plan(dataclasses.replace(WORK)) is first
     controller.plan(Workload.of_sizes([5]))
     assert len(asked) == 2
-    controller.observe(first, simulate(PLAN, WORK, BELIEVED))
+    controller.observe(SCHEDULE, WORK, simulate(PLAN, WORK, BELIEVED))
 
 
 def test_names() -> None:

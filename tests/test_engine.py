@@ -13,6 +13,7 @@ import pytest
 import torch
 from conftest import FAST, bits, mlp, plan_anew, profile, skip_if_the_clock_cannot_be_trusted, train
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from dos import DOSAdam, EmulatedDevice
 from dos.devices import Job
@@ -242,3 +243,22 @@ def test_idle_state_leaves_too() -> None:
     assert device.memory().free == device.capacity
     assert torch.equal(model[0].weight, kept)
     assert bits(optimizer.state[model[0].weight].values()) != before
+
+
+@pytest.mark.parametrize("policy", ["cpu", "stride:2", 0.0])
+def test_gradients_are_held_no_longer_than_the_update_needs_them(policy: str | float) -> None:
+    """Not until somebody waits: their memory is for the next forward."""
+    model = mlp()
+    optimizer = DOSAdam(model.parameters(), policy=policy, subgroup_size=300, device=EmulatedDevice(FAST, 10**9))
+    optimizer.attach(model)
+    train(model, optimizer, 2)
+    optimizer.zero_grad()
+    model(torch.ones(2, 24)).sum().backward()
+    gradients = [StorageWeakRef(p.grad.untyped_storage()) for p in model.parameters()]
+    optimizer.step()
+    optimizer.zero_grad()
+    deadline = time.monotonic() + 10
+    while not all(gradient.expired() for gradient in gradients) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert optimizer._in_flight
+    assert all(gradient.expired() for gradient in gradients)

@@ -518,7 +518,7 @@ def test_backwards_without_a_step_pile_nothing_up() -> None:
     for _ in range(400):
         optimizer.zero_grad()
         model(torch.ones(1, 24)).sum().backward()
-    assert len(optimizer._accelerator._engine._jobs) < 2000
+    assert len(optimizer._accelerator._engine._begun) < 2000
     train(model, optimizer, 2)
 
 

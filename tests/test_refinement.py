@@ -1,22 +1,26 @@
-"""The believed profile stays near the truth: steps that the model does not describe teach nothing."""
+"""The believed profile stays near the truth; what was not of the schedule teaches nothing."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import mlp, profile, skip_if_the_clock_cannot_be_trusted, train
+from conftest import mlp, plan_anew, profile, skip_if_the_clock_cannot_be_trusted, train
 from torch import Tensor, nn
 
 from dos import DOSAdam, EmulatedDevice
 from dos.controller import Refinement
 from perfmodel import Lane, Op, Placement, Plan, Span, Timeline, Workload
 from perfmodel.hardware import HardwareProfile
-from perfmodel.policies import cpu_only, stride
-from perfmodel.simulate import Phase, Scope, simulate
+from perfmodel.policies import cpu_only, static_ratio, stride
+from perfmodel.schedule import Schedule, schedule
+from perfmodel.scope import UPDATE_ALONE, Phase, Scope
+from perfmodel.simulate import serve, simulate
 
 TRUTH = profile(
     host_bandwidth=60e9,
@@ -32,11 +36,13 @@ PLAN = stride(WORK, 3)
 LEARNT = ("host_bandwidth", "cpu_update_rate", "h2d_bandwidth", "d2h_bandwidth", "gpu_update_rate")
 
 
-def believed_after(timeline: Timeline, plan: Plan = PLAN, work: Workload = WORK) -> HardwareProfile:
+def believed_after(
+    timeline: Timeline, plan: Plan = PLAN, work: Workload = WORK, scope: Scope = UPDATE_ALONE
+) -> HardwareProfile:
     """What is believed after 20 such steps, beginning with the truth."""
-    refinement, believed = Refinement(), TRUTH
+    refinement, believed, issued = Refinement(), TRUTH, schedule(plan, work, scope)
     for _ in range(20):
-        believed = refinement.correct(believed, plan, work, timeline)
+        believed = refinement.correct(believed, issued, work, timeline)
     return believed
 
 
@@ -104,7 +110,8 @@ def beside_backward(plan: Plan, backward_s: float) -> Timeline:
 def test_gradients_that_leave_beside_backward_meet_no_other_copies(plan: Plan, known: bool) -> None:
     """They run faster than beside uploads, which says nothing about the link."""
     seen = beside_backward(plan, 0.5)
-    assert believed_after(seen, plan, dataclasses.replace(WORK, backward_s=0.5 if known else 0.0)) is TRUTH
+    work = dataclasses.replace(WORK, backward_s=0.5 if known else 0.0)
+    assert believed_after(seen, plan, work, Scope(Phase.OVERLAPPED)) is TRUTH
 
 
 # On real threads and the wall clock.
@@ -157,26 +164,84 @@ def test_a_wrong_start_comes_near_the_truth(factor: float) -> None:
     assert_near(optimizer.profile, SLOW, 1.3)
 
 
-def learns(optimizer: DOSAdam, model: nn.Module, steps: int, between: Callable[[], None]) -> bool:
-    """Whether any of these steps after the first three, with arrivals, is learnt from."""
+Step = tuple[Schedule, Workload, Timeline]
+
+
+def learnt_from(optimizer: DOSAdam, model: nn.Module, between: Callable[[], None]) -> list[Step]:
+    """Which of six steps after the first are learnt from, and what is compared then."""
+    seen: list[Step] = []
+    train(model, optimizer, 1)
     accelerator = optimizer._accelerator
     assert accelerator is not None
-    seen: list[Timeline] = []
-    train(model, optimizer, 3)
-    accelerator._controller.observe = lambda plan, timeline: seen.append(timeline)  # type: ignore[method-assign]
-    train(model, optimizer, steps, first_step=3, before_step=lambda _: between())
-    return bool(seen)
+    accelerator._controller.observe = lambda *step: seen.append(step)  # type: ignore[method-assign]
+    train(model, optimizer, 6, first_step=1, before_step=lambda _: between())
+    return seen
+
+
+def assert_as_predicted(steps: list[Step], tolerance: float = 1.3) -> None:
+    """Each lane did what was predicted, for as long in the best of like steps, up to a factor."""
+    ratios = defaultdict(list)
+    for issued, work, ran in steps:
+        predicted = Timeline.of(s for s in serve(issued, work, SLOW).spans if s.subgroup is not None)
+        for lane in Lane:
+            expected, found = (sorted(s.name for s in timeline.on(lane)) for timeline in (predicted, ran))
+            assert expected == found
+            if found:
+                ratios[lane, tuple(found)].append(ran.busy(lane) / predicted.busy(lane))
+    for (lane, _), times in ratios.items():
+        if len(times) == 1:
+            continue  # whatever else the machine did then
+        if not 1 / tolerance < min(times) < tolerance:
+            skip_if_the_clock_cannot_be_trusted()
+        assert 1 / tolerance < min(times) < tolerance, f"{lane}: {min(times):.2f} of what was predicted"
 
 
 @pytest.mark.parametrize("policy", ["adaptive", "cpu", "stride:1", 0.0])
-def test_pieces_without_a_gradient_make_an_update_cheaper_than_predicted(policy: str | float) -> None:
+def test_pieces_without_a_gradient_make_an_update_cheaper_and_that_is_predicted(policy: str | float) -> None:
     def forget() -> None:
         model[0].bias.grad = None  # shares a subgroup with others
 
     model = mlp()
-    assert not learns(adaptive(model, policy=policy, memory_budget=None), model, 2, forget)
+    whole = sum(p.numel() for p in model.parameters())
+    steps = learnt_from(adaptive(model, policy=policy, memory_budget=None), model, forget)
+    assert len(steps) == 6
+    for issued, _, _ in steps:
+        updated = sum(task.size for task in issued.tasks if task.op is Op.UPDATE)
+        assert updated == whole - model[0].bias.numel()
+    assert_as_predicted(steps)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+@pytest.mark.parametrize("policy", ["cpu", "stride:2", 0.0])
+def test_offloaded_gradients_are_predicted(policy: str | float, micro_batches: int) -> None:
+    model = mlp(torch.bfloat16)
+
+    def another_backward() -> None:
+        for _ in range(micro_batches - 1):
+            model(torch.ones(4, 24, dtype=torch.bfloat16)).float().square().mean().backward()
+
+    optimizer = adaptive(model, policy=policy, memory_budget=None, offload_gradients=True)
+    steps = learnt_from(optimizer, model, another_backward)
+    assert len(steps) == 6
+    assert not any(task.op is Op.GRADIENT for issued, _, _ in steps for task in issued.tasks)
+    assert_as_predicted(steps)
+
+
+def test_state_that_arrives_and_leaves_is_predicted() -> None:
     model = mlp()
-    assert learns(adaptive(model, policy=policy, memory_budget=None), model, 2, lambda: None)
+    resident = itertools.cycle([True, False])
+
+    def policy(work: Workload) -> Plan:
+        n = len(work.subgroups)
+        return static_ratio(work, 0.0) if next(resident) else Plan((Placement.CPU,) * n, tuple(range(n)), 0)
+
+    optimizer = adaptive(model, policy=policy, memory_budget=None)
+    steps = learnt_from(optimizer, model, lambda: plan_anew(optimizer))
+    assert len(steps) == 6
+    done = [{task.op for task in issued.tasks} - {Op.BACKWARD, Op.UPDATE} for issued, _, _ in steps]
+    assert {Op.FLUSH} in done
+    assert {Op.PREFETCH} in done
+    assert_as_predicted(steps)
 
 
 def test_gradients_wider_than_their_parameters() -> None:
@@ -185,7 +250,9 @@ def test_gradients_wider_than_their_parameters() -> None:
     model = mlp(torch.bfloat16)
     for parameter in model.parameters():
         parameter.grad_dtype = torch.float32
-    assert not learns(adaptive(model), model, 2, lambda: None)
+    steps = learnt_from(adaptive(model, policy="cpu"), model, lambda: None)
+    assert len(steps) == 6
+    assert_as_predicted(steps)
 
 
 def test_updates_of_parameters_on_the_host_run_beside_the_others() -> None:
@@ -199,7 +266,7 @@ def test_updates_of_parameters_on_the_host_run_beside_the_others() -> None:
         model = mlp()
         on_host[:] = list(model.parameters())[:count]
         optimizer = adaptive(model, device=Half(SLOW, capacity=10**7))
-        assert learns(optimizer, model, 2, lambda: None) == (count == 0)
+        assert bool(learnt_from(optimizer, model, lambda: None)) == (count == 0)
 
 
 def test_the_profile_is_there_once_it_is_asked_for(tmp_path: Path) -> None:

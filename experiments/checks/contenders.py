@@ -14,6 +14,7 @@ from experiments.checks.vitals import Timed
 from experiments.gpt import GPT
 from perfmodel import Plan, Timeline, Workload
 from perfmodel.hardware import HardwareProfile
+from perfmodel.schedule import Schedule
 from perfmodel.simulate import Phase, Scope, makespan
 
 
@@ -83,9 +84,9 @@ class Switch(AdaptivePolicy):
         self.workload = workload
         return self.current(workload)
 
-    def observe(self, plan: Plan, workload: Workload, timeline: Timeline) -> None:
+    def observe(self, schedule: Schedule, workload: Workload, timeline: Timeline) -> None:
         if isinstance(self.current, AdaptivePolicy):
-            self.current.observe(plan, workload, timeline)
+            self.current.observe(schedule, workload, timeline)
 
 
 class Rig:

@@ -1,0 +1,301 @@
+"""The step as data: tasks in issue order, which the simulator serves and the engine issues."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from perfmodel.lanes import Stream
+from perfmodel.plan import Placement, Plan, Tier
+from perfmodel.scope import UPDATE_ALONE, Phase, Scope
+from perfmodel.timeline import Op
+from perfmodel.workload import SubgroupLoad, Workload
+
+# What tasks do, and on which stream. Names of their own, because the planner makes some hundred
+# thousand tasks, and looking up a member of an enum takes as long as making one.
+BACKWARD, FORWARD = (Op.BACKWARD, Stream.COMPUTE), (Op.FORWARD, Stream.COMPUTE)
+GRADIENT, PARAMETER = (Op.GRADIENT, Stream.GRADIENT), (Op.PARAMETER, Stream.PARAMETER)
+PREFETCH, FLUSH = (Op.PREFETCH, Stream.PREFETCH), (Op.FLUSH, Stream.FLUSH)
+ON_HOST, ON_DEVICE = (Op.UPDATE, Stream.CPU), (Op.UPDATE, Stream.GPU)
+CPU, STREAMED, RESIDENT = Placement.CPU, Placement.GPU_STREAMED, Placement.GPU_RESIDENT
+DEVICE, HOST = Tier.DEVICE, Tier.HOST
+
+
+class Task(NamedTuple):
+    """One operation of one stream.
+
+    subgroup: None for forward and backward. size: bytes of a copy; parameters of anything else.
+    after: numbers of earlier tasks that must have ended, besides the one before it in its stream.
+    slot: the staging slot that it fills, uses or empties, if any.
+    """
+
+    op: Op
+    stream: Stream
+    subgroup: int | None
+    size: int
+    after: tuple[int, ...] = ()
+    slot: int | None = None
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Tasks in issue order; a task's number is its place.
+
+    begun: how many of them were under way when the others were scheduled: pieces of backward, and
+        what left or arrived beside them. In a step the next task is the end of backward, where
+        `step()` was called; a plan has no such task.
+    """
+
+    tasks: tuple[Task, ...]
+    begun: int = 0
+
+
+class Found(NamedTuple):
+    """What a step finds of one subgroup.
+
+    state: where it is. gradient: where that is; None: there is none, and nothing is updated.
+    numel: parameters that have a gradient. parameter_bytes: of them.
+    gradient_bytes: of what has yet to be moved, if the gradient is not where the update is; None:
+        it has all left.
+    departed: the transfers under way that bring gradients to the host, by their places among those.
+    fetched: the one under way that brings the state, to a slot or to stay.
+    """
+
+    state: Tier
+    gradient: Tier | None
+    numel: int
+    gradient_bytes: int | None
+    parameter_bytes: int
+    departed: tuple[int, ...] = ()
+    fetched: int | None = None
+
+
+def schedule(plan: Plan, workload: Workload, scope: Scope = UPDATE_ALONE) -> Schedule:
+    """The plan if state is where the plan wants it, and all gradients and memory are there.
+
+    Raises ValueError when the plan is of another number of subgroups.
+    """
+    if len(plan) != len(workload.subgroups):
+        raise ValueError(f"the plan is for {len(plan)} subgroups, the workload has {len(workload.subgroups)}")
+    made = _Made(plan, workload)
+    loads, overlapped = workload.subgroups, scope.backward is Phase.OVERLAPPED
+    found = [
+        Found(
+            DEVICE if placement is RESIDENT else HOST,
+            DEVICE,
+            load.numel,
+            None if overlapped else load.gradient_bytes,
+            load.parameter_bytes,
+        )
+        for placement, load in zip(plan.placements, loads, strict=True)
+    ]
+    backward: tuple[int, ...] = ()
+    vacated: list[tuple[int, ...]] = [()] * plan.slots
+    if scope.backward is not Phase.ABSENT:
+        made.pieces()
+        backward = (made.piece[0],)
+        vacated = [backward] * plan.slots
+    if overlapped:
+        for i in sorted(plan.served(CPU), reverse=True):
+            made.departed[i] = (made.add(GRADIENT, i, loads[i].gradient_bytes, (made.piece[i],)),)
+        vacated = [made.memory_for(slot) for slot in range(min(plan.slots, plan.placements.count(STREAMED)))]
+    made.step(found, backward, vacated)
+    made.forward(scope.forward)
+    return Schedule(tuple(made.tasks))
+
+
+def schedule_step(plan: Plan, workload: Workload, found: Sequence[Found], begun: Sequence[Task]) -> Schedule:
+    """The step that `step()` issues: the plan applied to what is found.
+
+    plan: for which there is memory: its slots are there, and so is room for each resident subgroup.
+    begun: transfers under way that it uses, in the order of their issue.
+    """
+    made = _Made(plan, workload)
+    if begun:
+        made.pieces()
+    made.begun(begun, found)
+    issued = len(made.tasks)
+    backward = (made.add(BACKWARD, None, 0),)
+    made.step(found, backward, [backward] * plan.slots)
+    return Schedule(tuple(made.tasks), issued)
+
+
+def arriving(plan: Plan, found: Sequence[Found]) -> list[int]:
+    """Subgroups whose state comes to the device to stay, in service order."""
+    return [i for i in plan.served(RESIDENT) if found[i].gradient and found[i].state is HOST]
+
+
+def leaving(plan: Plan, found: Sequence[Found]) -> list[int]:
+    """Subgroups whose state is on the device and goes home for good, in service order."""
+    return [i for i in plan.order if found[i].state is DEVICE and plan.placements[i] is not RESIDENT]
+
+
+def staged(plan: Plan, found: Sequence[Found]) -> list[int]:
+    """Subgroups that pass through slots, with state or with offloaded gradients, in service order.
+
+    State that is on the device is updated there, whether the plan lets it stay or not.
+    """
+
+    def passes(i: int) -> bool:
+        if found[i].state is DEVICE or plan.placements[i] is RESIDENT:
+            return found[i].gradient is HOST
+        return plan.placements[i] is STREAMED and found[i].gradient is not None
+
+    return [i for i in plan.order if passes(i)]
+
+
+class _Made:
+    """The tasks so far.
+
+    piece: of backward, by the subgroup whose gradient is complete then.
+    departed, fetched: by subgroup, tasks beside backward that bring its gradients to the host, or
+        its state to a slot.
+    """
+
+    def __init__(self, plan: Plan, workload: Workload) -> None:
+        self.tasks: list[Task] = []
+        self.piece: dict[int, int] = {}
+        self._plan = plan
+        self._workload = workload
+        self._loads: tuple[SubgroupLoad, ...] = workload.subgroups
+        self._updated: dict[int, int] = {}
+        """The tasks after which a subgroup's new parameters are on the device."""
+        self.departed: dict[int, tuple[int, ...]] = {}
+        self.fetched: dict[int, int] = {}
+
+    def add(
+        self,
+        what: tuple[Op, Stream],
+        subgroup: int | None,
+        size: int,
+        after: tuple[int, ...] = (),
+        slot: int | None = None,
+    ) -> int:
+        self.tasks.append(Task(what[0], what[1], subgroup, size, after, slot))
+        return len(self.tasks) - 1
+
+    def pieces(self) -> None:
+        """Backward, last subgroup first, a piece for each in proportion to its parameters."""
+        for i in range(len(self._loads) - 1, -1, -1):
+            self.piece[i] = self.add(BACKWARD, None, self._loads[i].numel)
+
+    def begun(self, transfers: Sequence[Task], found: Sequence[Found]) -> None:
+        """Transfers beside backward: complete gradients leave, state comes.
+
+        What comes to stay does so from the first gradient on, what comes to a slot after half of backward.
+        """
+        first = len(self.tasks)
+        after: dict[int, int] = {}
+        for i, each in enumerate(found):
+            if each.departed:
+                self.departed[i] = tuple(first + place for place in each.departed)
+                after |= dict.fromkeys(each.departed, self.piece[i])
+            if each.fetched is not None:
+                self.fetched[i] = first + each.fetched
+                to_stay = transfers[each.fetched].slot is None
+                after[each.fetched] = self.piece[len(found) - 1 if to_stay else len(found) // 2]
+        self.tasks += [task._replace(after=(after[place],)) for place, task in enumerate(transfers)]
+
+    def step(self, found: Sequence[Found], backward: tuple[int, ...], vacated: list[tuple[int, ...]]) -> None:
+        """What waits for no slot first, then all others as the plan orders them.
+
+        backward: what has to end before gradients are complete and parameters may be overwritten.
+        vacated: by slot, what has to end before it is filled for the first time.
+        """
+        others = []
+        for i in self._plan.order:
+            gradient, stays = found[i].gradient, self._plan.placements[i] is RESIDENT
+            if gradient is HOST or (found[i].state is HOST and not stays):
+                others.append(i)
+            elif gradient is DEVICE:
+                self._where_it_stays(i, found[i], stays, backward)
+            elif not stays:
+                self._flush(i, backward)
+        rank = 0
+        for i in others:
+            if found[i].gradient is None:
+                continue
+            on_host = found[i].state is HOST and self._plan.placements[i] is CPU
+            if on_host or not vacated:
+                self._on_host(i, found[i], backward)
+            else:
+                slot = rank % len(vacated)
+                vacated[slot] = (self._staged(i, found[i], slot, vacated[slot], backward),)
+                rank += 1
+
+    def _where_it_stays(self, i: int, found: Found, stays: bool, backward: tuple[int, ...]) -> None:
+        """State that is on the device or comes to stay, with its gradient there; it may leave."""
+        ready = backward
+        if i in self.fetched:
+            ready = (self.fetched[i], *backward)
+        elif found.state is HOST:
+            ready = (self.add(PREFETCH, i, self._loads[i].state_bytes, backward), *backward)
+        update = self._update(i, found, ready)
+        if not stays:
+            self._flush(i, (update,))
+
+    def _staged(self, i: int, found: Found, slot: int, vacated: tuple[int, ...], backward: tuple[int, ...]) -> int:
+        """State, offloaded gradients or both come up for the update; what frees the slot again."""
+        stays = self._plan.placements[i] is RESIDENT
+        fetched = self.fetched.get(i)
+        ready: tuple[int, ...] = () if fetched is None else (fetched,)
+        state = found.state is HOST and fetched is None
+        if state or found.gradient is HOST:
+            nbytes = self._loads[i].state_bytes if state else 0
+            if found.gradient is HOST:
+                nbytes += found.gradient_bytes or 0
+            # The slot's last occupant must have left before the next one is written over it.
+            ready += (self.add(PREFETCH, i, nbytes, vacated, slot),)
+        update = self._update(i, found, ready + backward, slot)
+        if stays:
+            return update
+        if found.state is HOST:
+            return self._flush(i, (update,), slot)
+        self._flush(i, (update,))
+        return update
+
+    def _on_host(self, i: int, found: Found, backward: tuple[int, ...]) -> None:
+        """An update on the host; state may have to leave the device first, parameters go up."""
+        ready = self.departed.get(i, ())
+        if found.gradient is DEVICE and found.gradient_bytes is not None:
+            ready += (self.add(GRADIENT, i, found.gradient_bytes, backward),)
+        if found.state is DEVICE:
+            ready += (self._flush(i, backward),)
+        update = self.add(ON_HOST, i, found.numel, ready + backward)
+        # What the caller queued before the step still reads the old parameters.
+        after = (update, *backward)
+        self._updated[i] = self.add(PARAMETER, i, found.parameter_bytes, after)
+
+    def _update(self, i: int, found: Found, after: tuple[int, ...], slot: int | None = None) -> int:
+        update = self._updated[i] = self.add(ON_DEVICE, i, found.numel, after, slot)
+        return update
+
+    def _flush(self, i: int, after: tuple[int, ...], slot: int | None = None) -> int:
+        return self.add(FLUSH, i, self._loads[i].state_bytes, after, slot)
+
+    def memory_for(self, slot: int) -> tuple[int, ...]:
+        """The piece of backward whose end frees memory for this slot.
+
+        Free memory grows evenly during backward from what resident state leaves at the peak to update_free_bytes.
+        """
+        work = self._workload
+        held = sum(self._loads[i].state_bytes for i in self._plan.served(RESIDENT))
+        spare = work.peak_free_bytes - held
+        needed = (slot + 1) * work.slot_bytes
+        if needed <= spare:
+            return ()
+        gained = work.update_free_bytes - spare
+        count = len(self._loads)
+        freed = min(1.0, (needed - spare) / gained) if gained > 0 else 1.0
+        return (self.piece[count - max(1, min(count, -int(-freed * count // 1)))],)
+
+    def forward(self, phase: Phase) -> None:
+        """The next forward, first subgroup first."""
+        if phase is Phase.SERIAL:
+            everything = tuple(range(len(self.tasks)))
+            self.add(FORWARD, None, max(self._workload.numel, 1), everything)
+        elif phase is Phase.OVERLAPPED:
+            for i, load in enumerate(self._loads):
+                updated = (self._updated[i],) if i in self._updated else ()
+                self.add(FORWARD, None, load.numel, updated)

@@ -1,0 +1,48 @@
+"""How much of an iteration is scheduled: the compute beside the update, and how."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from perfmodel.workload import Workload
+
+
+class Phase(enum.Enum):
+    """How the compute beside the update takes part in a schedule."""
+
+    ABSENT = "absent"
+    """It does not: the schedule has the update alone."""
+    SERIAL = "serial"
+    """It is in the schedule; no transfer of the optimizer runs beside it."""
+    OVERLAPPED = "overlapped"
+    """Transfers run beside it."""
+
+
+@dataclass(frozen=True)
+class Scope:
+    """How much of an iteration is planned; by default the update alone, all gradients still on the device.
+
+    backward: overlapped, each gradient leaves when backward has made it (the last subgroup's first), and prefetches
+        start as backward frees memory. Updates start after backward.
+    forward: of the next iteration; overlapped, each subgroup's share of it waits for its own parameters only.
+    """
+
+    backward: Phase = Phase.ABSENT
+    forward: Phase = Phase.ABSENT
+
+    @classmethod
+    def beside(cls, workload: Workload) -> Scope:
+        """With all compute that the workload knows of, overlapped."""
+        return cls(
+            Phase.OVERLAPPED if workload.backward_s else Phase.ABSENT,
+            Phase.OVERLAPPED if workload.forward_s else Phase.ABSENT,
+        )
+
+    def compute_s(self, workload: Workload) -> float:
+        """Seconds of compute in the scope."""
+        backward = 0.0 if self.backward is Phase.ABSENT else workload.backward_s
+        return backward + (0.0 if self.forward is Phase.ABSENT else workload.forward_s)
+
+
+UPDATE_ALONE = Scope()
