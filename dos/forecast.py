@@ -158,7 +158,8 @@ class Forecast:
             # Not the most: an iteration in which a neighbour left or came says nothing of what an iteration needs.
             swing = statistics.median_high(m[Op.UPDATE] - _peak(m) for m in marks if Op.UPDATE in m)
             yield windows[-1] - max(0, swing) - _expected(levels)
-        if len(peaks) >= 4 and not self._given_back():  # else marks fall by what is given back
+        # One of them is shorter after an interruption. Where memory is given back, marks fall by that.
+        if min(len(peaks), len(levels)) >= 4 and not self._given_back():
             left = [peak - level for peak, level in zip(peaks[-4:], levels[-4:], strict=True)]
             yield left[-1] - max(0, min(earlier - later for earlier, later in itertools.pairwise(left)))
         if self._lasting is not None:

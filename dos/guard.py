@@ -16,12 +16,12 @@ _T = TypeVar("_T")
 
 
 def exclusive(method: Callable[Concatenate[Any, _P], _T]) -> Callable[Concatenate[Any, _P], _T]:
-    """Of an object with a `_lock`: its methods that are exclusive run in one thread at a time."""
+    """Of an object with a `_lock`: its methods that are exclusive run in one thread at a time, as `uninterrupted`."""
 
     @functools.wraps(method)
     def holding(self: Any, *args: _P.args, **kwargs: _P.kwargs) -> _T:
         # On one line: an exception that a debugger raises between lines would come before the lock is released.
-        with self._lock: return method(self, *args, **kwargs)  # fmt: skip  # noqa: E701
+        with self._lock: return uninterrupted(functools.partial(method, self, *args, **kwargs))  # fmt: skip  # noqa: E701
 
     return holding
 
@@ -56,8 +56,13 @@ class Guard:
 
     def change(self, work: Callable[[], None]) -> None:
         """Do what must happen wholly. Ctrl-C takes effect afterwards; if `work` raises, all is `broken`."""
-        before, self._changing = self._changing, True
-        _uninterrupted(work, ended=functools.partial(setattr, self, "_changing", before))
+
+        def wholly() -> None:
+            before, self._changing = self._changing, True
+            work()
+            self._changing = before
+
+        uninterrupted(wholly)
 
 
 _guards: weakref.WeakSet[Guard] = weakref.WeakSet()
@@ -88,32 +93,31 @@ def _after_fork() -> None:
 os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)
 
 
-def _uninterrupted(work: Callable[[], None], ended: Callable[[], None]) -> None:
-    """Run both, and raise KeyboardInterrupt then if Ctrl-C came meanwhile.
+def uninterrupted(work: Callable[[], _T]) -> _T:
+    """Run `work`, and raise KeyboardInterrupt then if Ctrl-C came meanwhile; the second Ctrl-C takes effect at once.
 
+    Python's own locks can be left locked by an interruption, so that nobody could wait for a transfer any more.
     Where a program handles SIGINT in its own way, and in threads other than the main one, which Ctrl-C does not reach,
     nothing is done about it.
     """
     main = threading.current_thread() is threading.main_thread()
     if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        work()
-        ended()
-        return
+        return work()
     came = False
 
     def remember(number: int, frame: FrameType | None) -> None:
         nonlocal came
-        came = True
-        while frame is not None and frame.f_code is not _uninterrupted.__code__:
+        again, came = came, True
+        while frame is not None and frame.f_code is not uninterrupted.__code__:
             frame = frame.f_back
-        if frame is None:  # all of this is over, but something kept the handler from being taken back
+        if again or frame is None:  # without a frame all of this is over, but the handler was not taken back
             signal.default_int_handler(number, frame)
 
     signal.signal(signal.SIGINT, remember)
     try:
-        work()
-        ended()
+        result = work()
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if came:
         raise KeyboardInterrupt
+    return result

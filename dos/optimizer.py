@@ -233,8 +233,8 @@ class DOSAdam(Optimizer):
         """Block until the last step is complete: all parameters and all state are what they will be.
 
         Needed only after ``attach``, before reading or writing parameters by hand.
-        Raises RuntimeError if a transfer or an update failed, with its cause. Interrupted by Ctrl-C it waits all the
-        same, unless that comes twice.
+        Raises RuntimeError if a transfer or an update failed, with its cause. Ctrl-C takes effect when all is
+        complete, unless it comes twice.
         """
         try:
             self._finish()
