@@ -106,6 +106,7 @@ SLOW = profile(
 """A step of the network takes some milliseconds."""
 
 
+@pytest.mark.skipif(not EVERYWHERE, reason="real signals come when they like: set DOS_INTERRUPTS=1 to send them")
 @pytest.mark.parametrize("program", PROGRAMS, ids=str)
 def test_ctrl_c_leaves_a_state_that_can_be_saved(program: Program) -> None:
     """Which the signal does at any moment; what is read then is what a whole number of steps has made."""
