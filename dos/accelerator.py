@@ -6,15 +6,14 @@ import contextlib
 import dataclasses
 import logging
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
-from torch import Tensor
 
 from dos.compute import Compute, Iteration, spans
 from dos.controller import AdaptivePolicy, Controller, Policy
 from dos.devices import Caller, Copy, Device, EmulatedDevice, Job
-from dos.engine import Engine
+from dos.engine import Engine, Prepared
 from dos.gradients import Departures
 from dos.guard import Guard
 from dos.measure import measure_minimum, name_of
@@ -44,13 +43,13 @@ class Accelerator:
         self.device = device
         self.plan: Plan | None = None
         self._timeline: Timeline | None = None
-        self._engine = Engine(device, guard)
-        holdings = self._engine.holdings
+        self._engine = Engine(device, registry.host_store, guard)
         self._registry = registry
         self._policy = policy
         self._controller = Controller(policy)
         self._profile = options.profile
-        self.memory = MemoryMonitor(device, lambda: holdings.nbytes, options.memory_budget, options.memory_interval)
+        held = _held(self._engine, registry)
+        self.memory = MemoryMonitor(device, held, options.memory_budget, options.memory_interval)
         self._departures = Departures()
         self._ahead: Plan | None = None
         self._decided: Workload | None = None
@@ -118,10 +117,11 @@ class Accelerator:
         plan = self._ahead
         if plan is None:
             return
-        index, resident = self._registry.index, self._engine.holdings.resident
+        index, on_device, on_host = self._registry.index, self._engine.device_store, self._engine.host_store
 
         def wanted(subgroup: Subgroup) -> bool:
-            return plan.placements[index[subgroup]] is Placement.CPU and subgroup not in resident
+            on_cpu = plan.placements[index[subgroup]] is Placement.CPU and not on_device.has(subgroup)
+            return on_cpu and on_host.stages(subgroup)  # whose memory is made in step(), never here
 
         def send(subgroup: Subgroup, copies: Sequence[Copy], callers: Collection[Caller]) -> Job:
             self._pace.gradients_leave()
@@ -135,9 +135,10 @@ class Accelerator:
         """Offload a gradient: add it to those on the host and free it here."""
         offloaded = self._registry.offloaded
         assert offloaded is not None, "asked only when gradients are offloaded"
-        places = self._registry.places[record]
-        index = self._registry.index[places[0][0]] if places else 0
-        offloaded.take(record, lambda copies: self._engine.send_gradients(index, copies), self._engine.run_on_host)
+        subgroups = [subgroup for subgroup, _ in self._registry.places[record]]
+        index = self._registry.index[subgroups[0]] if subgroups else 0
+        engine = self._engine
+        offloaded.take(record, subgroups, lambda copies: engine.send_gradients(index, copies), engine.run_on_host)
 
     def forget_gradients(self) -> None:
         """Those that are there are of no use any more: none of them is held."""
@@ -148,8 +149,8 @@ class Accelerator:
         self._engine.abandon()
         self._departures.forget()
 
-    def start(self, plan: Plan, updates: Mapping[Subgroup, SubgroupUpdate], writes: int | None) -> None:
-        """Issue the step.
+    def make_room(self, plan: Plan, updates: Mapping[Subgroup, SubgroupUpdate], writes: int | None) -> Prepared:
+        """Get the memory that the step takes. Raises MemoryError, and has changed nothing, if the host has too little.
 
         writes: how often every gradient was written since backward without changing a value.
         """
@@ -159,13 +160,19 @@ class Accelerator:
         # Nobody knows what updates of parameters on the host take of it meanwhile.
         self._alone = all(subgroup.arena.accelerated for subgroup in updates)
         self._running = self._compute.iteration
+        with self._pace.held_up():
+            prepared = self._engine.make_room(plan, subjects)
+        denied = self._engine.device_store.denied
+        if denied is not None:
+            self.memory.allocation_failed(denied)
+        return prepared
+
+    def start(self, plan: Plan, prepared: Prepared) -> None:
+        """Issue the step, for which there is memory. plan: before that was asked for."""
         workload = self._follow(plan)
         self._waited_for = set()
         with self._pace.held_up():
-            self._engine.start(plan, workload, subjects)
-        denied = self._engine.holdings.denied
-        if denied is not None:
-            self.memory.allocation_failed(denied)
+            self._engine.start(prepared, workload)
 
     def _subject(self, subgroup: Subgroup, update: SubgroupUpdate | None, writes: int | None) -> Subject:
         if update is None or update.offloaded:
@@ -217,7 +224,12 @@ class Accelerator:
     @property
     def held_bytes(self) -> int:
         """Device memory that optimizer state has now, slots included."""
-        return self._engine.holdings.nbytes
+        return _held(self._engine, self._registry)()
+
+    @property
+    def releasable_bytes(self) -> int:
+        """What of that can be given back."""
+        return self._engine.device_store.nbytes
 
     def release(self, held: int) -> None:
         """Give all device memory back, and remember that `held` bytes of it were needed for something else."""
@@ -251,6 +263,7 @@ class Accelerator:
             exposed_s=self._pace.exposed_s,
             reading=self.memory.reading,
             held_bytes=self.held_bytes,
+            host_bytes=self._engine.host_store.nbytes,
             kernel=None if isinstance(self.device, EmulatedDevice) else gpu_kernel_name(),
             changed=self._changed,
         )
@@ -269,13 +282,6 @@ class Accelerator:
                 logger.info("%s", report.change(), extra={"metrics": report.metrics()})
         return assumed
 
-    def read(self, record: ParameterRecord) -> Tensor:
-        """The parameter as it is on the device: 1-D, on the host. Resident state is brought home."""
-        self._engine.bring_home()
-        value = self.device.host_zeros(record.numel, record.flat.dtype)
-        self._engine.fetch(value, record.flat)
-        return value
-
     def _find_profile(self) -> HardwareProfile:
         """The user's profile, the one measured on this machine, or a rough measurement now."""
         if self._profile is None and isinstance(self.device, EmulatedDevice):
@@ -285,3 +291,8 @@ class Accelerator:
         if not isinstance(self.device, EmulatedDevice):
             set_kernel_threads(found.cpu_threads)  # its rate of updates is for so many
         return found
+
+
+def _held(engine: Engine, registry: Registry) -> Callable[[], int]:
+    """Device memory that optimizer state has now; may be asked on any thread."""
+    return lambda: engine.device_store.nbytes + registry.lasting_bytes

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dos.devices import Device, Job, host_zeros
+from dos.devices import Device, Job, host_zeros, pinned_zeros
 from dos.update import AdamArrays, AdamStep, adam_update
 from perfmodel import Lane, Op, Span
 from perfmodel.format import MASTER, MIXED
@@ -89,14 +89,14 @@ class Bench:
         self._device = device
         self._held: list[Tensor] = []
         self._granted: dict[int, list[float]] = defaultdict(list)
-        self._host = _arrays(host_zeros if device is None else device.host_zeros, effort.host_numel)
+        self._host = _arrays(host_zeros if device is None else partial(pinned_zeros, device), effort.host_numel)
         if device is None:
             return
         try:
             self._on_device = _arrays(self._device_zeros, effort.device_numel)
             numel = effort.copy_bytes // 4
             # Destination and source.
-            here, there = (device.host_zeros(numel, torch.float32) for _ in range(2))
+            here, there = (pinned_zeros(device, numel, torch.float32) for _ in range(2))
             self._ends = {
                 Op.PREFETCH: (self._device_zeros(numel, torch.float32), here.fill_(1.0)),
                 Op.FLUSH: (there, self._device_zeros(numel, torch.float32)),

@@ -11,7 +11,7 @@ from functools import partial
 from perfmodel import Lane, Op, Placement, Plan, Timeline, Workload
 from perfmodel.adaptive import AdaptivePlanner
 from perfmodel.hardware import HardwareProfile, changed
-from perfmodel.policies import cpu_only, static_ratio, stride
+from perfmodel.policies import cpu_only, resident, static_ratio, stride
 from perfmodel.schedule import Schedule
 from perfmodel.scope import Scope
 from perfmodel.simulate import Costs, makespan, serve
@@ -22,9 +22,12 @@ WORTH_A_CHANGE = 0.02
 """Share of the exposed time by which another plan must be better before it is taken."""
 
 _KNOWN = (
-    "'adaptive', 'cpu', 'stride:K' with K of 1 or more, a ratio in [0, 1] (the share on the CPU), "
+    "'adaptive', 'cpu', 'stride:K' with K of 1 or more, 'resident', a ratio in [0, 1] (the share on the CPU), "
     "or a callable Workload -> Plan"
 )
+
+
+_ALIKE: dict[str, Policy] = {"cpu": cpu_only, "resident": resident}
 
 
 def resolve_policy(policy: str | float | Policy) -> Policy:
@@ -43,8 +46,8 @@ def resolve_policy(policy: str | float | Policy) -> Policy:
     name, _, argument = policy.partition(":")
     if policy == "adaptive":
         return AdaptivePolicy()
-    if policy == "cpu":
-        return cpu_only
+    if policy in _ALIKE:
+        return _ALIKE[policy]
     if name == "stride":
         try:
             k = int(argument)

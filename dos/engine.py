@@ -10,15 +10,17 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from dos.devices import LANES, Caller, Copy, Device, Job
 from dos.guard import Guard
-from dos.holdings import Holdings
 from dos.host_lane import HostLane, Turn
 from dos.lifetime import watch
 from dos.step import Issued, Step, state_copies
+from dos.stores import DeviceStore, HostStore
 from dos.subgroup import Subgroup
 from dos.work import Subject
 from perfmodel import Op, Placement, Plan, Span, Timeline, Workload
@@ -30,22 +32,35 @@ MOST_EARLY_JOBS = 1000
 """Transfers in flight without a step before the first are let go of."""
 
 
+class Prepared(NamedTuple):
+    """A step for which there is memory.
+
+    found: what it finds of each subgroup, by index.
+    """
+
+    plan: Plan
+    subjects: Sequence[Subject]
+    found: Sequence[Found]
+
+
 class Engine:
     """Runs one step at a time: `start` issues all its work, `wait_for` waits for one subgroup, `wait` for all.
 
     Between steps it owns the state of resident subgroups; `bring_home` returns that to the host.
 
+    host_store, device_store: what holds the state.
     guard: of the optimizer; whoever calls holds its lock. It is broken if a step fails.
     schedule: of the last step that was issued; None before the first.
     ran: when its tasks ran, and nothing else.
     origin: the 0 of the last timeline, on the clock of time.perf_counter.
     """
 
-    def __init__(self, device: Device, guard: Guard) -> None:
+    def __init__(self, device: Device, host_store: HostStore, guard: Guard) -> None:
         self.device = device
         self.guard = guard
         self._host = HostLane(device)
-        self.holdings = Holdings(device)
+        self.host_store = host_store
+        self.device_store = DeviceStore(device)
         self.schedule: Schedule | None = None
         self.ran = Timeline(())
         self._begun: list[Issued] = []
@@ -94,11 +109,12 @@ class Engine:
 
     def prefetch_early(self, plan: Plan, subgroups: Sequence[Subgroup], spare: int) -> None:
         """Fill the slots while backward runs, if that was not done yet and they take no more than `spare` bytes."""
-        holdings = self.holdings
-        if holdings.slots:
+        store = self.device_store
+        if store.slots:
             return
         if self._considered is not plan:  # asked at each of many gradients
-            self._streamed = [i for i in plan.served(Placement.GPU_STREAMED) if subgroups[i] not in holdings.resident]
+            streams = [i for i in plan.served(Placement.GPU_STREAMED) if not store.has(subgroups[i])]
+            self._streamed = [i for i in streams if self.host_store.has(subgroups[i])]
             self._considered = plan
         streamed = self._streamed
         if not streamed:
@@ -107,8 +123,8 @@ class Engine:
         count = min(plan.slots, len(streamed))
         if nbytes * count > spare:
             return
-        holdings.get_slots(count, nbytes)
-        for i, (number, slot) in zip(streamed, enumerate(holdings.slots), strict=False):
+        store.get_slots(count, nbytes)
+        for i, (number, slot) in zip(streamed, enumerate(store.slots), strict=False):
             host = subgroups[i].state
             # The caller's stream may still use what was in this memory before.
             job = self.device.copy(Op.PREFETCH, i, state_copies(host.carve(slot), host), self.device.fence())
@@ -120,12 +136,12 @@ class Engine:
 
         Only while no step is in flight: what that still sends home must not be read before it is there.
         """
-        holdings = self.holdings
-        holdings.expect_denials(True)  # the step will try again
+        store = self.device_store
+        store.expect_denials(True)  # the step will try again
         for i in plan.served(Placement.GPU_RESIDENT):
-            if subgroups[i] not in holdings.resident:
+            if not store.has(subgroups[i]) and self.host_store.has(subgroups[i]):
                 self._arriving[subgroups[i]] = None  # an interruption from here on leaves memory that is no state yet
-                state = holdings.settle(subgroups[i])
+                state = store.take(subgroups[i])
                 if state is None:
                     return
                 host = subgroups[i].state
@@ -140,27 +156,44 @@ class Engine:
             with contextlib.suppress(Exception):  # whoever needs that state fetches it again
                 issued.job.wait()
         self._prefetched = {}
-        self.holdings.free_slots()
+        self.device_store.free_slots()
 
-    def start(self, plan: Plan, workload: Workload, subjects: Sequence[Subject]) -> None:
-        """Issue the step.
+    def make_room(self, plan: Plan, subjects: Sequence[Subject]) -> Prepared:
+        """Get the memory that the step takes, on the device and on the host; the plan as far as there is.
 
-        workload: that the plan was made for. subjects: all subgroups of both, by index.
+        subjects: all subgroups, by index.
         A subgroup for which the device has no memory is updated on the host in this step.
-        Raises RuntimeError if it fails part way.
+        Raises MemoryError if the host has none either. No state has changed then.
         """
         self._started = time.perf_counter()
         self._considered = None
+        stays = {subjects[i].subgroup for i in plan.served(Placement.GPU_RESIDENT)}
+        self._drop_arriving([s for s, issued in self._arriving.items() if issued is None or s not in stays])
+        # What is on its way has not been updated, so the host has it, too.
+        here = [self.device_store.has(s.subgroup) and s.subgroup not in self._arriving for s in subjects]
+        found = [s.found(Tier.DEVICE if is_here else Tier.HOST) for s, is_here in zip(subjects, here, strict=True)]
+        plan = self._make_room_on_device(plan, subjects, found)
+        at_home, on_cpu = [], []
+        for i, (subject, each) in enumerate(zip(subjects, found, strict=True)):
+            if plan.route(i, each.state).stays is Tier.HOST and (each.gradient or each.state is Tier.DEVICE):
+                at_home.append(subject.subgroup)
+            if plan.placements[i] is Placement.CPU and each.gradient:
+                on_cpu.append(subject.subgroup)
+        self.host_store.take(at_home, on_cpu)
+        return Prepared(plan, subjects, found)
+
+    def start(self, prepared: Prepared, workload: Workload) -> None:
+        """Issue the step.
+
+        workload: that the plan was made for.
+        Raises RuntimeError if it fails part way.
+        """
+        plan, subjects, found = prepared
         try:
-            stays = {subjects[i].subgroup for i in plan.served(Placement.GPU_RESIDENT)}
-            self._drop_arriving([s for s, issued in self._arriving.items() if issued is None or s not in stays])
-            # What is on its way has not been updated, so the host has it, too.
-            here = [s.subgroup in self.holdings.resident and s.subgroup not in self._arriving for s in subjects]
-            found = [s.found(Tier.DEVICE if is_here else Tier.HOST) for s, is_here in zip(subjects, here, strict=True)]
-            plan = self._make_room(plan, subjects, found)
+            self._meet_parameters(plan, subjects, found)
             found, begun = self._find_begun(plan, subjects, found)
             self.schedule = schedule_step(plan, workload, found, [issued.task for issued in begun])
-            step = self._step = Step(self.device, self.holdings, self.schedule, subjects, found, begun)
+            step = self._step = Step(self.device, self.device_store, self.schedule, subjects, found, begun)
             self._prefetched, self._arriving = {}, {}
             turns = step.issue()
             self._lane_done = self._host.submit(functools.partial(self._run_host_lane, turns, step))
@@ -250,15 +283,16 @@ class Engine:
     def bring_home(self) -> None:
         """Return the state of all resident subgroups to the host, once the running step is done."""
         self.wait()
-        self.holdings.expect_denials(False)
+        self.device_store.expect_denials(False)
         self._drop_arriving(list(self._arriving))
-        resident = self.holdings.resident
+        resident = self.device_store.resident
+        self.host_store.take(resident)
         after = self.device.fence()
         flushes = {s: self.device.copy(Op.FLUSH, 0, state_copies(s.state, resident[s]), after) for s in resident}
         for subgroup, flush in flushes.items():
             # The host reads the state, and the memory goes, from here on.
             flush.wait()
-            self.holdings.evict(subgroup)
+            self.device_store.drop(subgroup)
 
     def abandon(self) -> None:
         """End what backward has begun, once nothing of it is running; resident state stays."""
@@ -309,32 +343,59 @@ class Engine:
 
         return [with_begun(*each) for each in zip(subjects, found, left, strict=True)], begun
 
-    def _make_room(self, plan: Plan, subjects: Sequence[Subject], found: Sequence[Found]) -> Plan:
-        """Get memory for state that comes to stay and for slots; the plan as far as there is."""
-        holdings = self.holdings
+    def _meet_parameters(self, plan: Plan, subjects: Sequence[Subject], found: Sequence[Found]) -> None:
+        """Bring parameters to which others wrote since our last step to masters that the host updates."""
+        for i in plan.served(Placement.CPU):
+            subgroup, update = subjects[i].subgroup, subjects[i].update
+            if update is not None and found[i].state is Tier.HOST:
+                update.follow_on_host(self.fetch)
+            elif update is not None and found[i].gradient is Tier.HOST:
+                update.follow_on_device(self.device_store.state(subgroup))  # from where it comes here first
+
+    def _make_room_on_device(self, plan: Plan, subjects: Sequence[Subject], found: list[Found]) -> Plan:
+        """Get memory for state that comes to stay and for slots; the plan as far as there is.
+
+        found: changed where state that was nowhere yet begins on the device.
+        """
+        store = self.device_store
         # What leaves is there until the step is over, and may be what is missing.
-        holdings.expect_denials(bool(leaving(plan, found)))
-        missing = [i for i in arriving(plan, found) if subjects[i].subgroup not in holdings.resident]
-        denied = [i for i in missing if holdings.settle(subjects[i].subgroup) is None]
+        store.expect_denials(bool(leaving(plan, found)))
+        denied = []
+        for i in arriving(plan, found):
+            subgroup = subjects[i].subgroup
+            if store.has(subgroup):
+                continue  # on its way
+            state = store.take(subgroup)
+            if state is None:
+                denied.append(i)
+            elif not self.host_store.has(subgroup):
+                state.zero()
+                found[i] = found[i]._replace(state=Tier.DEVICE)
         plan = plan.on_host(denied)
         passing = {i: subjects[i] for i in staged(plan, found)}
-        nbytes = max((s.slot_bytes(staying=s.subgroup in holdings.resident) for s in passing.values()), default=0)
+        nbytes = max((s.slot_bytes(staying=store.has(s.subgroup)) for s in passing.values()), default=0)
         first = [(i, subject.subgroup) for i, subject in passing.items()][: len(self._prefetched)]
         ahead = [(issued.task.subgroup, subgroup) for subgroup, issued in self._prefetched.items()]
-        if holdings.slots and (first != ahead or holdings.slots[0].nbytes < nbytes):
+        if store.slots and (first != ahead or store.slots[0].nbytes < nbytes):
             self.drop_prefetched()
-        if passing and not holdings.slots:
-            holdings.get_slots(min(max(plan.slots, 1), len(passing)), nbytes)
-        if passing and not holdings.slots:
+        if passing and not store.slots:
+            store.get_slots(min(max(plan.slots, 1), len(passing)), nbytes)
+        if passing and not store.slots:
+            never = [i for i in passing if passing[i].subgroup.arena.tier is Tier.DEVICE]
+            if never:
+                raise torch.OutOfMemoryError(
+                    f"there is no device memory through which the gradients of subgroup {never[0]} could come up for "
+                    "its update; use a smaller subgroup_size, or policy='adaptive', with which state can leave"
+                )
             for i in passing:
                 if passing[i].subgroup in self._arriving:
                     self._drop_arriving([passing[i].subgroup])
-                elif found[i].state is Tier.HOST and passing[i].subgroup in holdings.resident:
-                    holdings.evict(passing[i].subgroup)
+                elif found[i].state is Tier.HOST and store.has(passing[i].subgroup):
+                    store.drop(passing[i].subgroup)
             plan = plan.on_host(passing)
-        if not holdings.slots:  # a plan without slots must not stream, not even what has no gradient
+        if not store.slots:  # a plan without slots must not stream, not even what has no gradient
             plan = plan.on_host(plan.served(Placement.GPU_STREAMED))
-        return dataclasses.replace(plan, slots=len(holdings.slots))
+        return dataclasses.replace(plan, slots=len(store.slots))
 
     def _drop_arriving(self, subgroups: Iterable[Subgroup]) -> None:
         """Free memory of subgroups that were on their way here; nothing has updated their state, so the host has it."""
@@ -343,8 +404,8 @@ class Engine:
             if issued is not None:
                 with contextlib.suppress(Exception):  # whoever needs that state fetches it again
                     issued.job.wait()
-            if subgroup in self.holdings.resident:
-                self.holdings.evict(subgroup)
+            if self.device_store.has(subgroup):
+                self.device_store.drop(subgroup)
             del self._arriving[subgroup]
 
     def _run_host_lane(self, turns: Sequence[Turn], step: Step) -> None:
@@ -353,9 +414,9 @@ class Engine:
         for job in step.last.values():
             with contextlib.suppress(Exception):  # said by `wait`, which waits for the same jobs
                 job.wait()
-        self.holdings.free_slots()
+        self.device_store.free_slots()
         for subgroup in step.leaving:
-            self.holdings.evict(subgroup)
+            self.device_store.drop(subgroup)
         if step.leaving:
             self.device.trim()  # another process may be waiting for it
 

@@ -1,16 +1,49 @@
-"""Host memory: how much there is, said before it is taken."""
+"""Host memory: how much there is, said before it is taken, and tensors that take it part by part."""
 
 from __future__ import annotations
 
 import gc
 import logging
+import mmap
 from collections.abc import Iterator
 from pathlib import Path
+
+import torch
+
+from dos.devices import Device
 
 logger = logging.getLogger(__name__)
 
 _CGROUP = Path("/sys/fs/cgroup")
 _PROC = Path("/proc")
+
+
+class HostTensor:
+    """1-D zeros on the host whose memory is made part by part, each of them pinned.
+
+    Pages are pinned once, so parts that share any are made all together.
+    """
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: Device) -> None:
+        self.tensor = device.host_zeros(numel, dtype)
+        self._device = device
+        self._made: set[tuple[int, int]] = set()
+
+    def part(self, start: int, stop: int) -> tuple[int, int]:
+        """What is made together with these elements, from where to where."""
+        end, size = len(self.tensor), self.tensor.itemsize
+        on_pages = start * size % mmap.PAGESIZE == 0 and (stop == end or stop * size % mmap.PAGESIZE == 0)
+        return (start, stop) if on_pages else (0, end)
+
+    def has(self, start: int, stop: int) -> bool:
+        """Whether the memory of these elements was made."""
+        return start == stop or self.part(start, stop) in self._made
+
+    def make(self, start: int, stop: int) -> None:
+        """Make the memory of these elements."""
+        first, last = self.part(start, stop)
+        self._device.pin(self.tensor[first:last])
+        self._made.add((first, last))
 
 
 def available_bytes() -> int | None:
@@ -37,7 +70,8 @@ def reserve(nbytes: int, purpose: str) -> None:
     if available is not None and nbytes > available:
         raise MemoryError(
             f"{purpose} needs {_gib(nbytes)} of host memory and {_gib(available)} are available; use fewer or smaller "
-            "processes per host, freeze parameters, or give the machine or container more memory "
+            "processes per host, freeze parameters, give the machine or container more memory, or, if all state fits "
+            "on the device, choose policy='resident', with which it never leaves "
             "(`python -m perfmodel` says beforehand what a model needs)"
         )
 

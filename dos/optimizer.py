@@ -45,7 +45,8 @@ class DOSAdam(Optimizer):
         capturable, differentiable: must be False.
         policy: where subgroups are updated. ``"adaptive"``: as the performance model finds best for the device memory
             that is free in each iteration; what is measured corrects it. ``"cpu"``: all on the host, as ZeRO-Offload
-            does. A number in [0, 1]: that share of the parameters on the host, the rest resident on the accelerator, as
+            does. ``"resident"``: all on the accelerator, as AdamW does; state never leaves, takes no host memory, and
+            reading it gives tensors there. A number in [0, 1]: that share on the host, the rest resident, as
             Twin-Flow does. ``"stride:k"``: every k-th subgroup is streamed through the accelerator, as the paper *Deep
             Optimizer States* does. Or a callable from ``perfmodel.Workload`` to ``perfmodel.Plan``.
         subgroup_size: parameters updated as one unit. Large tensors are split, small ones share a subgroup.
@@ -205,15 +206,21 @@ class DOSAdam(Optimizer):
         counts = [float(step) + 1 for step in steps]
         scales = self._clipping.scales((record for record, _ in active), self._gradients(), scale)
         updates = registry.updates(active, counts, scales)
+        room = None
+        if accelerator is not None and plan is not None:
+            try:
+                room = accelerator.make_room(plan, updates, writes)
+            except MemoryError:
+                registry.withdraw(active, self._state)
+                raise
 
         def apply() -> None:
-            registry.follow(active, read=self._read)
             # Before there is anything to wait for: an interruption from here on leaves work in flight.
             self._unfinished, self._in_flight = dict.fromkeys(r for r, _ in active if r.arena.accelerated), True
             if steps:
                 torch._foreach_add_(steps, 1)
-            if accelerator is not None and plan is not None:
-                accelerator.start(plan, updates, writes)
+            if accelerator is not None and plan is not None and room is not None:
+                accelerator.start(plan, room)
             if registry.offloaded is not None:
                 registry.offloaded.clear()
             for subgroup in registry.local:
@@ -355,7 +362,7 @@ class DOSAdam(Optimizer):
 
     @exclusive
     def release_memory(self) -> int:
-        """Give all device memory that the optimizer holds back at once, state going home; returns the bytes.
+        """Give all device memory that state can leave back at once, the state going home; returns the bytes.
 
         For user code that has run out of memory: what the retried iteration then leaves free is remembered, so that
         state does not return to where it was in the way. ::
@@ -370,7 +377,7 @@ class DOSAdam(Optimizer):
                 loss = model(batch)
                 loss.backward()
         """
-        held = 0 if self._accelerator is None else self._accelerator.held_bytes  # before slots are given back
+        held = 0 if self._accelerator is None else self._accelerator.releasable_bytes  # before slots are given back
         self.synchronize()
         if self._accelerator is not None:
             self._accelerator.release(held)
@@ -417,8 +424,9 @@ class DOSAdam(Optimizer):
         ``h2d_bytes``, ``d2h_bytes``: moved by the plan. ``exposed_s``: for which the caller was held up.
         ``update_s``: from ``step()`` to the last transfer; ``predicted_s``, ``bound_s``: what the model says of it, and
         what no plan could beat; ``efficiency``: bound over measured. ``memory_free_bytes``, ``memory_total_bytes``,
-        ``memory_held_bytes``, ``memory_for_state_bytes``: of the device. Values that are not known are missing; before
-        the first step, or with all parameters on the host, the dict is empty.
+        ``memory_held_bytes``, ``memory_for_state_bytes``: of the device. ``host_held_bytes``: of the host.
+        Values that are not known are missing; before the first step, or with all parameters on the host, the dict is
+        empty.
         """
         self.synchronize()
         report = None if self._accelerator is None else self._accelerator.report()
@@ -478,10 +486,6 @@ class DOSAdam(Optimizer):
         self._registry.settle_layout(record, self._state, self._bring_home)  # to which the gradient is added
         self._clipping.about_to_add(record)
         accelerator.take_gradient(record)
-
-    def _read(self, record: ParameterRecord) -> Tensor:
-        assert self._accelerator is not None, "only parameters on the accelerator have to be read"
-        return self._accelerator.read(record)
 
     def _gradients(self) -> list[Tensor]:
         """Those that are with the parameters."""

@@ -45,6 +45,11 @@ class Options:
     memory_budget: int | float | Callable[[], int] | None
     memory_interval: float | None
 
+    @property
+    def never_leaves(self) -> bool:
+        """Whether state on the device stays there whatever happens, and has no home on the host."""
+        return self.policy == "resident"
+
     def __post_init__(self) -> None:
         resolve_policy(self.policy)
         if isinstance(self.subgroup_size, bool) or not isinstance(self.subgroup_size, int):

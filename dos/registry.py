@@ -17,12 +17,14 @@ from dos.guard import Guard
 from dos.host_memory import reserve
 from dos.offload import OffloadedGradients
 from dos.options import SUPPORTED_DTYPES, Options, check_settings, parameter_problem
+from dos.stores import HostStore
 from dos.subgroup import Arena, ParameterRecord, Piece, Subgroup, make_records, split
-from dos.update import AdamStep, off_ties
+from dos.update import AdamStep
 from dos.work import PieceUpdate, SubgroupUpdate
 from perfmodel import SubgroupLoad
-from perfmodel.footprint import host_bytes
+from perfmodel.footprint import FP32_BYTES, host_bytes
 from perfmodel.format import NEEDED_KEYS, STATE_KEYS
+from perfmodel.plan import Tier
 
 Group = dict[str, Any]
 StateDict = MutableMapping[Tensor, Any]
@@ -36,6 +38,7 @@ class Registry:
     accelerated: those subgroups whose parameters are on the accelerator; index: their positions, which a Plan uses.
     local: those whose parameters are on the host.
     places: each record's pieces, with the subgroups in which they lie.
+    host_store: what holds state on the host. lasting_bytes: device memory of state that never leaves.
     offloaded: the gradients that have been moved to the host; None unless the user chose that.
     """
 
@@ -50,7 +53,10 @@ class Registry:
         self.index: dict[Subgroup, int] = {}
         self.places: dict[ParameterRecord, list[tuple[Subgroup, Piece]]] = {}
         self._newcomers: list[ParameterRecord] = []
-        self.offloaded = OffloadedGradients() if options.offload_gradients else None
+        self.host_store = HostStore()
+        self.lasting_bytes = 0
+        self.offloaded = OffloadedGradients(self.host_store) if options.offload_gradients else None
+        self._promised = 0
         self._loads: tuple[SubgroupLoad, ...] | None = None
 
     def record(self, parameter: Tensor) -> ParameterRecord | None:
@@ -73,10 +79,14 @@ class Registry:
         """Remember what the parameters are now. Raises TypeError or ValueError for one that cannot be optimised.
 
         Frozen and uninitialised ones are looked at when they have a gradient.
+        Raises MemoryError if the host could not hold the state of all, wherever it is at first.
         """
         ready = [p for p in group["params"] if p.requires_grad and not is_lazy(p)]
         for parameter in ready:
             self._check_kind(parameter, group)
+        promised = sum(self._host_bytes(run, group) for run in self._alike(ready))
+        reserve(self._promised + promised - self.host_store.nbytes, "optimizer state (DOSAdam)")
+        self._promised += promised
         self._admitted.update({p: (p.device, p.dtype, p.shape) for p in ready})
 
     def active(
@@ -92,7 +102,9 @@ class Registry:
             self._check_overlaps(groups)
         for record, _ in found:
             self.settle_layout(record, state, bring_home)
-        if any(not record.is_adopted(state.get(record.parameter) or {}) for record, _ in found):
+        # That of a newcomer is nowhere yet.
+        known = [(record, state.get(record.parameter) or {}) for record, _ in found]
+        if any(not record.is_adopted(entry) for record, entry in known if entry or record.version >= 0):
             bring_home()  # what is put into the host state now must not be overwritten by what comes home later
         for record, _ in found:
             # A state that is another parameter's live view, as when two are exchanged, must not change under our hands.
@@ -106,7 +118,7 @@ class Registry:
                 self._add_amsgrad(record.arena)
             if record.parameter.grad is not None:
                 record.arena.stage_gradients_as(record.parameter.grad.dtype)
-            _adopt(record, state.setdefault(record.parameter, {}))
+            self._adopt(record, state.setdefault(record.parameter, {}))
             record.locate()
         return found
 
@@ -141,11 +153,10 @@ class Registry:
         runs: list[tuple[list[Tensor], Group]] = []
         for _, members in itertools.groupby(newcomers, key=lambda member: id(member[1])):
             group_members = list(members)
-            group = group_members[0][1]
-            alike = sorted((p for p, _ in group_members), key=self._kind)
-            runs += [(list(run), group) for _, run in itertools.groupby(alike, key=self._kind)]
-        if runs:
-            reserve(sum(self._host_bytes(run, group) for run, group in runs), "optimizer state (DOSAdam)")
+            runs += [(run, group_members[0][1]) for run in self._alike(p for p, _ in group_members)]
+        here = [(run, group) for run, group in runs if not self._devices.holds(run[0])]
+        if here:  # all other state takes memory when it first comes to the host
+            reserve(sum(self._host_bytes(run, group) for run, group in here), "optimizer state (DOSAdam)")
         made = [self._make_room(run, group) for run, group in runs]
         if made:
             self._guard.change(lambda: self._publish(made))
@@ -168,54 +179,30 @@ class Registry:
         counts: of each parameter's steps, this included. scales: what each gradient is multiplied by.
         """
         settings: dict[tuple[int, float, float], AdamStep] = {}
-        wanted: dict[ParameterRecord, tuple[Tensor, AdamStep]] = {}
+        wanted: dict[ParameterRecord, tuple[Tensor, AdamStep, bool]] = {}
         for (record, group), count, grad_scale in zip(active, counts, scales, strict=True):
             key = id(group), count, grad_scale
             if key not in settings:
                 settings[key] = _adam_step(group, count, grad_scale)
             if self.offloaded is not None and record in self.offloaded:
-                wanted[record] = self.offloaded.flat(record), settings[key]
+                gradient = self.offloaded.flat(record)
             else:
                 assert record.parameter.grad is not None
-                wanted[record] = record.flat_gradient(record.parameter.grad), settings[key]
+                gradient = record.flat_gradient(record.parameter.grad)
+            wanted[record] = gradient, settings[key], record.changed()
         updates = {}
         for subgroup in itertools.chain(self.local, self.accelerated):
             pieces = tuple(
-                PieceUpdate(piece, piece.of_parameter(gradient), step)
+                PieceUpdate(piece, piece.of_parameter(gradient), step, follows)
                 for piece in subgroup.pieces
                 if piece.record in wanted
-                for gradient, step in (wanted[piece.record],)
+                for gradient, step, follows in (wanted[piece.record],)
             )
             if pieces:
                 updates[subgroup] = SubgroupUpdate(
                     subgroup, pieces, offloaded=self.offloaded is not None and subgroup.arena.accelerated
                 )
         return updates
-
-    def follow(
-        self, active: Sequence[tuple[ParameterRecord, Group]], read: Callable[[ParameterRecord], Tensor]
-    ) -> None:
-        """Let masters follow parameters to which somebody else wrote since our last step.
-
-        read: an accelerated parameter's present values, 1-D on the host.
-        """
-        for record, _ in active:
-            changed = record.changed()
-            master = record.state.master
-            if not changed or master is None:
-                continue
-            current = read(record) if record.arena.accelerated else record.flat
-            if master.dtype == current.dtype:
-                master.copy_(current)
-            else:
-                # Where the parameter still is the master rounded, the master knows it better.
-                bits = torch.int16
-                kept = master.to(current.dtype).view(bits) == current.view(bits)
-                master.copy_(torch.where(kept, master, current.to(master.dtype)))
-                if current.dtype == torch.bfloat16:
-                    # No update leaves a tie, and formats may rely on that: one that was
-                    # loaded would go on with other bits in one that keeps it as two halves.
-                    master.copy_(off_ties(master))
 
     def written(self, records: Collection[ParameterRecord]) -> None:
         """Tell autograd and the records that the step has written to the parameters."""
@@ -257,6 +244,7 @@ class Registry:
         like = record.views["exp_avg"]
         added = None if total is None else total.as_strided(like.size(), like.stride(), total.storage_offset()).clone()
         entry = state.get(record.parameter, {})
+        self.host_store.take([subgroup for subgroup, _ in self.places[record]])
         before = {key: value.clone() for key, value in record.views.items()}
         mine = {key: entry.get(key) is view for key, view in record.views.items()}
 
@@ -270,6 +258,39 @@ class Registry:
                     entry[key] = view
 
         self._guard.change(reorder)
+
+    def _adopt(self, record: ParameterRecord, entry: dict[str, Any]) -> None:
+        """Make `entry`, filled by a user, a checkpoint or nobody, the live view of this record's state."""
+        step = entry.get("step", 0.0)
+        if not isinstance(step, Tensor) or step.device.type != "cpu" or step.dtype != torch.float32 or step.ndim:
+            step = torch.tensor(float(step), dtype=torch.float32, device="cpu")
+        record.renew_views()
+        if record.is_adopted(entry):
+            entry["step"] = step
+            return
+        subgroups = [subgroup for subgroup, _ in self.places[record]]
+        # State that was never written is zero wherever it will be, and takes no memory here until then.
+        written = any(key in entry for key in record.views) or any(map(self.host_store.has, subgroups))
+        if written:
+            self.host_store.take(subgroups)
+        for key, view in record.views.items():
+            value = entry.get(key)
+            if value is None and written:
+                view.zero_()
+            elif value is not None and value is not view:
+                view.copy_(value)
+        # In an order that can be interrupted: what the entry says is lost at no point.
+        for key in STATE_KEYS:
+            if key not in record.views:
+                entry.pop(key, None)
+        entry.update({"step": step.clone(), **record.views})
+        record.version = -1  # whatever the master was, it must agree with the parameter
+
+    def withdraw(self, active: Iterable[tuple[ParameterRecord, Group]], state: StateDict) -> None:
+        """Take back entries of parameters whose first step does not come to be, so that they have no state."""
+        for record, _ in active:
+            if record.version < 0 and not any(self.host_store.has(subgroup) for subgroup, _ in self.places[record]):
+                state.pop(record.parameter, None)
 
     def _is_offloaded(self, parameter: Tensor) -> bool:
         return self.offloaded is not None and self._records.get(parameter) in self.offloaded
@@ -315,13 +336,20 @@ class Registry:
                 "one (device_map='auto' spreads it over all), or build an optimizer for the parameters of each"
             )
 
+    def _alike(self, parameters: Iterable[Tensor]) -> list[list[Tensor]]:
+        """The parameters by dtype and memory: each list can share an arena."""
+        return [list(run) for _, run in itertools.groupby(sorted(parameters, key=self._kind), key=self._kind)]
+
     def _kind(self, parameter: Tensor) -> tuple[str, bool]:
         return str(parameter.dtype), self._devices.holds(parameter)
 
     def _host_bytes(self, run: Sequence[Tensor], group: Group) -> int:
-        """Host memory of an arena for these parameters."""
+        """Host memory of an arena for these parameters, at most."""
+        numel = sum(p.numel() for p in run)
+        if self._options.never_leaves and self._devices.holds(run[0]):
+            return numel * (run[0].dtype.itemsize + FP32_BYTES) if self._options.offload_gradients else 0
         return host_bytes(
-            sum(p.numel() for p in run),
+            numel,
             run[0].dtype.itemsize,
             master_weights=self._options.master_weights,
             amsgrad=group["amsgrad"],
@@ -331,13 +359,21 @@ class Registry:
 
     def _make_room(self, parameters: list[Tensor], group: Group) -> tuple[list[ParameterRecord], list[Subgroup]]:
         """A new arena for parameters of one group, dtype and memory: their records, and its subgroups."""
-        arena = Arena(
-            parameters,
-            accelerated=self._devices.holds(parameters[0]),
-            master_weights=self._options.master_weights,
-            amsgrad=group["amsgrad"],
-            allocate=self._devices.host_zeros,
-        )
+        accelerated = self._devices.holds(parameters[0])
+        lasting = accelerated and self._options.never_leaves
+        try:
+            arena = Arena(
+                parameters,
+                self._devices.found if accelerated else None,
+                master_weights=self._options.master_weights,
+                amsgrad=group["amsgrad"],
+                tier=Tier.DEVICE if lasting else Tier.HOST,
+            )
+        except torch.OutOfMemoryError as error:
+            raise torch.OutOfMemoryError(
+                "policy='resident' keeps all optimizer state on the device, which has no memory for it; use "
+                f"policy='adaptive', with which what does not fit stays on the host ({error})"
+            ) from error
         records = make_records(parameters, arena)
         return records, split(arena, records, self._options.subgroup_size)
 
@@ -355,6 +391,7 @@ class Registry:
 
     def _reindex(self) -> None:
         self.index = {subgroup: i for i, subgroup in enumerate(self.accelerated)}
+        self.lasting_bytes = sum(arena.device_bytes for arena in {s.arena for s in self.accelerated})
         self._loads = None
 
 
@@ -385,29 +422,6 @@ def state_problem(entry: Mapping[str, Any], parameter: Tensor) -> str | None:
     if not float(step) >= 0:
         return f"its state 'step' must be 0 or more, found {float(step)}"
     return None
-
-
-def _adopt(record: ParameterRecord, entry: dict[str, Any]) -> None:
-    """Make `entry`, filled by a user, a checkpoint or nobody, the live view of this record's state."""
-    step = entry.get("step", 0.0)
-    if not isinstance(step, Tensor) or step.device.type != "cpu" or step.dtype != torch.float32 or step.ndim:
-        step = torch.tensor(float(step), dtype=torch.float32, device="cpu")
-    record.renew_views()
-    if record.is_adopted(entry):
-        entry["step"] = step
-        return
-    for key, view in record.views.items():
-        value = entry.get(key)
-        if value is None:
-            view.zero_()
-        elif value is not view:
-            view.copy_(value)
-    # In an order that can be interrupted: what the entry says is lost at no point.
-    for key in STATE_KEYS:
-        if key not in record.views:
-            entry.pop(key, None)
-    entry.update({"step": step.clone(), **record.views})
-    record.version = -1  # whatever the master was, it must agree with the parameter
 
 
 def _described(device: torch.device, dtype: torch.dtype, shape: torch.Size) -> str:

@@ -20,6 +20,7 @@ class Report:
     workload: what the plan was made for, memory included. profile: the rates believed; None if no policy asked for any.
     measured: None while the step is still running. exposed_s: seconds for which the caller was held up.
     reading: device memory now. held_bytes: what optimizer state has of it now.
+    host_bytes: host memory that state has, or had and will have again.
     kernel: what updates on the device; None where that is said by its kind.
     changed: what the memory for state was when the plan last changed, before and after, in bytes.
     """
@@ -31,6 +32,7 @@ class Report:
     exposed_s: float
     reading: Reading
     held_bytes: int
+    host_bytes: int
     kernel: str | None
     changed: tuple[float, float]
 
@@ -57,7 +59,7 @@ class Report:
         streamed = sum(loads[i].state_bytes for i in self.plan.served(Placement.GPU_STREAMED))
         on_cpu = [loads[i] for i in self.plan.served(Placement.CPU)]
         found: dict[str, float | None] = {
-            **{f"share_{placement.value}": value for placement, value in share.items()},
+            **{f"share_{placement.label}": value for placement, value in share.items()},
             "slots": self.plan.slots,
             "h2d_bytes": streamed + sum(load.parameter_bytes for load in on_cpu),
             "d2h_bytes": streamed + sum(load.gradient_bytes for load in on_cpu),
@@ -69,6 +71,7 @@ class Report:
             "memory_free_bytes": self.reading.memory.free,
             "memory_total_bytes": self.reading.memory.total,
             "memory_held_bytes": self.held_bytes,
+            "host_held_bytes": self.host_bytes,
             "memory_for_state_bytes": _finite(self.workload.peak_free_bytes),
         }
         return {name: float(value) for name, value in found.items() if value is not None}

@@ -10,8 +10,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from dos.devices import Copy, Device, Job
-from dos.holdings import Holdings
 from dos.host_lane import Turn
+from dos.stores import DeviceStore
 from dos.subgroup import State, Subgroup
 from dos.work import SubgroupUpdate, Subject
 from perfmodel import Op
@@ -41,7 +41,7 @@ class Step:
     def __init__(
         self,
         device: Device,
-        holdings: Holdings,
+        store: DeviceStore,
         schedule: Schedule,
         subjects: Sequence[Subject],
         found: Sequence[Found],
@@ -55,11 +55,11 @@ class Step:
         self.last: dict[Stream, Job] = {}
         self.leaving: list[Subgroup] = []
         self._device = device
-        self._holdings = holdings
+        self._store = store
         self._subjects = subjects
         self._found = found
         self._states: dict[int, State] = {}
-        self._gradients: dict[int, Tensor] = {}
+        self._gradients: dict[int, list[Tensor]] = {}
         self._ready: dict[int, Sequence[Job]] = {}
 
     def issue(self) -> list[Turn]:
@@ -132,16 +132,16 @@ class Step:
             copies += state_copies(self._state(task), subgroup.state)
         if update.offloaded:
             assert task.slot is not None, "offloaded gradients come up through a slot"
-            taken = 0 if subgroup in self._holdings.resident else subgroup.state.carved_bytes
-            self._gradients[i], gradients = update.fetch_gradients(self._holdings.slots[task.slot][taken:])
+            taken = 0 if self._store.has(subgroup) else subgroup.state.carved_bytes
+            self._gradients[i], gradients = update.fetch_gradients(self._store.slots[task.slot][taken:])
             copies += gradients
         return self._device.copy(Op.PREFETCH, i, copies, after)
 
     def _update(self, task: Task, after: Sequence[Job]) -> Job:
         i, subgroup, update = self._of(task)
-        state, gradient = self._state(task), self._gradients.get(i)
-        reads = [u.gradient for u in update.pieces] if gradient is None else []
-        job = self._device.launch(i, lambda: update.apply_on_device(state, gradient), task.size, after, reads)
+        state, gradients = self._state(task), self._gradients.get(i)
+        reads = [u.gradient for u in update.pieces] if gradients is None else []
+        job = self._device.launch(i, lambda: update.apply_on_device(state, gradients), task.size, after, reads)
         self.done[subgroup] = Future()
         self.done[subgroup].set_result(job)
         return job
@@ -164,11 +164,11 @@ class Step:
         assert task.subgroup is not None, "state is of a subgroup"
         if task.subgroup not in self._states:
             subgroup = self._subjects[task.subgroup].subgroup
-            state = self._holdings.resident.get(subgroup)
-            if state is None:
+            if self._store.has(subgroup):
+                self._states[task.subgroup] = self._store.state(subgroup)
+            else:
                 assert task.slot is not None, "state that does not stay on the device passes through a slot"
-                state = subgroup.state.carve(self._holdings.slots[task.slot])
-            self._states[task.subgroup] = state
+                self._states[task.subgroup] = subgroup.state.carve(self._store.slots[task.slot])
         return self._states[task.subgroup]
 
 

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import mmap
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from dos.devices import Device, host_zeros
+from dos.host_memory import HostTensor
 from perfmodel import SubgroupLoad
-from perfmodel.format import MASTER, Field, float32
+from perfmodel.format import BYTES, MASTER, Field, float32
+from perfmodel.plan import Tier
 
-HostAllocator = Callable[[int, torch.dtype], Tensor]
-"""(numel, dtype) -> 1-D zeros on the host."""
-
-_ROUNDED_FROM, _ROUNDING = 1 << 20, 128
+_ROUNDED_FROM, _ROUNDING = 1 << 20, mmap.PAGESIZE // min(BYTES.values())
 """Parameters of a subgroup from which its size is rounded up, and to a multiple of how many.
 
-Otherwise the part of a tensor that begins with the subgroup would lie at an address from which a GPU cannot load 16
-bytes at once. A tensor whose length is no multiple of that still misaligns those behind it.
+So a subgroup begins on a page, and its host memory is made and pinned without its neighbours'. And
+the part of a tensor that begins with it lies where a GPU loads 16 bytes at once. A tensor whose
+length is no multiple of that still misaligns those behind it.
 """
 _ALIGNMENT = 256
 """Bytes; every tensor carved from a slot starts on such a boundary, as CUDA's own allocations do."""
@@ -48,6 +50,11 @@ class State:
         """A view of the elements from start to stop."""
         return State({name: tensor[start:stop] for name, tensor in self.fields.items()})
 
+    def zero(self) -> None:
+        """Make it the state of parameters that were never updated."""
+        for tensor in self.tensors():
+            tensor.zero_()
+
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
@@ -68,51 +75,85 @@ class State:
 
 
 class Arena:
-    """Flat host state of parameters that got their first gradient together.
+    """Flat state of parameters that got their first gradient together.
 
     All are of one param group, one dtype and one memory (host or accelerator). Each parameter's state is contiguous,
     in the parameter's own memory order, so `optimizer.state[p]["exp_avg"]` is a view of it.
 
+    tier: where the state has its home; on the device it is there for good.
     format: what the state consists of; amsgrad: whether with room for amsgrad.
     gradient: staging for gradients on their way from the accelerator, in the parameters' dtype.
     parameter: staging for new parameters on their way to the accelerator; None where master has their dtype already.
+
+    What lies on the host takes memory when `make` is called for it, or when something is written there.
     """
 
     def __init__(
         self,
         parameters: Sequence[Tensor],
+        device: Device | None,
         *,
-        accelerated: bool,
         master_weights: bool,
         amsgrad: bool,
-        allocate: HostAllocator,
+        tier: Tier = Tier.HOST,
     ) -> None:
         self.dtype = parameters[0].dtype
-        self.accelerated = accelerated
+        self.accelerated = device is not None
+        self.tier = tier
         self.numel = sum(p.numel() for p in parameters)
-        self._allocate = allocate
         self.amsgrad = amsgrad
+        self._device = device
         self._format_with = functools.partial(
-            float32, str(self.dtype).removeprefix("torch."), master_weights=master_weights, accelerated=accelerated
+            float32, str(self.dtype).removeprefix("torch."), master_weights=master_weights, accelerated=self.accelerated
         )
         self.format = self._format_with(amsgrad=amsgrad)
+        self._homes: dict[str, HostTensor] = {}
+        self._buffers: list[Tensor] = []
         self.state = State({f.name: self._field(f) for f in self.format.fields})
-        self.gradient = allocate(self.numel, self.dtype) if accelerated else None
-        self.parameter = allocate(self.numel, self.dtype) if accelerated and self.format.rounds else None
-        self._accumulated: Tensor | None = None
+        self._gradient: HostTensor | None = None
+        self._parameter: HostTensor | None = None
+        self._accumulated: HostTensor | None = None
+        if device is not None:
+            self._gradient = HostTensor(self.numel, self.dtype, device)
+            self._parameter = HostTensor(self.numel, self.dtype, device) if self.format.rounds else None
         self._slices: dict[tuple[int, int], State] = {}
+
+    @property
+    def gradient(self) -> Tensor | None:
+        return None if self._gradient is None else self._gradient.tensor
+
+    @property
+    def parameter(self) -> Tensor | None:
+        return None if self._parameter is None else self._parameter.tensor
+
+    @property
+    def accumulated(self) -> Tensor | None:
+        """Where gradients add up on the host, float32, once `accumulate` was called."""
+        return None if self._accumulated is None else self._accumulated.tensor
+
+    @property
+    def device_bytes(self) -> int:
+        """Device memory that it takes for good."""
+        return sum(buffer.nbytes for buffer in self._buffers)
 
     def stage_gradients_as(self, dtype: torch.dtype) -> None:
         """Make the gradient staging wide enough for gradients of `dtype`, which may differ from the parameters'."""
-        if self.gradient is not None and self.gradient.dtype not in (dtype, torch.float32):
-            self.gradient = self._allocate(self.numel, torch.float32)
+        if self._gradient is not None and self._gradient.tensor.dtype not in (dtype, torch.float32):
+            assert self._device is not None, "nothing is staged for parameters on the host"
+            self._gradient = HostTensor(self.numel, torch.float32, self._device)
 
-    @property
-    def accumulated(self) -> Tensor:
-        """Room for gradients that add up on the host, float32; allocated when first asked for."""
-        if self._accumulated is None:
-            self._accumulated = self._allocate(self.numel, torch.float32)
-        return self._accumulated
+    def accumulate(self) -> None:
+        """Make room for gradients that add up on the host."""
+        assert self._device is not None, "gradients of parameters on the host stay where they are"
+        self._accumulated = HostTensor(self.numel, torch.float32, self._device)
+
+    def home(self) -> list[HostTensor]:
+        """The host memory of its state."""
+        return list(self._homes.values())
+
+    def staging(self) -> list[HostTensor]:
+        """The host memory through which gradients and parameters travel, or in which gradients add up."""
+        return [tensor for tensor in (self._gradient, self._parameter, self._accumulated) if tensor is not None]
 
     def slice(self, start: int, stop: int) -> State:
         """A view of the state from start to stop. Remembered, because every step asks for the same ones."""
@@ -129,7 +170,14 @@ class Arena:
         self._slices.clear()
 
     def _field(self, field: Field) -> Tensor:
-        return self._allocate(self.numel, getattr(torch, field.type))
+        dtype = getattr(torch, field.type)
+        if self._device is None:
+            return host_zeros(self.numel, dtype)
+        if self.tier is Tier.HOST:
+            self._homes[field.name] = HostTensor(self.numel, dtype, self._device)
+            return self._homes[field.name].tensor
+        self._buffers.append(self._device.allocate_lasting(self.numel * dtype.itemsize))
+        return self._buffers[-1].zero_().view(dtype)
 
 
 class ParameterRecord:
@@ -297,7 +345,7 @@ class Subgroup:
 
     @property
     def offloaded_gradient_bytes(self) -> int:
-        """Bytes of a slot that takes its gradients as they are added up on the host."""
+        """Bytes of a slot that takes its gradients as they are, or are added up, on the host."""
         return aligned(self.numel * torch.float32.itemsize)
 
     def load(self) -> SubgroupLoad:

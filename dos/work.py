@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dos.devices import Copy, Job
 from dos.subgroup import Piece, State, Subgroup
-from dos.update import AdamArrays, AdamStep, adam_update
+from dos.update import AdamArrays, AdamStep, adam_update, off_ties
 from perfmodel.format import MASTER
 from perfmodel.plan import Tier
 from perfmodel.schedule import Found
@@ -22,11 +22,14 @@ class PieceUpdate:
     """The update of one piece in this step.
 
     gradient: 1-D, as long as the piece: where backward left it or, if it was offloaded, on the host.
+    follows: whether somebody else wrote to the parameter since our last step, so that its master
+        has to follow first.
     """
 
     piece: Piece
     gradient: Tensor
     step: AdamStep
+    follows: bool
 
     @property
     def parameter(self) -> Tensor:
@@ -69,8 +72,28 @@ class SubgroupUpdate:
 
     def apply_in_place(self) -> None:
         """Update parameters that live on the host, without a copy."""
+        self.follow_on_device(self.subgroup.state)
         for update in self.pieces:
             update.apply(self.subgroup.state, update.gradient, update.parameter)
+
+    def follow_on_device(self, state: State) -> None:
+        """Let masters in `state`, which is where the parameters are, follow those that somebody wrote to."""
+        for update in self.pieces:
+            if update.follows and state.master is not None:
+                follow(state.master[update.piece.run], update.parameter)
+
+    def follow_on_host(self, fetch: Callable[[Tensor, Tensor], None]) -> None:
+        """The same for masters on the host. fetch: copies from the parameters' device to the host; blocks."""
+        master, staged = self.subgroup.state.master, self.subgroup.parameter
+        for update in self.pieces:
+            if not update.follows or master is None:
+                continue
+            mine = master[update.piece.run]
+            if staged is None:
+                fetch(mine, update.parameter)
+            else:
+                fetch(staged[update.piece.run], update.parameter)
+                follow(mine, staged[update.piece.run])
 
     @property
     def slot_bytes(self) -> int:
@@ -82,18 +105,20 @@ class SubgroupUpdate:
         """Bytes of a slot that takes the gradients alone, if they must come up again."""
         return self.subgroup.offloaded_gradient_bytes if self.offloaded else 0
 
-    def fetch_gradients(self, buffer: Tensor) -> tuple[Tensor, list[Copy]]:
-        """Where in `buffer` (1-D uint8) offloaded gradients go, as long as the subgroup, and the copies to there."""
-        gradient = buffer[: self.subgroup.numel * torch.float32.itemsize].view(torch.float32)
-        return gradient, [(gradient[u.piece.run], u.gradient) for u in self.pieces]
+    def fetch_gradients(self, buffer: Tensor) -> tuple[list[Tensor], list[Copy]]:
+        """Where in `buffer` (1-D uint8) the pieces' offloaded gradients go, and the copies to there."""
+        places = [buffer[torch.float32.itemsize * u.piece.start :][: u.gradient.nbytes] for u in self.pieces]
+        gradients = [place.view(u.gradient.dtype) for place, u in zip(places, self.pieces, strict=True)]
+        return gradients, [(gradient, u.gradient) for gradient, u in zip(gradients, self.pieces, strict=True)]
 
-    def apply_on_device(self, state: State, gradient: Tensor | None) -> None:
+    def apply_on_device(self, state: State, gradients: Sequence[Tensor] | None) -> None:
         """Update `state`, which is on the device, and the parameters there.
 
-        gradient: what `fetch_gradients` fetched, or None if the gradients never left.
+        gradients: what `fetch_gradients` fetched, or None if they never left.
         """
-        for update in self.pieces:
-            update.apply(state, update.gradient if gradient is None else gradient[update.piece.run], update.parameter)
+        self.follow_on_device(state)
+        for update, gradient in zip(self.pieces, gradients or [u.gradient for u in self.pieces], strict=True):
+            update.apply(state, gradient, update.parameter)
 
     def apply_on_host(self) -> None:
         """Update the host state from staged or offloaded gradients; the new parameters stay staged."""
@@ -113,6 +138,27 @@ class SubgroupUpdate:
         staged = self.subgroup.state.master if parameter is None else parameter
         assert staged is not None, "accelerated parameters have a master"
         return [(u.parameter, staged[u.piece.run]) for u in self.pieces]
+
+
+def follow(master: Tensor, parameter: Tensor) -> None:
+    """Give `master` the values of a parameter that was written to; 1-D, of one length, on one device.
+
+    Where the parameter still is the master rounded, the master knows it better.
+    """
+    if master.dtype == parameter.dtype:
+        master.copy_(parameter)
+        return
+    for start in range(0, len(master), _CHUNK):
+        mine, now = master[start : start + _CHUNK], parameter[start : start + _CHUNK]
+        kept = mine.to(now.dtype).view(torch.int16) == now.view(torch.int16)
+        mine.copy_(torch.where(kept, mine, now.to(mine.dtype)))
+        if now.dtype == torch.bfloat16:
+            # No update leaves a tie, and formats may rely on that: one that was loaded would go
+            # on with other bits in one that keeps it as two halves.
+            mine.copy_(off_ties(mine))
+
+
+_CHUNK = 1 << 20  # elements; bounds the memory of what is compared
 
 
 class Subject(NamedTuple):

@@ -101,7 +101,7 @@ class CudaMachine:
 
     def memory(self, time_s: float, optimizer: DOSAdam) -> MemorySample:
         accelerator = optimizer._accelerator
-        held = 0 if accelerator is None else accelerator._engine.holdings.nbytes
+        held = 0 if accelerator is None else accelerator._engine.device_store.nbytes
         own = torch.cuda.memory_reserved(self.torch_device) - held
         free, total = torch.cuda.mem_get_info(self.torch_device)
         return MemorySample(time_s, own, held, total - free - own - held)

@@ -13,12 +13,12 @@ _TYPES = {2: "bfloat16", 4: "float32"}
 
 @dataclass(frozen=True)
 class HostBytes:
-    """The host memory that DOSAdam allocates for a run of parameters, in bytes.
+    """The most host memory that DOSAdam takes for a run of parameters, in bytes.
 
     master: the parameters at the precision in which they are updated.
     moments: the rest of the state.
     gradient_staging, parameter_staging: gradients from the accelerator, new parameters on their way to it.
-    accumulated: gradients that add up on the host, float32; allocated by the first backward.
+    accumulated: gradients that add up on the host, float32; from the second micro-batch on.
     """
 
     master: int
@@ -48,10 +48,12 @@ def host_footprint(
     accelerated: bool = True,
     other_gradient_dtype: bool = False,
 ) -> HostBytes:
-    """What DOSAdam allocates on the host for `numel` parameters of `value_bytes` each (4 float32, 2 float16, bfloat16).
+    """What DOSAdam takes on the host, at most, for `numel` parameters of `value_bytes` each.
 
+    value_bytes: 4 float32, 2 float16 or bfloat16.
     numel: of all parameters with one setting; the bytes are the same however they are divided into parameters,
-        groups and subgroups, and whatever the policy: state that is resident on the device keeps its place at home.
+        groups and subgroups. It is what an update on the host takes. State that was never there takes nothing yet,
+        and that which was only brought there or streamed no staging.
     master_weights, amsgrad, offload_gradients: as given to DOSAdam.
     accelerated: whether the parameters are on the accelerator. Parameters on the host need no staging, and no master
         where they have the update's precision themselves.

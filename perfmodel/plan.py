@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import NamedTuple
 
 
 class Tier(enum.Enum):
@@ -16,15 +17,46 @@ class Tier(enum.Enum):
     HOST = "host"
 
 
-class Placement(enum.Enum):
-    """Where a subgroup's optimizer state lives and is updated during one iteration."""
+class Processor(enum.Enum):
+    """What updates."""
 
     CPU = "cpu"
+    GPU = "gpu"
+
+
+class Route(NamedTuple):
+    """The way of a subgroup's state through one iteration.
+
+    source: where it comes from. processor: what updates it. stays: where it rests afterwards.
+    """
+
+    source: Tier
+    processor: Processor
+    stays: Tier
+
+    def starting(self, source: Tier) -> Route:
+        """The way of state that is somewhere else when the step begins. On the device it is updated there."""
+        return Route(source, Processor.GPU if source is Tier.DEVICE else self.processor, self.stays)
+
+
+ARRIVING = Route(Tier.HOST, Processor.GPU, Tier.DEVICE)
+LEAVING = Route(Tier.DEVICE, Processor.GPU, Tier.HOST)
+
+
+class Placement(enum.Enum):
+    """The routes that a plan chooses from, by name: each can be taken in every iteration."""
+
+    CPU = Route(Tier.HOST, Processor.CPU, Tier.HOST)
     """State on the host, updated by the host."""
-    GPU_STREAMED = "gpu_streamed"
+    GPU_STREAMED = Route(Tier.HOST, Processor.GPU, Tier.HOST)
     """State on the host, prefetched into a staging slot, updated on the device, flushed back."""
-    GPU_RESIDENT = "gpu_resident"
+    GPU_RESIDENT = Route(Tier.DEVICE, Processor.GPU, Tier.DEVICE)
     """State stays on the device and is updated there."""
+
+    @property
+    def label(self) -> str:
+        """Its name in reports."""
+        return self.name.lower()
 
 
 @dataclass(frozen=True)
@@ -61,6 +93,10 @@ class Plan:
         """Indices of the subgroups with this placement, in service order."""
         return tuple(i for i in self.order if self.placements[i] is placement)
 
+    def route(self, subgroup: int, source: Tier) -> Route:
+        """The way of a subgroup whose state is found in `source`."""
+        return self.placements[subgroup].value.starting(source)
+
     def on_host(self, subgroups: Collection[int]) -> Plan:
         """The plan with these subgroups updated on the host."""
         if not subgroups:
@@ -70,7 +106,7 @@ class Plan:
 
     def __str__(self) -> str:
         counts = Counter(self.placements)
-        parts = [f"{counts[p]} {p.value}" for p in Placement if counts[p]]
+        parts = [f"{counts[p]} {p.label}" for p in Placement if counts[p]]
         return f"{len(self)} subgroups: {', '.join(parts) or 'none'}; {self.slots} slots; {self._runs()}"
 
     def _runs(self) -> str:

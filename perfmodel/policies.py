@@ -19,6 +19,12 @@ def cpu_only(workload: Workload) -> Plan:
     return Plan((Placement.CPU,) * n, tuple(range(n)), slots=0)
 
 
+def resident(workload: Workload) -> Plan:
+    """Every subgroup on the GPU, as an optimizer without offloading has it."""
+    n = len(workload.subgroups)
+    return Plan((Placement.GPU_RESIDENT,) * n, tuple(range(n)), slots=0)
+
+
 def static_ratio(workload: Workload, ratio: float) -> Plan:
     """The share `ratio` of the parameters on the CPU, the rest resident on the GPU: Twin-Flow (DeepSpeed-Offload++).
 

@@ -299,4 +299,4 @@ def _outcome_json(outcome: Outcome) -> dict[str, Any]:
 
 
 def _shares(shares: dict[Placement, float]) -> dict[str, float]:
-    return {placement.value: share for placement, share in shares.items()}
+    return {placement.label: share for placement, share in shares.items()}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from perfmodel.lanes import Stream
-from perfmodel.plan import Placement, Plan, Tier
+from perfmodel.plan import ARRIVING, LEAVING, Placement, Plan, Tier
 from perfmodel.scope import UPDATE_ALONE, Phase, Scope
 from perfmodel.timeline import Op
 from perfmodel.workload import SubgroupLoad, Workload
@@ -123,12 +123,12 @@ def schedule_step(plan: Plan, workload: Workload, found: Sequence[Found], begun:
 
 def arriving(plan: Plan, found: Sequence[Found]) -> list[int]:
     """Subgroups whose state comes to the device to stay, in service order."""
-    return [i for i in plan.served(RESIDENT) if found[i].gradient and found[i].state is HOST]
+    return [i for i in plan.order if found[i].gradient and plan.route(i, found[i].state) == ARRIVING]
 
 
 def leaving(plan: Plan, found: Sequence[Found]) -> list[int]:
     """Subgroups whose state is on the device and goes home for good, in service order."""
-    return [i for i in plan.order if found[i].state is DEVICE and plan.placements[i] is not RESIDENT]
+    return [i for i in plan.order if plan.route(i, found[i].state) == LEAVING]
 
 
 def staged(plan: Plan, found: Sequence[Found]) -> list[int]:

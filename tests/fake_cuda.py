@@ -275,6 +275,9 @@ class FakeCudaDevice(CudaDevice):
     def host_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(numel, dtype=dtype)
 
+    def pin(self, tensor: Tensor) -> None:
+        pass
+
     def allocate(self, nbytes: int) -> Tensor:
         return torch.full((nbytes,), 0xFF, dtype=torch.uint8)  # NaN in every dtype
 

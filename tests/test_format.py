@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from conftest import FAST
 
-from dos import subgroup
+from dos import EmulatedDevice, subgroup
 from dos.subgroup import Arena, ParameterRecord
 from perfmodel import SubgroupLoad, Workload
 from perfmodel.format import MIXED, NEEDED_KEYS, STATE_KEYS, Field, Format, float32
@@ -50,13 +51,7 @@ def test_a_field_more_is_allocated_moved_and_exported(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(subgroup, "float32", wider)
     parameter = torch.ones(6, 2, dtype=torch.bfloat16)
-    arena = Arena(
-        [parameter],
-        accelerated=True,
-        master_weights=True,
-        amsgrad=False,
-        allocate=lambda numel, dtype: torch.zeros(numel, dtype=dtype),
-    )
+    arena = Arena([parameter], EmulatedDevice(FAST, 10**9), master_weights=True, amsgrad=False)
     record = ParameterRecord(parameter, arena, 0)
     (whole,) = subgroup.split(arena, [record], 100)
     assert whole.load().state_bytes == arena.state.nbytes == 12 * 14

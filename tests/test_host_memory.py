@@ -138,13 +138,30 @@ def test_this_machine_has_some() -> None:
     assert available is None or available > 0
 
 
+def test_that_the_host_could_hold_all_state_is_asked_at_once(host: Host) -> None:
+    """Wherever it is at first: one day it may have to leave the device."""
+    parameters = list(mlp().parameters())
+    needed = 16 * sum(p.numel() for p in parameters)
+    host.meminfo(needed // 1024 * 1024)
+    device = EmulatedDevice(FAST, capacity=10**6)
+    with pytest.raises(MemoryError, match=r"needs 0\.00 GiB of host memory.*policy='resident'"):
+        DOSAdam(parameters, device=device)
+    DOSAdam(parameters, device=device, policy="resident")
+    host.meminfo(needed + 1024)
+    optimizer = DOSAdam(parameters[:2], device=device)
+    with pytest.raises(MemoryError):
+        optimizer.add_param_group({"params": torch.zeros(100_000, requires_grad=True)})
+    optimizer.add_param_group({"params": parameters[2:]})
+
+
 @pytest.mark.parametrize("on_accelerator", [True, False])
 def test_without_enough_memory_nothing_is_changed_and_training_can_go_on_with_more(
     on_accelerator: bool, host: Host
 ) -> None:
     model, twin = mlp(torch.bfloat16), mlp(torch.bfloat16)
     device = EmulatedDevice(FAST, capacity=10**6) if on_accelerator else None
-    optimizer = DOSAdam(model.parameters(), device=device, subgroup_size=100)
+    host.meminfo(GIB)
+    optimizer = DOSAdam(model.parameters(), policy="cpu", device=device, subgroup_size=100)
     numel = sum(p.numel() for p in model.parameters())
     host.meminfo(12 * numel // 1024 * 1024)  # the moments and masters, but no room to stage gradients
     if not on_accelerator:
@@ -167,10 +184,11 @@ def test_parameters_that_join_later_are_counted_alone(host: Host) -> None:
     """What the others have is theirs already."""
     model = mlp()
     host.meminfo(GIB)
-    optimizer = DOSAdam(model[0].parameters(), device=EmulatedDevice(FAST, capacity=10**6))
+    optimizer = DOSAdam(model[0].parameters(), policy="cpu", device=EmulatedDevice(FAST, capacity=10**6))
     train(model, optimizer, 1)
-    optimizer.add_param_group({"params": model[3].parameters()})
     few = 16 * sum(p.numel() for p in model[3].parameters())
+    host.meminfo(few + 1024)
+    optimizer.add_param_group({"params": model[3].parameters()})
     host.meminfo(few // 1024 * 1024)
     before = bits(model.parameters())
     with pytest.raises(MemoryError):

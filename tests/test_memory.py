@@ -592,7 +592,7 @@ def test_a_figure_that_is_too_high_makes_no_state_travel() -> None:
     denied, flushes = [], 0
     for step in range(60):
         train(model, optimizer, 1, first_step=step)
-        denied.append(optimizer._accelerator._engine.holdings.denied is not None)
+        denied.append(optimizer._accelerator._engine.device_store.denied is not None)
         flushes += sum(span.op is Op.FLUSH for span in optimizer.timeline().spans)
     assert 3 <= sum(denied) <= 6
     assert flushes == 0
@@ -621,7 +621,7 @@ def test_offloaded_gradients_have_room_to_come_up_beside_residents(capacity: int
         moved = [span.subgroup for span in optimizer.timeline().spans if span.op is Op.PREFETCH]
         assert len(moved) == resident, "one gradient each, and no state"
         assert not any(span.op is Op.FLUSH for span in optimizer.timeline().spans)
-        assert optimizer._accelerator._engine.holdings.denied is None
+        assert optimizer._accelerator._engine.device_store.denied is None
     assert bits(model.parameters()) == on_host()
 
 

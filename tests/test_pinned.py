@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dos.devices import pinned
-from dos.devices.pinned import pinned_zeros
+from dos.devices.pinned import lazy_zeros, pin
 
 DEVICE = torch.device("cuda", 1)
 HUGE = 2 << 20
@@ -50,6 +50,12 @@ class Runtime:
     def cudaHostUnregister(self, address: int) -> None:  # noqa: N802
         assert self.current == DEVICE, "makes a context on another device"
         del self.registered[address]
+
+
+def pinned_zeros(nbytes: int, device: torch.device) -> Tensor:
+    tensor = lazy_zeros(nbytes, torch.uint8)
+    pin(tensor, device)
+    return tensor
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """Accelerators behind one small protocol."""
 
-from dos.devices.base import LANES, Caller, Copy, Device, Job, Mark, Memory
+from dos.devices.base import LANES, Caller, Copy, Device, Job, Mark, Memory, pinned_zeros
 from dos.devices.emulated import EmulatedDevice
 from dos.devices.occupancy import Script, read_trace
 from dos.devices.select import DeviceFinder, device_for, host_zeros
@@ -18,5 +18,6 @@ __all__ = [
     "Script",
     "device_for",
     "host_zeros",
+    "pinned_zeros",
     "read_trace",
 ]

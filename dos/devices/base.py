@@ -44,6 +44,13 @@ class Mark(Protocol):
         """When the device came to it, by time.perf_counter; None: it has not yet. Does not wait."""
 
 
+def pinned_zeros(device: Device, numel: int, dtype: torch.dtype) -> Tensor:
+    """1-D zeros in host memory that is there at once, at least one."""
+    zeros = device.host_zeros(numel, dtype)
+    device.pin(zeros)
+    return zeros.zero_()
+
+
 class Device(Protocol):
     """An accelerator: memory, and one in-order stream for each kind of operation.
 
@@ -59,7 +66,13 @@ class Device(Protocol):
         """Whether the tensor is in this device's memory."""
 
     def host_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """1-D zeros in host memory from which the device copies fast."""
+        """1-D zeros in host memory, which take none until something is written there or `pin` is called."""
+
+    def pin(self, tensor: Tensor) -> None:
+        """Make the memory of a part of what `host_zeros` gave, so that the device copies fast from there.
+
+        Parts that are pinned one by one begin on page boundaries.
+        """
 
     def allocate(self, nbytes: int) -> Tensor:
         """1-D uint8 device memory, uninitialised. Raises torch.OutOfMemoryError."""

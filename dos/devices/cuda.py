@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dos.devices.base import LANES, Caller, Copy, Job, Mark, Memory
 from dos.devices.coalesce import copy_pieces
-from dos.devices.pinned import pinned_zeros
+from dos.devices.pinned import lazy_zeros, pin
 from dos.devices.ranges import named
 from dos.threads import bind, bound_to, cores_near
 from perfmodel import Lane, Op, Span
@@ -72,10 +72,11 @@ class CudaDevice:
         return tensor.device == self.torch_device
 
     def host_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        if not numel:
-            return torch.zeros(0, dtype=dtype, device="cpu")
+        return lazy_zeros(numel, dtype)
+
+    def pin(self, tensor: Tensor) -> None:
         with bound_to(self._cores):  # whose memory the pages are then taken from
-            return pinned_zeros(numel * dtype.itemsize, self.torch_device).view(dtype)
+            pin(tensor, self.torch_device)
 
     def allocate(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)

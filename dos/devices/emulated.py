@@ -18,6 +18,7 @@ from torch import Tensor
 from dos.devices.base import LANES, Caller, Copy, Job, Mark, Memory
 from dos.devices.occupancy import Occupancy
 from dos.devices.pacer import Pacer
+from dos.devices.pinned import lazy_zeros
 from dos.guard import exclusive
 from perfmodel import Lane, Op, Span
 from perfmodel.format import MIXED
@@ -104,7 +105,10 @@ class EmulatedDevice:
         return tensor.device.type == "cpu"
 
     def host_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(numel, dtype=dtype, device="cpu")
+        return lazy_zeros(numel, dtype)
+
+    def pin(self, tensor: Tensor) -> None:
+        pass
 
     def allocate(self, nbytes: int) -> Tensor:
         return self._take(nbytes)

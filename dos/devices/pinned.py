@@ -1,4 +1,4 @@
-"""Pinned host memory of exact size: ordinary pages that are registered with the CUDA runtime.
+"""Host memory that takes no room until it is used, and is pinned then: registered with the CUDA runtime.
 
 `pin_memory=True` would round up to a power of two: for the state of a large model, up to twice what it needs.
 """
@@ -11,6 +11,7 @@ import logging
 import mmap
 import os
 import weakref
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,38 +22,31 @@ logger = logging.getLogger(__name__)
 _HUGE_PAGE = 2 << 20
 
 
-def pinned_zeros(nbytes: int, device: torch.device) -> Tensor:
-    """1-D uint8 zeros that all CUDA devices copy to and from by themselves; unregistered and freed with the last view.
-
-    The pages are near the CPU on which the caller runs. A forked child, which would have to copy them all, does not
-    have them: touching the tensor there is a segmentation fault. If pages cannot be pinned they are pageable, in
-    children too, and one warning says so.
-
-    nbytes: at least 1. device: any CUDA device that this process uses.
-    """
-    pages, mapping = _huge_pages(nbytes)
-    runtime = torch.cuda.cudart()
-    with torch.cuda.device(device):  # or this call would make a context on the first GPU
-        # The default flags pin for all devices where addresses are unified, as on all 64-bit systems.
-        error = runtime.cudaHostRegister(pages.ctypes.data, nbytes, 0)
-    if error == runtime.cudaError.success:
-        weakref.finalize(pages, _unregister, pages.ctypes.data, os.getpid(), device)
-        mapping.madvise(mmap.MADV_DONTFORK)
-    else:
-        _forget_error(device)
-        _warn(runtime.cudaGetErrorString(error))  # the error itself prints as "cudaError.???"
-    return torch.from_numpy(pages)
-
-
 class _Pages(np.ndarray):
     """An array that can be referenced weakly. Its finaliser runs before the mapping under it goes."""
 
 
-def _huge_pages(nbytes: int) -> tuple[_Pages, mmap.mmap]:
-    """Zeros on a page boundary, in huge pages where whole ones fit and the system has them; and what they are part of.
+class _Mapped(NamedTuple):
+    """Addresses, and the mapping in which they lie from `start` on."""
 
-    Addresses beside them that alignment needs are never touched and cost no memory.
+    pages: weakref.ref[_Pages]
+    mapping: mmap.mmap
+    start: int
+
+
+_mapped: dict[int, _Mapped] = {}
+"""By address of the first byte."""
+
+
+def lazy_zeros(numel: int, dtype: torch.dtype) -> Tensor:
+    """1-D zeros on a page boundary, in huge pages where whole ones fit and the system has them.
+
+    They take memory page by page, when something is first written there or it is pinned. Addresses
+    beside them that alignment needs are never touched.
     """
+    nbytes = numel * dtype.itemsize
+    if not nbytes:
+        return torch.zeros(0, dtype=dtype, device="cpu")
     whole = nbytes // _HUGE_PAGE * _HUGE_PAGE
     mapping = mmap.mmap(-1, nbytes + (_HUGE_PAGE if whole else 0), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     everything = np.frombuffer(mapping, dtype=np.uint8)
@@ -60,7 +54,37 @@ def _huge_pages(nbytes: int) -> tuple[_Pages, mmap.mmap]:
     if whole:
         with contextlib.suppress(OSError):  # this kernel has none
             mapping.madvise(mmap.MADV_HUGEPAGE, start, whole)
-    return everything[start : start + nbytes].view(_Pages), mapping
+    pages = everything[start : start + nbytes].view(_Pages)
+    address = pages.ctypes.data
+    _mapped[address] = _Mapped(weakref.ref(pages), mapping, start)
+    weakref.finalize(pages, _mapped.pop, address, None)
+    return torch.from_numpy(pages).view(dtype)
+
+
+def pin(tensor: Tensor, device: torch.device) -> None:
+    """Let all CUDA devices copy to and from a part of what `lazy_zeros` gave by themselves.
+
+    It is unregistered with the last view of the whole. Parts that are pinned one by one begin on
+    page boundaries. The pages are near the CPU on which the caller runs. A forked child, which
+    would have to copy them all, does not have them: touching the tensor there is a segmentation
+    fault. If pages cannot be pinned they are pageable, in children too, and one warning says so.
+
+    device: any CUDA device that this process uses.
+    """
+    mapped = _mapped[tensor.untyped_storage().data_ptr()]
+    pages = mapped.pages()
+    assert pages is not None, "the tensor is a view of them"
+    runtime, address = torch.cuda.cudart(), tensor.data_ptr()
+    with torch.cuda.device(device):  # or this call would make a context on the first GPU
+        # The default flags pin for all devices where addresses are unified, as on all 64-bit systems.
+        error = runtime.cudaHostRegister(address, tensor.nbytes, 0)
+    if error == runtime.cudaError.success:
+        weakref.finalize(pages, _unregister, address, os.getpid(), device)
+        first = mapped.start + address - pages.ctypes.data
+        mapped.mapping.madvise(mmap.MADV_DONTFORK, first, tensor.nbytes)
+    else:
+        _forget_error(device)
+        _warn(runtime.cudaGetErrorString(error))  # the error itself prints as "cudaError.???"
 
 
 def _unregister(address: int, owner: int, device: torch.device) -> None:

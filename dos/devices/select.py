@@ -43,10 +43,6 @@ class DeviceFinder:
             self.found = device_for(parameter, self._requested)
         return self.found is not None and self.found.owns(parameter)
 
-    def host_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """1-D zeros in host memory, from which the accelerator, if there is one, copies fast."""
-        return host_zeros(numel, dtype) if self.found is None else self.found.host_zeros(numel, dtype)
-
 
 def host_zeros(numel: int, dtype: torch.dtype) -> Tensor:
     """1-D zeros in ordinary host memory."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from dos.devices import Copy, Device, Job
+from dos.devices import Copy, Device, Job, pinned_zeros
 from dos.devices.cuda import CudaDevice
 from experiments.checks.base import Bench, Size, Target
 from experiments.checks.contest import Clock
@@ -95,7 +95,7 @@ class Copies:
     def __init__(self, device: Device, nbytes: int) -> None:
         self.nbytes = nbytes
         self._device = device
-        host = [device.host_zeros(nbytes, torch.uint8) for _ in range(2)]
+        host = [pinned_zeros(device, nbytes, torch.uint8) for _ in range(2)]
         there = [device.allocate(nbytes) for _ in range(2)]
         self.pairs: dict[Op, Copy] = {Op.PREFETCH: (there[0], host[0]), Op.FLUSH: (host[1], there[1])}
 

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dos.devices.pinned import pinned_zeros
+from dos.devices import pinned_zeros
+from dos.devices.cuda import CudaDevice
 from dos.host_memory import available_bytes
 from experiments.checks.base import Bench, Size, Target
 from experiments.checks.training import prepare
@@ -66,7 +67,10 @@ def pin(bench: Bench, device: torch.device) -> None:
     nbytes = min(PINNED[bench.size], (available_bytes() or PINNED[bench.size]) // 4)
     huge = huge_page_bytes()
     start = time.perf_counter()
-    memory = pinned_zeros(nbytes, device) if bench.cuda else torch.zeros(nbytes, dtype=torch.uint8).fill_(1)
+    if bench.cuda:
+        memory = pinned_zeros(CudaDevice(device), nbytes, torch.uint8)
+    else:
+        memory = torch.zeros(nbytes, dtype=torch.uint8).fill_(1)
     seconds = time.perf_counter() - start
     huge_now = huge_page_bytes()
     pinned = memory.is_pinned() if bench.cuda else None

@@ -12,7 +12,7 @@ from test_update import FLOATS, STEP, STEPS, assert_same_bits, clone, random_arr
 from torch import Tensor
 
 from dos import update as module
-from dos.devices.pinned import pinned_zeros
+from dos.devices.pinned import lazy_zeros, pin
 from dos.update import AdamStep, gpu_kernel_name
 
 pytestmark = [
@@ -150,7 +150,8 @@ def test_on_the_tensors_device(kernel: str) -> None:
 
 @pytest.mark.parametrize("nbytes", [1, 5000, (32 << 20) + 4])
 def test_pinned_memory(nbytes: int) -> None:
-    tensor = pinned_zeros(nbytes, torch.device("cuda"))
+    tensor = lazy_zeros(nbytes, torch.uint8)
+    pin(tensor, torch.device("cuda", 0))
     assert tensor.is_pinned()
     assert not tensor.any()
     tensor.copy_(torch.arange(nbytes) % 251)

@@ -1,23 +1,66 @@
-"""What optimizer state holds of a device's memory: resident state and staging slots."""
+"""What holds optimizer state, one store for each tier: homes on the host, residents and slots on the device.
+
+Both answer the same questions: `has` a subgroup's state been put here, `take` room for it, and
+where is it (`state`)? Only on the device is room given back, with `drop`.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
 from dos.devices import Device
+from dos.host_memory import reserve
 from dos.subgroup import State, Subgroup
+from perfmodel.plan import Tier
 
 logger = logging.getLogger(__name__)
 
 
-class Holdings:
-    """Allocates and frees; a failed allocation is an answer, not an error.
+class HostStore:
+    """State in host memory, and what travels through there. What was taken once stays taken.
 
-    resident: state on the device, by subgroup. slots: staging buffers of equal size.
+    nbytes: host memory that it has made.
+    """
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+
+    def has(self, subgroup: Subgroup) -> bool:
+        """Whether the subgroup's state has been here."""
+        return all(tensor.has(subgroup.start, subgroup.stop) for tensor in subgroup.arena.home())
+
+    def stages(self, subgroup: Subgroup) -> bool:
+        """Whether its gradients and parameters can travel through here."""
+        return all(tensor.has(subgroup.start, subgroup.stop) for tensor in subgroup.arena.staging())
+
+    def take(self, subgroups: Iterable[Subgroup], staging: Iterable[Subgroup] = ()) -> None:
+        """Make room for the state of these, and for what travels to and from those.
+
+        Raises MemoryError, before any is made, if the host has not enough.
+        """
+        wanted = [(tensor, s.start, s.stop) for s in subgroups for tensor in s.arena.home()]
+        wanted += [(tensor, s.start, s.stop) for s in staging for tensor in s.arena.staging()]
+        missing = {(t, *t.part(start, stop)) for t, start, stop in wanted if not t.has(start, stop)}
+        if missing:
+            nbytes = sum((stop - start) * t.tensor.itemsize for t, start, stop in missing)
+            reserve(nbytes, "optimizer state (DOSAdam)")
+            for tensor, start, stop in missing:
+                tensor.make(start, stop)
+            self.nbytes += nbytes
+
+    def state(self, subgroup: Subgroup) -> State:
+        """Where the subgroup's state is."""
+        return subgroup.state
+
+
+class DeviceStore:
+    """State in device memory, and slots through which it passes. A failed allocation is an answer, not an error.
+
+    resident: state that has come here, by subgroup. slots: staging buffers of equal size.
     denied: bytes that were held when an allocation failed, if one has in this step that was not expected to.
     """
 
@@ -41,7 +84,15 @@ class Holdings:
         for subgroup in [s for s in self._buffers if s not in self.resident]:
             self._device.free(self._buffers.pop(subgroup))  # whose eviction was interrupted
 
-    def settle(self, subgroup: Subgroup) -> State | None:
+    def has(self, subgroup: Subgroup) -> bool:
+        """Whether there is room here that is the subgroup's own."""
+        return subgroup in self.resident or subgroup.arena.tier is Tier.DEVICE
+
+    def state(self, subgroup: Subgroup) -> State:
+        """Where the subgroup's state is."""
+        return subgroup.state if subgroup.arena.tier is Tier.DEVICE else self.resident[subgroup]
+
+    def take(self, subgroup: Subgroup) -> State | None:
         """Room for a subgroup's state, uninitialised; None if there is none."""
         host = subgroup.state
         buffer = self._allocate(host.carved_bytes, self._device.allocate_lasting)
@@ -51,7 +102,7 @@ class Holdings:
         self.resident[subgroup] = host.carve(buffer)
         return self.resident[subgroup]
 
-    def evict(self, subgroup: Subgroup) -> None:
+    def drop(self, subgroup: Subgroup) -> None:
         """Free a resident subgroup's memory. Its state has come home; nothing in flight may use it."""
         del self.resident[subgroup]
         self._device.free(self._buffers[subgroup])

@@ -14,7 +14,7 @@ from conftest import FAST, bits, mlp, train
 from torch import Tensor, nn
 
 from dos import DOSAdam, EmulatedDevice
-from dos.holdings import Holdings
+from dos.stores import DeviceStore
 from dos.subgroup import Arena, make_records, split
 from perfmodel import Lane, Placement
 
@@ -61,29 +61,23 @@ def on_host(dtype: torch.dtype = torch.float32, steps: int = STEPS) -> list[byte
 def test_accounts_for_residents_and_slots() -> None:
     device = EmulatedDevice(FAST, capacity=10**5)
     parameters = [nn.Parameter(torch.zeros(300))]
-    arena = Arena(
-        parameters,
-        accelerated=True,
-        master_weights=True,
-        amsgrad=False,
-        allocate=device.host_zeros,
-    )
+    arena = Arena(parameters, device, master_weights=True, amsgrad=False)
     first, second, third = split(arena, make_records(parameters, arena), 100)
     each = first.state.carved_bytes
-    holdings = Holdings(device)
+    holdings = DeviceStore(device)
     for subgroup in (first, second):
-        state = holdings.settle(subgroup)
+        state = holdings.take(subgroup)
         assert state is not None
         assert holdings.resident[subgroup] is state
         assert [t.numel() for t in state.tensors()] == [100, 100, 100]
     holdings.get_slots(3, 1000)
     assert [slot.nbytes for slot in holdings.slots] == [1000] * 3
     assert holdings.nbytes == held(device) == 2 * each + 3000
-    holdings.evict(first)
+    holdings.drop(first)
     assert list(holdings.resident) == [second]
     assert holdings.nbytes == held(device) == each + 3000
     holdings.free_slots()
-    holdings.evict(second)
+    holdings.drop(second)
     assert holdings.nbytes == held(device) == 0
     assert holdings.denied is None
     assert third not in holdings.resident
@@ -91,7 +85,7 @@ def test_accounts_for_residents_and_slots() -> None:
 
 def test_a_failed_allocation_is_an_answer_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
     device = EmulatedDevice(FAST, capacity=2500)
-    holdings = Holdings(device)
+    holdings = DeviceStore(device)
     with caplog.at_level(logging.DEBUG, logger="dos"):
         holdings.get_slots(4, 1000)
         assert len(holdings.slots) == 2, "as many as there is memory for"
@@ -107,7 +101,7 @@ def test_a_failed_allocation_is_an_answer_and_said_once(caplog: pytest.LogCaptur
 
 
 def test_failures_beside_state_that_leaves_say_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    holdings = Holdings(EmulatedDevice(FAST, capacity=500))
+    holdings = DeviceStore(EmulatedDevice(FAST, capacity=500))
     with caplog.at_level(logging.WARNING, logger="dos"):
         holdings.expect_denials(True)
         holdings.get_slots(1, 1000)
