@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from dos.adam import AdamStep, off_ties
 from dos.aliasing import find_overlap
 from dos.devices import DeviceFinder
 from dos.guard import Guard
@@ -18,7 +19,6 @@ from dos.host_memory import reserve
 from dos.offload import OffloadedGradients
 from dos.options import SUPPORTED_DTYPES, Options, check_settings, parameter_problem
 from dos.subgroup import Arena, ParameterRecord, Piece, Subgroup, make_records, split
-from dos.update import AdamStep, off_ties
 from dos.work import PieceUpdate, SubgroupUpdate
 from perfmodel import SubgroupLoad
 from perfmodel.footprint import host_bytes

@@ -85,6 +85,133 @@ def adam_kernel(
     """
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = index < numel
+    _update(
+        grad,
+        param,
+        exp_avg,
+        exp_avg_sq,
+        max_exp_avg_sq,
+        out,
+        index,
+        mask,
+        grad_scale,
+        l2,
+        decay,
+        lerp_weight,
+        beta2,
+        one_minus_beta2,
+        inv_bias_correction2_sqrt,
+        eps,
+        minus_step_size,
+        USE_L2,
+        LERP_FROM_GRAD,
+        PTX,
+    )
+
+
+@triton.jit(do_not_specialize=["count"])
+def runs_kernel(
+    table: tl.tensor,
+    count: tl.tensor,
+    grad_scale: tl.tensor,
+    l2: tl.tensor,
+    decay: tl.tensor,
+    lerp_weight: tl.tensor,
+    beta2: tl.tensor,
+    one_minus_beta2: tl.tensor,
+    inv_bias_correction2_sqrt: tl.tensor,
+    eps: tl.tensor,
+    minus_step_size: tl.tensor,
+    GRAD: tl.constexpr,  # noqa: N803
+    PARAM: tl.constexpr,  # noqa: N803
+    OUT: tl.constexpr,  # noqa: N803
+    AMSGRAD: tl.constexpr,  # noqa: N803
+    ALIGNED: tl.constexpr,  # noqa: N803
+    USE_L2: tl.constexpr,  # noqa: N803
+    LERP_FROM_GRAD: tl.constexpr,  # noqa: N803
+    PTX: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+) -> None:
+    """As adam_kernel, of all runs of a table. OUT: None where there is none.
+
+    ALIGNED: whether all addresses and lengths are multiples of 16.
+    """
+    block = tl.program_id(0)
+    low = 0
+    high = count - 1
+    while low < high:  # the last run whose first block is not behind this one
+        middle = (low + high + 1) // 2
+        behind = tl.load(table + middle * _WORDS + _FIRST) > block
+        low = tl.where(behind, low, middle)
+        high = tl.where(behind, middle - 1, high)
+    run = table + low * _WORDS
+    numel = tl.load(run + _NUMEL)
+    if ALIGNED:
+        numel = tl.multiple_of(numel, 16)
+    index = (block - tl.load(run + _FIRST)) * BLOCK + tl.arange(0, BLOCK)
+    mask = index < numel
+    grad = _pointer(run, 0, GRAD, ALIGNED)
+    param = _pointer(run, 1, PARAM, ALIGNED)
+    exp_avg = _pointer(run, 2, tl.float32, ALIGNED)
+    exp_avg_sq = _pointer(run, 3, tl.float32, ALIGNED)
+    max_exp_avg_sq = _pointer(run, 4, tl.float32, ALIGNED) if AMSGRAD else None
+    out = _pointer(run, 5, OUT, ALIGNED) if OUT is not None else None
+    _update(
+        grad,
+        param,
+        exp_avg,
+        exp_avg_sq,
+        max_exp_avg_sq,
+        out,
+        index,
+        mask,
+        grad_scale,
+        l2,
+        decay,
+        lerp_weight,
+        beta2,
+        one_minus_beta2,
+        inv_bias_correction2_sqrt,
+        eps,
+        minus_step_size,
+        USE_L2,
+        LERP_FROM_GRAD,
+        PTX,
+    )
+
+
+@triton.jit
+def _pointer(run: tl.tensor, word: tl.constexpr, dtype: tl.constexpr, ALIGNED: tl.constexpr) -> tl.tensor:  # noqa: N803
+    address = tl.load(run + word)
+    if ALIGNED:
+        address = tl.multiple_of(address, 16)
+    return address.to(tl.pointer_type(dtype))
+
+
+@triton.jit
+def _update(
+    grad: tl.tensor,
+    param: tl.tensor,
+    exp_avg: tl.tensor,
+    exp_avg_sq: tl.tensor,
+    max_exp_avg_sq: tl.tensor,
+    out: tl.tensor,
+    index: tl.tensor,
+    mask: tl.tensor,
+    grad_scale: tl.tensor,
+    l2: tl.tensor,
+    decay: tl.tensor,
+    lerp_weight: tl.tensor,
+    beta2: tl.tensor,
+    one_minus_beta2: tl.tensor,
+    inv_bias_correction2_sqrt: tl.tensor,
+    eps: tl.tensor,
+    minus_step_size: tl.tensor,
+    USE_L2: tl.constexpr,  # noqa: N803
+    LERP_FROM_GRAD: tl.constexpr,  # noqa: N803
+    PTX: tl.constexpr,  # noqa: N803
+) -> None:
+    """The formula, for the elements at `index` that `mask` lets through."""
     g = _widened(tl.load(grad + index, mask=mask, other=0.0)) * grad_scale
     p = _widened(tl.load(param + index, mask=mask, other=0.0))
     m = tl.load(exp_avg + index, mask=mask, other=0.0)

@@ -45,7 +45,7 @@ class PieceUpdate:
         moments = {name: tensor for name, tensor in state.fields.items() if name != MASTER}
         if not self.step.amsgrad:
             moments.pop("max_exp_avg_sq", None)  # there is room for it if amsgrad was ever on
-        arrays = AdamArrays(gradient, master, **moments, low_precision_out=parameter if narrower else None)
+        arrays = AdamArrays(gradient, master, **moments, out=parameter if narrower else None)
         adam_update(arrays, step=self.step)
         if parameter is not None and parameter is not master and not narrower:
             parameter.copy_(master)

@@ -18,8 +18,9 @@ from test_update import FLOATS, STEPS, assert_same_bits, clone, random_arrays, u
 from torch import Tensor
 from triton.runtime import interpreter
 
+from dos.gpu_update import _fma
 from dos.triton_kernel import adam_update
-from dos.update import AdamArrays, AdamStep, _fma
+from dos.update import AdamArrays, AdamStep
 
 
 def exact_fma(builder: Any, x: Any, y: Any, z: Any) -> Any:

@@ -48,7 +48,8 @@ def test_layers(path: Path) -> None:
 INNER = {
     "subgroup": set(),
     "adam": set(),
-    "update": {"adam", "extension", "threads", "triton_kernel"},
+    "update": {"adam", "extension", "gpu_update", "threads"},
+    "gpu_update": {"adam", "triton_kernel"},
     "extension": set(),
     "threads": {"profiles"},
     "triton_kernel": {"adam"},
@@ -69,6 +70,7 @@ INNER = {
         "controller",
         "devices",
         "engine",
+        "gpu_update",
         "gradients",
         "guard",
         "measure",
@@ -98,6 +100,7 @@ INNER = {
     "offload": {"devices", "subgroup", "update"},
     "host_memory": set(),
     "registry": {
+        "adam",
         "aliasing",
         "devices",
         "guard",

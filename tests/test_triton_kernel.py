@@ -20,8 +20,9 @@ import pytest
 import torch
 from test_update import STEP, STEPS, assert_same_bits, clone, random_arrays, update
 
-from dos import update as module
-from dos.update import AdamArrays, AdamStep, _adam_update_on_gpu, gpu_kernel_name
+from dos import gpu_update as module
+from dos.gpu_update import GpuBatch, gpu_kernel_name
+from dos.update import AdamArrays, AdamBatch, AdamStep
 
 HERE = Path(__file__).parent
 
@@ -126,7 +127,8 @@ def afresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def updated_by_gpu_code(arrays: list[torch.Tensor | None], step: AdamStep) -> None:
-    _adam_update_on_gpu(AdamArrays(*arrays), step)  # type: ignore[arg-type]
+    runs = [AdamArrays(*arrays)]  # type: ignore[arg-type]
+    GpuBatch(runs, AdamBatch(runs)._table).update([step])
 
 
 def test_without_triton_torch_does_the_same(
@@ -167,7 +169,7 @@ def test_a_kernel_that_does_not_compile_is_given_up(
             assert_same_bits(ours, expected)
     assert gpu_kernel_name() == "torch"
     assert len(calls) == 1
-    assert calls[0][-1] == STEP
+    assert calls[0][1] == STEP
     assert len(caplog.records) == 1
     assert "(RuntimeError: Failed to find C compiler)" in caplog.text
 

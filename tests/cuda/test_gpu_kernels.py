@@ -11,9 +11,10 @@ from test_ties import NOTHING, ties
 from test_update import FLOATS, STEP, STEPS, assert_same_bits, clone, random_arrays, random_bits, update
 from torch import Tensor
 
-from dos import update as module
+from dos import gpu_update as module
 from dos.devices.pinned import pinned_zeros
-from dos.update import AdamStep, gpu_kernel_name
+from dos.gpu_update import gpu_kernel_name
+from dos.update import AdamStep
 
 pytestmark = [
     pytest.mark.cuda,
