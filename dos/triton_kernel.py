@@ -122,7 +122,9 @@ def adam_kernel(
             high = tl.where(behind, middle - 1, high)
         run = table + low * _WORDS
         block -= tl.load(run + _FIRST)
-        numel = _hinted(tl.load(run + _NUMEL), ALIGNED)
+        numel = tl.load(run + _NUMEL)
+        if ALIGNED:
+            numel = tl.multiple_of(numel, 16)
         grad = _pointer(run, 0, grad, ALIGNED)
         param = _pointer(run, 1, param, ALIGNED)
         exp_avg = _pointer(run, 2, exp_avg, ALIGNED)
@@ -159,15 +161,10 @@ def adam_kernel(
 
 @triton.jit
 def _pointer(run: tl.tensor, word: tl.constexpr, like: tl.tensor, ALIGNED: tl.constexpr) -> tl.tensor:  # noqa: N803
-    return _hinted(tl.load(run + word), ALIGNED).to(like.dtype)
-
-
-@triton.jit
-def _hinted(x: tl.tensor, ALIGNED: tl.constexpr) -> tl.tensor:  # noqa: N803
+    address = tl.load(run + word).to(like.dtype)
     if ALIGNED:
-        return tl.multiple_of(x, 16)
-    else:  # noqa: RET505
-        return x
+        address = tl.multiple_of(address, 16)
+    return address
 
 
 @triton.jit

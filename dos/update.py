@@ -75,14 +75,14 @@ class AdamBatch:
 
         What is there is not checked: as many elements as the run has, in its order. dtypes: None, as before.
         """
-        if len(addresses) != len(self._table):
-            raise ValueError(f"addresses: expected {len(self._table)}, found {len(addresses)}")
-        self._table[:, GRAD] = array("q", addresses)
+        self._check_length("addresses", addresses)
         if dtypes is not None and self._dtypes != list(dtypes):
+            self._check_length("dtypes", dtypes)
             for dtype in set(dtypes) - set(FLOATS):
                 raise TypeError(f"grad: expected {_any_of(FLOATS)}, found {dtype}")
             self._table[:, GRAD_TYPE] = [FLOATS.index(dtype) for dtype in dtypes]
             self._dtypes = list(dtypes)
+        self._table[:, GRAD] = array("q", addresses)
 
     def update(
         self,
@@ -104,11 +104,13 @@ class AdamBatch:
                 another length or not within ``steps``.
         """
         steps = (steps,) if isinstance(steps, AdamStep) else steps
-        if which is not None and len(which) != len(self._table):
-            raise ValueError(f"which: expected {len(self._table)}, found {len(which)}")
         chosen = self._table[:, STEP]
-        chosen[:] = 0 if which is None else array("q", which)
-        if which and not 0 <= chosen.min() <= chosen.max() < len(steps):
+        if which is None:
+            chosen[:] = 0
+        else:
+            self._check_length("which", which)
+            chosen[:] = array("q", which)
+        if len(chosen) and not 0 <= chosen.min() <= chosen.max() < len(steps):
             raise ValueError(f"which: expected 0 to {len(steps) - 1}, found {chosen.min()} to {chosen.max()}")
         amsgrad = [step.amsgrad for step in steps]
         if any(amsgrad) and (np.array(amsgrad)[chosen] & ~self._has_max).any():
@@ -118,6 +120,10 @@ class AdamBatch:
             _adam.adam_update(*self.table, scalars, _threads(threads), isa)
         else:
             self._gpu.update(steps)
+
+    def _check_length(self, name: str, values: Sequence[object]) -> None:
+        if len(values) != len(self._table):
+            raise ValueError(f"{name}: expected {len(self._table)}, found {len(values)}")
 
 
 def adam_update(arrays: AdamArrays, *, step: AdamStep, threads: int = 0, isa: str | None = None) -> None:
