@@ -13,19 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dos.adam import (
-    FLOATS,
-    GRAD,
-    GRAD_TYPE,
-    NUMEL,
-    OUT,
-    OUT_TYPE,
-    PARAM_TYPE,
-    STEP,
-    AdamArrays,
-    AdamStep,
-    off_ties,
-)
+from dos.adam import FLOATS, GRAD, GRAD_TYPE, NUMEL, OUT, OUT_TYPE, PARAM_TYPE, STEP, AdamArrays, AdamStep, off_ties
 
 logger = logging.getLogger(__name__)
 

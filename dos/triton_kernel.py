@@ -52,6 +52,8 @@ def adam_update(
         rows[1:, STEP], rows[0, STEP] = ends[:-1], 0
         aligned = not (rows[:, [*range(OUT + 1), NUMEL]] & 15).any()
         numel, count, table = int(ends[-1]) * _BLOCK, len(rows), send(rows)
+        # Only the types count, but Triton compiles anew for pointers of other alignment.
+        arrays = AdamArrays._make(None if array is None else table.view(array.dtype) for array in arrays)
     if numel == 0:
         return  # there is no empty grid
     launch: Any = adam_kernel[(triton.cdiv(numel, _BLOCK),)]  # whose signature is not that of the kernel

@@ -53,7 +53,7 @@ class AdamBatch:
     def __init__(self, runs: Sequence[AdamArrays]) -> None:
         for run in runs:
             _check_run(run, runs[0].param.device)
-        self._runs = [run[1:] for run in runs]
+        self._held = [run[1:] for run in runs]
         self._has_max = np.array([run.max_exp_avg_sq is not None for run in runs], bool)
         self._dtypes: list[torch.dtype] = []
         rows = [
@@ -153,8 +153,7 @@ def sum_of_squares(src: Tensor, *, threads: int = 0, isa: str | None = None) -> 
     raised are those of :func:`adam_update`.
     """
     _check("src", src, FLOATS, src)
-    if not src.is_cpu:
-        raise ValueError(f"src: expected device cpu, found {src.device}")
+    _check_device("src", src, torch.device("cpu"))
     return _adam.sum_of_squares(len(src), src.data_ptr(), _type(src), _threads(threads), isa)
 
 
@@ -180,8 +179,7 @@ def _check_run(run: AdamArrays, device: torch.device) -> None:
             _check(name, found, FLOATS if name in ("grad", "out") else FLOATS[:1], run.param)
     if run.out is not None and run.param.dtype != torch.float32:
         raise TypeError(f"out: expected only beside a float32 param, found {run.param.dtype}")
-    if run.param.device != device:
-        raise ValueError(f"param: expected device {device}, found {run.param.device}")
+    _check_device("param", run.param, device)
 
 
 def _check(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], like: Tensor) -> None:
@@ -196,13 +194,17 @@ def _check(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], like: Ten
         raise ValueError(f"{name}: expected 1 dimension, found shape {tuple(tensor.shape)}")
     if tensor.numel() != like.numel():
         raise ValueError(f"{name}: expected {like.numel()} elements, found {tensor.numel()}")
-    if tensor.device != like.device:
-        raise ValueError(f"{name}: expected device {like.device}, found {tensor.device}")
+    _check_device(name, tensor, like.device)
     if not tensor.is_contiguous():
         raise ValueError(f"{name}: expected a contiguous tensor, found stride {tensor.stride(0)}")
     if tensor.is_neg() or tensor._is_zerotensor():
         # The kernels read memory, which does not hold what such a tensor stands for.
         raise ValueError(f"{name}: expected values in memory, found a lazily negated or zero tensor; use .clone()")
+
+
+def _check_device(name: str, tensor: Tensor, device: torch.device) -> None:
+    if tensor.device != device:
+        raise ValueError(f"{name}: expected device {device}, found {tensor.device}")
 
 
 def _any_of(dtypes: tuple[torch.dtype, ...]) -> str:
