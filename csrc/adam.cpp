@@ -55,6 +55,23 @@ void parallel(int64_t n, int64_t grain, int threads, const F& f) {
 
 constexpr int64_t kGrain = 64;  // elements: whole cache lines in every dtype
 
+// Calls f(run, begin, end) on shares of the runs. They lie end to end, each as long as whole grains.
+template <class F>
+void parallel_over(const AdamRun* runs, int64_t count, int threads, const F& f) {
+  const auto length = [](const AdamRun& run) {
+    return run.arrays.grad ? (run.numel + kGrain - 1) / kGrain * kGrain : 0;
+  };
+  int64_t total = 0;
+  for (int64_t i = 0; i < count; ++i) total += length(runs[i]);
+  parallel(total, kGrain, threads, [&](int64_t begin, int64_t end) {
+    int64_t start = 0;
+    for (const AdamRun* run = runs; start < end; start += length(*run++)) {
+      const int64_t from = std::max<int64_t>(begin - start, 0), to = std::min(end - start, run->numel);
+      if (run->arrays.grad && from < to) f(*run, from, to);
+    }
+  });
+}
+
 const Kernels& kernels(Isa isa) {
 #if defined(DOS_X86)
   if (isa == Isa::avx512) return kernels_avx512;
@@ -84,9 +101,11 @@ bool supported(Isa isa) {
   return isa == Isa::portable;
 }
 
-void adam_update(int64_t n, const AdamArrays& arrays, const AdamScalars& scalars, int threads, Isa isa) {
+void adam_update(const AdamRun* runs, int64_t count, const AdamScalars* scalars, int threads, Isa isa) {
   const auto kernel = kernels(isa).adam;
-  parallel(n, kGrain, threads, [&](int64_t begin, int64_t end) { kernel(arrays, scalars, begin, end); });
+  parallel_over(runs, count, threads, [&](const AdamRun& run, int64_t begin, int64_t end) {
+    kernel(run.arrays, scalars[run.step], begin, end);
+  });
 }
 
 void accumulate(int64_t n, const void* src, DType src_type, float* dst, bool overwrite, int threads, Isa isa) {
@@ -108,9 +127,10 @@ double sum_of_squares(int64_t n, const void* src, DType src_type, int threads, I
   return total;
 }
 
-void stream_adam(int64_t n, const AdamArrays& arrays, int threads, Isa isa) {
+void stream_adam(const AdamRun* runs, int64_t count, int threads, Isa isa) {
   const auto kernel = streams(isa).adam;
-  parallel(n, kGrain, threads, [&](int64_t begin, int64_t end) { kernel(arrays, begin, end); });
+  parallel_over(runs, count, threads,
+                [&](const AdamRun& run, int64_t begin, int64_t end) { kernel(run.arrays, begin, end); });
 }
 
 void stream_accumulate(int64_t n, const void* src, DType src_type, float* dst, int threads, Isa isa) {

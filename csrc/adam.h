@@ -15,7 +15,7 @@
 
 namespace dos {
 
-enum class DType { float32, bfloat16, float16 };
+enum class DType : int64_t { float32, bfloat16, float16 };
 
 enum class Isa { portable, avx2, avx512 };
 
@@ -32,22 +32,30 @@ struct AdamScalars {
   float eps;
   float step_size;                  // lr / (1 - beta1^t)
   bool use_l2;
+  bool amsgrad;
 };
 
 struct AdamArrays {
   const void* grad;
-  DType grad_type;
   void* param;  // read and written
-  DType param_type;
   float* exp_avg;
   float* exp_avg_sq;
-  float* max_exp_avg_sq;  // null without amsgrad
-  void* out;              // low-precision copy of the new parameter, or null; requires a float32 param
+  float* max_exp_avg_sq;  // null if there is none; used with amsgrad
+  void* out;              // copy of the new parameter, or null; requires a float32 param
+  DType grad_type;
+  DType param_type;
   DType out_type;
 };
 
-// Updates elements [0, n). `threads` >= 1 is an upper limit: short ranges use fewer.
-void adam_update(int64_t n, const AdamArrays& arrays, const AdamScalars& scalars, int threads, Isa isa);
+// One run of elements, in 8-byte words: the rows of the table that dos/update.py keeps.
+struct AdamRun {
+  AdamArrays arrays;  // without a gradient the run is left as it is
+  int64_t numel;
+  int64_t step;  // the index of its scalars
+};
+
+// Updates `count` runs. `threads` >= 1 is an upper limit: few elements use fewer.
+void adam_update(const AdamRun* runs, int64_t count, const AdamScalars* scalars, int threads, Isa isa);
 
 // dst = src if `overwrite`, else dst += src.
 void accumulate(int64_t n, const void* src, DType src_type, float* dst, bool overwrite, int threads, Isa isa);
@@ -57,7 +65,7 @@ double sum_of_squares(int64_t n, const void* src, DType src_type, int threads, I
 
 // Yardsticks: as many bytes read and written as adam_update and accumulate, with next to no arithmetic.
 // A second call undoes the first, except in `out`.
-void stream_adam(int64_t n, const AdamArrays& arrays, int threads, Isa isa);
+void stream_adam(const AdamRun* runs, int64_t count, int threads, Isa isa);
 void stream_accumulate(int64_t n, const void* src, DType src_type, float* dst, int threads, Isa isa);
 
 // Whether this build contains code for `isa` and this processor runs it.

@@ -196,7 +196,7 @@ auto with_type(DType type, F&& f) {
 
 template <class Grad, class Param, class Out>
 void adam_with(const AdamArrays& arrays, const AdamScalars& scalars, int64_t begin, int64_t end) {
-  (arrays.max_exp_avg_sq
+  (scalars.amsgrad
        ? (scalars.use_l2 ? adam<Grad, Param, Out, true, true> : adam<Grad, Param, Out, true, false>)
        : (scalars.use_l2 ? adam<Grad, Param, Out, false, true> : adam<Grad, Param, Out, false, false>)
   )(arrays, scalars, begin, end);
@@ -209,10 +209,10 @@ void adam_any(const AdamArrays& arrays, const AdamScalars& scalars, int64_t begi
       with_type(arrays.param_type, [&](auto param) {
         adam_with<Grad, decltype(param), None>(arrays, scalars, begin, end);
       });
-    } else if (arrays.out_type == DType::bfloat16) {
-      adam_with<Grad, Float32, BFloat16>(arrays, scalars, begin, end);
     } else {
-      adam_with<Grad, Float32, Float16>(arrays, scalars, begin, end);
+      with_type(arrays.out_type, [&](auto out) {
+        adam_with<Grad, Float32, decltype(out)>(arrays, scalars, begin, end);
+      });
     }
   });
 }

@@ -14,6 +14,7 @@ from dos.compute import Compute, Iteration, spans
 from dos.controller import AdaptivePolicy, Controller, Policy
 from dos.devices import Caller, Copy, Device, EmulatedDevice, Job
 from dos.engine import Engine, Prepared
+from dos.gpu_update import gpu_kernel_name
 from dos.gradients import Departures
 from dos.guard import Guard
 from dos.measure import measure_minimum, name_of
@@ -25,7 +26,6 @@ from dos.registry import Registry
 from dos.report import Report
 from dos.subgroup import ParameterRecord, Subgroup
 from dos.threads import set_kernel_threads
-from dos.update import gpu_kernel_name
 from dos.work import SubgroupUpdate, Subject
 from perfmodel import Op, Placement, Plan, Timeline, Workload
 from perfmodel.hardware import HardwareProfile

@@ -8,7 +8,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+"""In the order of ``DType`` in csrc/adam.h."""
+
+GRAD, PARAM, EXP_AVG, EXP_AVG_SQ, MAX_EXP_AVG_SQ, OUT, GRAD_TYPE, PARAM_TYPE, OUT_TYPE, NUMEL, STEP = range(11)
+"""The columns of a table of runs: the words of ``AdamRun`` in csrc/adam.h. Without an array 0, and -1 for its type."""
 
 
 @dataclass(frozen=True)
@@ -64,13 +71,13 @@ class AdamStep:
 class AdamArrays(NamedTuple):
     """What one update reads and writes: 1-D, contiguous, of one length, on one device, no overlaps.
 
-    The order is that of ``AdamArrays`` in csrc/adam.h.
+    The order is that of the columns.
 
     grad: float32, bfloat16 or float16. Read only.
     param: the master weights, float32; or bfloat16 or float16 where there are none.
-    exp_avg, exp_avg_sq, max_exp_avg_sq: float32; the last one exactly with amsgrad.
-    low_precision_out: bfloat16 or float16, receives the new ``param`` rounded; only with a float32
-        ``param``, which is kept off ties where this is bfloat16.
+    exp_avg, exp_avg_sq, max_exp_avg_sq: float32; the last one is needed with amsgrad, and left alone without.
+    out: receives the new ``param``, rounded if it is bfloat16 or float16; only with a float32 ``param``, which is
+        kept off ties where this is bfloat16.
     """
 
     grad: Tensor
@@ -78,8 +85,14 @@ class AdamArrays(NamedTuple):
     exp_avg: Tensor
     exp_avg_sq: Tensor
     max_exp_avg_sq: Tensor | None = None
-    low_precision_out: Tensor | None = None
+    out: Tensor | None = None
 
     def slice(self, start: int, stop: int) -> AdamArrays:
         """A view of the elements from start to stop."""
         return self._replace(**{name: a[start:stop] for name, a in self._asdict().items() if a is not None})
+
+
+def off_ties(master: Tensor) -> Tensor:
+    """float32 values as the update leaves them in masters of bfloat16 parameters; a copy."""
+    bits = master.view(torch.int32)
+    return torch.where(bits & 0xFFFF == 0x8000, bits + (bits >> 15 & 2) - 1, bits).view(torch.float32)

@@ -73,7 +73,7 @@ def _arrays(zeros: Callable[[int, torch.dtype], Tensor], numel: int) -> AdamArra
     low = getattr(torch, MIXED.values)
     state = {field.name: zeros(numel, getattr(torch, field.type)) for field in MIXED.fields}
     gradient = zeros(numel, low).fill_(1e-3)  # so that its pages exist: nothing else writes to it
-    return AdamArrays(gradient, state.pop(MASTER), **state, low_precision_out=zeros(numel, low))
+    return AdamArrays(gradient, state.pop(MASTER), **state, out=zeros(numel, low))
 
 
 def _update(arrays: AdamArrays, numel: int, threads: int = 0) -> None:
@@ -126,7 +126,7 @@ class Bench:
     def cast(self, threads: int) -> dict[str, Figure]:
         """Parameters/s from fp32 to bf16, alone."""
 
-        parameter = self._host.low_precision_out
+        parameter = self._host.out
         assert parameter is not None
 
         def run() -> float:

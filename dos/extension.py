@@ -10,13 +10,14 @@ from types import ModuleType
 
 _NAME = "dos._adam"
 _HERE = Path(__file__).resolve().parent
+_CALLERS = ("adam.py", "update.py")
 
 
 def load_extension() -> ModuleType:
     """Import the compiled part.
 
     Python started in a checkout finds the sources there before the package that `pip install .` has installed, and the
-    compiled part is in that alone. It is taken from there if the module that calls it is the same in both.
+    compiled part is in that alone. It is taken from there if the modules that know its interface are the same in both.
 
     Raises ImportError with the cause and what mends it.
     """
@@ -34,7 +35,7 @@ def load_extension() -> ModuleType:
             f"the compiled part of dos is not in {_HERE}, and no installed package has it for this Python. "
             "Build it with: pip install . (needs a C++ compiler with OpenMP)"
         )
-    if (installed / "update.py").read_bytes() != (_HERE / "update.py").read_bytes():
+    if any((installed / name).read_bytes() != (_HERE / name).read_bytes() for name in _CALLERS):
         raise ImportError(
             f"the source folder {_HERE} shadows the installed package {installed}, whose compiled part is of another "
             "version. Install this one with: pip install . (or start Python in another folder)"

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from dos.adam import AdamStep
 from dos.aliasing import find_overlap
 from dos.devices import DeviceFinder
 from dos.guard import Guard
@@ -19,7 +20,6 @@ from dos.offload import OffloadedGradients
 from dos.options import SUPPORTED_DTYPES, Options, check_settings, parameter_problem
 from dos.stores import HostStore
 from dos.subgroup import Arena, ParameterRecord, Piece, Subgroup, make_records, split
-from dos.update import AdamStep
 from dos.work import PieceUpdate, SubgroupUpdate
 from perfmodel import SubgroupLoad
 from perfmodel.footprint import FP32_BYTES, host_bytes

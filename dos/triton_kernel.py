@@ -10,34 +10,58 @@ Importing this module imports Triton, which comes with torch for CUDA.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from dos.adam import AdamArrays, AdamStep
+from dos.adam import NUMEL, OUT, STEP, AdamArrays, AdamStep
 
 _BLOCK = 1024  # elements for one program: eight for each thread, so that 16-bit loads are 16 bytes wide
 _WARPS = 4
+_WORDS = tl.constexpr(STEP + 1)
+_NUMEL = tl.constexpr(NUMEL)
+_FIRST = tl.constexpr(STEP)  # on the device this column has the number of the run's first block
 
 
-def adam_update(arrays: AdamArrays, step: AdamStep) -> None:
+def adam_update(
+    arrays: AdamArrays,
+    step: AdamStep,
+    rows: np.ndarray | None = None,
+    send: Callable[[np.ndarray], Tensor] | None = None,
+) -> None:
     """Queue the update on the current stream of the current device, which must be that of the tensors.
 
     :func:`dos.update.adam_update` has checked the arrays. The scalars are float32 already, so that
     nothing is rounded on the way.
+
+    Args:
+        rows: of several runs of one kind, none of them empty; then ``arrays`` is the first of them.
+        send: brings the rows to the device.
     """
     scale, l2, decay, beta1, one_minus_beta1, beta2, one_minus_beta2, inv_bias_correction2_sqrt, eps, step_size = (
         step.float32_scalars
     )
     lerp_from_grad = not one_minus_beta1 < 0.5
-    numel = len(arrays.param)
+    numel, count, table, aligned = len(arrays.param), 0, None, False
+    if rows is not None and send is not None and len(rows) > 1:
+        ends = np.cumsum(-(-rows[:, NUMEL] // _BLOCK))
+        rows[1:, STEP], rows[0, STEP] = ends[:-1], 0
+        aligned = not (rows[:, [*range(OUT + 1), NUMEL]] & 15).any()
+        numel, count, table = int(ends[-1]) * _BLOCK, len(rows), send(rows)
+        # Only the types count, but Triton compiles anew for pointers of other alignment.
+        arrays = AdamArrays._make(None if array is None else table.view(array.dtype) for array in arrays)
     if numel == 0:
         return  # there is no empty grid
     launch: Any = adam_kernel[(triton.cdiv(numel, _BLOCK),)]  # whose signature is not that of the kernel
     launch(
         *arrays,
         numel,
+        table,
+        count,
         scale,
         l2,
         decay,
@@ -47,6 +71,7 @@ def adam_update(arrays: AdamArrays, step: AdamStep) -> None:
         inv_bias_correction2_sqrt,
         eps,
         -step_size,
+        ALIGNED=aligned,
         USE_L2=step.use_l2,
         LERP_FROM_GRAD=lerp_from_grad,
         PTX=arrays.param.is_cuda,
@@ -56,7 +81,7 @@ def adam_update(arrays: AdamArrays, step: AdamStep) -> None:
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def adam_kernel(
     grad: tl.tensor,
     param: tl.tensor,
@@ -65,6 +90,8 @@ def adam_kernel(
     max_exp_avg_sq: tl.tensor,
     out: tl.tensor,
     numel: tl.tensor,
+    table: tl.tensor,
+    count: tl.tensor,
     grad_scale: tl.tensor,
     l2: tl.tensor,
     decay: tl.tensor,
@@ -74,6 +101,7 @@ def adam_kernel(
     inv_bias_correction2_sqrt: tl.tensor,
     eps: tl.tensor,
     minus_step_size: tl.tensor,
+    ALIGNED: tl.constexpr,  # noqa: N803
     USE_L2: tl.constexpr,  # noqa: N803
     LERP_FROM_GRAD: tl.constexpr,  # noqa: N803
     PTX: tl.constexpr,  # noqa: N803
@@ -81,9 +109,33 @@ def adam_kernel(
 ) -> None:
     """Elements [0, numel) of arrays on the device. max_exp_avg_sq, out: None where there is none.
 
+    table: of so many runs as `count` says, which are updated instead; the arrays then say of what kind they are.
+    ALIGNED: whether all addresses and lengths in the table are multiples of 16.
     PTX: False under Triton's interpreter, which knows no PTX.
     """
-    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    block = tl.program_id(0).to(tl.int64)
+    if table is not None:
+        low = 0
+        high = count - 1
+        while low < high:  # the last run that does not begin behind this block
+            middle = (low + high + 1) // 2
+            behind = tl.load(table + middle * _WORDS + _FIRST) > block
+            low = tl.where(behind, low, middle)
+            high = tl.where(behind, middle - 1, high)
+        run = table + low * _WORDS
+        block -= tl.load(run + _FIRST)
+        numel = tl.load(run + _NUMEL)
+        if ALIGNED:
+            numel = tl.multiple_of(numel, 16)
+        grad = _pointer(run, 0, grad, ALIGNED)
+        param = _pointer(run, 1, param, ALIGNED)
+        exp_avg = _pointer(run, 2, exp_avg, ALIGNED)
+        exp_avg_sq = _pointer(run, 3, exp_avg_sq, ALIGNED)
+        if max_exp_avg_sq is not None:
+            max_exp_avg_sq = _pointer(run, 4, max_exp_avg_sq, ALIGNED)
+        if out is not None:
+            out = _pointer(run, 5, out, ALIGNED)
+    index = block * BLOCK + tl.arange(0, BLOCK)
     mask = index < numel
     g = _widened(tl.load(grad + index, mask=mask, other=0.0)) * grad_scale
     p = _widened(tl.load(param + index, mask=mask, other=0.0))
@@ -107,6 +159,14 @@ def adam_kernel(
             p = _off_tie(p)
         tl.store(out + index, _rounded(p, out.dtype.element_ty), mask=mask)
     tl.store(param + index, _rounded(p, param.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _pointer(run: tl.tensor, word: tl.constexpr, like: tl.tensor, ALIGNED: tl.constexpr) -> tl.tensor:  # noqa: N803
+    address = tl.load(run + word).to(like.dtype)
+    if ALIGNED:
+        address = tl.multiple_of(address, 16)
+    return address
 
 
 @triton.jit

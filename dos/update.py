@@ -19,25 +19,19 @@ kept and whoever updates it. What a user writes into a master in place is used a
 
 from __future__ import annotations
 
-import functools
-import logging
-import math
-import re
-from collections.abc import Callable
+from array import array
+from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from dos.adam import AdamArrays, AdamStep
+from dos.adam import FLOATS, GRAD, GRAD_TYPE, STEP, AdamArrays, AdamStep
 from dos.extension import load_extension
+from dos.gpu_update import GpuBatch
 from dos.threads import kernel_threads
 
 _adam = load_extension()
-
-logger = logging.getLogger(__name__)
-
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-_TYPES = {dtype: index for index, dtype in enumerate(_FLOATS)}  # the order of DType in csrc/adam.h
 
 
 def instruction_sets() -> list[str]:
@@ -45,60 +39,96 @@ def instruction_sets() -> list[str]:
     return _adam.instruction_sets()
 
 
-def adam_update(arrays: AdamArrays, *, step: AdamStep, threads: int = 0, isa: str | None = None) -> None:
-    """Update ``param`` and its state in place, in one pass over memory.
+class AdamBatch:
+    """Updates of several runs of elements, the same ones step after step: in one native call, or one launch.
 
-    Args:
-        threads: at most so many on the CPU; 0 stands for :func:`dos.threads.kernel_threads`.
-        isa: one of :func:`instruction_sets`, None for the best.
+    It holds what the runs write to, but not their gradients. Overlaps are not looked for.
 
     Raises:
         TypeError: an array is not a dense tensor, or of a dtype not listed in :class:`AdamArrays`.
         ValueError: a tensor of another length or device, not 1-D, not contiguous or not in memory as it is (lazily
-            negated); ``max_exp_avg_sq`` given without amsgrad or missing with it; unknown ``isa``; negative
-            ``threads``.
+            negated).
     """
-    grad, param, exp_avg, exp_avg_sq, max_exp_avg_sq, out = arrays
-    if step.amsgrad != (max_exp_avg_sq is not None):
-        raise ValueError(
-            f"max_exp_avg_sq: expected {'a tensor' if step.amsgrad else 'None'} with amsgrad={step.amsgrad}"
-        )
-    _check("param", param, _FLOATS, param)
-    _check("grad", grad, _FLOATS, param)
-    _check("exp_avg", exp_avg, (torch.float32,), param)
-    _check("exp_avg_sq", exp_avg_sq, (torch.float32,), param)
-    if max_exp_avg_sq is not None:
-        _check("max_exp_avg_sq", max_exp_avg_sq, (torch.float32,), param)
-    if out is not None:
-        if param.dtype != torch.float32:
-            raise TypeError(f"low_precision_out: expected only beside a float32 param, found {param.dtype}")
-        _check("low_precision_out", out, (torch.bfloat16, torch.float16), param)
 
-    if param.is_cpu:
-        addresses = (
-            grad.data_ptr(),
-            param.data_ptr(),
-            exp_avg.data_ptr(),
-            exp_avg_sq.data_ptr(),
-            0 if max_exp_avg_sq is None else max_exp_avg_sq.data_ptr(),
-            0 if out is None else out.data_ptr(),
-        )
-        types = _TYPES[grad.dtype], _TYPES[param.dtype], 0 if out is None else _TYPES[out.dtype]
-        _adam.adam_update_at(param.numel(), addresses, types, step.scalars, step.use_l2, _threads(threads), isa)
-    else:
-        with torch.no_grad():
-            _adam_update_on_gpu(arrays, step)
+    def __init__(self, runs: Sequence[AdamArrays]) -> None:
+        for run in runs:
+            _check_run(run, runs[0].param.device)
+        self._held = [run[1:] for run in runs]
+        self._has_max = np.array([run.max_exp_avg_sq is not None for run in runs], bool)
+        self._dtypes: list[torch.dtype] = []
+        rows = [
+            [
+                *(_address(array) for array in run),
+                *(_type(a) for a in (run.grad, run.param, run.out)),
+                len(run.param),
+                0,
+            ]
+            for run in runs
+        ]
+        self._table = np.array(rows, np.int64).reshape(len(runs), STEP + 1)
+        self.table = self._table.ctypes.data, len(runs)
+        """Address and number of the rows of the table of runs, for the extension."""
+        self._gpu = None if not runs or runs[0].param.is_cpu else GpuBatch(runs, self._table)
+
+    def point(self, addresses: Sequence[int], dtypes: Sequence[torch.dtype] | None = None) -> None:
+        """Say where the gradients of the next update are, one for each run, 0 for none: that run is left as it is.
+
+        What is there is not checked: as many elements as the run has, in its order. dtypes: None, as before.
+        """
+        self._check_length("addresses", addresses)
+        if dtypes is not None and self._dtypes != list(dtypes):
+            self._check_length("dtypes", dtypes)
+            for dtype in set(dtypes) - set(FLOATS):
+                raise TypeError(f"grad: expected {_any_of(FLOATS)}, found {dtype}")
+            self._table[:, GRAD_TYPE] = [FLOATS.index(dtype) for dtype in dtypes]
+            self._dtypes = list(dtypes)
+        self._table[:, GRAD] = array("q", addresses)
+
+    def update(
+        self,
+        steps: AdamStep | Sequence[AdamStep],
+        which: Sequence[int] | None = None,
+        *,
+        threads: int = 0,
+        isa: str | None = None,
+    ) -> None:
+        """Update ``param`` and the state of every run that has a gradient in place, in one pass over memory.
+
+        Args:
+            which: of ``steps`` that each run takes; None, the first.
+            threads: at most so many on the CPU; 0 stands for :func:`dos.threads.kernel_threads`.
+            isa: one of :func:`instruction_sets`, None for the best.
+
+        Raises:
+            ValueError: ``max_exp_avg_sq`` missing with amsgrad; unknown ``isa``; negative ``threads``; ``which`` of
+                another length or not within ``steps``.
+        """
+        steps = (steps,) if isinstance(steps, AdamStep) else steps
+        chosen = self._table[:, STEP]
+        if which is None:
+            chosen[:] = 0
+        else:
+            self._check_length("which", which)
+            chosen[:] = array("q", which)
+        if len(chosen) and not 0 <= chosen.min() <= chosen.max() < len(steps):
+            raise ValueError(f"which: expected 0 to {len(steps) - 1}, found {chosen.min()} to {chosen.max()}")
+        amsgrad = [step.amsgrad for step in steps]
+        if any(amsgrad) and (np.array(amsgrad)[chosen] & ~self._has_max).any():
+            raise ValueError("max_exp_avg_sq: expected a tensor with amsgrad=True, found None")
+        if self._gpu is None:
+            scalars = [(*step.scalars, step.use_l2, step.amsgrad) for step in steps]
+            _adam.adam_update(*self.table, scalars, _threads(threads), isa)
+        else:
+            self._gpu.update(steps)
+
+    def _check_length(self, name: str, values: Sequence[object]) -> None:
+        if len(values) != len(self._table):
+            raise ValueError(f"{name}: expected {len(self._table)}, found {len(values)}")
 
 
-def off_ties(master: Tensor) -> Tensor:
-    """float32 values as the update leaves them in masters of bfloat16 parameters; a copy."""
-    bits = master.view(torch.int32)
-    return torch.where(bits & 0xFFFF == 0x8000, bits + (bits >> 15 & 2) - 1, bits).view(torch.float32)
-
-
-def gpu_kernel_name() -> str:
-    """``"triton"``, or ``"torch"`` where Triton is missing or has failed. Both are written to give the same bits."""
-    return "torch" if _triton_kernel() is None else "triton"
+def adam_update(arrays: AdamArrays, *, step: AdamStep, threads: int = 0, isa: str | None = None) -> None:
+    """Update one run; see :class:`AdamBatch`."""
+    AdamBatch([arrays]).update(step, threads=threads, isa=isa)
 
 
 def accumulate(src: Tensor, dst: Tensor, *, overwrite: bool = False, threads: int = 0, isa: str | None = None) -> None:
@@ -108,9 +138,9 @@ def accumulate(src: Tensor, dst: Tensor, *, overwrite: bool = False, threads: in
     of :func:`adam_update`.
     """
     _check("dst", dst, (torch.float32,), dst)
-    _check("src", src, _FLOATS, dst)
+    _check("src", src, FLOATS, dst)
     if dst.is_cpu:
-        _adam.accumulate(src.detach(), dst.detach(), overwrite, _threads(threads), isa)
+        _adam.accumulate(len(dst), src.data_ptr(), _type(src), dst.data_ptr(), overwrite, _threads(threads), isa)
     else:
         with torch.no_grad():
             dst.copy_(src) if overwrite else dst.add_(src)
@@ -122,139 +152,9 @@ def sum_of_squares(src: Tensor, *, threads: int = 0, isa: str | None = None) -> 
     The order of summation is fixed, so the result depends on the values alone. ``threads``, ``isa`` and the errors
     raised are those of :func:`adam_update`.
     """
-    _check("src", src, _FLOATS, src)
-    return _adam.sum_of_squares(src.detach(), _threads(threads), isa)
-
-
-def _adam_update_on_gpu(arrays: AdamArrays, step: AdamStep) -> None:
-    """Queue the update without waiting for it: by Triton if it works here, else by torch."""
-    kernel = _triton_kernel()
-    if kernel is not None:
-        try:
-            with torch.cuda.device_of(arrays.param):
-                _launch(kernel, arrays, step)
-            return
-        except Exception as error:  # raised before anything was queued
-            if not _can_be_of_the_compiler(error):
-                raise
-            _give_up_triton(error)
-    _adam_update_torch(arrays, step)
-
-
-def _launch(kernel: Callable[..., None], *arguments: object) -> None:
-    """Launch the kernel. Its first launch loads it, which needs memory that is not the allocator's."""
-    try:
-        kernel(*arguments)
-    except Exception as error:
-        if not _out_of_device_memory(error):
-            raise
-        torch.cuda.empty_cache()
-        kernel(*arguments)
-
-
-def _out_of_device_memory(error: Exception) -> bool:
-    """Whether the device had no memory. The driver says so in a RuntimeError, "Triton Error [CUDA]: out of memory"."""
-    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower()
-
-
-def _can_be_of_the_compiler(error: Exception) -> bool:
-    """Whether the kernel could not be made for this machine, so that it will not be next time either.
-
-    Triton and what it calls raise many types: its own, RuntimeError without a C compiler, CalledProcessError, OSError
-    where its cache cannot be written. So all counts as that but a want of memory and what the driver reports of the
-    device, unless that is of the kernel's code.
-    """
-    if isinstance(error, MemoryError) or _out_of_device_memory(error):
-        return False
-    text = str(error)
-    return not re.search(r"Triton Error \[|CUDA error|HIP error", text) or bool(re.search("kernel image|PTX", text))
-
-
-_triton_failed = False
-
-
-def _triton_kernel() -> Callable[..., None] | None:
-    """The GPU kernel; None if it cannot be used."""
-    return None if _triton_failed else _import_triton_kernel()
-
-
-@functools.cache
-def _import_triton_kernel() -> Callable[..., None] | None:
-    try:
-        from dos.triton_kernel import adam_update
-    except Exception as error:  # whatever a broken installation raises
-        _give_up_triton(error)
-        return None
-    logger.info("updates on the GPU are done by the Triton kernel")
-    return adam_update
-
-
-def _give_up_triton(error: Exception) -> None:
-    global _triton_failed
-    if not _triton_failed:
-        logger.warning(
-            "updates on the GPU are done by torch operations, with the same result but many times slower, because the "
-            "Triton kernel cannot be used (%s: %s); it needs the triton package, which comes with torch for CUDA, and "
-            "a C compiler (set CC to its path)",
-            type(error).__name__,
-            error,
-        )
-    _triton_failed = True
-
-
-def _adam_update_torch(arrays: AdamArrays, step: AdamStep) -> None:
-    """The formula in torch operations, on any device, without waiting for it: the reference of csrc/kernels.cpp."""
-    # Rounded already, because _fma multiplies in double precision.
-    scale, l2, decay, beta1, one_minus_beta1, beta2, one_minus_beta2, inv_bias_correction2_sqrt, eps, step_size = (
-        step.float32_scalars
-    )
-    for start in range(0, len(arrays.param), _CHUNK):
-        grad, param, exp_avg, exp_avg_sq, max_exp_avg_sq, out = arrays.slice(start, start + _CHUNK)
-        g = grad.float() * scale
-        p = param.float()
-        m = exp_avg
-        v = exp_avg_sq
-        if step.use_l2:
-            g = _fma(p, l2, g)
-        p = p * decay
-        m = _fma(g - m, one_minus_beta1, m) if one_minus_beta1 < 0.5 else _fma(g - m, -beta1, g)
-        v = _fma(g * one_minus_beta2, g, v * beta2)
-        _store(m, exp_avg)
-        _store(v, exp_avg_sq)
-        if max_exp_avg_sq is not None:
-            v = torch.where((v > max_exp_avg_sq) | v.isnan(), v, max_exp_avg_sq)
-            _store(v, max_exp_avg_sq)
-        # torch's float32 square root is not correctly rounded on every processor; by way of double precision it is.
-        denom = _fma(v.double().sqrt().float(), inv_bias_correction2_sqrt, torch.full_like(v, eps))
-        p = _fma(m / denom, -step_size, p)
-        if out is not None and out.dtype == torch.bfloat16:
-            p = off_ties(p)
-        _store(p, param)
-        if out is not None:
-            _store(p, out)
-
-
-_CHUNK = 1 << 22  # elements; bounds the memory of the double-precision intermediates
-
-
-def _fma(a: Tensor, b: Tensor | float, c: Tensor) -> Tensor:
-    """``a * b + c`` of float32 tensors, rounded once. torch has no such operation.
-
-    The product is exact in double precision. The sum is rounded to odd, after which rounding it again to float32 gives
-    what rounding the exact value would (Boldo and Melquiond 2008).
-    """
-    product = a.double() * b
-    total = product + c
-    back = total - product
-    error = (product - (total - back)) + (c - back)
-    bits = total.view(torch.int64)
-    to_odd = (error.abs() > 0) & (bits & 1 == 0)  # false where the error is NaN
-    return (bits + torch.where((error > 0) == (total > 0), 1, -1) * to_odd).view(torch.float64).float()
-
-
-def _store(value: Tensor, destination: Tensor) -> None:
-    destination.copy_(value)
-    destination.masked_fill_(destination.isnan(), math.nan)
+    _check("src", src, FLOATS, src)
+    _check_device("src", src, torch.device("cpu"))
+    return _adam.sum_of_squares(len(src), src.data_ptr(), _type(src), _threads(threads), isa)
 
 
 def _threads(threads: int) -> int:
@@ -263,22 +163,49 @@ def _threads(threads: int) -> int:
     return threads or kernel_threads()
 
 
+def _address(array: Tensor | None) -> int:
+    return 0 if array is None else array.data_ptr()
+
+
+def _type(array: Tensor | None) -> int:
+    return -1 if array is None else FLOATS.index(array.dtype)
+
+
+def _check_run(run: AdamArrays, device: torch.device) -> None:
+    _check("param", run.param, FLOATS, run.param)
+    for name in ("grad", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "out"):
+        found = getattr(run, name)
+        if found is not None or name in ("grad", "exp_avg", "exp_avg_sq"):
+            _check(name, found, FLOATS if name in ("grad", "out") else FLOATS[:1], run.param)
+    if run.out is not None and run.param.dtype != torch.float32:
+        raise TypeError(f"out: expected only beside a float32 param, found {run.param.dtype}")
+    _check_device("param", run.param, device)
+
+
 def _check(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], like: Tensor) -> None:
     """Raise unless ``tensor`` is dense, 1-D, contiguous, of a dtype listed, of the length and device of ``like``."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name}: expected a tensor, found {type(tensor).__name__}")
     if tensor.dtype not in dtypes:
-        raise TypeError(f"{name}: expected {' or '.join(map(str, dtypes))}, found {tensor.dtype}")
+        raise TypeError(f"{name}: expected {_any_of(dtypes)}, found {tensor.dtype}")
     if tensor.layout != torch.strided:
         raise TypeError(f"{name}: expected a dense tensor, found {tensor.layout}")
     if tensor.ndim != 1:
         raise ValueError(f"{name}: expected 1 dimension, found shape {tuple(tensor.shape)}")
     if tensor.numel() != like.numel():
         raise ValueError(f"{name}: expected {like.numel()} elements, found {tensor.numel()}")
-    if tensor.device != like.device:
-        raise ValueError(f"{name}: expected device {like.device}, found {tensor.device}")
+    _check_device(name, tensor, like.device)
     if not tensor.is_contiguous():
         raise ValueError(f"{name}: expected a contiguous tensor, found stride {tensor.stride(0)}")
     if tensor.is_neg() or tensor._is_zerotensor():
         # The kernels read memory, which does not hold what such a tensor stands for.
         raise ValueError(f"{name}: expected values in memory, found a lazily negated or zero tensor; use .clone()")
+
+
+def _check_device(name: str, tensor: Tensor, device: torch.device) -> None:
+    if tensor.device != device:
+        raise ValueError(f"{name}: expected device {device}, found {tensor.device}")
+
+
+def _any_of(dtypes: tuple[torch.dtype, ...]) -> str:
+    return " or ".join(map(str, dtypes))

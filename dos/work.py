@@ -9,9 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dos.adam import AdamArrays, AdamStep, off_ties
 from dos.devices import Copy, Job
 from dos.subgroup import Piece, State, Subgroup
-from dos.update import AdamArrays, AdamStep, adam_update, off_ties
+from dos.update import adam_update
 from perfmodel.format import MASTER
 from perfmodel.plan import Tier
 from perfmodel.schedule import Found
@@ -48,7 +49,7 @@ class PieceUpdate:
         moments = {name: tensor for name, tensor in state.fields.items() if name != MASTER}
         if not self.step.amsgrad:
             moments.pop("max_exp_avg_sq", None)  # there is room for it if amsgrad was ever on
-        arrays = AdamArrays(gradient, master, **moments, low_precision_out=parameter if narrower else None)
+        arrays = AdamArrays(gradient, master, **moments, out=parameter if narrower else None)
         adam_update(arrays, step=self.step)
         if parameter is not None and parameter is not master and not narrower:
             parameter.copy_(master)

@@ -22,7 +22,7 @@ from rich.table import Table
 from torch import Tensor
 
 from dos import _adam  # type: ignore[attr-defined]
-from dos.update import AdamArrays, AdamStep, accumulate, adam_update, instruction_sets
+from dos.update import AdamArrays, AdamBatch, AdamStep, accumulate, instruction_sets
 from experiments.command import Parser
 
 _STEP = AdamStep(lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=1)
@@ -62,14 +62,15 @@ def build_contenders(numel: int, threads: int) -> dict[str, Contenders]:
     settings = {"lr": _STEP.lr, "betas": (_STEP.beta1, _STEP.beta2), "eps": _STEP.eps}
     fused = torch.optim.AdamW([param], weight_decay=_STEP.weight_decay, fused=True, **settings)  # type: ignore[arg-type]
     torch_step = step_with(fused, torch.zeros(()))
+    full, low = AdamBatch([AdamArrays(grad, *state)]), AdamBatch([AdamArrays(grad_bf16, *state, None, out)])
     fp32: Contenders = {
-        "ours": lambda: adam_update(AdamArrays(grad, *state), step=_STEP, threads=threads),
-        "bandwidth": lambda: _adam.stream_adam(grad, *state, None, threads),
+        "ours": lambda: full.update(_STEP, threads=threads),
+        "bandwidth": lambda: _adam.stream_adam(*full.table, threads),
         "torch_fused": torch_step,
     }
     mixed: Contenders = {
-        "ours": lambda: adam_update(AdamArrays(grad_bf16, *state, None, out), step=_STEP, threads=threads),
-        "bandwidth": lambda: _adam.stream_adam(grad_bf16, *state, out, threads),
+        "ours": lambda: low.update(_STEP, threads=threads),
+        "bandwidth": lambda: _adam.stream_adam(*low.table, threads),
         "torch_path": with_casts(torch_step),
     }
     if importlib.util.find_spec("deepspeed"):
@@ -82,7 +83,7 @@ def build_contenders(numel: int, threads: int) -> dict[str, Contenders]:
         mixed["deepspeed_path"] = with_casts(deepspeed_step)
     accumulation: Contenders = {
         "ours": lambda: accumulate(grad_bf16, grad, threads=threads),
-        "bandwidth": lambda: _adam.stream_accumulate(grad_bf16, grad, threads),
+        "bandwidth": lambda: _adam.stream_accumulate(numel, grad_bf16.data_ptr(), 1, grad.data_ptr(), threads),
     }
     return {"fp32": fp32, "mixed": mixed, "accumulate": accumulation}
 

@@ -18,8 +18,8 @@ from test_update import FLOATS, STEPS, assert_same_bits, clone, random_arrays, u
 from torch import Tensor
 from triton.runtime import interpreter
 
-from dos.triton_kernel import adam_update
-from dos.update import AdamArrays, AdamStep, _fma
+from dos.gpu_update import GpuBatch, _fma, gpu_kernel_name
+from dos.update import AdamArrays, AdamBatch, AdamStep
 
 
 def exact_fma(builder: Any, x: Any, y: Any, z: Any) -> Any:
@@ -27,15 +27,17 @@ def exact_fma(builder: Any, x: Any, y: Any, z: Any) -> Any:
     return interpreter.TensorHandle(_fma(x_, y_, z_).numpy(), x.dtype.scalar)
 
 
-def interpreted(arrays: list[Tensor | None], step: AdamStep) -> None:
-    adam_update(AdamArrays(*arrays), step)  # type: ignore[arg-type]
+def interpreted(runs: list[list[Tensor | None]], step: AdamStep) -> None:
+    batch = [AdamArrays(*run) for run in runs]  # type: ignore[arg-type]
+    GpuBatch(batch, AdamBatch(batch)._table).update([step])
+    assert gpu_kernel_name() == "triton"
 
 
 def main() -> None:
     np.seterr(all="ignore")
     interpreter.InterpreterBuilder.create_fma = exact_fma
     low = [torch.bfloat16, torch.float16]
-    outputs = [(torch.float32, out) for out in (*low, None)] + [(param, None) for param in low]
+    outputs = [(torch.float32, out) for out in (*low, torch.float32, None)] + [(param, None) for param in low]
     compared = 0
     for seed, step in enumerate(STEPS):
         for grad in FLOATS:
@@ -43,15 +45,22 @@ def main() -> None:
                 for numel in (0, 1, 1024, 2500):
                     start = random_arrays(numel, step, grad, param, out, seed)
                     ours, expected = clone(start), clone(start)
-                    interpreted(ours, step)
+                    interpreted([ours], step)
                     update(expected, step)
                     assert_same_bits(ours, expected)
                     compared += 1
+                batch = [random_arrays(n, step, grad, param, out, seed) for n in (3, 0, 1024, 48, 2500, 1, 1025, 4096)]
+                ours = [clone(run) for run in batch]
+                interpreted(ours, step)
+                for mine, expected in zip(ours, batch, strict=True):
+                    update(expected, step)
+                    assert_same_bits(mine, expected)
+                compared += 1
     for out in low:
         start = [torch.zeros(2**16), ties(), torch.zeros(2**16), torch.zeros(2**16), None]
         start.append(torch.zeros(2**16, dtype=out))
         ours, expected = clone(start), clone(start)
-        interpreted(ours, NOTHING)
+        interpreted([ours], NOTHING)
         update(expected, NOTHING)
         assert_same_bits(ours, expected)
         compared += 1

@@ -61,8 +61,9 @@ def test_sources_that_shadow_the_installed_package_work(checkout: Path, site: Pa
     assert calibrate.returncode == 0, calibrate.stderr
 
 
-def test_another_version_is_not_used(checkout: Path, site: Path) -> None:
-    with (site / "dos/update.py").open("a") as file:
+@pytest.mark.parametrize("module", ["adam.py", "update.py"])
+def test_another_version_is_not_used(checkout: Path, site: Path, module: str) -> None:
+    with (site / "dos" / module).open("a") as file:
         file.write("# another\n")
     done = python(checkout, "-c", "import dos", site=site)
     assert done.returncode == 1

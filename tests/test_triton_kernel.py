@@ -20,8 +20,9 @@ import pytest
 import torch
 from test_update import STEP, STEPS, assert_same_bits, clone, random_arrays, update
 
-from dos import update as module
-from dos.update import AdamArrays, AdamStep, _adam_update_on_gpu, gpu_kernel_name
+from dos import gpu_update as module
+from dos.gpu_update import GpuBatch, gpu_kernel_name
+from dos.update import AdamArrays, AdamBatch, AdamStep
 
 HERE = Path(__file__).parent
 
@@ -32,10 +33,10 @@ def test_interpreted_it_has_the_bits_of_the_cpu_kernel() -> None:
     path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(program, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": path})
     assert done.returncode == 0, done.stderr
-    assert "302 updates compared" in done.stdout
+    assert "452 updates compared" in done.stdout
 
 
-Compile = Callable[[AdamStep, torch.dtype, torch.dtype, torch.dtype | None, int], str]
+Compile = Callable[[AdamStep, torch.dtype, torch.dtype, torch.dtype | None, int, int], str]
 
 
 @pytest.fixture(params=[80, 90])
@@ -68,10 +69,14 @@ def compile_for_gpu(
     def warm_up(self: object, *args: Any, warmup: bool, **options: Any) -> None:
         compiled.append(run(self, *args, warmup=True, **options))
 
-    def compile_(step: AdamStep, grad: torch.dtype, param: torch.dtype, out: torch.dtype | None, shift: int) -> str:
+    def compile_(
+        step: AdamStep, grad: torch.dtype, param: torch.dtype, out: torch.dtype | None, shift: int, runs: int
+    ) -> str:
         arrays = random_arrays(4096 + shift, step, grad, param, out, seed=0)
         on_gpu = [None if array is None else array[shift:].as_subclass(OnGpu) for array in arrays]
-        triton_kernel.adam_update(AdamArrays(*on_gpu), step)  # type: ignore[arg-type]
+        run = AdamArrays(*on_gpu)  # type: ignore[arg-type]
+        rows = AdamBatch([AdamArrays(*(a if a is None else a[shift:] for a in arrays))] * runs)._table  # type: ignore[arg-type]
+        triton_kernel.adam_update(run, step, rows, lambda rows: torch.from_numpy(rows).as_subclass(OnGpu))
         return compiled[-1].asm["ptx"]
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
@@ -82,6 +87,7 @@ def compile_for_gpu(
         driver.reset_active()
 
 
+@pytest.mark.parametrize("runs", [1, 2])
 @pytest.mark.parametrize(
     ("step", "dtypes", "shift"),
     [
@@ -93,9 +99,13 @@ def compile_for_gpu(
     ],
 )
 def test_compiled_it_has_the_operations_of_the_formula(
-    compile_for_gpu: Compile, step: AdamStep, dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None], shift: int
+    compile_for_gpu: Compile,
+    step: AdamStep,
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None],
+    shift: int,
+    runs: int,
 ) -> None:
-    ptx = compile_for_gpu(step, *dtypes, shift)
+    ptx = compile_for_gpu(step, *dtypes, shift, runs)
     found = re.findall(r"^\s*(?:@\S+ )?((?:mul|add|sub|fma|mad|div|rcp|sqrt|rsqrt|ex2)\.\S*f\d\S*)", ptx, re.MULTILINE)
     elements = 8  # of one thread: 1024 in a program of 4 warps
     # An operation that says how it rounds is not contracted: PTX ISA, section "Floating Point Instructions".
@@ -107,7 +117,8 @@ def test_compiled_it_has_the_operations_of_the_formula(
     assert ptx.count("2143289344") >= elements
     # No scalar was folded into the code: another learning rate must not be compiled anew.
     arrays = 4 + step.amsgrad + (dtypes[2] is not None)
-    assert len(re.findall(r"ld\.param", ptx)) == arrays + len(["numel"]) + 8 + step.use_l2
+    where = arrays + len(["numel"]) if runs == 1 else len(["table", "count"])
+    assert len(re.findall(r"ld\.param", ptx)) == where + 8 + step.use_l2
     wide = r"ld\.global\S*\.v4\.b32"
     assert bool(re.search(wide, ptx)) == (shift == 0), "loads are 16 bytes wide exactly where addresses allow it"
 
@@ -126,7 +137,8 @@ def afresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def updated_by_gpu_code(arrays: list[torch.Tensor | None], step: AdamStep) -> None:
-    _adam_update_on_gpu(AdamArrays(*arrays), step)  # type: ignore[arg-type]
+    runs = [AdamArrays(*arrays)]  # type: ignore[arg-type]
+    GpuBatch(runs, AdamBatch(runs)._table).update([step])
 
 
 def test_without_triton_torch_does_the_same(
@@ -167,7 +179,7 @@ def test_a_kernel_that_does_not_compile_is_given_up(
             assert_same_bits(ours, expected)
     assert gpu_kernel_name() == "torch"
     assert len(calls) == 1
-    assert calls[0][-1] == STEP
+    assert calls[0][1] == STEP
     assert len(caplog.records) == 1
     assert "(RuntimeError: Failed to find C compiler)" in caplog.text
 

@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 
+from dos.gpu_update import gpu_kernel_name
 from dos.host_memory import available_bytes
 from dos.profiles import cpu_model, local_ranks, usable_cores
 from dos.threads import kernel_threads
-from dos.update import gpu_kernel_name, instruction_sets
+from dos.update import instruction_sets
 from experiments.checks.base import Bench
 
 _ROOT = Path(__file__).parents[2]

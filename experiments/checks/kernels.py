@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dos.update import AdamArrays, AdamStep, _adam_update_torch, adam_update, gpu_kernel_name, instruction_sets
+from dos.gpu_update import _adam_update_torch, gpu_kernel_name
+from dos.update import AdamArrays, AdamStep, adam_update, instruction_sets
 from experiments.checks.base import Bench, Size, Target
 from experiments.checks.training import prepare
 

@@ -11,9 +11,10 @@ from test_ties import NOTHING, ties
 from test_update import FLOATS, STEP, STEPS, assert_same_bits, clone, random_arrays, random_bits, update
 from torch import Tensor
 
-from dos import update as module
+from dos import gpu_update as module
 from dos.devices.pinned import lazy_zeros, pin
-from dos.update import AdamStep, gpu_kernel_name
+from dos.gpu_update import gpu_kernel_name
+from dos.update import AdamArrays, AdamBatch, AdamStep
 
 pytestmark = [
     pytest.mark.cuda,
@@ -100,6 +101,29 @@ def test_any_length_and_address(kernel: str, numel: int, offset: int) -> None:
     update(ours, STEP)
     update(expected, STEP)
     assert_same_bits(moved(ours, "cpu"), expected)
+
+
+def test_a_batch_has_the_bits_of_its_runs(kernel: str) -> None:
+    sizes = [(1, 0), (64, 0), (5000, 1), (0, 0), (1 << 20, 0), (1023, 4), (100_000, 0)]
+    start = [random_arrays(n, STEPS[1], torch.bfloat16, torch.float32, torch.bfloat16, seed=n) for n, _ in sizes]
+    ours = [moved(run, "cuda", offset) for run, (_, offset) in zip(start, sizes, strict=True)]
+    batch = AdamBatch([AdamArrays(*run) for run in ours])  # type: ignore[arg-type]
+    which = [i % 2 for i in range(len(sizes))]
+    for _ in range(3):
+        batch.update(STEPS[:2], which)
+        for run, number in zip(start, which, strict=True):
+            update(run, STEPS[number])
+    for run, expected in zip(ours, start, strict=True):
+        assert_same_bits(moved(run, "cpu"), expected)
+    dtypes = [torch.float32] * len(sizes)
+    gradients = [torch.randn(n, device="cuda") if n != 64 else None for n, _ in sizes]
+    batch.point([0 if g is None else g.data_ptr() for g in gradients], dtypes)
+    batch.update(STEPS[0])
+    for gradient, run in zip(gradients, start, strict=True):
+        if gradient is not None:
+            update([gradient.cpu(), *run[1:]], STEPS[0])
+    for run, expected in zip(ours, start, strict=True):
+        assert_same_bits(moved(run, "cpu")[1:], expected[1:])
 
 
 def test_nothing_beside_the_range_is_written() -> None:
