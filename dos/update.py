@@ -97,13 +97,13 @@ class AdamBatch:
         """
         steps = (steps,) if isinstance(steps, AdamStep) else steps
         chosen = self._table[:, STEP]
-        if which is None:
-            chosen[:] = 0
-        else:
+        chosen[:] = first = last = 0
+        if which is not None and len(chosen):
             self._check_length("which", which)
             chosen[:] = array("q", which)
-        if len(chosen) and not 0 <= chosen.min() <= chosen.max() < len(steps):
-            raise ValueError(f"which: expected 0 to {len(steps) - 1}, found {chosen.min()} to {chosen.max()}")
+            first, last = chosen.min(), chosen.max()
+        if len(chosen) and not 0 <= first <= last < len(steps):
+            raise ValueError(f"which: expected 0 to {len(steps) - 1}, found {first} to {last}")
         amsgrad = [step.amsgrad for step in steps]
         if any(amsgrad) and (np.array(amsgrad)[chosen] & ~self._has_max).any():
             raise ValueError("max_exp_avg_sq: expected a tensor with amsgrad=True, found None")
