@@ -42,7 +42,7 @@ def instruction_sets() -> list[str]:
 class AdamBatch:
     """Updates of several runs of elements, the same ones step after step: in one native call, or one launch.
 
-    It holds what the runs write to, but not their gradients. Overlaps are not looked for.
+    What the runs write to is held and checked here; gradients are not held, and :meth:`point` says where they are.
 
     Raises:
         TypeError: an array is not a dense tensor, or of a dtype not listed in :class:`AdamArrays`.
@@ -56,15 +56,7 @@ class AdamBatch:
         self._held = [run[1:] for run in runs]
         self._has_max = np.array([run.max_exp_avg_sq is not None for run in runs], bool)
         self._dtypes: list[torch.dtype] = []
-        rows = [
-            [
-                *(_address(array) for array in run),
-                *(_type(a) for a in (run.grad, run.param, run.out)),
-                len(run.param),
-                0,
-            ]
-            for run in runs
-        ]
+        rows = [[*map(_address, run), *map(_type, (run.grad, run.param, run.out)), len(run.param), 0] for run in runs]
         self._table = np.array(rows, np.int64).reshape(len(runs), STEP + 1)
         self.table = self._table.ctypes.data, len(runs)
         """Address and number of the rows of the table of runs, for the extension."""
@@ -105,13 +97,13 @@ class AdamBatch:
         """
         steps = (steps,) if isinstance(steps, AdamStep) else steps
         chosen = self._table[:, STEP]
-        if which is None:
-            chosen[:] = 0
-        else:
+        chosen[:] = first = last = 0
+        if which is not None and len(chosen):
             self._check_length("which", which)
             chosen[:] = array("q", which)
-        if len(chosen) and not 0 <= chosen.min() <= chosen.max() < len(steps):
-            raise ValueError(f"which: expected 0 to {len(steps) - 1}, found {chosen.min()} to {chosen.max()}")
+            first, last = chosen.min(), chosen.max()
+        if len(chosen) and not 0 <= first <= last < len(steps):
+            raise ValueError(f"which: expected 0 to {len(steps) - 1}, found {first} to {last}")
         amsgrad = [step.amsgrad for step in steps]
         if any(amsgrad) and (np.array(amsgrad)[chosen] & ~self._has_max).any():
             raise ValueError("max_exp_avg_sq: expected a tensor with amsgrad=True, found None")
@@ -135,7 +127,7 @@ def accumulate(src: Tensor, dst: Tensor, *, overwrite: bool = False, threads: in
     """``dst += src``, or ``dst = src`` if ``overwrite``; 1-D contiguous tensors of one length on one device.
 
     ``src`` is float32, bfloat16 or float16, ``dst`` is float32. ``threads``, ``isa`` and the errors raised are those
-    of :func:`adam_update`.
+    of :class:`AdamBatch`.
     """
     _check("dst", dst, (torch.float32,), dst)
     _check("src", src, FLOATS, dst)
@@ -150,7 +142,7 @@ def sum_of_squares(src: Tensor, *, threads: int = 0, isa: str | None = None) -> 
     """The sum of squares of a 1-D contiguous CPU tensor (float32, bfloat16 or float16), in double precision.
 
     The order of summation is fixed, so the result depends on the values alone. ``threads``, ``isa`` and the errors
-    raised are those of :func:`adam_update`.
+    raised are those of :class:`AdamBatch`.
     """
     _check("src", src, FLOATS, src)
     _check_device("src", src, torch.device("cpu"))

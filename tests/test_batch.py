@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,7 +13,7 @@ from test_update import FLOATS, STEP, STEPS, assert_same_bits, clone, random_arr
 from torch import Tensor
 
 from dos import gpu_update
-from dos.gpu_update import GpuBatch
+from dos.gpu_update import GpuBatch, SentTable
 from dos.update import AdamArrays, AdamBatch, adam_update, instruction_sets
 
 Run = list[Tensor | None]
@@ -101,6 +102,14 @@ def test_settings_of_the_step_before_are_forgotten() -> None:
         for step in (AMSGRAD, STEP):
             adam_update(AdamArrays(*theirs), step=step)  # type: ignore[arg-type]
         assert_same_bits(ours, theirs)
+
+
+def test_a_table_is_sent_where_it_changed() -> None:
+    sent, rows = SentTable(torch.device("cpu")), np.arange(22).reshape(2, 11)
+    first = sent.send(rows)
+    assert sent.send(rows.copy()) is first
+    assert sent.send(rows + 1).tolist() == (rows + 1).tolist()
+    assert first.tolist() == rows.tolist(), "what may still be read was written"
 
 
 def test_a_batch_of_nothing() -> None:
