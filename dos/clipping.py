@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -28,6 +29,10 @@ class PendingClip:
     def __init__(self) -> None:
         self._factors: dict[int, tuple[weakref.ref[Any], int, Tensor]] = {}
         self._floats: dict[int, float] = {}
+
+    def __bool__(self) -> bool:
+        """Whether there is any."""
+        return bool(self._factors)
 
     def clip(self, gradients: Iterable[Gradient], factor: Tensor) -> None:
         """Multiply the factors of these gradients by `factor`, and forget all others."""
@@ -104,14 +109,21 @@ class Clipping:
         if handle is not None and self._pending.factor(handle) is not None:
             self._warn()
 
-    def scales(self, records: Iterable[ParameterRecord], gradients: Sequence[Tensor], scale: float) -> list[float]:
+    def scales(
+        self,
+        members: Sequence[tuple[ParameterRecord, object]],
+        gradients: Callable[[], Sequence[Tensor]],
+        scale: float,
+    ) -> Iterable[float]:
         """What the step multiplies the gradient of each record by.
 
-        gradients: all that are with their parameters. scale: what unscales all gradients.
+        members: begin with the records. gradients: all that are with their parameters. scale: what unscales them.
         """
         if self._max_grad_norm is not None:
-            scale *= float(clip_factor(self.norm(gradients) * scale, self._max_grad_norm))
-        found = [self._gradient_of(record) for record in records]
+            scale *= float(clip_factor(self.norm(gradients()) * scale, self._max_grad_norm))
+        if not self._pending:
+            return itertools.repeat(scale)
+        found = [self._gradient_of(record) for record, _ in members]
         if any(self._pending.lost(gradient) for gradient in found):
             self._warn()
         return [scale * self._pending.as_float(gradient) for gradient in found]

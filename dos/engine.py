@@ -350,7 +350,7 @@ class Engine:
             if update is not None and found[i].state is Tier.HOST:
                 update.follow_on_host(self.fetch)
             elif update is not None and found[i].gradient is Tier.HOST:
-                update.follow_on_device(self.device_store.state(subgroup))  # from where it comes here first
+                update.follow(self.device_store.state(subgroup))  # from where it comes here first
 
     def _make_room_on_device(self, plan: Plan, subjects: Sequence[Subject], found: list[Found]) -> Plan:
         """Get memory for state that comes to stay and for slots; the plan as far as there is.

@@ -86,6 +86,7 @@ class DOSAdam(Optimizer):
     _unfinished: dict[ParameterRecord, None]
     _joined: dict[ParameterRecord, set[Caller]]
     _in_flight: bool
+    _seen: bool
     _clipping: Clipping
 
     def __init__(
@@ -139,6 +140,7 @@ class DOSAdam(Optimizer):
         )
         self._set_up(options, device)
         super().__init__(params, defaults)
+        self._seen = False  # only torch's constructor has
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -191,21 +193,18 @@ class DOSAdam(Optimizer):
     def _update(self, scale: float, writes: int | None) -> None:
         """Issue the update of all parameters that have a gradient. scale: unscales gradients; writes: see AmpScale."""
         registry = self._registry
-        active = registry.active(self.param_groups, self._state, self._bring_home)
+        active = registry.active(self.param_groups, self._state, self._bring_home, seen=self._seen)
         self._meet_newcomers()
         accelerator = self._accelerator  # made when the first parameter on it was met
-        self._warn_if_idle(active)
-        self._take_remaining_gradients(active)
+        self._warn_if_idle(active.members)
+        self._take_remaining_gradients(active.members)
         if self._attachment is not None and self._attachment.news:
             registry.order_by_use(self._attachment.first_use)
         plan = None
         if accelerator is not None:
             accelerator.memory.enter(Op.UPDATE)
             plan = accelerator.decide(attached=self._attachment is not None)
-        steps = [self._state[record.parameter]["step"] for record, _ in active]
-        counts = [float(step) + 1 for step in steps]
-        scales = self._clipping.scales((record for record, _ in active), self._gradients(), scale)
-        updates = registry.updates(active, counts, scales)
+        updates = registry.updates(active, self._clipping.scales(active.members, self._gradients, scale))
         room = None
         if accelerator is not None and plan is not None:
             try:
@@ -216,17 +215,17 @@ class DOSAdam(Optimizer):
 
         def apply() -> None:
             # Before there is anything to wait for: an interruption from here on leaves work in flight.
-            self._unfinished, self._in_flight = dict.fromkeys(r for r, _ in active if r.arena.accelerated), True
-            if steps:
-                torch._foreach_add_(steps, 1)
+            self._unfinished = {r: None for r, _ in active.members if r.arena.accelerated}
+            self._in_flight = True
+            registry.count(active)
             if accelerator is not None and plan is not None and room is not None:
                 accelerator.start(plan, room)
             if registry.offloaded is not None:
                 registry.offloaded.clear()
             for subgroup in registry.local:
                 if subgroup in updates:
-                    updates[subgroup].apply_in_place()
-            registry.written([record for record, _ in active if not record.arena.accelerated])
+                    updates[subgroup].apply(subgroup.state)
+            registry.written([record for record, _ in active.members if not record.arena.accelerated])
             self._clipping.forget()
 
         # Everything that a user can have got wrong has been checked; from here on things change.
@@ -339,12 +338,13 @@ class DOSAdam(Optimizer):
         """
         self._guard.check()
         self._bring_home()
+        self._seen = True  # whoever has it may change it from now on, whenever he likes
         return self._state
 
     @state.setter
     def state(self, state: defaultdict[Tensor, Any]) -> None:
         self._bring_home()
-        self._state = state
+        self._state, self._seen = state, True
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of DOSAdam or AdamW. Raises ValueError, and changes nothing, if it does not match."""
@@ -355,7 +355,7 @@ class DOSAdam(Optimizer):
         self._bring_home()
 
         def load() -> None:
-            self._state = state
+            self._state, self._seen = state, True
             super(DOSAdam, self).__setstate__({"param_groups": param_groups})
 
         self._guard.change(load)
@@ -442,7 +442,7 @@ class DOSAdam(Optimizer):
             self._load(own["state"], own["param_groups"])
             return
         self._set_up(own.pop("options"), own.pop("device"))
-        self._state = own.pop("state")
+        self._state, self._seen = own.pop("state"), True
         super().__setstate__(own)
         for group in self.param_groups:
             self._admit(group)
@@ -461,6 +461,7 @@ class DOSAdam(Optimizer):
         self._attachment = None
         self._unfinished, self._joined = {}, {}
         self._in_flight = False
+        self._seen = False
         self._clipping = Clipping(self._registry.offloaded, options.max_grad_norm)
         self._warned_idle = False
 

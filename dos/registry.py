@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import numbers
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from dos.offload import OffloadedGradients
 from dos.options import SUPPORTED_DTYPES, Options, check_settings, parameter_problem
 from dos.stores import HostStore
 from dos.subgroup import Arena, ParameterRecord, Piece, Subgroup, make_records, split
-from dos.work import PieceUpdate, SubgroupUpdate
+from dos.work import Given, SubgroupUpdate
 from perfmodel import SubgroupLoad
 from perfmodel.footprint import FP32_BYTES, host_bytes
 from perfmodel.format import NEEDED_KEYS, STATE_KEYS
@@ -28,6 +28,17 @@ from perfmodel.plan import Tier
 
 Group = dict[str, Any]
 StateDict = MutableMapping[Tensor, Any]
+
+
+class Active(NamedTuple):
+    """What takes part in a step.
+
+    members: the records of parameters with a gradient, with their groups.
+    settled: how many of them, first of all, are as the last step left them.
+    """
+
+    members: list[tuple[ParameterRecord, Group]]
+    settled: int
 
 
 class Registry:
@@ -47,7 +58,8 @@ class Registry:
         self._devices = devices
         self._guard = guard
         self._admitted: dict[Tensor, tuple[torch.device, torch.dtype, torch.Size]] = {}
-        self._records: dict[Tensor, ParameterRecord] = {}
+        self._records: dict[int, ParameterRecord] = {}
+        """By the id of the parameter, which the record keeps alive."""
         self.accelerated: list[Subgroup] = []
         self.local: list[Subgroup] = []
         self.index: dict[Subgroup, int] = {}
@@ -61,7 +73,7 @@ class Registry:
 
     def record(self, parameter: Tensor) -> ParameterRecord | None:
         """The parameter's record, if it has had a gradient."""
-        return self._records.get(parameter)
+        return self._records.get(id(parameter))
 
     def loads(self) -> tuple[SubgroupLoad, ...]:
         """The accelerated subgroups as the performance model sees them."""
@@ -90,14 +102,50 @@ class Registry:
         self._admitted.update({p: (p.device, p.dtype, p.shape) for p in ready})
 
     def active(
-        self, groups: Sequence[Group], state: StateDict, bring_home: Callable[[], None]
-    ) -> list[tuple[ParameterRecord, Group]]:
+        self, groups: Sequence[Group], state: StateDict, bring_home: Callable[[], None], *, seen: bool
+    ) -> Active:
         """The records of all parameters with a gradient, enrolled if new, and whose state is what `state` says.
 
-        bring_home: returns all resident state to the host.
+        bring_home: returns all resident state to the host. seen: whether users may have changed `state`.
         Raises before anything is changed if a parameter, a gradient, a setting or a state cannot be used.
         """
-        found = self.with_gradients(groups, state)
+        if self.offloaded is not None:
+            self.offloaded.check()
+        settled: list[tuple[ParameterRecord, Group]] = []
+        others: list[tuple[Tensor, Group]] = []
+        records = self._records
+        for number, group in enumerate(groups):
+            checked = False
+            amsgrad = group["amsgrad"]
+            for p in group["params"]:
+                gradient = p.grad
+                record = records.get(id(p))
+                if gradient is None and (self.offloaded is None or record not in self.offloaded):
+                    continue
+                if not checked:
+                    check_settings(group, f"param group {number}")
+                    checked = True
+                if (
+                    record is not None
+                    and record.settled(gradient)
+                    and (record.arena.amsgrad or not amsgrad)
+                    and not (seen and not record.intact(state.get(p) or {}))
+                ):
+                    settled.append((record, group))
+                else:
+                    others.append((p, group))
+        found = self._look_into(others, groups, state, bring_home) if others else []
+        return Active(settled + found, len(settled))
+
+    def _look_into(
+        self,
+        parameters: Sequence[tuple[Tensor, Group]],
+        groups: Sequence[Group],
+        state: StateDict,
+        bring_home: Callable[[], None],
+    ) -> list[tuple[ParameterRecord, Group]]:
+        """The records of parameters about which something is new, so that the step can use them. Raises as `active`."""
+        found = self.checked(parameters, state)
         if any(record.moved() for record, _ in found):
             self._check_overlaps(groups)
         for record, _ in found:
@@ -119,8 +167,17 @@ class Registry:
             if record.parameter.grad is not None:
                 record.arena.stage_gradients_as(record.parameter.grad.dtype)
             self._adopt(record, state.setdefault(record.parameter, {}))
+            flat = record.flat
             record.locate()
+            if record.flat is not flat:
+                self._forget_batches(record)
+            record.settle(record.parameter.grad)
         return found
+
+    def _forget_batches(self, record: ParameterRecord) -> None:
+        """The memory of the parameter, or of its state, is another than that for which batches were made."""
+        for subgroup, _ in self.places[record]:
+            subgroup.batches.clear()
 
     def with_gradients(
         self, groups: Iterable[Group], state: Mapping[Tensor, Any]
@@ -128,16 +185,32 @@ class Registry:
         """The records of all parameters with a gradient, enrolled if new. Raises as `active` does."""
         if self.offloaded is not None:
             self.offloaded.check()
-        found = []
+        found: list[tuple[Tensor, Group]] = []
         for number, group in enumerate(groups):
             parameters = [p for p in group["params"] if p.grad is not None or self._is_offloaded(p)]
             if parameters:
                 check_settings(group, f"param group {number}")
-            for parameter in parameters:
-                self._check(parameter, group, state.get(parameter) or {})
             found += [(p, group) for p in parameters]
+        return self.checked(found, state)
+
+    def checked(
+        self, parameters: Iterable[tuple[Tensor, Group]], state: Mapping[Tensor, Any]
+    ) -> list[tuple[ParameterRecord, Group]]:
+        """The records of parameters that have a gradient, enrolled if new. Raises as `active` does."""
+        found = list(parameters)
+        for parameter, group in found:
+            self._check(parameter, group, state.get(parameter) or {})
         self.enrol(found)
-        return [(self._records[p], group) for p, group in found]
+        return [(self._records[id(p)], group) for p, group in found]
+
+    @staticmethod
+    def count(active: Active) -> None:
+        """Count the step, in what `optimizer.state` has as well."""
+        steps = [record.step for record, _ in active.members if record.step is not None]
+        if steps:
+            torch._foreach_add_(steps, 1)
+        for record, step in zip((record for record, _ in active.members), steps, strict=True):
+            record.remember_step(step, record.count + 1)
 
     def take_newcomers(self) -> list[ParameterRecord]:
         """The records made since the last call."""
@@ -149,7 +222,7 @@ class Registry:
 
         Raises MemoryError, before anything is allocated, if the host has not enough memory.
         """
-        newcomers = [(p, group) for p, group in parameters if p not in self._records]
+        newcomers = [(p, group) for p, group in parameters if id(p) not in self._records]
         runs: list[tuple[list[Tensor], Group]] = []
         for _, members in itertools.groupby(newcomers, key=lambda member: id(member[1])):
             group_members = list(members)
@@ -157,7 +230,9 @@ class Registry:
         here = [(run, group) for run, group in runs if not self._devices.holds(run[0])]
         if here:  # all other state takes memory when it first comes to the host
             reserve(sum(self._host_bytes(run, group) for run, group in here), "optimizer state (DOSAdam)")
-        made = [self._make_room(run, group) for run, group in runs]
+        made: list[tuple[list[ParameterRecord], list[Subgroup]]] = []
+        for run, group in runs:
+            made.append(self._make_room(run, group, first=len(self._records) + sum(len(r) for r, _ in made)))
         if made:
             self._guard.change(lambda: self._publish(made))
 
@@ -168,40 +243,36 @@ class Registry:
         self.accelerated.sort(key=lambda s: min(rank.get(piece.record.parameter, last) for piece in s.pieces))
         self._reindex()
 
-    def updates(
-        self,
-        active: Sequence[tuple[ParameterRecord, Group]],
-        counts: Sequence[float],
-        scales: Sequence[float],
-    ) -> dict[Subgroup, SubgroupUpdate]:
-        """What the step does to each subgroup that has a gradient.
-
-        counts: of each parameter's steps, this included. scales: what each gradient is multiplied by.
-        """
-        settings: dict[tuple[int, float, float], AdamStep] = {}
-        wanted: dict[ParameterRecord, tuple[Tensor, AdamStep, bool]] = {}
-        for (record, group), count, grad_scale in zip(active, counts, scales, strict=True):
-            key = id(group), count, grad_scale
-            if key not in settings:
-                settings[key] = _adam_step(group, count, grad_scale)
+    def updates(self, active: Active, scales: Iterable[float]) -> dict[Subgroup, SubgroupUpdate]:
+        """What the step does to each subgroup that has a gradient. scales: what each gradient is multiplied by."""
+        given = Given(len(self._records))
+        before: tuple[Group | None, float, float] = None, 0.0, 0.0
+        known: dict[tuple[int, float, float], int] = {}
+        setting = 0
+        for number, ((record, group), scale) in enumerate(zip(active.members, scales, strict=False)):
+            # Most often all have the same.
+            if group is not before[0] or record.count != before[1] or scale != before[2]:
+                before = group, record.count, scale
+                setting = known.setdefault((id(group), record.count, scale), len(known))
+                if setting == len(given.settings):
+                    given.settings.append(_adam_step(group, record.count + 1, scale))
+            given.which[record.number] = setting
+            gradient = record.parameter.grad
             if self.offloaded is not None and record in self.offloaded:
                 gradient = self.offloaded.flat(record)
-            else:
-                assert record.parameter.grad is not None
-                gradient = record.flat_gradient(record.parameter.grad)
-            wanted[record] = gradient, settings[key], record.changed()
+            assert gradient is not None, "each record has one"
+            if number >= active.settled:
+                if gradient is record.parameter.grad:
+                    gradient = record.flat_gradient(gradient)
+                if record.changed():
+                    given.follows.add(record)
+            given.add(record, gradient)
         updates = {}
         for subgroup in itertools.chain(self.local, self.accelerated):
-            pieces = tuple(
-                PieceUpdate(piece, piece.of_parameter(gradient), step, follows)
-                for piece in subgroup.pieces
-                if piece.record in wanted
-                for gradient, step, follows in (wanted[piece.record],)
-            )
-            if pieces:
-                updates[subgroup] = SubgroupUpdate(
-                    subgroup, pieces, offloaded=self.offloaded is not None and subgroup.arena.accelerated
-                )
+            offloaded = self.offloaded is not None and subgroup.arena.accelerated
+            update = SubgroupUpdate(subgroup, given, offloaded=offloaded)
+            if update.pieces:
+                updates[subgroup] = update
         return updates
 
     def written(self, records: Collection[ParameterRecord]) -> None:
@@ -214,7 +285,7 @@ class Registry:
 
     def _check_overlaps(self, groups: Iterable[Group]) -> None:
         """Raise RuntimeError if two parameters with state share memory, where each would undo the other's update."""
-        members = [(p, group) for group in groups for p in group["params"] if p in self._records]
+        members = [(p, group) for group in groups for p in group["params"] if id(p) in self._records]
         overlap = find_overlap([p.detach() for p, _ in members])
         if overlap is None:
             return
@@ -233,6 +304,7 @@ class Registry:
         for record in self._records.values():
             if record.arena is arena:
                 record.views = record.make_views()
+                self._forget_batches(record)
         self._loads = None
 
     def settle_layout(self, record: ParameterRecord, state: StateDict, bring_home: Callable[[], None]) -> None:
@@ -250,6 +322,7 @@ class Registry:
 
         def reorder() -> None:
             record.remember_layout()
+            self._forget_batches(record)
             if total is not None and added is not None:
                 record.shaped(total).copy_(added)
             for key, view in record.views.items():
@@ -267,6 +340,7 @@ class Registry:
         record.renew_views()
         if record.is_adopted(entry):
             entry["step"] = step
+            record.remember_step(step)
             return
         subgroups = [subgroup for subgroup, _ in self.places[record]]
         # State that was never written is zero wherever it will be, and takes no memory here until then.
@@ -284,16 +358,17 @@ class Registry:
             if key not in record.views:
                 entry.pop(key, None)
         entry.update({"step": step.clone(), **record.views})
+        record.remember_step(entry["step"])
         record.version = -1  # whatever the master was, it must agree with the parameter
 
-    def withdraw(self, active: Iterable[tuple[ParameterRecord, Group]], state: StateDict) -> None:
+    def withdraw(self, active: Active, state: StateDict) -> None:
         """Take back entries of parameters whose first step does not come to be, so that they have no state."""
-        for record, _ in active:
+        for record, _ in active.members:
             if record.version < 0 and not any(self.host_store.has(subgroup) for subgroup, _ in self.places[record]):
                 state.pop(record.parameter, None)
 
     def _is_offloaded(self, parameter: Tensor) -> bool:
-        return self.offloaded is not None and self._records.get(parameter) in self.offloaded
+        return self.offloaded is not None and self._records.get(id(parameter)) in self.offloaded
 
     def _check(self, parameter: Tensor, group: Group, entry: Mapping[str, Any]) -> None:
         """Raise unless the parameter is as it was admitted, and its gradient and state can be used."""
@@ -308,7 +383,7 @@ class Registry:
             raise TypeError(f"{name_of(parameter, group)}: expected a gradient of {expected}, found {gradient.dtype}")
         now = parameter.device, parameter.dtype, parameter.shape
         # Put into the group by hand, or frozen until now; or, before it has state, moved or converted with its model.
-        if parameter not in self._admitted or parameter not in self._records:
+        if parameter not in self._admitted or id(parameter) not in self._records:
             self._check_kind(parameter, group)
             self._admitted[parameter] = now
         admitted = self._admitted[parameter]
@@ -357,8 +432,10 @@ class Registry:
             accelerated=self._devices.holds(run[0]),
         )
 
-    def _make_room(self, parameters: list[Tensor], group: Group) -> tuple[list[ParameterRecord], list[Subgroup]]:
-        """A new arena for parameters of one group, dtype and memory: their records, and its subgroups."""
+    def _make_room(
+        self, parameters: list[Tensor], group: Group, first: int
+    ) -> tuple[list[ParameterRecord], list[Subgroup]]:
+        """A new arena for parameters of one group, dtype and memory: records, numbered from `first`, and subgroups."""
         accelerated = self._devices.holds(parameters[0])
         lasting = accelerated and self._options.never_leaves
         try:
@@ -374,7 +451,7 @@ class Registry:
                 "policy='resident' keeps all optimizer state on the device, which has no memory for it; use "
                 f"policy='adaptive', with which what does not fit stays on the host ({error})"
             ) from error
-        records = make_records(parameters, arena)
+        records = make_records(parameters, arena, first)
         return records, split(arena, records, self._options.subgroup_size)
 
     def _publish(self, made: Iterable[tuple[list[ParameterRecord], list[Subgroup]]]) -> None:
@@ -386,7 +463,7 @@ class Registry:
                     self.places[piece.record].append((subgroup, piece))
                 (self.accelerated if subgroup.arena.accelerated else self.local).append(subgroup)
             self._newcomers += records
-            self._records.update({record.parameter: record for record in records})
+            self._records.update({id(record.parameter): record for record in records})
         self._reindex()
 
     def _reindex(self) -> None:

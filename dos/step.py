@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
 
-from torch import Tensor
-
 from dos.devices import Copy, Device, Job
 from dos.host_lane import Turn
 from dos.stores import DeviceStore
@@ -59,7 +57,6 @@ class Step:
         self._subjects = subjects
         self._found = found
         self._states: dict[int, State] = {}
-        self._gradients: dict[int, list[Tensor]] = {}
         self._ready: dict[int, Sequence[Job]] = {}
 
     def issue(self) -> list[Turn]:
@@ -88,7 +85,9 @@ class Step:
                 if task.op is Op.FLUSH or task.slot is not None:
                     self.last[task.stream] = self.jobs[-1]
         # Else the gradients' memory would be held until somebody waits for the step.
-        self._subjects, self._found, self._states, self._gradients, self._ready = (), (), {}, {}, {}
+        for turn in turns:
+            turn.work.release()
+        self._subjects, self._found, self._states, self._ready = (), (), {}, {}
         return turns
 
     def all_jobs(self, errors: list[Exception]) -> list[Job]:
@@ -122,7 +121,9 @@ class Step:
 
     def _send(self, task: Task, after: Sequence[Job]) -> Job:
         assert task.subgroup is not None, "a transfer is of a subgroup"
-        return self._device.copy(Op.GRADIENT, task.subgroup, self._subjects[task.subgroup].missing, after)
+        subject = self._subjects[task.subgroup]
+        assert subject.update is not None, "only gradients are sent"
+        return self._device.copy(Op.GRADIENT, task.subgroup, subject.update.downloads(subject.late), after)
 
     def _prefetch(self, task: Task, after: Sequence[Job]) -> Job:
         """Bring up what the update on the device has not: state, offloaded gradients, or both."""
@@ -133,15 +134,14 @@ class Step:
         if update.offloaded:
             assert task.slot is not None, "offloaded gradients come up through a slot"
             taken = 0 if self._store.has(subgroup) else subgroup.state.carved_bytes
-            self._gradients[i], gradients = update.fetch_gradients(self._store.slots[task.slot][taken:])
-            copies += gradients
+            copies += update.fetch_gradients(self._store.slots[task.slot][taken:])
         return self._device.copy(Op.PREFETCH, i, copies, after)
 
     def _update(self, task: Task, after: Sequence[Job]) -> Job:
         i, subgroup, update = self._of(task)
-        state, gradients = self._state(task), self._gradients.get(i)
-        reads = [u.gradient for u in update.pieces] if gradients is None else []
-        job = self._device.launch(i, lambda: update.apply_on_device(state, gradients), task.size, after, reads)
+        state, lasting = self._state(task), self._store.has(subgroup)
+        reads = [] if update.offloaded else update.gradients
+        job = self._device.launch(i, lambda: update.apply(state, lasting=lasting), task.size, after, reads)
         self.done[subgroup] = Future()
         self.done[subgroup].set_result(job)
         return job

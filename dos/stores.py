@@ -105,6 +105,7 @@ class DeviceStore:
     def drop(self, subgroup: Subgroup) -> None:
         """Free a resident subgroup's memory. Its state has come home; nothing in flight may use it."""
         del self.resident[subgroup]
+        subgroup.batches.clear()  # which hold that memory
         self._device.free(self._buffers[subgroup])
         del self._buffers[subgroup]
 

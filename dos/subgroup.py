@@ -6,7 +6,9 @@ import functools
 import itertools
 import mmap
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -183,21 +185,29 @@ class Arena:
 class ParameterRecord:
     """One parameter's place: its flat memory, its slice of the arena, and what was last seen of it.
 
+    number: of the record among those of its optimizer.
     flat: 1-D alias of the parameter's memory, or a contiguous stand-in if that is not its values in a row: it has gaps,
         or is lazily negated (see `stand_in`).
     version, data_ptr: of the parameter after our last write; anything else means that somebody wrote to it.
     layout: of the parameter, in whose order `flat` and the state have its elements.
     views: what `optimizer.state[p]` holds beside the step: live views of the state, shaped like the parameter.
+    step: what it holds as the step; None before it is made. count: its value.
     """
 
-    def __init__(self, parameter: Tensor, arena: Arena, offset: int) -> None:
+    def __init__(self, parameter: Tensor, arena: Arena, offset: int, number: int = 0) -> None:
         self.parameter = parameter
         self.arena = arena
         self.offset = offset
+        self.number = number
         self.numel = parameter.numel()
         self.version = -1
         self.data_ptr = -1
         self._strides: tuple[int, ...] = ()
+        self._shape, self._dtype = parameter.shape, parameter.dtype
+        self._gradient_dtype: torch.dtype | None = None
+        self.step: Tensor | None = None
+        self.count = 0.0
+        self._step_version = -1
         self.flat = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
         self.stand_in = False
         self.views: dict[str, Tensor] = {}
@@ -224,6 +234,35 @@ class ParameterRecord:
     def changed(self) -> bool:
         """Whether somebody else wrote to the parameter, or replaced its memory, since `saw`."""
         return self.version != self.parameter._version or self.moved()
+
+    def settled(self, gradient: Tensor | None) -> bool:
+        """Whether there is nothing to look into: the parameter is as the last step left it, the gradient like the last.
+
+        Then it can be used where it lies. None: it is not with the parameter.
+        """
+        p = self.parameter
+        return (
+            p._version == self.version
+            and p.data_ptr() == self.data_ptr
+            and p.stride() == self._strides
+            and p.shape == self._shape
+            and p.dtype is self._dtype
+            and (
+                gradient is None
+                or (
+                    gradient.dtype is self._gradient_dtype
+                    and gradient.layout is torch.strided
+                    and gradient.stride() == self._strides
+                    and gradient.shape == self._shape
+                    and not gradient.is_neg()
+                    and gradient.data_ptr() != 0  # as of a zero tensor, which has no memory
+                )
+            )
+        )
+
+    def settle(self, gradient: Tensor | None) -> None:
+        """Everything about the parameter and this gradient was looked into."""
+        self._gradient_dtype = None if self.stand_in or gradient is None else gradient.dtype
 
     def saw(self) -> None:
         """Remember the parameter as it is now."""
@@ -264,6 +303,21 @@ class ParameterRecord:
         """Whether an entry of the optimizer's state holds exactly the live views."""
         return all(
             entry.get(key) is view and view.data_ptr() == self._addresses[key] for key, view in self.views.items()
+        )
+
+    def remember_step(self, step: Tensor, count: float | None = None) -> None:
+        """What the entry holds as the step. count: its value, if that is known."""
+        self.step, self._step_version = step, step._version
+        self.count = float(step) if count is None else count
+
+    def intact(self, entry: Mapping[str, object]) -> bool:
+        """Whether an entry holds exactly what the last step left there."""
+        step = self.step
+        return (
+            step is not None
+            and entry.get("step") is step
+            and step._version == self._step_version
+            and self.is_adopted(entry)
         )
 
     def renew_views(self) -> None:
@@ -316,16 +370,27 @@ class Piece:
 
 @dataclass(frozen=True, eq=False)
 class Subgroup:
-    """A contiguous run of an arena, updated as one unit. start, stop: within the arena."""
+    """A contiguous run of an arena, updated as one unit.
+
+    start, stop: within the arena.
+    batches: what was made for its updates, by place, with what that holds for; to be cleared when
+        the memory of a parameter is another.
+    """
 
     arena: Arena
     start: int
     stop: int
     pieces: tuple[Piece, ...]
+    batches: dict[str, Any] = field(default_factory=dict)
 
     @property
     def numel(self) -> int:
         return self.stop - self.start
+
+    @cached_property
+    def numbers(self) -> list[int]:
+        """Of the records to which its pieces belong."""
+        return [piece.record.number for piece in self.pieces]
 
     @property
     def state(self) -> State:
@@ -353,10 +418,14 @@ class Subgroup:
         return SubgroupLoad.of(self.numel, self.arena.format)
 
 
-def make_records(parameters: Sequence[Tensor], arena: Arena) -> list[ParameterRecord]:
-    """Places for the parameters, one after the other, in the arena that was made for them."""
+def make_records(parameters: Sequence[Tensor], arena: Arena, first: int = 0) -> list[ParameterRecord]:
+    """Places for the parameters, one after the other, in the arena that was made for them.
+
+    first: the number of the first record.
+    """
     offsets = itertools.accumulate((p.numel() for p in parameters), initial=0)
-    return [ParameterRecord(parameter, arena, offset) for parameter, offset in zip(parameters, offsets, strict=False)]
+    places = zip(parameters, offsets, itertools.count(first), strict=False)
+    return [ParameterRecord(parameter, arena, offset, number) for parameter, offset, number in places]
 
 
 def split(arena: Arena, records: Iterable[ParameterRecord], subgroup_size: int) -> list[Subgroup]:

@@ -72,7 +72,7 @@ def test_low_precision_gradients_add_up_in_float32_whatever_the_plan(dtype: torc
             p.grad = None
     expected = torch.sqrt(sum(s.double().square().sum() for s in sums))
     torch.testing.assert_close(optimizer.grad_norm().double(), expected, rtol=1e-6, atol=0)
-    for record in optimizer._registry.offloaded._pending:
+    for record in optimizer._registry.offloaded._totals:
         index = next(i for i, p in enumerate(model.parameters()) if p is record.parameter)
         assert torch.equal(optimizer._registry.offloaded.flat(record), sums[index].view(-1))
 

@@ -202,7 +202,11 @@ class EmulatedDevice:
         reads: Sequence[Tensor] = (),
     ) -> Job:
         alone_s = self.profile.launch_latency_s + numel / self.profile.gpu_update_rate
-        return self._queue(Op.UPDATE, subgroup, update, alone_s, 0, after)
+
+        def work(_held: Sequence[Tensor] = reads) -> None:
+            update()
+
+        return self._queue(Op.UPDATE, subgroup, work, alone_s, 0, after)
 
     def settle_host_thread(self) -> None:
         pass
