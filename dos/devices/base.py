@@ -116,5 +116,8 @@ class Device(Protocol):
     def settle_host_thread(self) -> None:
         """Called once by the thread that will update on the host: to run it where the device's memory is near."""
 
-    def host_update(self, numel: int) -> AbstractContextManager[float]:
-        """Surrounds an update of `numel` parameters on the host; gives the time.perf_counter() of its start."""
+    def host_update(self, numel: int, traffic: int) -> AbstractContextManager[float]:
+        """Surrounds an update of `numel` parameters on the host; gives the time.perf_counter() of its start.
+
+        traffic: bytes that it moves through host DRAM.
+        """

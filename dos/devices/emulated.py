@@ -20,7 +20,6 @@ from dos.devices.occupancy import Occupancy
 from dos.devices.pacer import Pacer
 from dos.guard import exclusive
 from perfmodel import Lane, Op, Span
-from perfmodel.format import MIXED
 from perfmodel.hardware import HardwareProfile
 from perfmodel.lanes import LANES as SIMULATED_LANES
 from perfmodel.lanes import lane_speeds
@@ -203,10 +202,9 @@ class EmulatedDevice:
     def settle_host_thread(self) -> None:
         pass
 
-    def host_update(self, numel: int) -> AbstractContextManager[float]:
+    def host_update(self, numel: int, traffic: int) -> AbstractContextManager[float]:
         alone_s = self.profile.launch_latency_s + numel / self.profile.cpu_update_rate
-        traffic = numel * MIXED.update_traffic * self.profile.cpu_traffic_factor
-        return self._pacer.serve(Lane.CPU, alone_s, traffic)
+        return self._pacer.serve(Lane.CPU, alone_s, traffic * self.profile.cpu_traffic_factor)
 
     def _speeds(self, demands: Mapping[Lane, float]) -> Mapping[Lane, float]:
         """The simulator's rule, so that both agree on how lanes slow each other."""
