@@ -207,8 +207,8 @@ def _steady(
         max(cost[0], INSTANT) for cost in (costs.gradient, costs.flush, costs.prefetch, costs.cpu_update)
     )
     gpu_s = costs.gpu_update[0]
-    demands = (costs.cpu_update[1] / cpu_s, costs.prefetch[1] / prefetch, costs.flush[1] / flush)
-    cpu_alone = lane_speeds((demands[0], -1.0, -1.0), profile)[CPU]
+    demands = {CPU: costs.cpu_update[1] / cpu_s, H2D: costs.prefetch[1] / prefetch, D2H: costs.flush[1] / flush}
+    cpu_alone = lane_speeds({CPU: demands[CPU]}, profile)[CPU]
 
     def seconds(on_cpu: float) -> float:
         streamed = max(0.0, n - room - on_cpu)
@@ -225,10 +225,10 @@ def _steady(
         left = {lane: s for lane, s in work.items() if s > 0}
         now = first_s
         while left:
-            wanted = [demand if lane in left else -1.0 for lane, demand in zip((CPU, H2D, D2H), demands, strict=True)]
+            wanted = {lane: demands[lane] for lane in left}
             speeds = lane_speeds(wanted, profile)
             if CPU in left and D2H in left and turns * speeds[D2H] < speeds[CPU]:
-                wanted[0] *= turns * speeds[D2H] / speeds[CPU]
+                wanted[CPU] *= turns * speeds[D2H] / speeds[CPU]
                 speeds = lane_speeds(wanted, profile)
                 speeds[CPU] = turns * speeds[D2H]
             first = min(left, key=lambda lane: left[lane] / speeds[lane])

@@ -12,7 +12,7 @@ import numpy as np
 from scipy import optimize
 
 from perfmodel.hardware import HardwareProfile, changed
-from perfmodel.lanes import CPU, D2H, H2D, lane_speeds
+from perfmodel.lanes import CPU, D2H, H2D, LANES, lane_speeds
 from perfmodel.plan import Placement
 from perfmodel.simulate import UPDATE_ALONE, Costs, Phase, Scope
 from perfmodel.workload import Workload
@@ -70,13 +70,8 @@ def lower_bound(workload: Workload, profile: HardwareProfile, scope: Scope = UPD
     anything but the GPU, which computes it. Speeds are the simulator's: `lanes.lane_speeds`.
     """
     seconds, shares = _solve(workload, profile, scope)
-    faster = {
-        "CPU": ("cpu_update_rate",),
-        "GPU": ("gpu_update_rate",),
-        "H2D": ("h2d_bandwidth", "h2d_bandwidth_duplex"),
-        "D2H": ("d2h_bandwidth", "d2h_bandwidth_duplex"),
-        "host DRAM": ("host_bandwidth",),
-    }
+    faster = {lane.value: (service.rate, service.duplex or service.rate) for lane, service in LANES.items()}
+    faster["host DRAM"] = "host_bandwidth", "host_bandwidth"
 
     def improved(resource: str) -> float:
         rates = {rate: 1.01 * getattr(profile, rate) for rate in faster[resource]}
@@ -174,9 +169,10 @@ def _speeds_by_busy_lanes(costs: Sequence[Costs], profile: HardwareProfile) -> n
         found = [getattr(c, name) for c in costs for name in operations]
         return min((traffic / seconds for seconds, traffic in found if traffic > 0), default=0.0)
 
-    demands = (least("cpu_update"), least("parameter", "prefetch"), least("gradient", "flush"))
+    demands = {CPU: least("cpu_update"), H2D: least("parameter", "prefetch"), D2H: least("gradient", "flush")}
     rows = []
-    for busy in itertools.product((True, False), repeat=3):
-        speeds = lane_speeds([d if b else -1.0 for d, b in zip(demands, busy, strict=True)], profile)
-        rows.append([s if b else 0.0 for s, b in zip((speeds[CPU], speeds[H2D], speeds[D2H]), busy, strict=True)])
+    for busy in itertools.product((True, False), repeat=len(demands)):
+        among = dict(itertools.compress(demands.items(), busy))
+        speeds = lane_speeds(among, profile)
+        rows.append([speeds[lane] if lane in among else 0.0 for lane in demands])
     return np.array(rows)
