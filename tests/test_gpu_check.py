@@ -26,13 +26,13 @@ from experiments.checks.contenders import Ours, Rig
 from experiments.checks.contest import Clock, Effort, Probe, Score, hold, ratio
 from experiments.checks.isolation import run_isolated
 from experiments.checks.machine import Machine
+from experiments.checks.neighbour import CHUNK, Holder, Neighbour
+from experiments.checks.peers import Peer, PeerError
 from experiments.checks.report import alarms, gist, show
 from experiments.checks.synchronisation import calls_within, waiting
 from experiments.checks.training import EXACT, LARGEST, MEDIUM, Batch, fitted
 from experiments.checks.vitals import Allocator
 from experiments.gpu_check import find_gpu, main, run_all
-from experiments.neighbour import CHUNK, Holder, Neighbour
-from experiments.peers import Peer, PeerError
 from perfmodel import Lane, Op, Plan, Span, Timeline, Workload
 
 TINY = ("--size=tiny", "--minutes=1")

@@ -9,9 +9,9 @@ from dos.controller import AdaptivePolicy, resolve_policy
 from experiments.checks.base import Bench, Settings, Skipped, Target
 from experiments.checks.contenders import Ours
 from experiments.checks.contest import ratio
+from experiments.checks.peers import BitsAndBytes, DeepSpeed, Peer, PeerError, TorchAo
 from experiments.checks.speed import CPU, SLOTS_SHARE, Stage, named
 from experiments.checks.training import HOST_BYTES, MEDIUM
-from experiments.peers import BitsAndBytes, DeepSpeed, Peer, PeerError, TorchAo
 
 PEER_HOST_BYTES = 32
 """For each parameter: state, and pinned memory that is rounded up to a power of two."""
