@@ -13,7 +13,7 @@ from experiments.sweep.plots import speedup_pairs
 from experiments.sweep.predict import Outcome, Predictor
 from experiments.sweep.published import KEYS_OF_RUNS
 from experiments.sweep.spec import Configuration
-from perfmodel.zero3 import Mode
+from experiments.zero3 import Mode
 
 
 def lane_table(results: Results) -> Table:
