@@ -122,7 +122,7 @@ class Tasks:
         )  # fmt: skip
         queues: list[list[int]] = [[] for _ in range(NEVER + 1)]
         for task in range(len(stream_of) - 1, -1, -1):
-            queues[stream_of[task]].append(task)  # reversed: the next task is the last of the list
+            queues[stream_of[task]].append(task)  # in reverse: a stream's next task is popped from the end
         # Since when each stream's next task has been ready; infinite while it is not, or runs.
         ready = [0.0 if queue and not waits[queue[-1]] else math.inf for queue in queues]
         start = self.start = [math.nan] * len(stream_of)

@@ -14,6 +14,8 @@ from dos import DOSAdam, EmulatedDevice
 from dos.compute import Compute, spans
 from perfmodel import Op, Timeline
 
+pytestmark = pytest.mark.usefixtures("one_kernel_thread")
+
 SLOW = profile(cpu_update_rate=5e3)
 """An update on the host takes long enough for another forward to begin meanwhile, however late that is."""
 FORWARD_S, BACKWARD_S = 0.02, 0.03

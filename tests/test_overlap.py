@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from dos import DOSAdam, EmulatedDevice
 from perfmodel import Op
 
+pytestmark = pytest.mark.usefixtures("one_kernel_thread")
+
 SLOW = profile(
     h2d_bandwidth=2e6, d2h_bandwidth=2e6, h2d_bandwidth_duplex=2e6, d2h_bandwidth_duplex=2e6, cpu_update_rate=2e5
 )

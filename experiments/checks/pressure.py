@@ -110,7 +110,7 @@ def beside(
         for i, batch in enumerate(batches):
             if i == third:
                 # All that is free, and half of what optimizer state may have taken.
-                neighbour.want(run.free_bytes() + 6 * job.numel)
+                neighbour.want(run.free_bytes() + MIXED.state_bytes * job.numel // 2)
                 neighbour.held()  # it has what is free before the iterations begin that are judged
             if i == 2 * third:
                 neighbour.want(0)

@@ -53,7 +53,7 @@ def compare(bench: Bench, kind: type[Peer]) -> None:
     try:
         scores = stage.hold([peer, *ours])
     except PeerError as error:
-        traceback.print_exc()  # into the log
+        traceback.print_exc()  # goes into the check's log
         raise Skipped(str(error)) from error
     if scores[peer.name].dropped:
         raise Skipped(f"{peer.name}: {scores[peer.name].dropped}")

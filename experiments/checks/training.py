@@ -143,7 +143,7 @@ def deterministic() -> Iterator[None]:
     """Make forward and backward give the same bits each time. Before the first use of cuBLAS."""
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # see torch.use_deterministic_algorithms
     torch.use_deterministic_algorithms(True, warn_only=True)
-    # Or memory that is read before it is written would look as if it were not.
+    # Torch would fill new memory, which hides from the check whoever reads memory before writing it.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     try:
         with sdpa_kernel(SDPBackend.MATH):

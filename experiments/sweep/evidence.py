@@ -138,7 +138,7 @@ def interleavings(runs: Sequence[PublishedRun]) -> list[Interleaving]:
         same = [r for r in runs if r.config == first.config]
         cpu = [r for r in same if r.run.mode is Mode.ASYNC_GRAD_ONLY]
         dos = [r for r in same if r.run.mode is Mode.DOS and r.run.stride == first.run.stride]
-        if cpu and dos[0] is first:  # repeats count once
+        if cpu and dos[0] is first:  # a configuration that was run repeatedly counts once
             found.append(
                 Interleaving(
                     first,
