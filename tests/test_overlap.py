@@ -598,6 +598,7 @@ if {how!r} == "atexit":
 if {how!r} == "exception":
     raise SystemExit(3)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    command, environment = [sys.executable, "-c", script], {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == (3 if how == "exception" else 0), done.stderr
     assert done.stdout == ("finished\n" if how == "atexit" else "")
