@@ -66,8 +66,8 @@ def lower_bound(workload: Workload, profile: HardwareProfile, scope: Scope = UPD
         memory          sum z state                       <= free at the peak
         memory, shared  sum z state + what is in first    <= free at the peak and in the update together
 
-    `forward` and `backward` are the seconds of those that are overlapped. The next forward may wait for
-    anything but the GPU, which computes it. Speeds are the simulator's: `lanes.lane_speeds`.
+    `forward` and `backward` are the seconds of those that are overlapped. Beside a forward all goes on
+    but updates on the GPU, which computes it. Speeds are the simulator's: `lanes.lane_speeds`.
     """
     seconds, shares = _solve(workload, profile, scope)
     faster = {lane.value: (service.rate, service.duplex or service.rate) for lane, service in LANES.items()}
