@@ -195,8 +195,8 @@ class Bench:
 
     def _update_host(self, threads: int) -> Span:
         numel = self._effort.host_numel
-        lane = nullcontext(time.perf_counter()) if self._device is None else self._device.host_update(numel)
-        with lane as start:
+        traffic, device = numel * MIXED.update_traffic, self._device
+        with nullcontext(time.perf_counter()) if device is None else device.host_update(numel, traffic) as start:
             wall, used = time.perf_counter(), time.process_time()
             _update(self._host, numel, threads)
             wall, used = time.perf_counter() - wall, time.process_time() - used

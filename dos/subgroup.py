@@ -212,6 +212,7 @@ class ParameterRecord:
         self.stand_in = False
         self.views: dict[str, Tensor] = {}
         self.remember_layout()
+        self.locate()
 
     @property
     def state(self) -> State:

@@ -17,8 +17,8 @@ from experiments.command import Parser
 from experiments.plots import save_timelines
 from perfmodel import Placement, Plan, Timeline, Workload
 from perfmodel.adaptive import AdaptivePlanner
-from perfmodel.datasheets import GPUS, UTILISATION
 from perfmodel.hardware import HardwareProfile
+from perfmodel.planner.datasheets import GPUS, UTILISATION
 from perfmodel.policies import cpu_only, stride
 from perfmodel.simulate import Phase, Scope, simulate
 

@@ -26,6 +26,7 @@ from experiments.command import Parser, positive
 from perfmodel import Placement, Plan, Workload
 from perfmodel.adaptive import adaptive
 from perfmodel.bounds import lower_bound
+from perfmodel.format import MIXED
 from perfmodel.hardware import HardwareProfile, changed
 from perfmodel.policies import cpu_only, static_ratio, stride
 from perfmodel.simulate import makespan
@@ -52,8 +53,8 @@ class Machine:
             sizes,
             gradient_bytes=values,
             parameter_bytes=values,
-            peak_free_bytes=int(resident_share * 12 * self.numel),
-            update_free_bytes=slots * 12 * size,
+            peak_free_bytes=int(resident_share * MIXED.state_bytes * self.numel),
+            update_free_bytes=slots * MIXED.state_bytes * size,
         )
 
 
@@ -124,7 +125,7 @@ def run(machine: Machine, steps: int, told: Callable[[str], None]) -> list[dict[
         told(f"{machine.name}: {name}")
         loads = machine.workload().subgroups
         held = sum(loads[i].state_bytes for i in plan.served(Placement.GPU_RESIDENT))
-        work = machine.workload(resident_share=held / (12 * machine.numel), slots=plan.slots)
+        work = machine.workload(resident_share=held / (MIXED.state_bytes * machine.numel), slots=plan.slots)
         rows.append(
             {
                 "machine": machine.name,

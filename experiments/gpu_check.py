@@ -31,7 +31,7 @@ from experiments.checks.isolation import GRACE_S, read_record, run_isolated
 from experiments.checks.pictures import save_pictures
 from experiments.checks.report import alarms, gist, show, write_results
 from experiments.command import Parser
-from perfmodel.units import parse_bytes
+from perfmodel.planner.units import parse_bytes
 
 RESULTS = Path("experiments/results")
 INTERRUPTED = "interrupted"

@@ -16,6 +16,7 @@ from experiments.ranks import PublishedRank
 from perfmodel import Lane, Op, Placement, Plan, Span, Timeline, Workload
 from perfmodel.adaptive import adaptive
 from perfmodel.bounds import lower_bound
+from perfmodel.format import MIXED
 from perfmodel.hardware import HardwareProfile
 from perfmodel.policies import cpu_only, stride
 from perfmodel.simulate import Costs, Phase, Scope, simulate
@@ -114,9 +115,9 @@ def report(console: Console, picture: Path | None, *, as_json: bool) -> int:
     rows = [simulated(name, plan, work, rank) for name, (plan, work) in plans(rank).items()]
     console.print(
         f"Simulation on the profile {rank.profile.name!r}: one of four ranks of the published 20B run, "
-        f"{rank.parameters / 1e9:.2f}e9 parameters, whose state is {12 * rank.parameters / 2**30:.1f} GiB; its "
-        f"recorded memory leaves {rank.free_bytes / 2**30:.1f} GiB at the peak, of which {MARGIN:.0%} of the device "
-        "stay free. "
+        f"{rank.parameters / 1e9:.2f}e9 parameters, whose state is "
+        f"{MIXED.state_bytes * rank.parameters / 2**30:.1f} GiB; its recorded memory leaves "
+        f"{rank.free_bytes / 2**30:.1f} GiB at the peak, of which {MARGIN:.0%} of the device stay free. "
         "Nothing here was measured but the trace."
     )
     table = Table(title="One iteration of one rank (simulated)")

@@ -45,7 +45,7 @@ class Recording:
         end = max(i for i, nbytes in enumerate(whole) if nbytes == max(whole)) + 1
         reached = list(itertools.accumulate(whole[:end], max))
         turn = max(range(1, end), key=lambda i: reached[i] - whole[i])
-        # The sample after the peak is of the fall itself.
+        # The first sample after the peak was taken while memory fell, so it belongs to neither side.
         return cls(tuple(whole[:turn]), tuple(whole[turn:end]), max(whole[end + 1 :]))
 
     @property

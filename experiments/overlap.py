@@ -30,6 +30,7 @@ from experiments.gpt import GPT, GPTConfig
 from perfmodel import Workload
 from perfmodel.adaptive import adaptive
 from perfmodel.bounds import lower_bound
+from perfmodel.format import MIXED
 from perfmodel.hardware import HardwareProfile
 from perfmodel.simulate import Phase, Scope
 
@@ -168,7 +169,7 @@ def slow_machine(start: dict[str, Tensor], ratio: float, forward_s: float, backw
         forward_s=forward_s,
         backward_s=backward_s,
         peak_free_bytes=0,
-        update_free_bytes=SLOTS * 12 * size,
+        update_free_bytes=SLOTS * MIXED.state_bytes * size,
     )
     node = dataclasses.replace(HardwareProfile.builtin("h100"), copy_latency_s=0.0, launch_latency_s=0.0)
     after_backward = Scope(Phase.OVERLAPPED, Phase.ABSENT)

@@ -59,7 +59,7 @@ class Progress:
 
     def _advance(self, phase: float, share: float) -> None:
         """So much of the phase is over."""
-        self._at(phase + min(share, 0.999))  # the next phase begins when it does
+        self._at(phase + min(share, 0.999))  # never 1, where the next phase is
         seconds = self._forward_s if phase == 0.0 else self._backward_s
         time.sleep(max(0.0, self._began + share * seconds - time.perf_counter()))
 

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from experiments.fit import UNCERTAINTY, backward_seconds, fit_backward, fit_rest, fit_runs, rest_seconds
 from experiments.runs import DATA_SHEETS, PublishedRun, read_runs
-from perfmodel.fit import UNCERTAINTY, backward_seconds, fit_backward, fit_rest, fit_runs, rest_seconds
+from experiments.zero3 import BackwardRates, Mode, Run, update_seconds
 from perfmodel.hardware import HardwareProfile, changed
-from perfmodel.zero3 import BackwardRates, Mode, Run, update_seconds
 
 K = TypeVar("K")
 T = TypeVar("T")

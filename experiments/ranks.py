@@ -14,11 +14,11 @@ from dos import EmulatedDevice
 from dos.devices.occupancy import Occupancy, Script
 from experiments.occupancies import Recording
 from experiments.runs import read_runs
+from experiments.zero3 import Mode
 from perfmodel import Workload
 from perfmodel.hardware import HardwareProfile
 from perfmodel.policies import cpu_only
 from perfmodel.simulate import makespan
-from perfmodel.zero3 import Mode
 
 DATA = Path(__file__).parent / "data"
 

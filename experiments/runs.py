@@ -1,4 +1,4 @@
-"""Published training runs: rows of a CSV file as `perfmodel.zero3.Run` with what was measured of them."""
+"""Published training runs: rows of a CSV file as `experiments.zero3.Run` with what was measured of them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from experiments.zero3 import Mode, Run
 from perfmodel.hardware import HardwareProfile, Provenance
-from perfmodel.zero3 import Mode, Run
 
 COLUMNS = (
     *("machine", "numa_bound", "ranks_per_node", "model", "params_total", "params_rank", "tp", "nodes", "mbs"),

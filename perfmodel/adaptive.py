@@ -42,7 +42,7 @@ def adaptive(workload: Workload, profile: HardwareProfile) -> Plan:
     divisions = [_Division(work, profile) for work in _memory_divided(workload)]
     if len(divisions) == 1:
         return divisions[0].plan()
-    if len(workload.subgroups) > SIMULATED:  # the steady state is near the truth, but for the ends of the pipeline
+    if len(workload.subgroups) > SIMULATED:  # long pipelines are near their steady state
         divisions = [divisions[0], min(divisions[1:], key=lambda d: d.steady_s)]
     elif len(workload.subgroups) > FEW:
         divisions = sorted(divisions, key=lambda d: d.steady_s)[:2]
@@ -116,7 +116,7 @@ class _Division:
         if not self._workload.forward_s:
             moved = self.steady + self._sample().correction()
             return self._assign(min(max(round(moved), self._least), float(self._n)))
-        # What hides behind the forward anyway need not take its GPU time.
+        # Where updates hide behind the forward, all on the CPU may be best: it takes no GPU time from it.
         plans = [self._assign(on_cpu) for on_cpu in (round(self.steady), self._n) if on_cpu >= self._least]
         return min(plans, key=lambda plan: makespan(plan, self._workload, self._profile, self._scope))
 
@@ -143,7 +143,7 @@ class _Division:
         lowest, highest = math.ceil(self._least - 1e-9), self._n
         if self._n <= FEW:
             return min(range(lowest, highest + 1), key=cost), cost
-        # Next to the valley of the steady state there can be a lower one where all but the ends is streamed.
+        # Streaming all, or all but one, can be better still than the valley that the steady state is in.
         found = _descend(cost, min(max(round(self.steady), lowest), highest), lowest, highest)
         return min((found, highest, lowest, min(lowest + 1, highest)), key=cost), cost
 
@@ -207,8 +207,8 @@ def _steady(
         max(cost[0], INSTANT) for cost in (costs.gradient, costs.flush, costs.prefetch, costs.cpu_update)
     )
     gpu_s = costs.gpu_update[0]
-    demands = (costs.cpu_update[1] / cpu_s, costs.prefetch[1] / prefetch, costs.flush[1] / flush)
-    cpu_alone = lane_speeds((demands[0], -1.0, -1.0), profile)[CPU]
+    demands = {CPU: costs.cpu_update[1] / cpu_s, H2D: costs.prefetch[1] / prefetch, D2H: costs.flush[1] / flush}
+    cpu_alone = lane_speeds({CPU: demands[CPU]}, profile)[CPU]
 
     def seconds(on_cpu: float) -> float:
         streamed = max(0.0, n - room - on_cpu)
@@ -225,10 +225,10 @@ def _steady(
         left = {lane: s for lane, s in work.items() if s > 0}
         now = first_s
         while left:
-            wanted = [demand if lane in left else -1.0 for lane, demand in zip((CPU, H2D, D2H), demands, strict=True)]
+            wanted = {lane: demands[lane] for lane in left}
             speeds = lane_speeds(wanted, profile)
             if CPU in left and D2H in left and turns * speeds[D2H] < speeds[CPU]:
-                wanted[0] *= turns * speeds[D2H] / speeds[CPU]
+                wanted[CPU] *= turns * speeds[D2H] / speeds[CPU]
                 speeds = lane_speeds(wanted, profile)
                 speeds[CPU] = turns * speeds[D2H]
             first = min(left, key=lambda lane: left[lane] / speeds[lane])
@@ -236,7 +236,7 @@ def _steady(
             now += step
             left = {lane: s - step * speeds[lane] for lane, s in left.items() if lane != first}
         staging = first_s + streamed * (prefetch + gpu_s + flush) / slots if slots else 0.0
-        # Beside a forward, what ends soonest waits least, although much may hide: parameters then come early.
+        # Taken for the exposed time beside a forward, too: an update that ends early brings parameters early.
         return max(now, staging, (n - on_cpu) * gpu_s)
 
     return seconds

@@ -12,7 +12,7 @@ import numpy as np
 from scipy import optimize
 
 from perfmodel.hardware import HardwareProfile, changed
-from perfmodel.lanes import CPU, D2H, H2D, lane_speeds
+from perfmodel.lanes import CPU, D2H, H2D, LANES, lane_speeds
 from perfmodel.plan import Placement
 from perfmodel.simulate import UPDATE_ALONE, Costs, Phase, Scope
 from perfmodel.workload import Workload
@@ -36,34 +36,42 @@ class Bound:
 def lower_bound(workload: Workload, profile: HardwareProfile, scope: Scope = UPDATE_ALONE) -> Bound:
     """The least time any plan can take under the simulator's rates and the workload's memory.
 
-    Subgroups may be split over placements and lanes never wait for each other, so every plan's time is at least this.
-    With x_i, y_i, z_i the parts of subgroup i on the CPU, streamed and resident (x_i + y_i + z_i = 1), t_A the time
-    during which exactly the lanes A of CPU, H2D and D2H are busy while the GPU updates resident subgroups (it does
-    them first), and u_A the same afterwards, minimise T such that
+    Subgroups may be split over placements and lanes never wait for each other, so every plan's time is
+    at least this. The variables:
 
-        CPU         sum x cpu_update                 <= sum over A with CPU of (t_A + u_A) speed_A(CPU)
-        H2D         sum x parameter + y prefetch     <= sum over A with H2D of (t_A + u_A) speed_A(H2D)
-        D2H         sum x gradient + y flush         <= sum over A with D2H of (t_A + u_A) speed_A(D2H)
-        streaming   sum y prefetch, sum y flush      <= the same sums over u_A alone, but for the first filling of slots
-        time        sum t_A <= sum z gpu_update,  sum u_A <= T - sum z gpu_update
-        GPU         sum (y + z) gpu_update           <= T
-        host DRAM   sum of all bytes moved           <= T x bandwidth of the rank
-        fetching    sum y prefetch + z gpu_update    <= T, but for the first filling of slots
-        slots       sum y (prefetch + update + flush) <= T x slots that fit
-        memory      sum z state                      <= free at the peak; with what fills slots ahead, what is shared
+        x, y, z         the parts of each subgroup on the CPU, streamed and resident; x + y + z = 1
+        t, u            for each set of CPU, H2D and D2H the time during which exactly those are busy:
+                        t while the GPU updates resident subgroups, which it does first, u afterwards
+        early           gradients that leave beside an overlapped backward, in seconds of D2H
+        filling         slots that are filled beside it, in seconds of H2D
+        first           slots that are filled for the first time, beside it or not, likewise
+        T               the time, which is minimised
 
-    speed_A are the simulator's: duplex links and host DRAM shared by `lanes.shared_rates`. Beside an overlapped
-    backward gradients may leave and slots be filled, which is taken off the work of the links; beside an overlapped
-    forward everything may go on, which is added to the T of all rows but the GPU's, which computes the forward itself.
+    With `capacity` of a lane the sum of its speeds over all those sets, each times its t or u, the rows:
+
+        CPU             sum x cpu_update                  <= (t + u) capacity
+        H2D             sum x parameter + y prefetch      <= (t + u) capacity + filling
+        streaming up    sum y prefetch                    <= u capacity of H2D + first
+        D2H             sum x gradient + y flush          <= (t + u) capacity + early
+        streaming down  sum y flush                       <= u capacity of D2H
+        early           early                             <= sum x gradient, backward
+        residents       sum t                             <= sum z gpu_update
+        others          sum u + z gpu_update              <= T + forward
+        GPU             sum (y + z) gpu_update            <= T
+        fetching        sum y prefetch + z gpu_update     <= T + forward + first
+        filling         filling                           <= first, backward
+        host DRAM       bytes of x and y, in seconds      <= T + forward + early and filling
+        DRAM, others    bytes of y + z gpu_update         <= T + forward + first
+        slots           sum y (prefetch + update + flush) <= (T + forward + backward) slots that fit
+        memory          sum z state                       <= free at the peak
+        memory, shared  sum z state + what is in first    <= free at the peak and in the update together
+
+    `forward` and `backward` are the seconds of those that are overlapped. Beside a forward all goes on
+    but updates on the GPU, which computes it. Speeds are the simulator's: `lanes.lane_speeds`.
     """
     seconds, shares = _solve(workload, profile, scope)
-    faster = {
-        "CPU": ("cpu_update_rate",),
-        "GPU": ("gpu_update_rate",),
-        "H2D": ("h2d_bandwidth", "h2d_bandwidth_duplex"),
-        "D2H": ("d2h_bandwidth", "d2h_bandwidth_duplex"),
-        "host DRAM": ("host_bandwidth",),
-    }
+    faster = {lane.value: (service.rate, service.duplex or service.rate) for lane, service in LANES.items()}
+    faster["host DRAM"] = "host_bandwidth", "host_bandwidth"
 
     def improved(resource: str) -> float:
         rates = {rate: 1.01 * getattr(profile, rate) for rate in faster[resource]}
@@ -84,26 +92,15 @@ def _solve(workload: Workload, profile: HardwareProfile, scope: Scope) -> tuple[
     def total(*operations: str, part: int = 0) -> np.ndarray:
         return counts * np.array([sum(getattr(c, name)[part] for name in operations) for c in costs])
 
-    # Variables: x, y, z (n each), t_A, u_A (one for each set of busy lanes), seconds of gradients beside backward, of
-    # first fillings of slots beside backward, of all first fillings, T.
     speeds = _speeds_by_busy_lanes(costs, profile)
     cpu, h2d, d2h = speeds.T
-    zero, none = np.zeros(n), np.zeros(len(speeds))
     before = workload.backward_s if scope.backward is Phase.OVERLAPPED else 0.0
     after = workload.forward_s if scope.forward is Phase.OVERLAPPED else 0.0
+    one = dict.fromkeys(("early", "filling", "first", "T"), 1)
+    sizes = dict.fromkeys("xyz", n) | dict.fromkeys("tu", len(speeds)) | one
 
-    def row(
-        x: np.ndarray,
-        y: np.ndarray,
-        z: np.ndarray,
-        first: np.ndarray,
-        then: np.ndarray,
-        seconds: float,
-        early: float = 0,
-        before_end: float = 0,
-        ahead: float = 0,
-    ) -> np.ndarray:
-        return np.concatenate([x, y, z, first, then, [early, before_end, ahead, seconds]])
+    def row(**coefficients: np.ndarray | float) -> np.ndarray:
+        return np.concatenate([np.broadcast_to(coefficients.get(name, 0.0), size) for name, size in sizes.items()])
 
     staging = min(workload.update_free_bytes, workload.shared_free_bytes)
     resident = min(workload.peak_free_bytes, workload.shared_free_bytes)
@@ -111,42 +108,42 @@ def _solve(workload: Workload, profile: HardwareProfile, scope: Scope) -> tuple[
     fitting = math.floor(room) if math.isfinite(room) else math.inf
     slowest = max(c.prefetch[0] for c in costs)
     fill = min(fitting, float(counts.sum())) * slowest
-    gpu, flush, prefetch = total("gpu_update"), total("flush"), total("prefetch")
-    rows = [
-        (row(total("cpu_update"), zero, zero, -cpu, -cpu, 0), 0.0),
-        (row(total("parameter"), prefetch, zero, -h2d, -h2d, 0, before_end=-1), 0.0),
-        (row(zero, prefetch, zero, none, -h2d, 0, ahead=-1), 0.0),
-        (row(total("gradient"), flush, zero, -d2h, -d2h, 0, -1), 0.0),
-        (row(zero, flush, zero, none, -d2h, 0), 0.0),
-        (row(-total("gradient"), zero, zero, none, none, 0, 1), 0.0),
-        (row(zero, zero, -gpu, none + 1, none, 0), 0.0),
-        (row(zero, zero, gpu, none, none + 1, -1), after),
-        (row(zero, gpu, gpu, none, none, -1), 0.0),
-        (row(zero, prefetch, gpu, none, none, -1, ahead=-1), after),
-        (row(zero, zero, zero, none, none, 0, before_end=1, ahead=-1), 0.0),
-    ]
+    gpu, flush, prefetch, gradient = (total(name) for name in ("gpu_update", "flush", "prefetch", "gradient"))
+    # Each with what it may not exceed.
+    rows = {
+        "CPU": (row(x=total("cpu_update"), t=-cpu, u=-cpu), 0.0),
+        "H2D": (row(x=total("parameter"), y=prefetch, t=-h2d, u=-h2d, filling=-1), 0.0),
+        "streaming up": (row(y=prefetch, u=-h2d, first=-1), 0.0),
+        "D2H": (row(x=gradient, y=flush, t=-d2h, u=-d2h, early=-1), 0.0),
+        "streaming down": (row(y=flush, u=-d2h), 0.0),
+        "early": (row(x=-gradient, early=1), 0.0),
+        "residents": (row(z=-gpu, t=1), 0.0),
+        "others": (row(z=gpu, u=1, T=-1), after),
+        "GPU": (row(y=gpu, z=gpu, T=-1), 0.0),
+        "fetching": (row(y=prefetch, z=gpu, first=-1, T=-1), after),
+        "filling": (row(filling=1, first=-1), 0.0),
+    }
     host = profile.host_bandwidth_per_rank
     if math.isfinite(host):
         on_cpu = total("gradient", "cpu_update", "parameter", part=1) / host
         streamed = total("prefetch", "flush", part=1) / host
         up, down = profile.h2d_bandwidth / host, profile.d2h_bandwidth / host
-        rows.append((row(on_cpu, streamed, zero, none, none, -1, -down, before_end=-up), after))
-        rows.append((row(zero, streamed, gpu, none, none, -1, ahead=-up), after))
+        rows["host DRAM"] = row(x=on_cpu, y=streamed, early=-down, filling=-up, T=-1), after
+        rows["DRAM, others"] = row(y=streamed, z=gpu, first=-up, T=-1), after
     scale = max(float(counts @ state), 1.0)
+    held = counts * state / scale
     if 0 < fitting < math.inf:
-        rows.append((row(zero, (prefetch + gpu + flush) / fitting, zero, none, none, -1), before + after))
+        rows["slots"] = row(y=(prefetch + gpu + flush) / fitting, T=-1), before + after
     if math.isfinite(resident):
-        rows.append((row(zero, zero, counts * state / scale, none, none, 0), resident / scale))
+        rows["memory"] = row(z=held), resident / scale
     shared = workload.shared_free_bytes
     if math.isfinite(shared) and slowest > 0:
-        # What was fetched ahead lies in slots, beside what is resident.
-        slots = float(state.min()) / slowest / scale
-        rows.append((row(zero, zero, counts * state / scale, none, none, 0, ahead=slots), shared / scale))
+        rows["memory, shared"] = row(z=held, first=float(state.min()) / slowest / scale), shared / scale
     solution = optimize.linprog(
-        row(zero, zero, zero, none, none, 1),
-        A_ub=np.array([coefficients for coefficients, _ in rows]),
-        b_ub=np.array([limit for _, limit in rows]),
-        A_eq=np.hstack([np.eye(n), np.eye(n), np.eye(n), np.zeros((n, 2 * len(speeds) + 4))]),
+        row(T=1),
+        A_ub=np.array([coefficients for coefficients, _ in rows.values()]),
+        b_ub=np.array([limit for _, limit in rows.values()]),
+        A_eq=np.array([row(x=each, y=each, z=each) for each in np.eye(n)]),
         b_eq=np.ones(n),
         bounds=[(0.0, 1.0)] * n
         + [(0.0, 1.0 if size <= staging else 0.0) for size in state]
@@ -172,9 +169,10 @@ def _speeds_by_busy_lanes(costs: Sequence[Costs], profile: HardwareProfile) -> n
         found = [getattr(c, name) for c in costs for name in operations]
         return min((traffic / seconds for seconds, traffic in found if traffic > 0), default=0.0)
 
-    demands = (least("cpu_update"), least("parameter", "prefetch"), least("gradient", "flush"))
+    demands = {CPU: least("cpu_update"), H2D: least("parameter", "prefetch"), D2H: least("gradient", "flush")}
     rows = []
-    for busy in itertools.product((True, False), repeat=3):
-        speeds = lane_speeds([d if b else -1.0 for d, b in zip(demands, busy, strict=True)], profile)
-        rows.append([s if b else 0.0 for s, b in zip((speeds[CPU], speeds[H2D], speeds[D2H]), busy, strict=True)])
+    for busy in itertools.product((True, False), repeat=len(demands)):
+        among = dict(itertools.compress(demands.items(), busy))
+        speeds = lane_speeds(among, profile)
+        rows.append([speeds[lane] if lane in among else 0.0 for lane in demands])
     return np.array(rows)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from perfmodel.hardware import HardwareProfile
 from perfmodel.timeline import Lane
@@ -39,16 +40,46 @@ class Stream(enum.IntEnum):
 
 
 CPU, GPU, H2D, D2H = range(4)
-LANES = (Lane.CPU, Lane.GPU, Lane.H2D, Lane.D2H)
-LANE_OF_STREAM = (CPU, GPU, H2D, H2D, D2H, D2H, GPU)
+"""The numbers of lanes: their places in LANES."""
+
+
+class Service(NamedTuple):
+    """What a lane serves and how fast.
+
+    streams: one or two that feed it.
+    rate, latency: the figures of a profile for its work alone: bytes/s or parameters/s, and a fixed cost in seconds.
+    through_host: whether what it serves are copies, whose bytes go through host DRAM once.
+    beside, duplex: while that lane is busy, too, this is the rate.
+    """
+
+    streams: tuple[Stream, ...]
+    rate: str
+    latency: str
+    through_host: bool
+    beside: int | None = None
+    duplex: str = ""
+
+    def seconds(self, size: float, profile: HardwareProfile) -> float:
+        """Of work of so many bytes or parameters alone."""
+        return float(getattr(profile, self.latency) + size / getattr(profile, self.rate))
+
+
+LANES = {
+    Lane.CPU: Service((Stream.CPU,), "cpu_update_rate", "launch_latency_s", False),
+    Lane.GPU: Service((Stream.GPU, Stream.COMPUTE), "gpu_update_rate", "launch_latency_s", False),
+    Lane.H2D: Service(
+        (Stream.PREFETCH, Stream.PARAMETER), "h2d_bandwidth", "copy_latency_s", True, D2H, "h2d_bandwidth_duplex"
+    ),
+    Lane.D2H: Service(
+        (Stream.GRADIENT, Stream.FLUSH), "d2h_bandwidth", "copy_latency_s", True, H2D, "d2h_bandwidth_duplex"
+    ),
+}
+"""All lanes. One more is a row more, at the end."""
+LANE_OF_STREAM = {stream: lane for lane, service in LANES.items() for stream in service.streams}
 NEVER = len(Stream)
 """A stream without tasks, for the lane that only one feeds."""
-STREAMS_OF_LANES: tuple[tuple[int, int, int], ...] = (
-    (CPU, Stream.CPU, NEVER),
-    (GPU, Stream.GPU, Stream.COMPUTE),
-    (H2D, Stream.PREFETCH, Stream.PARAMETER),
-    (D2H, Stream.GRADIENT, Stream.FLUSH),
-)
+_FED = [(number, *(*service.streams, NEVER)[:2]) for number, service in enumerate(LANES.values())]
+"""Each lane's number and its two streams."""
 
 
 class Tasks:
@@ -91,16 +122,16 @@ class Tasks:
         )  # fmt: skip
         queues: list[list[int]] = [[] for _ in range(NEVER + 1)]
         for task in range(len(stream_of) - 1, -1, -1):
-            queues[stream_of[task]].append(task)  # reversed: the next task is the last of the list
+            queues[stream_of[task]].append(task)  # in reverse: a stream's next task is popped from the end
         # Since when each stream's next task has been ready; infinite while it is not, or runs.
         ready = [0.0 if queue and not waits[queue[-1]] else math.inf for queue in queues]
         start = self.start = [math.nan] * len(stream_of)
         end = self.end = [math.nan] * len(stream_of)
-        speeds_of: dict[tuple[float, float, float], list[float]] = {}
-        running, left, demands = [-1] * 4, [0.0] * 4, [-1.0] * 4
-        now, every, infinite = 0.0, (CPU, GPU, H2D, D2H), math.inf
+        speeds_of: dict[tuple[float, ...], list[float]] = {}
+        running, left, demands = [-1] * len(LANES), [0.0] * len(LANES), [-1.0] * len(LANES)
+        now, every, infinite = 0.0, range(len(LANES)), math.inf
         while True:
-            for lane, stream, other in STREAMS_OF_LANES:
+            for lane, stream, other in _FED:
                 if running[lane] >= 0:
                     continue
                 since = ready[stream]
@@ -112,11 +143,11 @@ class Tasks:
                     ready[stream] = infinite
                     running[lane] = task = queues[stream][-1]
                     left[lane], demands[lane], start[task] = seconds[task], demand[task], now
-            key = (demands[CPU], demands[H2D], demands[D2H])
+            busy = [lane for lane in every if running[lane] >= 0]
+            key = tuple(demands)
             speeds = speeds_of.get(key)
             if speeds is None:
-                speeds = speeds_of[key] = lane_speeds(key, profile)
-            busy = [lane for lane in every if running[lane] >= 0]
+                speeds = speeds_of[key] = lane_speeds({lane: demands[lane] for lane in busy}, profile)
             if not busy:
                 return
             step = min([left[lane] / speeds[lane] for lane in busy])
@@ -142,19 +173,17 @@ class Tasks:
                             ready[stream] = now
 
 
-def lane_speeds(demands: Sequence[float], profile: HardwareProfile) -> list[float]:
-    """Speeds of the four lanes over their speeds alone.
+def lane_speeds(demands: Mapping[int, float], profile: HardwareProfile) -> list[float]:
+    """Speeds of all lanes over their speeds alone.
 
-    demands: bytes/s of host DRAM that CPU, H2D and D2H would cause alone; -1 for a lane that is idle.
+    demands: of the busy lanes, by number: bytes/s of host DRAM that each would cause alone.
     """
-    cpu, h2d, d2h = demands
-    speeds = [1.0, 1.0, 1.0, 1.0]
-    if h2d >= 0 and d2h >= 0:
-        speeds[H2D] = profile.h2d_bandwidth_duplex / profile.h2d_bandwidth
-        speeds[D2H] = profile.d2h_bandwidth_duplex / profile.d2h_bandwidth
-    wanted = [max(cpu, 0.0), max(h2d, 0.0) * speeds[H2D], max(d2h, 0.0) * speeds[D2H]]
+    speeds = [
+        getattr(profile, lane.duplex) / getattr(profile, lane.rate)
+        if number in demands and lane.beside in demands
+        else 1.0
+        for number, lane in enumerate(LANES.values())
+    ]
+    wanted = [demands.get(number, 0.0) * speed for number, speed in enumerate(speeds)]
     granted = shared_rates(wanted, profile.host_bandwidth_per_rank)
-    for lane, want, grant in zip((CPU, H2D, D2H), wanted, granted, strict=True):
-        if want > 0:
-            speeds[lane] *= grant / want
-    return speeds
+    return [s * (grant / want) if want > 0 else s for s, grant, want in zip(speeds, granted, wanted, strict=True)]

@@ -10,7 +10,7 @@ from perfmodel.lanes import LANE_OF_STREAM, LANES, Stream, Tasks
 from perfmodel.plan import Plan
 from perfmodel.schedule import Schedule, schedule
 from perfmodel.scope import UPDATE_ALONE, Phase, Scope
-from perfmodel.timeline import Op, Span, Timeline
+from perfmodel.timeline import Lane, Op, Span, Timeline
 from perfmodel.workload import SubgroupLoad, Workload
 
 __all__ = ["UPDATE_ALONE", "Costs", "Phase", "Scope", "exposed", "makespan", "serve", "simulate"]
@@ -44,11 +44,9 @@ class Costs:
 
 
 def _cost(stream: Stream, size: int, profile: HardwareProfile) -> Cost:
-    """Fixed cost plus size over rate. A copy moves its bytes through host DRAM once."""
-    if stream is Stream.GPU:
-        return profile.launch_latency_s + size / profile.gpu_update_rate, 0.0
-    up = stream in (Stream.PREFETCH, Stream.PARAMETER)
-    return profile.copy_latency_s + size / (profile.h2d_bandwidth if up else profile.d2h_bandwidth), size
+    """Of a copy of so many bytes, or an update of so many parameters on the device."""
+    lane = LANES[LANE_OF_STREAM[stream]]
+    return lane.seconds(size, profile), size * lane.through_host
 
 
 def _host_update(numel: int, load: SubgroupLoad, profile: HardwareProfile) -> Cost:
@@ -56,7 +54,7 @@ def _host_update(numel: int, load: SubgroupLoad, profile: HardwareProfile) -> Co
     traffic = load.cpu_traffic * profile.cpu_traffic_factor
     if numel != load.numel:
         traffic *= numel / load.numel
-    return profile.launch_latency_s + numel / profile.cpu_update_rate, traffic
+    return LANES[Lane.CPU].seconds(numel, profile), traffic
 
 
 def simulate(plan: Plan, workload: Workload, profile: HardwareProfile, scope: Scope = UPDATE_ALONE) -> Timeline:
@@ -104,7 +102,7 @@ def _spans(schedule: Schedule, served: Tasks) -> Iterator[Span]:
     """The served tasks as spans; contiguous pieces of forward or backward become one span."""
     compute: Span | None = None
     for task, start, end in zip(schedule.tasks, served.start, served.end, strict=True):
-        span = Span(LANES[LANE_OF_STREAM[task.stream]], task.op, task.subgroup, start, end)
+        span = Span(LANE_OF_STREAM[task.stream], task.op, task.subgroup, start, end)
         if task.subgroup is not None:
             yield span
         elif compute is not None and compute.op is task.op and compute.end == span.start:

@@ -57,11 +57,11 @@ def one_kernel_thread() -> Iterator[None]:
 def skip_if_the_clock_cannot_be_trusted() -> None:
     """Skip the test if other programs keep this machine from waking up in time. Asked when a comparison has failed."""
     latest = 0.0
-    for _ in range(100):
+    for _ in range(200):
         started = time.perf_counter()
         time.sleep(2e-3)
         latest = max(latest, time.perf_counter() - started)
-    if latest > 10e-3:
+    if latest > 5e-3:
         pytest.skip(f"this machine is too busy to compare with a clock: a sleep of 2 ms lasted {latest * 1e3:.0f} ms")
 
 

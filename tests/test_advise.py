@@ -17,13 +17,13 @@ from dos.forecast import MARGIN as DOS_MARGIN
 from dos.options import DEFAULT_SUBGROUP_SIZE as DOS_SUBGROUP_SIZE
 from perfmodel import Placement
 from perfmodel.adaptive import adaptive
-from perfmodel.advise import Advice, Outcome, adaptive_outcome, advise
 from perfmodel.bounds import lower_bound
-from perfmodel.datasheets import GPUS
 from perfmodel.hardware import HardwareProfile, builtin_profiles, changed
-from perfmodel.model import Transformer
+from perfmodel.planner.advise import Advice, Outcome, adaptive_outcome, advise
+from perfmodel.planner.datasheets import GPUS
+from perfmodel.planner.question import DEFAULT_SUBGROUP_SIZE, MARGIN, Question, Situation, device_footprint
+from perfmodel.planner.transformer import Transformer
 from perfmodel.policies import cpu_only
-from perfmodel.question import DEFAULT_SUBGROUP_SIZE, MARGIN, Question, Situation, device_footprint
 from perfmodel.simulate import Phase, Scope, makespan
 
 GIB = 2**30

@@ -18,6 +18,8 @@ from dos.controller import AdaptivePolicy
 from dos.devices import Copy, Job
 from perfmodel import Op, Placement, Plan, Workload
 
+pytestmark = pytest.mark.usefixtures("one_kernel_thread")
+
 CPU, STREAMED, RESIDENT = Placement
 
 

@@ -14,8 +14,10 @@ from dos import DOSAdam, EmulatedDevice
 from dos.compute import Compute, spans
 from perfmodel import Op, Timeline
 
-SLOW = profile(cpu_update_rate=5e4)
-"""An update on the host takes some 20 ms."""
+pytestmark = pytest.mark.usefixtures("one_kernel_thread")
+
+SLOW = profile(cpu_update_rate=5e3)
+"""An update on the host takes long enough for another forward to begin meanwhile, however late that is."""
 FORWARD_S, BACKWARD_S = 0.02, 0.03
 
 
@@ -38,10 +40,11 @@ def timeline(optimizer: DOSAdam) -> Timeline:
 @pytest.mark.parametrize("attach", [False, True])
 def test_an_iteration_and_the_forward_after_it(attach: bool) -> None:
     model = mlp()
-    optimizer = DOSAdam(model.parameters(), policy="cpu", device=EmulatedDevice(SLOW, 10**7))
+    device = EmulatedDevice(FAST, 10**7)
+    optimizer = DOSAdam(model.parameters(), policy="cpu", device=device)
     if attach:
         optimizer.attach(model)
-    for _ in range(3):
+    for device.profile in (FAST, FAST, SLOW):
         iterate(model, optimizer)
     optimizer.synchronize()
     forward, backward = timeline(optimizer).beside

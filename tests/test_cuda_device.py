@@ -457,7 +457,7 @@ def test_host_updates_run_near_the_device(runtime: Runtime, monkeypatch: pytest.
     lane.submit(lambda: found.extend((os.sched_getaffinity(0), kernel_threads()))).result()
     assert found == [near.cpus, 1]
     assert os.sched_getaffinity(0) == everywhere
-    with device.host_update(5) as start:
+    with device.host_update(5, 0) as start:
         assert start <= time.perf_counter()
 
 

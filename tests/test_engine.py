@@ -20,6 +20,8 @@ from dos.devices import Job
 from perfmodel import Lane, Op, Placement, Plan, Workload
 from perfmodel.simulate import simulate
 
+pytestmark = pytest.mark.usefixtures("one_kernel_thread")
+
 SLOW_LINK = profile(h2d_bandwidth=2e6, d2h_bandwidth=2e6, h2d_bandwidth_duplex=2e6, d2h_bandwidth_duplex=2e6)
 
 

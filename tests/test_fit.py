@@ -2,17 +2,12 @@
 
 import dataclasses
 
-import numpy as np
 import pytest
 
-from perfmodel import Plan, Timeline, Workload
-from perfmodel.fit import backward_seconds, fit_backward, fit_rate, fit_rest, fit_runs, fit_timelines, rest_seconds
-from perfmodel.hardware import HardwareProfile, Provenance
+from experiments.fit import backward_seconds, fit_backward, fit_rest, fit_runs, rest_seconds
+from experiments.zero3 import BackwardRates, Mode, Run, seconds_beside, update_seconds
+from perfmodel.hardware import HardwareProfile
 from perfmodel.lanes import Stream, Tasks
-from perfmodel.plan import Placement
-from perfmodel.policies import cpu_only, stride
-from perfmodel.simulate import simulate
-from perfmodel.zero3 import BackwardRates, Mode, Run, seconds_beside, update_seconds
 
 TRUTH = dataclasses.replace(HardwareProfile.builtin("h100"), launch_latency_s=3e-3)
 PRIOR = dataclasses.replace(
@@ -79,36 +74,8 @@ def test_the_closed_form_is_the_lanes_simulation(k: int, host: float) -> None:
     assert seconds_beside((0.0, 0.0), (0.0, 0.0), host) == 0.0
 
 
-def test_timelines_give_back_the_rates() -> None:
-    base = HardwareProfile.builtin("unknown")
-    truth = dataclasses.replace(
-        base, host_bandwidth=1e15, cpu_update_rate=2e9, gpu_update_rate=9e9, h2d_bandwidth=20e9, d2h_bandwidth=15e9,
-        h2d_bandwidth_duplex=16e9, d2h_bandwidth_duplex=11e9,
-    )  # fmt: skip
-    load = Workload.of_sizes([10**8] * 8)
-    resident = Plan((Placement.GPU_RESIDENT,) * 8, tuple(range(8)), 0)
-    measured: list[tuple[Plan, Workload, Timeline]] = [
-        (plan, load, simulate(plan, load, truth)) for plan in (cpu_only(load), stride(load, 1, slots=3), resident)
-    ]
-    provenance = Provenance("measured", "2026-01-01", "a test")
-    found = fit_timelines(measured, base, provenance)
-    for rate in ("cpu_update_rate", "gpu_update_rate", "h2d_bandwidth", "d2h_bandwidth"):
-        assert getattr(found, rate) == pytest.approx(getattr(truth, rate), rel=0.02), rate
-    assert found.h2d_bandwidth_duplex == pytest.approx(16e9, rel=0.05)
-    assert (found.host_bandwidth, found.provenance) == (base.host_bandwidth, provenance)
-
-
-def test_rates_resist_outliers() -> None:
-    sizes = np.full(21, 1e6)
-    seconds = sizes / 1e9 + 1e-4
-    seconds[:4] *= 30
-    assert fit_rate(list(zip(sizes, seconds, strict=True)), 1e-4) == pytest.approx(1e9, rel=0.02)
-
-
 def test_bad_input() -> None:
     with pytest.raises(ValueError, match="one time per run and at least one run, found 0 for 0"):
         fit_runs([], [], PRIOR)
     with pytest.raises(ValueError, match=r"must be positive, found 0\.0 s"):
         fit_backward(runs()[:1], [0.0])
-    with pytest.raises(ValueError, match="no rate in 1 samples"):
-        fit_rate([(0, 1.0)], 0.0)

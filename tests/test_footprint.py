@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from dos import DOSAdam, EmulatedDevice
 from dos.subgroup import Arena
 from experiments.gpt import GPT, GPTConfig
-from perfmodel.__main__ import main
 from perfmodel.footprint import host_bytes, host_footprint
+from perfmodel.planner.main import main
 
 
 class RecordingDevice(EmulatedDevice):

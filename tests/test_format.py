@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from conftest import FAST
+from conftest import FAST, mlp, train
 
-from dos import EmulatedDevice, subgroup
+from dos import DOSAdam, EmulatedDevice, subgroup
 from dos.subgroup import Arena, ParameterRecord
 from perfmodel import SubgroupLoad, Workload
 from perfmodel.format import MIXED, NEEDED_KEYS, STATE_KEYS, Field, Format, float32
@@ -66,3 +68,23 @@ def test_a_field_more_is_allocated_moved_and_exported(monkeypatch: pytest.Monkey
     arena.add_amsgrad()
     assert list(arena.state.fields) == ["exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master", "age"]
     assert arena.state.fields["age"].sum() == 36, "what was there is kept"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "settings", "traffic"),
+    [
+        (torch.bfloat16, {}, 28),
+        (torch.bfloat16, {"master_weights": False}, 24),
+        (torch.float32, {"amsgrad": True}, 36),
+    ],
+)
+def test_the_device_is_told_the_traffic_of_an_update(
+    dtype: torch.dtype, settings: dict[str, Any], traffic: int
+) -> None:
+    model, device = mlp(dtype), EmulatedDevice(FAST, capacity=10**8)
+    told: list[tuple[int, int]] = []
+    surround = device.host_update
+    device.host_update = lambda *asked: told.append(asked) or surround(*asked)
+    train(model, DOSAdam(model.parameters(), policy="cpu", device=device, **settings), steps=1)
+    assert told == [(numel, traffic * numel) for numel, _ in told]
+    assert sum(numel for numel, _ in told) == sum(p.numel() for p in model.parameters())

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from dos import DOSAdam, EmulatedDevice
 from dos.update import AdamArrays, AdamStep, accumulate, adam_update, sum_of_squares
 
+pytestmark = pytest.mark.usefixtures("one_kernel_thread")
+
 POLICIES: list[str | float] = ["cpu", "stride:2", 0.0, 0.5]
 
 

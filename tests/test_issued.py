@@ -107,10 +107,10 @@ class Recording(EmulatedDevice):
         return job
 
     @contextmanager
-    def host_update(self, numel: int) -> Iterator[float]:
+    def host_update(self, numel: int, traffic: int) -> Iterator[float]:
         self.by_host.append(Asked(Op.UPDATE, Stream.CPU, None, numel, tuple(self.waited), None, None))
         self.waited.clear()
-        with super().host_update(numel) as start:
+        with super().host_update(numel, traffic) as start:
             yield start
 
     def _log(self) -> list[Asked]:

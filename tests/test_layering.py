@@ -35,8 +35,12 @@ def within(path: Path, *places: str) -> bool:
 def test_layers(path: Path) -> None:
     if within(path, "perfmodel"):
         assert not imports(path, "torch", "dos", "experiments")
+        if not within(path, "perfmodel/planner", "perfmodel/__main__.py"):
+            assert not imports(path, "perfmodel.planner")
     if within(path, "dos"):
-        assert not imports(path, "experiments")
+        assert not imports(path, "experiments", "perfmodel.planner")
+    if not within(path, "experiments/checks", "experiments/gpu_check.py"):
+        assert not imports(path, "experiments.checks")
     if not within(path, "dos/memory.py"):
         assert not imports(path, "pynvml")
     if not within(path, "dos/update.py", "experiments/kernel.py"):

@@ -16,6 +16,8 @@ from torch import Tensor
 from dos import DOSAdam, EmulatedDevice, host_memory
 from dos.subgroup import Arena
 
+pytestmark = pytest.mark.usefixtures("one_kernel_thread")
+
 PLACES = [None, "cpu", "stride:2", 0.0, "adaptive"]
 
 

@@ -16,6 +16,8 @@ from torch.overrides import TorchFunctionMode
 from dos import DOSAdam, EmulatedDevice
 from dos.scaling import amp_scale
 
+pytestmark = pytest.mark.usefixtures("one_kernel_thread")
+
 POLICIES = ["cpu", "stride:1", "stride:2", "stride:3", 0.0, 0.4, 1.0]
 
 SETTINGS = [

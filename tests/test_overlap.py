@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from dos import DOSAdam, EmulatedDevice
 from perfmodel import Op
 
+pytestmark = pytest.mark.usefixtures("one_kernel_thread")
+
 SLOW = profile(
     h2d_bandwidth=2e6, d2h_bandwidth=2e6, h2d_bandwidth_duplex=2e6, d2h_bandwidth_duplex=2e6, cpu_update_rate=2e5
 )
@@ -596,6 +598,7 @@ if {how!r} == "atexit":
 if {how!r} == "exception":
     raise SystemExit(3)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    command, environment = [sys.executable, "-c", script], {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == (3 if how == "exception" else 0), done.stderr
     assert done.stdout == ("finished\n" if how == "atexit" else "")

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from perfmodel.__main__ import main
 from perfmodel.hardware import HardwareProfile
+from perfmodel.planner.main import main
 
 ROOT = Path(__file__).parents[1]
 LLAMA_2_7B = {

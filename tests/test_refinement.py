@@ -22,6 +22,8 @@ from perfmodel.schedule import Schedule, schedule
 from perfmodel.scope import UPDATE_ALONE, Phase, Scope
 from perfmodel.simulate import serve, simulate
 
+pytestmark = pytest.mark.usefixtures("one_kernel_thread")
+
 TRUTH = profile(
     host_bandwidth=60e9,
     cpu_update_rate=1e9,

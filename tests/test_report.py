@@ -12,6 +12,8 @@ from torch.optim import AdamW
 
 from dos import DOSAdam, EmulatedDevice
 
+pytestmark = pytest.mark.usefixtures("one_kernel_thread")
+
 CAPACITY = 10**6
 STATE = 12 * sum(p.numel() for p in mlp().parameters())
 

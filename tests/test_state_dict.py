@@ -15,6 +15,8 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 
 from dos import DOSAdam, EmulatedDevice
 
+pytestmark = pytest.mark.usefixtures("one_kernel_thread")
+
 
 def dos(model: nn.Module, **settings: object) -> DOSAdam:
     device = EmulatedDevice(FAST, capacity=10**9)

@@ -6,6 +6,7 @@ import copy
 import enum
 import functools
 import io
+import os
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -27,6 +28,8 @@ SLOW = profile(
 """An update of the network takes about a millisecond: it lasts into what is called next."""
 
 ULPS = 64
+SEQUENCES = int(os.environ.get("DOS_CALLS", "80"))
+"""How many random sequences of calls, for each kind of gradients."""
 
 
 class Net(nn.Module):
@@ -533,21 +536,12 @@ class Lockstep(RuleBasedStateMachine):
             self.look()
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Tensors are tiny: threads would only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("one_thread")
+@pytest.mark.usefixtures("one_kernel_thread")
 @pytest.mark.filterwarnings("ignore:DOSAdam.step", "ignore:Detected call of")
 @pytest.mark.parametrize("offload_gradients", [False, True])
 def test_random_calls_agree_to_the_bit_and_with_adamw(offload_gradients: bool) -> None:
     chosen = settings(
-        max_examples=200, stateful_step_count=20, derandomize=True, suppress_health_check=list(HealthCheck)
+        max_examples=SEQUENCES, stateful_step_count=20, derandomize=True, suppress_health_check=list(HealthCheck)
     )
     run_state_machine_as_test(functools.partial(Lockstep, offload_gradients), settings=chosen)
 

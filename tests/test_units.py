@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from perfmodel.units import format_bytes, format_count, format_seconds, parse_bytes, parse_count
+from perfmodel.planner.units import format_bytes, format_count, format_seconds, parse_bytes, parse_count
 
 
 @pytest.mark.parametrize(

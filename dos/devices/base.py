@@ -9,13 +9,15 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from perfmodel import Lane, Op, Span
+from perfmodel import Op, Span
+from perfmodel.lanes import LANE_OF_STREAM
+from perfmodel.schedule import FLUSH, GRADIENT, ON_DEVICE, PARAMETER, PREFETCH
 
 Copy = tuple[Tensor, Tensor]
 """(destination, source): 1-D tensors of equal length and dtype."""
 
 
-LANES = {Op.GRADIENT: Lane.D2H, Op.FLUSH: Lane.D2H, Op.PREFETCH: Lane.H2D, Op.PARAMETER: Lane.H2D, Op.UPDATE: Lane.GPU}
+LANES = {op: LANE_OF_STREAM[stream] for op, stream in (GRADIENT, FLUSH, PREFETCH, PARAMETER, ON_DEVICE)}
 """The streams of a device, one for each operation, and the lane that serves it."""
 
 
@@ -129,5 +131,8 @@ class Device(Protocol):
     def settle_host_thread(self) -> None:
         """Called once by the thread that will update on the host: to run it where the device's memory is near."""
 
-    def host_update(self, numel: int) -> AbstractContextManager[float]:
-        """Surrounds an update of `numel` parameters on the host; gives the time.perf_counter() of its start."""
+    def host_update(self, numel: int, traffic: int) -> AbstractContextManager[float]:
+        """Surrounds an update of `numel` parameters on the host; gives the time.perf_counter() of its start.
+
+        traffic: bytes that it moves through host DRAM.
+        """

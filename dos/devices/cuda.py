@@ -178,7 +178,7 @@ class CudaDevice:
         return torch.cuda.device(self.torch_device)
 
     @contextmanager
-    def host_update(self, numel: int) -> Iterator[float]:
+    def host_update(self, numel: int, traffic: int) -> Iterator[float]:
         with named(Lane.CPU.value, Op.UPDATE.value, numel, "parameters"):
             yield time.perf_counter()
 

@@ -21,9 +21,8 @@ from dos.devices.pacer import Pacer
 from dos.devices.pinned import lazy_zeros
 from dos.guard import exclusive
 from perfmodel import Lane, Op, Span
-from perfmodel.format import MIXED
 from perfmodel.hardware import HardwareProfile
-from perfmodel.lanes import LANES as SIMULATED_LANES
+from perfmodel.lanes import LANES as SERVICES
 from perfmodel.lanes import lane_speeds
 
 
@@ -190,8 +189,7 @@ class EmulatedDevice:
                 destination.copy_(source)
 
         nbytes = sum(source.nbytes for _, source in copies)
-        bandwidth = self.profile.h2d_bandwidth if op in (Op.PREFETCH, Op.PARAMETER) else self.profile.d2h_bandwidth
-        return self._queue(op, subgroup, work, self.profile.copy_latency_s + nbytes / bandwidth, nbytes, after)
+        return self._queue(op, subgroup, work, SERVICES[LANES[op]].seconds(nbytes, self.profile), nbytes, after)
 
     def launch(
         self,
@@ -201,26 +199,23 @@ class EmulatedDevice:
         after: Sequence[Job] = (),
         reads: Sequence[Tensor] = (),
     ) -> Job:
-        alone_s = self.profile.launch_latency_s + numel / self.profile.gpu_update_rate
-
         def work(_held: Sequence[Tensor] = reads) -> None:
             update()
 
+        alone_s = SERVICES[LANES[Op.UPDATE]].seconds(numel, self.profile)
         return self._queue(Op.UPDATE, subgroup, work, alone_s, 0, after)
 
     def settle_host_thread(self) -> None:
         pass
 
-    def host_update(self, numel: int) -> AbstractContextManager[float]:
-        alone_s = self.profile.launch_latency_s + numel / self.profile.cpu_update_rate
-        traffic = numel * MIXED.update_traffic * self.profile.cpu_traffic_factor
-        return self._pacer.serve(Lane.CPU, alone_s, traffic)
+    def host_update(self, numel: int, traffic: int) -> AbstractContextManager[float]:
+        alone_s = SERVICES[Lane.CPU].seconds(numel, self.profile)
+        return self._pacer.serve(Lane.CPU, alone_s, traffic * self.profile.cpu_traffic_factor)
 
     def _speeds(self, demands: Mapping[Lane, float]) -> Mapping[Lane, float]:
         """The simulator's rule, so that both agree on how lanes slow each other."""
-        idle = -1.0
-        wanted = tuple(demands.get(lane, idle) for lane in (Lane.CPU, Lane.H2D, Lane.D2H))
-        return dict(zip(SIMULATED_LANES, lane_speeds(wanted, self.profile), strict=True))
+        busy = {number: demands[lane] for number, lane in enumerate(SERVICES) if lane in demands}
+        return dict(zip(SERVICES, lane_speeds(busy, self.profile), strict=True))
 
     def _queue(
         self, op: Op, subgroup: int, work: Callable[[], None], alone_s: float, traffic: int, after: Sequence[Job]

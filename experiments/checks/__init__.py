@@ -1,1 +1,1 @@
-"""What `python -m experiments.gpu_check` checks, a module for each check."""
+"""What checks a machine: `python -m experiments.gpu_check` runs it, and none of it reproduces the paper."""

@@ -148,7 +148,7 @@ class Bench:
         except Skipped:
             raise
         except Exception as error:
-            traceback.print_exc()  # into the log
+            traceback.print_exc()  # goes into the check's log
             self.problem(f"{part}: {type(error).__name__}: {error}".partition("\n")[0])
 
     def target(self, target: Target) -> None:

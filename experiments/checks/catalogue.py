@@ -17,7 +17,7 @@ from experiments.checks import (
     synchronisation,
 )
 from experiments.checks.base import Check
-from experiments.peers import BitsAndBytes, DeepSpeed, TorchAo
+from experiments.checks.peers import BitsAndBytes, DeepSpeed, TorchAo
 
 CHECKS = (
     Check("environment", "what this machine is", environment.run, share=3),

@@ -13,6 +13,7 @@ from experiments.checks.training import SETTINGS, Batch, Job, Reference, free_me
 from experiments.checks.vitals import Timed
 from experiments.gpt import GPT
 from perfmodel import Plan, Timeline, Workload
+from perfmodel.format import MIXED
 from perfmodel.hardware import HardwareProfile
 from perfmodel.schedule import Schedule
 from perfmodel.simulate import Phase, Scope, makespan
@@ -108,7 +109,7 @@ class Rig:
         self.profile = profile
         self.switch = Switch(profile)
         self.subgroups = -(-job.numel // subgroup_size)
-        self.slot_bytes = 12 * subgroup_size
+        self.slot_bytes = MIXED.state_bytes * subgroup_size
         self.budget = 0
         self.model = job.model(machine.torch_device)
         self.optimizer = Timed(
@@ -140,7 +141,7 @@ class Ours:
     def open(self) -> None:
         rig = self._rig
         rig.switch.current = self._policy
-        # Half a subgroup more than whole ones, so that rounding changes nothing.
+        # Half a subgroup more than the whole ones that fit, so that rounding cannot make them one fewer.
         rig.budget = int((round((self.share or 0.0) * rig.subgroups) + 0.5) * rig.slot_bytes)
 
     def close(self) -> None:
@@ -168,7 +169,7 @@ class Ours:
         timeline, plan, workload = rig.optimizer.timeline(), rig.optimizer.plan(), rig.switch.workload
         if timeline is None or plan is None or workload is None:
             return None
-        # How long gradients left beside backward, as it was in this step.
+        # The part of backward beside which gradients left in this step.
         workload = dataclasses.replace(workload, forward_s=0.0, backward_s=max(0.0, -first_start(timeline)))
         return Probe(timeline, plan, workload, predicted(plan, workload, rig.profile))
 

@@ -63,7 +63,7 @@ def run_isolated(
 def _run(name: str, run: Callable[[Bench], None], settings: Settings, seconds: float, dump_at: float) -> None:
     """The process of one check. dump_at: when it shall say what it is doing, by time.monotonic()."""
     with (settings.out / "logs" / f"{name}.log").open("w") as log:
-        for stream in (1, 2):  # of this process, C libraries included
+        for stream in (1, 2):  # stdout and stderr, so that what C libraries print is caught, too
             os.dup2(log.fileno(), stream)
         faulthandler.enable(log)
         faulthandler.dump_traceback_later(max(0.01, dump_at - time.monotonic()), file=log)

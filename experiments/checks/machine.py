@@ -47,7 +47,7 @@ def machine_for(bench: Bench, job: Job, subgroup_size: int) -> Machine:
         start = time.perf_counter()
         model(*batch).backward()
         times.append(time.perf_counter() - start)
-    # Some thousandths there, and not slowed down with the rest.
+    # Fixed costs are some thousandths of a node's times, and `scaled` would not slow them down with the rates.
     node = dataclasses.replace(HardwareProfile.builtin("h100"), copy_latency_s=0.0, launch_latency_s=0.0)
     update = Workload.of_sizes([min(subgroup_size, job.numel - i) for i in range(0, job.numel, subgroup_size)])
     slowdown = UPDATE_OVER_COMPUTE * min(times) / makespan(cpu_only(update), update, node)

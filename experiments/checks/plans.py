@@ -17,6 +17,7 @@ from experiments.checks.base import Bench, Size, Target
 from experiments.checks.training import EXACT, SETTINGS, STEPS, Batch, Job, Reference, deterministic, prepare
 from experiments.gpt import GPT
 from perfmodel import Placement, Plan, Workload
+from perfmodel.format import MIXED
 from perfmodel.hardware import HardwareProfile
 
 POLICIES = ("cpu", "0.5", "0", "stride:1", "stride:2", "stride:3", "adaptive", "changing")
@@ -127,7 +128,7 @@ def optimizer_for(model: GPT, policy: str, share: float, *, emulated: bool, **op
         "policy": choice,
         "profile": _EMULATED,
         "subgroup_size": int(share * model.numel) + 1,
-        "memory_budget": int(0.4 * 12 * model.numel),
+        "memory_budget": int(0.4 * MIXED.state_bytes * model.numel),
         "device": EmulatedDevice(_EMULATED, capacity=100 * model.numel + (1 << 20)) if emulated else None,
     }
     return DOSAdam(model.parameters(), **{**settings, **SETTINGS, **options})

@@ -12,6 +12,7 @@ from torch import Tensor
 from dos import DOSAdam, EmulatedDevice
 from experiments.checks.base import Bench, Size, Target
 from experiments.checks.calibration import measured_profile
+from experiments.checks.neighbour import Neighbour
 from experiments.checks.plans import same
 from experiments.checks.training import (
     PRESSED,
@@ -25,7 +26,7 @@ from experiments.checks.training import (
 )
 from experiments.checks.vitals import vitals
 from experiments.gpt import GPT
-from experiments.neighbour import Neighbour
+from perfmodel.format import MIXED
 from perfmodel.hardware import HardwareProfile
 
 ITERATIONS = {Size.TINY: 6, Size.SMALL: 36, Size.FULL: 36}
@@ -70,7 +71,7 @@ def run(bench: Bench) -> None:
     with deterministic():
         device = prepare(bench)
         job = fitted(PRESSED[bench.size], bench.settings)
-        state_bytes = 12 * job.numel
+        state_bytes = MIXED.state_bytes * job.numel
         batches = job.batches(ITERATIONS[bench.size], device)
         profile = measured_profile(bench.out, device) if bench.cuda else None
         bench.note(parameters=job.numel, state_bytes=state_bytes, iterations=len(batches))
@@ -109,7 +110,7 @@ def beside(
         for i, batch in enumerate(batches):
             if i == third:
                 # All that is free, and half of what optimizer state may have taken.
-                neighbour.want(run.free_bytes() + 6 * job.numel)
+                neighbour.want(run.free_bytes() + MIXED.state_bytes * job.numel // 2)
                 neighbour.held()  # it has what is free before the iterations begin that are judged
             if i == 2 * third:
                 neighbour.want(0)

@@ -9,9 +9,9 @@ from dos.controller import AdaptivePolicy, resolve_policy
 from experiments.checks.base import Bench, Settings, Skipped, Target
 from experiments.checks.contenders import Ours
 from experiments.checks.contest import ratio
+from experiments.checks.peers import BitsAndBytes, DeepSpeed, Peer, PeerError, TorchAo
 from experiments.checks.speed import CPU, SLOTS_SHARE, Stage, named
 from experiments.checks.training import HOST_BYTES, MEDIUM
-from experiments.peers import BitsAndBytes, DeepSpeed, Peer, PeerError, TorchAo
 
 PEER_HOST_BYTES = 32
 """For each parameter: state, and pinned memory that is rounded up to a power of two."""
@@ -53,7 +53,7 @@ def compare(bench: Bench, kind: type[Peer]) -> None:
     try:
         scores = stage.hold([peer, *ours])
     except PeerError as error:
-        traceback.print_exc()  # into the log
+        traceback.print_exc()  # goes into the check's log
         raise Skipped(str(error)) from error
     if scores[peer.name].dropped:
         raise Skipped(f"{peer.name}: {scores[peer.name].dropped}")

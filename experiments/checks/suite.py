@@ -25,7 +25,7 @@ _FOUND = re.compile(r"\bcollected (\d+) item")
 
 def run(bench: Bench) -> None:
     """As many as there is time for."""
-    # What gpu_check looks at itself comes last.
+    # The kernels come last, because a check of their own has looked at them.
     files = sorted(TESTS.glob("test_*.py"), key=lambda path: (path.stem == "test_gpu_kernels", path.name))
     run_tests(bench, files)
 

@@ -18,13 +18,14 @@ from torch.optim import AdamW
 from dos.host_memory import available_bytes
 from experiments.checks.base import Bench, Settings, Size, Skipped
 from experiments.gpt import GPT, GPTConfig
+from perfmodel.format import MIXED
 
 SETTINGS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 """Of every optimizer."""
 
-HOST_BYTES = 16
+HOST_BYTES = MIXED.held_bytes
 """That DOSAdam needs on the host for each 16-bit parameter: state, and gradient and new parameter in between."""
-DEVICE_BYTES = 4
+DEVICE_BYTES = MIXED.parameter_bytes + MIXED.gradient_bytes
 """That each 16-bit parameter and its gradient take on the device."""
 SHARE_OF_HOST = 0.8
 SHARE_OF_DEVICE = 0.85
@@ -142,7 +143,7 @@ def deterministic() -> Iterator[None]:
     """Make forward and backward give the same bits each time. Before the first use of cuBLAS."""
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # see torch.use_deterministic_algorithms
     torch.use_deterministic_algorithms(True, warn_only=True)
-    # Or memory that is read before it is written would look as if it were not.
+    # Torch would fill new memory, which hides from the check whoever reads memory before writing it.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     try:
         with sdpa_kernel(SDPBackend.MATH):

@@ -13,7 +13,7 @@ from experiments.sweep.plots import speedup_pairs
 from experiments.sweep.predict import Outcome, Predictor
 from experiments.sweep.published import KEYS_OF_RUNS
 from experiments.sweep.spec import Configuration
-from perfmodel.zero3 import Mode
+from experiments.zero3 import Mode
 
 
 def lane_table(results: Results) -> Table:
@@ -138,7 +138,7 @@ def interleavings(runs: Sequence[PublishedRun]) -> list[Interleaving]:
         same = [r for r in runs if r.config == first.config]
         cpu = [r for r in same if r.run.mode is Mode.ASYNC_GRAD_ONLY]
         dos = [r for r in same if r.run.mode is Mode.DOS and r.run.stride == first.run.stride]
-        if cpu and dos[0] is first:  # repeats count once
+        if cpu and dos[0] is first:  # a configuration that was run repeatedly counts once
             found.append(
                 Interleaving(
                     first,

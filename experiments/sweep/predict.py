@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from experiments.fit import rest_seconds
 from experiments.published import ClassModel
 from experiments.runs import PublishedRun
 from experiments.sweep.published import Published
 from experiments.sweep.spec import PUBLISHED_LOOPS, Configuration
+from experiments.zero3 import Mode, Run
 from perfmodel.adaptive import adaptive
 from perfmodel.bounds import lower_bound
-from perfmodel.fit import rest_seconds
 from perfmodel.format import MIXED
 from perfmodel.hardware import HardwareProfile
 from perfmodel.plan import Placement, Plan
@@ -23,7 +24,6 @@ from perfmodel.policies import cpu_only, static_ratio, stride
 from perfmodel.simulate import Scope, simulate
 from perfmodel.timeline import Lane, Timeline
 from perfmodel.workload import Workload
-from perfmodel.zero3 import Mode, Run
 
 STATE_BYTES = MIXED.state_bytes
 """Per parameter: fp32 master weight, exp_avg, exp_avg_sq."""

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from experiments.runs import DATA_SHEETS
+from experiments.zero3 import Mode
 from perfmodel.hardware import HardwareProfile, builtin_profiles
-from perfmodel.zero3 import Mode
 
 _toml: Any = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
 

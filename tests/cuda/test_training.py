@@ -20,7 +20,7 @@ from dos import DOSAdam
 from dos.devices.cuda import POOLS, CudaDevice
 from dos.forecast import MARGIN
 from dos.memory import Nvml
-from experiments.neighbour import Neighbour
+from experiments.checks.neighbour import Neighbour
 
 pytestmark = [
     pytest.mark.cuda,

@@ -106,7 +106,8 @@ class Transformer:
         values = 2 * self.width + 2 * self.query_width + 2 * self.key_width + (4 if self.gated else 2) * self.inner
         nbytes = values * value_bytes + 2 * self._norm_bytes(value_bytes) + (2 * self.width if self.dropout else 0)
         if eager_attention:
-            kept = 2 * value_bytes + 1 if self.dropout else value_bytes  # after softmax, after dropout, its mask
+            # What softmax gives, and with dropout also what that gives, and its mask.
+            kept = 2 * value_bytes + 1 if self.dropout else value_bytes
             nbytes += kept * self.heads * sequence
         return tokens * nbytes
 

@@ -10,10 +10,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from perfmodel.advise import Advice, Outcome, Remedy
 from perfmodel.plan import Placement
-from perfmodel.question import MARGIN
-from perfmodel.units import format_bytes, format_count, format_seconds
+from perfmodel.planner.advise import Advice, Outcome, Remedy
+from perfmodel.planner.question import MARGIN
+from perfmodel.planner.units import format_bytes, format_count, format_seconds
 
 LARGE_CHANGE = 0.005
 """Shares of the time below this are shown as no change."""

@@ -1,4 +1,4 @@
-"""Least squares from what was measured, runs or timelines, to the rates of a machine."""
+"""Least squares from the published runs to the rates of a machine."""
 
 from __future__ import annotations
 
@@ -8,11 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from scipy import optimize
 
-from perfmodel.hardware import HardwareProfile, Provenance, changed
-from perfmodel.plan import Placement, Plan
-from perfmodel.timeline import Lane, Op, Timeline
-from perfmodel.workload import Workload
-from perfmodel.zero3 import BackwardRates, Run, backward_features, rest_features, update_seconds
+from experiments.zero3 import BackwardRates, Run, backward_features, rest_features, update_seconds
+from perfmodel.hardware import HardwareProfile, changed
 
 NOISE = 0.08
 """Relative residual from which a run counts as an outlier rather than as noise (soft L1 loss)."""
@@ -75,64 +72,6 @@ def backward_seconds(run: Run, rates: BackwardRates) -> float:
 def rest_seconds(run: Run, coefficients: Sequence[float]) -> float:
     """Predicted time of an iteration outside forward, backward and update."""
     return float(np.dot(rest_features(run), coefficients))
-
-
-def fit_timelines(
-    measured: Sequence[tuple[Plan, Workload, Timeline]], base: HardwareProfile, provenance: Provenance
-) -> HardwareProfile:
-    """A profile whose lane rates explain the spans of measured timelines; what no span tells stays as in `base`.
-
-    A span lasts a fixed cost plus its size over the rate; each lane's two are fitted to its spans with a soft-L1
-    loss. Copies that met one in the other direction give the duplex rates. Host bandwidth cannot be told from the
-    spans of one plan alone and stays.
-    """
-    samples: dict[str, list[tuple[float, float]]] = {}
-    for plan, workload, timeline in measured:
-        for span in timeline.spans:
-            if span.subgroup is None:
-                continue
-            load = workload.subgroups[span.subgroup]
-            if span.op is Op.UPDATE:
-                on_cpu = plan.placements[span.subgroup] is Placement.CPU
-                samples.setdefault("cpu_update_rate" if on_cpu else "gpu_update_rate", []).append(
-                    (load.numel, span.duration)
-                )
-            else:
-                size = {Op.GRADIENT: load.gradient_bytes, Op.PARAMETER: load.parameter_bytes}.get(
-                    span.op, load.state_bytes
-                )
-                link = "h2d_bandwidth" if span.lane is Lane.H2D else "d2h_bandwidth"
-                back = timeline.on(Lane.D2H if span.lane is Lane.H2D else Lane.H2D)
-                beside = sum(max(0.0, min(s.end, span.end) - max(s.start, span.start)) for s in back)
-                if beside > 0.9 * span.duration:
-                    samples.setdefault(f"{link}_duplex", []).append((size, span.duration))
-                elif beside < 0.1 * span.duration:
-                    samples.setdefault(link, []).append((size, span.duration))
-    fitted = {field: fit_rate(points, _latency(base, field)) for field, points in samples.items()}
-    return dataclasses.replace(changed(base, fitted), provenance=provenance)
-
-
-def fit_rate(samples: Sequence[tuple[float, float]], latency_s: float) -> float:
-    """Size per second of samples (size, seconds) that each cost `latency_s` besides; outliers count little.
-
-    Raises ValueError when no sample has a size or takes longer than the latency.
-    """
-    size, seconds = np.array(samples, dtype=float).T
-    net = seconds - latency_s
-    good = (size > 0) & (net > 0)
-    if not good.any():
-        raise ValueError(f"no rate in {len(samples)} samples: none has a size and takes longer than {latency_s} s")
-    log_rates = np.log(size[good] / net[good])
-
-    def residuals(x: np.ndarray) -> np.ndarray:
-        return x[0] - log_rates
-
-    found = optimize.least_squares(residuals, [np.median(log_rates)], loss="soft_l1", f_scale=NOISE)
-    return float(np.exp(found.x[0]))
-
-
-def _latency(profile: HardwareProfile, field: str) -> float:
-    return profile.launch_latency_s if field.endswith("update_rate") else profile.copy_latency_s
 
 
 def _non_negative(

@@ -13,10 +13,10 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from perfmodel.advise import Advice, adaptive_outcome
 from perfmodel.plan import Placement
-from perfmodel.question import Situation
-from perfmodel.units import format_bytes, format_count
+from perfmodel.planner.advise import Advice, adaptive_outcome
+from perfmodel.planner.question import Situation
+from perfmodel.planner.units import format_bytes, format_count
 
 GIB = 2**30
 POINTS = 24

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from perfmodel.footprint import DeviceBytes, HostBytes, host_footprint
 from perfmodel.hardware import HardwareProfile, changed
-from perfmodel.model import Transformer
 from perfmodel.plan import Placement, Plan
+from perfmodel.planner.transformer import Transformer
+from perfmodel.planner.units import format_bytes, format_count
 from perfmodel.simulate import Phase, Scope, makespan
-from perfmodel.units import format_bytes, format_count
 from perfmodel.workload import Workload
 
 VALUE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}

@@ -11,8 +11,8 @@ from torch.nn import functional
 
 from experiments.gpt import GPT, GPTConfig
 from perfmodel.hardware import HardwareProfile
-from perfmodel.model import Transformer
-from perfmodel.question import Question, device_footprint
+from perfmodel.planner.question import Question, device_footprint
+from perfmodel.planner.transformer import Transformer
 
 LLAMA_2_7B = {
     "model_type": "llama",

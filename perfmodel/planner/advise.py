@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from perfmodel.adaptive import AdaptivePlanner
 from perfmodel.bounds import Bound, lower_bound
 from perfmodel.hardware import changed
-from perfmodel.model import Transformer
 from perfmodel.plan import Placement, Plan
+from perfmodel.planner.question import MARGIN, MAX_SUBGROUPS, Question, Situation
+from perfmodel.planner.transformer import Transformer
+from perfmodel.planner.units import format_count
 from perfmodel.policies import DEFAULT_SLOTS, balanced_stride, cpu_only, static_ratio, stride
-from perfmodel.question import MARGIN, MAX_SUBGROUPS, Question, Situation
 from perfmodel.simulate import Phase
-from perfmodel.units import format_count
 
 RATIOS_TRIED = 12
 """Ratios between nothing and all that fits being resident."""
