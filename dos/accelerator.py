@@ -7,16 +7,18 @@ import dataclasses
 import logging
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 
-from dos.compute import Compute, Iteration, spans
 from dos.controller import AdaptivePolicy, Controller, Policy
 from dos.devices import Caller, Copy, Device, EmulatedDevice, Job
 from dos.engine import Engine, Prepared
 from dos.gpu_update import gpu_kernel_name
 from dos.gradients import Departures
 from dos.guard import Guard
+from dos.iteration import Iteration
 from dos.measure import measure_minimum, name_of
 from dos.memory import MemoryMonitor
 from dos.options import Options
@@ -27,7 +29,7 @@ from dos.report import Report
 from dos.subgroup import ParameterRecord, Subgroup
 from dos.threads import set_kernel_threads
 from dos.work import SubgroupUpdate, Subject
-from perfmodel import Op, Placement, Plan, Timeline, Workload
+from perfmodel import Op, Placement, Plan, Timeline
 from perfmodel.hardware import HardwareProfile
 
 logger = logging.getLogger(__name__)
@@ -51,17 +53,15 @@ class Accelerator:
         held = _held(self._engine, registry)
         self.memory = MemoryMonitor(device, held, options.memory_budget, options.memory_interval)
         self._departures = Departures()
-        self._ahead: Plan | None = None
-        self._decided: Workload | None = None
-        self._workload: Workload | None = None
+        self._pace = Pace()
+        self._now = Iteration(device)
+        self._stepped: Iteration | None = None
+        """Whose step was issued last."""
+        self._completed: Iteration | None = None
+        """Whose step the timeline is of."""
+        self._gradients_before = 0
         self._changed = (0.0, 0.0)
-        self._pace = Pace(device)
-        self._compute = Compute(device)
-        self._running: Iteration = []
-        self._completed: Iteration = []
-        self._in_backward = False
         self._waited_for: set[Subgroup] = set()
-        self._gradients = self._gradients_before = 0
         self._alone = False
 
     def finish_with(self, owner: object) -> None:
@@ -88,48 +88,77 @@ class Accelerator:
         )
         plan = self._controller.plan(workload)
         self._engine.check(plan, self._registry.accelerated, self.memory.reading.memory.total)
-        self._decided = workload
+        self._now.workload = workload
         return plan
 
-    def backward_came_by(self) -> None:
+    def only_counts(self, record: ParameterRecord, lock: AbstractContextManager[Any]) -> bool:
+        """Whether backward's gradient of this record stays where it is; then it was counted, and that is all.
+
+        Counting may be interrupted. lock: the optimizer's, which is not held.
+        """
+        with lock:
+            now, departures = self._now, self._departures
+            if now.plan is None or now.travels or (now.plan.slots and departures.past_half):
+                return False
+            for subgroup, _ in self._registry.places[record]:
+                if subgroup in now.wanted:
+                    return False
+            self.gradient_came()
+            departures.count(record)
+            return True
+
+    def gradient_came(self) -> None:
         """Backward has made another gradient: look at the memory, always at the first, and at the last of last time.
 
         Backward peaks at one or the other, and a peak that is not seen is room for state that is not there.
         """
-        self._gradients += 1
-        if self._in_backward:
-            self.memory.sample(always=self._gradients == self._gradients_before)
+        now = self._now
+        now.gradients += 1
+        if now.backward is not None:
+            self.memory.sample(always=now.gradients == self._gradients_before)
         else:
-            self._in_backward = True
-            self._pace.backward_begins()
-            self._compute.backward_begins()
+            now.backward, now.travels = self.device.mark(), _gradients_travel()
+            self._pace.backward_begins(now, self._stepped)
             self.memory.enter(Op.BACKWARD)
+
+    @property
+    def gradients_travel(self) -> bool:
+        """Whether the gradients of this iteration may change after backward's hooks."""
+        return self._now.travels
 
     def gradient_ready(self, record: ParameterRecord, *, attached: bool) -> None:
         """Start a gradient on its way to where this iteration's plan wants it, and perhaps state on its way here."""
-        if self._ahead is None:
-            try:
-                self._ahead = self.decide(attached=attached)
-            except (TypeError, ValueError):
-                return  # the step will say what is wrong
-            if self._ahead is not None and isinstance(self._policy, AdaptivePolicy) and self.memory.foreseen:
-                self._engine.settle_early(self._ahead, self._registry.accelerated)
-        plan = self._ahead
+        plan = self._now.plan
         if plan is None:
-            return
-        index, on_device, on_host = self._registry.index, self._engine.device_store, self._engine.host_store
-
-        def wanted(subgroup: Subgroup) -> bool:
-            on_cpu = plan.placements[index[subgroup]] is Placement.CPU and not on_device.has(subgroup)
-            return on_cpu and on_host.stages(subgroup)  # whose memory is made in step(), never here
-
-        def send(subgroup: Subgroup, copies: Sequence[Copy], callers: Collection[Caller]) -> Job:
-            self._pace.gradients_leave()
-            return self._engine.send_gradients(index[subgroup], copies, callers)
-
-        self._departures.gradient_ready(record, self._registry.places[record], wanted, send, self.device.caller())
+            plan = self._look_ahead(attached=attached)
+            if plan is None:
+                return
+        places = self._registry.places[record]
+        self._departures.gradient_ready(record, places, self._now.wanted, self._send, self.device)
         if self._departures.past_half:
-            self._engine.prefetch_early(plan, self._registry.accelerated, self.memory.spare_in_backward())
+            self._engine.prefetch_early(plan, self._registry.accelerated, self.memory.spare_in_backward)
+
+    def _look_ahead(self, *, attached: bool) -> Plan | None:
+        """The plan as it would be now, for gradients and state to leave by."""
+        try:
+            plan = self.decide(attached=attached)
+        except (TypeError, ValueError):
+            return None  # the step will say what is wrong
+        if plan is None:
+            return None
+        subgroups, engine = self._registry.accelerated, self._engine
+        if isinstance(self._policy, AdaptivePolicy) and self.memory.foreseen:
+            engine.settle_early(plan, subgroups)
+        on_host = (subgroups[i] for i in plan.served(Placement.CPU) if not engine.device_store.has(subgroups[i]))
+        # The memory through which gradients travel is made in step(), never here.
+        self._now.wanted = {subgroup for subgroup in on_host if engine.host_store.stages(subgroup)}
+        self._now.plan = plan
+        return plan
+
+    def _send(self, subgroup: Subgroup, copies: Sequence[Copy], callers: Collection[Caller]) -> Job:
+        if self._now.left is None:
+            self._now.left = self.device.mark()
+        return self._engine.send_gradients(self._registry.index[subgroup], copies, callers)
 
     def take_gradient(self, record: ParameterRecord) -> None:
         """Offload a gradient: add it to those on the host and free it here."""
@@ -156,11 +185,12 @@ class Accelerator:
         """
         subjects = [self._subject(subgroup, updates.get(subgroup), writes) for subgroup in self._registry.accelerated]
         departed = any(subject.departed for subject in subjects)
-        self._pace.step(early=departed if Placement.CPU in plan.placements else None)
+        now = self._now
+        now.step = self.device.mark()
+        self._pace.step(now, early=departed if Placement.CPU in plan.placements else None)
         # Nobody knows what updates of parameters on the host take of it meanwhile.
         self._alone = all(subgroup.arena.accelerated for subgroup in updates)
-        self._running = self._compute.iteration
-        with self._pace.held_up():
+        with now.held_up():
             prepared = self._engine.make_room(plan, subjects)
         denied = self._engine.device_store.denied
         if denied is not None:
@@ -169,9 +199,18 @@ class Accelerator:
 
     def start(self, plan: Plan, prepared: Prepared) -> None:
         """Issue the step, for which there is memory. plan: before that was asked for."""
-        workload = self._follow(plan)
+        workload = self._now.workload
+        assert workload is not None, "the plan was made for it"
+        last = None if self._stepped is None else self._stepped.workload
+        new, self.plan, self._stepped = plan != self.plan, plan, self._now
+        if new:
+            self._changed = 0.0 if last is None else last.peak_free_bytes, workload.peak_free_bytes
+            if logger.isEnabledFor(logging.INFO):
+                report = self.report()
+                assert report is not None
+                logger.info("%s", report.change(), extra={"metrics": report.metrics()})
         self._waited_for = set()
-        with self._pace.held_up():
+        with self._now.held_up():
             self._engine.start(prepared, workload)
 
     def _subject(self, subgroup: Subgroup, update: SubgroupUpdate | None, writes: int | None) -> Subject:
@@ -186,34 +225,32 @@ class Accelerator:
         if skipped:
             self._engine.drop_prefetched()  # the next forward needs the memory more
         self._departures.finish(writes)
-        self._ahead = None
-        self._in_backward = False
-        self._gradients_before, self._gradients = self._gradients, 0
-        self._pace.end_iteration()
+        self._gradients_before = self._now.gradients
         self.memory.end_iteration()
 
     def step_returns(self) -> None:
-        """The caller goes on, with the next forward."""
-        self._compute.forward_begins()
+        """The caller goes on, with the next forward: another iteration begins."""
+        self._now = Iteration(self.device, self._now)
 
     def wait(self) -> None:
         """Block until nothing is in flight. Raises RuntimeError if the step failed."""
         if self._engine.idle:
             return
-        with self._pace.held_up():
+        stepped = self._stepped or self._now
+        with stepped.held_up():
             timeline = self._engine.wait()
         self._pace.read()
-        if timeline is not None and self._workload is not None and self._engine.schedule is not None:
-            self._timeline, self._completed = timeline, self._running
+        if timeline is not None and stepped.workload is not None and self._engine.schedule is not None:
+            self._timeline, self._completed = timeline, stepped
             if self._alone:
-                self._controller.observe(self._engine.schedule, self._workload, self._engine.ran)
+                self._controller.observe(self._engine.schedule, stepped.workload, self._engine.ran)
 
     def wait_for(self, record: ParameterRecord) -> None:
         """Order what the caller queues on the device from now on behind the update of this parameter."""
         for subgroup, _ in self._registry.places[record]:
             # Whoever waits for a subgroup that has been waited for is not held up.
             again = subgroup in self._waited_for
-            with contextlib.nullcontext() if again else self._pace.held_up():
+            with contextlib.nullcontext() if again or self._stepped is None else self._stepped.held_up():
                 self._engine.wait_for(subgroup)
             self._waited_for.add(subgroup)
 
@@ -236,15 +273,15 @@ class Accelerator:
         self._engine.drop_prefetched()
         self._engine.bring_home()
         self.memory.ran_out(held)
-        self._in_backward = False  # if the iteration is tried again, its peak is sampled, too
+        self._now.backward = None  # if the iteration is tried again, its peak is sampled, too
         self.device.trim()
 
     @property
     def timeline(self) -> Timeline | None:
         """Of the last complete step, with forward and backward beside it; None before it."""
-        if self._timeline is None:
+        if self._timeline is None or self._completed is None:
             return None
-        return dataclasses.replace(self._timeline, beside=spans(self._completed, self._engine.origin))
+        return dataclasses.replace(self._timeline, beside=self._completed.spans(self._engine.origin))
 
     @property
     def profile(self) -> HardwareProfile | None:
@@ -253,34 +290,21 @@ class Accelerator:
 
     def report(self) -> Report | None:
         """What the last step did; None before the first."""
-        if self.plan is None or self._workload is None:
+        stepped = self._stepped
+        if self.plan is None or stepped is None or stepped.workload is None:
             return None
         return Report(
             plan=self.plan,
-            workload=self._workload,
+            workload=stepped.workload,
             profile=self.profile,
             measured=self._timeline,
-            exposed_s=self._pace.exposed_s,
+            exposed_s=stepped.exposed_s,
             reading=self.memory.reading,
             held_bytes=self.held_bytes,
             host_bytes=self._engine.host_store.nbytes,
             kernel=None if isinstance(self.device, EmulatedDevice) else gpu_kernel_name(),
             changed=self._changed,
         )
-
-    def _follow(self, plan: Plan) -> Workload:
-        """The step runs this plan; the log says if it is a new one. Returns what it is for."""
-        new, assumed = plan != self.plan, self._decided
-        assert assumed is not None, "the plan was made for a workload"
-        before = 0.0 if self._workload is None else self._workload.peak_free_bytes
-        self.plan, self._workload = plan, assumed
-        if new:
-            self._changed = before, assumed.peak_free_bytes
-            if logger.isEnabledFor(logging.INFO):
-                report = self.report()
-                assert report is not None
-                logger.info("%s", report.change(), extra={"metrics": report.metrics()})
-        return assumed
 
     def _find_profile(self) -> HardwareProfile:
         """The user's profile, the one measured on this machine, or a rough measurement now."""
@@ -291,6 +315,15 @@ class Accelerator:
         if not isinstance(self.device, EmulatedDevice):
             set_kernel_threads(found.cpu_threads)  # its rate of updates is for so many
         return found
+
+
+def _gradients_travel() -> bool:
+    """Whether gradients may change after backward's hooks: DistributedDataParallel reduces them later, in place."""
+    return (
+        torch.distributed.is_available()
+        and torch.distributed.is_initialized()
+        and torch.distributed.get_world_size() > 1
+    )
 
 
 def _held(engine: Engine, registry: Registry) -> Callable[[], int]:

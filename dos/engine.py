@@ -107,7 +107,7 @@ class Engine:
         """Run `work` on the CPU lane, in order."""
         return self._host.submit(work)
 
-    def prefetch_early(self, plan: Plan, subgroups: Sequence[Subgroup], spare: int) -> None:
+    def prefetch_early(self, plan: Plan, subgroups: Sequence[Subgroup], spare: Callable[[], int]) -> None:
         """Fill the slots while backward runs, if that was not done yet and they take no more than `spare` bytes."""
         store = self.device_store
         if store.slots:
@@ -121,7 +121,7 @@ class Engine:
             return
         nbytes = max(subgroups[i].state.carved_bytes for i in streamed)
         count = min(plan.slots, len(streamed))
-        if nbytes * count > spare:
+        if nbytes * count > spare():
             return
         store.get_slots(count, nbytes)
         for i, (number, slot) in zip(streamed, enumerate(store.slots), strict=False):

@@ -7,10 +7,11 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from dos.devices import Caller, Copy, Job
+from dos.devices import Caller, Copy, Device, Job
 from dos.subgroup import Layout, ParameterRecord, Piece, Subgroup
 
 logger = logging.getLogger(__name__)
@@ -56,11 +57,12 @@ class _Written:
 class _Seen:
     """What the hooks saw of one parameter's gradient in this iteration, and what to expect of the next.
 
-    written: the gradient when backward last wrote to it.
+    gradient: the last one. written: that as backward left it, where it is to leave.
     times: how often backward wrote to it; expected: how often in the last iteration (accumulation, micro-batches).
     untouched: whether the step found it as backward had left it. If not, sending it early was in vain.
     """
 
+    gradient: weakref.ref[Tensor] | None = None
     written: _Written | None = None
     times: int = 0
     expected: int = 1
@@ -105,33 +107,29 @@ class Departures:
     def gradient_ready(
         self,
         record: ParameterRecord,
-        places: Iterable[tuple[Subgroup, Piece]],
-        wanted: Callable[[Subgroup], bool],
+        places: Sequence[tuple[Subgroup, Piece]],
+        wanted: Collection[Subgroup],
         send: Send,
-        caller: Caller,
+        device: Device,
     ) -> None:
-        """Backward has written to the parameter's gradient.
+        """Backward has written to the parameter's gradient, in the caller's present queue.
 
-        places: the parameter's pieces, each with its subgroup. wanted: whether a subgroup's gradients go to the host.
-        caller: the queue in which backward works now.
+        places: the parameter's pieces, each with its subgroup. wanted: the subgroups whose gradients go to the host.
         """
-        gradient = record.parameter.grad
-        if gradient is None:
+        seen, gradient = self.count(record), record.parameter.grad
+        places = [place for place in places if place[0] in wanted]
+        if gradient is None or not places:
             return
-        self._fired += 1
-        seen = self._seen.setdefault(record, _Seen())
-        again = seen.written is not None and seen.written.gradient() is gradient
-        seen.times = seen.times + 1 if again else 1
         written = seen.written = _Written.of(gradient, record.layout)
         staging = record.arena.gradient
         if seen.times != seen.expected or not seen.untouched or staging is None or staging.dtype != gradient.dtype:
             return
         if record.changed() or record.stand_in:
             return  # the step will read the parameter anew first
-        flat = record.flat_gradient(gradient)
+        caller = device.caller()
+        with torch.no_grad():
+            flat = record.flat_gradient(gradient)
         for subgroup, piece in places:
-            if not wanted(subgroup):
-                continue
             departure = self._departures.get(subgroup)
             if departure is None:
                 awaited = {other for other in subgroup.pieces if self._expects(other)}
@@ -143,6 +141,22 @@ class Departures:
                 job = send(subgroup, [copy for copy, _ in departure.gathered.values()], departure.callers)
                 departure.sent |= {p: (job, written) for p, (_, written) in departure.gathered.items()}
                 departure.gathered, departure.callers = {}, set()
+
+    def count(self, record: ParameterRecord) -> _Seen:
+        """Backward has written to the parameter's gradient."""
+        gradient = record.parameter.grad
+        seen = self._seen.get(record)
+        if seen is None:
+            seen = self._seen[record] = _Seen()
+        seen.written = None
+        if gradient is None:
+            return seen
+        self._fired += 1
+        if seen.gradient is not None and seen.gradient() is gradient:
+            seen.times += 1
+        else:
+            seen.times, seen.gradient = 1, weakref.ref(gradient)
+        return seen
 
     def arriving(self, subgroup: Subgroup, pieces: Iterable[Piece], writes: int | None) -> tuple[set[Piece], list[Job]]:
         """Those of the pieces whose gradients went early and still hold, and the jobs that bring them.
@@ -168,14 +182,14 @@ class Departures:
 
     def finish(self, writes: int | None) -> None:
         """The step has used the gradients, or was skipped: learn from how they were found, and begin anew."""
-        fired = [(record, seen) for record, seen in self._seen.items() if seen.times]
-        for record, seen in fired:
-            seen.untouched = seen.written is not None and seen.written.still(record.parameter.grad, writes)
+        fired = [(record, seen, seen.written) for record, seen in self._seen.items() if seen.written is not None]
+        for record, seen, written in fired:
+            seen.untouched = written.still(record.parameter.grad, writes)
         for seen in self._seen.values():
             seen.expected = seen.times
         self._fired_last = self._fired
         self.forget()
-        if fired and not any(seen.untouched for _, seen in fired) and not self._explained:
+        if fired and not any(seen.untouched for _, seen, _ in fired) and not self._explained:
             self._explained = True
             logger.info(
                 "gradients change between backward and step(), so they cannot leave during backward; clip with "
@@ -185,7 +199,7 @@ class Departures:
     def forget(self) -> None:
         """The gradients that are there are of no use: none of them is held, and none counts."""
         for seen in self._seen.values():
-            seen.times, seen.written = 0, None
+            seen.times, seen.gradient, seen.written = 0, None, None
         self._departures = {}
         self._fired = 0
 

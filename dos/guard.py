@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # `signal` makes enums of numbers, which takes microseconds
 import functools
 import os
 import signal
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+_SIGINT = int(signal.SIGINT)
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
@@ -101,7 +103,7 @@ def uninterrupted(work: Callable[[], _T]) -> _T:
     nothing is done about it.
     """
     main = threading.current_thread() is threading.main_thread()
-    if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+    if not main or _signal.getsignal(_SIGINT) is not signal.default_int_handler:
         return work()
     came = False
 
@@ -113,11 +115,11 @@ def uninterrupted(work: Callable[[], _T]) -> _T:
         if again or frame is None:  # without a frame all of this is over, but the handler was not taken back
             signal.default_int_handler(number, frame)
 
-    signal.signal(signal.SIGINT, remember)
+    _signal.signal(_SIGINT, remember)
     try:
         result = work()
     finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        _signal.signal(_SIGINT, signal.default_int_handler)
     if came:
         raise KeyboardInterrupt
     return result

@@ -145,7 +145,7 @@ class MemoryMonitor:
         self._phase = Op.FORWARD
         self._late = False
         self._seen = False
-        self._sampled_at = 0.0
+        self._sampled_at, self._due = 0.0, -math.inf
         self._took: deque[float] = deque(maxlen=9)
         self._lock = threading.RLock()
         self._resident: int | None = None
@@ -175,20 +175,27 @@ class MemoryMonitor:
         """Whether state may come to stay before the peak of an iteration is over: the user did not run out lately."""
         return not self._forecast.ran_out_lately
 
-    @exclusive
     def sample(self, always: bool = False) -> None:
         """Take a sample, unless the last is so recent that sampling would take more than its share of time."""
+        # Without the lock, for it is asked at each of many gradients.
+        if always or self._clock() >= self._due:
+            self._sample()
+
+    @exclusive
+    def _sample(self) -> None:
         start = self._clock()
-        share = SHARE_OF_TIME if self._seen else SHARE_AT_FIRST
-        # The median: a sample during which another thread had the interpreter says nothing of its cost.
-        if not always and self._took and start - self._sampled_at < statistics.median(self._took) / share:
-            return
         held = self._held()  # before the rest: what is freed in between is then missed, not counted twice
         self.reading = self._read()
         memory = self.reading.memory
         self._forecast.sample(self._phase, memory.free, held, memory.total, others=self.reading.others, late=self._late)
         self._sampled_at = self._clock()
         self._took.append(self._sampled_at - start)
+        self._due_next()
+
+    def _due_next(self) -> None:
+        # The median: a sample during which another thread had the interpreter says nothing of its cost.
+        share = SHARE_OF_TIME if self._seen else SHARE_AT_FIRST
+        self._due = self._sampled_at + statistics.median(self._took) / share
 
     @exclusive
     def end_iteration(self) -> None:
@@ -198,6 +205,7 @@ class MemoryMonitor:
         if self._offered is not None:
             self._resident, self._offered = self._offered, None
         self._phase, self._late, self._seen = Op.FORWARD, False, True
+        self._due_next()
 
     def allocation_failed(self, held: int) -> None:
         """The device had no memory for what the last workload allows, but for `held` bytes of it."""

@@ -217,7 +217,7 @@ class DOSAdam(Optimizer):
             # Before there is anything to wait for: an interruption from here on leaves work in flight.
             self._unfinished = {r: None for r, _ in active.members if r.arena.accelerated}
             self._in_flight = True
-            registry.count(active)
+            registry.count(active, seen=self._seen)
             if accelerator is not None and plan is not None and room is not None:
                 accelerator.start(plan, room)
             if registry.offloaded is not None:
@@ -338,6 +338,7 @@ class DOSAdam(Optimizer):
         """
         self._guard.check()
         self._bring_home()
+        self._registry.write_steps()
         self._seen = True  # whoever has it may change it from now on, whenever he likes
         return self._state
 
@@ -506,9 +507,14 @@ class DOSAdam(Optimizer):
         """Called by a hook when backward is about to add to ``parameter.grad``, if gradients are offloaded."""
         self._coming.setdefault(parameter, set()).add(threading.get_ident())
 
-    @exclusive
     def gradient_ready(self, parameter: Tensor) -> None:
         """Called by a hook when backward has written to ``parameter.grad``, from several threads perhaps."""
+        record = self._registry.record(parameter)
+        if record is None or self._accelerator is None or not self._accelerator.only_counts(record, self._lock):
+            self._gradient_ready(parameter)
+
+    @exclusive
+    def _gradient_ready(self, parameter: Tensor) -> None:
         if self._registry.offloaded is not None:
             coming = self._coming.get(parameter, set())
             coming.discard(threading.get_ident())
@@ -520,26 +526,26 @@ class DOSAdam(Optimizer):
             return
         assert self._accelerator is not None, "made for the first parameter on it"
         try:
-            self._accelerator.backward_came_by()
-            if not _gradients_travel():
+            self._accelerator.gradient_came()
+            if not self._accelerator.gradients_travel:
                 self._send_early(parameter, self._accelerator)
         except BaseException:
             self._accelerator.abandon()
             raise
 
-    @torch.no_grad()
     def _send_early(self, parameter: Tensor, accelerator: Accelerator) -> None:
         """Start the parameter's gradient on its way to the host, if it is to go there."""
         if self._registry.offloaded is not None and self._registry.record(parameter) is None:
             self._registry.enrol((p, g) for g in self.param_groups for p in g["params"] if p.requires_grad)
             self._meet_newcomers()
         record = self._registry.record(parameter)
-        if record is None or not record.arena.accelerated or parameter.grad is None:
+        if record is None or not record.arena.accelerated:
             return
         if self._registry.offloaded is None:
             accelerator.gradient_ready(record, attached=self._attachment is not None)
-        else:
-            self._take(record, accelerator)
+        elif parameter.grad is not None:
+            with torch.no_grad():
+                self._take(record, accelerator)
 
     def finish_parameters(self, parameters: Iterable[Tensor]) -> None:
         """Called by a hook before these parameters are used: wait for their updates, and no others."""
@@ -609,12 +615,3 @@ def _unwatch(watched: dict[Tensor, Hooks]) -> None:
     """Take the hooks of an optimizer that is gone off its parameters."""
     for hooks in watched.values():
         hooks.remove()
-
-
-def _gradients_travel() -> bool:
-    """Whether gradients may change after backward's hooks: DistributedDataParallel reduces them later, in place."""
-    return (
-        torch.distributed.is_available()
-        and torch.distributed.is_initialized()
-        and torch.distributed.get_world_size() > 1
-    )

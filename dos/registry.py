@@ -146,6 +146,8 @@ class Registry:
     ) -> list[tuple[ParameterRecord, Group]]:
         """The records of parameters about which something is new, so that the step can use them. Raises as `active`."""
         found = self.checked(parameters, state)
+        for record, _ in found:
+            record.write_step()
         if any(record.moved() for record, _ in found):
             self._check_overlaps(groups)
         for record, _ in found:
@@ -204,13 +206,19 @@ class Registry:
         return [(self._records[id(p)], group) for p, group in found]
 
     @staticmethod
-    def count(active: Active) -> None:
-        """Count the step, in what `optimizer.state` has as well."""
-        steps = [record.step for record, _ in active.members if record.step is not None]
-        if steps:
-            torch._foreach_add_(steps, 1)
-        for record, step in zip((record for record, _ in active.members), steps, strict=True):
-            record.remember_step(step, record.count + 1)
+    def count(active: Active, *, seen: bool) -> None:
+        """Count the step. seen: in what `optimizer.state` has, too, because users have that."""
+        for record, _ in active.members:
+            record.count += 1
+        if seen and active.members:
+            torch._foreach_add_([record.step for record, _ in active.members], 1)
+            for record, _ in active.members:
+                record.saw_step()
+
+    def write_steps(self) -> None:
+        """Bring what was counted to what `optimizer.state` has."""
+        for record in self._records.values():
+            record.write_step()
 
     def take_newcomers(self) -> list[ParameterRecord]:
         """The records made since the last call."""
@@ -340,7 +348,7 @@ class Registry:
         record.renew_views()
         if record.is_adopted(entry):
             entry["step"] = step
-            record.remember_step(step)
+            record.adopt_step(step)
             return
         subgroups = [subgroup for subgroup, _ in self.places[record]]
         # State that was never written is zero wherever it will be, and takes no memory here until then.
@@ -358,7 +366,7 @@ class Registry:
             if key not in record.views:
                 entry.pop(key, None)
         entry.update({"step": step.clone(), **record.views})
-        record.remember_step(entry["step"])
+        record.adopt_step(entry["step"])
         record.version = -1  # whatever the master was, it must agree with the parameter
 
     def withdraw(self, active: Active, state: StateDict) -> None:

@@ -191,7 +191,7 @@ class ParameterRecord:
     version, data_ptr: of the parameter after our last write; anything else means that somebody wrote to it.
     layout: of the parameter, in whose order `flat` and the state have its elements.
     views: what `optimizer.state[p]` holds beside the step: live views of the state, shaped like the parameter.
-    step: what it holds as the step; None before it is made. count: its value.
+    step: what it holds as the step. count: the steps, which may be ahead of that.
     """
 
     def __init__(self, parameter: Tensor, arena: Arena, offset: int, number: int = 0) -> None:
@@ -205,8 +205,8 @@ class ParameterRecord:
         self._strides: tuple[int, ...] = ()
         self._shape, self._dtype = parameter.shape, parameter.dtype
         self._gradient_dtype: torch.dtype | None = None
-        self.step: Tensor | None = None
-        self.count = 0.0
+        self.step = torch.zeros((), dtype=torch.float32, device="cpu")
+        self.count = self._step_written = 0.0
         self._step_version = -1
         self.flat = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
         self.stand_in = False
@@ -306,20 +306,25 @@ class ParameterRecord:
             entry.get(key) is view and view.data_ptr() == self._addresses[key] for key, view in self.views.items()
         )
 
-    def remember_step(self, step: Tensor, count: float | None = None) -> None:
-        """What the entry holds as the step. count: its value, if that is known."""
-        self.step, self._step_version = step, step._version
-        self.count = float(step) if count is None else count
+    def adopt_step(self, step: Tensor) -> None:
+        """Count from what the entry holds as the step."""
+        self.step, self.count = step, float(step)
+        self.saw_step()
+
+    def saw_step(self) -> None:
+        """Remember the step's tensor as it is now, with what was counted."""
+        self._step_version, self._step_written = self.step._version, self.count
+
+    def write_step(self) -> None:
+        """Bring what was counted to the step's tensor."""
+        if self.count != self._step_written:
+            self.step.fill_(self.count)
+            self.saw_step()
 
     def intact(self, entry: Mapping[str, object]) -> bool:
         """Whether an entry holds exactly what the last step left there."""
         step = self.step
-        return (
-            step is not None
-            and entry.get("step") is step
-            and step._version == self._step_version
-            and self.is_adopted(entry)
-        )
+        return entry.get("step") is step and step._version == self._step_version and self.is_adopted(entry)
 
     def renew_views(self) -> None:
         """Take back a view whose memory a user has replaced (`view.data = ...`), with the values it was given."""

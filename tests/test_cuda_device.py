@@ -33,7 +33,7 @@ from dos import DOSAdam
 from dos.devices.cuda import CudaDevice
 from dos.devices.ranges import named
 from dos.host_lane import HostLane
-from dos.pace import Pace
+from dos.iteration import Iteration
 from dos.subgroup import ParameterRecord
 from dos.threads import Cores, kernel_threads
 from perfmodel import Op
@@ -248,20 +248,19 @@ def test_the_device_says_how_long_the_model_computes(
 def test_only_waits_that_hold_the_device_up_are_exposed(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     use_virtual_time(runtime, monkeypatch)
     device = FakeCudaDevice(runtime)
-    pace = Pace(device)
-    pace.step(early=None)
+    iteration = Iteration(device)
     runtime.caller.enqueue(lambda: None, 0.5)
-    with pace.held_up():
+    with iteration.held_up():
         runtime.host += 0.2
-    assert pace.exposed_s == 0.0, "the device has not come so far"
+    assert iteration.exposed_s == 0.0, "the device has not come so far"
     device.fence()[0].wait()
-    assert pace.exposed_s == 0.0, "the host was held up, and the device had work meanwhile"
-    with pace.held_up():
+    assert iteration.exposed_s == 0.0, "the host was held up, and the device had work meanwhile"
+    with iteration.held_up():
         device.fence()[0].wait()
         runtime.host += 0.2
-    assert pace.exposed_s == pytest.approx(0.2), "the device is held up still"
+    assert iteration.exposed_s == pytest.approx(0.2), "the device is held up still"
     device.fence()[0].wait()
-    assert pace.exposed_s == pytest.approx(0.2)
+    assert iteration.exposed_s == pytest.approx(0.2)
 
 
 def test_a_job_that_nobody_holds_keeps_its_host_memory_until_it_is_done(runtime: Runtime) -> None:

@@ -11,7 +11,7 @@ from conftest import FAST, mlp, profile
 from torch import nn
 
 from dos import DOSAdam, EmulatedDevice
-from dos.compute import Compute, spans
+from dos.iteration import Iteration
 from perfmodel import Op, Timeline
 
 pytestmark = pytest.mark.usefixtures("one_kernel_thread")
@@ -76,18 +76,21 @@ def test_the_first_step_has_no_forward_and_gradients_by_hand_tell_of_neither() -
 def test_they_last_until_the_device_has_come_there() -> None:
     """A GPU's caller issues its work long before it is done."""
     at = time.perf_counter()
-    queued = [at + 10, at + 13, at + 17, at + 21]
+    queued = [at + 10, at + 17]
 
-    def fence() -> list[SimpleNamespace]:
-        done = SimpleNamespace(end=queued.pop(0))
-        return [SimpleNamespace(wait=lambda: done)]
+    def mark(seconds: float | None) -> SimpleNamespace:
+        return SimpleNamespace(at=lambda: seconds)
 
-    device = SimpleNamespace(fence=fence)
-    compute = Compute(device)  # type: ignore[arg-type]
-    compute.forward_begins()
-    iteration = compute.iteration
-    compute.backward_begins()
-    compute.forward_begins()
-    compute.backward_begins()
-    found = [(span.op, round(span.start, 6), round(span.end, 6)) for span in spans(iteration, at + 16)]
-    assert found == [(Op.FORWARD, -6, -3), (Op.BACKWARD, -3, 0), (Op.FORWARD, 1, 5)]
+    device = SimpleNamespace(mark=lambda: mark(queued.pop(0)))
+    iteration = Iteration(device, Iteration(device))  # type: ignore[arg-type]
+    iteration.backward, iteration.step = mark(at + 13), mark(at + 16)  # type: ignore[assignment]
+    following = Iteration(device, iteration)  # type: ignore[arg-type]
+
+    def found() -> list[tuple[Op, float, float]]:
+        return [(span.op, round(span.start, 6), round(span.end, 6)) for span in iteration.spans(at + 16)]
+
+    assert found() == [(Op.FORWARD, -6, -3), (Op.BACKWARD, -3, 0)]
+    following.backward = mark(None)  # type: ignore[assignment]
+    assert found() == [(Op.FORWARD, -6, -3), (Op.BACKWARD, -3, 0)], "the device has not come there"
+    following.backward = mark(at + 21)  # type: ignore[assignment]
+    assert found() == [(Op.FORWARD, -6, -3), (Op.BACKWARD, -3, 0), (Op.FORWARD, 1, 5)]
