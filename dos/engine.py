@@ -172,15 +172,25 @@ class Engine:
         # What is on its way has not been updated, so the host has it, too.
         here = [self.device_store.has(s.subgroup) and s.subgroup not in self._arriving for s in subjects]
         found = [s.found(Tier.DEVICE if is_here else Tier.HOST) for s, is_here in zip(subjects, here, strict=True)]
-        plan = self._make_room_on_device(plan, subjects, found)
+        taken: list[Subgroup] = []
+        try:
+            plan = self._make_room_on_device(plan, subjects, found, taken)
+            self._make_room_on_host(plan, subjects, found)
+        except BaseException:
+            for subgroup in taken:  # in which nothing has arrived
+                self.device_store.drop(subgroup)
+            self.drop_prefetched()
+            raise
+        return Prepared(plan, subjects, found)
+
+    def _make_room_on_host(self, plan: Plan, subjects: Sequence[Subject], found: Sequence[Found]) -> None:
         at_home, on_cpu = [], []
         for i, (subject, each) in enumerate(zip(subjects, found, strict=True)):
             if plan.route(i, each.state).stays is Tier.HOST and (each.gradient or each.state is Tier.DEVICE):
                 at_home.append(subject.subgroup)
             if plan.placements[i] is Placement.CPU and each.gradient:
                 on_cpu.append(subject.subgroup)
-        self.host_store.take(at_home, on_cpu)
-        return Prepared(plan, subjects, found)
+        self.host_store.take(at_home, incoming=on_cpu, outgoing=on_cpu)
 
     def start(self, prepared: Prepared, workload: Workload) -> None:
         """Issue the step.
@@ -352,10 +362,12 @@ class Engine:
             elif update is not None and found[i].gradient is Tier.HOST:
                 update.follow(self.device_store.state(subgroup))  # from where it comes here first
 
-    def _make_room_on_device(self, plan: Plan, subjects: Sequence[Subject], found: list[Found]) -> Plan:
+    def _make_room_on_device(
+        self, plan: Plan, subjects: Sequence[Subject], found: list[Found], taken: list[Subgroup]
+    ) -> Plan:
         """Get memory for state that comes to stay and for slots; the plan as far as there is.
 
-        found: changed where state that was nowhere yet begins on the device.
+        found: changed where state that was nowhere yet begins on the device. taken: receives what memory was got for.
         """
         store = self.device_store
         # What leaves is there until the step is over, and may be what is missing.
@@ -368,7 +380,9 @@ class Engine:
             state = store.take(subgroup)
             if state is None:
                 denied.append(i)
-            elif not self.host_store.has(subgroup):
+                continue
+            taken.append(subgroup)
+            if not self.host_store.has(subgroup):
                 state.zero()
                 found[i] = found[i]._replace(state=Tier.DEVICE)
         plan = plan.on_host(denied)

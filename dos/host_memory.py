@@ -21,19 +21,20 @@ _PROC = Path("/proc")
 class HostTensor:
     """1-D zeros on the host whose memory is made part by part, each of them pinned.
 
-    Pages are pinned once, so parts that share any are made all together.
+    nbytes: that were made.
     """
 
-    def __init__(self, numel: int, dtype: torch.dtype, device: Device) -> None:
+    def __init__(self, numel: int, dtype: torch.dtype, device: Device, part: int) -> None:
+        """part: elements of each, the last shorter. Parts that share pages are made all together."""
         self.tensor = device.host_zeros(numel, dtype)
+        self.nbytes = 0
         self._device = device
+        self._parted = part * dtype.itemsize % mmap.PAGESIZE == 0
         self._made: set[tuple[int, int]] = set()
 
     def part(self, start: int, stop: int) -> tuple[int, int]:
         """What is made together with these elements, from where to where."""
-        end, size = len(self.tensor), self.tensor.itemsize
-        on_pages = start * size % mmap.PAGESIZE == 0 and (stop == end or stop * size % mmap.PAGESIZE == 0)
-        return (start, stop) if on_pages else (0, end)
+        return (start, stop) if self._parted else (0, len(self.tensor))
 
     def has(self, start: int, stop: int) -> bool:
         """Whether the memory of these elements was made."""
@@ -42,8 +43,10 @@ class HostTensor:
     def make(self, start: int, stop: int) -> None:
         """Make the memory of these elements."""
         first, last = self.part(start, stop)
-        self._device.pin(self.tensor[first:last])
+        made = self.tensor[first:last]
+        self._device.pin(made)
         self._made.add((first, last))
+        self.nbytes += made.nbytes
 
 
 def available_bytes() -> int | None:

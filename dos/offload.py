@@ -61,7 +61,6 @@ class OffloadedGradients:
         assert gradient is not None
         arena = record.arena
         self.check()
-        self._torn = True
         arena.stage_gradients_as(gradient.dtype)
         place = slice(record.offset, record.offset + record.numel)
         before = self._totals.get(record)
@@ -71,7 +70,8 @@ class OffloadedGradients:
             if arena.accumulated is None:
                 arena.accumulate()
         if not all(map(self._store.stages, subgroups)):
-            self._store.take((), subgroups)
+            self._store.take(incoming=subgroups)
+        self._torn = True
         staged, total = arena.gradient, arena.accumulated
         assert staged is not None, "the parameter is on the accelerator"
         if before is not None and before.staged and total is not None:

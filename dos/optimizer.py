@@ -21,12 +21,14 @@ from dos.checkpoint import load_state_dict
 from dos.clipping import Clipping
 from dos.controller import Policy, resolve_policy
 from dos.devices import Caller, Device, DeviceFinder
+from dos.engine import Prepared
 from dos.guard import Guard, exclusive
 from dos.hooks import Attachment, Hooks, watch_gradient
 from dos.options import DEFAULT_SUBGROUP_SIZE, Options, check_settings
-from dos.registry import Group, Registry
+from dos.registry import Active, Group, Registry
 from dos.scaling import AmpScale, amp_scale
-from dos.subgroup import ParameterRecord
+from dos.subgroup import ParameterRecord, Subgroup
+from dos.work import SubgroupUpdate
 from perfmodel import Op, Plan, Timeline
 from perfmodel.hardware import HardwareProfile
 
@@ -193,25 +195,12 @@ class DOSAdam(Optimizer):
     def _update(self, scale: float, writes: int | None) -> None:
         """Issue the update of all parameters that have a gradient. scale: unscales gradients; writes: see AmpScale."""
         registry = self._registry
-        active = registry.active(self.param_groups, self._state, self._bring_home, seen=self._seen)
-        self._meet_newcomers()
+        try:
+            active, updates, plan, room = self._prepare(scale, writes)
+        except BaseException:
+            registry.withdraw(self._state)
+            raise
         accelerator = self._accelerator  # made when the first parameter on it was met
-        self._warn_if_idle(active.members)
-        self._take_remaining_gradients(active.members)
-        if self._attachment is not None and self._attachment.news:
-            registry.order_by_use(self._attachment.first_use)
-        plan = None
-        if accelerator is not None:
-            accelerator.memory.enter(Op.UPDATE)
-            plan = accelerator.decide(attached=self._attachment is not None)
-        updates = registry.updates(active, self._clipping.scales(active.members, self._gradients, scale))
-        room = None
-        if accelerator is not None and plan is not None:
-            try:
-                room = accelerator.make_room(plan, updates, writes)
-            except MemoryError:
-                registry.withdraw(active, self._state)
-                raise
 
         def apply() -> None:
             # Before there is anything to wait for: an interruption from here on leaves work in flight.
@@ -233,6 +222,27 @@ class DOSAdam(Optimizer):
         if self._attachment is not None:
             covered = self._attachment.covered()
             self.finish_parameters([r.parameter for r in self._unfinished if id(r.parameter) not in covered])
+
+    def _prepare(
+        self, scale: float, writes: int | None
+    ) -> tuple[Active, dict[Subgroup, SubgroupUpdate], Plan | None, Prepared | None]:
+        """Look into everything that the step needs, and get the memory for it; nothing has changed if this raises."""
+        registry = self._registry
+        active = registry.active(self.param_groups, self._state, self._bring_home, seen=self._seen)
+        self._meet_newcomers()
+        accelerator = self._accelerator
+        self._warn_if_idle(active.members)
+        self._take_remaining_gradients(active.members)
+        if self._attachment is not None and self._attachment.news:
+            registry.order_by_use(self._attachment.first_use)
+        plan = None
+        if accelerator is not None:
+            accelerator.memory.enter(Op.UPDATE)
+            plan = accelerator.decide(attached=self._attachment is not None)
+        updates = registry.updates(active, self._clipping.scales(active.members, self._gradients, scale))
+        if accelerator is None or plan is None:
+            return active, updates, None, None
+        return active, updates, plan, accelerator.make_room(plan, updates, writes)
 
     @exclusive
     def synchronize(self) -> None:

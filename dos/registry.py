@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import numbers
-from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from dos.host_memory import reserve
 from dos.offload import OffloadedGradients
 from dos.options import SUPPORTED_DTYPES, Options, check_settings, parameter_problem
 from dos.stores import HostStore
-from dos.subgroup import Arena, ParameterRecord, Piece, Subgroup, make_records, split
+from dos.subgroup import Arena, ParameterRecord, Piece, Subgroup, make_records, rounded, split
 from dos.work import Given, SubgroupUpdate
 from perfmodel import SubgroupLoad
 from perfmodel.footprint import FP32_BYTES, host_bytes
@@ -68,7 +69,10 @@ class Registry:
         self.host_store = HostStore()
         self.lasting_bytes = 0
         self.offloaded = OffloadedGradients(self.host_store) if options.offload_gradients else None
-        self._promised = 0
+        self._promised = {True: 0, False: 0}
+        """Host bytes of parameters on the accelerator, and of those on the host that have none yet."""
+        self._beginners: list[ParameterRecord] = []
+        """Whose entries are of a first step that has not been counted."""
         self._loads: tuple[SubgroupLoad, ...] | None = None
 
     def record(self, parameter: Tensor) -> ParameterRecord | None:
@@ -96,9 +100,11 @@ class Registry:
         ready = [p for p in group["params"] if p.requires_grad and not is_lazy(p)]
         for parameter in ready:
             self._check_kind(parameter, group)
-        promised = sum(self._host_bytes(run, group) for run in self._alike(ready))
-        reserve(self._promised + promised - self.host_store.nbytes, "optimizer state (DOSAdam)")
-        self._promised += promised
+        promised = dict(self._promised)
+        for run in self._alike(ready):
+            promised[self._devices.holds(run[0])] += self._host_bytes(run, group)
+        reserve(sum(promised.values()) - self.host_store.nbytes, "optimizer state (DOSAdam)")
+        self._promised = promised
         self._admitted.update({p: (p.device, p.dtype, p.shape) for p in ready})
 
     def active(
@@ -205,9 +211,11 @@ class Registry:
         self.enrol(found)
         return [(self._records[id(p)], group) for p, group in found]
 
-    @staticmethod
-    def count(active: Active, *, seen: bool) -> None:
+    def count(self, active: Active, *, seen: bool) -> None:
         """Count the step. seen: in what `optimizer.state` has, too, because users have that."""
+        for record in self._beginners:
+            record.fresh = False
+        self._beginners = []
         for record, _ in active.members:
             record.count += 1
         if seen and active.members:
@@ -237,7 +245,9 @@ class Registry:
             runs += [(run, group_members[0][1]) for run in self._alike(p for p, _ in group_members)]
         here = [(run, group) for run, group in runs if not self._devices.holds(run[0])]
         if here:  # all other state takes memory when it first comes to the host
-            reserve(sum(self._host_bytes(run, group) for run, group in here), "optimizer state (DOSAdam)")
+            nbytes = sum(self._host_bytes(run, group) for run, group in here)
+            reserve(nbytes, "optimizer state (DOSAdam)")
+            self._promised[False] = max(0, self._promised[False] - nbytes)
         made: list[tuple[list[ParameterRecord], list[Subgroup]]] = []
         for run, group in runs:
             made.append(self._make_room(run, group, first=len(self._records) + sum(len(r) for r, _ in made)))
@@ -308,12 +318,14 @@ class Registry:
         )
 
     def _add_amsgrad(self, arena: Arena) -> None:
-        arena.add_amsgrad()
+        at_home = [s for s in self.accelerated if s.arena is arena and self.host_store.has(s)]
+        with _said():
+            arena.add_amsgrad(lambda tensor: self.host_store.take_field(tensor, at_home))
         for record in self._records.values():
             if record.arena is arena:
                 record.views = record.make_views()
                 self._forget_batches(record)
-        self._loads = None
+        self._reindex()
 
     def settle_layout(self, record: ParameterRecord, state: StateDict, bring_home: Callable[[], None]) -> None:
         """Reorder state and offloaded gradients of a parameter whose elements lie in another order than before."""
@@ -350,17 +362,19 @@ class Registry:
             entry["step"] = step
             record.adopt_step(step)
             return
-        subgroups = [subgroup for subgroup, _ in self.places[record]]
         # State that was never written is zero wherever it will be, and takes no memory here until then.
-        written = any(key in entry for key in record.views) or any(map(self.host_store.has, subgroups))
-        if written:
-            self.host_store.take(subgroups)
-        for key, view in record.views.items():
-            value = entry.get(key)
-            if value is None and written:
-                view.zero_()
-            elif value is not None and value is not view:
-                view.copy_(value)
+        if any(key in entry for key in record.views):
+            record.fresh = False
+        if record.fresh:
+            self._beginners.append(record)
+        else:
+            self.host_store.take(subgroup for subgroup, _ in self.places[record])
+            for key, view in record.views.items():
+                value = entry.get(key)
+                if value is None:
+                    view.zero_()
+                elif value is not view:
+                    view.copy_(value)
         # In an order that can be interrupted: what the entry says is lost at no point.
         for key in STATE_KEYS:
             if key not in record.views:
@@ -369,11 +383,11 @@ class Registry:
         record.adopt_step(entry["step"])
         record.version = -1  # whatever the master was, it must agree with the parameter
 
-    def withdraw(self, active: Active, state: StateDict) -> None:
+    def withdraw(self, state: StateDict) -> None:
         """Take back entries of parameters whose first step does not come to be, so that they have no state."""
-        for record, _ in active.members:
-            if record.version < 0 and not any(self.host_store.has(subgroup) for subgroup, _ in self.places[record]):
-                state.pop(record.parameter, None)
+        for record in self._beginners:
+            state.pop(record.parameter, None)
+        self._beginners = []
 
     def _is_offloaded(self, parameter: Tensor) -> bool:
         return self.offloaded is not None and self._records.get(id(parameter)) in self.offloaded
@@ -446,19 +460,15 @@ class Registry:
         """A new arena for parameters of one group, dtype and memory: records, numbered from `first`, and subgroups."""
         accelerated = self._devices.holds(parameters[0])
         lasting = accelerated and self._options.never_leaves
-        try:
+        with _said():
             arena = Arena(
                 parameters,
                 self._devices.found if accelerated else None,
                 master_weights=self._options.master_weights,
                 amsgrad=group["amsgrad"],
                 tier=Tier.DEVICE if lasting else Tier.HOST,
+                part=rounded(self._options.subgroup_size),
             )
-        except torch.OutOfMemoryError as error:
-            raise torch.OutOfMemoryError(
-                "policy='resident' keeps all optimizer state on the device, which has no memory for it; use "
-                f"policy='adaptive', with which what does not fit stays on the host ({error})"
-            ) from error
         records = make_records(parameters, arena, first)
         return records, split(arena, records, self._options.subgroup_size)
 
@@ -478,6 +488,18 @@ class Registry:
         self.index = {subgroup: i for i, subgroup in enumerate(self.accelerated)}
         self.lasting_bytes = sum(arena.device_bytes for arena in {s.arena for s in self.accelerated})
         self._loads = None
+
+
+@contextlib.contextmanager
+def _said() -> Iterator[None]:
+    """Surrounds allocations of state that never leaves the device."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise torch.OutOfMemoryError(
+            "policy='resident' keeps all optimizer state on the device, which has no memory for it; use "
+            f"policy='adaptive', with which what does not fit stays on the host ({error})"
+        ) from error
 
 
 def name_of(parameter: Tensor, group: Group) -> str:

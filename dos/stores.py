@@ -7,13 +7,14 @@ where is it (`state`)? Only on the device is room given back, with `drop`.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
 from dos.devices import Device
-from dos.host_memory import reserve
+from dos.host_memory import HostTensor, reserve
 from dos.subgroup import State, Subgroup
 from perfmodel.plan import Tier
 
@@ -21,36 +22,50 @@ logger = logging.getLogger(__name__)
 
 
 class HostStore:
-    """State in host memory, and what travels through there. What was taken once stays taken.
-
-    nbytes: host memory that it has made.
-    """
+    """State in host memory, and what travels through there. What was taken once stays taken."""
 
     def __init__(self) -> None:
-        self.nbytes = 0
+        self._tensors: weakref.WeakSet[HostTensor] = weakref.WeakSet()
+
+    @property
+    def nbytes(self) -> int:
+        """Host memory that was made."""
+        return sum(tensor.nbytes for tensor in self._tensors)
 
     def has(self, subgroup: Subgroup) -> bool:
         """Whether the subgroup's state has been here."""
         return all(tensor.has(subgroup.start, subgroup.stop) for tensor in subgroup.arena.home())
 
     def stages(self, subgroup: Subgroup) -> bool:
-        """Whether its gradients and parameters can travel through here."""
-        return all(tensor.has(subgroup.start, subgroup.stop) for tensor in subgroup.arena.staging())
+        """Whether its gradients can travel through here."""
+        return all(tensor.has(subgroup.start, subgroup.stop) for tensor in subgroup.arena.incoming())
 
-    def take(self, subgroups: Iterable[Subgroup], staging: Iterable[Subgroup] = ()) -> None:
-        """Make room for the state of these, and for what travels to and from those.
+    def take(
+        self,
+        homes: Iterable[Subgroup] = (),
+        *,
+        incoming: Iterable[Subgroup] = (),
+        outgoing: Iterable[Subgroup] = (),
+    ) -> None:
+        """Make room for the state of some subgroups, gradients that come from others, parameters that go to others.
 
         Raises MemoryError, before any is made, if the host has not enough.
         """
-        wanted = [(tensor, s.start, s.stop) for s in subgroups for tensor in s.arena.home()]
-        wanted += [(tensor, s.start, s.stop) for s in staging for tensor in s.arena.staging()]
-        missing = {(t, *t.part(start, stop)) for t, start, stop in wanted if not t.has(start, stop)}
+        wanted = [(tensor, s) for s in homes for tensor in s.arena.home()]
+        wanted += [(tensor, s) for s in incoming for tensor in s.arena.incoming()]
+        self._make([*wanted, *((tensor, s) for s in outgoing for tensor in s.arena.outgoing())])
+
+    def take_field(self, tensor: HostTensor, subgroups: Iterable[Subgroup]) -> None:
+        """Make room for one more field of the state of these. Raises as `take`."""
+        self._make([(tensor, subgroup) for subgroup in subgroups])
+
+    def _make(self, wanted: Iterable[tuple[HostTensor, Subgroup]]) -> None:
+        missing = {(t, *t.part(s.start, s.stop)): None for t, s in wanted if not t.has(s.start, s.stop)}
         if missing:
-            nbytes = sum((stop - start) * t.tensor.itemsize for t, start, stop in missing)
-            reserve(nbytes, "optimizer state (DOSAdam)")
+            reserve(sum((stop - start) * t.tensor.itemsize for t, start, stop in missing), "optimizer state (DOSAdam)")
             for tensor, start, stop in missing:
                 tensor.make(start, stop)
-            self.nbytes += nbytes
+                self._tensors.add(tensor)
 
     def state(self, subgroup: Subgroup) -> State:
         """Where the subgroup's state is."""

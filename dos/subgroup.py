@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import mmap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -98,13 +98,16 @@ class Arena:
         master_weights: bool,
         amsgrad: bool,
         tier: Tier = Tier.HOST,
+        part: int = 1,
     ) -> None:
+        """part: elements of its subgroups, whose host memory is made one by one where they share no pages."""
         self.dtype = parameters[0].dtype
         self.accelerated = device is not None
         self.tier = tier
         self.numel = sum(p.numel() for p in parameters)
         self.amsgrad = amsgrad
         self._device = device
+        self._part = part
         self._format_with = functools.partial(
             float32, str(self.dtype).removeprefix("torch."), master_weights=master_weights, accelerated=self.accelerated
         )
@@ -116,8 +119,9 @@ class Arena:
         self._parameter: HostTensor | None = None
         self._accumulated: HostTensor | None = None
         if device is not None:
-            self._gradient = HostTensor(self.numel, self.dtype, device)
-            self._parameter = HostTensor(self.numel, self.dtype, device) if self.format.rounds else None
+            self._gradient = HostTensor(self.numel, self.dtype, device, part)
+        if device is not None and self.format.rounds and tier is Tier.HOST:
+            self._parameter = HostTensor(self.numel, self.dtype, device, part)
         self._slices: dict[tuple[int, int], State] = {}
 
     @property
@@ -142,20 +146,24 @@ class Arena:
         """Make the gradient staging wide enough for gradients of `dtype`, which may differ from the parameters'."""
         if self._gradient is not None and self._gradient.tensor.dtype not in (dtype, torch.float32):
             assert self._device is not None, "nothing is staged for parameters on the host"
-            self._gradient = HostTensor(self.numel, torch.float32, self._device)
+            self._gradient = HostTensor(self.numel, torch.float32, self._device, self._part)
 
     def accumulate(self) -> None:
         """Make room for gradients that add up on the host."""
         assert self._device is not None, "gradients of parameters on the host stay where they are"
-        self._accumulated = HostTensor(self.numel, torch.float32, self._device)
+        self._accumulated = HostTensor(self.numel, torch.float32, self._device, self._part)
 
     def home(self) -> list[HostTensor]:
         """The host memory of its state."""
         return list(self._homes.values())
 
-    def staging(self) -> list[HostTensor]:
-        """The host memory through which gradients and parameters travel, or in which gradients add up."""
-        return [tensor for tensor in (self._gradient, self._parameter, self._accumulated) if tensor is not None]
+    def incoming(self) -> list[HostTensor]:
+        """The host memory through which gradients come, and in which they add up."""
+        return [tensor for tensor in (self._gradient, self._accumulated) if tensor is not None]
+
+    def outgoing(self) -> list[HostTensor]:
+        """The host memory through which new parameters go."""
+        return [] if self._parameter is None else [self._parameter]
 
     def slice(self, start: int, stop: int) -> State:
         """A view of the state from start to stop. Remembered, because every step asks for the same ones."""
@@ -164,11 +172,26 @@ class Arena:
             self._slices[key] = self.state.slice(start, stop)
         return self._slices[key]
 
-    def add_amsgrad(self) -> None:
-        """Make room for amsgrad, switched on after construction. The views of its records are to be made anew."""
-        self.amsgrad = True
-        self.format, before = self._format_with(amsgrad=True), self.state.fields
-        self.state = State({f.name: before[f.name] if f.name in before else self._field(f) for f in self.format.fields})
+    def add_amsgrad(self, make: Callable[[HostTensor], None]) -> None:
+        """Make room for amsgrad, switched on after construction. The views of its records are to be made anew.
+
+        make: makes the host memory of one more field for all whose state is there.
+        Whatever that or an allocation raises, nothing has changed.
+        """
+        wider, fields, homes = self._format_with(amsgrad=True), dict(self.state.fields), dict(self._homes)
+        buffers = len(self._buffers)
+        try:
+            for field in wider.fields:
+                if field.name not in fields:
+                    fields[field.name] = self._field(field)
+                    if field.name in self._homes:
+                        make(self._homes[field.name])
+        except BaseException:
+            self._homes = homes
+            del self._buffers[buffers:]
+            raise
+        self.state = State({field.name: fields[field.name] for field in wider.fields})
+        self.format, self.amsgrad = wider, True
         self._slices.clear()
 
     def _field(self, field: Field) -> Tensor:
@@ -176,7 +199,7 @@ class Arena:
         if self._device is None:
             return host_zeros(self.numel, dtype)
         if self.tier is Tier.HOST:
-            self._homes[field.name] = HostTensor(self.numel, dtype, self._device)
+            self._homes[field.name] = HostTensor(self.numel, dtype, self._device, self._part)
             return self._homes[field.name].tensor
         self._buffers.append(self._device.allocate_lasting(self.numel * dtype.itemsize))
         return self._buffers[-1].zero_().view(dtype)
@@ -192,6 +215,7 @@ class ParameterRecord:
     layout: of the parameter, in whose order `flat` and the state have its elements.
     views: what `optimizer.state[p]` holds beside the step: live views of the state, shaped like the parameter.
     step: what it holds as the step. count: the steps, which may be ahead of that.
+    fresh: whether the state is zero, because nothing was ever written there.
     """
 
     def __init__(self, parameter: Tensor, arena: Arena, offset: int, number: int = 0) -> None:
@@ -207,6 +231,7 @@ class ParameterRecord:
         self._gradient_dtype: torch.dtype | None = None
         self.step = torch.zeros((), dtype=torch.float32, device="cpu")
         self.count = self._step_written = 0.0
+        self.fresh = True
         self._step_version = -1
         self.flat = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
         self.stand_in = False
@@ -434,13 +459,17 @@ def make_records(parameters: Sequence[Tensor], arena: Arena, first: int = 0) -> 
     return [ParameterRecord(parameter, arena, offset, number) for parameter, offset, number in places]
 
 
+def rounded(subgroup_size: int) -> int:
+    """Parameters of a subgroup: a large size is rounded up a little."""
+    return subgroup_size if subgroup_size < _ROUNDED_FROM else -(-subgroup_size // _ROUNDING) * _ROUNDING
+
+
 def split(arena: Arena, records: Iterable[ParameterRecord], subgroup_size: int) -> list[Subgroup]:
     """The arena as subgroups of `subgroup_size` parameters, the last shorter: large tensors are split, small share.
 
-    records: all of the arena, in order. subgroup_size: a large one is rounded up a little.
+    records: all of the arena, in order. subgroup_size: see `rounded`.
     """
-    if subgroup_size >= _ROUNDED_FROM:
-        subgroup_size = -(-subgroup_size // _ROUNDING) * _ROUNDING
+    subgroup_size = rounded(subgroup_size)
     count = -(-arena.numel // subgroup_size)
     pieces: list[list[Piece]] = [[] for _ in range(count)]
     for record in records:
