@@ -47,7 +47,7 @@ struct AdamArrays {
   DType out_type;
 };
 
-// One run of elements, in 8-byte words: the rows of the table that dos/update.py keeps.
+// One run of elements, in 8-byte words: the rows of the table that dos/kernels/update.py keeps.
 struct AdamRun {
   AdamArrays arrays;  // without a gradient the run is left as it is
   int64_t numel;

@@ -1,4 +1,4 @@
-// Python bindings: release the GIL, call. Nothing else. Arrays are addresses, of what dos/update.py
+// Python bindings: release the GIL, call. Nothing else. Arrays are addresses, of what dos/kernels/update.py
 // has checked: exchanging thousands of them would cost more than small updates.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/array.h>
@@ -46,7 +46,7 @@ T* at(uintptr_t address) {
   return reinterpret_cast<T*>(address);
 }
 
-static_assert(sizeof(dos::AdamRun) == 11 * 8, "dos/update.py writes 11 words");
+static_assert(sizeof(dos::AdamRun) == 11 * 8, "dos/kernels/update.py writes 11 words");
 
 }  // namespace
 

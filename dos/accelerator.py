@@ -12,23 +12,24 @@ from typing import Any
 
 import torch
 
-from dos.controller import AdaptivePolicy, Controller, Policy
+from dos.calibration.measure import measure_minimum, name_of
+from dos.deciding.controller import AdaptivePolicy, Controller, Policy
+from dos.deciding.report import Report
 from dos.devices import Caller, Copy, Device, EmulatedDevice, Job
-from dos.engine import Engine, Prepared
-from dos.gpu_update import gpu_kernel_name
-from dos.gradients import Departures
+from dos.gradients.departures import Departures
 from dos.guard import Guard
-from dos.iteration import Iteration
-from dos.measure import measure_minimum, name_of
-from dos.memory import MemoryMonitor
+from dos.kernels.gpu_update import gpu_kernel_name
+from dos.machine.profiles import resolve_profile
+from dos.machine.threads import set_kernel_threads
+from dos.memory.monitor import MemoryMonitor
 from dos.options import Options
-from dos.pace import Pace
-from dos.profiles import resolve_profile
-from dos.registry import Registry
-from dos.report import Report
-from dos.subgroup import ParameterRecord, Subgroup
-from dos.threads import set_kernel_threads
-from dos.work import SubgroupUpdate, Subject
+from dos.parameters.registry import Registry
+from dos.state.record import ParameterRecord
+from dos.state.subgroup import Subgroup
+from dos.step.engine import Engine, Prepared
+from dos.step.iteration import Iteration
+from dos.step.pace import Pace
+from dos.step.work import SubgroupUpdate, Subject
 from perfmodel import Op, Placement, Plan, Timeline
 from perfmodel.hardware import HardwareProfile
 

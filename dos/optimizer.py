@@ -17,18 +17,19 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from dos.accelerator import Accelerator
-from dos.checkpoint import load_state_dict
-from dos.clipping import Clipping
-from dos.controller import Policy, resolve_policy
+from dos.deciding.controller import Policy, resolve_policy
 from dos.devices import Caller, Device, DeviceFinder
-from dos.engine import Prepared
+from dos.gradients.clipping import Clipping
+from dos.gradients.scaling import AmpScale, amp_scale
 from dos.guard import Guard, exclusive
-from dos.hooks import Attachment, Hooks, watch_gradient
 from dos.options import DEFAULT_SUBGROUP_SIZE, Options, check_settings
-from dos.registry import Active, Group, Registry
-from dos.scaling import AmpScale, amp_scale
-from dos.subgroup import ParameterRecord, Subgroup
-from dos.work import SubgroupUpdate
+from dos.parameters.checkpoint import load_state_dict
+from dos.parameters.hooks import Attachment, Hooks, watch_gradient
+from dos.parameters.registry import Active, Group, Registry
+from dos.state.record import ParameterRecord
+from dos.state.subgroup import Subgroup
+from dos.step.engine import Prepared
+from dos.step.work import SubgroupUpdate
 from perfmodel import Op, Plan, Timeline
 from perfmodel.hardware import HardwareProfile
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from dos.controller import Policy, resolve_policy
+from dos.deciding.controller import Policy, resolve_policy
 from perfmodel.hardware import HardwareProfile
 
 DEFAULT_SUBGROUP_SIZE = 100_000_000

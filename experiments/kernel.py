@@ -22,7 +22,7 @@ from rich.table import Table
 from torch import Tensor
 
 from dos import _adam  # type: ignore[attr-defined]
-from dos.update import AdamArrays, AdamBatch, AdamStep, accumulate, instruction_sets
+from dos.kernels.update import AdamArrays, AdamBatch, AdamStep, accumulate, instruction_sets
 from experiments.command import Parser
 
 _STEP = AdamStep(lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=1)

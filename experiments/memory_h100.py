@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from dos.forecast import MARGIN
+from dos.memory.forecast import MARGIN
 from experiments.plots import MemorySample, save_memory_and_lanes
 from experiments.ranks import PublishedRank
 from perfmodel import Lane, Op, Placement, Plan, Span, Timeline, Workload

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dos import DOSAdam
-from dos.controller import Policy
+from dos.deciding.controller import Policy
 from dos.devices import Script
 from experiments.gpt import GPT, GPTConfig
 from experiments.occupancies import Recording

@@ -19,9 +19,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from dos.controller import AdaptivePolicy, Controller
+from dos.deciding.controller import AdaptivePolicy, Controller
 from dos.devices import Script
-from dos.memory import MemoryMonitor
+from dos.memory.monitor import MemoryMonitor
 from experiments.memory_runs import Run, Setting, bound_s
 from experiments.occupancies import neighbours
 from experiments.progress import UPDATE

@@ -31,7 +31,7 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from dos import DOSAdam
-from dos.controller import resolve_policy
+from dos.deciding.controller import resolve_policy
 from experiments.command import Parser, positive
 from experiments.corpus import Corpus, standard_library
 from experiments.gpt import GPT, GPTConfig

@@ -18,8 +18,8 @@ from test_update import FLOATS, STEPS, assert_same_bits, clone, random_arrays, u
 from torch import Tensor
 from triton.runtime import interpreter
 
-from dos.gpu_update import GpuBatch, _fma, gpu_kernel_name
-from dos.update import AdamArrays, AdamBatch, AdamStep
+from dos.kernels.gpu_update import GpuBatch, _fma, gpu_kernel_name
+from dos.kernels.update import AdamArrays, AdamBatch, AdamStep
 
 
 def exact_fma(builder: Any, x: Any, y: Any, z: Any) -> Any:

@@ -13,7 +13,7 @@ from conftest import skip_if_the_clock_cannot_be_trusted
 from torch import nn
 
 from dos import DOSAdam, EmulatedDevice
-from dos.forecast import MARGIN as DOS_MARGIN
+from dos.memory.forecast import MARGIN as DOS_MARGIN
 from dos.options import DEFAULT_SUBGROUP_SIZE as DOS_SUBGROUP_SIZE
 from perfmodel import Placement
 from perfmodel.adaptive import adaptive

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from dos import DOSAdam, EmulatedDevice
-from dos.aliasing import find_overlap
+from dos.parameters.aliasing import find_overlap
 
 PLACES: list[dict[str, object]] = [
     {},

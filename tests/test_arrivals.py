@@ -14,7 +14,7 @@ from conftest import FAST, bits, mlp, profile, train
 from test_engine import JitteryDevice
 
 from dos import DOSAdam, EmulatedDevice
-from dos.controller import AdaptivePolicy
+from dos.deciding.controller import AdaptivePolicy
 from dos.devices import Copy, Job
 from perfmodel import Op, Placement, Plan, Workload
 

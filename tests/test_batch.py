@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from test_update import FLOATS, STEP, STEPS, assert_same_bits, clone, random_arrays
 from torch import Tensor
 
-from dos import gpu_update
-from dos.gpu_update import GpuBatch, SentTable
-from dos.update import AdamArrays, AdamBatch, adam_update, instruction_sets
+from dos.kernels import gpu_update
+from dos.kernels.gpu_update import GpuBatch, SentTable
+from dos.kernels.update import AdamArrays, AdamBatch, adam_update, instruction_sets
 
 Run = list[Tensor | None]
 AMSGRAD = replace(STEP, amsgrad=True)

@@ -14,8 +14,11 @@ from pathlib import Path
 import pytest
 from conftest import profile, skip_if_the_clock_cannot_be_trusted
 
-from dos import EmulatedDevice, calibrate, measure, profiles
-from dos.bench import Bench, Effort, Figure
+from dos import EmulatedDevice
+from dos.calibration import command as calibrate
+from dos.calibration import measure
+from dos.calibration.bench import Bench, Effort, Figure
+from dos.machine import profiles
 from perfmodel import Lane, Op, Span
 from perfmodel.hardware import HardwareProfile, Provenance
 
@@ -260,8 +263,8 @@ def test_a_cache_that_cannot_be_written(cache: Path, capsys: pytest.CaptureFixtu
 
 RANK = """
 import sys
-from dos import calibrate
-from dos.bench import Effort
+from dos.calibration import command as calibrate
+from dos.calibration.bench import Effort
 calibrate.QUICK = Effort(seconds=0.01, repeats=2, host_numel=20_000, device_numel=1000, copy_bytes=10_000)
 sys.exit(calibrate.main(["--quick", "--device", "cpu"]))
 """

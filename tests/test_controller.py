@@ -8,7 +8,7 @@ import random
 import pytest
 from conftest import profile
 
-from dos.controller import AdaptivePolicy, Controller, Refinement, resolve_policy
+from dos.deciding.controller import AdaptivePolicy, Controller, Refinement, resolve_policy
 from perfmodel import Placement, Plan, Timeline, Workload
 from perfmodel.hardware import HardwareProfile, changed
 from perfmodel.policies import stride

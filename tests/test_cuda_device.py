@@ -32,10 +32,10 @@ from torch import Tensor, nn
 from dos import DOSAdam
 from dos.devices.cuda import CudaDevice
 from dos.devices.ranges import named
-from dos.host_lane import HostLane
-from dos.iteration import Iteration
-from dos.subgroup import ParameterRecord
-from dos.threads import Cores, kernel_threads
+from dos.machine.threads import Cores, kernel_threads
+from dos.state.record import ParameterRecord
+from dos.step.host_lane import HostLane
+from dos.step.iteration import Iteration
 from perfmodel import Op
 
 POLICIES = ["cpu", 0.5, 0.0, "stride:2", "stride:1"]

@@ -12,7 +12,7 @@ import pytest
 
 from dos import DOSAdam
 from dos.devices import Caller, Copy, Job
-from dos.engine import Engine
+from dos.step.engine import Engine
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 NEEDS = {

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dos import update
+from dos.kernels import update
 
 ROOT = Path(__file__).parents[1]
 COMPILED = Path(str(update._adam.__file__))
@@ -54,14 +54,14 @@ def python(folder: Path, *arguments: str, site: Path | None = None) -> subproces
 
 def test_sources_that_shadow_the_installed_package_work(checkout: Path, site: Path) -> None:
     """As after `pip install .`, from the checkout."""
-    done = python(checkout, "-c", "import dos.update as u; print(u.__file__, u._adam.__file__)", site=site)
+    done = python(checkout, "-c", "import dos.kernels.update as u; print(u.__file__, u._adam.__file__)", site=site)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == [str(checkout / "dos/update.py"), str(site / "dos" / COMPILED.name)]
+    assert done.stdout.split() == [str(checkout / "dos/kernels/update.py"), str(site / "dos" / COMPILED.name)]
     calibrate = python(checkout, "-m", "dos.calibrate", "--help", site=site)
     assert calibrate.returncode == 0, calibrate.stderr
 
 
-@pytest.mark.parametrize("module", ["adam.py", "update.py"])
+@pytest.mark.parametrize("module", ["kernels/adam.py", "kernels/update.py"])
 def test_another_version_is_not_used(checkout: Path, site: Path, module: str) -> None:
     with (site / "dos" / module).open("a") as file:
         file.write("# another\n")
@@ -72,7 +72,7 @@ def test_another_version_is_not_used(checkout: Path, site: Path, module: str) ->
     assert "circular" not in done.stderr
 
 
-@pytest.mark.skipif(any((p / "dos/update.py").exists() for p in map(Path, PACKAGES)), reason="dos is installed")
+@pytest.mark.skipif(any((p / "dos/kernels/update.py").exists() for p in map(Path, PACKAGES)), reason="dos is installed")
 def test_without_any_compiled_part_the_message_says_so(checkout: Path) -> None:
     done = python(checkout, "-c", "import dos")
     assert done.returncode == 1

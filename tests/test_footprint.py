@@ -15,7 +15,7 @@ from conftest import FAST, bits
 from torch import Tensor, nn
 
 from dos import DOSAdam, EmulatedDevice
-from dos.subgroup import Arena
+from dos.state.arena import Arena
 from experiments.gpt import GPT, GPTConfig
 from perfmodel.footprint import host_bytes, host_footprint
 from perfmodel.planner.main import main

@@ -8,8 +8,10 @@ import pytest
 import torch
 from conftest import FAST, mlp, train
 
-from dos import DOSAdam, EmulatedDevice, subgroup
-from dos.subgroup import Arena, ParameterRecord
+from dos import DOSAdam, EmulatedDevice
+from dos.state import subgroup
+from dos.state.arena import Arena
+from dos.state.record import ParameterRecord
 from perfmodel import SubgroupLoad, Workload
 from perfmodel.format import MIXED, NEEDED_KEYS, STATE_KEYS, Field, Format, float32
 

@@ -15,10 +15,10 @@ from conftest import FAST
 from rich.console import Console
 from sample_checks import goes_on, hangs, is_killed, leaves_a_child, passes, raises, skips
 
-from dos.controller import AdaptivePolicy, resolve_policy
-from dos.memory import Source
-from dos.profiles import usable_cores
-from dos.threads import kernel_threads, set_kernel_threads
+from dos.deciding.controller import AdaptivePolicy, resolve_policy
+from dos.machine.profiles import usable_cores
+from dos.machine.threads import kernel_threads, set_kernel_threads
+from dos.memory.monitor import Source
 from experiments.checks import calibration, features, host, kernels, plans, rivals, speed, suite
 from experiments.checks.base import Bench, Check, Record, Settings, Size, Skipped, Status, Target
 from experiments.checks.catalogue import CHECKS

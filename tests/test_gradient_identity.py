@@ -10,7 +10,7 @@ from conftest import FAST, assert_close_ulp, bits, mlp
 from torch import Tensor, nn
 
 from dos import DOSAdam, EmulatedDevice
-from dos.update import AdamArrays, AdamStep, accumulate, adam_update, sum_of_squares
+from dos.kernels.update import AdamArrays, AdamStep, accumulate, adam_update, sum_of_squares
 
 pytestmark = pytest.mark.usefixtures("one_kernel_thread")
 

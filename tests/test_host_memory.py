@@ -11,8 +11,9 @@ import pytest
 import torch
 from conftest import FAST, bits, mlp, train
 
-from dos import DOSAdam, EmulatedDevice, host_memory
-from dos.host_memory import available_bytes, reserve
+from dos import DOSAdam, EmulatedDevice
+from dos.machine import host_memory
+from dos.machine.host_memory import available_bytes, reserve
 
 GIB = 2**30
 UNLIMITED_V1 = "9223372036854771712\n"

@@ -11,7 +11,7 @@ from conftest import FAST, mlp, profile
 from torch import nn
 
 from dos import DOSAdam, EmulatedDevice
-from dos.iteration import Iteration
+from dos.step.iteration import Iteration
 from perfmodel import Op, Timeline
 
 pytestmark = pytest.mark.usefixtures("one_kernel_thread")

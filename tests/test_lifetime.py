@@ -13,8 +13,9 @@ import torch
 from conftest import FAST, mlp, train
 from torch import Tensor
 
-from dos import DOSAdam, EmulatedDevice, host_memory
-from dos.subgroup import Arena
+from dos import DOSAdam, EmulatedDevice
+from dos.machine import host_memory
+from dos.state.arena import Arena
 
 pytestmark = pytest.mark.usefixtures("one_kernel_thread")
 

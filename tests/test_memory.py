@@ -18,8 +18,8 @@ from conftest import FAST, bits, mlp, train
 
 from dos import DOSAdam, EmulatedDevice
 from dos.devices import Memory
-from dos.forecast import MARGIN
-from dos.memory import _REASONS, SHARE_AT_FIRST, SHARE_OF_TIME, Budget, MemoryMonitor, Reading, Source
+from dos.memory.forecast import MARGIN
+from dos.memory.monitor import _REASONS, SHARE_AT_FIRST, SHARE_OF_TIME, Budget, MemoryMonitor, Reading, Source
 from perfmodel import Lane, Op, Placement, Plan, SubgroupLoad, Workload
 
 pytestmark = pytest.mark.usefixtures("one_kernel_thread")
@@ -280,7 +280,7 @@ class Clock:
 
 def test_sampling_takes_no_more_than_its_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr("dos.memory.time", clock)
+    monkeypatch.setattr("dos.memory.monitor.time", clock)
     took = 2e-3
     device = Card(None)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import dos.memory
+import dos.memory.monitor
 from experiments import memory, memory_h100, memory_runs
 from experiments.corpus import Corpus, standard_library
 from experiments.gpt import GPT, GPTConfig

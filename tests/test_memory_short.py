@@ -10,7 +10,8 @@ import torch
 from conftest import FAST, bits, plan_anew
 from torch import Tensor, nn
 
-from dos import DOSAdam, EmulatedDevice, host_memory
+from dos import DOSAdam, EmulatedDevice
+from dos.machine import host_memory
 from perfmodel import Placement, Plan, Workload
 
 pytestmark = pytest.mark.usefixtures("one_kernel_thread")

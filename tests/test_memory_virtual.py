@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-import dos.memory
+import dos.memory.monitor
 from experiments import memory, memory_virtual
 from experiments.memory_runs import SCOPE, Setting
 from experiments.memory_virtual import MOST_OVER_BOUND, Verdict, judge, run
@@ -49,7 +49,7 @@ def test_a_peak_that_is_seen_too_late_exceeds_the_capacity(alone: Setting, monke
     """What the judge is for: with samples as rare in the first iteration as later, state takes what the peak needs."""
     setting = alone.beside([(0.0, int(0.65 * alone.rank.free_bytes))])
     assert not any(run(setting, 2, seed).exceeded for seed in range(10))
-    monkeypatch.setattr(dos.memory, "SHARE_AT_FIRST", dos.memory.SHARE_OF_TIME)
+    monkeypatch.setattr(dos.memory.monitor, "SHARE_AT_FIRST", dos.memory.monitor.SHARE_OF_TIME)
     assert any(run(setting, 2, seed).exceeded for seed in range(10))
 
 

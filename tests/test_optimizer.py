@@ -14,7 +14,7 @@ from torch.optim import lr_scheduler
 from torch.overrides import TorchFunctionMode
 
 from dos import DOSAdam, EmulatedDevice
-from dos.scaling import amp_scale
+from dos.gradients.scaling import amp_scale
 
 pytestmark = pytest.mark.usefixtures("one_kernel_thread")
 

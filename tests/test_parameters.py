@@ -10,7 +10,9 @@ from conftest import FAST, assert_close_ulp, bits
 from torch import Tensor, nn
 
 from dos import DOSAdam, EmulatedDevice
-from dos.subgroup import Arena, make_records, split
+from dos.state.arena import Arena
+from dos.state.record import make_records
+from dos.state.subgroup import split
 
 
 def _channels_last() -> Tensor:

@@ -14,7 +14,7 @@ from conftest import mlp, plan_anew, profile, skip_if_the_clock_cannot_be_truste
 from torch import Tensor, nn
 
 from dos import DOSAdam, EmulatedDevice
-from dos.controller import Refinement
+from dos.deciding.controller import Refinement
 from perfmodel import Lane, Op, Placement, Plan, Span, Timeline, Workload
 from perfmodel.hardware import HardwareProfile
 from perfmodel.policies import cpu_only, static_ratio, stride

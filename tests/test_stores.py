@@ -14,8 +14,10 @@ from conftest import FAST, bits, mlp, train
 from torch import Tensor, nn
 
 from dos import DOSAdam, EmulatedDevice
-from dos.stores import DeviceStore
-from dos.subgroup import Arena, make_records, split
+from dos.state.arena import Arena
+from dos.state.record import make_records
+from dos.state.stores import DeviceStore
+from dos.state.subgroup import split
 from perfmodel import Lane, Placement
 
 pytestmark = pytest.mark.usefixtures("one_kernel_thread")

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dos import threads
-from dos.threads import Cores, bound_to, cores_near, kernel_threads, physical_cores, set_kernel_threads
+from dos.machine import threads
+from dos.machine.threads import Cores, bound_to, cores_near, kernel_threads, physical_cores, set_kernel_threads
 
 
 @pytest.fixture(autouse=True)

@@ -14,9 +14,9 @@ from test_update import STEP, STEPS, assert_same_bits, bits, clone, random_array
 from torch import Tensor
 
 from dos import DOSAdam
-from dos.adam import AdamArrays, AdamStep, off_ties
-from dos.gpu_update import _adam_update_torch
-from dos.update import instruction_sets
+from dos.kernels.adam import AdamArrays, AdamStep, off_ties
+from dos.kernels.gpu_update import _adam_update_torch
+from dos.kernels.update import instruction_sets
 
 NOTHING = replace(STEP, lr=0.0, eps=1.0)
 """A step that gives every parameter back as it was."""

@@ -20,9 +20,9 @@ import pytest
 import torch
 from test_update import STEP, STEPS, assert_same_bits, clone, random_arrays, update
 
-from dos import gpu_update as module
-from dos.gpu_update import GpuBatch, gpu_kernel_name
-from dos.update import AdamArrays, AdamBatch, AdamStep
+from dos.kernels import gpu_update as module
+from dos.kernels.gpu_update import GpuBatch, gpu_kernel_name
+from dos.kernels.update import AdamArrays, AdamBatch, AdamStep
 
 HERE = Path(__file__).parent
 
@@ -48,7 +48,7 @@ def compile_for_gpu(
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
-    from dos import triton_kernel
+    from dos.kernels import triton_kernel
 
     class OnGpu(torch.Tensor):
         is_cuda = True
@@ -145,7 +145,7 @@ def test_without_triton_torch_does_the_same(
     afresh: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
-    monkeypatch.delitem(sys.modules, "dos.triton_kernel", raising=False)
+    monkeypatch.delitem(sys.modules, "dos.kernels.triton_kernel", raising=False)
     with caplog.at_level(logging.WARNING):
         for step in STEPS:
             expected = random_arrays(3000, step, torch.bfloat16, torch.float32, torch.bfloat16, seed=0)

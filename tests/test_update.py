@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dos.adam import off_ties
-from dos.gpu_update import _adam_update_torch
-from dos.update import AdamArrays, AdamStep, accumulate, adam_update, instruction_sets, sum_of_squares
+from dos.kernels.adam import off_ties
+from dos.kernels.gpu_update import _adam_update_torch
+from dos.kernels.update import AdamArrays, AdamStep, accumulate, adam_update, instruction_sets, sum_of_squares
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 CANONICAL_NAN = {torch.float32: 0x7FC00000, torch.bfloat16: 0x7FC0, torch.float16: 0x7E00}

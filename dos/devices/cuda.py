@@ -17,7 +17,7 @@ from dos.devices.base import LANES, Caller, Copy, Job, Mark, Memory
 from dos.devices.coalesce import copy_pieces
 from dos.devices.pinned import lazy_zeros, pin
 from dos.devices.ranges import named
-from dos.threads import bind, bound_to, cores_near
+from dos.machine.threads import bind, bound_to, cores_near
 from perfmodel import Lane, Op, Span
 
 _CLOCK_S = 1.0

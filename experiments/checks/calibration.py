@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 
 from dos import EmulatedDevice
-from dos.bench import Effort
-from dos.calibrate import thread_counts
+from dos.calibration.bench import Effort
+from dos.calibration.command import thread_counts
+from dos.calibration.measure import MINIMUM, QUICK, base_profile, measure, name_of
 from dos.devices import Device
 from dos.devices.cuda import CudaDevice
-from dos.measure import MINIMUM, QUICK, base_profile, measure, name_of
-from dos.profiles import machine_name, usable_cores
-from dos.threads import set_kernel_threads
+from dos.machine.profiles import machine_name, usable_cores
+from dos.machine.threads import set_kernel_threads
 from experiments.checks.base import Bench, Size, Target
 from experiments.checks.training import prepare
 from perfmodel.hardware import HardwareProfile

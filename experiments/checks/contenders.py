@@ -6,7 +6,7 @@ import dataclasses
 import statistics
 from collections.abc import Callable
 
-from dos.controller import AdaptivePolicy, Policy
+from dos.deciding.controller import AdaptivePolicy, Policy
 from experiments.checks.contest import Probe
 from experiments.checks.machine import Machine
 from experiments.checks.training import SETTINGS, Batch, Job, Reference, free_memory

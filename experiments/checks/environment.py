@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from dos.gpu_update import gpu_kernel_name
-from dos.host_memory import available_bytes
-from dos.profiles import cpu_model, local_ranks, usable_cores
-from dos.threads import kernel_threads
-from dos.update import instruction_sets
+from dos.kernels.gpu_update import gpu_kernel_name
+from dos.kernels.update import instruction_sets
+from dos.machine.host_memory import available_bytes
+from dos.machine.profiles import cpu_model, local_ranks, usable_cores
+from dos.machine.threads import kernel_threads
 from experiments.checks.base import Bench
 
 _ROOT = Path(__file__).parents[2]

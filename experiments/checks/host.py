@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dos.devices import pinned_zeros
 from dos.devices.cuda import CudaDevice
-from dos.host_memory import available_bytes
+from dos.machine.host_memory import available_bytes
 from experiments.checks.base import Bench, Size, Target
 from experiments.checks.training import prepare
 from experiments.checks.vitals import huge_page_bytes

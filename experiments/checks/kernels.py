@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dos.gpu_update import _adam_update_torch, gpu_kernel_name
-from dos.update import AdamArrays, AdamStep, adam_update, instruction_sets
+from dos.kernels.gpu_update import _adam_update_torch, gpu_kernel_name
+from dos.kernels.update import AdamArrays, AdamStep, adam_update, instruction_sets
 from experiments.checks.base import Bench, Size, Target
 from experiments.checks.training import prepare
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dos import DOSAdam, EmulatedDevice
-from dos.controller import AdaptivePolicy, Policy
+from dos.deciding.controller import AdaptivePolicy, Policy
 from experiments.checks.base import Bench, Size, Target
 from experiments.checks.training import EXACT, SETTINGS, STEPS, Batch, Job, Reference, deterministic, prepare
 from experiments.gpt import GPT

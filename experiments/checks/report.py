@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from dos.memory import Source
+from dos.memory.monitor import Source
 from experiments.checks.base import Record, Status, plain, replace_text
 
 CONTESTS = ("full-memory", "policies", "largest", "torchao", "deepspeed", "bitsandbytes")

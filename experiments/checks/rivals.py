@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable
 
-from dos.controller import AdaptivePolicy, resolve_policy
+from dos.deciding.controller import AdaptivePolicy, resolve_policy
 from experiments.checks.base import Bench, Settings, Skipped, Target
 from experiments.checks.contenders import Ours
 from experiments.checks.contest import ratio

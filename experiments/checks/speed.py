@@ -9,8 +9,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dos.controller import AdaptivePolicy, resolve_policy
-from dos.threads import kernel_threads
+from dos.deciding.controller import AdaptivePolicy, resolve_policy
+from dos.machine.threads import kernel_threads
 from experiments.checks.base import Bench, Size, Target
 from experiments.checks.calibration import measured_profile
 from experiments.checks.contenders import OnDevice, Ours, Rig, first_start, scope_of

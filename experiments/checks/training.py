@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import AdamW
 
-from dos.host_memory import available_bytes
+from dos.machine.host_memory import available_bytes
 from experiments.checks.base import Bench, Settings, Size, Skipped
 from experiments.gpt import GPT, GPTConfig
 from perfmodel.format import MIXED

@@ -11,10 +11,10 @@ from test_ties import NOTHING, ties
 from test_update import FLOATS, STEP, STEPS, assert_same_bits, clone, random_arrays, random_bits, update
 from torch import Tensor
 
-from dos import gpu_update as module
 from dos.devices.pinned import lazy_zeros, pin
-from dos.gpu_update import gpu_kernel_name
-from dos.update import AdamArrays, AdamBatch, AdamStep
+from dos.kernels import gpu_update as module
+from dos.kernels.gpu_update import gpu_kernel_name
+from dos.kernels.update import AdamArrays, AdamBatch, AdamStep
 
 pytestmark = [
     pytest.mark.cuda,

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from dos import DOSAdam
 from dos.devices.cuda import POOLS, CudaDevice
-from dos.forecast import MARGIN
-from dos.memory import Nvml
+from dos.memory.forecast import MARGIN
+from dos.memory.monitor import Nvml
 from experiments.checks.neighbour import Neighbour
 
 pytestmark = [
@@ -358,7 +358,7 @@ CHILD = """
 import torch
 from dos import DOSAdam
 from dos.devices.cuda import CudaDevice
-from dos.memory import Nvml
+from dos.memory.monitor import Nvml
 weight = torch.nn.Parameter(torch.ones(1000, device="cuda"))
 optimizer = DOSAdam([weight], policy="stride:1")
 weight.sum().backward()

@@ -1,0 +1,190 @@
+"""Measures this machine: which rates of the host, of the links and of the accelerator make its profile."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import date
+from typing import Any
+
+import torch
+
+from dos.calibration.bench import SMALL, Bench, Effort, Exchange, Figure
+from dos.devices import Device, EmulatedDevice
+from dos.devices.cuda import CudaDevice
+from dos.machine.threads import kernel_threads
+from perfmodel.format import MIXED
+from perfmodel.hardware import RATES, HardwareProfile, Provenance
+
+Progress = Callable[[str, float], None]
+"""Told what is measured next, and the share of everything that is done."""
+
+WITHIN = 0.03
+"""Fewer threads are preferred if they are slower by no more than this share."""
+
+FULL = Effort(seconds=3.0, repeats=5, host_numel=2**27, device_numel=2**26, copy_bytes=2**28, emulated_s=0.05)
+QUICK = Effort(seconds=0.3, repeats=3, host_numel=2**26, device_numel=2**24, copy_bytes=2**26, emulated_s=0.05)
+MINIMUM = Effort(seconds=0.05, repeats=2, host_numel=2**24, device_numel=2**22, copy_bytes=2**25, emulated_s=0.01)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What was measured, per rank.
+
+    figures: by field of HardwareProfile; with an accelerator also `cpu_update_rate_beside`, `h2d_bandwidth_beside` and
+        `d2h_bandwidth_beside`, those three at once.
+    trials: parameters/s of the CPU update by number of threads.
+    threads: the number chosen.
+    cpu_share: of the time that these threads wanted to run, the share for which other programs let them; 1 on an
+        emulated device, whose host mostly waits.
+    """
+
+    figures: dict[str, Figure]
+    trials: dict[int, Figure]
+    threads: int
+    cpu_share: float
+
+    def profile(self, base: HardwareProfile, machine: str, ranks: int = 1, note: str = "") -> HardwareProfile:
+        """The measured profile of a host with so many ranks; what was not measured is taken from `base`."""
+        fields = [f.name for f in dataclasses.fields(base)]
+        values: dict[str, Any] = {name: figure.value for name, figure in self.figures.items() if name in fields}
+        missing = [name for name in RATES if name not in values and name != "cpu_traffic_factor"]
+        if missing:
+            unmeasured = f"not measured, taken from the profile {base.name!r}: {', '.join(missing)}"
+            note = f"{note}; {unmeasured}" if note else unmeasured
+        return dataclasses.replace(
+            base,
+            **values | {"host_bandwidth": values["host_bandwidth"] * ranks},
+            name="measured",
+            ranks_per_host=ranks,
+            cpu_traffic_factor=1.0,
+            cpu_threads=self.threads,
+            provenance=Provenance("measured", date.today().isoformat(), machine, note),
+        )
+
+
+def base_profile(device: Device | None) -> HardwareProfile:
+    """Where figures that are not measured come from."""
+    return device.profile if isinstance(device, EmulatedDevice) else HardwareProfile.builtin("unknown")
+
+
+def name_of(device: Device | None) -> str:
+    """What profiles call the accelerator."""
+    if device is None:
+        return "no accelerator"
+    if isinstance(device, CudaDevice):
+        return torch.cuda.get_device_name(device.torch_device)
+    return f"emulated {device.profile.name}" if isinstance(device, EmulatedDevice) else type(device).__name__
+
+
+def measure_minimum(device: Device | None) -> HardwareProfile:
+    """A rough profile in under 2 s, for a first step on a machine that was never calibrated.
+
+    It is of this rank as it is now, with the number of threads that updates have; the memory it needs is given back.
+    Without enough device memory, or without a device, only the host is measured.
+    """
+    note = "roughly, at the first step; `python -m dos.calibrate` does better"
+    threads = [kernel_threads()]
+    try:
+        found = measure(device, MINIMUM, threads)
+    except torch.OutOfMemoryError:
+        found = measure(None, MINIMUM, threads)
+    return found.profile(base_profile(device), name_of(device), note=note)
+
+
+def choose_threads(rates: dict[int, float]) -> int:
+    """The fewest threads within 3% of the best rate."""
+    return min(threads for threads, rate in rates.items() if rate >= (1 - WITHIN) * max(rates.values()))
+
+
+def measure(
+    device: Device | None,
+    effort: Effort,
+    threads: Sequence[int],
+    *,
+    exchange: Exchange = lambda value: [value],
+    progress: Progress = lambda label, done: None,
+    ranks: int = 1,
+) -> Measurement:
+    """Measure the host, and the device if there is one.
+
+    threads: numbers of threads to try. exchange: among ranks that measure together, of which every figure is the mean.
+    ranks: that share the host's memory.
+
+    Neither casts nor device memory are measured on an emulated device, which does not emulate them.
+
+    **Host bandwidth.** The model (`perfmodel.lanes.shared_rates`) lets CPU update and transfers run at their own
+    rates until the bytes/s they cause together reach the host bandwidth, and from there on slows all by one factor. So
+    it is the sum of the bytes/s of a CPU update (`MIXED.update_traffic` per parameter) and of transfers both ways (one
+    byte each) while all three run at once. Where they did not slow each other it is only known that the bandwidth is no
+    less, and the model then predicts what was seen: no slowdown. Without transfers, what the CPU update causes alone.
+    Never less than CPU update or transfers cause alone, or the model would slow them even then. `cpu_traffic_factor`
+    stays 1.
+
+    Raises torch.OutOfMemoryError if the device has no memory to measure with.
+    """
+    bench = Bench(device, _fitted(effort, device, ranks), exchange)
+    emulated = isinstance(device, EmulatedDevice)
+    try:
+        progress("CPU update", 0.0)
+        trials = bench.cpu_update(threads)
+        chosen = choose_threads({n: figure.value for n, figure in trials.items()})
+        figures = {"cpu_update_rate": trials[chosen]}
+        stages: list[tuple[str, Callable[[], dict[str, Figure]]]] = []
+        if not emulated:
+            stages.append(("casts", lambda: bench.cast(chosen)))
+        if device is not None:
+            stages += [
+                ("copies", bench.copies),
+                ("copies both ways", lambda: bench.duplex(figures)),
+                ("copies beside CPU updates", lambda: bench.beside(figures, chosen)),
+                ("device updates", bench.device_update),
+            ]
+            if not emulated:
+                stages.append(("device memory", bench.device_memory))
+        for done, (label, stage) in enumerate(stages, 1):
+            progress(label, done / (len(stages) + 1))
+            figures |= stage()
+    finally:
+        bench.close()
+    figures["host_bandwidth"] = _host_bandwidth(figures)
+    return Measurement(figures, trials, chosen, 1.0 if emulated else bench.cpu_share(chosen))
+
+
+def _fitted(effort: Effort, device: Device | None, ranks: int) -> Effort:
+    """No larger than memory allows; on an emulated device, no longer than `emulated_s`."""
+    host, on_device, copied = effort.host_numel, effort.device_numel, effort.copy_bytes
+    if isinstance(device, EmulatedDevice):
+        rates, seconds = device.profile, effort.emulated_s
+        host = min(host, int(seconds * rates.cpu_update_rate))
+        on_device = min(on_device, int(seconds * rates.gpu_update_rate))
+        copied = min(copied, int(seconds * min(rates.h2d_bandwidth, rates.d2h_bandwidth)))
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // ranks
+    host = min(host, memory // (8 * MIXED.held_bytes))
+    if device is not None:
+        free = device.memory().free
+        on_device, copied = min(on_device, free // (4 * MIXED.held_bytes)), min(copied, free // 8)
+    return dataclasses.replace(
+        effort,
+        host_numel=max(host, SMALL),
+        device_numel=max(on_device, 2 * SMALL),
+        copy_bytes=max(copied, 8 * SMALL),
+    )
+
+
+def _host_bandwidth(figures: dict[str, Figure]) -> Figure:
+    """Bytes/s of host memory that one rank reaches; see `measure`."""
+    combinations: list[tuple[str, ...]] = [("cpu_update_rate",)]
+    if "h2d_bandwidth" in figures:
+        combinations += [
+            ("h2d_bandwidth_duplex", "d2h_bandwidth_duplex"),
+            ("cpu_update_rate_beside", "h2d_bandwidth_beside", "d2h_bandwidth_beside"),
+        ]
+
+    def traffic(names: Iterable[str]) -> float:
+        return sum(figures[n].value * (MIXED.update_traffic if n.startswith("cpu") else 1) for n in names)
+
+    best = max(combinations, key=traffic)
+    return Figure(traffic(best), max(figures[n].spread for n in best))

@@ -1,0 +1,1 @@
+"""Where subgroups are updated, and what is said of it."""

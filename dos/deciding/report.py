@@ -1,0 +1,155 @@
+"""What the last step did and why: for people, for logs and for monitors."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+from dos.memory.monitor import Reading
+from perfmodel import Lane, Placement, Plan, Timeline, Workload
+from perfmodel.bounds import Bound, lower_bound
+from perfmodel.hardware import HardwareProfile
+from perfmodel.simulate import Phase, Scope, makespan
+
+
+@dataclass(frozen=True)
+class Report:
+    """One step of one accelerator.
+
+    workload: what the plan was made for, memory included. profile: the rates believed; None if no policy asked for any.
+    measured: None while the step is still running. exposed_s: seconds for which the caller was held up.
+    reading: device memory now. held_bytes: what optimizer state has of it now.
+    host_bytes: host memory that state has, or had and will have again.
+    kernel: what updates on the device; None where that is said by its kind.
+    changed: what the memory for state was when the plan last changed, before and after, in bytes.
+    """
+
+    plan: Plan
+    workload: Workload
+    profile: HardwareProfile | None
+    measured: Timeline | None
+    exposed_s: float
+    reading: Reading
+    held_bytes: int
+    host_bytes: int
+    kernel: str | None
+    changed: tuple[float, float]
+
+    @property
+    def update_s(self) -> float | None:
+        """Seconds from the call of step() to the last end; None while it runs."""
+        return None if self.measured is None else max((span.end for span in self.measured.spans), default=0.0)
+
+    @property
+    def predicted_s(self) -> float | None:
+        """What the model says of the same."""
+        return None if self.profile is None else _predicted(self.plan, self.workload, self.profile)
+
+    @property
+    def bound(self) -> Bound | None:
+        """What no plan could beat with this memory."""
+        return None if self.profile is None else _bound(self.workload, self.profile)
+
+    def metrics(self) -> dict[str, float]:
+        """Plain numbers by name; those that are not known are missing."""
+        numel = max(self.workload.numel, 1)
+        loads = self.workload.subgroups
+        share = {p: sum(loads[i].numel for i in self.plan.served(p)) / numel for p in Placement}
+        streamed = sum(loads[i].state_bytes for i in self.plan.served(Placement.GPU_STREAMED))
+        on_cpu = [loads[i] for i in self.plan.served(Placement.CPU)]
+        found: dict[str, float | None] = {
+            **{f"share_{placement.label}": value for placement, value in share.items()},
+            "slots": self.plan.slots,
+            "h2d_bytes": streamed + sum(load.parameter_bytes for load in on_cpu),
+            "d2h_bytes": streamed + sum(load.gradient_bytes for load in on_cpu),
+            "exposed_s": self.exposed_s,
+            "update_s": self.update_s,
+            "predicted_s": self.predicted_s,
+            "bound_s": None if self.bound is None else self.bound.seconds,
+            "efficiency": self._efficiency(),
+            "memory_free_bytes": self.reading.memory.free,
+            "memory_total_bytes": self.reading.memory.total,
+            "memory_held_bytes": self.held_bytes,
+            "host_held_bytes": self.host_bytes,
+            "memory_for_state_bytes": _finite(self.workload.peak_free_bytes),
+        }
+        return {name: float(value) for name, value in found.items() if value is not None}
+
+    def __str__(self) -> str:
+        memory, bound, work = self.reading.memory, self.bound, self.workload
+        before, after = self.changed
+        lines = [
+            f"Plan: {self.plan}",
+            f"Memory: {_gib(memory.free)} free of {_gib(memory.total)}, says {self.reading.source.value}; room "
+            f"for {_gib(work.peak_free_bytes)} of {_gib(work.state_bytes)} of optimizer state, which holds "
+            f"{_gib(self.held_bytes)} now",
+            f"Last change of plan: memory for state went from {_gib(before)} to {_gib(after)}",
+        ]
+        if self.kernel is not None:
+            lines += [f"Updates on the device are done by {self.kernel}"]
+        if self.measured is not None and self.update_s is not None:
+            busy = ", ".join(f"{lane.value} {_ms(self.measured.busy(lane))}" for lane in Lane)
+            lines += [
+                f"Measured: {_ms(self.update_s)} from step() to the last transfer, of which the caller waited "
+                f"{_ms(self.exposed_s)}; lanes were busy for: {busy}"
+            ]
+        if bound is None or self.predicted_s is None:
+            lines += ["Predicted: nothing, because this policy needs no profile; policy='adaptive' has one"]
+        else:
+            assert self.profile is not None
+            lines += [
+                f"Predicted: {_ms(self.predicted_s)} on {self.profile.name}",
+                f"Bound: no plan could take less than {_ms(bound.seconds)} with this memory; {_what_binds(bound)}",
+            ]
+            efficiency = self._efficiency()
+            if efficiency is not None:
+                lines += [f"Efficiency: {efficiency:.0%} of the bound"]
+        return "\n".join(lines)
+
+    def change(self) -> str:
+        """One line for the log when the plan has changed."""
+        before, after = self.changed
+        text = f"plan changed: memory for state {_gib(before)} -> {_gib(after)}; {self.plan}"
+        if self.predicted_s is not None and self.bound is not None:
+            text += f"; predicted {_ms(self.predicted_s)}, bound {_ms(self.bound.seconds)}, {_what_binds(self.bound)}"
+        return text
+
+    def _efficiency(self) -> float | None:
+        """The bound over what was measured; None if either is not known or there was nothing to do."""
+        if self.bound is None or not self.update_s:
+            return None
+        return self.bound.seconds / self.update_s
+
+
+def _scope(workload: Workload) -> Scope:
+    """The update, with gradients that leave during backward where that is known."""
+    return Scope(Phase.OVERLAPPED if workload.backward_s else Phase.ABSENT)
+
+
+@functools.lru_cache(maxsize=8)
+def _predicted(plan: Plan, workload: Workload, profile: HardwareProfile) -> float:
+    return makespan(plan, workload, profile, _scope(workload)) - workload.backward_s
+
+
+@functools.lru_cache(maxsize=8)
+def _bound(workload: Workload, profile: HardwareProfile) -> Bound:
+    return lower_bound(workload, profile, _scope(workload))
+
+
+def _what_binds(bound: Bound) -> str:
+    return f"{bound.binding} is the bottleneck" if bound.binding != "nothing" else "nothing holds it up"
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _gib(nbytes: float) -> str:
+    if not math.isfinite(nbytes):
+        return "unlimited memory"
+    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 / 10 else f"{nbytes / 2**20:.2f} MiB"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms"

@@ -1,0 +1,1 @@
+"""Gradients on their way, on the host, clipped and scaled."""

@@ -1,0 +1,164 @@
+"""Clipping the global norm of gradients, wherever they lie: factors that are folded into the update."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dos.gradients.offload import OffloadedGradients
+from dos.gradients.scaling import versions_of_a_check
+from dos.state.record import ParameterRecord
+
+Gradient = Tensor | Future
+"""A gradient with its parameter, or what `OffloadedGradients.handles` has for one that is not."""
+
+
+class PendingClip:
+    """Clip factors waiting for the step, each for one gradient as it was when the factor was computed.
+
+    A gradient that is replaced or written to afterwards, as zeroing and backward do, is another one: no factor is its.
+    """
+
+    def __init__(self) -> None:
+        self._factors: dict[int, tuple[weakref.ref[Any], int, Tensor]] = {}
+        self._floats: dict[int, float] = {}
+
+    def __bool__(self) -> bool:
+        """Whether there is any."""
+        return bool(self._factors)
+
+    def clip(self, gradients: Iterable[Gradient], factor: Tensor) -> None:
+        """Multiply the factors of these gradients by `factor`, and forget all others."""
+        before = {id(gradient): (gradient, self.factor(gradient)) for gradient in gradients}
+        # Most often all have the same one, which is then read from the device only once.
+        products = {id(old): old * factor for _, old in before.values() if old is not None}
+        self._floats = {}
+        self._factors = {
+            key: (weakref.ref(gradient), _version(gradient), products.get(id(old), factor))
+            for key, (gradient, old) in before.items()
+        }
+
+    def factor(self, gradient: Gradient) -> Tensor | None:
+        """What clipping multiplies the gradient by: float32, shape (); None: it was not clipped, or changed since."""
+        version, factor = self._of(gradient)
+        # GradScaler may have checked and unscaled it since, which in some versions of torch count as writes.
+        unchanged = 0 <= _version(gradient) - version <= 2 * versions_of_a_check()
+        return factor if unchanged else None
+
+    def as_float(self, gradient: Gradient) -> float:
+        """The factor as a number, 1 if there is none. One synchronisation for all gradients that share it."""
+        factor = self.factor(gradient)
+        if factor is None:
+            return 1.0
+        if id(factor) not in self._floats:
+            self._floats[id(factor)] = float(factor)
+        return self._floats[id(factor)]
+
+    def lost(self, gradient: Gradient) -> bool:
+        """Whether the gradient was clipped and has been written to since."""
+        return self._of(gradient)[1] is not None and self.factor(gradient) is None
+
+    def _of(self, gradient: Gradient) -> tuple[int, Tensor | None]:
+        """The version that was clipped, and the factor."""
+        reference, version, factor = self._factors.get(id(gradient), (None, 0, None))
+        return (version, factor) if reference is not None and reference() is gradient else (0, None)
+
+
+def _version(gradient: Gradient) -> int:
+    return gradient._version if isinstance(gradient, Tensor) else 0
+
+
+class Clipping:
+    """Clips one optimizer's gradients: those with their parameters, and those that were offloaded.
+
+    max_grad_norm: to which every step clips, or None.
+    """
+
+    def __init__(self, offloaded: OffloadedGradients | None, max_grad_norm: float | None) -> None:
+        self._offloaded = offloaded
+        self._max_grad_norm = max_grad_norm
+        self._pending = PendingClip()
+        self._warned = False
+
+    def forget(self) -> None:
+        """The gradients are zeroed, or were used."""
+        self._pending = PendingClip()
+
+    def norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        """The 2-norm of these and all offloaded gradients as the step will use them: float32, shape ()."""
+        elsewhere = [] if self._offloaded is None else [self._offloaded.norm(self._pending.as_float)]
+        return global_norm(gradients, self._pending, elsewhere)
+
+    def clip(self, gradients: Sequence[Tensor], max_norm: float) -> Tensor:
+        """Let the step clip these and all offloaded gradients to `max_norm`; their norm before."""
+        norm = self.norm(gradients)
+        handles = [] if self._offloaded is None else self._offloaded.handles()
+        self._pending.clip([*gradients, *handles], clip_factor(norm, max_norm))
+        return norm
+
+    def about_to_add(self, record: ParameterRecord) -> None:
+        """Another micro-batch is about to be added to an offloaded gradient."""
+        handle = None if self._offloaded is None else self._offloaded.handle(record)
+        if handle is not None and self._pending.factor(handle) is not None:
+            self._warn()
+
+    def scales(
+        self,
+        members: Sequence[tuple[ParameterRecord, object]],
+        gradients: Callable[[], Sequence[Tensor]],
+        scale: float,
+    ) -> Iterable[float]:
+        """What the step multiplies the gradient of each record by.
+
+        members: begin with the records. gradients: all that are with their parameters. scale: what unscales them.
+        """
+        if self._max_grad_norm is not None:
+            scale *= float(clip_factor(self.norm(gradients()) * scale, self._max_grad_norm))
+        if not self._pending:
+            return itertools.repeat(scale)
+        found = [self._gradient_of(record) for record, _ in members]
+        if any(self._pending.lost(gradient) for gradient in found):
+            self._warn()
+        return [scale * self._pending.as_float(gradient) for gradient in found]
+
+    def _gradient_of(self, record: ParameterRecord) -> Gradient:
+        handle = None if self._offloaded is None else self._offloaded.handle(record)
+        if handle is not None:
+            return handle
+        assert record.parameter.grad is not None, "asked only for parameters that have a gradient"
+        return record.parameter.grad
+
+    def _warn(self) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                "a gradient was written to between clip_grad_norm_() and step(), by backward, by zeroing in place or "
+                "by hand, so it is not clipped; call clip_grad_norm_() after all that changes gradients",
+                stacklevel=5,
+            )
+
+
+def global_norm(gradients: Sequence[Tensor], clip: PendingClip, elsewhere: Sequence[Tensor] = ()) -> Tensor:
+    """The 2-norm of all gradients together as `clip` has them: float32, shape (), on the first one's device; or 0.
+
+    elsewhere: norms of gradients that are not among these, shape ().
+    """
+    device = gradients[0].device if gradients else None
+    norms = []
+    for gradient in gradients:
+        norm, factor = torch.linalg.vector_norm(gradient, dtype=torch.float32), clip.factor(gradient)
+        norms.append(norm if factor is None else norm * factor.to(norm.device))
+    norms = [norm.to(device, non_blocking=True) for norm in (*norms, *elsewhere)]
+    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), dtype=torch.float32, device="cpu")
+
+
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """What clipping to `max_norm` multiplies by: the formula of torch.nn.utils.clip_grads_with_norm_."""
+    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)

@@ -1,0 +1,210 @@
+"""Gradients that leave during backward: which have gone, and whether what went is what the step will use."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from dos.devices import Caller, Copy, Device, Job
+from dos.state.record import Layout, ParameterRecord
+from dos.state.subgroup import Piece, Subgroup
+
+logger = logging.getLogger(__name__)
+
+Send = Callable[[Subgroup, Sequence[Copy], Collection[Caller]], Job]
+"""Starts gradients of a subgroup, which backward wrote in these queues, on their way to the host."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Written:
+    """One parameter's gradient as backward has just left it: this object, this memory, this version.
+
+    A new one is made each time backward writes, and compared by identity. Numbers alone do not tell two gradients
+    apart: versions begin anew with each tensor, and addresses come back once memory was freed.
+    """
+
+    gradient: weakref.ref[Tensor]
+    storage: StorageWeakRef
+    address: int
+    version: int
+    layout: Layout
+
+    @classmethod
+    def of(cls, gradient: Tensor, layout: Layout) -> _Written:
+        """layout: of its parameter, in whose order elements leave."""
+        storage = StorageWeakRef(gradient.untyped_storage())
+        return cls(weakref.ref(gradient), storage, gradient.data_ptr(), gradient._version, layout)
+
+    def still(self, gradient: Tensor | None, writes: int | None) -> bool:
+        """Whether `gradient` is this one, but for `writes` writes that changed no value; None: it is not."""
+        return (
+            writes is not None
+            and gradient is not None
+            and self.gradient() is gradient
+            and self.version + writes == gradient._version
+            # `gradient.data = ...` leaves object and version as they were.
+            and self.address == gradient.data_ptr()
+            and self.storage.cdata == gradient.untyped_storage()._cdata
+        )
+
+
+@dataclass
+class _Seen:
+    """What the hooks saw of one parameter's gradient in this iteration, and what to expect of the next.
+
+    gradient: the last one. written: that as backward left it, where it is to leave.
+    times: how often backward wrote to it; expected: how often in the last iteration (accumulation, micro-batches).
+    untouched: whether the step found it as backward had left it. If not, sending it early was in vain.
+    """
+
+    gradient: weakref.ref[Tensor] | None = None
+    written: _Written | None = None
+    times: int = 0
+    expected: int = 1
+    untouched: bool = True
+
+
+@dataclass
+class _Departure:
+    """The gradients of one subgroup on their way.
+
+    awaited: pieces whose gradients are expected in this iteration and not gathered yet; all go once there are none.
+    callers: in which of the caller's queues those that are gathered were written, or copied into another layout.
+    """
+
+    staging: Tensor
+    awaited: set[Piece]
+    gathered: dict[Piece, tuple[Copy, _Written]] = field(default_factory=dict)
+    callers: set[Caller] = field(default_factory=set)
+    sent: dict[Piece, tuple[Job, _Written]] = field(default_factory=dict)
+
+
+class Departures:
+    """Watches gradients become final, one parameter after the other, and sends off those of whole subgroups.
+
+    A gradient that changes after it was sent (clipping or unscaling in place, another backward) is noticed by its
+    identity and version, and the step sends it again: always right, fast where nothing was touched. What was always
+    changed is not sent early next time.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[ParameterRecord, _Seen] = {}
+        self._departures: dict[Subgroup, _Departure] = {}
+        self._fired = 0
+        self._fired_last = 0
+        self._explained = False
+
+    @property
+    def past_half(self) -> bool:
+        """Whether backward has made half as many gradients as last time, so that it is past its peak of memory."""
+        return 2 * self._fired > self._fired_last > 0
+
+    def gradient_ready(
+        self,
+        record: ParameterRecord,
+        places: Sequence[tuple[Subgroup, Piece]],
+        wanted: Collection[Subgroup],
+        send: Send,
+        device: Device,
+    ) -> None:
+        """Backward has written to the parameter's gradient, in the caller's present queue.
+
+        places: the parameter's pieces, each with its subgroup. wanted: the subgroups whose gradients go to the host.
+        """
+        seen, gradient = self.count(record), record.parameter.grad
+        places = [place for place in places if place[0] in wanted]
+        if gradient is None or not places:
+            return
+        written = seen.written = _Written.of(gradient, record.layout)
+        staging = record.arena.gradient
+        if seen.times != seen.expected or not seen.untouched or staging is None or staging.dtype != gradient.dtype:
+            return
+        if record.changed() or record.stand_in:
+            return  # the step will read the parameter anew first
+        caller = device.caller()
+        with torch.no_grad():
+            flat = record.flat_gradient(gradient)
+        for subgroup, piece in places:
+            departure = self._departures.get(subgroup)
+            if departure is None:
+                awaited = {other for other in subgroup.pieces if self._expects(other)}
+                departure = self._departures[subgroup] = _Departure(staging, awaited)
+            departure.awaited.discard(piece)
+            departure.gathered[piece] = (subgroup.gradient[piece.run], piece.of_parameter(flat)), written
+            departure.callers.add(caller)
+            if not departure.awaited:
+                job = send(subgroup, [copy for copy, _ in departure.gathered.values()], departure.callers)
+                departure.sent |= {p: (job, written) for p, (_, written) in departure.gathered.items()}
+                departure.gathered, departure.callers = {}, set()
+
+    def count(self, record: ParameterRecord) -> _Seen:
+        """Backward has written to the parameter's gradient."""
+        gradient = record.parameter.grad
+        seen = self._seen.get(record)
+        if seen is None:
+            seen = self._seen[record] = _Seen()
+        seen.written = None
+        if gradient is None:
+            return seen
+        self._fired += 1
+        if seen.gradient is not None and seen.gradient() is gradient:
+            seen.times += 1
+        else:
+            seen.times, seen.gradient = 1, weakref.ref(gradient)
+        return seen
+
+    def arriving(self, subgroup: Subgroup, pieces: Iterable[Piece], writes: int | None) -> tuple[set[Piece], list[Job]]:
+        """Those of the pieces whose gradients went early and still hold, and the jobs that bring them.
+
+        writes: how often every gradient was written since without changing a value (GradScaler's check for inf);
+            None: values have changed.
+        """
+        departure = self._departures.get(subgroup)
+        if departure is None or departure.staging is not subgroup.arena.gradient:  # which may have become wider since
+            return set(), []
+        holding = set()
+        jobs = {}
+        for piece in pieces:
+            if piece not in departure.sent:
+                continue
+            job, written = departure.sent[piece]
+            # What went may be of an earlier backward than the last.
+            last = self._seen[piece.record].written is written and written.layout == piece.record.layout
+            if last and written.still(piece.record.parameter.grad, writes):
+                holding.add(piece)
+                jobs[id(job)] = job
+        return holding, list(jobs.values())
+
+    def finish(self, writes: int | None) -> None:
+        """The step has used the gradients, or was skipped: learn from how they were found, and begin anew."""
+        fired = [(record, seen, seen.written) for record, seen in self._seen.items() if seen.written is not None]
+        for record, seen, written in fired:
+            seen.untouched = written.still(record.parameter.grad, writes)
+        for seen in self._seen.values():
+            seen.expected = seen.times
+        self._fired_last = self._fired
+        self.forget()
+        if fired and not any(seen.untouched for _, seen, _ in fired) and not self._explained:
+            self._explained = True
+            logger.info(
+                "gradients change between backward and step(), so they cannot leave during backward; clip with "
+                "max_grad_norm= or optimizer.clip_grad_norm_(), and let GradScaler.step() unscale, to overlap again"
+            )
+
+    def forget(self) -> None:
+        """The gradients that are there are of no use: none of them is held, and none counts."""
+        for seen in self._seen.values():
+            seen.times, seen.gradient, seen.written = 0, None, None
+        self._departures = {}
+        self._fired = 0
+
+    def _expects(self, piece: Piece) -> bool:
+        """Whether the subgroup waits for this piece before it goes: not if it was idle or changed last time."""
+        seen = self._seen.get(piece.record)
+        return seen is not None and seen.expected > 0 and seen.untouched and bool(piece.record.parameter.requires_grad)

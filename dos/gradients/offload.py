@@ -1,0 +1,164 @@
+"""Gradients that live on the host: each leaves the accelerator during backward, and adds up there if it must."""
+
+from __future__ import annotations
+
+import functools
+import math
+import weakref
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dos.devices import Copy, Job
+from dos.kernels.update import accumulate, sum_of_squares
+from dos.state.record import ParameterRecord
+from dos.state.stores import HostStore
+from dos.state.subgroup import Subgroup
+
+Send = Callable[[Sequence[Copy]], Job]
+"""Starts gradients on their way to the host."""
+Run = Callable[[Callable[[], None]], "Future[None]"]
+"""Runs work on the host beside the caller, in order."""
+
+
+_INCOMPLETE = (
+    "moving a gradient to the host was interrupted or failed, so the gradients are not complete; call "
+    "optimizer.zero_grad() and run backward again"
+)
+
+
+class _Total(NamedTuple):
+    """A parameter's gradient so far: complete once `arrived` is, and where. staged: no other was added to it."""
+
+    arrived: Future[None]
+    values: Tensor
+    staged: bool
+
+
+class OffloadedGradients:
+    """The gradients of accelerated parameters on the host, with all that was added since the last step.
+
+    `take` moves one from the accelerator and frees it there: `p.grad` is None afterwards. It stays where it was staged,
+    in its own dtype, until another is added to it; then, and from then on at once, gradients add up in float32.
+    """
+
+    def __init__(self, store: HostStore) -> None:
+        self._store = store
+        self._totals: dict[ParameterRecord, _Total] = {}
+        self._torn = False
+        _live.add(self)
+        _guard_torch_clipping()
+
+    def take(self, record: ParameterRecord, subgroups: Collection[Subgroup], send: Send, run: Run) -> None:
+        """Add the parameter's gradient to what is on the host, and free it on the accelerator once it is there.
+
+        subgroups: in which the parameter lies.
+        If this is interrupted or fails, nobody knows what was added, and all are refused until `clear`.
+        """
+        gradient = record.parameter.grad
+        assert gradient is not None
+        arena = record.arena
+        self.check()
+        arena.stage_gradients_as(gradient.dtype)
+        place = slice(record.offset, record.offset + record.numel)
+        before = self._totals.get(record)
+        if before is not None:
+            # What was staged must have been added, or be there to be added to, before it is written over.
+            self._settled(before)
+            if arena.accumulated is None:
+                arena.accumulate()
+        if not all(map(self._store.stages, subgroups)):
+            self._store.take(incoming=subgroups)
+        self._torn = True
+        staged, total = arena.gradient, arena.accumulated
+        assert staged is not None, "the parameter is on the accelerator"
+        if before is not None and before.staged and total is not None:
+            accumulate(before.values, total[place], overwrite=True)
+        job = send([(staged[place], record.flat_gradient(gradient))])
+        record.parameter.grad = None
+
+        def arrive() -> None:
+            # The staged gradient is read from here on.
+            job.wait()
+            if total is not None:
+                accumulate(staged[place], total[place], overwrite=before is None)
+
+        self._totals[record] = _Total(run(arrive), (staged if total is None else total)[place], total is None)
+        self._torn = False
+
+    def check(self) -> None:
+        """Raise RuntimeError if the gradients are not what backward has made."""
+        if self._torn:
+            raise RuntimeError(_INCOMPLETE)
+
+    def _settled(self, total: _Total) -> None:
+        """Return once all is there. Raises RuntimeError with the cause if it could not be."""
+        try:
+            total.arrived.result()
+        except Exception as error:
+            self._torn = True
+            raise RuntimeError(_INCOMPLETE) from error
+
+    def __contains__(self, record: object) -> bool:
+        return record in self._totals
+
+    def flat(self, record: ParameterRecord) -> Tensor:
+        """The parameter's gradient so far: 1-D, on the host, in the order of `record.flat`. Blocks."""
+        self.check()
+        total = self._totals[record]
+        self._settled(total)
+        return total.values
+
+    def handle(self, record: ParameterRecord) -> Future[None] | None:
+        """What stands for the parameter's gradient as it is now: another object once it changes; None: it has none."""
+        total = self._totals.get(record)
+        return None if total is None else total.arrived
+
+    def handles(self) -> list[Future[None]]:
+        """The handles of all gradients here."""
+        return [total.arrived for total in self._totals.values()]
+
+    def norm(self, factor: Callable[[Future[None]], float]) -> Tensor:
+        """The 2-norm of all gradients here, each times the factor of its handle: float32, shape (). Blocks."""
+        squares = [factor(total.arrived) ** 2 * sum_of_squares(self.flat(r)) for r, total in self._totals.items()]
+        return torch.tensor(math.sqrt(math.fsum(squares)), dtype=torch.float32, device="cpu")
+
+    def holds(self, parameters: Iterable[Tensor]) -> bool:
+        """Whether the gradient of any of these parameters is here."""
+        wanted = {id(p) for p in parameters}
+        return any(id(record.parameter) in wanted for record in self._totals)
+
+    def clear(self) -> None:
+        """Forget all gradients, once nothing writes to them."""
+        forgotten, self._totals, self._torn = self._totals, {}, False
+        for total in forgotten.values():
+            total.arrived.exception()  # waits; what went wrong with gradients that nobody wants is of no interest
+
+
+_live: weakref.WeakSet[OffloadedGradients] = weakref.WeakSet()
+
+
+@functools.cache
+def _guard_torch_clipping() -> None:
+    """Make torch's clip_grad_norm_ and clip_grads_with_norm_ say why they cannot see offloaded gradients.
+
+    Without this they would find `p.grad` None everywhere, and silently clip nothing. The functions themselves are left
+    alone, and whoever imported them already is guarded too; what they call to do the clipping is wrapped.
+    """
+    module = torch.nn.utils.clip_grad
+    clip = module._clip_grads_with_norm_
+
+    @functools.wraps(clip)
+    def guarded(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> None:
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if any(gradients.holds(parameters) for gradients in _live):
+            raise RuntimeError(
+                "torch's gradient clipping found no gradients, because DOSAdam(offload_gradients=True) keeps them on "
+                "the host; clip with optimizer.clip_grad_norm_(max_norm) or DOSAdam(..., max_grad_norm=...)"
+            )
+        clip(parameters, *args, **kwargs)
+
+    module._clip_grads_with_norm_ = guarded

@@ -1,0 +1,1 @@
+"""The Adam update, on the CPU and on the GPU."""

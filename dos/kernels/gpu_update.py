@@ -1,0 +1,219 @@
+"""The Adam update on a GPU: by Triton if it works here, else by torch operations."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dos.kernels.adam import (
+    FLOATS,
+    GRAD,
+    GRAD_TYPE,
+    NUMEL,
+    OUT,
+    OUT_TYPE,
+    PARAM_TYPE,
+    STEP,
+    AdamArrays,
+    AdamStep,
+    off_ties,
+)
+
+logger = logging.getLogger(__name__)
+
+
+def gpu_kernel_name() -> str:
+    """``"triton"``, or ``"torch"`` where Triton is missing or has failed. Both are written to give the same bits."""
+    return "torch" if _triton_kernel() is None else "triton"
+
+
+class GpuBatch:
+    """Queues the updates of some runs: one launch for those of one setting, kind and alignment."""
+
+    def __init__(self, runs: Sequence[AdamArrays], table: np.ndarray) -> None:
+        self._runs = [run[1:] for run in runs]
+        self._device = runs[0].param.device
+        self._table = table
+        self._sent: defaultdict[int, SentTable] = defaultdict(functools.partial(SentTable, self._device))
+
+    @torch.no_grad()
+    def update(self, steps: Sequence[AdamStep]) -> None:
+        """Queue the updates of the runs that have a gradient, without waiting for them."""
+        for number, chosen in enumerate(_alike(self._table)):
+            step = steps[self._table[chosen[0], STEP]]
+            kernel = _triton_kernel()
+            if kernel is not None:
+                try:
+                    rows = self._table[chosen]
+                    with torch.cuda.device_of(self._runs[0][0]):
+                        _launch(kernel, self._arrays(chosen[0], step), step, rows, self._sent[number].send)
+                    continue
+                except Exception as error:  # raised before anything was queued
+                    if not _can_be_of_the_compiler(error):
+                        raise
+                    _give_up_triton(error)
+            for run in chosen:
+                _adam_update_torch(self._arrays(run, step), step)
+
+    def _arrays(self, run: int, step: AdamStep) -> AdamArrays:
+        """A run with the gradient that the table points to."""
+        param, exp_avg, exp_avg_sq, max_exp_avg_sq, out = self._runs[run]
+        address, dtype = int(self._table[run, GRAD]), FLOATS[self._table[run, GRAD_TYPE]]
+        storage = torch._C._construct_storage_from_data_pointer(address, self._device, param.numel() * dtype.itemsize)
+        grad = torch.empty(0, dtype=dtype, device=self._device).set_(storage, 0, param.shape, (1,))
+        return AdamArrays(grad, param, exp_avg, exp_avg_sq, max_exp_avg_sq if step.amsgrad else None, out)
+
+
+class SentTable:
+    """A table on the device, sent where it differs from what is there; steps mostly find gradients where they were."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._rows = np.empty(0)
+        self._stream = -1
+        self._there = torch.empty(0)
+
+    def send(self, rows: np.ndarray) -> Tensor:
+        """These rows, on the current stream, without waiting."""
+        cuda = self._device.type == "cuda"
+        stream = torch.cuda.current_stream().cuda_stream if cuda else 0
+        if stream != self._stream or not np.array_equal(rows, self._rows):
+            here = torch.from_numpy(rows)
+            self._there = here.pin_memory().to(self._device, non_blocking=True) if cuda else here
+            self._rows, self._stream = rows, stream
+        return self._there
+
+
+def _alike(table: np.ndarray) -> Iterator[np.ndarray]:
+    """The runs that one launch updates: of one setting, types and alignment."""
+    misaligned = ((table[:, : OUT + 1] | table[:, NUMEL, None]) & 15).any(axis=1)
+    keys = ((table[:, STEP] * 2 + misaligned) * 4 + table[:, OUT_TYPE] + 1) * 9
+    keys += table[:, GRAD_TYPE] * 3 + table[:, PARAM_TYPE]
+    keys[(table[:, GRAD] == 0) | (table[:, NUMEL] == 0)] = -1
+    for key in np.unique(keys):
+        if key >= 0:
+            yield np.flatnonzero(keys == key)
+
+
+def _launch(kernel: Callable[..., None], *arguments: object) -> None:
+    """Launch the kernel. Its first launch loads it, which needs memory that is not the allocator's."""
+    try:
+        kernel(*arguments)
+    except Exception as error:
+        if not _out_of_device_memory(error):
+            raise
+        torch.cuda.empty_cache()
+        kernel(*arguments)
+
+
+def _out_of_device_memory(error: Exception) -> bool:
+    """Whether the device had no memory. The driver says so in a RuntimeError, "Triton Error [CUDA]: out of memory"."""
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower()
+
+
+def _can_be_of_the_compiler(error: Exception) -> bool:
+    """Whether the kernel could not be made for this machine, so that it will not be next time either.
+
+    Triton and what it calls raise many types: its own, RuntimeError without a C compiler, CalledProcessError, OSError
+    where its cache cannot be written. So all counts as that but a want of memory and what the driver reports of the
+    device, unless that is of the kernel's code.
+    """
+    if isinstance(error, MemoryError) or _out_of_device_memory(error):
+        return False
+    text = str(error)
+    return not re.search(r"Triton Error \[|CUDA error|HIP error", text) or bool(re.search("kernel image|PTX", text))
+
+
+_triton_failed = False
+
+
+def _triton_kernel() -> Callable[..., None] | None:
+    """The GPU kernel; None if it cannot be used."""
+    return None if _triton_failed else _import_triton_kernel()
+
+
+@functools.cache
+def _import_triton_kernel() -> Callable[..., None] | None:
+    try:
+        from dos.kernels.triton_kernel import adam_update
+    except Exception as error:  # whatever a broken installation raises
+        _give_up_triton(error)
+        return None
+    logger.info("updates on the GPU are done by the Triton kernel")
+    return adam_update
+
+
+def _give_up_triton(error: Exception) -> None:
+    global _triton_failed
+    if not _triton_failed:
+        logger.warning(
+            "updates on the GPU are done by torch operations, with the same result but many times slower, because the "
+            "Triton kernel cannot be used (%s: %s); it needs the triton package, which comes with torch for CUDA, and "
+            "a C compiler (set CC to its path)",
+            type(error).__name__,
+            error,
+        )
+    _triton_failed = True
+
+
+def _adam_update_torch(arrays: AdamArrays, step: AdamStep) -> None:
+    """The formula in torch operations, on any device, without waiting for it: the reference of csrc/kernels.cpp."""
+    # Rounded already, because _fma multiplies in double precision.
+    scale, l2, decay, beta1, one_minus_beta1, beta2, one_minus_beta2, inv_bias_correction2_sqrt, eps, step_size = (
+        step.float32_scalars
+    )
+    for start in range(0, len(arrays.param), _CHUNK):
+        grad, param, exp_avg, exp_avg_sq, max_exp_avg_sq, out = arrays.slice(start, start + _CHUNK)
+        g = grad.float() * scale
+        p = param.float()
+        m = exp_avg
+        v = exp_avg_sq
+        if step.use_l2:
+            g = _fma(p, l2, g)
+        p = p * decay
+        m = _fma(g - m, one_minus_beta1, m) if one_minus_beta1 < 0.5 else _fma(g - m, -beta1, g)
+        v = _fma(g * one_minus_beta2, g, v * beta2)
+        _store(m, exp_avg)
+        _store(v, exp_avg_sq)
+        if max_exp_avg_sq is not None:
+            v = torch.where((v > max_exp_avg_sq) | v.isnan(), v, max_exp_avg_sq)
+            _store(v, max_exp_avg_sq)
+        # torch's float32 square root is not correctly rounded on every processor; by way of double precision it is.
+        denom = _fma(v.double().sqrt().float(), inv_bias_correction2_sqrt, torch.full_like(v, eps))
+        p = _fma(m / denom, -step_size, p)
+        if out is not None and out.dtype == torch.bfloat16:
+            p = off_ties(p)
+        _store(p, param)
+        if out is not None:
+            _store(p, out)
+
+
+_CHUNK = 1 << 22  # elements; bounds the memory of the double-precision intermediates
+
+
+def _fma(a: Tensor, b: Tensor | float, c: Tensor) -> Tensor:
+    """``a * b + c`` of float32 tensors, rounded once. torch has no such operation.
+
+    The product is exact in double precision. The sum is rounded to odd, after which rounding it again to float32 gives
+    what rounding the exact value would (Boldo and Melquiond 2008).
+    """
+    product = a.double() * b
+    total = product + c
+    back = total - product
+    error = (product - (total - back)) + (c - back)
+    bits = total.view(torch.int64)
+    to_odd = (error.abs() > 0) & (bits & 1 == 0)  # false where the error is NaN
+    return (bits + torch.where((error > 0) == (total > 0), 1, -1) * to_odd).view(torch.float64).float()
+
+
+def _store(value: Tensor, destination: Tensor) -> None:
+    destination.copy_(value)
+    destination.masked_fill_(destination.isnan(), math.nan)

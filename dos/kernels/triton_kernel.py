@@ -1,0 +1,223 @@
+"""The Adam update on a GPU: the formula of csrc/kernels.cpp, operation for operation, in one pass over memory.
+
+Its results are those of the C++ kernels to the bit, because every operation is correctly rounded and none is fused
+but where the formula says so: launched with ``enable_fp_fusion=False``, Triton writes ``mul.rn``, ``add.rn`` and
+``sub.rn``, which the PTX specification forbids to contract. Square root and division are written in PTX, because
+``tl.sqrt_rn`` and ``tl.div_rn`` of Triton 3.5 and older flush denormals. Nothing else flushes them.
+
+Importing this module imports Triton, which comes with torch for CUDA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dos.kernels.adam import NUMEL, OUT, STEP, AdamArrays, AdamStep
+
+_BLOCK = 1024  # elements for one program: eight for each thread, so that 16-bit loads are 16 bytes wide
+_WARPS = 4
+_WORDS = tl.constexpr(STEP + 1)
+_NUMEL = tl.constexpr(NUMEL)
+_FIRST = tl.constexpr(STEP)  # on the device this column has the number of the run's first block
+
+
+def adam_update(
+    arrays: AdamArrays,
+    step: AdamStep,
+    rows: np.ndarray | None = None,
+    send: Callable[[np.ndarray], Tensor] | None = None,
+) -> None:
+    """Queue the update on the current stream of the current device, which must be that of the tensors.
+
+    :func:`dos.kernels.update.adam_update` has checked the arrays. The scalars are float32 already, so that
+    nothing is rounded on the way.
+
+    Args:
+        rows: of several runs of one kind, none of them empty; then ``arrays`` is the first of them.
+        send: brings the rows to the device.
+    """
+    scale, l2, decay, beta1, one_minus_beta1, beta2, one_minus_beta2, inv_bias_correction2_sqrt, eps, step_size = (
+        step.float32_scalars
+    )
+    lerp_from_grad = not one_minus_beta1 < 0.5
+    numel, count, table, aligned = len(arrays.param), 0, None, False
+    if rows is not None and send is not None and len(rows) > 1:
+        ends = np.cumsum(-(-rows[:, NUMEL] // _BLOCK))
+        rows[1:, STEP], rows[0, STEP] = ends[:-1], 0
+        aligned = not (rows[:, [*range(OUT + 1), NUMEL]] & 15).any()
+        numel, count, table = int(ends[-1]) * _BLOCK, len(rows), send(rows)
+        # Only the types count, but Triton compiles anew for pointers of other alignment.
+        arrays = AdamArrays._make(None if array is None else table.view(array.dtype) for array in arrays)
+    if numel == 0:
+        return  # there is no empty grid
+    launch: Any = adam_kernel[(triton.cdiv(numel, _BLOCK),)]  # whose signature is not that of the kernel
+    launch(
+        *arrays,
+        numel,
+        table,
+        count,
+        scale,
+        l2,
+        decay,
+        -beta1 if lerp_from_grad else one_minus_beta1,
+        beta2,
+        one_minus_beta2,
+        inv_bias_correction2_sqrt,
+        eps,
+        -step_size,
+        ALIGNED=aligned,
+        USE_L2=step.use_l2,
+        LERP_FROM_GRAD=lerp_from_grad,
+        PTX=arrays.param.is_cuda,
+        BLOCK=_BLOCK,
+        num_warps=_WARPS,
+        enable_fp_fusion=False,
+    )
+
+
+@triton.jit(do_not_specialize=["count"])
+def adam_kernel(
+    grad: tl.tensor,
+    param: tl.tensor,
+    exp_avg: tl.tensor,
+    exp_avg_sq: tl.tensor,
+    max_exp_avg_sq: tl.tensor,
+    out: tl.tensor,
+    numel: tl.tensor,
+    table: tl.tensor,
+    count: tl.tensor,
+    grad_scale: tl.tensor,
+    l2: tl.tensor,
+    decay: tl.tensor,
+    lerp_weight: tl.tensor,
+    beta2: tl.tensor,
+    one_minus_beta2: tl.tensor,
+    inv_bias_correction2_sqrt: tl.tensor,
+    eps: tl.tensor,
+    minus_step_size: tl.tensor,
+    ALIGNED: tl.constexpr,  # noqa: N803
+    USE_L2: tl.constexpr,  # noqa: N803
+    LERP_FROM_GRAD: tl.constexpr,  # noqa: N803
+    PTX: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+) -> None:
+    """Elements [0, numel) of arrays on the device. max_exp_avg_sq, out: None where there is none.
+
+    table: of so many runs as `count` says, which are updated instead; the arrays then say of what kind they are.
+    ALIGNED: whether all addresses and lengths in the table are multiples of 16.
+    PTX: False under Triton's interpreter, which knows no PTX.
+    """
+    block = tl.program_id(0).to(tl.int64)
+    if table is not None:
+        low = 0
+        high = count - 1
+        while low < high:  # the last run that does not begin behind this block
+            middle = (low + high + 1) // 2
+            behind = tl.load(table + middle * _WORDS + _FIRST) > block
+            low = tl.where(behind, low, middle)
+            high = tl.where(behind, middle - 1, high)
+        run = table + low * _WORDS
+        block -= tl.load(run + _FIRST)
+        numel = tl.load(run + _NUMEL)
+        if ALIGNED:
+            numel = tl.multiple_of(numel, 16)
+        grad = _pointer(run, 0, grad, ALIGNED)
+        param = _pointer(run, 1, param, ALIGNED)
+        exp_avg = _pointer(run, 2, exp_avg, ALIGNED)
+        exp_avg_sq = _pointer(run, 3, exp_avg_sq, ALIGNED)
+        if max_exp_avg_sq is not None:
+            max_exp_avg_sq = _pointer(run, 4, max_exp_avg_sq, ALIGNED)
+        if out is not None:
+            out = _pointer(run, 5, out, ALIGNED)
+    index = block * BLOCK + tl.arange(0, BLOCK)
+    mask = index < numel
+    g = _widened(tl.load(grad + index, mask=mask, other=0.0)) * grad_scale
+    p = _widened(tl.load(param + index, mask=mask, other=0.0))
+    m = tl.load(exp_avg + index, mask=mask, other=0.0)
+    v = tl.load(exp_avg_sq + index, mask=mask, other=0.0)
+    if USE_L2:
+        g = tl.fma(p, l2, g)
+    p = p * decay
+    m = tl.fma(g - m, lerp_weight, g if LERP_FROM_GRAD else m)
+    v = tl.fma(g * one_minus_beta2, g, v * beta2)
+    tl.store(exp_avg + index, _canonical(m), mask=mask)
+    tl.store(exp_avg_sq + index, _canonical(v), mask=mask)
+    if max_exp_avg_sq is not None:
+        previous = tl.load(max_exp_avg_sq + index, mask=mask, other=0.0)
+        v = tl.where((v > previous) | (v != v), v, previous)
+        tl.store(max_exp_avg_sq + index, _canonical(v), mask=mask)
+    denominator = tl.fma(_sqrt(v, PTX), inv_bias_correction2_sqrt, eps)
+    p = _canonical(tl.fma(_divide(m, denominator, PTX), minus_step_size, p))
+    if out is not None:
+        if out.dtype.element_ty == tl.bfloat16:
+            p = _off_tie(p)
+        tl.store(out + index, _rounded(p, out.dtype.element_ty), mask=mask)
+    tl.store(param + index, _rounded(p, param.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _pointer(run: tl.tensor, word: tl.constexpr, like: tl.tensor, ALIGNED: tl.constexpr) -> tl.tensor:  # noqa: N803
+    address = tl.load(run + word).to(like.dtype)
+    if ALIGNED:
+        address = tl.multiple_of(address, 16)
+    return address
+
+
+@triton.jit
+def _canonical(x: tl.tensor) -> tl.tensor:
+    # On the bits, because compilers may assume that all NaN are alike, and the hardware's is another than ours.
+    bits = x.to(tl.uint32, bitcast=True)
+    return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _off_tie(x: tl.tensor) -> tl.tensor:
+    """A master of a bfloat16 parameter is never a tie; see csrc/adam.h."""
+    bits = x.to(tl.uint32, bitcast=True)
+    towards_even = tl.where((bits & 0x10000) != 0, bits + 1, bits - 1)
+    return tl.where((bits & 0xFFFF) == 0x8000, towards_even, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _widened(x: tl.tensor) -> tl.tensor:
+    if x.dtype == tl.bfloat16:  # of which older compilers know no conversion for older GPUs
+        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:  # noqa: RET505  (the branch that is not taken must not be compiled)
+        return x.to(tl.float32)
+
+
+@triton.jit
+def _rounded(x: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+    """A canonical float32 in another type, to nearest even; NaN stay canonical, which the hardware's would not."""
+    bits = x.to(tl.uint32, bitcast=True)
+    if dtype == tl.bfloat16:
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    elif dtype == tl.float16:  # noqa: RET505
+        half = x.to(tl.float16).to(tl.uint16, bitcast=True)
+        return tl.where(bits == 0x7FC00000, 0x7E00, half).to(tl.uint16).to(tl.float16, bitcast=True)
+    else:
+        return x
+
+
+@triton.jit
+def _sqrt(x: tl.tensor, PTX: tl.constexpr) -> tl.tensor:  # noqa: N803
+    if PTX:
+        return tl.inline_asm_elementwise("sqrt.rn.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    else:  # noqa: RET505
+        return tl.sqrt_rn(x)
+
+
+@triton.jit
+def _divide(x: tl.tensor, y: tl.tensor, PTX: tl.constexpr) -> tl.tensor:  # noqa: N803
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "div.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:  # noqa: RET505
+        return tl.div_rn(x, y)

@@ -1,0 +1,203 @@
+"""The Adam update of one flat range, on the CPU (C++ extension) or on a GPU (Triton, or torch where that is missing).
+
+The formula is AdamW (Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization", algorithm 2) as
+``torch.optim.AdamW`` writes it, in float32 with round to nearest, fused multiply-adds and IEEE square root and
+division in one fixed order. So a result depends, to the bit, on neither instruction set, thread count, device nor on
+how a range was split. Against ``torch.optim.AdamW`` it differs by a few units in the last place. Every NaN written is
+the same quiet NaN.
+
+The float32 master of a bfloat16 parameter is never a tie: where the lower 16 bits of a new master
+come out as exactly 0x8000, halfway between two bfloat16, it moves one unit in the last place towards
+the even one, to which the parameter is rounded. So the parameter, which is an upper half, and the
+master's lower half together give the master back::
+
+    bits = (upper << 16 | lower) - (lower > 0x8000 ? 0x10000 : 0)
+
+It changes 65,280 of the 2**32 floats, none of them to another bfloat16, and holds wherever state is
+kept and whoever updates it. What a user writes into a master in place is used as it is.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dos.kernels.adam import FLOATS, GRAD, GRAD_TYPE, STEP, AdamArrays, AdamStep
+from dos.kernels.extension import load_extension
+from dos.kernels.gpu_update import GpuBatch
+from dos.machine.threads import kernel_threads
+
+_adam = load_extension()
+
+
+def instruction_sets() -> list[str]:
+    """The instruction sets that can be asked for here, best first."""
+    return _adam.instruction_sets()
+
+
+class AdamBatch:
+    """Updates of several runs of elements, the same ones step after step: in one native call, or one launch.
+
+    What the runs write to is held and checked here; gradients are not held, and :meth:`point` says where they are.
+
+    Raises:
+        TypeError: an array is not a dense tensor, or of a dtype not listed in :class:`AdamArrays`.
+        ValueError: a tensor of another length or device, not 1-D, not contiguous or not in memory as it is (lazily
+            negated).
+    """
+
+    def __init__(self, runs: Sequence[AdamArrays]) -> None:
+        for run in runs:
+            _check_run(run, runs[0].param.device)
+        self._held = [run[1:] for run in runs]
+        self._has_max = np.array([run.max_exp_avg_sq is not None for run in runs], bool)
+        self._dtypes: list[torch.dtype] = []
+        rows = [[*map(_address, run), *map(_type, (run.grad, run.param, run.out)), len(run.param), 0] for run in runs]
+        self._table = np.array(rows, np.int64).reshape(len(runs), STEP + 1)
+        self.table = self._table.ctypes.data, len(runs)
+        """Address and number of the rows of the table of runs, for the extension."""
+        self._gpu = None if not runs or runs[0].param.is_cpu else GpuBatch(runs, self._table)
+
+    def point(self, addresses: Sequence[int], dtypes: Sequence[torch.dtype] | None = None) -> None:
+        """Say where the gradients of the next update are, one for each run, 0 for none: that run is left as it is.
+
+        What is there is not checked: as many elements as the run has, in its order. dtypes: None, as before.
+        """
+        self._check_length("addresses", addresses)
+        if dtypes is not None and self._dtypes != list(dtypes):
+            self._check_length("dtypes", dtypes)
+            for dtype in set(dtypes) - set(FLOATS):
+                raise TypeError(f"grad: expected {_any_of(FLOATS)}, found {dtype}")
+            self._table[:, GRAD_TYPE] = [FLOATS.index(dtype) for dtype in dtypes]
+            self._dtypes = list(dtypes)
+        self._table[:, GRAD] = array("q", addresses)
+
+    def update(
+        self,
+        steps: AdamStep | Sequence[AdamStep],
+        which: Sequence[int] | None = None,
+        *,
+        threads: int = 0,
+        isa: str | None = None,
+    ) -> None:
+        """Update ``param`` and the state of every run that has a gradient in place, in one pass over memory.
+
+        Args:
+            which: of ``steps`` that each run takes; None, the first.
+            threads: at most so many on the CPU; 0 stands for :func:`dos.machine.threads.kernel_threads`.
+            isa: one of :func:`instruction_sets`, None for the best.
+
+        Raises:
+            ValueError: ``max_exp_avg_sq`` missing with amsgrad; unknown ``isa``; negative ``threads``; ``which`` of
+                another length or not within ``steps``.
+        """
+        steps = (steps,) if isinstance(steps, AdamStep) else steps
+        chosen = self._table[:, STEP]
+        chosen[:] = first = last = 0
+        if which is not None and len(chosen):
+            self._check_length("which", which)
+            chosen[:] = array("q", which)
+            first, last = chosen.min(), chosen.max()
+        if len(chosen) and not 0 <= first <= last < len(steps):
+            raise ValueError(f"which: expected 0 to {len(steps) - 1}, found {first} to {last}")
+        amsgrad = [step.amsgrad for step in steps]
+        if any(amsgrad) and (np.array(amsgrad)[chosen] & ~self._has_max).any():
+            raise ValueError("max_exp_avg_sq: expected a tensor with amsgrad=True, found None")
+        if self._gpu is None:
+            scalars = [(*step.scalars, step.use_l2, step.amsgrad) for step in steps]
+            _adam.adam_update(*self.table, scalars, _threads(threads), isa)
+        else:
+            self._gpu.update(steps)
+
+    def _check_length(self, name: str, values: Sequence[object]) -> None:
+        if len(values) != len(self._table):
+            raise ValueError(f"{name}: expected {len(self._table)}, found {len(values)}")
+
+
+def adam_update(arrays: AdamArrays, *, step: AdamStep, threads: int = 0, isa: str | None = None) -> None:
+    """Update one run; see :class:`AdamBatch`."""
+    AdamBatch([arrays]).update(step, threads=threads, isa=isa)
+
+
+def accumulate(src: Tensor, dst: Tensor, *, overwrite: bool = False, threads: int = 0, isa: str | None = None) -> None:
+    """``dst += src``, or ``dst = src`` if ``overwrite``; 1-D contiguous tensors of one length on one device.
+
+    ``src`` is float32, bfloat16 or float16, ``dst`` is float32. ``threads``, ``isa`` and the errors raised are those
+    of :class:`AdamBatch`.
+    """
+    _check("dst", dst, (torch.float32,), dst)
+    _check("src", src, FLOATS, dst)
+    if dst.is_cpu:
+        _adam.accumulate(len(dst), src.data_ptr(), _type(src), dst.data_ptr(), overwrite, _threads(threads), isa)
+    else:
+        with torch.no_grad():
+            dst.copy_(src) if overwrite else dst.add_(src)
+
+
+def sum_of_squares(src: Tensor, *, threads: int = 0, isa: str | None = None) -> float:
+    """The sum of squares of a 1-D contiguous CPU tensor (float32, bfloat16 or float16), in double precision.
+
+    The order of summation is fixed, so the result depends on the values alone. ``threads``, ``isa`` and the errors
+    raised are those of :class:`AdamBatch`.
+    """
+    _check("src", src, FLOATS, src)
+    _check_device("src", src, torch.device("cpu"))
+    return _adam.sum_of_squares(len(src), src.data_ptr(), _type(src), _threads(threads), isa)
+
+
+def _threads(threads: int) -> int:
+    if threads < 0:
+        raise ValueError(f"threads: expected at least 1, or 0 for what dos.machine.threads finds, found {threads}")
+    return threads or kernel_threads()
+
+
+def _address(array: Tensor | None) -> int:
+    return 0 if array is None else array.data_ptr()
+
+
+def _type(array: Tensor | None) -> int:
+    return -1 if array is None else FLOATS.index(array.dtype)
+
+
+def _check_run(run: AdamArrays, device: torch.device) -> None:
+    _check("param", run.param, FLOATS, run.param)
+    for name in ("grad", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "out"):
+        found = getattr(run, name)
+        if found is not None or name in ("grad", "exp_avg", "exp_avg_sq"):
+            _check(name, found, FLOATS if name in ("grad", "out") else FLOATS[:1], run.param)
+    if run.out is not None and run.param.dtype != torch.float32:
+        raise TypeError(f"out: expected only beside a float32 param, found {run.param.dtype}")
+    _check_device("param", run.param, device)
+
+
+def _check(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], like: Tensor) -> None:
+    """Raise unless ``tensor`` is dense, 1-D, contiguous, of a dtype listed, of the length and device of ``like``."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name}: expected a tensor, found {type(tensor).__name__}")
+    if tensor.dtype not in dtypes:
+        raise TypeError(f"{name}: expected {_any_of(dtypes)}, found {tensor.dtype}")
+    if tensor.layout != torch.strided:
+        raise TypeError(f"{name}: expected a dense tensor, found {tensor.layout}")
+    if tensor.ndim != 1:
+        raise ValueError(f"{name}: expected 1 dimension, found shape {tuple(tensor.shape)}")
+    if tensor.numel() != like.numel():
+        raise ValueError(f"{name}: expected {like.numel()} elements, found {tensor.numel()}")
+    _check_device(name, tensor, like.device)
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name}: expected a contiguous tensor, found stride {tensor.stride(0)}")
+    if tensor.is_neg() or tensor._is_zerotensor():
+        # The kernels read memory, which does not hold what such a tensor stands for.
+        raise ValueError(f"{name}: expected values in memory, found a lazily negated or zero tensor; use .clone()")
+
+
+def _check_device(name: str, tensor: Tensor, device: torch.device) -> None:
+    if tensor.device != device:
+        raise ValueError(f"{name}: expected device {device}, found {tensor.device}")
+
+
+def _any_of(dtypes: tuple[torch.dtype, ...]) -> str:
+    return " or ".join(map(str, dtypes))

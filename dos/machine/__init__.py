@@ -1,0 +1,1 @@
+"""The host: threads, memory, and what was measured of it."""

@@ -1,0 +1,89 @@
+"""Host memory: how much there is, said before it is taken."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+_CGROUP = Path("/sys/fs/cgroup")
+_PROC = Path("/proc")
+
+
+def available_bytes() -> int | None:
+    """What can still be allocated without swapping: of the machine, or of the container if that is less.
+
+    None where neither can be read.
+    """
+    machine = _of_machine()
+    return min([*([] if machine is None else [machine]), *_of_container()], default=None)
+
+
+def reserve(nbytes: int, purpose: str) -> None:
+    """Say that `nbytes` are about to be allocated.
+
+    Raises MemoryError if there are not as many: Linux grants allocations that it cannot serve, and kills the process
+    when they are used. What nobody can reach any more is collected first.
+    """
+    available = available_bytes()
+    if available is not None and nbytes > available:
+        gc.collect()
+        available = available_bytes()
+    there = "an unknown amount" if available is None else _gib(available)
+    logger.info("%s: %s of host memory needed, %s available", purpose, _gib(nbytes), there)
+    if available is not None and nbytes > available:
+        raise MemoryError(
+            f"{purpose} needs {_gib(nbytes)} of host memory and {_gib(available)} are available; use fewer or smaller "
+            "processes per host, freeze parameters, give the machine or container more memory, or, if all state fits "
+            "on the device, choose policy='resident', with which it never leaves "
+            "(`python -m perfmodel` says beforehand what a model needs)"
+        )
+
+
+def _of_machine() -> int | None:
+    kibibytes = _field(_PROC / "meminfo", "MemAvailable:")
+    return None if kibibytes is None else 1024 * kibibytes
+
+
+def _of_container() -> Iterator[int]:
+    """What each control group of this process and each group around it leave; droppable page cache does not count."""
+    for line in _read(_PROC / "self/cgroup").splitlines():
+        _, controllers, path = (*line.split(":", 2), "", "")[:3]
+        if controllers == "":  # version 2
+            mount, limit, usage, cache = _CGROUP, "memory.max", "memory.current", ("active_file", "inactive_file")
+        elif "memory" in controllers.split(","):
+            mount, limit, usage = _CGROUP / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            cache = "total_active_file", "total_inactive_file"
+        else:
+            continue
+        group = mount / path.lstrip("/")
+        for folder in (group, *group.parents):
+            most, used = _read(folder / limit).strip(), _read(folder / usage).strip()
+            if most.isdigit() and used.isdigit():
+                droppable = sum(_field(folder / "memory.stat", name) or 0 for name in cache)
+                yield max(0, int(most) - int(used) + droppable)
+            if folder == mount:  # of a container, too, which does not see the path that is written there
+                break
+
+
+def _field(path: Path, name: str) -> int | None:
+    """The number after `name` in a file of lines `name number`; None if there is none."""
+    for line in _read(path).splitlines():
+        words = line.split()
+        if words[:1] == [name] and words[1:] and words[1].isdigit():
+            return int(words[1])
+    return None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.2f} GiB"

@@ -1,0 +1,1 @@
+"""Live device memory, and what it leaves for state."""

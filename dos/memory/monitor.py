@@ -1,0 +1,324 @@
+"""Live device memory: NVML, the caching allocator, the user's budget; sampled at little cost."""
+
+from __future__ import annotations
+
+import enum
+import logging
+import math
+import numbers
+import os
+import statistics
+import threading
+import time
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from dos.devices import Device, Memory
+from dos.guard import exclusive
+from dos.memory.forecast import Forecast, Room
+from perfmodel import Op, SubgroupLoad, Workload
+
+logger = logging.getLogger(__name__)
+
+Budget = int | float | Callable[[], int] | None
+"""What users pass as `memory_budget`: bytes, a share of the device's memory (a float), or a function giving bytes."""
+
+SHARE_OF_TIME = 1e-3
+"""Sampling may take this share of the time."""
+SHARE_AT_FIRST = 0.1
+"""The same in the first iteration: nothing is known of its peak, which would be missed between two rare samples."""
+SPARE_TO_GROW = 0.25
+"""Share of a subgroup's state that must be free beyond it before more state becomes resident."""
+OF_THIS_DEVICE = 0.1
+"""NVML and the runtime may differ by this share of the device's memory: the driver reserves some."""
+
+
+class Source(enum.Enum):
+    """Where a figure of free memory comes from, and if it is not NVML, why."""
+
+    NVML = "NVML"
+    NO_NVML = "the runtime, because NVML is not installed or has no driver"
+    NOT_PERMITTED = "the runtime, because NVML may not be read here"
+    NOT_FOUND = "the runtime, because NVML does not know the device"
+    LOST = "the runtime, because NVML has lost the device"
+    FAILED = "the runtime, because NVML fails"
+    NONSENSE = "the runtime, because NVML's figures cannot be those of this device"
+    DEVICE = "the device itself"
+    UNREADABLE = "nobody, because the runtime's figures cannot be read or cannot be"
+
+
+_ADVICE = {
+    Source.NO_NVML: "Install nvidia-ml-py; in a container, set NVIDIA_DRIVER_CAPABILITIES=compute,utility",
+    Source.NOT_PERMITTED: "Let this user read it, as nvidia-smi does",
+    Source.NOT_FOUND: "Compare CUDA_VISIBLE_DEVICES with `nvidia-smi -L`",
+    Source.LOST: "Look for Xid messages in the kernel's log: the device may need a reset",
+    Source.FAILED: "See whether nvidia-smi works; if it does, upgrade nvidia-ml-py",
+    Source.NONSENSE: "Compare with nvidia-smi (where MPS limits this process's memory, that is as it must be)",
+    Source.UNREADABLE: "Optimizer state stays on the host meanwhile. See whether nvidia-smi works",
+}
+"""What the user can do where a source is not what it should be."""
+
+
+class Reading(NamedTuple):
+    """Device memory in bytes, where the figure comes from, and what others hold of it; 0 where that is not known."""
+
+    memory: Memory
+    source: Source
+    others: int = 0
+
+
+class Nvml:
+    """Free memory of one device as the driver sees it, other processes included.
+
+    uuid: of the device, as NVML writes it: `GPU-...` or, for a slice of one, `MIG-...`. It does not change with
+        CUDA_VISIBLE_DEVICES, as indices do.
+    """
+
+    def __init__(self, uuid: str) -> None:
+        self._uuid = uuid
+        self._handle: Any = None
+
+    def read(self) -> Memory | Source:
+        """The memory, or why there is no figure."""
+        try:
+            import pynvml
+        except ImportError:
+            return Source.NO_NVML
+        try:
+            if self._handle is None:
+                pynvml.nvmlInit()
+                self._handle = pynvml.nvmlDeviceGetHandleByUUID(self._uuid)
+            info = pynvml.nvmlDeviceGetMemoryInfo(self._handle)
+            return Memory(int(info.free), int(info.total))
+        except Exception as error:  # NVMLError, or what a library raises that does not fit the driver
+            self._handle = None  # the driver may come back
+            logger.debug("NVML: %s", repr(error))
+            return _REASONS.get(type(error).__name__.removeprefix("NVMLError_"), Source.FAILED)
+
+
+_REASONS = {
+    "LibraryNotFound": Source.NO_NVML,
+    "DriverNotLoaded": Source.NO_NVML,
+    "LibRmVersionMismatch": Source.NO_NVML,
+    "NoPermission": Source.NOT_PERMITTED,
+    "InsufficientResources": Source.NOT_PERMITTED,
+    "NotFound": Source.NOT_FOUND,
+    "InvalidArgument": Source.NOT_FOUND,
+    "NotSupported": Source.NOT_FOUND,
+    "GpuNotFound": Source.LOST,
+    "GpuIsLost": Source.LOST,
+    "ResetRequired": Source.LOST,
+}
+"""By the name of NVML's error. https://docs.nvidia.com/deploy/nvml-api/group__nvmlDeviceEnumvs.html"""
+
+
+class MemoryMonitor:
+    """Samples one device's memory and says how much of it optimizer state may use.
+
+    held: bytes that optimizer state has on the device now; called from several threads.
+    budget: see `Budget`; a function replaces what is measured, a number caps it.
+    interval_s: seconds between samples by a thread of its own; None for samples at the calls of `sample` alone.
+    clock: seconds, by which it is known how much of the time samples take; None: those of the wall.
+    reading: the last one.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        held: Callable[[], int],
+        budget: Budget = None,
+        interval_s: float | None = None,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
+        self._device = device
+        self._held = held
+        self._budget = budget
+        self._clock = time.perf_counter if clock is None else clock
+        self._nvml = None if device.uuid is None else Nvml(device.uuid)
+        self._total = 0
+        self._warned: set[Source] = set()
+        self._forecast = Forecast()
+        self._phase = Op.FORWARD
+        self._late = False
+        self._seen = False
+        self._sampled_at, self._due = 0.0, -math.inf
+        self._took: deque[float] = deque(maxlen=9)
+        self._lock = threading.RLock()
+        self._resident: int | None = None
+        self._offered: int | None = None
+        self.reading = self._read()
+        _monitors.add(self)
+        if interval_s is not None:
+            _start_thread(self, interval_s)
+
+    def enter(self, phase: Op) -> None:
+        """The iteration has come to this phase: one of FORWARD, BACKWARD, UPDATE. Takes a sample."""
+        self._phase, self._late = phase, False
+        self.sample(always=True)
+
+    @exclusive
+    def spare_in_backward(self) -> int:
+        """Bytes that state may take beyond what it holds until backward ends, by what its second half has left before.
+
+        To be asked in that half alone: what is sampled from then on counts as of it.
+        """
+        began, self._late = not self._late, True
+        self.sample(always=began)
+        return max(0, self._forecast.late_room() - self._held())
+
+    @property
+    def foreseen(self) -> bool:
+        """Whether state may come to stay before the peak of an iteration is over: the user did not run out lately."""
+        return not self._forecast.ran_out_lately
+
+    def sample(self, always: bool = False) -> None:
+        """Take a sample, unless the last is so recent that sampling would take more than its share of time."""
+        # Without the lock, for it is asked at each of many gradients.
+        if always or self._clock() >= self._due:
+            self._sample()
+
+    @exclusive
+    def _sample(self) -> None:
+        start = self._clock()
+        held = self._held()  # before the rest: what is freed in between is then missed, not counted twice
+        self.reading = self._read()
+        memory = self.reading.memory
+        self._forecast.sample(self._phase, memory.free, held, memory.total, others=self.reading.others, late=self._late)
+        self._sampled_at = self._clock()
+        self._took.append(self._sampled_at - start)
+        self._due_next()
+
+    def _due_next(self) -> None:
+        # The median: a sample during which another thread had the interpreter says nothing of its cost.
+        share = SHARE_OF_TIME if self._seen else SHARE_AT_FIRST
+        self._due = self._sampled_at + statistics.median(self._took) / share
+
+    @exclusive
+    def end_iteration(self) -> None:
+        """The step has been issued: what comes now is the next iteration's forward."""
+        self.sample(always=True)
+        self._forecast.end_iteration()
+        if self._offered is not None:
+            self._resident, self._offered = self._offered, None
+        self._phase, self._late, self._seen = Op.FORWARD, False, True
+        self._due_next()
+
+    def allocation_failed(self, held: int) -> None:
+        """The device had no memory for what the last workload allows, but for `held` bytes of it."""
+        self._forecast.allocation_failed(held)
+
+    @exclusive
+    def ran_out(self, held: int) -> None:
+        """The user's own code ran out of memory, and `held` bytes of state have been taken off the device."""
+        self._forecast.ran_out(held)
+        self._resident = 0
+
+    def workload(self, loads: Sequence[SubgroupLoad], *, update_overlaps_forward: bool, beside: int = 0) -> Workload:
+        """The work with the memory that there is for it, in whole subgroups so that noise changes nothing.
+
+        More becomes resident than in the last iteration only if SPARE_TO_GROW of a subgroup is left over.
+        update_overlaps_forward: whether slots are still in use at the next peak. beside: bytes that updates on the
+        device need beyond state.
+        """
+        work = Workload(tuple(loads))
+        room = self._room()
+        update = room.update - beside
+        peak = min(update, room.resident - beside if update_overlaps_forward else room.resident)
+        state, slot = work.state_bytes, max(work.slot_bytes, 1)
+
+        def whole(nbytes: float) -> int:
+            return state if nbytes >= state else max(0, int(nbytes)) // slot * slot
+
+        resident = whole(peak)
+        if self._resident is not None and resident > self._resident:
+            resident = max(self._resident, whole(peak - SPARE_TO_GROW * slot))
+        self._offered = resident
+        beyond = 0 if update_overlaps_forward else int(update - resident) // slot * slot
+        return replace(work, peak_free_bytes=resident, shared_free_bytes=resident + max(0, beyond))
+
+    @exclusive
+    def _room(self) -> Room:
+        if callable(self._budget):
+            nbytes = _checked(self._budget())
+            return Room(nbytes, nbytes)
+        room = self._forecast.room()
+        if self._budget is None:
+            return room
+        share = isinstance(self._budget, float)
+        limit = int(self._budget * self.reading.memory.total) if share else int(self._budget)
+        return Room(min(room.resident, limit), min(room.update, limit))
+
+    def _read(self) -> Reading:
+        """Memory as it is now, from NVML where possible; free is what is free or in the caching allocator, unused."""
+        try:
+            reserved, memory, unused = self._device.reserved(), self._device.memory(), self._device.unused()
+            source = Source.DEVICE
+        except Exception as error:  # whatever it is, training need not end for it here
+            logger.debug("device memory: %s", repr(error))
+            memory, reserved = Memory(0, 0), 0
+        if not _can_be(memory):
+            memory, unused, source = Memory(0, self._total), 0, Source.UNREADABLE
+            reserved = self._total  # so nobody else is blamed
+        elif self._nvml is not None:
+            found = self._nvml.read()
+            if isinstance(found, Source):
+                source = found
+            elif not _can_be(found) or abs(found.total - memory.total) > OF_THIS_DEVICE * memory.total:
+                source = Source.NONSENSE
+            else:
+                memory, source = found, Source.NVML
+        self._total = memory.total
+        if source in _ADVICE and source not in self._warned:
+            self._warned.add(source)
+            warnings.warn(
+                f"DOSAdam takes free device memory from {source.value}; what other processes take may be seen late. "
+                f"{_ADVICE[source]}, or choose memory_budget=",
+                stacklevel=2,
+            )
+        return Reading(
+            Memory(memory.free + unused, memory.total), source, max(0, memory.total - memory.free - reserved)
+        )
+
+
+_monitors: weakref.WeakSet[MemoryMonitor] = weakref.WeakSet()
+
+
+def _renew_locks() -> None:
+    for monitor in list(_monitors):
+        monitor._lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew_locks)  # a thread that does not exist there may have held it
+
+
+def _can_be(memory: Memory) -> bool:
+    return 0 <= memory.free <= memory.total and memory.total > 0
+
+
+def _checked(nbytes: object) -> int:
+    """What a user's function gave as memory budget. Raises TypeError or ValueError if it is not a number of bytes."""
+    if isinstance(nbytes, bool) or not isinstance(nbytes, numbers.Real):
+        raise TypeError(f"memory_budget: the function must give bytes as an int, found {nbytes!r}")
+    if not 0 <= float(nbytes) < math.inf:
+        raise ValueError(f"memory_budget: the function must give 0 or more bytes, found {nbytes}")
+    return int(float(nbytes))
+
+
+def _start_thread(monitor: MemoryMonitor, interval_s: float) -> None:
+    """Sample until the monitor is collected."""
+    reference = weakref.ref(monitor)
+
+    def sample() -> None:
+        while True:
+            time.sleep(interval_s)
+            alive = reference()
+            if alive is None:
+                return
+            alive.sample()
+            del alive
+
+    threading.Thread(target=sample, name="dos-memory", daemon=True).start()

@@ -1,0 +1,1 @@
+"""Which parameters there are, and what users do to them."""

@@ -1,0 +1,553 @@
+"""Which parameters have state, and where: enrols them at their first gradient and follows what users do to them."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import numbers
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+
+from dos.devices import DeviceFinder
+from dos.gradients.offload import OffloadedGradients
+from dos.guard import Guard
+from dos.kernels.adam import AdamStep
+from dos.machine.host_memory import reserve
+from dos.options import SUPPORTED_DTYPES, Options, check_settings, parameter_problem
+from dos.parameters.aliasing import find_overlap
+from dos.state.arena import Arena
+from dos.state.record import ParameterRecord, make_records
+from dos.state.stores import HostStore
+from dos.state.subgroup import Piece, Subgroup, rounded, split
+from dos.step.work import Given, SubgroupUpdate
+from perfmodel import SubgroupLoad
+from perfmodel.footprint import FP32_BYTES, host_bytes
+from perfmodel.format import NEEDED_KEYS, STATE_KEYS
+from perfmodel.plan import Tier
+
+Group = dict[str, Any]
+StateDict = MutableMapping[Tensor, Any]
+
+
+class Active(NamedTuple):
+    """What takes part in a step.
+
+    members: the records of parameters with a gradient, with their groups.
+    settled: how many of them, first of all, are as the last step left them.
+    """
+
+    members: list[tuple[ParameterRecord, Group]]
+    settled: int
+
+
+class Registry:
+    """The optimizer's records, arenas and subgroups.
+
+    Holds nothing that leads back to the optimizer, so that state is freed as soon as that goes.
+
+    accelerated: those subgroups whose parameters are on the accelerator; index: their positions, which a Plan uses.
+    local: those whose parameters are on the host.
+    places: each record's pieces, with the subgroups in which they lie.
+    host_store: what holds state on the host. lasting_bytes: device memory of state that never leaves.
+    offloaded: the gradients that have been moved to the host; None unless the user chose that.
+    """
+
+    def __init__(self, options: Options, devices: DeviceFinder, guard: Guard) -> None:
+        self._options = options
+        self._devices = devices
+        self._guard = guard
+        self._admitted: dict[Tensor, tuple[torch.device, torch.dtype, torch.Size]] = {}
+        self._records: dict[int, ParameterRecord] = {}
+        """By the id of the parameter, which the record keeps alive."""
+        self.accelerated: list[Subgroup] = []
+        self.local: list[Subgroup] = []
+        self.index: dict[Subgroup, int] = {}
+        self.places: dict[ParameterRecord, list[tuple[Subgroup, Piece]]] = {}
+        self._newcomers: list[ParameterRecord] = []
+        self.host_store = HostStore()
+        self.lasting_bytes = 0
+        self.offloaded = OffloadedGradients(self.host_store) if options.offload_gradients else None
+        self._promised = {True: 0, False: 0}
+        """Host bytes of parameters on the accelerator, and of those on the host that have none yet."""
+        self._beginners: list[ParameterRecord] = []
+        """Whose entries are of a first step that has not been counted."""
+        self._loads: tuple[SubgroupLoad, ...] | None = None
+
+    def record(self, parameter: Tensor) -> ParameterRecord | None:
+        """The parameter's record, if it has had a gradient."""
+        return self._records.get(id(parameter))
+
+    def loads(self) -> tuple[SubgroupLoad, ...]:
+        """The accelerated subgroups as the performance model sees them."""
+        if self._loads is None:
+            self._loads = tuple(subgroup.load() for subgroup in self.accelerated)
+        return self._loads
+
+    def gradient_bytes(self) -> int:
+        """Device memory through which any one subgroup's offloaded gradients come up again for its update there."""
+        if self.offloaded is None:
+            return 0
+        return max((s.offloaded_gradient_bytes for s in self.accelerated), default=0)
+
+    def admit(self, group: Group) -> None:
+        """Remember what the parameters are now. Raises TypeError or ValueError for one that cannot be optimised.
+
+        Frozen and uninitialised ones are looked at when they have a gradient.
+        Raises MemoryError if the host could not hold the state of all, wherever it is at first.
+        """
+        ready = [p for p in group["params"] if p.requires_grad and not is_lazy(p)]
+        for parameter in ready:
+            self._check_kind(parameter, group)
+        promised = dict(self._promised)
+        for run in self._alike(ready):
+            promised[self._devices.holds(run[0])] += self._host_bytes(run, group)
+        reserve(sum(promised.values()) - self.host_store.nbytes, "optimizer state (DOSAdam)")
+        self._promised = promised
+        self._admitted.update({p: (p.device, p.dtype, p.shape) for p in ready})
+
+    def active(
+        self, groups: Sequence[Group], state: StateDict, bring_home: Callable[[], None], *, seen: bool
+    ) -> Active:
+        """The records of all parameters with a gradient, enrolled if new, and whose state is what `state` says.
+
+        bring_home: returns all resident state to the host. seen: whether users may have changed `state`.
+        Raises before anything is changed if a parameter, a gradient, a setting or a state cannot be used.
+        """
+        if self.offloaded is not None:
+            self.offloaded.check()
+        settled: list[tuple[ParameterRecord, Group]] = []
+        others: list[tuple[Tensor, Group]] = []
+        records = self._records
+        for number, group in enumerate(groups):
+            checked = False
+            amsgrad = group["amsgrad"]
+            for p in group["params"]:
+                gradient = p.grad
+                record = records.get(id(p))
+                if gradient is None and (self.offloaded is None or record not in self.offloaded):
+                    continue
+                if not checked:
+                    check_settings(group, f"param group {number}")
+                    checked = True
+                if (
+                    record is not None
+                    and record.settled(gradient)
+                    and (record.arena.amsgrad or not amsgrad)
+                    and not (seen and not record.intact(state.get(p) or {}))
+                ):
+                    settled.append((record, group))
+                else:
+                    others.append((p, group))
+        found = self._look_into(others, groups, state, bring_home) if others else []
+        return Active(settled + found, len(settled))
+
+    def _look_into(
+        self,
+        parameters: Sequence[tuple[Tensor, Group]],
+        groups: Sequence[Group],
+        state: StateDict,
+        bring_home: Callable[[], None],
+    ) -> list[tuple[ParameterRecord, Group]]:
+        """The records of parameters about which something is new, so that the step can use them. Raises as `active`."""
+        found = self.checked(parameters, state)
+        for record, _ in found:
+            record.write_step()
+        if any(record.moved() for record, _ in found):
+            self._check_overlaps(groups)
+        for record, _ in found:
+            self.settle_layout(record, state, bring_home)
+        # That of a newcomer is nowhere yet.
+        known = [(record, state.get(record.parameter) or {}) for record, _ in found]
+        if any(not record.is_adopted(entry) for record, entry in known if entry or record.version >= 0):
+            bring_home()  # what is put into the host state now must not be overwritten by what comes home later
+        for record, _ in found:
+            # A state that is another parameter's live view, as when two are exchanged, must not change under our hands.
+            entry = state.setdefault(record.parameter, {})
+            for key, value in entry.items():
+                if isinstance(value, Tensor) and value is not record.views.get(key) and value._base is not None:
+                    entry[key] = value.clone()
+        for record, group in found:
+            if group["amsgrad"] and not record.arena.amsgrad:
+                bring_home()  # state on the device has the old shape
+                self._add_amsgrad(record.arena)
+            if record.parameter.grad is not None:
+                record.arena.stage_gradients_as(record.parameter.grad.dtype)
+            self._adopt(record, state.setdefault(record.parameter, {}))
+            flat = record.flat
+            record.locate()
+            if record.flat is not flat:
+                self._forget_batches(record)
+            record.settle(record.parameter.grad)
+        return found
+
+    def _forget_batches(self, record: ParameterRecord) -> None:
+        """The memory of the parameter, or of its state, is another than that for which batches were made."""
+        for subgroup, _ in self.places[record]:
+            subgroup.batches.clear()
+
+    def with_gradients(
+        self, groups: Iterable[Group], state: Mapping[Tensor, Any]
+    ) -> list[tuple[ParameterRecord, Group]]:
+        """The records of all parameters with a gradient, enrolled if new. Raises as `active` does."""
+        if self.offloaded is not None:
+            self.offloaded.check()
+        found: list[tuple[Tensor, Group]] = []
+        for number, group in enumerate(groups):
+            parameters = [p for p in group["params"] if p.grad is not None or self._is_offloaded(p)]
+            if parameters:
+                check_settings(group, f"param group {number}")
+            found += [(p, group) for p in parameters]
+        return self.checked(found, state)
+
+    def checked(
+        self, parameters: Iterable[tuple[Tensor, Group]], state: Mapping[Tensor, Any]
+    ) -> list[tuple[ParameterRecord, Group]]:
+        """The records of parameters that have a gradient, enrolled if new. Raises as `active` does."""
+        found = list(parameters)
+        for parameter, group in found:
+            self._check(parameter, group, state.get(parameter) or {})
+        self.enrol(found)
+        return [(self._records[id(p)], group) for p, group in found]
+
+    def count(self, active: Active, *, seen: bool) -> None:
+        """Count the step. seen: in what `optimizer.state` has, too, because users have that."""
+        for record in self._beginners:
+            record.fresh = False
+        self._beginners = []
+        for record, _ in active.members:
+            record.count += 1
+        if seen and active.members:
+            torch._foreach_add_([record.step for record, _ in active.members], 1)
+            for record, _ in active.members:
+                record.saw_step()
+
+    def write_steps(self) -> None:
+        """Bring what was counted to what `optimizer.state` has."""
+        for record in self._records.values():
+            record.write_step()
+
+    def take_newcomers(self) -> list[ParameterRecord]:
+        """The records made since the last call."""
+        newcomers, self._newcomers = self._newcomers, []
+        return newcomers
+
+    def enrol(self, parameters: Iterable[tuple[Tensor, Group]]) -> None:
+        """Make room for the state of parameters, each with its group, that have none yet.
+
+        Raises MemoryError, before anything is allocated, if the host has not enough memory.
+        """
+        newcomers = [(p, group) for p, group in parameters if id(p) not in self._records]
+        runs: list[tuple[list[Tensor], Group]] = []
+        for _, members in itertools.groupby(newcomers, key=lambda member: id(member[1])):
+            group_members = list(members)
+            runs += [(run, group_members[0][1]) for run in self._alike(p for p, _ in group_members)]
+        here = [(run, group) for run, group in runs if not self._devices.holds(run[0])]
+        if here:  # all other state takes memory when it first comes to the host
+            nbytes = sum(self._host_bytes(run, group) for run, group in here)
+            reserve(nbytes, "optimizer state (DOSAdam)")
+            self._promised[False] = max(0, self._promised[False] - nbytes)
+        made: list[tuple[list[ParameterRecord], list[Subgroup]]] = []
+        for run, group in runs:
+            made.append(self._make_room(run, group, first=len(self._records) + sum(len(r) for r, _ in made)))
+        if made:
+            self._guard.change(lambda: self._publish(made))
+
+    def order_by_use(self, first_use: Iterable[Tensor]) -> None:
+        """Put the subgroups in the order in which their parameters are first used; those not named come last."""
+        rank = {parameter: i for i, parameter in enumerate(first_use)}
+        last = len(rank)
+        self.accelerated.sort(key=lambda s: min(rank.get(piece.record.parameter, last) for piece in s.pieces))
+        self._reindex()
+
+    def updates(self, active: Active, scales: Iterable[float]) -> dict[Subgroup, SubgroupUpdate]:
+        """What the step does to each subgroup that has a gradient. scales: what each gradient is multiplied by."""
+        given = Given(len(self._records))
+        before: tuple[Group | None, float, float] = None, 0.0, 0.0
+        known: dict[tuple[int, float, float], int] = {}
+        setting = 0
+        for number, ((record, group), scale) in enumerate(zip(active.members, scales, strict=False)):
+            # Most often all have the same.
+            if group is not before[0] or record.count != before[1] or scale != before[2]:
+                before = group, record.count, scale
+                setting = known.setdefault((id(group), record.count, scale), len(known))
+                if setting == len(given.settings):
+                    given.settings.append(_adam_step(group, record.count + 1, scale))
+            given.which[record.number] = setting
+            gradient = record.parameter.grad
+            if self.offloaded is not None and record in self.offloaded:
+                gradient = self.offloaded.flat(record)
+            assert gradient is not None, "each record has one"
+            if number >= active.settled:
+                if gradient is record.parameter.grad:
+                    gradient = record.flat_gradient(gradient)
+                if record.changed():
+                    given.follows.add(record)
+            given.add(record, gradient)
+        updates = {}
+        for subgroup in itertools.chain(self.local, self.accelerated):
+            offloaded = self.offloaded is not None and subgroup.arena.accelerated
+            update = SubgroupUpdate(subgroup, given, offloaded=offloaded)
+            if update.pieces:
+                updates[subgroup] = update
+        return updates
+
+    def written(self, records: Collection[ParameterRecord]) -> None:
+        """Tell autograd and the records that the step has written to the parameters."""
+        for record in records:
+            record.write_back()
+        torch.autograd.graph.increment_version([record.parameter for record in records])
+        for record in records:
+            record.saw()
+
+    def _check_overlaps(self, groups: Iterable[Group]) -> None:
+        """Raise RuntimeError if two parameters with state share memory, where each would undo the other's update."""
+        members = [(p, group) for group in groups for p in group["params"] if id(p) in self._records]
+        overlap = find_overlap([p.detach() for p, _ in members])
+        if overlap is None:
+            return
+        one, other = (name_of(*members[i]) for i in overlap)
+        if one == other:
+            raise RuntimeError(
+                f"{one} has elements that share memory, as `expand` makes them; give it memory of its own with .clone()"
+            )
+        raise RuntimeError(
+            f"{one} and {other} share memory, so that each would undo the other's update; to tie two weights, make "
+            "them one parameter (b.weight = a.weight), else give one of them memory of its own with .clone()"
+        )
+
+    def _add_amsgrad(self, arena: Arena) -> None:
+        at_home = [s for s in self.accelerated if s.arena is arena and self.host_store.has(s)]
+        with _said():
+            arena.add_amsgrad(lambda tensor: self.host_store.take_field(tensor, at_home))
+        for record in self._records.values():
+            if record.arena is arena:
+                record.views = record.make_views()
+                self._forget_batches(record)
+        self._reindex()
+
+    def settle_layout(self, record: ParameterRecord, state: StateDict, bring_home: Callable[[], None]) -> None:
+        """Reorder state and offloaded gradients of a parameter whose elements lie in another order than before."""
+        if not record.layout_changed():
+            return
+        bring_home()
+        total = self.offloaded.flat(record) if self.offloaded is not None and record in self.offloaded else None
+        like = record.views["exp_avg"]
+        added = None if total is None else total.as_strided(like.size(), like.stride(), total.storage_offset()).clone()
+        entry = state.get(record.parameter, {})
+        self.host_store.take([subgroup for subgroup, _ in self.places[record]])
+        before = {key: value.clone() for key, value in record.views.items()}
+        mine = {key: entry.get(key) is view for key, view in record.views.items()}
+
+        def reorder() -> None:
+            record.remember_layout()
+            self._forget_batches(record)
+            if total is not None and added is not None:
+                record.shaped(total).copy_(added)
+            for key, view in record.views.items():
+                view.copy_(before[key])
+                if mine[key]:
+                    entry[key] = view
+
+        self._guard.change(reorder)
+
+    def _adopt(self, record: ParameterRecord, entry: dict[str, Any]) -> None:
+        """Make `entry`, filled by a user, a checkpoint or nobody, the live view of this record's state."""
+        step = entry.get("step", 0.0)
+        if not isinstance(step, Tensor) or step.device.type != "cpu" or step.dtype != torch.float32 or step.ndim:
+            step = torch.tensor(float(step), dtype=torch.float32, device="cpu")
+        record.renew_views()
+        if record.is_adopted(entry):
+            entry["step"] = step
+            record.adopt_step(step)
+            return
+        # State that was never written is zero wherever it will be, and takes no memory here until then.
+        if any(key in entry for key in record.views):
+            record.fresh = False
+        if record.fresh:
+            self._beginners.append(record)
+        else:
+            self.host_store.take(subgroup for subgroup, _ in self.places[record])
+            for key, view in record.views.items():
+                value = entry.get(key)
+                if value is None:
+                    view.zero_()
+                elif value is not view:
+                    view.copy_(value)
+        # In an order that can be interrupted: what the entry says is lost at no point.
+        for key in STATE_KEYS:
+            if key not in record.views:
+                entry.pop(key, None)
+        entry.update({"step": step.clone(), **record.views})
+        record.adopt_step(entry["step"])
+        record.version = -1  # whatever the master was, it must agree with the parameter
+
+    def withdraw(self, state: StateDict) -> None:
+        """Take back entries of parameters whose first step does not come to be, so that they have no state."""
+        for record in self._beginners:
+            state.pop(record.parameter, None)
+        self._beginners = []
+
+    def _is_offloaded(self, parameter: Tensor) -> bool:
+        return self.offloaded is not None and self._records.get(id(parameter)) in self.offloaded
+
+    def _check(self, parameter: Tensor, group: Group, entry: Mapping[str, Any]) -> None:
+        """Raise unless the parameter is as it was admitted, and its gradient and state can be used."""
+        gradient = parameter.grad
+        if gradient is not None and gradient.layout != torch.strided:
+            raise RuntimeError(
+                f"{name_of(parameter, group)}: DOSAdam does not support sparse gradients, found layout "
+                f"{gradient.layout}; use torch.optim.SparseAdam for this parameter, or sparse=False in its module"
+            )
+        if gradient is not None and gradient.dtype not in SUPPORTED_DTYPES:
+            expected = ", ".join(map(str, SUPPORTED_DTYPES))
+            raise TypeError(f"{name_of(parameter, group)}: expected a gradient of {expected}, found {gradient.dtype}")
+        now = parameter.device, parameter.dtype, parameter.shape
+        # Put into the group by hand, or frozen until now; or, before it has state, moved or converted with its model.
+        if parameter not in self._admitted or id(parameter) not in self._records:
+            self._check_kind(parameter, group)
+            self._admitted[parameter] = now
+        admitted = self._admitted[parameter]
+        if now != admitted:
+            raise RuntimeError(
+                f"{name_of(parameter, group)} was {_described(*admitted)} when the optimizer first updated it and is "
+                f"{_described(*now)} now; move or convert the model before the first step, or build a new optimizer"
+            )
+        problem = state_problem(entry, parameter)
+        if problem:
+            raise ValueError(f"{name_of(parameter, group)}: {problem}")
+
+    def _check_kind(self, parameter: Tensor, group: Group) -> None:
+        """Raise TypeError or ValueError, naming the parameter, if it cannot be optimised.
+
+        The name takes a search through the group.
+        """
+        problem = parameter_problem(parameter)
+        if problem:
+            raise TypeError(f"{name_of(parameter, group)}: {problem}")
+        if not self._devices.holds(parameter) and parameter.device.type != "cpu":
+            raise ValueError(
+                f"{name_of(parameter, group)} is on {parameter.device} and the optimizer's accelerator is "
+                f"{self._devices.found}; DOSAdam updates the parameters of one accelerator, so load the model onto "
+                "one (device_map='auto' spreads it over all), or build an optimizer for the parameters of each"
+            )
+
+    def _alike(self, parameters: Iterable[Tensor]) -> list[list[Tensor]]:
+        """The parameters by dtype and memory: each list can share an arena."""
+        return [list(run) for _, run in itertools.groupby(sorted(parameters, key=self._kind), key=self._kind)]
+
+    def _kind(self, parameter: Tensor) -> tuple[str, bool]:
+        return str(parameter.dtype), self._devices.holds(parameter)
+
+    def _host_bytes(self, run: Sequence[Tensor], group: Group) -> int:
+        """Host memory of an arena for these parameters, at most."""
+        numel = sum(p.numel() for p in run)
+        if self._options.never_leaves and self._devices.holds(run[0]):
+            return numel * (run[0].dtype.itemsize + FP32_BYTES) if self._options.offload_gradients else 0
+        return host_bytes(
+            numel,
+            run[0].dtype.itemsize,
+            master_weights=self._options.master_weights,
+            amsgrad=group["amsgrad"],
+            offload_gradients=self._options.offload_gradients,
+            accelerated=self._devices.holds(run[0]),
+        )
+
+    def _make_room(
+        self, parameters: list[Tensor], group: Group, first: int
+    ) -> tuple[list[ParameterRecord], list[Subgroup]]:
+        """A new arena for parameters of one group, dtype and memory: records, numbered from `first`, and subgroups."""
+        accelerated = self._devices.holds(parameters[0])
+        lasting = accelerated and self._options.never_leaves
+        with _said():
+            arena = Arena(
+                parameters,
+                self._devices.found if accelerated else None,
+                master_weights=self._options.master_weights,
+                amsgrad=group["amsgrad"],
+                tier=Tier.DEVICE if lasting else Tier.HOST,
+                part=rounded(self._options.subgroup_size),
+            )
+        records = make_records(parameters, arena, first)
+        return records, split(arena, records, self._options.subgroup_size)
+
+    def _publish(self, made: Iterable[tuple[list[ParameterRecord], list[Subgroup]]]) -> None:
+        """Let new parameters count as enrolled."""
+        for records, subgroups in made:
+            self.places.update({record: [] for record in records})
+            for subgroup in subgroups:
+                for piece in subgroup.pieces:
+                    self.places[piece.record].append((subgroup, piece))
+                (self.accelerated if subgroup.arena.accelerated else self.local).append(subgroup)
+            self._newcomers += records
+            self._records.update({id(record.parameter): record for record in records})
+        self._reindex()
+
+    def _reindex(self) -> None:
+        self.index = {subgroup: i for i, subgroup in enumerate(self.accelerated)}
+        self.lasting_bytes = sum(arena.device_bytes for arena in {s.arena for s in self.accelerated})
+        self._loads = None
+
+
+@contextlib.contextmanager
+def _said() -> Iterator[None]:
+    """Surrounds allocations of state that never leaves the device."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise torch.OutOfMemoryError(
+            "policy='resident' keeps all optimizer state on the device, which has no memory for it; use "
+            f"policy='adaptive', with which what does not fit stays on the host ({error})"
+        ) from error
+
+
+def name_of(parameter: Tensor, group: Group) -> str:
+    """How messages call a parameter: its name if the group has names, else its position and shape."""
+    position = next(i for i, p in enumerate(group["params"]) if p is parameter)
+    names = group.get("param_names")
+    return f"parameter {names[position]!r}" if names else f"parameter {position} of shape {tuple(parameter.shape)}"
+
+
+def state_problem(entry: Mapping[str, Any], parameter: Tensor) -> str | None:
+    """What keeps `entry` from being AdamW's state of this parameter; None if it is, or is empty."""
+    if not entry:
+        return None
+    for key in ("step", *NEEDED_KEYS):
+        if key not in entry:
+            return f"its state has {sorted(entry)} but no {key!r}; expected the state of AdamW or DOSAdam"
+    for key in STATE_KEYS:
+        value = entry.get(key)
+        if value is None:
+            continue
+        if not isinstance(value, Tensor) or value.shape != parameter.shape:
+            found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            return f"its state {key!r} must have shape {tuple(parameter.shape)}, found {found}"
+    step = entry["step"]
+    if not (isinstance(step, numbers.Real) or (isinstance(step, Tensor) and step.numel() == 1)):
+        return f"its state 'step' must be one number, found {step!r}"
+    if not float(step) >= 0:
+        return f"its state 'step' must be 0 or more, found {float(step)}"
+    return None
+
+
+def _described(device: torch.device, dtype: torch.dtype, shape: torch.Size) -> str:
+    return f"{dtype} of shape {tuple(shape)} on {device}"
+
+
+def _adam_step(group: Group, count: float, grad_scale: float) -> AdamStep:
+    beta1, beta2 = group["betas"]
+    return AdamStep(
+        lr=float(group["lr"]),
+        beta1=float(beta1),
+        beta2=float(beta2),
+        eps=group["eps"],
+        weight_decay=group["weight_decay"],
+        step=count,
+        amsgrad=group["amsgrad"],
+        maximize=group["maximize"],
+        decoupled_weight_decay=group["decoupled_weight_decay"],
+        grad_scale=grad_scale,
+    )

@@ -1,0 +1,1 @@
+"""What optimizer state is, and where."""

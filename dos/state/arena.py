@@ -1,0 +1,198 @@
+"""The state of parameters as flat tensors: at home in an arena, or carved from a buffer."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dos.devices import Device, host_zeros
+from dos.state.host_tensor import HostTensor
+from perfmodel.format import MASTER, Field, float32
+from perfmodel.plan import Tier
+
+_ALIGNMENT = 256
+"""Bytes; every tensor carved from a slot starts on such a boundary, as CUDA's own allocations do."""
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    """Optimizer state of a run of parameters: 1-D tensors of equal length on one device.
+
+    fields: by name, those of the format and in its order.
+    """
+
+    fields: Mapping[str, Tensor]
+
+    @property
+    def master(self) -> Tensor | None:
+        """The parameters as they are updated, or None where the update goes straight to them."""
+        return self.fields.get(MASTER)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All of them, in the order of the format."""
+        return tuple(self.fields.values())
+
+    def slice(self, start: int, stop: int) -> State:
+        """A view of the elements from start to stop."""
+        return State({name: tensor[start:stop] for name, tensor in self.fields.items()})
+
+    def zero(self) -> None:
+        """Make it the state of parameters that were never updated."""
+        for tensor in self.tensors():
+            tensor.zero_()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(t.nbytes for t in self.tensors())
+
+    @property
+    def carved_bytes(self) -> int:
+        """Bytes of a buffer from which a state like this can be carved."""
+        return sum(aligned(t.nbytes) for t in self.tensors())
+
+    def carve(self, buffer: Tensor) -> State:
+        """A state like this one whose tensors lie in `buffer` (1-D uint8, at least `carved_bytes` long)."""
+        carved, offset = {}, 0
+        for name, tensor in self.fields.items():
+            carved[name] = buffer[offset : offset + tensor.nbytes].view(tensor.dtype)
+            offset += aligned(tensor.nbytes)
+        return State(carved)
+
+
+class Arena:
+    """Flat state of parameters that got their first gradient together.
+
+    All are of one param group, one dtype and one memory (host or accelerator). Each parameter's state is contiguous,
+    in the parameter's own memory order, so `optimizer.state[p]["exp_avg"]` is a view of it.
+
+    tier: where the state has its home; on the device it is there for good.
+    format: what the state consists of; amsgrad: whether with room for amsgrad.
+    gradient: staging for gradients on their way from the accelerator, in the parameters' dtype.
+    parameter: staging for new parameters on their way to the accelerator; None where master has their dtype already.
+
+    What lies on the host takes memory when `make` is called for it, or when something is written there.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        device: Device | None,
+        *,
+        master_weights: bool,
+        amsgrad: bool,
+        tier: Tier = Tier.HOST,
+        part: int = 1,
+    ) -> None:
+        """part: elements of its subgroups, whose host memory is made one by one where they share no pages."""
+        self.dtype = parameters[0].dtype
+        self.accelerated = device is not None
+        self.tier = tier
+        self.numel = sum(p.numel() for p in parameters)
+        self.amsgrad = amsgrad
+        self._device = device
+        self._part = part
+        self._format_with = functools.partial(
+            float32, str(self.dtype).removeprefix("torch."), master_weights=master_weights, accelerated=self.accelerated
+        )
+        self.format = self._format_with(amsgrad=amsgrad)
+        self._homes: dict[str, HostTensor] = {}
+        self._buffers: list[Tensor] = []
+        self.state = State({f.name: self._field(f) for f in self.format.fields})
+        self._gradient: HostTensor | None = None
+        self._parameter: HostTensor | None = None
+        self._accumulated: HostTensor | None = None
+        if device is not None:
+            self._gradient = HostTensor(self.numel, self.dtype, device, part)
+        if device is not None and self.format.rounds and tier is Tier.HOST:
+            self._parameter = HostTensor(self.numel, self.dtype, device, part)
+        self._slices: dict[tuple[int, int], State] = {}
+
+    @property
+    def gradient(self) -> Tensor | None:
+        return None if self._gradient is None else self._gradient.tensor
+
+    @property
+    def parameter(self) -> Tensor | None:
+        return None if self._parameter is None else self._parameter.tensor
+
+    @property
+    def accumulated(self) -> Tensor | None:
+        """Where gradients add up on the host, float32, once `accumulate` was called."""
+        return None if self._accumulated is None else self._accumulated.tensor
+
+    @property
+    def device_bytes(self) -> int:
+        """Device memory that it takes for good."""
+        return sum(buffer.nbytes for buffer in self._buffers)
+
+    def stage_gradients_as(self, dtype: torch.dtype) -> None:
+        """Make the gradient staging wide enough for gradients of `dtype`, which may differ from the parameters'."""
+        if self._gradient is not None and self._gradient.tensor.dtype not in (dtype, torch.float32):
+            assert self._device is not None, "nothing is staged for parameters on the host"
+            self._gradient = HostTensor(self.numel, torch.float32, self._device, self._part)
+
+    def accumulate(self) -> None:
+        """Make room for gradients that add up on the host."""
+        assert self._device is not None, "gradients of parameters on the host stay where they are"
+        self._accumulated = HostTensor(self.numel, torch.float32, self._device, self._part)
+
+    def home(self) -> list[HostTensor]:
+        """The host memory of its state."""
+        return list(self._homes.values())
+
+    def incoming(self) -> list[HostTensor]:
+        """The host memory through which gradients come, and in which they add up."""
+        return [tensor for tensor in (self._gradient, self._accumulated) if tensor is not None]
+
+    def outgoing(self) -> list[HostTensor]:
+        """The host memory through which new parameters go."""
+        return [] if self._parameter is None else [self._parameter]
+
+    def slice(self, start: int, stop: int) -> State:
+        """A view of the state from start to stop. Remembered, because every step asks for the same ones."""
+        key = start, stop
+        if key not in self._slices:
+            self._slices[key] = self.state.slice(start, stop)
+        return self._slices[key]
+
+    def add_amsgrad(self, make: Callable[[HostTensor], None]) -> None:
+        """Make room for amsgrad, switched on after construction. The views of its records are to be made anew.
+
+        make: makes the host memory of one more field for all whose state is there.
+        Whatever that or an allocation raises, nothing has changed.
+        """
+        wider, fields, homes = self._format_with(amsgrad=True), dict(self.state.fields), dict(self._homes)
+        buffers = len(self._buffers)
+        try:
+            for field in wider.fields:
+                if field.name not in fields:
+                    fields[field.name] = self._field(field)
+                    if field.name in self._homes:
+                        make(self._homes[field.name])
+        except BaseException:
+            self._homes = homes
+            del self._buffers[buffers:]
+            raise
+        self.state = State({field.name: fields[field.name] for field in wider.fields})
+        self.format, self.amsgrad = wider, True
+        self._slices.clear()
+
+    def _field(self, field: Field) -> Tensor:
+        dtype = getattr(torch, field.type)
+        if self._device is None:
+            return host_zeros(self.numel, dtype)
+        if self.tier is Tier.HOST:
+            self._homes[field.name] = HostTensor(self.numel, dtype, self._device, self._part)
+            return self._homes[field.name].tensor
+        self._buffers.append(self._device.allocate_lasting(self.numel * dtype.itemsize))
+        return self._buffers[-1].zero_().view(dtype)
+
+
+def aligned(nbytes: int) -> int:
+    """The bytes that a tensor of `nbytes` takes in a slot."""
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

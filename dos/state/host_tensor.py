@@ -1,0 +1,40 @@
+"""Tensors on the host that take memory part by part."""
+
+from __future__ import annotations
+
+import mmap
+
+import torch
+
+from dos.devices import Device
+
+
+class HostTensor:
+    """1-D zeros on the host whose memory is made part by part, each of them pinned.
+
+    nbytes: that were made.
+    """
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: Device, part: int) -> None:
+        """part: elements of each, the last shorter. Parts that share pages are made all together."""
+        self.tensor = device.host_zeros(numel, dtype)
+        self.nbytes = 0
+        self._device = device
+        self._parted = part * dtype.itemsize % mmap.PAGESIZE == 0
+        self._made: set[tuple[int, int]] = set()
+
+    def part(self, start: int, stop: int) -> tuple[int, int]:
+        """What is made together with these elements, from where to where."""
+        return (start, stop) if self._parted else (0, len(self.tensor))
+
+    def has(self, start: int, stop: int) -> bool:
+        """Whether the memory of these elements was made."""
+        return start == stop or self.part(start, stop) in self._made
+
+    def make(self, start: int, stop: int) -> None:
+        """Make the memory of these elements."""
+        first, last = self.part(start, stop)
+        made = self.tensor[first:last]
+        self._device.pin(made)
+        self._made.add((first, last))
+        self.nbytes += made.nbytes

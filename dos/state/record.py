@@ -1,0 +1,226 @@
+"""One parameter: where it lies in memory, where its state lies in an arena, and what was last seen of both."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from dos.state.arena import Arena, State
+
+
+class ParameterRecord:
+    """One parameter's place: its flat memory, its slice of the arena, and what was last seen of it.
+
+    number: of the record among those of its optimizer.
+    flat: 1-D alias of the parameter's memory, or a contiguous stand-in if that is not its values in a row: it has gaps,
+        or is lazily negated (see `stand_in`).
+    version, data_ptr: of the parameter after our last write; anything else means that somebody wrote to it.
+    layout: of the parameter, in whose order `flat` and the state have its elements.
+    views: what `optimizer.state[p]` holds beside the step: live views of the state, shaped like the parameter.
+    step: what it holds as the step. count: the steps, which may be ahead of that.
+    fresh: whether the state is zero, because nothing was ever written there.
+    """
+
+    def __init__(self, parameter: Tensor, arena: Arena, offset: int, number: int = 0) -> None:
+        self.parameter = parameter
+        self.arena = arena
+        self.offset = offset
+        self.number = number
+        self.numel = parameter.numel()
+        self.version = -1
+        self.data_ptr = -1
+        self._strides: tuple[int, ...] = ()
+        self._shape, self._dtype = parameter.shape, parameter.dtype
+        self._gradient_dtype: torch.dtype | None = None
+        self.step = torch.zeros((), dtype=torch.float32, device="cpu")
+        self.count = self._step_written = 0.0
+        self.fresh = True
+        self._step_version = -1
+        self.flat = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+        self.stand_in = False
+        self.views: dict[str, Tensor] = {}
+        self.remember_layout()
+        self.locate()
+
+    @property
+    def state(self) -> State:
+        """This parameter's slice of the arena's state."""
+        return self.arena.slice(self.offset, self.offset + self.numel)
+
+    def locate(self) -> None:
+        """Follow the parameter's memory if it was replaced, and read it if only a stand-in can be updated."""
+        if self.moved():
+            alias = flat_alias(self.parameter.detach())
+            self.stand_in = alias is None
+            self.flat = self.parameter.detach().resolve_neg().contiguous().view(-1) if alias is None else alias
+        elif self.stand_in:
+            self.flat.copy_(self.parameter.detach().contiguous().view(-1))
+
+    def moved(self) -> bool:
+        """Whether the parameter's memory is another, or seen otherwise, than after our last write."""
+        return self.data_ptr != self.parameter.data_ptr() or self._strides != self.parameter.stride()
+
+    def changed(self) -> bool:
+        """Whether somebody else wrote to the parameter, or replaced its memory, since `saw`."""
+        return self.version != self.parameter._version or self.moved()
+
+    def settled(self, gradient: Tensor | None) -> bool:
+        """Whether there is nothing to look into: the parameter is as the last step left it, the gradient like the last.
+
+        Then it can be used where it lies. None: it is not with the parameter.
+        """
+        p = self.parameter
+        return (
+            p._version == self.version
+            and p.data_ptr() == self.data_ptr
+            and p.stride() == self._strides
+            and p.shape == self._shape
+            and p.dtype is self._dtype
+            and (
+                gradient is None
+                or (
+                    gradient.dtype is self._gradient_dtype
+                    and gradient.layout is torch.strided
+                    and gradient.stride() == self._strides
+                    and gradient.shape == self._shape
+                    and not gradient.is_neg()
+                    and gradient.data_ptr() != 0  # as of a zero tensor, which has no memory
+                )
+            )
+        )
+
+    def settle(self, gradient: Tensor | None) -> None:
+        """Everything about the parameter and this gradient was looked into."""
+        self._gradient_dtype = None if self.stand_in or gradient is None else gradient.dtype
+
+    def saw(self) -> None:
+        """Remember the parameter as it is now."""
+        self.version = self.parameter._version
+        self.data_ptr = self.parameter.data_ptr()
+        self._strides = self.parameter.stride()
+
+    def write_back(self) -> None:
+        """Bring a stand-in's new values to the parameter."""
+        if self.stand_in:
+            self.parameter.detach().copy_(self.flat.view(self.parameter.shape))
+
+    def flat_gradient(self, gradient: Tensor) -> Tensor:
+        """The gradient as 1-D tensor in the order of `flat`; a copy only where its layout differs."""
+        parameter = self.parameter
+        gradient = gradient.detach().resolve_neg()  # the sign of a lazily negated tensor is not in its memory
+        if gradient._is_zerotensor():  # which has no memory at all
+            gradient = torch.zeros_like(parameter, dtype=gradient.dtype)
+        if self.stand_in:
+            return gradient.contiguous().view(-1)
+        if not _same_layout(gradient, parameter):
+            gradient = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
+        alias = flat_alias(gradient)
+        assert alias is not None, "a dense parameter's layout is dense"
+        return alias
+
+    def layout_changed(self) -> bool:
+        """Whether the parameter's elements lie in another order in memory than `flat` and the state have them."""
+        return self.layout != _layout(self.parameter)
+
+    def remember_layout(self) -> None:
+        """Take the parameter's present layout for that of `flat` and of the views of the state."""
+        self.layout = _layout(self.parameter)
+        self.data_ptr = -1
+        self.views = self.make_views()
+
+    def is_adopted(self, entry: Mapping[str, object]) -> bool:
+        """Whether an entry of the optimizer's state holds exactly the live views."""
+        return all(
+            entry.get(key) is view and view.data_ptr() == self._addresses[key] for key, view in self.views.items()
+        )
+
+    def adopt_step(self, step: Tensor) -> None:
+        """Count from what the entry holds as the step."""
+        self.step, self.count = step, float(step)
+        self.saw_step()
+
+    def saw_step(self) -> None:
+        """Remember the step's tensor as it is now, with what was counted."""
+        self._step_version, self._step_written = self.step._version, self.count
+
+    def write_step(self) -> None:
+        """Bring what was counted to the step's tensor."""
+        if self.count != self._step_written:
+            self.step.fill_(self.count)
+            self.saw_step()
+
+    def intact(self, entry: Mapping[str, object]) -> bool:
+        """Whether an entry holds exactly what the last step left there."""
+        step = self.step
+        return entry.get("step") is step and step._version == self._step_version and self.is_adopted(entry)
+
+    def renew_views(self) -> None:
+        """Take back a view whose memory a user has replaced (`view.data = ...`), with the values it was given."""
+        for key, view in list(self.views.items()):
+            if view.data_ptr() != self._addresses[key]:
+                fresh = self.make_views()[key]
+                fresh.copy_(view.detach())
+                view.data = fresh
+
+    def make_views(self) -> dict[str, Tensor]:
+        """The arena's tensors by the names that they have in a state dict."""
+        flat, fields = self.state.fields, self.arena.format.fields
+        views = {field.key: self.shaped(flat[field.name]) for field in fields if field.key is not None}
+        self._addresses = {name: view.data_ptr() for name, view in views.items()}
+        return views
+
+    def shaped(self, flat: Tensor) -> Tensor:
+        """A view of what is in the order of `flat`, shaped like the parameter."""
+        if flat_alias(self.parameter) is None or self.parameter.is_contiguous():
+            return flat.view(self.parameter.shape)
+        return flat.as_strided(self.parameter.size(), self.parameter.stride(), flat.storage_offset())
+
+
+def make_records(parameters: Sequence[Tensor], arena: Arena, first: int = 0) -> list[ParameterRecord]:
+    """Places for the parameters, one after the other, in the arena that was made for them.
+
+    first: the number of the first record.
+    """
+    offsets = itertools.accumulate((p.numel() for p in parameters), initial=0)
+    places = zip(parameters, offsets, itertools.count(first), strict=False)
+    return [ParameterRecord(parameter, arena, offset, number) for parameter, offset, number in places]
+
+
+def flat_alias(tensor: Tensor) -> Tensor | None:
+    """A 1-D view of the tensor's elements in memory order.
+
+    None if that is not what its memory holds: with gaps or overlaps, or lazily negated.
+    """
+    if tensor.is_neg():
+        return None
+    if tensor.is_contiguous():
+        return tensor.view(-1)
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return None
+        expected *= size
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+Layout = tuple[int, ...] | None
+"""The strides of axes that have any; None where memory has gaps and elements are taken in logical order."""
+
+
+def _layout(tensor: Tensor) -> Layout:
+    if flat_alias(tensor) is None:
+        return None
+    return tuple(stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1)
+
+
+def _same_layout(a: Tensor, b: Tensor) -> bool:
+    """Whether elements lie in the same order in both; strides of axes of length 1 do not matter."""
+    return all(
+        stride_a == stride_b or size == 1
+        for stride_a, stride_b, size in zip(a.stride(), b.stride(), b.shape, strict=True)
+    )

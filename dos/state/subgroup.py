@@ -1,0 +1,125 @@
+"""Arenas cut into subgroups, and which pieces of parameters lie in each."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dos.state.arena import Arena, State, aligned
+from dos.state.record import ParameterRecord
+from perfmodel import SubgroupLoad
+from perfmodel.format import BYTES
+
+_ROUNDED_FROM, _ROUNDING = 1 << 20, mmap.PAGESIZE // min(BYTES.values())
+"""Parameters of a subgroup from which its size is rounded up, and to a multiple of how many.
+
+So a subgroup begins on a page, and its host memory is made and pinned without its neighbours'. And
+the part of a tensor that begins with it lies where a GPU loads 16 bytes at once. A tensor whose
+length is no multiple of that still misaligns those behind it.
+"""
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """A run of one parameter's elements within a subgroup.
+
+    start, stop: within the subgroup. parameter_start: of the first element, within the parameter.
+    """
+
+    record: ParameterRecord
+    start: int
+    stop: int
+    parameter_start: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def run(self) -> slice:
+        """Its elements within the subgroup."""
+        return slice(self.start, self.stop)
+
+    def of_parameter(self, flat: Tensor) -> Tensor:
+        """This piece of a tensor that is as long as the parameter."""
+        return flat[self.parameter_start : self.parameter_start + self.numel]
+
+
+@dataclass(frozen=True, eq=False)
+class Subgroup:
+    """A contiguous run of an arena, updated as one unit.
+
+    start, stop: within the arena.
+    batches: what was made for its updates, by place, with what that holds for; to be cleared when
+        the memory of a parameter is another.
+    """
+
+    arena: Arena
+    start: int
+    stop: int
+    pieces: tuple[Piece, ...]
+    batches: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    @cached_property
+    def numbers(self) -> list[int]:
+        """Of the records to which its pieces belong."""
+        return [piece.record.number for piece in self.pieces]
+
+    @property
+    def state(self) -> State:
+        """Views of the host state."""
+        return self.arena.slice(self.start, self.stop)
+
+    @property
+    def gradient(self) -> Tensor:
+        """The host staging of its gradients. Only where the parameters are on the accelerator."""
+        assert self.arena.gradient is not None
+        return self.arena.gradient[self.start : self.stop]
+
+    @property
+    def parameter(self) -> Tensor | None:
+        """The host staging of its new parameters; None where the master itself is sent."""
+        return None if self.arena.parameter is None else self.arena.parameter[self.start : self.stop]
+
+    @property
+    def offloaded_gradient_bytes(self) -> int:
+        """Bytes of a slot that takes its gradients as they are, or are added up, on the host."""
+        return aligned(self.numel * torch.float32.itemsize)
+
+    def load(self) -> SubgroupLoad:
+        """Its bytes on every lane."""
+        return SubgroupLoad.of(self.numel, self.arena.format)
+
+
+def rounded(subgroup_size: int) -> int:
+    """Parameters of a subgroup: a large size is rounded up a little."""
+    return subgroup_size if subgroup_size < _ROUNDED_FROM else -(-subgroup_size // _ROUNDING) * _ROUNDING
+
+
+def split(arena: Arena, records: Iterable[ParameterRecord], subgroup_size: int) -> list[Subgroup]:
+    """The arena as subgroups of `subgroup_size` parameters, the last shorter: large tensors are split, small share.
+
+    records: all of the arena, in order. subgroup_size: see `rounded`.
+    """
+    subgroup_size = rounded(subgroup_size)
+    count = -(-arena.numel // subgroup_size)
+    pieces: list[list[Piece]] = [[] for _ in range(count)]
+    for record in records:
+        first, end = record.offset, record.offset + record.numel
+        while first < end:
+            number, start = divmod(first, subgroup_size)
+            last = min(end, (number + 1) * subgroup_size)
+            pieces[number].append(Piece(record, start, start + last - first, first - record.offset))
+            first = last
+    ends = [min((number + 1) * subgroup_size, arena.numel) for number in range(count)]
+    return [Subgroup(arena, i * subgroup_size, ends[i], tuple(pieces[i])) for i in range(count)]

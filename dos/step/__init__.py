@@ -1,0 +1,1 @@
+"""One step: what it does, memory for it, issuing it, waiting for it."""

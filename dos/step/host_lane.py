@@ -1,0 +1,78 @@
+"""The CPU lane: one thread that updates subgroups on the host, in order, and sends their parameters up."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+from dos.devices import Device, Job
+from dos.step.work import SubgroupUpdate
+from perfmodel import Lane, Op, Span
+
+
+class Turn(NamedTuple):
+    """One subgroup's update on the host.
+
+    number: of the subgroup in the plan.
+    ready: the jobs that bring its gradients, and its state if that was elsewhere.
+    after: those before whose end its parameters may not be overwritten.
+    done: receives the job that brings the new ones to the device, or what went wrong.
+    """
+
+    number: int
+    work: SubgroupUpdate
+    ready: Sequence[Job]
+    after: Sequence[Job]
+    done: Future[Job]
+
+
+class HostLane:
+    """Runs what is submitted, one after the other.
+
+    spans: the updates so far; whoever reads them empties the list, while nothing is running.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self.spans: list[Span] = []
+        self.renew()
+        # At once: an interruption within the start of a thread could leave two of them.
+        self.submit(lambda: None).result()
+
+    def renew(self) -> None:
+        """A thread from the next `submit` on; a forked child does not inherit the one there was."""
+        self._thread = ThreadPoolExecutor(
+            max_workers=1, thread_name_prefix="dos-cpu", initializer=self._device.settle_host_thread
+        )
+
+    def submit(self, work: Callable[[], None]) -> Future[None]:
+        """Run `work` once everything submitted before is done."""
+        return self._thread.submit(work)
+
+    def update(self, turns: Sequence[Turn]) -> None:
+        """Take the turns; to be run on this lane. The first failure fails all turns after it."""
+        error: BaseException | None = None
+        for turn in turns:
+            if error is None:
+                try:
+                    upload = self._take(turn)
+                    if not turn.done.done():
+                        turn.done.set_result(upload)
+                    continue
+                except BaseException as failure:
+                    error = failure
+            if not turn.done.done():
+                turn.done.set_exception(error)
+
+    def _take(self, turn: Turn) -> Job:
+        for job in turn.ready:
+            # The staged gradient, and the state, are read from here on.
+            job.wait()
+        traffic = turn.work.numel * turn.work.subgroup.arena.format.update_traffic
+        with self._device.host_update(turn.work.numel, traffic) as start:
+            turn.work.apply_on_host()
+        self.spans.append(Span(Lane.CPU, Op.UPDATE, turn.number, start, time.perf_counter()))
+        # Whatever the caller queued before the step still reads the old parameters.
+        return self._device.copy(Op.PARAMETER, turn.number, turn.work.uploads(), turn.after)

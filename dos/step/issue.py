@@ -1,0 +1,178 @@
+"""One step in flight: the tasks of its schedule, issued one by one."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import NamedTuple
+
+from dos.devices import Copy, Device, Job
+from dos.state.arena import State
+from dos.state.stores import DeviceStore
+from dos.state.subgroup import Subgroup
+from dos.step.host_lane import Turn
+from dos.step.work import SubgroupUpdate, Subject
+from perfmodel import Op
+from perfmodel.lanes import Stream
+from perfmodel.plan import Tier
+from perfmodel.schedule import Found, Schedule, Task
+
+
+class Issued(NamedTuple):
+    """A task under way."""
+
+    task: Task
+    job: Job
+
+
+class Step:
+    """Issues a schedule; what it has issued so far is in flight.
+
+    jobs: of transfers and of updates on the device. uploads: those of the host's lane, to come.
+    done: by subgroup, the job after which its new parameters are there, once that is issued.
+    backward: what the caller had queued on the device when the step was issued.
+    last: by stream, the jobs after which nothing uses slots and state that leaves, for streams
+        are in order.
+    leaving: the subgroups whose state is not on the device any more once the step is over.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        store: DeviceStore,
+        schedule: Schedule,
+        subjects: Sequence[Subject],
+        found: Sequence[Found],
+        begun: Sequence[Issued],
+    ) -> None:
+        self.schedule = schedule
+        self.jobs = [issued.job for issued in begun]
+        self.uploads: list[Future[Job]] = []
+        self.done: dict[Subgroup, Future[Job]] = {}
+        self.backward: Sequence[Job] = ()
+        self.last: dict[Stream, Job] = {}
+        self.leaving: list[Subgroup] = []
+        self._device = device
+        self._store = store
+        self._subjects = subjects
+        self._found = found
+        self._states: dict[int, State] = {}
+        self._ready: dict[int, Sequence[Job]] = {}
+
+    def issue(self) -> list[Turn]:
+        """Issue what is not under way yet; returns what the host's lane has to do."""
+        turns: list[Turn] = []
+        tasks, begun = self.schedule.tasks, self.schedule.begun
+        # By number of the task. What is issued here waits for backward's end, not for its pieces.
+        jobs: list[Sequence[Job]] = [()] * (begun - len(self.jobs)) + [(job,) for job in self.jobs]
+        # The gradients of this step are complete once the caller's stream has come this far.
+        self.backward = self._device.fence()
+        jobs.append(self.backward)
+        for number in range(begun + 1, len(tasks)):
+            task = tasks[number]
+            after = tuple(itertools.chain.from_iterable(jobs[other] for other in task.after))
+            if task.stream is Stream.CPU:
+                # The host has come past the call of step(), and the device may still be behind it:
+                # waiting for the end of backward there would hold up gradients that are here.
+                self._ready[number] = [job for other in task.after if other != begun for job in jobs[other]]
+                jobs.append(())
+            elif task.stream is Stream.PARAMETER:
+                turns.append(self._turn(task, self._ready[task.after[0]], after))
+                jobs.append(())
+            else:
+                self.jobs.append(self._issue(task, after))
+                jobs.append(self.jobs[-1:])
+                if task.op is Op.FLUSH or task.slot is not None:
+                    self.last[task.stream] = self.jobs[-1]
+        # Else the gradients' memory would be held until somebody waits for the step.
+        for turn in turns:
+            turn.work.release()
+        self._subjects, self._found, self._states, self._ready = (), (), {}, {}
+        return turns
+
+    def all_jobs(self, errors: list[Exception]) -> list[Job]:
+        """Also of the host's lane, once it has issued them. errors: receives why it has not."""
+        jobs = list(self.jobs)
+        for upload in self.uploads:
+            try:
+                jobs.append(upload.result())
+            except Exception as error:
+                errors.append(error)
+        return jobs
+
+    def fail(self, error: Exception) -> None:
+        """Let nobody wait for what will not be issued any more."""
+        for future in self.done.values():
+            if not future.done():
+                future.set_exception(error)
+
+    def _turn(self, task: Task, ready: Sequence[Job], after: Sequence[Job]) -> Turn:
+        i, subgroup, update = self._of(task)
+        done = self.done[subgroup] = Future()
+        self.uploads.append(done)
+        return Turn(i, update, ready, after, done)
+
+    def _issue(self, task: Task, after: Sequence[Job]) -> Job:
+        if task.op is Op.FLUSH:
+            return self._flush(task, after)
+        if task.op is Op.GRADIENT:
+            return self._send(task, after)
+        return self._prefetch(task, after) if task.op is Op.PREFETCH else self._update(task, after)
+
+    def _send(self, task: Task, after: Sequence[Job]) -> Job:
+        assert task.subgroup is not None, "a transfer is of a subgroup"
+        subject = self._subjects[task.subgroup]
+        assert subject.update is not None, "only gradients are sent"
+        return self._device.copy(Op.GRADIENT, task.subgroup, subject.update.downloads(subject.late), after)
+
+    def _prefetch(self, task: Task, after: Sequence[Job]) -> Job:
+        """Bring up what the update on the device has not: state, offloaded gradients, or both."""
+        i, subgroup, update = self._of(task)
+        found, copies = self._found[i], []
+        if found.state is Tier.HOST and found.fetched is None:
+            copies += state_copies(self._state(task), subgroup.state)
+        if update.offloaded:
+            assert task.slot is not None, "offloaded gradients come up through a slot"
+            taken = 0 if self._store.has(subgroup) else subgroup.state.carved_bytes
+            copies += update.fetch_gradients(self._store.slots[task.slot][taken:])
+        return self._device.copy(Op.PREFETCH, i, copies, after)
+
+    def _update(self, task: Task, after: Sequence[Job]) -> Job:
+        i, subgroup, update = self._of(task)
+        state, lasting = self._state(task), self._store.has(subgroup)
+        reads = [] if update.offloaded else update.gradients
+        job = self._device.launch(i, lambda: update.apply(state, lasting=lasting), task.size, after, reads)
+        self.done[subgroup] = Future()
+        self.done[subgroup].set_result(job)
+        return job
+
+    def _flush(self, task: Task, after: Sequence[Job]) -> Job:
+        assert task.subgroup is not None, "state is of a subgroup"
+        subgroup = self._subjects[task.subgroup].subgroup
+        if task.slot is None:
+            self.leaving.append(subgroup)
+        return self._device.copy(Op.FLUSH, task.subgroup, state_copies(subgroup.state, self._state(task)), after)
+
+    def _of(self, task: Task) -> tuple[int, Subgroup, SubgroupUpdate]:
+        assert task.subgroup is not None, "an update is of a subgroup"
+        subject = self._subjects[task.subgroup]
+        assert subject.update is not None, "nothing is updated without a gradient"
+        return task.subgroup, subject.subgroup, subject.update
+
+    def _state(self, task: Task) -> State:
+        """Where the subgroup's state is on the device in this step."""
+        assert task.subgroup is not None, "state is of a subgroup"
+        if task.subgroup not in self._states:
+            subgroup = self._subjects[task.subgroup].subgroup
+            if self._store.has(subgroup):
+                self._states[task.subgroup] = self._store.state(subgroup)
+            else:
+                assert task.slot is not None, "state that does not stay on the device passes through a slot"
+                self._states[task.subgroup] = subgroup.state.carve(self._store.slots[task.slot])
+        return self._states[task.subgroup]
+
+
+def state_copies(destination: State, source: State) -> list[Copy]:
+    """The copies that move a subgroup's state."""
+    return list(zip(destination.tensors(), source.tensors(), strict=True))

@@ -1,0 +1,93 @@
+"""The facts of one iteration, in one object that begins when a step returns and ends when the next one does."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from dos.devices import Device, Mark
+from dos.state.subgroup import Subgroup
+from perfmodel import Lane, Op, Plan, Span, Workload
+
+
+class Wait(NamedTuple):
+    """The caller's work was held up between these, if the device had come to the first before the second was queued."""
+
+    before: Mark
+    after: Mark
+
+    def seconds_so_far(self) -> float:
+        """For how long, until now if it is not over."""
+        before, after = self.before.at(), self.after.at()
+        if before is None:
+            return 0.0  # the device still has work of before
+        return max(0.0, (time.perf_counter() if after is None else after) - before)
+
+
+class Iteration:
+    """A forward, all backward passes after it, and the step.
+
+    forward: where the step before returned; backward: the first gradient; left: the first that left
+        for the host; step: the call of step(). All in the caller's work; None: it has not come there.
+    gradients: how often backward has made one. travels: whether gradients change after its hooks.
+    plan: for which gradients leave during backward; None: not asked for yet.
+    wanted: the subgroups whose gradients leave.
+    workload: for which the last plan was made.
+    waits: of the caller, for this iteration's step.
+    earlier: how many there were for the step before when that returned.
+    following: the iteration after this one, once that has begun.
+    """
+
+    def __init__(self, device: Device, before: Iteration | None = None) -> None:
+        self._device = device
+        self.forward: Mark | None = None
+        self.backward: Mark | None = None
+        self.left: Mark | None = None
+        self.step: Mark | None = None
+        self.gradients = 0
+        self.travels = False
+        self.plan: Plan | None = None
+        self.wanted: set[Subgroup] = set()
+        self.workload: Workload | None = None
+        self.waits: list[Wait] = []
+        self.earlier = 0
+        self.following: Iteration | None = None
+        if before is not None:
+            self.earlier = len(before.waits)
+            self.forward = device.mark()
+            before.following = self
+
+    @property
+    def exposed_s(self) -> float:
+        """For how long the caller's work has stood still for this iteration's step."""
+        return sum(wait.seconds_so_far() for wait in self.waits)
+
+    @contextmanager
+    def held_up(self) -> Iterator[None]:
+        """Surrounds what may hold the caller up: the host, or the work that it queues from then on."""
+        before = self._device.mark()
+        yield
+        self.waits.append(Wait(before, self._device.mark()))
+
+    def spans(self, origin: float) -> tuple[Span, ...]:
+        """Forward and backward, and the forward of the iteration that follows, in seconds since `origin`.
+
+        origin: when the step began, on the clock of time.perf_counter.
+        Forward has in it what the caller does besides, such as loading data, and backward all micro-batches after the
+        first. Left out is that of which the device has not come to the end, or no gradient's hook told it.
+        """
+        after = None if self.following is None else self.following.forward
+        ends = None if self.following is None else self.following.backward
+        found = []
+        for op, start, end in (
+            (Op.FORWARD, self.forward, self.backward),
+            (Op.BACKWARD, self.backward, self.step),
+            (Op.FORWARD, after, ends),
+        ):
+            first, last = (None if mark is None else mark.at() for mark in (start, end))
+            if first is not None and last is not None:
+                last = origin if op is Op.BACKWARD else last
+                found.append(Span(Lane.GPU, op, None, first - origin, max(first, last) - origin))
+        return tuple(found)

@@ -1,0 +1,253 @@
+"""What one step does to one subgroup: which pieces, with which gradients and settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dos.devices import Copy, Job
+from dos.kernels.adam import AdamArrays, AdamStep, off_ties
+from dos.kernels.update import AdamBatch
+from dos.state.arena import State
+from dos.state.record import ParameterRecord, flat_alias
+from dos.state.subgroup import Piece, Subgroup
+from perfmodel.format import MASTER
+from perfmodel.plan import Tier
+from perfmodel.schedule import Found
+
+
+class Given:
+    """What a step is given, by number of the record.
+
+    gradients: in the order of the record's `flat`, of any shape; None: it has none.
+    addresses: of their first elements; 0: there is none.
+    settings: those that occur; which: the one of each record.
+    follows: the records to whose parameters somebody else wrote since our last step, so that their
+        masters have to follow first.
+    """
+
+    def __init__(self, records: int) -> None:
+        self.gradients: list[Tensor | None] = [None] * records
+        self.addresses = [0] * records
+        self.settings: list[AdamStep] = []
+        self.which = [0] * records
+        self.follows: set[ParameterRecord] = set()
+
+    def add(self, record: ParameterRecord, gradient: Tensor) -> None:
+        """The record has this gradient."""
+        self.gradients[record.number] = gradient
+        self.addresses[record.number] = gradient.data_ptr()
+
+
+class SubgroupUpdate:
+    """What a step does to one subgroup.
+
+    gradients: of the parameters to which the pieces that are updated belong, as a whole.
+    numel: parameters updated.
+    offloaded: whether the gradients are on the host, although the parameters are not.
+    """
+
+    def __init__(self, subgroup: Subgroup, given: Given, *, offloaded: bool) -> None:
+        self.subgroup = subgroup
+        self.offloaded = offloaded
+        numbers = subgroup.numbers
+        self._addresses = [given.addresses[n] for n in numbers]
+        gradients = [given.gradients[n] for n in numbers]
+        self.gradients = [gradient for gradient in gradients if gradient is not None]
+        # Skipped pieces have any type.
+        self._types = [torch.float32 if gradient is None else gradient.dtype for gradient in gradients]
+        whole = len(self.gradients) == len(numbers)
+        self._active = (
+            subgroup.pieces if whole else tuple(p for p in subgroup.pieces if given.addresses[p.record.number])
+        )
+        self.numel = subgroup.numel if whole else sum(piece.numel for piece in self._active)
+        first = subgroup.pieces[0].parameter_start
+        if first and self._addresses[0]:
+            self._addresses[0] += first * self._types[0].itemsize
+        self._settings = given.settings
+        self._which = [given.which[n] for n in numbers] if len(given.settings) > 1 else None
+        self._follows = [p for p in self._active if p.record in given.follows] if given.follows else []
+
+    def __bool__(self) -> bool:
+        return bool(self._active)
+
+    @property
+    def pieces(self) -> Sequence[Piece]:
+        """Those that have a gradient."""
+        return self._active
+
+    def release(self) -> None:
+        """Let go of gradients on the device: what is still to be done reads none there."""
+        self.gradients = []
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of the pieces that are updated."""
+        return sum(p.numel * g.itemsize for p, g in zip(self._active, self.gradients, strict=True))
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot that takes the state and, if they must come up again, the gradients."""
+        return self.subgroup.state.carved_bytes + self.slot_bytes_of_gradients
+
+    @property
+    def slot_bytes_of_gradients(self) -> int:
+        """Bytes of a slot that takes the gradients alone, if they must come up again."""
+        return self.subgroup.offloaded_gradient_bytes if self.offloaded else 0
+
+    def downloads(self, pieces: Collection[Piece]) -> list[Copy]:
+        """The copies that stage the gradients of these pieces on the host."""
+        staged = self.subgroup.gradient
+        return [
+            (staged[p.run], g) for p, g in zip(self._active, self._pieces_of_gradients(), strict=True) if p in pieces
+        ]
+
+    def fetch_gradients(self, buffer: Tensor) -> list[Copy]:
+        """The copies that bring offloaded gradients up into `buffer` (1-D uint8), from where they are used then."""
+        copies = []
+        addresses = dict(zip(self.subgroup.pieces, range(len(self._addresses)), strict=True))
+        for piece, gradient in zip(self._active, self._pieces_of_gradients(), strict=True):
+            place = buffer[torch.float32.itemsize * piece.start :][: gradient.nbytes].view(gradient.dtype)
+            self._addresses[addresses[piece]] = place.data_ptr()
+            copies.append((place, gradient))
+        return copies
+
+    def uploads(self) -> list[Copy]:
+        """The copies that bring the new parameters to the device."""
+        parameter = self.subgroup.parameter
+        staged = self.subgroup.state.master if parameter is None else parameter
+        assert staged is not None, "accelerated parameters have a master"
+        return [(p.of_parameter(p.record.flat), staged[p.run]) for p in self._active]
+
+    def apply(self, state: State, *, lasting: bool = True) -> None:
+        """Update `state`, and the parameters in the memory where it is.
+
+        lasting: whether later steps find state in the same place.
+        """
+        self.follow(state)
+        batch = self._batch("with parameters", state, lasting=lasting)
+        batch.point(self._addresses, self._types)
+        batch.update(self._settings, self._which)
+        if state.master is not None and state.master.dtype != torch.float32:
+            for piece in self._active:
+                piece.of_parameter(piece.record.flat).copy_(state.master[piece.run])
+
+    def apply_on_host(self) -> None:
+        """Update the host state from staged or offloaded gradients; the new parameters stay staged."""
+        batch = self._batch("at home", self.subgroup.state)
+        if self.offloaded:
+            batch.point(self._addresses, self._types)
+        else:
+            staged = self.subgroup.gradient
+            first, size = staged.data_ptr(), staged.itemsize
+            places = [
+                first + size * piece.start if address else 0
+                for piece, address in zip(self.subgroup.pieces, self._addresses, strict=True)
+            ]
+            batch.point(places, [staged.dtype] * len(places))
+        batch.update(self._settings, self._which)
+
+    def follow(self, state: State) -> None:
+        """Let masters in `state`, which is where the parameters are, follow those that somebody wrote to."""
+        if state.master is not None:
+            for piece in self._follows:
+                follow(state.master[piece.run], piece.of_parameter(piece.record.flat))
+
+    def follow_on_host(self, fetch: Callable[[Tensor, Tensor], None]) -> None:
+        """The same for masters on the host. fetch: copies from the parameters' device to the host; blocks."""
+        master, staged = self.subgroup.state.master, self.subgroup.parameter
+        assert master is not None, "accelerated parameters have a master"
+        for piece in self._follows:
+            mine, theirs = master[piece.run], piece.of_parameter(piece.record.flat)
+            if staged is None:
+                fetch(mine, theirs)
+            else:
+                fetch(staged[piece.run], theirs)
+                follow(mine, staged[piece.run])
+
+    def _pieces_of_gradients(self) -> list[Tensor]:
+        pieces = []
+        for piece, gradient in zip(self._active, self.gradients, strict=True):
+            flat = flat_alias(gradient)
+            assert flat is not None, "the gradient has the order of the record's memory"
+            pieces.append(piece.of_parameter(flat.detach()))
+        return pieces
+
+    def _batch(self, place: str, state: State, *, lasting: bool = True) -> AdamBatch:
+        """The update of all pieces in one place, which is remembered where that lasts."""
+        known, batch = self.subgroup.batches.get(place, (None, None))
+        if batch is None or known is not state:
+            batch = AdamBatch(
+                [self._arrays(piece, state, at_home=place == "at home") for piece in self.subgroup.pieces]
+            )
+            if lasting:
+                self.subgroup.batches[place] = state, batch
+        return batch
+
+    def _arrays(self, piece: Piece, state: State, *, at_home: bool) -> AdamArrays:
+        """What the update of a piece works on; its gradient is said later."""
+        fields = {name: tensor[piece.run] for name, tensor in state.fields.items()}
+        master, staged = fields.pop(MASTER, None), self.subgroup.parameter
+        if at_home:
+            assert master is not None, "accelerated parameters have a master"
+            return AdamArrays(master, master, **fields, out=None if staged is None else staged[piece.run])
+        parameter = piece.of_parameter(piece.record.flat)
+        if master is None:
+            return AdamArrays(parameter, parameter, **fields)
+        return AdamArrays(parameter, master, **fields, out=parameter if master.dtype == torch.float32 else None)
+
+
+def follow(master: Tensor, parameter: Tensor) -> None:
+    """Give `master` the values of a parameter that was written to; 1-D, of one length, on one device.
+
+    Where the parameter still is the master rounded, the master knows it better.
+    """
+    if master.dtype == parameter.dtype:
+        master.copy_(parameter)
+        return
+    for start in range(0, len(master), _CHUNK):
+        mine, now = master[start : start + _CHUNK], parameter[start : start + _CHUNK]
+        kept = mine.to(now.dtype).view(torch.int16) == now.view(torch.int16)
+        mine.copy_(torch.where(kept, mine, now.to(mine.dtype)))
+        if now.dtype == torch.bfloat16:
+            # No update leaves a tie, and formats may rely on that: one that was loaded would go
+            # on with other bits in one that keeps it as two halves.
+            mine.copy_(off_ties(mine))
+
+
+_CHUNK = 1 << 20  # elements; bounds the memory of what is compared
+
+
+class Subject(NamedTuple):
+    """One subgroup in a step.
+
+    update: None without any gradient. departed: the copies by which gradients left during backward.
+    late: the pieces whose gradients have not.
+    """
+
+    subgroup: Subgroup
+    update: SubgroupUpdate | None
+    departed: Sequence[Job]
+    late: Collection[Piece]
+
+    def found(self, state: Tier) -> Found:
+        """What the step finds of it, but for what is under way. state: where that is."""
+        update = self.update
+        if update is None:
+            return Found(state, None, 0, None, 0)
+        parameter_bytes = update.numel * self.subgroup.arena.dtype.itemsize
+        if update.offloaded:
+            return Found(state, Tier.HOST, update.numel, update.gradient_bytes, parameter_bytes)
+        late: int | None = update.gradient_bytes
+        if len(self.late) < len(update.pieces):
+            sizes = zip(update.pieces, update.gradients, strict=True)
+            late = sum(p.numel * g.itemsize for p, g in sizes if p in self.late) or None
+        return Found(state, Tier.DEVICE, update.numel, late, parameter_bytes)
+
+    def slot_bytes(self, *, staying: bool) -> int:
+        """Bytes of the slot that it needs. staying: its state has a place of its own there."""
+        assert self.update is not None, "nothing passes through a slot without a gradient"
+        return self.update.slot_bytes_of_gradients if staying else self.update.slot_bytes
