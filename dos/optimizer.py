@@ -23,9 +23,10 @@ from dos.gradients.clipping import Clipping
 from dos.gradients.scaling import AmpScale, amp_scale
 from dos.guard import Guard, exclusive
 from dos.options import DEFAULT_SUBGROUP_SIZE, Options, check_settings
+from dos.parameters.admission import Group
 from dos.parameters.checkpoint import load_state_dict
 from dos.parameters.hooks import Attachment, Hooks, watch_gradient
-from dos.parameters.registry import Active, Group, Registry
+from dos.parameters.registry import Active, Registry
 from dos.state.record import ParameterRecord
 from dos.state.subgroup import Subgroup
 from dos.step.engine import Prepared
@@ -361,6 +362,23 @@ class DOSAdam(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of DOSAdam or AdamW. Raises ValueError, and changes nothing, if it does not match."""
         load_state_dict(self, state_dict)
+
+    @torch.no_grad()
+    def adamw_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        """A copy of one parameter's state as AdamW would have it, whatever the format that keeps it.
+
+        ``step``, ``exp_avg``, ``exp_avg_sq``, with amsgrad ``max_exp_avg_sq``, and ``master_param`` where a 16-bit
+        parameter has float32 master weights: float32, on the host, in the parameter's shape. For one parameter at a
+        time, so that a large model's state need not be there twice; ``load_state_dict`` takes either form.
+        Raises KeyError for a parameter that has no state.
+        """
+        entry = self.state.get(parameter)
+        if not entry:
+            raise KeyError(
+                f"the parameter of shape {tuple(parameter.shape)} has no state: it is not the optimizer's, or has not "
+                "been updated yet"
+            )
+        return {key: torch.as_tensor(value).to("cpu", torch.float32, copy=True) for key, value in entry.items()}
 
     @exclusive
     def _load(self, state: defaultdict[Tensor, Any], param_groups: list[Group]) -> None:

@@ -283,3 +283,19 @@ def test_how_to_decay_is_not_taken_from_a_checkpoint() -> None:
     optimizer = dos(model)
     optimizer.load_state_dict(adam.state_dict())
     assert optimizer.param_groups[0]["decoupled_weight_decay"] is True
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_parameters_state_as_adamw_has_it(dtype: torch.dtype) -> None:
+    model = mlp(dtype)
+    optimizer = DOSAdam(model.parameters(), amsgrad=True, device=EmulatedDevice(FAST, 10**9), policy="resident")
+    with pytest.raises(KeyError, match="has no state"):
+        optimizer.adamw_state(model[0].weight)
+    train(model, optimizer, 2)
+    copies = {p: optimizer.adamw_state(p) for p in model.parameters()}
+    for p, entry in copies.items():
+        assert set(entry) == set(optimizer.state[p])
+        assert all(value.dtype == torch.float32 for value in entry.values())
+        assert bits([entry["exp_avg"]]) == bits([optimizer.state[p]["exp_avg"]])
+        entry["exp_avg"].add_(1)
+        assert bits([entry["exp_avg"]]) != bits([optimizer.state[p]["exp_avg"]]), "a copy"

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dos.options import check_settings
-from dos.parameters.registry import Group, name_of, state_problem
+from dos.parameters.admission import Group, name_of, state_problem
 
 
 def load_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:

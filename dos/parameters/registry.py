@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import numbers
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,8 +16,8 @@ from dos.gradients.offload import OffloadedGradients
 from dos.guard import Guard
 from dos.kernels.adam import AdamStep
 from dos.machine.host_memory import reserve
-from dos.options import SUPPORTED_DTYPES, Options, check_settings, parameter_problem
-from dos.parameters.aliasing import find_overlap
+from dos.options import Options, check_settings
+from dos.parameters.admission import Admission, Group, check_overlaps
 from dos.state.arena import Arena
 from dos.state.record import ParameterRecord, make_records
 from dos.state.stores import HostStore
@@ -26,10 +25,9 @@ from dos.state.subgroup import Piece, Subgroup, rounded, split
 from dos.step.work import Given, SubgroupUpdate
 from perfmodel import SubgroupLoad
 from perfmodel.footprint import FP32_BYTES, host_bytes
-from perfmodel.format import NEEDED_KEYS, STATE_KEYS
+from perfmodel.format import STATE_KEYS
 from perfmodel.plan import Tier
 
-Group = dict[str, Any]
 StateDict = MutableMapping[Tensor, Any]
 
 
@@ -60,7 +58,7 @@ class Registry:
         self._options = options
         self._devices = devices
         self._guard = guard
-        self._admitted: dict[Tensor, tuple[torch.device, torch.dtype, torch.Size]] = {}
+        self._admission = Admission(devices)
         self._records: dict[int, ParameterRecord] = {}
         """By the id of the parameter, which the record keeps alive."""
         self.accelerated: list[Subgroup] = []
@@ -101,13 +99,13 @@ class Registry:
         """
         ready = [p for p in group["params"] if p.requires_grad and not is_lazy(p)]
         for parameter in ready:
-            self._check_kind(parameter, group)
+            self._admission.check_kind(parameter, group)
         promised = dict(self._promised)
         for run in self._alike(ready):
             promised[self._devices.holds(run[0])] += self._host_bytes(run, group)
         reserve(sum(promised.values()) - self.host_store.nbytes, "optimizer state (DOSAdam)")
         self._promised = promised
-        self._admitted.update({p: (p.device, p.dtype, p.shape) for p in ready})
+        self._admission.admit(ready)
 
     def active(
         self, groups: Sequence[Group], state: StateDict, bring_home: Callable[[], None], *, seen: bool
@@ -157,7 +155,7 @@ class Registry:
         for record, _ in found:
             record.write_step()
         if any(record.moved() for record, _ in found):
-            self._check_overlaps(groups)
+            check_overlaps([(p, group) for group in groups for p in group["params"] if id(p) in self._records])
         for record, _ in found:
             self.settle_layout(record, state, bring_home)
         # That of a newcomer is nowhere yet.
@@ -209,7 +207,8 @@ class Registry:
         """The records of parameters that have a gradient, enrolled if new. Raises as `active` does."""
         found = list(parameters)
         for parameter, group in found:
-            self._check(parameter, group, state.get(parameter) or {})
+            entry = state.get(parameter) or {}
+            self._admission.check(parameter, group, entry, enrolled=id(parameter) in self._records)
         self.enrol(found)
         return [(self._records[id(p)], group) for p, group in found]
 
@@ -303,22 +302,6 @@ class Registry:
         for record in records:
             record.saw()
 
-    def _check_overlaps(self, groups: Iterable[Group]) -> None:
-        """Raise RuntimeError if two parameters with state share memory, where each would undo the other's update."""
-        members = [(p, group) for group in groups for p in group["params"] if id(p) in self._records]
-        overlap = find_overlap([p.detach() for p, _ in members])
-        if overlap is None:
-            return
-        one, other = (name_of(*members[i]) for i in overlap)
-        if one == other:
-            raise RuntimeError(
-                f"{one} has elements that share memory, as `expand` makes them; give it memory of its own with .clone()"
-            )
-        raise RuntimeError(
-            f"{one} and {other} share memory, so that each would undo the other's update; to tie two weights, make "
-            "them one parameter (b.weight = a.weight), else give one of them memory of its own with .clone()"
-        )
-
     def _add_amsgrad(self, arena: Arena) -> None:
         at_home = [s for s in self.accelerated if s.arena is arena and self.host_store.has(s)]
         with _said():
@@ -394,47 +377,6 @@ class Registry:
     def _is_offloaded(self, parameter: Tensor) -> bool:
         return self.offloaded is not None and self._records.get(id(parameter)) in self.offloaded
 
-    def _check(self, parameter: Tensor, group: Group, entry: Mapping[str, Any]) -> None:
-        """Raise unless the parameter is as it was admitted, and its gradient and state can be used."""
-        gradient = parameter.grad
-        if gradient is not None and gradient.layout != torch.strided:
-            raise RuntimeError(
-                f"{name_of(parameter, group)}: DOSAdam does not support sparse gradients, found layout "
-                f"{gradient.layout}; use torch.optim.SparseAdam for this parameter, or sparse=False in its module"
-            )
-        if gradient is not None and gradient.dtype not in SUPPORTED_DTYPES:
-            expected = ", ".join(map(str, SUPPORTED_DTYPES))
-            raise TypeError(f"{name_of(parameter, group)}: expected a gradient of {expected}, found {gradient.dtype}")
-        now = parameter.device, parameter.dtype, parameter.shape
-        # Put into the group by hand, or frozen until now; or, before it has state, moved or converted with its model.
-        if parameter not in self._admitted or id(parameter) not in self._records:
-            self._check_kind(parameter, group)
-            self._admitted[parameter] = now
-        admitted = self._admitted[parameter]
-        if now != admitted:
-            raise RuntimeError(
-                f"{name_of(parameter, group)} was {_described(*admitted)} when the optimizer first updated it and is "
-                f"{_described(*now)} now; move or convert the model before the first step, or build a new optimizer"
-            )
-        problem = state_problem(entry, parameter)
-        if problem:
-            raise ValueError(f"{name_of(parameter, group)}: {problem}")
-
-    def _check_kind(self, parameter: Tensor, group: Group) -> None:
-        """Raise TypeError or ValueError, naming the parameter, if it cannot be optimised.
-
-        The name takes a search through the group.
-        """
-        problem = parameter_problem(parameter)
-        if problem:
-            raise TypeError(f"{name_of(parameter, group)}: {problem}")
-        if not self._devices.holds(parameter) and parameter.device.type != "cpu":
-            raise ValueError(
-                f"{name_of(parameter, group)} is on {parameter.device} and the optimizer's accelerator is "
-                f"{self._devices.found}; DOSAdam updates the parameters of one accelerator, so load the model onto "
-                "one (device_map='auto' spreads it over all), or build an optimizer for the parameters of each"
-            )
-
     def _alike(self, parameters: Iterable[Tensor]) -> list[list[Tensor]]:
         """The parameters by dtype and memory: each list can share an arena."""
         return [list(run) for _, run in itertools.groupby(sorted(parameters, key=self._kind), key=self._kind)]
@@ -502,39 +444,6 @@ def _said() -> Iterator[None]:
             "policy='resident' keeps all optimizer state on the device, which has no memory for it; use "
             f"policy='adaptive', with which what does not fit stays on the host ({error})"
         ) from error
-
-
-def name_of(parameter: Tensor, group: Group) -> str:
-    """How messages call a parameter: its name if the group has names, else its position and shape."""
-    position = next(i for i, p in enumerate(group["params"]) if p is parameter)
-    names = group.get("param_names")
-    return f"parameter {names[position]!r}" if names else f"parameter {position} of shape {tuple(parameter.shape)}"
-
-
-def state_problem(entry: Mapping[str, Any], parameter: Tensor) -> str | None:
-    """What keeps `entry` from being AdamW's state of this parameter; None if it is, or is empty."""
-    if not entry:
-        return None
-    for key in ("step", *NEEDED_KEYS):
-        if key not in entry:
-            return f"its state has {sorted(entry)} but no {key!r}; expected the state of AdamW or DOSAdam"
-    for key in STATE_KEYS:
-        value = entry.get(key)
-        if value is None:
-            continue
-        if not isinstance(value, Tensor) or value.shape != parameter.shape:
-            found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            return f"its state {key!r} must have shape {tuple(parameter.shape)}, found {found}"
-    step = entry["step"]
-    if not (isinstance(step, numbers.Real) or (isinstance(step, Tensor) and step.numel() == 1)):
-        return f"its state 'step' must be one number, found {step!r}"
-    if not float(step) >= 0:
-        return f"its state 'step' must be 0 or more, found {float(step)}"
-    return None
-
-
-def _described(device: torch.device, dtype: torch.dtype, shape: torch.Size) -> str:
-    return f"{dtype} of shape {tuple(shape)} on {device}"
 
 
 def _adam_step(group: Group, count: float, grad_scale: float) -> AdamStep:

@@ -1,0 +1,122 @@
+"""What can be optimised: parameters, their gradients, and state that users bring."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dos.devices import DeviceFinder
+from dos.options import SUPPORTED_DTYPES, parameter_problem
+from dos.parameters.aliasing import find_overlap
+from perfmodel.format import NEEDED_KEYS, STATE_KEYS
+
+Group = dict[str, Any]
+
+
+class Admission:
+    """Remembers what parameters were when they were admitted, and refuses them when they are something else."""
+
+    def __init__(self, devices: DeviceFinder) -> None:
+        self._devices = devices
+        self._admitted: dict[Tensor, tuple[torch.device, torch.dtype, torch.Size]] = {}
+
+    def admit(self, parameters: Iterable[Tensor]) -> None:
+        """Remember what the parameters, which were checked, are now."""
+        self._admitted.update({p: (p.device, p.dtype, p.shape) for p in parameters})
+
+    def check(self, parameter: Tensor, group: Group, entry: Mapping[str, Any], *, enrolled: bool) -> None:
+        """Raise unless the parameter is as it was admitted, and its gradient and state can be used.
+
+        enrolled: whether it has state, so that it must not change any more.
+        """
+        gradient = parameter.grad
+        if gradient is not None and gradient.layout != torch.strided:
+            raise RuntimeError(
+                f"{name_of(parameter, group)}: DOSAdam does not support sparse gradients, found layout "
+                f"{gradient.layout}; use torch.optim.SparseAdam for this parameter, or sparse=False in its module"
+            )
+        if gradient is not None and gradient.dtype not in SUPPORTED_DTYPES:
+            expected = ", ".join(map(str, SUPPORTED_DTYPES))
+            raise TypeError(f"{name_of(parameter, group)}: expected a gradient of {expected}, found {gradient.dtype}")
+        now = parameter.device, parameter.dtype, parameter.shape
+        # Put into the group by hand, or frozen until now; or, before it has state, moved or converted with its model.
+        if parameter not in self._admitted or not enrolled:
+            self.check_kind(parameter, group)
+            self._admitted[parameter] = now
+        admitted = self._admitted[parameter]
+        if now != admitted:
+            raise RuntimeError(
+                f"{name_of(parameter, group)} was {_described(*admitted)} when the optimizer first updated it and is "
+                f"{_described(*now)} now; move or convert the model before the first step, or build a new optimizer"
+            )
+        problem = state_problem(entry, parameter)
+        if problem:
+            raise ValueError(f"{name_of(parameter, group)}: {problem}")
+
+    def check_kind(self, parameter: Tensor, group: Group) -> None:
+        """Raise TypeError or ValueError, naming the parameter, if it cannot be optimised.
+
+        The name takes a search through the group.
+        """
+        problem = parameter_problem(parameter)
+        if problem:
+            raise TypeError(f"{name_of(parameter, group)}: {problem}")
+        if not self._devices.holds(parameter) and parameter.device.type != "cpu":
+            raise ValueError(
+                f"{name_of(parameter, group)} is on {parameter.device} and the optimizer's accelerator is "
+                f"{self._devices.found}; DOSAdam updates the parameters of one accelerator, so load the model onto "
+                "one (device_map='auto' spreads it over all), or build an optimizer for the parameters of each"
+            )
+
+
+def check_overlaps(members: Sequence[tuple[Tensor, Group]]) -> None:
+    """Raise RuntimeError if two parameters with state share memory, where each would undo the other's update."""
+    overlap = find_overlap([p.detach() for p, _ in members])
+    if overlap is None:
+        return
+    one, other = (name_of(*members[i]) for i in overlap)
+    if one == other:
+        raise RuntimeError(
+            f"{one} has elements that share memory, as `expand` makes them; give it memory of its own with .clone()"
+        )
+    raise RuntimeError(
+        f"{one} and {other} share memory, so that each would undo the other's update; to tie two weights, make "
+        "them one parameter (b.weight = a.weight), else give one of them memory of its own with .clone()"
+    )
+
+
+def name_of(parameter: Tensor, group: Group) -> str:
+    """How messages call a parameter: its name if the group has names, else its position and shape."""
+    position = next(i for i, p in enumerate(group["params"]) if p is parameter)
+    names = group.get("param_names")
+    return f"parameter {names[position]!r}" if names else f"parameter {position} of shape {tuple(parameter.shape)}"
+
+
+def state_problem(entry: Mapping[str, Any], parameter: Tensor) -> str | None:
+    """What keeps `entry` from being AdamW's state of this parameter; None if it is, or is empty."""
+    if not entry:
+        return None
+    for key in ("step", *NEEDED_KEYS):
+        if key not in entry:
+            return f"its state has {sorted(entry)} but no {key!r}; expected the state of AdamW or DOSAdam"
+    for key in STATE_KEYS:
+        value = entry.get(key)
+        if value is None:
+            continue
+        if not isinstance(value, Tensor) or value.shape != parameter.shape:
+            found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            return f"its state {key!r} must have shape {tuple(parameter.shape)}, found {found}"
+    step = entry["step"]
+    if not (isinstance(step, numbers.Real) or (isinstance(step, Tensor) and step.numel() == 1)):
+        return f"its state 'step' must be one number, found {step!r}"
+    if not float(step) >= 0:
+        return f"its state 'step' must be 0 or more, found {float(step)}"
+    return None
+
+
+def _described(device: torch.device, dtype: torch.dtype, shape: torch.Size) -> str:
+    return f"{dtype} of shape {tuple(shape)} on {device}"
