@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from dos.calibration.measure import measure_minimum, name_of
-from dos.deciding.controller import AdaptivePolicy, Controller, Policy
+from dos.deciding.controller import Controller, Policy
 from dos.deciding.report import Report
-from dos.devices import Caller, Copy, Device, EmulatedDevice, Job
+from dos.devices import Caller, Copy, Device, Job
 from dos.gradients.departures import Departures
 from dos.guard import Guard
 from dos.kernels.gpu_update import gpu_kernel_name
@@ -48,7 +48,6 @@ class Accelerator:
         self._timeline: Timeline | None = None
         self._engine = Engine(device, registry.host_store, guard)
         self._registry = registry
-        self._policy = policy
         self._controller = Controller(policy)
         self._profile = options.profile
         held = _held(self._engine, registry)
@@ -78,9 +77,8 @@ class Accelerator:
         """
         if not self._registry.accelerated:
             return None
-        policy = self._policy
-        if isinstance(policy, AdaptivePolicy) and policy.profile is None:
-            policy.profile = self._find_profile()
+        if self._controller.needs_profile:
+            self._controller.profile = self._find_profile()
         workload = self.memory.workload(
             self._registry.loads(), update_overlaps_forward=attached, beside=self._registry.gradient_bytes()
         )
@@ -148,7 +146,7 @@ class Accelerator:
         if plan is None:
             return None
         subgroups, engine = self._registry.accelerated, self._engine
-        if isinstance(self._policy, AdaptivePolicy) and self.memory.foreseen:
+        if self._controller.follows_memory and self.memory.foreseen:
             engine.settle_early(plan, subgroups)
         on_host = (subgroups[i] for i in plan.served(Placement.CPU) if not engine.device_store.has(subgroups[i]))
         # The memory through which gradients travel is made in step(), never here.
@@ -287,7 +285,7 @@ class Accelerator:
     @property
     def profile(self) -> HardwareProfile | None:
         """The rates that are believed now; None if no policy has asked for any."""
-        return self._policy.profile if isinstance(self._policy, AdaptivePolicy) else None
+        return self._controller.profile
 
     def report(self) -> Report | None:
         """What the last step did; None before the first."""
@@ -303,17 +301,18 @@ class Accelerator:
             reading=self.memory.reading,
             held_bytes=self.held_bytes,
             host_bytes=self._engine.host_store.nbytes,
-            kernel=None if isinstance(self.device, EmulatedDevice) else gpu_kernel_name(),
+            kernel=gpu_kernel_name() if self.device.known_profile is None else None,
             changed=self._changed,
         )
 
     def _find_profile(self) -> HardwareProfile:
         """The user's profile, the one measured on this machine, or a rough measurement now."""
-        if self._profile is None and isinstance(self.device, EmulatedDevice):
-            return self.device.profile
+        known = self.device.known_profile
+        if self._profile is None and known is not None:
+            return known
         with torch.no_grad():
             found = resolve_profile(self._profile, name_of(self.device)) or measure_minimum(self.device)
-        if not isinstance(self.device, EmulatedDevice):
+        if known is None:
             set_kernel_threads(found.cpu_threads)  # its rate of updates is for so many
         return found
 

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from dos.calibration.bench import SMALL, Bench, Effort, Exchange, Figure
-from dos.devices import Device, EmulatedDevice
-from dos.devices.cuda import CudaDevice
+from dos.devices import Device
 from dos.machine.threads import kernel_threads
 from perfmodel.format import MIXED
 from perfmodel.hardware import RATES, HardwareProfile, Provenance
@@ -67,16 +66,13 @@ class Measurement:
 
 def base_profile(device: Device | None) -> HardwareProfile:
     """Where figures that are not measured come from."""
-    return device.profile if isinstance(device, EmulatedDevice) else HardwareProfile.builtin("unknown")
+    known = None if device is None else device.known_profile
+    return known or HardwareProfile.builtin("unknown")
 
 
 def name_of(device: Device | None) -> str:
     """What profiles call the accelerator."""
-    if device is None:
-        return "no accelerator"
-    if isinstance(device, CudaDevice):
-        return torch.cuda.get_device_name(device.torch_device)
-    return f"emulated {device.profile.name}" if isinstance(device, EmulatedDevice) else type(device).__name__
+    return "no accelerator" if device is None else device.name
 
 
 def measure_minimum(device: Device | None) -> HardwareProfile:
@@ -126,7 +122,7 @@ def measure(
     Raises torch.OutOfMemoryError if the device has no memory to measure with.
     """
     bench = Bench(device, _fitted(effort, device, ranks), exchange)
-    emulated = isinstance(device, EmulatedDevice)
+    emulated = device is not None and device.known_profile is not None
     try:
         progress("CPU update", 0.0)
         trials = bench.cpu_update(threads)
@@ -156,8 +152,8 @@ def measure(
 def _fitted(effort: Effort, device: Device | None, ranks: int) -> Effort:
     """No larger than memory allows; on an emulated device, no longer than `emulated_s`."""
     host, on_device, copied = effort.host_numel, effort.device_numel, effort.copy_bytes
-    if isinstance(device, EmulatedDevice):
-        rates, seconds = device.profile, effort.emulated_s
+    rates, seconds = None if device is None else device.known_profile, effort.emulated_s
+    if rates is not None:
         host = min(host, int(seconds * rates.cpu_update_rate))
         on_device = min(on_device, int(seconds * rates.gpu_update_rate))
         copied = min(copied, int(seconds * min(rates.h2d_bandwidth, rates.d2h_bandwidth)))

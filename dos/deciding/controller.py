@@ -198,12 +198,32 @@ class Controller:
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
+        self._adaptive = policy if isinstance(policy, AdaptivePolicy) else None
         self._last: tuple[Workload, Plan] | None = None
+
+    @property
+    def follows_memory(self) -> bool:
+        """Whether plans follow the memory that is free."""
+        return self._adaptive is not None
+
+    @property
+    def needs_profile(self) -> bool:
+        """Whether `profile` is to be set before a plan is asked for."""
+        return self._adaptive is not None and self._adaptive.profile is None
+
+    @property
+    def profile(self) -> HardwareProfile | None:
+        """The rates that are believed now; None where no policy asks for any."""
+        return None if self._adaptive is None else self._adaptive.profile
+
+    @profile.setter
+    def profile(self, profile: HardwareProfile) -> None:
+        assert self._adaptive is not None, "only set where it is needed"
+        self._adaptive.profile = profile
 
     def plan(self, workload: Workload) -> Plan:
         """The plan for this iteration. Raises TypeError or ValueError if the policy returns something else."""
-        adaptive = isinstance(self._policy, AdaptivePolicy)
-        if self._last is not None and self._last[0] == workload and not adaptive:
+        if self._last is not None and self._last[0] == workload and self._adaptive is None:
             return self._last[1]
         plan = self._policy(workload)
         if not isinstance(plan, Plan):
@@ -217,5 +237,5 @@ class Controller:
 
     def observe(self, schedule: Schedule, workload: Workload, timeline: Timeline) -> None:
         """A step has run this schedule, and took this."""
-        if isinstance(self._policy, AdaptivePolicy):
-            self._policy.observe(schedule, workload, timeline)
+        if self._adaptive is not None:
+            self._adaptive.observe(schedule, workload, timeline)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from perfmodel import Op, Span
+from perfmodel.hardware import HardwareProfile
 from perfmodel.lanes import LANE_OF_STREAM
 from perfmodel.schedule import FLUSH, GRADIENT, ON_DEVICE, PARAMETER, PREFETCH
 
@@ -63,6 +64,14 @@ class Device(Protocol):
     @property
     def uuid(self) -> str | None:
         """The device's UUID as NVML writes it; None for one that NVML does not know."""
+
+    @property
+    def name(self) -> str:
+        """What profiles call it."""
+
+    @property
+    def known_profile(self) -> HardwareProfile | None:
+        """The rates of an emulated machine; None for a real one, whose rates are measured."""
 
     def owns(self, tensor: Tensor) -> bool:
         """Whether the tensor is in this device's memory."""

@@ -68,6 +68,14 @@ class CudaDevice:
         # The runtime gives a slice's own UUID (cuDeviceGetUuid_v2), but only the name says that it is one.
         return f"{'MIG' if ' MIG ' in properties.name else 'GPU'}-{properties.uuid}"
 
+    @property
+    def name(self) -> str:
+        return torch.cuda.get_device_name(self.torch_device)
+
+    @property
+    def known_profile(self) -> None:
+        return None
+
     def owns(self, tensor: Tensor) -> bool:
         return tensor.device == self.torch_device
 

@@ -100,6 +100,14 @@ class EmulatedDevice:
         # In-order streams: one worker thread each.
         self._streams = {op: ThreadPoolExecutor(1, thread_name_prefix=f"dos-emulated-{op.value}") for op in LANES}
 
+    @property
+    def name(self) -> str:
+        return f"emulated {self.profile.name}"
+
+    @property
+    def known_profile(self) -> HardwareProfile:
+        return self.profile
+
     def owns(self, tensor: Tensor) -> bool:
         return tensor.device.type == "cpu"
 
