@@ -62,8 +62,7 @@ def test_beside_a_neighbour(tiny: None, name: str) -> None:
 def test_with_ample_memory_nothing_travels_and_with_none_all_is_as_on_the_cpu(tiny: None) -> None:
     setting = Setting.of(PublishedRank.read())
     (ample,) = train(setting.with_free(2 * setting.rank.loads.state_bytes), ["adaptive"], batches(4))
-    assert ample.transfers(first=1) == {}
-    assert ample.transfers() == {Op.PREFETCH: 12}
+    assert ample.transfers() == {}
     none, on_cpu = train(setting.with_free(0), ["adaptive", "cpu"], batches(4))
     assert none.transfers() == on_cpu.transfers()
     assert set(none.transfers()) == {Op.GRADIENT, Op.PARAMETER}

@@ -105,7 +105,8 @@ class AdamBatch:
         if len(chosen) and not 0 <= first <= last < len(steps):
             raise ValueError(f"which: expected 0 to {len(steps) - 1}, found {first} to {last}")
         amsgrad = [step.amsgrad for step in steps]
-        if any(amsgrad) and (np.array(amsgrad)[chosen] & ~self._has_max).any():
+        updated = self._table[:, GRAD] != 0
+        if any(amsgrad) and (np.array(amsgrad)[chosen] & ~self._has_max & updated).any():
             raise ValueError("max_exp_avg_sq: expected a tensor with amsgrad=True, found None")
         if self._gpu is None:
             scalars = [(*step.scalars, step.use_l2, step.amsgrad) for step in steps]
