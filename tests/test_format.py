@@ -9,6 +9,7 @@ import torch
 from conftest import FAST, mlp, train
 
 from dos import DOSAdam, EmulatedDevice
+from dos.state import arena as arena_module
 from dos.state import subgroup
 from dos.state.arena import Arena
 from dos.state.record import ParameterRecord
@@ -53,7 +54,7 @@ def test_a_field_more_is_allocated_moved_and_exported(monkeypatch: pytest.Monkey
         known = float32(values, **options)
         return Format("wider", values, (*known.fields, Field("age", "float16", "age")))
 
-    monkeypatch.setattr(subgroup, "float32", wider)
+    monkeypatch.setattr(arena_module, "float32", wider)
     parameter = torch.ones(6, 2, dtype=torch.bfloat16)
     arena = Arena([parameter], EmulatedDevice(FAST, 10**9), master_weights=True, amsgrad=False)
     record = ParameterRecord(parameter, arena, 0)

@@ -31,7 +31,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_runs, "SUBGROUPS", 12)
     monkeypatch.setattr(memory_runs, "UPDATE_S", 0.01)
     # Iterations are a hundred times as fast as real ones, and as many samples shall be taken of each.
-    monkeypatch.setattr(dos.memory, "SHARE_OF_TIME", 0.1)
+    monkeypatch.setattr(dos.memory.monitor, "SHARE_OF_TIME", 0.1)
 
 
 def batches(count: int = ITERATIONS) -> list[memory_runs.Batch]:
