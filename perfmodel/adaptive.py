@@ -210,6 +210,8 @@ def _steady(
     demands = {CPU: costs.cpu_update[1] / cpu_s, H2D: costs.prefetch[1] / prefetch, D2H: costs.flush[1] / flush}
     cpu_alone = lane_speeds({CPU: demands[CPU]}, profile)[CPU]
 
+    known: dict[tuple[int, ...], list[float]] = {}
+
     def seconds(on_cpu: float) -> float:
         streamed = max(0.0, n - room - on_cpu)
         first_s = min(room, n - on_cpu) * gpu_s if streamed else 0.0
@@ -225,11 +227,12 @@ def _steady(
         left = {lane: s for lane, s in work.items() if s > 0}
         now = first_s
         while left:
-            wanted = {lane: demands[lane] for lane in left}
-            speeds = lane_speeds(wanted, profile)
+            speeds = known.get(tuple(left))
+            if speeds is None:
+                speeds = known[tuple(left)] = lane_speeds({lane: demands[lane] for lane in left}, profile)
             if CPU in left and D2H in left and turns * speeds[D2H] < speeds[CPU]:
-                wanted[CPU] *= turns * speeds[D2H] / speeds[CPU]
-                speeds = lane_speeds(wanted, profile)
+                slower = demands[CPU] * (turns * speeds[D2H] / speeds[CPU])
+                speeds = lane_speeds({lane: demands[lane] for lane in left} | {CPU: slower}, profile)
                 speeds[CPU] = turns * speeds[D2H]
             first = min(left, key=lambda lane: left[lane] / speeds[lane])
             step = left[first] / speeds[first]

@@ -309,6 +309,7 @@ class Registry:
         for record in self._records.values():
             if record.arena is arena:
                 record.views = record.make_views()
+                record.version = -1  # its entry gets the new view when it takes part again
                 self._forget_batches(record)
         self._reindex()
 

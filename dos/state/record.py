@@ -53,6 +53,7 @@ class ParameterRecord:
     def locate(self) -> None:
         """Follow the parameter's memory if it was replaced, and read it if only a stand-in can be updated."""
         if self.moved():
+            self.data_ptr = -1  # until it was updated there
             alias = flat_alias(self.parameter.detach())
             self.stand_in = alias is None
             self.flat = self.parameter.detach().resolve_neg().contiguous().view(-1) if alias is None else alias
@@ -61,7 +62,8 @@ class ParameterRecord:
 
     def moved(self) -> bool:
         """Whether the parameter's memory is another, or seen otherwise, than after our last write."""
-        return self.data_ptr != self.parameter.data_ptr() or self._strides != self.parameter.stride()
+        p = self.parameter
+        return self.data_ptr != p.data_ptr() or self._strides != p.stride() or (p.is_neg() and not self.stand_in)
 
     def changed(self) -> bool:
         """Whether somebody else wrote to the parameter, or replaced its memory, since `saw`."""
@@ -79,6 +81,7 @@ class ParameterRecord:
             and p.stride() == self._strides
             and p.shape == self._shape
             and p.dtype is self._dtype
+            and not p.is_neg()
             and (
                 gradient is None
                 or (
@@ -155,7 +158,8 @@ class ParameterRecord:
     def intact(self, entry: Mapping[str, object]) -> bool:
         """Whether an entry holds exactly what the last step left there."""
         step = self.step
-        return entry.get("step") is step and step._version == self._step_version and self.is_adopted(entry)
+        seen = entry.get("step") is step and step._version == self._step_version
+        return seen and float(step) == self.count and self.is_adopted(entry)
 
     def renew_views(self) -> None:
         """Take back a view whose memory a user has replaced (`view.data = ...`), with the values it was given."""

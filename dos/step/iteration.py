@@ -57,7 +57,8 @@ class Iteration:
         if before is not None:
             self.earlier = len(before.waits)
             self.forward = device.mark()
-            before.following = self
+            if before.step is not None:  # skipped ones, of which there may be many, make no chain
+                before.following = self
 
     @property
     def exposed_s(self) -> float:

@@ -81,7 +81,8 @@ class SubgroupUpdate:
 
     def release(self) -> None:
         """Let go of gradients on the device: what is still to be done reads none there."""
-        self.gradients = []
+        if not self.offloaded:
+            self.gradients = []
 
     @property
     def gradient_bytes(self) -> int:
@@ -178,13 +179,13 @@ class SubgroupUpdate:
 
     def _batch(self, place: str, state: State, *, lasting: bool = True) -> AdamBatch:
         """The update of all pieces in one place, which is remembered where that lasts."""
+        # By address: users may move the memory of a state that they have, such as by `share_memory_`.
+        addresses = [tensor.data_ptr() for tensor in state.tensors()]
         known, batch = self.subgroup.batches.get(place, (None, None))
-        if batch is None or known is not state:
-            batch = AdamBatch(
-                [self._arrays(piece, state, at_home=place == "at home") for piece in self.subgroup.pieces]
-            )
+        if batch is None or known != addresses:
+            batch = AdamBatch([self._arrays(p, state, at_home=place == "at home") for p in self.subgroup.pieces])
             if lasting:
-                self.subgroup.batches[place] = state, batch
+                self.subgroup.batches[place] = addresses, batch
         return batch
 
     def _arrays(self, piece: Piece, state: State, *, at_home: bool) -> AdamArrays:
