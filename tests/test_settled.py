@@ -170,9 +170,14 @@ def test_skipped_steps_leave_nothing_behind() -> None:
     p = nn.Parameter(torch.ones(10))
     optimizer = made("cpu", [p])
     step(optimizer, p)
+
+    def alive() -> int:
+        gc.collect()
+        return sum(isinstance(o, Iteration) for o in gc.get_objects())
+
+    before = alive()
     for _ in range(50):
         p.grad = torch.ones(10)
         optimizer.found_inf, optimizer.grad_scale = torch.tensor(1.0), torch.tensor(1.0)  # type: ignore[attr-defined]
         optimizer.step()
-    gc.collect()
-    assert sum(isinstance(o, Iteration) for o in gc.get_objects()) < 10
+    assert alive() <= before + 5
