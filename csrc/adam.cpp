@@ -11,6 +11,7 @@
 #endif
 
 #include "kernels.h"
+#include "team.h"
 
 namespace dos {
 namespace {
@@ -49,8 +50,15 @@ void parallel(int64_t n, int64_t grain, int threads, const F& f) {
     f(grains * index / count * grain, std::min(n, grains * (index + 1) / count * grain));
   };
   if (threads == 1) return share(0, 1);
+  if (on_main_thread()) {
 #pragma omp parallel num_threads(threads)
-  share(omp_get_thread_num(), omp_get_num_threads());
+    share(omp_get_thread_num(), omp_get_num_threads());
+    return;
+  }
+  const auto call = [](const void* work, int index, int count) {
+    (*static_cast<const decltype(share)*>(work))(index, count);
+  };
+  run_on_team(threads, call, &share);
 }
 
 constexpr int64_t kGrain = 64;  // elements: whole cache lines in every dtype

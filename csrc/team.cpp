@@ -1,0 +1,125 @@
+#include "team.h"
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <csignal>
+#include <cstdint>
+#include <mutex>
+#include <system_error>
+#include <thread>
+#include <vector>
+
+#include <pthread.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+namespace dos {
+namespace {
+
+constexpr std::chrono::microseconds kPatience{200};
+
+class Team {
+ public:
+  ~Team() {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      stopping_ = true;
+    }
+    started_.notify_all();
+    for (std::thread& thread : threads_) thread.join();
+  }
+
+  void run(int count, Share share, const void* work) {
+    count = grow(count);
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      share_ = share, work_ = work, count_ = count, running_ = count - 1, ++loop_;
+    }
+    started_.notify_all();
+    share(work, 0, count);
+    // The others began when they woke up, so they end a little later: sooner than this thread would wake up again.
+    const auto asleep = std::chrono::steady_clock::now() + kPatience;
+    while (running_.load(std::memory_order_acquire) && std::chrono::steady_clock::now() < asleep) {
+    }
+    std::unique_lock<std::mutex> lock(mutex_);
+    ended_.wait(lock, [&] { return running_ == 0; });
+  }
+
+ private:
+  // Returns how many there are now, this thread included, but no more than wanted.
+  int grow(int wanted) {
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are the interpreter's
+    try {
+      while (static_cast<int>(threads_.size()) + 1 < wanted) {
+        const int index = static_cast<int>(threads_.size()) + 1;
+        threads_.emplace_back([this, index, loop = loop_] { work(index, loop); });
+      }
+    } catch (const std::system_error&) {
+      wanted = static_cast<int>(threads_.size()) + 1;
+    }
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    return wanted;
+  }
+
+  void work(int index, uint64_t seen) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    while (true) {
+      started_.wait(lock, [&] { return stopping_ || loop_ != seen; });
+      if (stopping_) return;
+      seen = loop_;
+      if (index >= count_) continue;
+      const Share share = share_;
+      const void* const data = work_;
+      const int count = count_;
+      lock.unlock();
+      share(data, index, count);
+      lock.lock();
+      if (--running_ == 0) ended_.notify_one();
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable started_, ended_;
+  Share share_ = nullptr;
+  const void* work_ = nullptr;
+  int count_ = 0;
+  std::atomic<int> running_{0};
+  uint64_t loop_ = 0;
+  bool stopping_ = false;
+  std::vector<std::thread> threads_;
+};
+
+// Of one thread. A forked child has none of the team's threads, and nobody knows in what state its lock is: the child
+// lets go of the team as it is.
+class Owner {
+ public:
+  ~Owner() {
+    if (process_ == getpid()) delete team_;
+  }
+
+  Team& team() {
+    if (process_ != getpid()) {
+      process_ = getpid();
+      team_ = new Team;
+    }
+    return *team_;
+  }
+
+ private:
+  pid_t process_ = 0;
+  Team* team_ = nullptr;
+};
+
+}  // namespace
+
+bool on_main_thread() { return syscall(SYS_gettid) == getpid(); }
+
+void run_on_team(int count, Share share, const void* work) {
+  thread_local Owner owner;
+  owner.team().run(count, share, work);
+}
+
+}  // namespace dos
