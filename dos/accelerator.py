@@ -50,8 +50,9 @@ class Accelerator:
         self._registry = registry
         self._controller = Controller(policy)
         self._profile = options.profile
-        held = _held(self._engine, registry)
-        self.memory = MemoryMonitor(device, held, options.memory_budget, options.memory_interval)
+        store = self._engine.device_store
+        self._held: Callable[[], int] = lambda: store.nbytes + registry.lasting_bytes  # is asked on any thread
+        self.memory = MemoryMonitor(device, self._held, options.memory_budget, options.memory_interval)
         self._departures = Departures()
         self._pace = Pace()
         self._now = Iteration(device)
@@ -260,7 +261,7 @@ class Accelerator:
     @property
     def held_bytes(self) -> int:
         """Device memory that optimizer state has now, slots included."""
-        return _held(self._engine, self._registry)()
+        return self._held()
 
     @property
     def releasable_bytes(self) -> int:
@@ -324,8 +325,3 @@ def _gradients_travel() -> bool:
         and torch.distributed.is_initialized()
         and torch.distributed.get_world_size() > 1
     )
-
-
-def _held(engine: Engine, registry: Registry) -> Callable[[], int]:
-    """Device memory that optimizer state has now; may be asked on any thread."""
-    return lambda: engine.device_store.nbytes + registry.lasting_bytes

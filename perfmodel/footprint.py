@@ -79,26 +79,9 @@ def host_footprint(
     )
 
 
-def host_bytes(
-    numel: int,
-    value_bytes: int,
-    *,
-    master_weights: bool = True,
-    amsgrad: bool = False,
-    offload_gradients: bool = False,
-    accelerated: bool = True,
-    other_gradient_dtype: bool = False,
-) -> int:
-    """`host_footprint` in one number."""
-    return host_footprint(
-        numel,
-        value_bytes,
-        master_weights=master_weights,
-        amsgrad=amsgrad,
-        offload_gradients=offload_gradients,
-        accelerated=accelerated,
-        other_gradient_dtype=other_gradient_dtype,
-    ).total
+def host_bytes(numel: int, value_bytes: int, **settings: bool) -> int:
+    """`host_footprint`, whose settings it takes, in one number."""
+    return host_footprint(numel, value_bytes, **settings).total
 
 
 @dataclass(frozen=True)

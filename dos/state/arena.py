@@ -189,7 +189,7 @@ class Arena:
         if self.tier is Tier.HOST:
             self._homes[field.name] = HostTensor(self.numel, dtype, self._device, self._part)
             return self._homes[field.name].tensor
-        self._buffers.append(self._device.allocate_lasting(self.numel * dtype.itemsize))
+        self._buffers.append(self._device.allocate(self.numel * dtype.itemsize))
         return self._buffers[-1].zero_().view(dtype)
 
 

@@ -1,7 +1,7 @@
 """What holds optimizer state, one store for each tier: homes on the host, residents and slots on the device.
 
-Both answer the same questions: `has` a subgroup's state been put here, `take` room for it, and
-where is it (`state`)? Only on the device is room given back, with `drop`.
+Both have the same verbs: whether it `has` a subgroup's state, and `take` room for that. At home a
+subgroup knows where its state is. Only on the device is room given back, with `drop`.
 """
 
 from __future__ import annotations
@@ -68,10 +68,6 @@ class HostStore:
             for tensor, start, stop in missing:
                 tensor.make(start, stop)
                 self._tensors.add(tensor)
-
-    def state(self, subgroup: Subgroup) -> State:
-        """Where the subgroup's state is."""
-        return subgroup.state
 
 
 class DeviceStore:

@@ -45,7 +45,7 @@ class Given:
 class SubgroupUpdate:
     """What a step does to one subgroup.
 
-    gradients: of the parameters to which the pieces that are updated belong, as a whole.
+    pieces: those that have a gradient. gradients: of the parameters to which they belong, as a whole.
     numel: parameters updated.
     offloaded: whether the gradients are on the host, although the parameters are not.
     """
@@ -60,24 +60,16 @@ class SubgroupUpdate:
         # Skipped pieces have any type.
         self._types = [torch.float32 if gradient is None else gradient.dtype for gradient in gradients]
         whole = len(self.gradients) == len(numbers)
-        self._active = (
+        self.pieces = (
             subgroup.pieces if whole else tuple(p for p in subgroup.pieces if given.addresses[p.record.number])
         )
-        self.numel = subgroup.numel if whole else sum(piece.numel for piece in self._active)
+        self.numel = subgroup.numel if whole else sum(piece.numel for piece in self.pieces)
         first = subgroup.pieces[0].parameter_start
         if first and self._addresses[0]:
             self._addresses[0] += first * self._types[0].itemsize
         self._settings = given.settings
         self._which = [given.which[n] for n in numbers] if len(given.settings) > 1 else None
-        self._follows = [p for p in self._active if p.record in given.follows] if given.follows else []
-
-    def __bool__(self) -> bool:
-        return bool(self._active)
-
-    @property
-    def pieces(self) -> Sequence[Piece]:
-        """Those that have a gradient."""
-        return self._active
+        self._follows = [p for p in self.pieces if p.record in given.follows] if given.follows else []
 
     def release(self) -> None:
         """Let go of gradients on the device: what is still to be done reads none there."""
@@ -87,7 +79,7 @@ class SubgroupUpdate:
     @property
     def gradient_bytes(self) -> int:
         """Of the pieces that are updated."""
-        return sum(p.numel * g.itemsize for p, g in zip(self._active, self.gradients, strict=True))
+        return sum(p.numel * g.itemsize for p, g in zip(self.pieces, self.gradients, strict=True))
 
     @property
     def slot_bytes(self) -> int:
@@ -103,16 +95,16 @@ class SubgroupUpdate:
         """The copies that stage the gradients of these pieces on the host."""
         staged = self.subgroup.gradient
         return [
-            (staged[p.run], g) for p, g in zip(self._active, self._pieces_of_gradients(), strict=True) if p in pieces
+            (staged[p.run], g) for p, g in zip(self.pieces, self._pieces_of_gradients(), strict=True) if p in pieces
         ]
 
     def fetch_gradients(self, buffer: Tensor) -> list[Copy]:
         """The copies that bring offloaded gradients up into `buffer` (1-D uint8), from where they are used then."""
         copies = []
-        addresses = dict(zip(self.subgroup.pieces, range(len(self._addresses)), strict=True))
-        for piece, gradient in zip(self._active, self._pieces_of_gradients(), strict=True):
+        numbers = [number for number, address in enumerate(self._addresses) if address]
+        for number, piece, gradient in zip(numbers, self.pieces, self._pieces_of_gradients(), strict=True):
             place = buffer[torch.float32.itemsize * piece.start :][: gradient.nbytes].view(gradient.dtype)
-            self._addresses[addresses[piece]] = place.data_ptr()
+            self._addresses[number] = place.data_ptr()
             copies.append((place, gradient))
         return copies
 
@@ -121,7 +113,7 @@ class SubgroupUpdate:
         parameter = self.subgroup.parameter
         staged = self.subgroup.state.master if parameter is None else parameter
         assert staged is not None, "accelerated parameters have a master"
-        return [(p.of_parameter(p.record.flat), staged[p.run]) for p in self._active]
+        return [(p.of_parameter(p.record.flat), staged[p.run]) for p in self.pieces]
 
     def apply(self, state: State, *, lasting: bool = True) -> None:
         """Update `state`, and the parameters in the memory where it is.
@@ -133,7 +125,7 @@ class SubgroupUpdate:
         batch.point(self._addresses, self._types)
         batch.update(self._settings, self._which)
         if state.master is not None and state.master.dtype != torch.float32:
-            for piece in self._active:
+            for piece in self.pieces:
                 piece.of_parameter(piece.record.flat).copy_(state.master[piece.run])
 
     def apply_on_host(self) -> None:
@@ -171,7 +163,7 @@ class SubgroupUpdate:
 
     def _pieces_of_gradients(self) -> list[Tensor]:
         pieces = []
-        for piece, gradient in zip(self._active, self.gradients, strict=True):
+        for piece, gradient in zip(self.pieces, self.gradients, strict=True):
             flat = flat_alias(gradient)
             assert flat is not None, "the gradient has the order of the record's memory"
             pieces.append(piece.of_parameter(flat.detach()))
