@@ -172,3 +172,22 @@ def test_staging_that_was_widened_counts_once() -> None:
         parameter.grad = torch.ones(PAGE, dtype=dtype)
         optimizer.step()
     assert optimizer.metrics()["host_held_bytes"] == (12 + 2 + 4) * PAGE
+
+
+def test_what_came_and_found_no_slot_is_given_back_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """State fits, its offloaded gradient does not, and the host has no room for new parameters."""
+    occupied = [0]
+    parameter = nn.Parameter(torch.ones(PAGE, dtype=torch.bfloat16))
+    device = EmulatedDevice(FAST, 20 * PAGE, lambda: occupied[0])
+    policy = Chosen(STREAMED)
+    optimizer = DOSAdam([parameter], policy=policy, offload_gradients=True, device=device)
+    step(parameter, optimizer)
+    policy.now, occupied[0] = (RESIDENT,), 7 * PAGE
+    plan_anew(optimizer)
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 0)
+    with pytest.raises(MemoryError):
+        step(parameter, optimizer)
+    assert device.usage().held == 0
+    monkeypatch.undo()
+    optimizer.step()
+    assert optimizer.state[parameter]["step"] == 2

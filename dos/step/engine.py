@@ -177,7 +177,7 @@ class Engine:
             plan = self._make_room_on_device(plan, subjects, found, taken)
             self._make_room_on_host(plan, subjects, found)
         except BaseException:
-            for subgroup in taken:  # in which nothing has arrived
+            for subgroup in filter(self.device_store.has, taken):  # in which nothing has arrived
                 self.device_store.drop(subgroup)
             self.drop_prefetched()
             raise
