@@ -98,7 +98,7 @@ class Accelerator:
         """
         with lock:
             now, departures = self._now, self._departures
-            if now.plan is None or now.travels or (now.plan.slots and departures.past_half):
+            if now.plan is None or self.travels(record) or (now.plan.slots and departures.past_half):
                 return False
             for subgroup, _ in self._registry.places[record]:
                 if subgroup in now.wanted:
@@ -121,10 +121,9 @@ class Accelerator:
             self._pace.backward_begins(now, self._stepped)
             self.memory.enter(Op.BACKWARD)
 
-    @property
-    def gradients_travel(self) -> bool:
-        """Whether the gradients of this iteration may change after backward's hooks."""
-        return self._now.travels
+    def travels(self, record: ParameterRecord | None) -> bool:
+        """Whether this record's gradients may change after backward's hooks. FSDP2 calls them when all is reduced."""
+        return self._now.travels and not (record is not None and record.sharded)
 
     def gradient_ready(self, record: ParameterRecord, *, attached: bool) -> None:
         """Start a gradient on its way to where this iteration's plan wants it, and perhaps state on its way here."""
@@ -183,6 +182,7 @@ class Accelerator:
 
         writes: how often every gradient was written since backward without changing a value.
         """
+        self._departures.look()
         subjects = [self._subject(subgroup, updates.get(subgroup), writes) for subgroup in self._registry.accelerated]
         departed = any(subject.departed for subject in subjects)
         now = self._now

@@ -6,10 +6,11 @@ import contextlib
 import threading
 import warnings
 import weakref
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor, nn
@@ -27,12 +28,17 @@ from dos.parameters.admission import Group
 from dos.parameters.checkpoint import load_state_dict
 from dos.parameters.hooks import Attachment, Hooks, watch_gradient
 from dos.parameters.registry import Active, Registry
+from dos.sharding.local import same_layout
+from dos.sharding.meshes import Meshes
 from dos.state.record import ParameterRecord
 from dos.state.subgroup import Subgroup
 from dos.step.engine import Prepared
 from dos.step.work import SubgroupUpdate
 from perfmodel import Op, Plan, Timeline
 from perfmodel.hardware import HardwareProfile
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class DOSAdam(Optimizer):
@@ -73,6 +79,9 @@ class DOSAdam(Optimizer):
         decoupled_weight_decay: False gives Adam with L2 regularisation.
         device: the accelerator on which the parameters are. None: the CUDA device of the parameters, if any. Pass a
             ``dos.EmulatedDevice`` to try the engine without an accelerator.
+        process_groups: process groups over which the job is divided beside the meshes of its DTensors, such as the
+            stages of a pipeline: the gradients' norm, and GradScaler's infinite gradients, are those of all. Copies and
+            pickles do not have them.
 
     Raises:
         ValueError: a setting out of range, an unknown policy, duplicate parameters, parameters on several
@@ -90,6 +99,7 @@ class DOSAdam(Optimizer):
     _unfinished: dict[ParameterRecord, None]
     _joined: dict[ParameterRecord, set[Caller]]
     _in_flight: bool
+    _process_groups: Sequence[ProcessGroup] = ()
     _seen: bool
     _clipping: Clipping
 
@@ -117,6 +127,7 @@ class DOSAdam(Optimizer):
         memory_interval: float | None = None,
         decoupled_weight_decay: bool = True,
         device: Device | torch.device | str | None = None,
+        process_groups: Sequence[ProcessGroup] = (),
     ) -> None:
         defaults = {
             "lr": lr,
@@ -142,6 +153,7 @@ class DOSAdam(Optimizer):
             memory_budget=memory_budget,
             memory_interval=memory_interval,
         )
+        self._process_groups = tuple(process_groups)
         self._set_up(options, device)
         super().__init__(params, defaults)
         self._seen = False  # only torch's constructor has
@@ -174,7 +186,8 @@ class DOSAdam(Optimizer):
         if self._in_flight:
             self.synchronize()
         try:
-            self._issue(amp_scale(self, offloaded=self._registry.offloaded is not None))
+            self._agree()
+            self._issue(amp_scale(self, self._meshes, offloaded=self._registry.offloaded is not None))
         except BaseException:
             with contextlib.suppress(Exception):  # what is raised already is what went wrong first
                 self.synchronize()
@@ -230,6 +243,7 @@ class DOSAdam(Optimizer):
     ) -> tuple[Active, dict[Subgroup, SubgroupUpdate], Plan | None, Prepared | None]:
         """Look into everything that the step needs, and get the memory for it; nothing has changed if this raises."""
         registry = self._registry
+        registry.place_gradients(self.param_groups)
         active = registry.active(self.param_groups, self._state, self._bring_home, seen=self._seen)
         self._meet_newcomers()
         accelerator = self._accelerator
@@ -241,7 +255,7 @@ class DOSAdam(Optimizer):
         if accelerator is not None:
             accelerator.memory.enter(Op.UPDATE)
             plan = accelerator.decide(attached=self._attachment is not None)
-        updates = registry.updates(active, self._clipping.scales(active.members, self._gradients, scale))
+        updates = registry.updates(active, self._clipping.scales(active.members, self._with_gradients, scale))
         if accelerator is None or plan is None:
             return active, updates, None, None
         return active, updates, plan, accelerator.make_room(plan, updates, writes)
@@ -314,7 +328,7 @@ class DOSAdam(Optimizer):
         if not max_norm > 0:
             raise ValueError(f"max_norm must be above 0, found {max_norm}")
         self._offload_the_rest()
-        return self._clipping.clip(self._gradients(), max_norm)
+        return self._clipping.clip(self._with_gradients(), max_norm)
 
     @torch.no_grad()
     @exclusive
@@ -324,7 +338,7 @@ class DOSAdam(Optimizer):
         Raises as ``step()`` does, when gradients are offloaded.
         """
         self._offload_the_rest()
-        return self._clipping.norm(self._gradients())
+        return self._clipping.norm(self._with_gradients())
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, as in AdamW. Raises as the constructor does, and then adds nothing."""
@@ -338,6 +352,7 @@ class DOSAdam(Optimizer):
                     "(tied parameters are one parameter: model.parameters() already names it once)"
                 )
             self._admit(group)
+            self._agreed = False
         except BaseException:
             self.param_groups.pop()
             raise
@@ -484,7 +499,9 @@ class DOSAdam(Optimizer):
         self._guard = Guard()
         self._lock = self._guard.lock
         self._devices = DeviceFinder(device)
-        self._registry = Registry(options, self._devices, self._guard)
+        self._meshes = Meshes(self._process_groups)
+        self._agreed = False
+        self._registry = Registry(options, self._devices, self._guard, self._meshes)
         self._watched = {}
         weakref.finalize(self, _unwatch, self._watched)
         self._coming = {}
@@ -492,7 +509,7 @@ class DOSAdam(Optimizer):
         self._unfinished, self._joined = {}, {}
         self._in_flight = False
         self._seen = False
-        self._clipping = Clipping(self._registry.offloaded, options.max_grad_norm)
+        self._clipping = Clipping(self._registry.offloaded, options.max_grad_norm, self._meshes)
         self._warned_idle = False
 
     def _take_remaining_gradients(self, active: Sequence[tuple[ParameterRecord, Group]]) -> None:
@@ -504,7 +521,9 @@ class DOSAdam(Optimizer):
                 self._take(record, self._accelerator)
 
     def _offload_the_rest(self) -> None:
-        """If gradients are offloaded, all of them are from here on."""
+        """If gradients are offloaded, all of them are from here on; the others are placed as their parameters are."""
+        self._agree()
+        self._registry.place_gradients(self.param_groups)
         if self._registry.offloaded is not None:
             if self._in_flight:
                 self.synchronize()
@@ -518,9 +537,27 @@ class DOSAdam(Optimizer):
         self._clipping.about_to_add(record)
         accelerator.take_gradient(record)
 
-    def _gradients(self) -> list[Tensor]:
-        """Those that are with the parameters."""
-        return [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+    def _with_gradients(self) -> list[Tensor]:
+        """The parameters whose gradients are with them."""
+        return [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+
+    def _agree(self) -> None:
+        """Let ranks that are not alike hear of it, before one of them waits for another that never comes."""
+        if self._agreed or not self._meshes:
+            return
+        options = self._options
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        self._meshes.agree(
+            {
+                "the number of parameters": len(parameters),
+                "the elements of all parameters": sum(p.numel() for p in parameters),
+                "max_grad_norm": 0.0 if options.max_grad_norm is None else options.max_grad_norm,
+                "offload_gradients": options.offload_gradients,
+                "master_weights": options.master_weights,
+                "policy (as a checksum)": 0 if callable(options.policy) else zlib.crc32(str(options.policy).encode()),
+            }
+        )
+        self._agreed = True
 
     def _warn_if_idle(self, active: Sequence[tuple[ParameterRecord, Group]]) -> None:
         if not active and not self._warned_idle:
@@ -556,20 +593,21 @@ class DOSAdam(Optimizer):
         assert self._accelerator is not None, "made for the first parameter on it"
         try:
             self._accelerator.gradient_came()
-            if not self._accelerator.gradients_travel:
-                self._send_early(parameter, self._accelerator)
+            self._send_early(parameter, self._accelerator)
         except BaseException:
             self._accelerator.abandon()
             raise
 
     def _send_early(self, parameter: Tensor, accelerator: Accelerator) -> None:
-        """Start the parameter's gradient on its way to the host, if it is to go there."""
+        """Start the parameter's gradient on its way to the host, if it is to go there and is what the step will use."""
         if self._registry.offloaded is not None and self._registry.record(parameter) is None:
             self._registry.enrol((p, g) for g in self.param_groups for p in g["params"] if p.requires_grad)
             self._meet_newcomers()
         record = self._registry.record(parameter)
-        if record is None or not record.arena.accelerated:
+        if record is None or not record.arena.accelerated or accelerator.travels(record):
             return
+        if not same_layout(parameter.grad, parameter):
+            return  # the step redistributes it first
         if self._registry.offloaded is None:
             accelerator.gradient_ready(record, attached=self._attachment is not None)
         elif parameter.grad is not None:

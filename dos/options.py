@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dos.deciding.controller import Policy, resolve_policy
+from dos.sharding.local import local
 from perfmodel.hardware import HardwareProfile
 
 DEFAULT_SUBGROUP_SIZE = 100_000_000
@@ -113,10 +114,11 @@ def _check_number(value: object, what: str) -> None:
 
 def parameter_problem(parameter: Tensor) -> str | None:
     """What keeps a parameter of this dtype and layout from being optimised; None if nothing does."""
+    parameter = local(parameter)
     if _wraps_tensors(parameter):
         return (
-            f"expected a plain tensor, found {type(parameter).__name__}; DTensor parameters (fully_shard) and other "
-            "wrappers of tensors are not supported"
+            f"expected a plain tensor or a DTensor, found {type(parameter).__name__}; other wrappers of tensors are "
+            "not supported"
         )
     if parameter.layout != torch.strided:
         return f"expected a dense parameter, found layout {parameter.layout}"

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from dos import DOSAdam, EmulatedDevice
 from dos.gradients.scaling import amp_scale
+from dos.sharding.meshes import Meshes
 
 pytestmark = pytest.mark.usefixtures("one_kernel_thread")
 
@@ -251,10 +252,10 @@ def test_what_grad_scaler_says_is_read_at_once(infinite: float) -> None:
     optimizer = DOSAdam(mlp().parameters())
     optimizer.found_inf, optimizer.grad_scale = torch.tensor(infinite), torch.tensor([4.0])
     with Reads() as reads:
-        assert amp_scale(optimizer, offloaded=False)[::2] == (0.25, bool(infinite))
+        assert amp_scale(optimizer, Meshes(), offloaded=False)[::2] == (0.25, bool(infinite))
     assert len(reads.seen) == 1
     optimizer.found_inf = 0  # no parameter had a gradient
-    assert amp_scale(optimizer, offloaded=False)[::2] == (0.25, False)
+    assert amp_scale(optimizer, Meshes(), offloaded=False)[::2] == (0.25, False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

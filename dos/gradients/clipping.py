@@ -14,6 +14,8 @@ from torch import Tensor
 
 from dos.gradients.offload import OffloadedGradients
 from dos.gradients.scaling import versions_of_a_check
+from dos.sharding.local import local, version
+from dos.sharding.meshes import Meshes
 from dos.state.record import ParameterRecord
 
 Gradient = Tensor | Future
@@ -72,17 +74,19 @@ class PendingClip:
 
 
 def _version(gradient: Gradient) -> int:
-    return gradient._version if isinstance(gradient, Tensor) else 0
+    return version(gradient) if isinstance(gradient, Tensor) else 0
 
 
 class Clipping:
-    """Clips one optimizer's gradients: those with their parameters, and those that were offloaded.
+    """Clips one optimizer's gradients: those with their parameters, and those that were offloaded, on all ranks.
 
-    max_grad_norm: to which every step clips, or None.
+    max_grad_norm: to which every step clips, or None. meshes: the ranks over which gradients are divided.
+    Where `parameters` are asked for, they are all whose gradients are with them.
     """
 
-    def __init__(self, offloaded: OffloadedGradients | None, max_grad_norm: float | None) -> None:
+    def __init__(self, offloaded: OffloadedGradients | None, max_grad_norm: float | None, meshes: Meshes) -> None:
         self._offloaded = offloaded
+        self._meshes = meshes
         self._max_grad_norm = max_grad_norm
         self._pending = PendingClip()
         self._warned = False
@@ -91,17 +95,29 @@ class Clipping:
         """The gradients are zeroed, or were used."""
         self._pending = PendingClip()
 
-    def norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        """The 2-norm of these and all offloaded gradients as the step will use them: float32, shape ()."""
-        elsewhere = [] if self._offloaded is None else [self._offloaded.norm(self._pending.as_float)]
-        return global_norm(gradients, self._pending, elsewhere)
+    def norm(self, parameters: Sequence[Tensor]) -> Tensor:
+        """The 2-norm of their and all offloaded gradients as the step will use them: float32, shape ()."""
+        gradients = _gradients(parameters)
+        if not self._meshes:
+            elsewhere = [] if self._offloaded is None else [self._offloaded.norm(self._pending.as_float)]
+            return global_norm(gradients, self._pending, elsewhere)
+        squares = [(p, self._square(g)) for p, g in zip(parameters, gradients, strict=True)]
+        if self._offloaded is not None:
+            away = self._offloaded.squares(self._pending.as_float)
+            squares += [(r.parameter, torch.tensor(square, dtype=torch.float64, device="cpu")) for r, square in away]
+        return self._meshes.norm(squares).to(torch.float32)
 
-    def clip(self, gradients: Sequence[Tensor], max_norm: float) -> Tensor:
-        """Let the step clip these and all offloaded gradients to `max_norm`; their norm before."""
-        norm = self.norm(gradients)
+    def clip(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
+        """Let the step clip their and all offloaded gradients to `max_norm`; their norm before."""
+        norm = self.norm(parameters)
         handles = [] if self._offloaded is None else self._offloaded.handles()
-        self._pending.clip([*gradients, *handles], clip_factor(norm, max_norm))
+        self._pending.clip([*_gradients(parameters), *handles], clip_factor(norm, max_norm))
         return norm
+
+    def _square(self, gradient: Tensor) -> Tensor:
+        """The sum of squares of this rank's part: float64, shape ()."""
+        norm, factor = torch.linalg.vector_norm(local(gradient), dtype=torch.float64), self._pending.factor(gradient)
+        return (norm if factor is None else norm * factor.to(norm.device)) ** 2
 
     def about_to_add(self, record: ParameterRecord) -> None:
         """Another micro-batch is about to be added to an offloaded gradient."""
@@ -112,15 +128,15 @@ class Clipping:
     def scales(
         self,
         members: Sequence[tuple[ParameterRecord, object]],
-        gradients: Callable[[], Sequence[Tensor]],
+        parameters: Callable[[], Sequence[Tensor]],
         scale: float,
     ) -> Iterable[float]:
         """What the step multiplies the gradient of each record by.
 
-        members: begin with the records. gradients: all that are with their parameters. scale: what unscales them.
+        members: begin with the records. parameters: gives those. scale: what unscales gradients.
         """
         if self._max_grad_norm is not None:
-            scale *= float(clip_factor(self.norm(gradients()) * scale, self._max_grad_norm))
+            scale *= float(clip_factor(self.norm(parameters()) * scale, self._max_grad_norm))
         if not self._pending:
             return itertools.repeat(scale)
         found = [self._gradient_of(record) for record, _ in members]
@@ -143,6 +159,10 @@ class Clipping:
                 "by hand, so it is not clipped; call clip_grad_norm_() after all that changes gradients",
                 stacklevel=5,
             )
+
+
+def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
+    return [p.grad for p in parameters if p.grad is not None]
 
 
 def global_norm(gradients: Sequence[Tensor], clip: PendingClip, elsewhere: Sequence[Tensor] = ()) -> Tensor:

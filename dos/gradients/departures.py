@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from dos.devices import Caller, Copy, Device, Job
+from dos.sharding.fingerprint import fingerprint, unchanged
+from dos.sharding.local import local
 from dos.state.record import Layout, ParameterRecord
 from dos.state.subgroup import Piece, Subgroup
 
@@ -27,6 +29,8 @@ class _Written:
 
     A new one is made each time backward writes, and compared by identity. Numbers alone do not tell two gradients
     apart: versions begin anew with each tensor, and addresses come back once memory was freed.
+
+    bits: a fingerprint instead of the version, of a DTensor's, whose versions prove nothing.
     """
 
     gradient: weakref.ref[Tensor]
@@ -34,23 +38,29 @@ class _Written:
     address: int
     version: int
     layout: Layout
+    bits: Tensor | None
 
     @classmethod
-    def of(cls, gradient: Tensor, layout: Layout) -> _Written:
-        """layout: of its parameter, in whose order elements leave."""
-        storage = StorageWeakRef(gradient.untyped_storage())
-        return cls(weakref.ref(gradient), storage, gradient.data_ptr(), gradient._version, layout)
+    def of(cls, gradient: Tensor, record: ParameterRecord) -> _Written:
+        """gradient: that is with the parameter of this record, in whose order elements leave."""
+        mine = local(gradient)
+        storage = StorageWeakRef(mine.untyped_storage())
+        bits = fingerprint(mine) if record.sharded else None
+        return cls(weakref.ref(gradient), storage, mine.data_ptr(), mine._version, record.layout, bits)
 
-    def still(self, gradient: Tensor | None, writes: int | None) -> bool:
-        """Whether `gradient` is this one, but for `writes` writes that changed no value; None: it is not."""
+    def still(self, gradient: Tensor | None, writes: int | None, rewritten: Collection[_Written]) -> bool:
+        """Whether `gradient` is this one, but for `writes` writes that changed no value; None: it is not.
+
+        rewritten: those whose bits are known to have changed.
+        """
+        if gradient is None or self.gradient() is not gradient or self in rewritten:
+            return False
+        mine = local(gradient)
         return (
-            writes is not None
-            and gradient is not None
-            and self.gradient() is gradient
-            and self.version + writes == gradient._version
             # `gradient.data = ...` leaves object and version as they were.
-            and self.address == gradient.data_ptr()
-            and self.storage.cdata == gradient.untyped_storage()._cdata
+            self.address == mine.data_ptr()
+            and self.storage.cdata == mine.untyped_storage()._cdata
+            and (self.bits is not None or (writes is not None and self.version + writes == mine._version))
         )
 
 
@@ -98,6 +108,7 @@ class Departures:
         self._departures: dict[Subgroup, _Departure] = {}
         self._fired = 0
         self._fired_last = 0
+        self._rewritten: set[_Written] = set()
         self._explained = False
 
     @property
@@ -121,7 +132,7 @@ class Departures:
         places = [place for place in places if place[0] in wanted]
         if gradient is None or not places:
             return
-        written = seen.written = _Written.of(gradient, record.layout)
+        written = seen.written = _Written.of(gradient, record)
         staging = record.arena.gradient
         if seen.times != seen.expected or not seen.untouched or staging is None or staging.dtype != gradient.dtype:
             return
@@ -129,7 +140,7 @@ class Departures:
             return  # the step will read the parameter anew first
         caller = device.caller()
         with torch.no_grad():
-            flat = record.flat_gradient(gradient)
+            flat = record.flat_gradient(local(gradient))
         for subgroup, piece in places:
             departure = self._departures.get(subgroup)
             if departure is None:
@@ -159,6 +170,18 @@ class Departures:
             seen.times, seen.gradient = 1, weakref.ref(gradient)
         return seen
 
+    def look(self) -> None:
+        """See which gradients' bits have changed since backward left them, where nothing else tells. Waits."""
+        marked: list[_Written] = []
+        then, now = [], []
+        for record, seen in self._seen.items():
+            gradient = record.gradient
+            if seen.written is not None and seen.written.bits is not None and gradient is not None:
+                marked.append(seen.written)
+                then.append(seen.written.bits)
+                now.append(fingerprint(gradient))
+        self._rewritten = {w for w, is_same in zip(marked, unchanged(then, now), strict=True) if not is_same}
+
     def arriving(self, subgroup: Subgroup, pieces: Iterable[Piece], writes: int | None) -> tuple[set[Piece], list[Job]]:
         """Those of the pieces whose gradients went early and still hold, and the jobs that bring them.
 
@@ -176,7 +199,7 @@ class Departures:
             job, written = departure.sent[piece]
             # What went may be of an earlier backward than the last.
             last = self._seen[piece.record].written is written and written.layout == piece.record.layout
-            if last and written.still(piece.record.parameter.grad, writes):
+            if last and written.still(piece.record.parameter.grad, writes, self._rewritten):
                 holding.add(piece)
                 jobs[id(job)] = job
         return holding, list(jobs.values())
@@ -185,7 +208,7 @@ class Departures:
         """The step has used the gradients, or was skipped: learn from how they were found, and begin anew."""
         fired = [(record, seen, seen.written) for record, seen in self._seen.items() if seen.written is not None]
         for record, seen, written in fired:
-            seen.untouched = written.still(record.parameter.grad, writes)
+            seen.untouched = written.still(record.parameter.grad, writes, self._rewritten)
         for seen in self._seen.values():
             seen.expected = seen.times
         self._fired_last = self._fired
@@ -202,6 +225,7 @@ class Departures:
         for seen in self._seen.values():
             seen.times, seen.gradient, seen.written = 0, None, None
         self._departures = {}
+        self._rewritten = set()
         self._fired = 0
 
     def _expects(self, piece: Piece) -> bool:

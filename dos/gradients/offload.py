@@ -58,7 +58,7 @@ class OffloadedGradients:
         subgroups: in which the parameter lies.
         If this is interrupted or fails, nobody knows what was added, and all are refused until `clear`.
         """
-        gradient = record.parameter.grad
+        gradient = record.gradient
         assert gradient is not None
         arena = record.arena
         self.check()
@@ -121,9 +121,14 @@ class OffloadedGradients:
         """The handles of all gradients here."""
         return [total.arrived for total in self._totals.values()]
 
+    def squares(self, factor: Callable[[Future[None]], float]) -> list[tuple[ParameterRecord, float]]:
+        """The sum of squares of each gradient here, times the factor of its handle before. Blocks."""
+        totals = self._totals.items()
+        return [(r, factor(total.arrived) ** 2 * sum_of_squares(self.flat(r))) for r, total in totals]
+
     def norm(self, factor: Callable[[Future[None]], float]) -> Tensor:
         """The 2-norm of all gradients here, each times the factor of its handle: float32, shape (). Blocks."""
-        squares = [factor(total.arrived) ** 2 * sum_of_squares(self.flat(r)) for r, total in self._totals.items()]
+        squares = [square for _, square in self.squares(factor)]
         return torch.tensor(math.sqrt(math.fsum(squares)), dtype=torch.float32, device="cpu")
 
     def holds(self, parameters: Iterable[Tensor]) -> bool:

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from dos.sharding.meshes import Meshes
+
 
 class AmpScale(NamedTuple):
     """What torch.amp.GradScaler asks of a step.
@@ -22,9 +24,11 @@ class AmpScale(NamedTuple):
     skip: bool
 
 
-def amp_scale(optimizer: Any, *, offloaded: bool) -> AmpScale:
+def amp_scale(optimizer: Any, meshes: Meshes, *, offloaded: bool) -> AmpScale:
     """Read the attributes that GradScaler.step() sets on an optimizer during the call, in one transfer.
 
+    meshes: the ranks over which gradients are divided. What is infinite on one is so on all; GradScaler looks at the
+        mesh of the first gradient only.
     Raises RuntimeError if gradients are offloaded, because GradScaler has not seen them.
     """
     found_inf = getattr(optimizer, "found_inf", None)
@@ -37,12 +41,16 @@ def amp_scale(optimizer: Any, *, offloaded: bool) -> AmpScale:
         )
     grad_scale = getattr(optimizer, "grad_scale", None)
     if grad_scale is None:  # unscale_() was called, which no version counter tells
-        return AmpScale(1.0, None, bool(float(found_inf)))
+        return AmpScale(1.0, None, _anywhere(bool(float(found_inf)), meshes))
     # Each number read by itself would wait for the device once more. Without any gradient, found_inf is 0, no tensor.
     found_inf = torch.as_tensor(found_inf, dtype=grad_scale.dtype, device=grad_scale.device)
     scale, infinite = torch.stack([grad_scale.view(()), found_inf.view(())]).tolist()
     # Its check for inf multiplied every gradient by 1, in place.
-    return AmpScale(1.0 / scale, versions_of_a_check(), bool(infinite))
+    return AmpScale(1.0 / scale, versions_of_a_check(), _anywhere(bool(infinite), meshes))
+
+
+def _anywhere(infinite: bool, meshes: Meshes) -> bool:
+    return meshes.any(infinite) if meshes else infinite
 
 
 @functools.cache

@@ -12,6 +12,7 @@ from torch import Tensor
 from dos.devices import DeviceFinder
 from dos.options import SUPPORTED_DTYPES, parameter_problem
 from dos.parameters.aliasing import find_overlap
+from dos.sharding.local import local, plain
 from perfmodel.format import NEEDED_KEYS, STATE_KEYS
 
 Group = dict[str, Any]
@@ -26,7 +27,7 @@ class Admission:
 
     def admit(self, parameters: Iterable[Tensor]) -> None:
         """Remember what the parameters, which were checked, are now."""
-        self._admitted.update({p: (p.device, p.dtype, p.shape) for p in parameters})
+        self._admitted.update({p: _kind_of(p) for p in parameters})
 
     def check(self, parameter: Tensor, group: Group, entry: Mapping[str, Any], *, enrolled: bool) -> None:
         """Raise unless the parameter is as it was admitted, and its gradient and state can be used.
@@ -42,7 +43,7 @@ class Admission:
         if gradient is not None and gradient.dtype not in SUPPORTED_DTYPES:
             expected = ", ".join(map(str, SUPPORTED_DTYPES))
             raise TypeError(f"{name_of(parameter, group)}: expected a gradient of {expected}, found {gradient.dtype}")
-        now = parameter.device, parameter.dtype, parameter.shape
+        now = _kind_of(parameter)
         # Put into the group by hand, or frozen until now; or, before it has state, moved or converted with its model.
         if parameter not in self._admitted or not enrolled:
             self.check_kind(parameter, group)
@@ -75,7 +76,7 @@ class Admission:
 
 def check_overlaps(members: Sequence[tuple[Tensor, Group]]) -> None:
     """Raise RuntimeError if two parameters with state share memory, where each would undo the other's update."""
-    overlap = find_overlap([p.detach() for p, _ in members])
+    overlap = find_overlap([plain(p) for p, _ in members])
     if overlap is None:
         return
     one, other = (name_of(*members[i]) for i in overlap)
@@ -116,6 +117,11 @@ def state_problem(entry: Mapping[str, Any], parameter: Tensor) -> str | None:
     if not float(step) >= 0:
         return f"its state 'step' must be 0 or more, found {float(step)}"
     return None
+
+
+def _kind_of(parameter: Tensor) -> tuple[torch.device, torch.dtype, torch.Size]:
+    mine = local(parameter)
+    return mine.device, mine.dtype, mine.shape
 
 
 def _described(device: torch.device, dtype: torch.dtype, shape: torch.Size) -> str:

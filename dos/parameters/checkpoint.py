@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from dos.options import check_settings
 from dos.parameters.admission import Group, name_of, state_problem
+from dos.sharding.local import to_host
 
 
 def load_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
@@ -58,7 +59,7 @@ def load_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         if problem:
             raise ValueError(f"{name_of(parameter, group)}: {problem}")
         # At once, for a checkpoint that was loaded to the accelerator may fill it.
-        state[parameter] = {key: value.cpu() if isinstance(value, Tensor) else value for key, value in entry.items()}
+        state[parameter] = {key: to_host(value) if isinstance(value, Tensor) else value for key, value in entry.items()}
 
     optimizer.__setstate__({"state": state, "param_groups": saved})
     for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():

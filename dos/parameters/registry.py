@@ -18,6 +18,9 @@ from dos.kernels.adam import AdamStep
 from dos.machine.host_memory import reserve
 from dos.options import Options, check_settings
 from dos.parameters.admission import Admission, Group, check_overlaps
+from dos.sharding.fingerprint import fingerprint, unchanged
+from dos.sharding.local import count_write, is_sharded, laid_out_as, local, moved_to_layout
+from dos.sharding.meshes import Meshes
 from dos.state.arena import Arena
 from dos.state.record import ParameterRecord, make_records
 from dos.state.stores import HostStore
@@ -52,10 +55,12 @@ class Registry:
     places: each record's pieces, with the subgroups in which they lie.
     host_store: what holds state on the host. lasting_bytes: device memory of state that never leaves.
     offloaded: the gradients that have been moved to the host; None unless the user chose that.
+    meshes: the ranks over which parameters are divided.
     """
 
-    def __init__(self, options: Options, devices: DeviceFinder, guard: Guard) -> None:
+    def __init__(self, options: Options, devices: DeviceFinder, guard: Guard, meshes: Meshes) -> None:
         self._options = options
+        self.meshes = meshes
         self._devices = devices
         self._guard = guard
         self._admission = Admission(devices)
@@ -106,6 +111,18 @@ class Registry:
         reserve(sum(promised.values()) - self.host_store.nbytes, "optimizer state (DOSAdam)")
         self._promised = promised
         self._admission.admit(ready)
+        self.meshes.meet(group["params"])
+
+    def place_gradients(self, groups: Iterable[Group]) -> None:
+        """Give gradients of DTensors their parameters' placements where they have others. Every rank in one order.
+
+        Such is the gradient of a LayerNorm under sequence parallelism: each rank's is a part of the sum.
+        """
+        if not self.meshes:
+            return
+        for parameter in (p for group in groups for p in group["params"]):
+            if is_sharded(parameter) and parameter.grad is not None:
+                parameter.grad = moved_to_layout(parameter.grad, parameter)
 
     def active(
         self, groups: Sequence[Group], state: StateDict, bring_home: Callable[[], None], *, seen: bool
@@ -117,6 +134,7 @@ class Registry:
         """
         if self.offloaded is not None:
             self.offloaded.check()
+        self._look_at_bits()
         settled: list[tuple[ParameterRecord, Group]] = []
         others: list[tuple[Tensor, Group]] = []
         records = self._records
@@ -131,6 +149,8 @@ class Registry:
                 if not checked:
                     check_settings(group, f"param group {number}")
                     checked = True
+                if record is not None and record.sharded:
+                    gradient = record.gradient
                 if (
                     record is not None
                     and record.settled(gradient)
@@ -142,6 +162,14 @@ class Registry:
                     others.append((p, group))
         found = self._look_into(others, groups, state, bring_home) if others else []
         return Active(settled + found, len(settled))
+
+    def _look_at_bits(self) -> None:
+        """See to which DTensors somebody wrote in a way that nothing else tells. Waits for the device if any."""
+        if self.meshes:
+            marked = [(record, record.bits) for record in self._records.values() if record.bits is not None]
+            same = unchanged([bits for _, bits in marked], [fingerprint(record.local) for record, _ in marked])
+            for (record, _), is_same in zip(marked, same, strict=True):
+                record.rewritten = not is_same
 
     def _look_into(
         self,
@@ -166,20 +194,21 @@ class Registry:
             # A state that is another parameter's live view, as when two are exchanged, must not change under our hands.
             entry = state.setdefault(record.parameter, {})
             for key, value in entry.items():
-                if isinstance(value, Tensor) and value is not record.views.get(key) and value._base is not None:
-                    entry[key] = value.clone()
+                if isinstance(value, Tensor) and value is not record.views.get(key) and local(value)._base is not None:
+                    entry[key] = laid_out_as(local(value).clone(), value)
         for record, group in found:
             if group["amsgrad"] and not record.arena.amsgrad:
                 bring_home()  # state on the device has the old shape
                 self._add_amsgrad(record.arena)
-            if record.parameter.grad is not None:
-                record.arena.stage_gradients_as(record.parameter.grad.dtype)
+            gradient = record.gradient
+            if gradient is not None:
+                record.arena.stage_gradients_as(gradient.dtype)
             self._adopt(record, state.setdefault(record.parameter, {}))
             flat = record.flat
             record.locate()
             if record.flat is not flat:
                 self._forget_batches(record)
-            record.settle(record.parameter.grad)
+            record.settle(gradient)
         return found
 
     def _forget_batches(self, record: ParameterRecord) -> None:
@@ -276,12 +305,11 @@ class Registry:
                 if setting == len(given.settings):
                     given.settings.append(_adam_step(group, record.count + 1, scale))
             given.which[record.number] = setting
-            gradient = record.parameter.grad
-            if self.offloaded is not None and record in self.offloaded:
-                gradient = self.offloaded.flat(record)
+            away = self.offloaded is not None and record in self.offloaded
+            gradient = self.offloaded.flat(record) if self.offloaded is not None and away else record.gradient
             assert gradient is not None, "each record has one"
             if number >= active.settled:
-                if gradient is record.parameter.grad:
+                if not away:
                     gradient = record.flat_gradient(gradient)
                 if record.changed():
                     given.follows.add(record)
@@ -298,7 +326,7 @@ class Registry:
         """Tell autograd and the records that the step has written to the parameters."""
         for record in records:
             record.write_back()
-        torch.autograd.graph.increment_version([record.parameter for record in records])
+        count_write([record.parameter for record in records])
         for record in records:
             record.saw()
 
@@ -319,11 +347,11 @@ class Registry:
             return
         bring_home()
         total = self.offloaded.flat(record) if self.offloaded is not None and record in self.offloaded else None
-        like = record.views["exp_avg"]
+        like = local(record.views["exp_avg"])
         added = None if total is None else total.as_strided(like.size(), like.stride(), total.storage_offset()).clone()
         entry = state.get(record.parameter, {})
         self.host_store.take([subgroup for subgroup, _ in self.places[record]])
-        before = {key: value.clone() for key, value in record.views.items()}
+        before = {key: local(value).clone() for key, value in record.views.items()}
         mine = {key: entry.get(key) is view for key, view in record.views.items()}
 
         def reorder() -> None:
@@ -332,7 +360,7 @@ class Registry:
             if total is not None and added is not None:
                 record.shaped(total).copy_(added)
             for key, view in record.views.items():
-                view.copy_(before[key])
+                local(view).copy_(before[key])
                 if mine[key]:
                     entry[key] = view
 
@@ -358,9 +386,9 @@ class Registry:
             for key, view in record.views.items():
                 value = entry.get(key)
                 if value is None:
-                    view.zero_()
+                    local(view).zero_()
                 elif value is not view:
-                    view.copy_(value)
+                    local(view).copy_(local(moved_to_layout(value, record.parameter)))
         # In an order that can be interrupted: what the entry says is lost at no point.
         for key in STATE_KEYS:
             if key not in record.views:
@@ -387,7 +415,7 @@ class Registry:
 
     def _host_bytes(self, run: Sequence[Tensor], group: Group) -> int:
         """Host memory of an arena for these parameters, at most."""
-        numel = sum(p.numel() for p in run)
+        numel = sum(local(p).numel() for p in run)
         if self._options.never_leaves and self._devices.holds(run[0]):
             return numel * (run[0].dtype.itemsize + FP32_BYTES) if self._options.offload_gradients else 0
         return host_bytes(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dos.devices import Device, host_zeros
+from dos.sharding.local import local
 from dos.state.host_tensor import HostTensor
 from perfmodel.format import MASTER, Field, float32
 from perfmodel.plan import Tier
@@ -92,7 +93,7 @@ class Arena:
         self.dtype = parameters[0].dtype
         self.accelerated = device is not None
         self.tier = tier
-        self.numel = sum(p.numel() for p in parameters)
+        self.numel = sum(local(p).numel() for p in parameters)
         self.amsgrad = amsgrad
         self._device = device
         self._part = part

@@ -8,16 +8,22 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from dos.sharding.fingerprint import fingerprint
+from dos.sharding.local import is_sharded, laid_out_as, local, version
 from dos.state.arena import Arena, State
 
 
 class ParameterRecord:
     """One parameter's place: its flat memory, its slice of the arena, and what was last seen of it.
 
+    parameter: as users have it. sharded: whether that is a DTensor.
+    local: what this rank has of it, which is what is updated; all other figures are of that.
     number: of the record among those of its optimizer.
     flat: 1-D alias of the parameter's memory, or a contiguous stand-in if that is not its values in a row: it has gaps,
         or is lazily negated (see `stand_in`).
     version, data_ptr: of the parameter after our last write; anything else means that somebody wrote to it.
+    bits: a fingerprint of a DTensor after our last write, whose version proves nothing; None: nobody has to know.
+    rewritten: whether its bits were found to be others.
     layout: of the parameter, in whose order `flat` and the state have its elements.
     views: what `optimizer.state[p]` holds beside the step: live views of the state, shaped like the parameter.
     step: what it holds as the step. count: the steps, which may be ahead of that.
@@ -26,24 +32,40 @@ class ParameterRecord:
 
     def __init__(self, parameter: Tensor, arena: Arena, offset: int, number: int = 0) -> None:
         self.parameter = parameter
+        self.sharded = is_sharded(parameter)
         self.arena = arena
         self.offset = offset
         self.number = number
-        self.numel = parameter.numel()
+        mine = local(parameter)
+        self.numel = mine.numel()
         self.version = -1
+        self.bits: Tensor | None = None
+        self.rewritten = False
         self.data_ptr = -1
         self._strides: tuple[int, ...] = ()
-        self._shape, self._dtype = parameter.shape, parameter.dtype
+        self._shape, self._dtype = mine.shape, mine.dtype
         self._gradient_dtype: torch.dtype | None = None
         self.step = torch.zeros((), dtype=torch.float32, device="cpu")
         self.count = self._step_written = 0.0
         self.fresh = True
         self._step_version = -1
-        self.flat = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+        self.flat = torch.empty(0, dtype=mine.dtype, device=mine.device)
         self.stand_in = False
         self.views: dict[str, Tensor] = {}
         self.remember_layout()
         self.locate()
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's part of the parameter."""
+        p = self.parameter
+        return p._local_tensor if self.sharded else p  # type: ignore[attr-defined]
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """This rank's part of the gradient that is with the parameter."""
+        gradient = self.parameter.grad
+        return local(gradient) if self.sharded and gradient is not None else gradient
 
     @property
     def state(self) -> State:
@@ -54,29 +76,30 @@ class ParameterRecord:
         """Follow the parameter's memory if it was replaced, and read it if only a stand-in can be updated."""
         if self.moved():
             self.data_ptr = -1  # until it was updated there
-            alias = flat_alias(self.parameter.detach())
+            alias = flat_alias(self.local.detach())
             self.stand_in = alias is None
-            self.flat = self.parameter.detach().resolve_neg().contiguous().view(-1) if alias is None else alias
+            self.flat = self.local.detach().resolve_neg().contiguous().view(-1) if alias is None else alias
         elif self.stand_in:
-            self.flat.copy_(self.parameter.detach().contiguous().view(-1))
+            self.flat.copy_(self.local.detach().contiguous().view(-1))
 
     def moved(self) -> bool:
         """Whether the parameter's memory is another, or seen otherwise, than after our last write."""
-        p = self.parameter
+        p = self.local
         return self.data_ptr != p.data_ptr() or self._strides != p.stride() or (p.is_neg() and not self.stand_in)
 
     def changed(self) -> bool:
         """Whether somebody else wrote to the parameter, or replaced its memory, since `saw`."""
-        return self.version != self.parameter._version or self.moved()
+        return self.rewritten or self.version != version(self.parameter) or self.moved()
 
     def settled(self, gradient: Tensor | None) -> bool:
         """Whether there is nothing to look into: the parameter is as the last step left it, the gradient like the last.
 
         Then it can be used where it lies. None: it is not with the parameter.
         """
-        p = self.parameter
+        p = self.local
         return (
-            p._version == self.version
+            (version(self.parameter) if self.sharded else p._version) == self.version
+            and not self.rewritten
             and p.data_ptr() == self.data_ptr
             and p.stride() == self._strides
             and p.shape == self._shape
@@ -101,18 +124,21 @@ class ParameterRecord:
 
     def saw(self) -> None:
         """Remember the parameter as it is now."""
-        self.version = self.parameter._version
-        self.data_ptr = self.parameter.data_ptr()
-        self._strides = self.parameter.stride()
+        if self.sharded:
+            self.rewritten = False
+            self.bits = None if self.arena.format.master is None else fingerprint(self.local)
+        self.version = version(self.parameter)
+        self.data_ptr = self.local.data_ptr()
+        self._strides = self.local.stride()
 
     def write_back(self) -> None:
         """Bring a stand-in's new values to the parameter."""
         if self.stand_in:
-            self.parameter.detach().copy_(self.flat.view(self.parameter.shape))
+            self.local.detach().copy_(self.flat.view(self.local.shape))
 
     def flat_gradient(self, gradient: Tensor) -> Tensor:
         """The gradient as 1-D tensor in the order of `flat`; a copy only where its layout differs."""
-        parameter = self.parameter
+        parameter = self.local
         gradient = gradient.detach().resolve_neg()  # the sign of a lazily negated tensor is not in its memory
         if gradient._is_zerotensor():  # which has no memory at all
             gradient = torch.zeros_like(parameter, dtype=gradient.dtype)
@@ -126,18 +152,19 @@ class ParameterRecord:
 
     def layout_changed(self) -> bool:
         """Whether the parameter's elements lie in another order in memory than `flat` and the state have them."""
-        return self.layout != _layout(self.parameter)
+        return self.layout != _layout(self.local)
 
     def remember_layout(self) -> None:
         """Take the parameter's present layout for that of `flat` and of the views of the state."""
-        self.layout = _layout(self.parameter)
+        self.layout = _layout(self.local)
         self.data_ptr = -1
         self.views = self.make_views()
 
     def is_adopted(self, entry: Mapping[str, object]) -> bool:
         """Whether an entry of the optimizer's state holds exactly the live views."""
         return all(
-            entry.get(key) is view and view.data_ptr() == self._addresses[key] for key, view in self.views.items()
+            entry.get(key) is view and local(view).data_ptr() == self._addresses[key]
+            for key, view in self.views.items()
         )
 
     def adopt_step(self, step: Tensor) -> None:
@@ -164,23 +191,24 @@ class ParameterRecord:
     def renew_views(self) -> None:
         """Take back a view whose memory a user has replaced (`view.data = ...`), with the values it was given."""
         for key, view in list(self.views.items()):
-            if view.data_ptr() != self._addresses[key]:
-                fresh = self.make_views()[key]
-                fresh.copy_(view.detach())
-                view.data = fresh
+            if local(view).data_ptr() != self._addresses[key]:
+                fresh = local(self.make_views()[key])
+                fresh.copy_(local(view).detach())
+                local(view).data = fresh
 
     def make_views(self) -> dict[str, Tensor]:
-        """The arena's tensors by the names that they have in a state dict."""
+        """The arena's tensors by the names that they have in a state dict, divided as the parameter is."""
         flat, fields = self.state.fields, self.arena.format.fields
         views = {field.key: self.shaped(flat[field.name]) for field in fields if field.key is not None}
         self._addresses = {name: view.data_ptr() for name, view in views.items()}
-        return views
+        return {name: laid_out_as(view, self.parameter) for name, view in views.items()}
 
     def shaped(self, flat: Tensor) -> Tensor:
-        """A view of what is in the order of `flat`, shaped like the parameter."""
-        if flat_alias(self.parameter) is None or self.parameter.is_contiguous():
-            return flat.view(self.parameter.shape)
-        return flat.as_strided(self.parameter.size(), self.parameter.stride(), flat.storage_offset())
+        """A view of what is in the order of `flat`, shaped like this rank's part of the parameter."""
+        like = self.local
+        if flat_alias(like) is None or like.is_contiguous():
+            return flat.view(like.shape)
+        return flat.as_strided(like.size(), like.stride(), flat.storage_offset())
 
 
 def make_records(parameters: Sequence[Tensor], arena: Arena, first: int = 0) -> list[ParameterRecord]:
@@ -188,7 +216,7 @@ def make_records(parameters: Sequence[Tensor], arena: Arena, first: int = 0) -> 
 
     first: the number of the first record.
     """
-    offsets = itertools.accumulate((p.numel() for p in parameters), initial=0)
+    offsets = itertools.accumulate((local(p).numel() for p in parameters), initial=0)
     places = zip(parameters, offsets, itertools.count(first), strict=False)
     return [ParameterRecord(parameter, arena, offset, number) for parameter, offset, number in places]
 

@@ -1,0 +1,41 @@
+"""Whether the bits of tensors changed, where no version counter tells.
+
+Operations on lists of DTensors (`torch._foreach_mul_`, which gradient clipping is made of) change
+values and count nowhere, with object and address as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_LANES = 64
+_WORD = torch.int64.itemsize
+
+
+def fingerprint(tensor: Tensor) -> Tensor:
+    """1-D int64 on the tensor's device, equal for equal bits in the same order; made without waiting.
+
+    The tensor as 64-bit words in 64 columns, each summed up, and the elements that fill no row as they
+    are. What multiplies, negates, zeroes or replaces all elements, or one, changes at least one sum.
+    """
+    tensor = tensor.detach().resolve_neg().contiguous().view(-1)
+    bits = tensor.view(torch.int32 if tensor.itemsize == torch.int32.itemsize else torch.int16)
+    per_word = _WORD // bits.itemsize
+    first = min(-bits.storage_offset() % per_word, len(bits))
+    end = first + (len(bits) - first) // (_LANES * per_word) * _LANES * per_word
+    rest = [bits[:first].to(torch.int64), bits[end:].to(torch.int64)]
+    return torch.cat([bits[first:end].view(torch.int64).view(-1, _LANES).sum(0), *rest])
+
+
+def unchanged(then: Sequence[Tensor], now: Sequence[Tensor]) -> list[bool]:
+    """Whether each fingerprint is as it was; waits for the device, once for all."""
+    found = [False] * len(then)
+    same = [i for i, (a, b) in enumerate(zip(then, now, strict=True)) if a.shape == b.shape and a.device == b.device]
+    if same:
+        equal = (torch.cat([then[i] for i in same]) == torch.cat([now[i] for i in same])).cpu()
+        for i, part in zip(same, equal.split([len(then[i]) for i in same]), strict=True):
+            found[i] = bool(part.all())
+    return found

@@ -1,0 +1,88 @@
+"""What this rank has of a tensor: the one place where DTensors are unwrapped, and wrapped again."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def is_sharded(tensor: object) -> bool:
+    """Whether it is a DTensor, of whatever placements."""
+    module = sys.modules.get("torch.distributed.tensor")  # there is none before this is imported
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local(tensor: Any) -> Tensor:
+    """This rank's part of a DTensor, in whose memory it is; of any other tensor, itself."""
+    if not is_sharded(tensor):
+        return tensor
+    part = tensor._local_tensor
+    # A collective that nobody has waited for yet.
+    return part.trigger_wait() if hasattr(part, "trigger_wait") else part
+
+
+def laid_out_as(part: Tensor, like: Any) -> Tensor:
+    """`part` as this rank's part of a DTensor laid out as `like` is, without a copy; itself if that is none.
+
+    `DTensor.from_local` would move it to the mesh's device, and take shards for even.
+    """
+    return type(like)(part, _spec_as(like, part), requires_grad=False) if is_sharded(like) else part
+
+
+def same_layout(one: Any, other: Any) -> bool:
+    """Whether both are divided over the same ranks in the same way, or neither is divided."""
+    if not is_sharded(one) or not is_sharded(other):
+        return is_sharded(one) == is_sharded(other)
+    return one.device_mesh == other.device_mesh and one.placements == other.placements
+
+
+def moved_to_layout(tensor: Tensor, like: Any) -> Tensor:
+    """The tensor divided as `like` is. A collective, unless each rank has all of it, or it is so already.
+
+    Raises ValueError if it lies on other ranks than `like`.
+    """
+    if not is_sharded(like) or same_layout(tensor, like):
+        return tensor
+    from torch.distributed.tensor import DTensor, Replicate
+
+    if not isinstance(tensor, DTensor):  # the whole, of which each rank takes its part
+        whole = [Replicate()] * like.device_mesh.ndim
+        tensor = DTensor.from_local(tensor, like.device_mesh, whole, run_check=False)
+    if tensor.device_mesh != like.device_mesh:
+        raise ValueError(f"expected a tensor on {like.device_mesh}, found one on {tensor.device_mesh}")
+    return tensor.redistribute(like.device_mesh, like.placements)
+
+
+def to_host(tensor: Any) -> Tensor:
+    """The tensor with its memory on the host: itself if it is there."""
+    part = local(tensor)
+    return tensor if part.device.type == "cpu" else laid_out_as(part.cpu(), tensor)
+
+
+def plain(tensor: Any) -> Tensor:
+    """A tensor whose values this rank has: `local`, without autograd."""
+    return local(tensor).detach()
+
+
+def _spec_as(like: Any, part: Tensor) -> Any:
+    """The layout of `like`, for elements of the type of `part`."""
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    spec = like._spec
+    meta = TensorMeta(like.shape, like.stride(), part.dtype)
+    extra = {"shard_order": spec.shard_order} if hasattr(spec, "shard_order") else {}
+    return DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta, **extra)
+
+
+def version(tensor: Any) -> int:
+    """How often the tensor was written, as far as that is counted; for a DTensor, through it or to this rank's part."""
+    return tensor._version + tensor._local_tensor._version if is_sharded(tensor) else tensor._version
+
+
+def count_write(tensors: list[Any]) -> None:
+    """Tell autograd that these tensors were written, through whichever name it knows them."""
+    parts = [tensor._local_tensor for tensor in tensors if is_sharded(tensor)]
+    torch.autograd.graph.increment_version([*tensors, *parts])

@@ -1,0 +1,102 @@
+"""The ranks over which parameters are divided: what is summed up, and agreed on, over all of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dos.sharding.local import is_sharded
+
+
+class Meshes:
+    """The device meshes of an optimizer's parameters, and further process groups that the user named.
+
+    Every rank asks the same questions in the same order: each is one collective for every process
+    group, on a few numbers.
+    """
+
+    def __init__(self, process_groups: Sequence[Any] = ()) -> None:
+        """process_groups: those over which the job is divided besides, such as the stages of a pipeline."""
+        self._meshes: list[Any] = []
+        self._further = tuple(process_groups)
+
+    def __bool__(self) -> bool:
+        """Whether anything is divided."""
+        return bool(self._meshes or self._further)
+
+    def meet(self, parameters: Iterable[Tensor]) -> None:
+        """Take these parameters' meshes in, in order."""
+        for parameter in parameters:
+            if is_sharded(parameter) and parameter.device_mesh not in self._meshes:  # type: ignore[attr-defined]
+                self._meshes.append(parameter.device_mesh)  # type: ignore[attr-defined]
+
+    def norm(self, squares: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+        """The 2-norm of what all ranks have: float64, shape (), the same bits on each rank.
+
+        squares: of each parameter that has a gradient here, the sum of squares of this rank's part:
+            float64, shape (). What several ranks have is counted once.
+        """
+        device = self._device()
+        sums = torch.zeros(len(self._meshes) + 1, dtype=torch.float64, device=device)
+        for parameter, square in squares:
+            place = self._meshes.index(parameter.device_mesh) if is_sharded(parameter) else -1  # type: ignore[attr-defined]
+            sums[place] += square.to(device, non_blocking=True) / _copies(parameter)
+        for group, places in self._groups().items():
+            part = sums[places]
+            dist.all_reduce(part, group=group)
+            sums[places] = part
+        total = sums.sum()
+        for group in self._further:
+            dist.all_reduce(total, group=group)
+        return total.sqrt()
+
+    def any(self, flag: bool) -> bool:
+        """Whether it is so on any rank."""
+        return self._most([float(flag)])[0] > 0
+
+    def agree(self, settings: Mapping[str, float]) -> None:
+        """Raise RuntimeError on every rank, naming the first setting that is not the same on all."""
+        values = list(settings.values())
+        most = self._most([*values, *(-value for value in values)])
+        for i, (name, mine) in enumerate(settings.items()):
+            if most[i] != -most[i + len(values)]:
+                raise RuntimeError(
+                    f"ranks disagree on {name}: this one (rank {dist.get_rank()}) has {mine:g}, and from "
+                    f"{-most[i + len(values)]:g} to {most[i]:g} were found; build the optimizer with the same "
+                    "arguments and parameters on every rank"
+                )
+
+    def _most(self, values: Sequence[float]) -> list[float]:
+        most = torch.tensor(values, dtype=torch.float64, device=self._device())
+        for group in (*self._groups(), *self._further):
+            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+        return most.tolist()
+
+    def _groups(self) -> dict[Any, list[int]]:
+        """The process groups of all dimensions of all meshes, each with the positions of its meshes."""
+        groups: dict[Any, list[int]] = {}
+        for place, mesh in enumerate(self._meshes):
+            for dim in range(mesh.ndim):
+                if mesh.size(dim) > 1:
+                    groups.setdefault(mesh.get_group(dim), []).append(place)
+        return groups
+
+    def _device(self) -> torch.device:
+        """Where the collectives' numbers are."""
+        if self._meshes:
+            return torch.device(self._meshes[0].device_type)
+        backend = dist.get_backend(self._further[0])
+        return torch.device("cuda" if backend == "nccl" else "cpu")
+
+
+def _copies(parameter: Any) -> int:
+    """How many ranks of its mesh have each element of the parameter."""
+    if not is_sharded(parameter):
+        return 1
+    mesh = parameter.device_mesh
+    return math.prod(mesh.size(dim) for dim, p in enumerate(parameter.placements) if p.is_replicate())
