@@ -26,8 +26,10 @@ def fingerprint(tensor: Tensor) -> Tensor:
     per_word = _WORD // bits.itemsize
     first = min(-bits.storage_offset() % per_word, len(bits))
     end = first + (len(bits) - first) // (_LANES * per_word) * _LANES * per_word
-    rest = [bits[:first].to(torch.int64), bits[end:].to(torch.int64)]
-    return torch.cat([bits[first:end].view(torch.int64).view(-1, _LANES).sum(0), *rest])
+    rest = torch.cat([bits[:first], bits[end:]]).to(torch.int64)
+    if end == first:  # there may be no word at all where words begin
+        return rest
+    return torch.cat([bits[first:end].view(torch.int64).view(-1, _LANES).sum(0), rest])
 
 
 def unchanged(then: Sequence[Tensor], now: Sequence[Tensor]) -> list[bool]:

@@ -1,0 +1,92 @@
+"""Processes with a gloo rank each, started once for all tests that need them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import pytest
+
+WORLD = 4
+TIMEOUT_S = 120.0
+
+
+class Ranks:
+    """WORLD processes of one gloo group; started when first used, and again after a failure."""
+
+    def __init__(self) -> None:
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+
+    def run(self, work: Callable[..., Any], *args: Any) -> list[Any]:
+        """Call `work`, a function of a module, on each rank, and return what each gave, in order.
+
+        Raises AssertionError with a rank's traceback if one raised, or did not answer in time.
+        """
+        if not self._processes:
+            self._start()
+        message = pickle.dumps((work, args))
+        for pipe in self._pipes:
+            pipe.send_bytes(message)
+        answers: dict[int, Any] = {}
+        while len(answers) < WORLD:
+            waiting = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in answers}
+            ready = wait(list(waiting), timeout=TIMEOUT_S)
+            failed = next((f"rank {rank}: no answer in {TIMEOUT_S} s" for rank in waiting.values()), "")
+            for pipe in ready:
+                good, answer = pipe.recv()  # type: ignore[union-attr]
+                answers[waiting[pipe]] = answer  # type: ignore[index]
+                failed = "" if good else f"rank {waiting[pipe]}:\n{answer}"  # type: ignore[index]
+            if failed:
+                self.stop()  # others may wait for it
+                raise AssertionError(failed)
+        return [answers[rank] for rank in range(WORLD)]
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        folder = tempfile.mkdtemp(prefix="ranks")
+        for rank in range(WORLD):
+            mine, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, os.path.join(folder, "store"), theirs), daemon=True)
+            process.start()
+            self._processes.append(process)
+            self._pipes.append(mine)
+
+    def stop(self) -> None:
+        """End them; the next `run` starts others."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._processes, self._pipes = [], []
+
+
+def _serve(rank: int, store: str, pipe: Connection) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(WORLD), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(WORLD))
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD, timeout=timedelta(seconds=60)
+    )
+    while True:
+        work, args = pickle.loads(pipe.recv_bytes())
+        try:
+            pipe.send((True, work(*args)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    """WORLD gloo ranks."""
+    found = Ranks()
+    yield found
+    found.stop()

@@ -1,0 +1,236 @@
+"""DOSAdam under FSDP2, HSDP and tensor parallelism: the unsharded run's bits, on any number of ranks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from conftest import FAST
+from ranks import WORLD, Ranks, ranks  # noqa: F401
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from dos import DOSAdam, EmulatedDevice
+
+POLICIES = ["adaptive", "cpu", "resident", "stride:2", 0.5]
+EMULATED = FAST
+
+
+class Block(nn.Module):
+    """Sizes that divide by no number of ranks, or by all, and a parameter that is smaller than their number."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale * self.down(torch.tanh(self.up(self.norm(x))))
+
+
+def model(width: int = 11, blocks: int = 2, dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(0)
+    head = nn.Linear(width, 3)
+    return nn.Sequential(*(Block(width) for _ in range(blocks)), head).to(dtype)
+
+
+def batch(step: int, width: int = 11, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(4, width, generator=torch.Generator().manual_seed(step)).to(dtype)
+
+
+@functools.cache  # each mesh takes threads for good
+def mesh_of(size: int, replicas: int = 1) -> DeviceMesh:
+    """Of `size` ranks, or of `replicas` times as many; the other ranks have such meshes, too."""
+    shape = (WORLD // (size * replicas), replicas, size)
+    whole = init_device_mesh("cpu", shape, mesh_dim_names=("copies", "replicate", "shard"))
+    return whole["replicate", "shard"] if replicas > 1 else whole["shard"]
+
+
+def shard(model: nn.Sequential, mesh: DeviceMesh, **kwargs: Any) -> nn.Sequential:
+    for block in model[:-1]:
+        fully_shard(block, mesh=mesh, **kwargs)
+    return fully_shard(model, mesh=mesh, **kwargs)
+
+
+def dos_adam(parameters: Iterable[Tensor], **kwargs: Any) -> DOSAdam:
+    settings = {"lr": 1e-2, "subgroup_size": 100, "device": EmulatedDevice(EMULATED, 1 << 24), **kwargs}
+    return DOSAdam(parameters, **settings)
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    steps: Iterable[int] = range(4),
+    micro_batches: int = 1,
+    before_step: Callable[[int], None] = lambda step: None,
+) -> None:
+    dtype = next(model.parameters()).dtype
+    for step in steps:
+        for micro_batch in range(micro_batches):
+            model(batch(10 * step + micro_batch, dtype=dtype)).float().pow(2).mean().backward()
+        before_step(step)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def values(model: nn.Module) -> list[Tensor]:
+    return [whole(p) for p in model.parameters()]
+
+
+def assert_equal(found: list[Tensor], expected: list[Tensor]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other), (one - other).abs().max()
+
+
+def assert_close(found: list[Tensor], expected: list[Tensor], tolerance: float = 1e-6) -> None:
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+
+
+# The same batch on each rank: gradients are averaged over a power of two, which is exact.
+
+
+def run_alone(settings: dict[str, Any], dtype: torch.dtype) -> list[Tensor]:
+    alone = model(dtype=dtype)
+    train(alone, dos_adam(alone.parameters(), **settings), micro_batches=2)
+    return values(alone)
+
+
+def run_divided(
+    size: int, replicas: int, settings: dict[str, Any], dtype: torch.dtype, compute: torch.dtype | None
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Parameters after some steps: ours, and those of AdamW."""
+    more = {} if compute is None else {"mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=dtype)}
+    ours, theirs = (shard(model(dtype=dtype), mesh_of(size, replicas), **more) for _ in range(2))
+    train(ours, dos_adam(ours.parameters(), **settings), micro_batches=2)
+    train(theirs, torch.optim.AdamW(theirs.parameters(), lr=1e-2), micro_batches=2)
+    return values(ours), values(theirs)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("size", "replicas"), [(1, 1), (2, 1), (4, 1), (2, 2)])
+def test_bits_are_those_of_one_process(
+    ranks: Ranks,  # noqa: F811
+    one_kernel_thread: None,
+    size: int,
+    replicas: int,
+    policy: str | float,
+    offload: bool,
+) -> None:
+    settings = {"policy": policy, "offload_gradients": offload}
+    for dtype in (torch.float32, torch.bfloat16):
+        alone = run_alone(settings, dtype)
+        for ours, theirs in ranks.run(run_divided, size, replicas, settings, dtype, None):
+            assert_equal(ours, alone)
+            if dtype == torch.float32:
+                assert_close(ours, theirs)
+    for ours, theirs in ranks.run(run_divided, size, replicas, settings, torch.float32, torch.bfloat16):
+        assert_close(ours, theirs)
+
+
+@functools.cache
+def parallel_mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (WORLD // 2, 2), mesh_dim_names=("shard", "parallel"))
+
+
+def with_tensor_parallel(policy: str | float, offload: bool, shards: int) -> None:
+    whole_mesh = parallel_mesh()
+    plan = {
+        "norm": SequenceParallel(sequence_dim=0),
+        "up": ColwiseParallel(input_layouts=torch.distributed.tensor.Shard(0)),
+        "down": RowwiseParallel(output_layouts=torch.distributed.tensor.Shard(0)),
+    }
+
+    class Parallel(nn.Module):
+        """Residual-free, so that activations are what the plan says."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.norm, self.up, self.down = nn.LayerNorm(12), nn.Linear(12, 24), nn.Linear(24, 12)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(torch.tanh(self.up(self.norm(x))))
+
+    def build() -> nn.Module:
+        found = parallelize_module(Parallel(), whole_mesh["parallel"], plan)
+        return fully_shard(found, mesh=whole_mesh["shard"]) if shards > 1 else found
+
+    def run(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+        place = whole_mesh["parallel"].get_local_rank()
+        for step in range(4):
+            rows = torch.randn(4, 12, generator=torch.Generator().manual_seed(step)).chunk(2)[place]
+            model(rows).pow(2).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return values(model)
+
+    first = build()
+    expected = run(first, torch.optim.AdamW(first.parameters(), lr=1e-2))
+    second = build()
+    found = run(second, dos_adam(second.parameters(), policy=policy, offload_gradients=offload))
+    assert_close(found, expected)
+    third = build()
+    assert_equal(run(third, dos_adam(third.parameters(), policy="cpu")), found)
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("policy", ["adaptive", "cpu", "resident"])
+def test_tensor_and_sequence_parallel(ranks: Ranks, policy: str, offload: bool, shards: int) -> None:  # noqa: F811
+    ranks.run(with_tensor_parallel, policy, offload, shards)
+
+
+def with_writes_that_count_nowhere(policy: str, what: str) -> None:
+    def build() -> nn.Module:
+        return shard(model(), mesh_of(4))
+
+    def run(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+        def change(step: int) -> None:
+            parameters = list(model.parameters())
+            versions = [p._version for p in parameters], [p.grad._version for p in parameters]
+            if what == "gradients":
+                torch._foreach_mul_([p.grad for p in parameters], 0.5)
+            elif what == "negated":
+                torch._foreach_neg_([p.grad for p in parameters])
+            elif what == "clipped":
+                torch.nn.utils.clip_grad_norm_(parameters, 1e-3, foreach=True)
+            elif step == 2:
+                torch._foreach_mul_([p.detach() for p in parameters], 0.5)
+            if what != "clipped":
+                assert versions == ([p._version for p in parameters], [p.grad._version for p in parameters])
+
+        with torch.no_grad():
+            pass
+        with torch.enable_grad():
+            train(model, optimizer, before_step=torch.no_grad()(change))
+        return values(model)
+
+    first, second = build(), build()
+    expected = run(first, torch.optim.AdamW(first.parameters(), lr=1e-2, foreach=True))
+    assert_close(run(second, dos_adam(second.parameters(), policy=policy)), expected)
+
+
+@pytest.mark.parametrize("what", ["gradients", "negated", "clipped", "parameters"])
+@pytest.mark.parametrize("policy", ["cpu", "resident", "stride:2"])
+def test_writes_that_no_version_counts(ranks: Ranks, policy: str, what: str) -> None:  # noqa: F811
+    ranks.run(with_writes_that_count_nowhere, policy, what)
