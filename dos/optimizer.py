@@ -8,7 +8,7 @@ import warnings
 import weakref
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
@@ -27,8 +27,9 @@ from dos.options import DEFAULT_SUBGROUP_SIZE, Options, check_settings
 from dos.parameters.admission import Group
 from dos.parameters.checkpoint import load_state_dict
 from dos.parameters.hooks import Attachment, Hooks, watch_gradient
+from dos.parameters.live_state import Entries, LiveState
 from dos.parameters.registry import Active, Registry
-from dos.sharding.local import same_layout
+from dos.sharding.local import local, same_layout
 from dos.sharding.meshes import Meshes
 from dos.state.record import ParameterRecord
 from dos.state.subgroup import Subgroup
@@ -100,7 +101,9 @@ class DOSAdam(Optimizer):
     _joined: dict[ParameterRecord, set[Caller]]
     _in_flight: bool
     _process_groups: Sequence[ProcessGroup] = ()
+    _state: Entries
     _seen: bool
+    _copying: bool
     _clipping: Clipping
 
     def __init__(
@@ -187,6 +190,11 @@ class DOSAdam(Optimizer):
             self.synchronize()
         try:
             self._agree()
+            if self._accelerator is not None:
+                self._accelerator.heed_home()
+            if self._only_asks_for_state():
+                self._make_state()
+                return
             self._issue(amp_scale(self, self._meshes, offloaded=self._registry.offloaded is not None))
         except BaseException:
             with contextlib.suppress(Exception):  # what is raised already is what went wrong first
@@ -196,6 +204,28 @@ class DOSAdam(Optimizer):
             self.synchronize()
         if self._accelerator is not None:
             self._accelerator.step_returns()
+
+    def _only_asks_for_state(self) -> bool:
+        """Whether this is the step by which torch.distributed.checkpoint makes a fresh optimizer's state.
+
+        Its learning rates and all gradients are zero. AdamW would count it, and correct the next step's bias for that.
+        """
+        if self._state or getattr(self, "found_inf", None) is not None:
+            return False
+        if not all(float(group["lr"]) == 0 for group in self.param_groups):
+            return False
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.requires_grad]
+        if not gradients or any(gradient is None for gradient in gradients):
+            return False
+        return not any(bool(local(gradient).any()) for gradient in gradients)
+
+    def _make_state(self) -> None:
+        """Give every parameter the state that it has before its first step, and nothing else."""
+        registry = self._registry
+        registry.active(self.param_groups, self._state, self._bring_home, seen=self._seen)
+        self._meet_newcomers()
+        registry.keep_beginners()
+        self._seen = True
 
     def _issue(self, amp: AmpScale) -> None:
         """Issue the step, or skip it."""
@@ -359,20 +389,40 @@ class DOSAdam(Optimizer):
 
     @property
     def state(self) -> defaultdict[Tensor, Any]:
-        """AdamW's state by parameter, up to date: reading it brings resident state home first.
+        """AdamW's state by parameter, up to date: reading an entry brings resident state home first.
 
         Raises RuntimeError if a step failed or was interrupted part way, so that no state is read that is torn.
         """
         self._guard.check()
+        return self._state.live
+
+    @state.setter
+    def state(self, state: Mapping[Tensor, Any]) -> None:
+        self._bring_home()
+        self._state, self._seen = Entries(LiveState(state, self._settle_state)), True
+
+    def _settle_state(self) -> None:
+        """Somebody reads or changes an entry of the state."""
+        self._guard.check()
+        if self._copying:
+            return
         self._bring_home()
         self._registry.write_steps()
         self._seen = True  # whoever has it may change it from now on, whenever he likes
-        return self._state
 
-    @state.setter
-    def state(self, state: defaultdict[Tensor, Any]) -> None:
-        self._bring_home()
-        self._state, self._seen = state, True
+    @torch._disable_dynamo
+    def state_dict(self) -> dict[str, Any]:
+        """As AdamW's, with live views of the state on the host. State on the device stays there, too."""
+        self._guard.check()
+        with self._lock:
+            self._copy_home()
+            self._registry.write_steps()
+            self._seen = True
+            self._copying = True
+            try:
+                return super().state_dict()
+            finally:
+                self._copying = False
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of DOSAdam or AdamW. Raises ValueError, and changes nothing, if it does not match."""
@@ -400,7 +450,7 @@ class DOSAdam(Optimizer):
         self._bring_home()
 
         def load() -> None:
-            self._state, self._seen = state, True
+            self._state, self._seen = Entries(LiveState(state, self._settle_state)), True
             super(DOSAdam, self).__setstate__({"param_groups": param_groups})
 
         self._guard.change(load)
@@ -487,7 +537,7 @@ class DOSAdam(Optimizer):
             self._load(own["state"], own["param_groups"])
             return
         self._set_up(own.pop("options"), own.pop("device"))
-        self._state, self._seen = own.pop("state"), True
+        self._state, self._seen = Entries(LiveState(own.pop("state"), self._settle_state)), True
         super().__setstate__(own)
         for group in self.param_groups:
             self._admit(group)
@@ -509,6 +559,7 @@ class DOSAdam(Optimizer):
         self._unfinished, self._joined = {}, {}
         self._in_flight = False
         self._seen = False
+        self._copying = False
         self._clipping = Clipping(self._registry.offloaded, options.max_grad_norm, self._meshes)
         self._warned_idle = False
 
@@ -643,6 +694,12 @@ class DOSAdam(Optimizer):
         self.synchronize()
         if self._accelerator is not None:
             self._accelerator.bring_home()
+
+    @exclusive
+    def _copy_home(self) -> None:
+        self.synchronize()
+        if self._accelerator is not None:
+            self._accelerator.copy_home()
 
     def _meet_newcomers(self) -> None:
         """Watch the gradients of parameters that have just got state, and set up the accelerator if they are on it."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 import pytest
 import torch
 from hypothesis import settings
+from ranks import Ranks
 from torch import Tensor, nn
 
 from dos import DOSAdam, EmulatedDevice
@@ -43,6 +44,14 @@ def profile(**rates: float) -> HardwareProfile:
 def device() -> EmulatedDevice:
     """An emulated accelerator that is fast and has 1 GB."""
     return EmulatedDevice(FAST, capacity=10**9)
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    """WORLD gloo ranks."""
+    found = Ranks()
+    yield found
+    found.stop()
 
 
 @pytest.fixture(scope="module")

@@ -7,12 +7,10 @@ import os
 import pickle
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
-
-import pytest
 
 WORLD = 4
 TIMEOUT_S = 120.0
@@ -54,7 +52,7 @@ class Ranks:
         folder = tempfile.mkdtemp(prefix="ranks")
         for rank in range(WORLD):
             mine, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, os.path.join(folder, "store"), theirs), daemon=True)
+            process = context.Process(target=_serve, args=(rank, f"{folder}/store", theirs), daemon=True)
             process.start()
             self._processes.append(process)
             self._pipes.append(mine)
@@ -82,11 +80,3 @@ def _serve(rank: int, store: str, pipe: Connection) -> None:
             pipe.send((True, work(*args)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
-
-
-@pytest.fixture(scope="session")
-def ranks() -> Iterator[Ranks]:
-    """WORLD gloo ranks."""
-    found = Ranks()
-    yield found
-    found.stop()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import FAST
-from ranks import WORLD, Ranks, ranks  # noqa: F401
+from ranks import WORLD, Ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -129,7 +129,7 @@ def run_divided(
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(("size", "replicas"), [(1, 1), (2, 1), (4, 1), (2, 2)])
 def test_bits_are_those_of_one_process(
-    ranks: Ranks,  # noqa: F811
+    ranks: Ranks,
     one_kernel_thread: None,
     size: int,
     replicas: int,
@@ -196,7 +196,7 @@ def with_tensor_parallel(policy: str | float, offload: bool, shards: int) -> Non
 @pytest.mark.parametrize("shards", [1, 2])
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("policy", ["adaptive", "cpu", "resident"])
-def test_tensor_and_sequence_parallel(ranks: Ranks, policy: str, offload: bool, shards: int) -> None:  # noqa: F811
+def test_tensor_and_sequence_parallel(ranks: Ranks, policy: str, offload: bool, shards: int) -> None:
     ranks.run(with_tensor_parallel, policy, offload, shards)
 
 
@@ -232,5 +232,5 @@ def with_writes_that_count_nowhere(policy: str, what: str) -> None:
 
 @pytest.mark.parametrize("what", ["gradients", "negated", "clipped", "parameters"])
 @pytest.mark.parametrize("policy", ["cpu", "resident", "stride:2"])
-def test_writes_that_no_version_counts(ranks: Ranks, policy: str, what: str) -> None:  # noqa: F811
+def test_writes_that_no_version_counts(ranks: Ranks, policy: str, what: str) -> None:
     ranks.run(with_writes_that_count_nowhere, policy, what)

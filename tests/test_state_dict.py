@@ -299,3 +299,80 @@ def test_one_parameters_state_as_adamw_has_it(dtype: torch.dtype) -> None:
         assert bits([entry["exp_avg"]]) == bits([optimizer.state[p]["exp_avg"]])
         entry["exp_avg"].add_(1)
         assert bits([entry["exp_avg"]]) != bits([optimizer.state[p]["exp_avg"]]), "a copy"
+
+
+def resident(model: nn.Module) -> tuple[DOSAdam, EmulatedDevice]:
+    device = EmulatedDevice(FAST, capacity=10**8)
+    return DOSAdam(model.parameters(), policy=0.0, subgroup_size=300, device=device), device
+
+
+def test_asking_whether_there_is_state_moves_nothing() -> None:
+    model = mlp()
+    optimizer, device = resident(model)
+    assert not optimizer.state
+    train(model, optimizer, 2)
+    held = device.usage().held
+    assert optimizer.state
+    assert len(optimizer.state) == len(list(model.parameters()))
+    assert model[0].weight in optimizer.state
+    assert set(optimizer.state) == set(model.parameters())
+    assert device.usage().held == held > 0
+    assert optimizer.state[model[0].weight]["exp_avg"].any()
+    assert device.usage().held == 0
+
+
+def test_a_checkpoint_leaves_state_on_the_device() -> None:
+    model = mlp()
+    optimizer, device = resident(model)
+    train(model, optimizer, 2)
+    held = device.usage().held
+    saved = copy.deepcopy(optimizer.state_dict())
+    assert device.usage().held == held > 0
+    other = copy.deepcopy(model)
+    loaded, _ = resident(other)
+    loaded.load_state_dict(saved)
+    train(model, optimizer, 3, first_step=2)
+    train(other, loaded, 3, first_step=2)
+    assert bits(model.parameters()) == bits(other.parameters())
+
+
+def test_what_is_written_to_a_state_dict_counts() -> None:
+    ends = []
+    for make in (lambda model: torch.optim.AdamW(model.parameters()), lambda model: resident(model)[0]):
+        model = mlp()
+        optimizer = make(model)
+        train(model, optimizer, 2)
+        state = optimizer.state_dict()["state"]
+        state[0]["exp_avg"].zero_()
+        state[1]["exp_avg_sq"].fill_(1.0)
+        train(model, optimizer, 2, first_step=2)
+        state = optimizer.state_dict()["state"]
+        state[2]["exp_avg"].zero_()
+        assert not optimizer.state[list(model.parameters())[2]]["exp_avg"].any()
+        train(model, optimizer, 2, first_step=4)
+        ends.append([p.detach().clone() for p in model.parameters()])
+    torch.testing.assert_close(ends[0], ends[1])
+
+
+@pytest.mark.parametrize("policy", ["cpu", 0.0, "resident"])
+def test_reading_the_state_of_a_fresh_optimizer_changes_nothing(policy: str | float) -> None:
+    ends = []
+    for read in (False, True):
+        model = mlp()
+        optimizer = DOSAdam(model.parameters(), policy=policy, device=EmulatedDevice(FAST, 10**8))
+        if read:
+            state = get_optimizer_state_dict(model, optimizer)
+            assert all(entry["step"] == 0 and not entry["exp_avg"].any() for entry in state["state"].values())
+            assert optimizer.param_groups[0]["lr"] == 1e-3
+        train(model, optimizer, 3)
+        ends.append(bits(model.parameters()))
+        assert all(entry["step"] == 3 for entry in optimizer.state.values())
+    assert ends[0] == ends[1]
+
+
+def test_a_first_step_that_changes_nothing_counts() -> None:
+    model = mlp()
+    optimizer, _ = resident(model)
+    optimizer.param_groups[0]["lr"] = 0.0  # as warm-ups begin
+    train(model, optimizer, 2)
+    assert all(entry["step"] == 2 and entry["exp_avg"].any() for entry in optimizer.state.values())

@@ -183,7 +183,9 @@ def _never(nbytes: int) -> Tensor:
     raise AssertionError(f"{nbytes} bytes asked for")
 
 
-@pytest.mark.parametrize("end", [lambda optimizer: optimizer.release_memory(), lambda optimizer: optimizer.state])
+@pytest.mark.parametrize(
+    "end", [lambda optimizer: optimizer.release_memory(), lambda optimizer: optimizer.state.items()]
+)
 @pytest.mark.parametrize("attach", [False, True])
 def test_all_is_given_back_on_request(end: Callable[[DOSAdam], object], attach: bool) -> None:
     model, device = mlp(), EmulatedDevice(FAST, capacity=10**6)

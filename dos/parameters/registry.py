@@ -403,6 +403,13 @@ class Registry:
             state.pop(record.parameter, None)
         self._beginners = []
 
+    def keep_beginners(self) -> None:
+        """Let the state of parameters that have had no step be there, for whoever fills it."""
+        self.host_store.take(subgroup for record in self._beginners for subgroup, _ in self.places[record])
+        for record in self._beginners:
+            record.fresh = False
+        self._beginners = []
+
     def _is_offloaded(self, parameter: Tensor) -> bool:
         return self.offloaded is not None and self._records.get(id(parameter)) in self.offloaded
 

@@ -29,7 +29,13 @@ def laid_out_as(part: Tensor, like: Any) -> Tensor:
 
     `DTensor.from_local` would move it to the mesh's device, and take shards for even.
     """
-    return type(like)(part, _spec_as(like, part), requires_grad=False) if is_sharded(like) else part
+    if not is_sharded(like):
+        return part
+    # A DTensor takes its part's offset for its own address, and torch.distributed.checkpoint takes a DTensor with an
+    # address for one with memory. So it is made of what lies at offset 0.
+    found = type(like)(part.as_strided(part.size(), part.stride(), 0), _spec_as(like, part), requires_grad=False)
+    found._local_tensor = part
+    return found
 
 
 def same_layout(one: Any, other: Any) -> bool:

@@ -18,6 +18,7 @@ from torch import Tensor
 from dos.devices import LANES, Caller, Copy, Device, Job
 from dos.guard import Guard
 from dos.lifetime import watch
+from dos.state.arena import Arena
 from dos.state.stores import DeviceStore, HostStore
 from dos.state.subgroup import Subgroup
 from dos.step.host_lane import HostLane, Turn
@@ -68,6 +69,8 @@ class Engine:
         self._prefetched: dict[Subgroup, Issued] = {}
         self._arriving: dict[Subgroup, Issued | None] = {}
         """State that comes to stay, by subgroup; None: its memory is there, and its way has not begun."""
+        self._copied: dict[Arena, int] = {}
+        """Those whose resident state is at home, too, and how often that was written then."""
         self._considered: Plan | None = None
         self._streamed: Sequence[int] = ()
         self._step: Step | None = None
@@ -199,6 +202,7 @@ class Engine:
         Raises RuntimeError if it fails part way.
         """
         plan, subjects, found = prepared
+        self._copied = {}
         try:
             self._meet_parameters(plan, subjects, found)
             found, begun = self._find_begun(plan, subjects, found)
@@ -292,17 +296,34 @@ class Engine:
 
     def bring_home(self) -> None:
         """Return the state of all resident subgroups to the host, once the running step is done."""
+        self.copy_home()
+        for subgroup in list(self.device_store.resident):
+            self.device_store.drop(subgroup)
+        self._copied = {}
+
+    def copy_home(self) -> None:
+        """Copy the state of all resident subgroups to the host, once the running step is done; it stays here, too."""
         self.wait()
+        self.heed_home()
         self.device_store.expect_denials(False)
         self._drop_arriving(list(self._arriving))
-        resident = self.device_store.resident
+        resident = {s: state for s, state in self.device_store.resident.items() if s.arena not in self._copied}
         self.host_store.take(resident)
         after = self.device.fence()
-        flushes = {s: self.device.copy(Op.FLUSH, 0, state_copies(s.state, resident[s]), after) for s in resident}
-        for subgroup, flush in flushes.items():
-            # The host reads the state, and the memory goes, from here on.
+        flushes = [self.device.copy(Op.FLUSH, 0, state_copies(s.state, resident[s]), after) for s in resident]
+        for flush in flushes:
+            # The host reads the state from here on.
             flush.wait()
-            self.device_store.drop(subgroup)
+        self._copied = {subgroup.arena: subgroup.arena.writes for subgroup in self.device_store.resident}
+
+    def heed_home(self) -> None:
+        """Where somebody wrote to state at home since it was copied there, that is what counts."""
+        for arena, writes in self._copied.items():
+            if arena.writes != writes:
+                self._drop_arriving([s for s in self._arriving if s.arena is arena])
+                for subgroup in [s for s in self.device_store.resident if s.arena is arena]:
+                    self.device_store.drop(subgroup)
+        self._copied = {arena: writes for arena, writes in self._copied.items() if arena.writes == writes}
 
     def abandon(self) -> None:
         """End what backward has begun, once nothing of it is running; resident state stays."""

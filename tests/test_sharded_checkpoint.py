@@ -1,0 +1,157 @@
+"""Checkpoints of sharded optimizers: torch.distributed.checkpoint in all its ways, other numbers of ranks, AdamW."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from ranks import Ranks
+from test_sharded import assert_close, assert_equal, dos_adam, mesh_of, model, shard, train, values, whole
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor
+
+
+def build(size: int, dtype: torch.dtype, kind: str = "dos", **kwargs: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    divided = shard(model(dtype=dtype), mesh_of(size))
+    if kind == "adamw":
+        return divided, torch.optim.AdamW(divided.parameters(), lr=1e-2)
+    return divided, dos_adam(divided.parameters(), **kwargs)
+
+
+def save(folder: str, model: nn.Module, optimizer: torch.optim.Optimizer, how: str) -> None:
+    state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    if how == "async":
+        dcp.async_save(state, checkpoint_id=folder).result()
+    else:
+        dcp.save(state, checkpoint_id=folder)
+
+
+def load(folder: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.load(state, checkpoint_id=folder)
+    set_model_state_dict(model, state["model"])
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+
+
+def resume(folder: str, before: int, after: int, dtype: torch.dtype, how: str, policy: str) -> None:
+    through, first = build(before, dtype, policy=policy)
+    train(through, first, steps=range(2))
+    # Groups of ranks of one mesh: those of the first one save.
+    save(folder, through, first, how)
+    train(through, first, steps=range(2, 4))
+    resumed, second = build(after, dtype, policy=policy)
+    load(folder, resumed, second)
+    train(resumed, second, steps=range(2, 4))
+    assert_equal(values(resumed), values(through))
+
+
+@pytest.mark.parametrize("how", ["save", "async"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("policy", ["cpu", "resident", "adaptive"])
+def test_resume_on_as_many_ranks(ranks: Ranks, tmp_path: Path, policy: str, dtype: torch.dtype, how: str) -> None:
+    ranks.run(resume, str(tmp_path), 4, 4, dtype, how, policy)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4), (4, 1), (1, 4)])
+def test_resume_on_another_number_of_ranks(
+    ranks: Ranks, tmp_path: Path, before: int, after: int, dtype: torch.dtype
+) -> None:
+    ranks.run(resume, str(tmp_path), before, after, dtype, "save", "adaptive")
+
+
+def as_full_state(cpu_offload: bool, broadcast: bool, dtype: torch.dtype) -> None:
+    through, first = build(4, dtype)
+    train(through, first, steps=range(2))
+    options = StateDictOptions(full_state_dict=True, cpu_offload=cpu_offload)
+    weights = get_model_state_dict(through, options=options)
+    state = copy.deepcopy(get_optimizer_state_dict(through, first, options=options))  # its steps are live, as AdamW's
+    if not cpu_offload or dist.get_rank() == 0:
+        assert not any(isinstance(v, DTensor) for entry in state["state"].values() for v in entry.values())
+    if not broadcast and cpu_offload:
+        return  # the other ranks have nothing to load from
+    load_options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+    resumed, second = build(2, dtype, policy="cpu")
+    set_model_state_dict(resumed, weights, options=load_options)
+    set_optimizer_state_dict(resumed, second, state, options=load_options)
+    train(through, first, steps=range(2, 4))
+    train(resumed, second, steps=range(2, 4))
+    assert_equal(values(resumed), values(through))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("cpu_offload", "broadcast"), [(False, False), (True, True), (False, True)])
+def test_full_state_dicts(ranks: Ranks, cpu_offload: bool, broadcast: bool, dtype: torch.dtype) -> None:
+    ranks.run(as_full_state, cpu_offload, broadcast, dtype)
+
+
+def between_adamw_and_dos(folder: str, before: str, after: str) -> None:
+    through, first = build(4, torch.float32, before)
+    train(through, first, steps=range(2))
+    save(folder, through, first, "save")
+    train(through, first, steps=range(2, 4))
+    resumed, second = build(2, torch.float32, after)
+    load(folder, resumed, second)
+    train(resumed, second, steps=range(2, 4))
+    assert_close(values(resumed), values(through))
+
+
+@pytest.mark.parametrize(("before", "after"), [("adamw", "dos"), ("dos", "adamw")])
+def test_from_and_to_adamw(ranks: Ranks, tmp_path: Path, before: str, after: str) -> None:
+    ranks.run(between_adamw_and_dos, str(tmp_path), before, after)
+
+
+def plain_state_dict(policy: str) -> list[Tensor]:
+    """As torch.save writes them, each rank its own, and a whole one from a run that was not divided."""
+    through, first = build(4, torch.float32, policy=policy)
+    train(through, first, steps=range(2))
+    state = copy.deepcopy(first.state_dict())
+    for entry, parameter in zip(state["state"].values(), through.parameters(), strict=True):
+        assert isinstance(entry["exp_avg"], DTensor)
+        assert entry["exp_avg"].placements == parameter.placements
+    resumed, second = build(4, torch.float32, policy="cpu")
+    resumed.load_state_dict(through.state_dict())
+    second.load_state_dict(state)
+    undivided = {
+        "state": {i: {k: whole(v) for k, v in entry.items()} for i, entry in state["state"].items()},
+        "param_groups": state["param_groups"],
+    }
+    again, third = build(2, torch.float32, policy=policy)
+    for theirs, mine in zip(again.parameters(), values(through), strict=True):
+        theirs.data.copy_(torch.distributed.tensor.distribute_tensor(mine, theirs.device_mesh, theirs.placements))
+    third.load_state_dict(undivided)
+    for each, optimizer in ((through, first), (resumed, second), (again, third)):
+        train(each, optimizer, steps=range(2, 4))
+    assert_equal(values(resumed), values(through))
+    assert_equal(values(again), values(through))
+
+
+@pytest.mark.parametrize("policy", ["cpu", "resident"])
+def test_plain_state_dicts(ranks: Ranks, policy: str) -> None:
+    ranks.run(plain_state_dict, policy)
+
+
+def fresh_state(policy: str) -> None:
+    quiet, first = build(4, torch.float32, policy=policy)
+    train(quiet, first)
+    read, second = build(4, torch.float32, policy=policy)
+    assert all(float(entry["step"]) == 0 for entry in get_optimizer_state_dict(read, second)["state"].values())
+    train(read, second)
+    assert_equal(values(read), values(quiet))
+
+
+@pytest.mark.parametrize("policy", ["cpu", "resident", "adaptive"])
+def test_reading_the_state_of_a_fresh_optimizer_changes_nothing(ranks: Ranks, policy: str) -> None:
+    ranks.run(fresh_state, policy)
