@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+
+from dos.sharding.fsdp import sharded_groups
 
 
 class Watcher(Protocol):
@@ -80,7 +82,8 @@ class Attachment:
     Only parameters of modules that were seen to run may still be in flight when `step()` returns; those of others,
     whose weights are used by another module or by a method that is no forward, are not `covered`. Everything is waited
     for before evaluation, everything below a compiled module before it runs. Saving, loading, copying and pickling
-    wait, too.
+    wait, too. Under FSDP2 whoever gathers shards waits for those, and modules, whose parameters are gathered when they
+    run, for none.
     """
 
     def __init__(self, model: nn.Module, watcher: Watcher) -> None:
@@ -88,10 +91,19 @@ class Attachment:
         self._model = weakref.ref(model)
         self._called: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._compiled: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._sharded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        """Modules whose parameters FSDP2 gathers."""
+        self._gathered: set[int] = set()
+        """The ids of parameters that were seen to be gathered."""
         self._first_use: list[Tensor] = []
         self.news = False
         self._attribute = f"_dos_wait_{id(self)}"  # a model may be attached to several optimizers
         self._handles: list[RemovableHandle] = []
+        self._ends: list[Callable[[], None]] = []
+        groups = {group: None for module in model.modules() for group in sharded_groups(module)}
+        for group in groups:
+            self._sharded.update(group.modules)
+            self._ends.append(group.before_gathering(_weak(self._before_gathering)))
         self._add(model)
 
     @property
@@ -103,12 +115,14 @@ class Attachment:
     def covered(self) -> set[int]:
         """The ids of the parameters that a module waits for when it runs: those of modules that were seen to run."""
         called = {id(p) for module in self._called for p in module.parameters(recurse=False)}
-        return called | {id(p) for module in self._compiled for p in module.parameters()}
+        return called | self._gathered | {id(p) for module in self._compiled for p in module.parameters()}
 
     def detach(self) -> None:
         """Take all hooks away."""
         for handle in self._handles:
             handle.remove()
+        for end in self._ends:
+            end()
         model = self._model()
         for module in model.modules() if model is not None else ():
             vars(module).pop(self._attribute, None)
@@ -135,12 +149,21 @@ class Attachment:
         if not module.training:
             self._finish_all(module)
             return
+        if module in self._sharded:
+            return
         own = list(module.parameters(recurse=False))
         if module not in self._called:
             self._called.add(module)
             self._first_use += own
             self.news = True
         self._finish(own)
+
+    def _before_gathering(self, parameters: Sequence[Tensor]) -> None:
+        if not self._gathered.issuperset(map(id, parameters)):
+            self._gathered.update(map(id, parameters))
+            self._first_use += parameters
+            self.news = True
+        self._finish(parameters)
 
     def _before_compiled(self, module: nn.Module) -> None:
         self._compiled.add(module)
@@ -176,6 +199,18 @@ class _Wait:
         if self._on_copy is not None:
             self._on_copy()
         return _Wait, ()
+
+
+def _weak(method: Callable[[Sequence[Tensor]], None]) -> Callable[[Sequence[Tensor]], None]:
+    """The method, as long as its object is there."""
+    reference = weakref.WeakMethod(method)
+
+    def call(parameters: Sequence[Tensor]) -> None:
+        alive = reference()
+        if alive is not None:
+            alive(parameters)
+
+    return call
 
 
 def _is_compiled(module: nn.Module) -> bool:
