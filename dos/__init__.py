@@ -1,6 +1,7 @@
 """A drop-in AdamW for PyTorch that keeps optimizer state wherever it is cheapest right now."""
 
 from dos.devices import EmulatedDevice
+from dos.gradients.torch_clipping import fold_clipping
 from dos.optimizer import DOSAdam
 
-__all__ = ["DOSAdam", "EmulatedDevice"]
+__all__ = ["DOSAdam", "EmulatedDevice", "fold_clipping"]

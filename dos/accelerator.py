@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dos.calibration.measure import measure_minimum, name_of
 from dos.deciding.controller import Controller, Policy
@@ -125,15 +126,18 @@ class Accelerator:
         """Whether this record's gradients may change after backward's hooks. FSDP2 calls them when all is reduced."""
         return self._now.travels and not (record is not None and record.sharded)
 
-    def gradient_ready(self, record: ParameterRecord, *, attached: bool) -> None:
-        """Start a gradient on its way to where this iteration's plan wants it, and perhaps state on its way here."""
+    def gradient_ready(self, record: ParameterRecord, gradient: Tensor | None = None, *, attached: bool) -> None:
+        """Start a gradient on its way to where this iteration's plan wants it, and perhaps state on its way here.
+
+        gradient: what the parameter's will be made of, where it is not that yet.
+        """
         plan = self._now.plan
         if plan is None:
             plan = self._look_ahead(attached=attached)
             if plan is None:
                 return
         places = self._registry.places[record]
-        self._departures.gradient_ready(record, places, self._now.wanted, self._send, self.device)
+        self._departures.gradient_ready(record, places, self._now.wanted, self._send, self.device, gradient)
         if self._departures.past_half:
             self._engine.prefetch_early(plan, self._registry.accelerated, self.memory.spare_in_backward)
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
@@ -22,6 +23,7 @@ from dos.deciding.controller import Policy, resolve_policy
 from dos.devices import Caller, Device, DeviceFinder
 from dos.gradients.clipping import Clipping
 from dos.gradients.scaling import AmpScale, amp_scale
+from dos.gradients.torch_clipping import watch_clipping
 from dos.guard import Guard, exclusive
 from dos.options import DEFAULT_SUBGROUP_SIZE, Options, check_settings
 from dos.parameters.admission import Group
@@ -29,6 +31,7 @@ from dos.parameters.checkpoint import load_state_dict
 from dos.parameters.hooks import Attachment, Hooks, watch_gradient
 from dos.parameters.live_state import Entries, LiveState
 from dos.parameters.registry import Active, Registry
+from dos.sharding.ddp import CommHook, watch_buckets
 from dos.sharding.local import local, same_layout
 from dos.sharding.meshes import Meshes
 from dos.state.record import ParameterRecord
@@ -331,6 +334,45 @@ class DOSAdam(Optimizer):
             before.detach()
         self._attachment = Attachment(model, self)
 
+    def register_ddp(
+        self, model: DistributedDataParallel, comm_hook: CommHook | None = None, comm_state: Any = None
+    ) -> None:
+        """Let gradients of a DistributedDataParallel model leave during backward, when their bucket was reduced.
+
+        Without this they leave at ``step()``, because DDP reduces them after all hooks. It registers a communication
+        hook, of which DDP takes one, ever: ``comm_hook`` with ``comm_state`` is yours, as
+        ``model.register_comm_hook(comm_state, comm_hook)`` would take it; None: DDP's own all-reduce.
+        With ``offload_gradients`` they stay until ``step()``, in DDP's buckets.
+        Raises TypeError for another kind of model, RuntimeError if it has a hook already.
+        """
+        if not isinstance(model, DistributedDataParallel):
+            raise TypeError(f"expected a DistributedDataParallel model, found {type(model).__name__}")
+        watch_buckets(model, self, comm_hook, comm_state)
+
+    @torch.no_grad()
+    @exclusive
+    def gradients_reduced(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        """Called by DDP's hook when a bucket has been reduced: what DDP puts with the parameters at backward's end."""
+        accelerator = self._accelerator
+        if self._guard.broken or accelerator is None or self._registry.offloaded is not None:
+            return
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            record = self._registry.record(parameter)
+            if record is not None and record.arena.accelerated:
+                accelerator.gradient_ready(record, gradient, attached=self._attachment is not None)
+
+    def has_offloaded(self, parameters: Sequence[Tensor]) -> bool:
+        """Called by torch's clipping: whether a gradient of any of these is on the host."""
+        return self._registry.offloaded is not None and self._registry.offloaded.holds(parameters)
+
+    @torch.no_grad()
+    @exclusive
+    def fold_factor(self, parameters: Sequence[Tensor], factor: Tensor) -> list[Tensor]:
+        """Called by torch's clipping after ``dos.fold_clipping()``; returns those that are not this optimizer's."""
+        own = {id(p) for group in self.param_groups for p in group["params"]}
+        self._clipping.fold([p for p in parameters if id(p) in own], factor)
+        return [p for p in parameters if id(p) not in own]
+
     @exclusive
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in AdamW. Offloaded gradients are forgotten either way."""
@@ -562,6 +604,7 @@ class DOSAdam(Optimizer):
         self._copying = False
         self._clipping = Clipping(self._registry.offloaded, options.max_grad_norm, self._meshes)
         self._warned_idle = False
+        watch_clipping(self, offloads=options.offload_gradients)
 
     def _take_remaining_gradients(self, active: Sequence[tuple[ParameterRecord, Group]]) -> None:
         """Offload gradients that no hook has seen, so that all of a subgroup are in one place."""

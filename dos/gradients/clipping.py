@@ -47,6 +47,12 @@ class PendingClip:
             for key, (gradient, old) in before.items()
         }
 
+    def fold(self, gradients: Iterable[Gradient], factor: Tensor) -> None:
+        """Multiply the factors of these gradients by `factor`, and keep all others."""
+        others = {key: entry for key, entry in self._factors.items() if entry[0]() is not None}
+        self.clip(gradients, factor)
+        self._factors = others | self._factors
+
     def factor(self, gradient: Gradient) -> Tensor | None:
         """What clipping multiplies the gradient by: float32, shape (); None: it was not clipped, or changed since."""
         version, factor = self._of(gradient)
@@ -113,6 +119,10 @@ class Clipping:
         handles = [] if self._offloaded is None else self._offloaded.handles()
         self._pending.clip([*_gradients(parameters), *handles], clip_factor(norm, max_norm))
         return norm
+
+    def fold(self, parameters: Iterable[Tensor], factor: Tensor) -> None:
+        """Let the step multiply their gradients by a factor that somebody else found."""
+        self._pending.fold(_gradients(parameters), factor)
 
     def _square(self, gradient: Tensor) -> Tensor:
         """The sum of squares of this rank's part: float64, shape ()."""

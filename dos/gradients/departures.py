@@ -30,10 +30,11 @@ class _Written:
     A new one is made each time backward writes, and compared by identity. Numbers alone do not tell two gradients
     apart: versions begin anew with each tensor, and addresses come back once memory was freed.
 
-    bits: a fingerprint instead of the version, of a DTensor's, whose versions prove nothing.
+    gradient: None where another tensor will have the same values, with the parameter.
+    bits: a fingerprint instead of the version: of a DTensor's, whose versions prove nothing, or for another tensor.
     """
 
-    gradient: weakref.ref[Tensor]
+    gradient: weakref.ref[Tensor] | None
     storage: StorageWeakRef
     address: int
     version: int
@@ -41,19 +42,25 @@ class _Written:
     bits: Tensor | None
 
     @classmethod
-    def of(cls, gradient: Tensor, record: ParameterRecord) -> _Written:
-        """gradient: that is with the parameter of this record, in whose order elements leave."""
+    def of(cls, gradient: Tensor, record: ParameterRecord, *, here: bool) -> _Written:
+        """gradient: of the parameter of this record, in whose order elements leave. here: whether it is with that."""
         mine = local(gradient)
         storage = StorageWeakRef(mine.untyped_storage())
-        bits = fingerprint(mine) if record.sharded else None
-        return cls(weakref.ref(gradient), storage, mine.data_ptr(), mine._version, record.layout, bits)
+        bits = fingerprint(mine) if record.sharded or not here else None
+        return cls(
+            weakref.ref(gradient) if here else None, storage, mine.data_ptr(), mine._version, record.layout, bits
+        )
 
     def still(self, gradient: Tensor | None, writes: int | None, rewritten: Collection[_Written]) -> bool:
         """Whether `gradient` is this one, but for `writes` writes that changed no value; None: it is not.
 
         rewritten: those whose bits are known to have changed.
         """
-        if gradient is None or self.gradient() is not gradient or self in rewritten:
+        if gradient is None or self in rewritten:
+            return False
+        if self.gradient is None:
+            return True
+        if self.gradient() is not gradient:
             return False
         mine = local(gradient)
         return (
@@ -123,16 +130,19 @@ class Departures:
         wanted: Collection[Subgroup],
         send: Send,
         device: Device,
+        gradient: Tensor | None = None,
     ) -> None:
         """Backward has written to the parameter's gradient, in the caller's present queue.
 
+        gradient: what the parameter's will be made of, where it is not that yet.
         places: the parameter's pieces, each with its subgroup. wanted: the subgroups whose gradients go to the host.
         """
-        seen, gradient = self.count(record), record.parameter.grad
+        here = gradient is None
+        seen, gradient = self.count(record, gradient), record.parameter.grad if gradient is None else gradient
         places = [place for place in places if place[0] in wanted]
         if gradient is None or not places:
             return
-        written = seen.written = _Written.of(gradient, record)
+        written = seen.written = _Written.of(gradient, record, here=here)
         staging = record.arena.gradient
         if seen.times != seen.expected or not seen.untouched or staging is None or staging.dtype != gradient.dtype:
             return
@@ -154,9 +164,9 @@ class Departures:
                 departure.sent |= {p: (job, written) for p, (_, written) in departure.gathered.items()}
                 departure.gathered, departure.callers = {}, set()
 
-    def count(self, record: ParameterRecord) -> _Seen:
-        """Backward has written to the parameter's gradient."""
-        gradient = record.parameter.grad
+    def count(self, record: ParameterRecord, gradient: Tensor | None = None) -> _Seen:
+        """Backward has written to the parameter's gradient. gradient: another tensor that has it."""
+        gradient = record.parameter.grad if gradient is None else gradient
         seen = self._seen.get(record)
         if seen is None:
             seen = self._seen[record] = _Seen()
@@ -215,9 +225,10 @@ class Departures:
         self.forget()
         if fired and not any(seen.untouched for _, seen, _ in fired) and not self._explained:
             self._explained = True
-            logger.info(
-                "gradients change between backward and step(), so they cannot leave during backward; clip with "
-                "max_grad_norm= or optimizer.clip_grad_norm_(), and let GradScaler.step() unscale, to overlap again"
+            logger.warning(
+                "gradients change between backward and step(), so they cannot leave during backward, which is slower; "
+                "clip with max_grad_norm= or optimizer.clip_grad_norm_() (or call dos.fold_clipping() once where the "
+                "training loop is not yours), and let GradScaler.step() unscale"
             )
 
     def forget(self) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import math
-import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,8 +47,6 @@ class OffloadedGradients:
         self._store = store
         self._totals: dict[ParameterRecord, _Total] = {}
         self._torn = False
-        _live.add(self)
-        _guard_torch_clipping()
 
     def take(self, record: ParameterRecord, subgroups: Collection[Subgroup], send: Send, run: Run) -> None:
         """Add the parameter's gradient to what is on the host, and free it on the accelerator once it is there.
@@ -141,29 +137,3 @@ class OffloadedGradients:
         forgotten, self._totals, self._torn = self._totals, {}, False
         for total in forgotten.values():
             total.arrived.exception()  # waits; what went wrong with gradients that nobody wants is of no interest
-
-
-_live: weakref.WeakSet[OffloadedGradients] = weakref.WeakSet()
-
-
-@functools.cache
-def _guard_torch_clipping() -> None:
-    """Make torch's clip_grad_norm_ and clip_grads_with_norm_ say why they cannot see offloaded gradients.
-
-    Without this they would find `p.grad` None everywhere, and silently clip nothing. The functions themselves are left
-    alone, and whoever imported them already is guarded too; what they call to do the clipping is wrapped.
-    """
-    module = torch.nn.utils.clip_grad
-    clip = module._clip_grads_with_norm_
-
-    @functools.wraps(clip)
-    def guarded(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> None:
-        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        if any(gradients.holds(parameters) for gradients in _live):
-            raise RuntimeError(
-                "torch's gradient clipping found no gradients, because DOSAdam(offload_gradients=True) keeps them on "
-                "the host; clip with optimizer.clip_grad_norm_(max_norm) or DOSAdam(..., max_grad_norm=...)"
-            )
-        clip(parameters, *args, **kwargs)
-
-    module._clip_grads_with_norm_ = guarded

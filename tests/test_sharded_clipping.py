@@ -1,0 +1,163 @@
+"""Clipping and loss scaling over all ranks and meshes, exactly, and torch's own clipping where it is called."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import WORLD, Ranks
+from test_sharded import Block, assert_close, batch, dos_adam, mesh_of, model, shard, train, values, whole
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.distributed.fsdp import fully_shard
+
+import dos
+from perfmodel import Op
+
+NORM = 0.05
+
+
+def mixed_meshes(head: bool = True) -> nn.Sequential:
+    """A block over four ranks, one over two with replicas, one over two alone, and perhaps a head that is whole."""
+    torch.manual_seed(0)
+    found = nn.Sequential(Block(11), Block(11), Block(11), nn.Linear(11, 3))
+    for block, mesh in zip(found[:-1], (mesh_of(4), mesh_of(2, 2), mesh_of(2)), strict=True):
+        fully_shard(block, mesh=mesh)
+    return found if head else found[:-1]
+
+
+def exact_norm(model: nn.Module) -> float:
+    return math.sqrt(math.fsum(whole(p.grad).double().pow(2).sum().item() for p in model.parameters()))
+
+
+def norms(policy: str, offload: bool) -> None:
+    divided = mixed_meshes()
+    optimizer = dos_adam(divided.parameters(), policy=policy, offload_gradients=offload)
+    for step in range(3):
+        reference = mixed_meshes()
+        for mine, theirs in zip(reference.parameters(), divided.parameters(), strict=True):
+            dos.sharding.local.local(mine).data.copy_(dos.sharding.local.local(theirs).detach())
+        for each in (divided, reference):
+            each(batch(step)).pow(2).mean().backward()
+        expected = torch.tensor(exact_norm(reference), dtype=torch.float32)
+        torch.testing.assert_close(optimizer.grad_norm(), expected, rtol=2e-7, atol=0)
+        torch.testing.assert_close(optimizer.clip_grad_norm_(NORM), expected, rtol=2e-7, atol=0)
+        torch.testing.assert_close(optimizer.grad_norm(), torch.tensor(NORM), rtol=1e-4, atol=0)
+        found = [torch.zeros(()) for _ in range(WORLD)]
+        dist.all_gather(found, optimizer.grad_norm())
+        assert len({value.item() for value in found}) == 1
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("policy", ["cpu", "resident"])
+def test_norms_are_over_all_meshes(ranks: Ranks, policy: str, offload: bool) -> None:
+    ranks.run(norms, policy, offload)
+
+
+def clipped_training(way: str, policy: str) -> list[Tensor]:
+    divided = shard(model(), mesh_of(4))
+    kwargs = {"max_grad_norm": NORM} if way == "argument" else {}
+    optimizer = dos_adam(divided.parameters(), policy=policy, **kwargs)
+
+    def clip(step: int) -> None:
+        if way == "method":
+            optimizer.clip_grad_norm_(NORM)
+        elif way in ("torch", "folded"):
+            torch.nn.utils.clip_grad_norm_(divided.parameters(), NORM, foreach=True)
+
+    dos.fold_clipping(way == "folded")
+    try:
+        train(divided, optimizer, before_step=clip)
+    finally:
+        dos.fold_clipping(False)
+    reference = shard(model(), mesh_of(4))
+    train(
+        reference,
+        torch.optim.AdamW(reference.parameters(), lr=1e-2),
+        before_step=lambda step: torch.nn.utils.clip_grad_norm_(reference.parameters(), NORM),
+    )
+    assert_close(values(divided), values(reference))
+    sent = [span for span in optimizer.timeline().spans if span.op is Op.GRADIENT] if policy == "cpu" else []
+    if way != "torch":
+        assert all(span.start < 0 for span in sent)
+    return values(divided)
+
+
+@pytest.mark.parametrize("policy", ["cpu", "resident", "stride:2"])
+@pytest.mark.parametrize("way", ["argument", "method", "torch", "folded"])
+def test_clipped_training(ranks: Ranks, way: str, policy: str) -> None:
+    ranks.run(clipped_training, way, policy)
+
+
+def infinite_on_one_rank(which: int, unscale: bool) -> None:
+    divided = mixed_meshes(head=False)  # GradScaler takes no mixture of DTensors and others
+    optimizer = dos_adam(divided.parameters(), policy="cpu")
+    scaler = GradScaler("cpu", init_scale=8.0)
+    for step in range(3):
+        before = values(divided)
+        scaler.scale(divided(batch(step)).pow(2).mean()).backward()
+        block = divided[which]
+        if step == 1 and dist.get_rank() == 0:
+            dos.sharding.local.local(block.down.weight.grad).view(-1)[:1] = math.inf
+        if unscale:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        changed = any(not torch.equal(a, b) for a, b in zip(values(divided), before, strict=True))
+        assert changed == (step != 1)
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+def test_what_is_infinite_on_one_rank_skips_the_step_on_all(ranks: Ranks, unscale: bool) -> None:
+    ranks.run(infinite_on_one_rank, 0, unscale)
+
+
+def stages() -> None:
+    """Two stages of a pipeline, each of two ranks, whose norms are one."""
+    torch.manual_seed(0)
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    across = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    rank = dist.get_rank()
+    stage = fully_shard(Block(11), mesh=dist.device_mesh.DeviceMesh.from_group(pairs[rank // 2], "cpu"))
+    optimizer = dos_adam(stage.parameters(), policy="cpu", process_groups=[across[rank % 2]])
+    stage(batch(rank // 2)).pow(2).mean().backward()
+    mine = torch.tensor(exact_norm(stage) ** 2, dtype=torch.float64)
+    dist.all_reduce(mine, group=across[rank % 2])
+    torch.testing.assert_close(optimizer.grad_norm().double(), mine.sqrt(), rtol=2e-7, atol=0)
+    optimizer.step()
+
+
+def test_stages_of_a_pipeline(ranks: Ranks) -> None:
+    ranks.run(stages)
+
+
+@pytest.fixture
+def folding() -> Iterator[None]:
+    dos.fold_clipping()
+    yield
+    dos.fold_clipping(False)
+
+
+def test_folding_leaves_other_optimizers_alone(folding: None) -> None:
+    ends = []
+    for ours in (False, True):
+        torch.manual_seed(0)
+        a, b = nn.Linear(5, 5), nn.Linear(5, 5)
+        one = dos_adam(a.parameters()) if ours else torch.optim.AdamW(a.parameters(), lr=1e-2)
+        other = torch.optim.SGD(b.parameters(), lr=1e-2)
+        for step in range(3):
+            b(a(torch.full((2, 5), step + 1.0))).pow(2).sum().backward()
+            before = a.weight.grad.clone()
+            torch.nn.utils.clip_grad_norm_([*a.parameters(), *b.parameters()], NORM)
+            assert torch.equal(before, a.weight.grad) == ours
+            for optimizer in (one, other):
+                optimizer.step()
+                optimizer.zero_grad()
+        ends.append([p.detach() for p in (*a.parameters(), *b.parameters())])
+    assert_close(*ends)
