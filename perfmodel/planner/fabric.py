@@ -19,34 +19,40 @@ class Fabric:
 
     interconnect: of one GPU to the others of its node; None: its PCIe link, at the profile's rates.
     network: of one node to the other nodes, all its adapters together; None: not known.
-    source: where the figures come from, for people.
+    within, between: what they are of, for people.
     """
 
     interconnect: float | None = None
     network: float | None = None
-    source: str = ""
+    within: str = "PCIe, as the profile has it"
+    between: str = ""
 
 
-NVLINK_3 = 300e9
-"""Of an A100: NVIDIA A100 data sheet, 600 GB/s in both directions together."""
-NVLINK_4 = 450e9
-"""Of an H100, H200 and GH200: their data sheets, 900 GB/s in both directions together."""
-_GBIT = 1e9 / 8
+PCIE = Fabric()
+"""Of machines of which nothing is known but the profile."""
+NVLINK_3, NVLINK_4 = (300e9, "NVLink 3"), (450e9, "NVLink 4")
+"""Data sheets: A100 600 GB/s in both directions together; H100, H200 and GH200 900 GB/s."""
 
-_POLARIS = Fabric(NVLINK_3, 2 * 200 * _GBIT, "NVLink 3; 2 x 200 Gb/s Slingshot 11 per node, as ALCF's Polaris has")
+
+def _fabric(nvlink: tuple[float, str] | None, adapters: int, gbit: int, what: str) -> Fabric:
+    """Of nodes with so many network adapters, of so many Gb/s each."""
+    network, between = adapters * gbit * 1e9 / 8, f"{adapters} x {gbit} Gb/s {what}"
+    return Fabric(None, network, between=between) if nvlink is None else Fabric(nvlink[0], network, nvlink[1], between)
+
+
 FABRICS = {
-    "a100_bound": _POLARIS,
-    "a100_unbound": _POLARIS,
-    "a100_pcie_server": Fabric(None, 200 * _GBIT, "PCIe; one ConnectX-6 of 200 Gb/s per node, an assumption"),
-    "gh200": Fabric(NVLINK_4, 400 * _GBIT, "NVLink 4; one ConnectX-7 of 400 Gb/s per node, an assumption"),
-    "h100": Fabric(NVLINK_4, 4 * 400 * _GBIT, "NVLink 4; a ConnectX-7 of 400 Gb/s per GPU, as the DGX H100 has"),
-    "h200_node": Fabric(NVLINK_4, 8 * 400 * _GBIT, "NVLink 4; 8 x 400 Gb/s ConnectX-7 per node, as the DGX H200 has"),
-    "l40s_server": Fabric(None, 400 * _GBIT, "PCIe; one ConnectX-7 of 400 Gb/s per node, an assumption"),
+    "a100_bound": _fabric(NVLINK_3, 2, 200, "Slingshot 11, as ALCF's Polaris has"),
+    "a100_unbound": _fabric(NVLINK_3, 2, 200, "Slingshot 11, as ALCF's Polaris has"),
+    "a100_pcie_server": _fabric(None, 1, 200, "ConnectX-6, an assumption"),
+    "gh200": _fabric(NVLINK_4, 1, 400, "ConnectX-7, an assumption"),
+    "h100": _fabric(NVLINK_4, 4, 400, "ConnectX-7, one per GPU as the DGX H100 has"),
+    "h200_node": _fabric(NVLINK_4, 8, 400, "ConnectX-7, as the DGX H200 has"),
+    "l40s_server": _fabric(None, 1, 400, "ConnectX-7, an assumption"),
 }
-"""By the name of the built-in profile. Networks of desktops are not known. Sources: NVIDIA's data
-sheets of the GPUs and of ConnectX-6 and 7, the DGX H100/H200 User Guide (section "Network
-Modules": eight ConnectX-7, one per GPU), ALCF User Guides ("Polaris": 4 x A100 with NVLink, two
-Slingshot 11 adapters)."""
+"""By the name of the built-in profile; the networks of desktops are not known. Sources: NVIDIA's
+data sheets of the GPUs, of ConnectX-6 and of ConnectX-7; NVIDIA DGX H100/H200 User Guide, "Network
+Modules": eight ConnectX-7, one per GPU; ALCF User Guides, "Polaris": four A100 with NVLink and two
+Slingshot 11 adapters per node."""
 
 
 @dataclass(frozen=True)

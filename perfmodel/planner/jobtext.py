@@ -8,6 +8,7 @@ from rich.table import Table
 
 from perfmodel.planner.advise import Advice
 from perfmodel.planner.fabric import EFFICIENCY
+from perfmodel.planner.layout import Group
 from perfmodel.planner.tables import new_table
 from perfmodel.planner.units import format_bytes, format_rate, format_seconds
 
@@ -27,23 +28,19 @@ def job_headline(advice: Advice) -> Iterator[str]:
     share = advice.busy_s[advice.limit] / best.iteration_s
     text = f"{tokens}. What limits the job is {advice.limit}, at work for {share:.0%} of the iteration"
     if share < NEARLY:
-        text += "; the rest is waiting for one another"
+        text += "; for the rest one waits for another"
     yield text + "."
 
 
-def job_table(advice: Advice) -> Table:
-    """What collectives and copies move in an iteration, and how long each takes on its own."""
+def job_tables(advice: Advice) -> Iterator[Table]:
+    """What collectives and copies move in an iteration and how long each takes on its own; what works how long."""
     situation = advice.situation
     job = situation.job
-    title = "What each GPU sends, and receives, in an iteration"
-    exposed = situation.exposed_communication_s
-    if exposed is not None:
-        title += f"; not hidden behind compute: {format_seconds(exposed)}"
-    table = new_table(title, "", "ranks", "bytes", "alone")
+    table = new_table("What each GPU sends and receives in an iteration", "", "between", "bytes", "on its own")
     for each in job.collectives:
         table.add_row(
-            f"{each.kind.value}, {each.part.value}, {each.over}",
-            str(each.group.size),
+            f"{each.kind.value}, {each.part.value}",
+            _members(each.group),
             format_bytes(each.moved),
             format_seconds(each.seconds(job.routes)),
         )
@@ -51,16 +48,29 @@ def job_table(advice: Advice) -> Table:
         profile = situation.profile
         up, down = job.copied / profile.h2d_bandwidth, job.copied / profile.d2h_bandwidth
         for name, seconds in (
-            ("parameters from the host, forward", up),
-            ("parameters from the host, backward", up),
+            ("weights from the host, forward", up),
+            ("weights from the host, backward", up),
             ("gradients to the host, backward", down),
         ):
             table.add_row(name, "", format_bytes(job.copied), format_seconds(seconds))
-    if advice.busy_s:
-        table.add_section()
+    exposed = situation.exposed_communication_s
+    if exposed is not None:
+        table.caption = f"Of that {format_seconds(exposed)} are not hidden behind compute."
+    yield table
+    if advice.best.iteration_s is not None:
+        table = new_table("At work in an iteration", "", "time", "share")
         for resource, seconds in sorted(advice.busy_s.items(), key=lambda item: -item[1]):
-            table.add_row(f"{resource} at work", "", "", format_seconds(seconds))
-    return table
+            table.add_row(resource, format_seconds(seconds), f"{seconds / advice.best.iteration_s:.0%}")
+        yield table
+
+
+def _members(group: Group) -> str:
+    """How many GPUs, and where they are."""
+    if group.nodes == 1:
+        return f"{group.size} GPUs of a node"
+    if group.per_node == 1:
+        return f"{group.size} nodes"
+    return f"{group.size} GPUs, {group.nodes} nodes"
 
 
 def job_assumptions(advice: Advice) -> Iterator[str]:
@@ -69,13 +79,13 @@ def job_assumptions(advice: Advice) -> Iterator[str]:
     question, routes = situation.question, situation.job.routes
     layout = question.layout
     if situation.job.collectives:
-        parts = []
+        share = f"{EFFICIENCY:.0%} of "
         if layout.per_node > 1:
-            name = "GPUs of a node by PCIe" if routes.over_pcie else "GPUs of a node"
-            parts.append(f"{name}: {format_rate(routes.interconnect)} each")
+            of = question.fabric.within if routes.over_pcie else share + question.fabric.within
+            yield f"collectives reach {format_rate(routes.interconnect)} per GPU within a node: {of} (--interconnect)"
         if routes.network is not None and layout.nodes > 1:
-            parts.append(f"network: {format_rate(routes.network)} per node")
-        yield f"one way, {', '.join(parts)} (--interconnect, --network): {EFFICIENCY:.0%} of {question.fabric.source}"
+            of = share + question.fabric.between
+            yield f"collectives reach {format_rate(routes.network)} per node between nodes: {of} (--network)"
         yield "collectives run in rings, whose latency is not counted; what leaves a node passes the GPUs' PCIe, too"
     if question.sharded:
         who = f"{layout.shards} GPUs" if layout.shards > 1 else "one GPU"
@@ -85,4 +95,4 @@ def job_assumptions(advice: Advice) -> Iterator[str]:
             "backward; gradients leave as each reduce-scatter ends"
         )
     if question.offload_parameters:
-        yield "CPUOffloadPolicy(pin_memory=True): parameters, gradients and state of each shard on the host"
+        yield ("CPUOffloadPolicy(pin_memory=True); not counted: PyTorch rounds each pinned tensor up to a power of two")

@@ -42,13 +42,13 @@ class Layout:
                 raise ValueError(f"{name} must be 1 or more, found {getattr(self, name)}")
         if self.ranks % self.nodes:
             raise ValueError(
-                f"{self.ranks} ranks cannot be divided equally over {self.nodes} nodes: --ranks "
-                f"counts the GPUs of all nodes together; choose a multiple of {self.nodes}"
+                f"--ranks {self.ranks} cannot be divided equally over {self.nodes} nodes: it counts "
+                f"the GPUs of all nodes together; choose a multiple of {self.nodes}"
             )
         if self.ranks % self.replicas:
             raise ValueError(
-                f"{self.ranks} ranks cannot be divided equally over {self.replicas} replicas of "
-                f"the model; choose --replicas among the divisors of {self.ranks}"
+                f"--ranks {self.ranks} cannot be divided equally over {self.replicas} replicas of the "
+                "model; choose --replicas among its divisors"
             )
         if self.shards % self.per_node and self.per_node % self.shards:
             raise ValueError(

@@ -16,7 +16,7 @@ from typing import NoReturn, TypeVar
 from perfmodel.hardware import HardwareProfile, builtin_profiles
 from perfmodel.planner.advise import Advice, advise
 from perfmodel.planner.datasheets import GPUS, UTILISATION
-from perfmodel.planner.fabric import FABRICS, Fabric
+from perfmodel.planner.fabric import FABRICS, PCIE, Fabric
 from perfmodel.planner.question import DEFAULT_RESERVED, DEFAULT_SUBGROUP_SIZE, VALUE_BYTES, Question
 from perfmodel.planner.transformer import Transformer
 from perfmodel.planner.units import format_bytes, format_rate, parse_bytes, parse_count, parse_rate
@@ -126,10 +126,12 @@ def _replicas(options: argparse.Namespace) -> int:
 
 def _fabric(options: argparse.Namespace) -> Fabric:
     """How GPUs reach one another: the machine's data sheet, and what was given instead."""
-    fabric = FABRICS.get(options.machine, Fabric(source="PCIe"))
-    given = {name: rate for name in ("interconnect", "network") if (rate := getattr(options, name)) is not None}
-    told = [f"--{name} {format_rate(rate)}" for name, rate in given.items()]
-    return dataclasses.replace(fabric, **given, source=", ".join([fabric.source, *told]))
+    fabric = FABRICS.get(options.machine, PCIE)
+    if (rate := options.interconnect) is not None:
+        fabric = dataclasses.replace(fabric, interconnect=rate, within=f"the {format_rate(rate)} given")
+    if (rate := options.network) is not None:
+        fabric = dataclasses.replace(fabric, network=rate, between=f"the {format_rate(rate)} given")
+    return fabric
 
 
 def _flops_rate(options: argparse.Namespace) -> float | None:
@@ -224,9 +226,7 @@ def _parser() -> _Parser:
         "--zero", type=int, choices=range(4), default=0, help="ZeRO stage that divides over the ranks (0: none)"
     )
     training.add_argument("--fsdp", action="store_true", help="FSDP2 divides the model over the ranks")
-    training.add_argument(
-        "--hsdp", action="store_true", help="FSDP2 divides it over each node's ranks: a replica a node"
-    )
+    training.add_argument("--hsdp", action="store_true", help="FSDP2 with a replica of the model on each node")
     training.add_argument(
         "--replicas", type=_by(parse_count), metavar="N", help="of the model with --fsdp (1); --hsdp: as many as nodes"
     )

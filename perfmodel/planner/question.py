@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from perfmodel.hardware import HardwareProfile
-from perfmodel.planner.fabric import Fabric
+from perfmodel.planner.fabric import PCIE, Fabric
 from perfmodel.planner.layout import Layout
 from perfmodel.planner.transformer import Transformer
 from perfmodel.planner.units import format_bytes, format_count
@@ -65,7 +65,7 @@ class Question:
     fsdp: bool = False
     replicas: int = 1
     offload_parameters: bool = False
-    fabric: Fabric = Fabric()
+    fabric: Fabric = PCIE
 
     def __post_init__(self) -> None:
         for name in ("device_bytes", "batch", "sequence", "subgroup_size"):

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from perfmodel.plan import Placement
 from perfmodel.planner.advise import Advice
-from perfmodel.planner.jobtext import job_assumptions, job_headline, job_table
+from perfmodel.planner.jobtext import job_assumptions, job_headline, job_tables
 from perfmodel.planner.question import MARGIN
 from perfmodel.planner.situation import Situation
 from perfmodel.planner.tables import new_table
@@ -56,7 +56,8 @@ def show(advice: Advice, notes: list[str], console: Console) -> None:
         console.print(line, highlight=False, soft_wrap=True)
     console.print(_memory(advice))
     if advice.situation.job.talks:
-        console.print(job_table(advice))
+        for table in job_tables(advice):
+            console.print(table)
     if advice.situation.fits:
         console.print(_times(advice))
     if advice.levers:
@@ -92,9 +93,11 @@ def headline(advice: Advice) -> Iterator[str]:
     for remedy in advice.remedies:
         yield _remedy(remedy)
     if situation.fits:
-        resident = best.shares[Placement.GPU_RESIDENT]
         fits = "memory would suffice" if question.obstacle else "fits"
-        yield f"{what}: {fits}; {resident:.0%} of the optimizer state can stay on the GPU."
+        where = f"{best.shares[Placement.GPU_RESIDENT]:.0%} of the optimizer state can stay on the GPU"
+        if question.offload_parameters:
+            where = "parameters, gradients and optimizer state are on the host"
+        yield f"{what}: {fits}; {where}."
         yield _expected(advice)
         yield from job_headline(advice)
     if advice.largest:
@@ -169,7 +172,8 @@ def _memory(advice: Advice) -> Table:
                 f"{on_host:,}" if on_host else "",
             )
     table.add_section()
-    table.add_row("state resident beside it", format_bytes(resident), "", "")
+    if not situation.host_model:
+        table.add_row("state resident beside it", format_bytes(resident), "", "")
     table.add_row("needed", format_bytes(device.peak + resident), *_both(situation.host_per_rank))
     if ranks > 1:
         of = "of a node" if question.nodes > 1 else ""
@@ -190,7 +194,8 @@ def _times(advice: Advice) -> Table:
     training_s = advice.situation.training_s
     title = "Expected times"
     if training_s is not None:
-        title += f"; forward and backward alone {format_seconds(training_s)}"
+        beside = " with what is exchanged" if advice.situation.job.talks else ""
+        title += f"; forward and backward alone{beside} {format_seconds(training_s)}"
     table = new_table(title, "policy", "update", "iteration", "tokens/s", "CPU", "streamed", "resident")
     tokens = advice.situation.question.tokens * advice.situation.question.ranks
     for outcome in advice.outcomes:
