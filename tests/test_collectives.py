@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from fake_ranks import fake_ranks
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import distributed, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -69,29 +69,20 @@ class _Watch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.fixture
-def four_ranks() -> Iterator[None]:
-    """A process group whose collectives return at once, as if three other ranks were there."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    distributed.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
-    yield
-    distributed.destroy_process_group()
-
-
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_volumes_are_fsdp2_s_own(replicas: int, four_ranks: None) -> None:
+def test_volumes_are_fsdp2_s_own(replicas: int) -> None:
     """Blocks exactly. What the root keeps gathered is gathered once and counted twice, to be cautious."""
     shape, names = ((4,), None) if replicas == 1 else ((2, 2), ("replicate", "shard"))
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    model = nn.Sequential(nn.Embedding(32, 8), *(nn.Linear(8, 8, bias=False) for _ in range(3)), nn.Linear(8, 32))
-    numel = sum(p.numel() for p in model.parameters())
-    root = numel - 3 * 64
-    for block in model[1:4]:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    with _Watch() as watch:
-        model(torch.arange(4)).sum().backward()
+    with fake_ranks(4):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        model = nn.Sequential(nn.Embedding(32, 8), *(nn.Linear(8, 8, bias=False) for _ in range(3)), nn.Linear(8, 32))
+        numel = sum(p.numel() for p in model.parameters())
+        root = numel - 3 * 64
+        for block in model[1:4]:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        with _Watch() as watch:
+            model(torch.arange(4)).sum().backward()
 
     layout = Layout(4, replicas=replicas)
     ours: Counter[Kind] = Counter()

@@ -6,8 +6,12 @@ import csv
 import dataclasses
 
 import pytest
+from fake_ranks import fake_ranks
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from dos import DOSAdam
 from experiments.published import DATA
@@ -19,7 +23,7 @@ from perfmodel.planner.outcome import adaptive_outcome
 from perfmodel.planner.question import Question
 from perfmodel.planner.situation import Situation
 from perfmodel.planner.transformer import Transformer
-from perfmodel.simulate import Costs
+from perfmodel.simulate import Costs, makespan
 
 H100 = HardwareProfile.builtin("h100")
 GIB, GB = 2**30, 1e9
@@ -189,6 +193,27 @@ def test_more_divided_fits_and_is_proposed() -> None:
     assert not any(remedy.situation.question.obstacle for remedy in plain.remedies), "nothing that is refused"
 
 
+@given(JOBS)
+@settings(deadline=None, max_examples=40)
+def test_one_rank_is_the_performance_model_alone(drawn: dict[str, object]) -> None:
+    """As before there were nodes and FSDP2: compute by the rate, the rest by `makespan`, nothing rounded otherwise."""
+    alone = {"ranks": 1, "nodes": 1, "replicas": 1, "fsdp": False, "offload_parameters": False}
+    asked = job(**{**drawn, **alone})
+    situation, best = Situation(asked), advise(asked).best
+    assert asked.flops_rate is not None
+    forward, backward = (f / asked.flops_rate for f in asked.model.flops(asked.tokens, checkpointing=True))
+    beside = dataclasses.replace(situation.alone, forward_s=forward, backward_s=backward)
+    if best.plan is not None:
+        assert best.iteration_s == makespan(best.plan, beside, situation.profile, situation.scope)
+        assert best.update_s == makespan(best.plan, situation.alone, situation.profile)
+    device, model = situation.device, asked.model
+    assert device.gathered == situation.host_model == 0
+    assert device.block == model.activation_bytes(asked.tokens, asked.sequence, 2) + (
+        -(-model.numel // model.layers) * 2 if asked.zero >= 2 else 0
+    )
+    assert (situation.host_needed, situation.profile.ranks_per_host) == (16 * model.numel, 1)
+
+
 def test_without_several_ranks_nothing_is_exchanged() -> None:
     for asked in (question(), question(zero=3), question(fsdp=True)):
         job = Situation(asked).job
@@ -223,14 +248,7 @@ def test_published_runs_over_a_network(nodes: int) -> None:
 
 def test_the_obstacle_is_true() -> None:
     """If DOSAdam takes DTensors, `Question.obstacle` has nothing more to say; and the other way round."""
-    import torch
-    from torch import distributed, nn
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    try:
+    with fake_ranks(2):
         model = nn.Linear(4, 4)
         fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
         if question(ranks=2, fsdp=True).obstacle:
@@ -238,6 +256,3 @@ def test_the_obstacle_is_true() -> None:
                 DOSAdam(model.parameters())
         else:
             DOSAdam(model.parameters())
-    finally:
-        distributed.destroy_process_group()
-    assert torch.is_tensor(next(model.parameters()))

@@ -1,4 +1,4 @@
-"""What the ranks of a job do beside the optimizer: compute, collectives, and copies of parameters on the host."""
+"""What the ranks of a job do beside the optimizer: compute, collectives, copies of parameters."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Job:
         return self._seconds(Part.AFTER_UPDATE, Kind.GATHER)
 
     def busy_s(self, plan: Plan, work: Workload) -> dict[str, float]:
-        """Seconds for which each resource works in an iteration, at least; empty if compute is not known.
+        """Seconds for which each resource works in an iteration; empty if compute is not known.
 
         No iteration is shorter than the longest of them, however well everything overlaps. Links
         count at the rates of one direction alone, the optimizer's transfers as the plan has them.

@@ -33,7 +33,7 @@ def job_headline(advice: Advice) -> Iterator[str]:
 
 
 def job_tables(advice: Advice) -> Iterator[Table]:
-    """What collectives and copies move in an iteration and how long each takes on its own; what works how long."""
+    """What collectives and copies move in an iteration and how long each takes; what works how long."""
     situation = advice.situation
     job = situation.job
     table = new_table("What each GPU sends and receives in an iteration", "", "between", "bytes", "on its own")

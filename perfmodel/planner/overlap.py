@@ -1,4 +1,4 @@
-"""Forward and backward layer by layer, with collectives and copies beside the compute as FSDP2 runs them.
+"""Forward and backward layer by layer, with what FSDP2 runs beside the compute.
 
 Each function walks through the layers once, keeping for every lane the moment until which it is
 busy. What a layer takes on a lane is an equal part of the whole.

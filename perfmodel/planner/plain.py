@@ -60,7 +60,8 @@ def as_json(advice: Advice, assumptions: list[str]) -> dict[str, Any]:
                 "change": remedy.change,
                 "fits": remedy.situation.fits,
                 "device_peak": remedy.situation.device.peak,
-                "host_all_ranks": remedy.situation.host_needed,
+                "host_per_node": remedy.situation.host_needed,
+                "host_all_ranks": remedy.situation.host_per_rank * remedy.situation.question.ranks,
             }
             for remedy in advice.remedies
         ],

@@ -89,7 +89,7 @@ class Situation:
 
     @property
     def exposed_communication_s(self) -> float | None:
-        """Seconds by which collectives and copies of parameters make forward and backward longer; None if not known."""
+        """Seconds that collectives and copies of parameters add to compute; None if not known."""
         if self.training_s is None or self.compute_s is None:
             return None
         return max(0.0, self.training_s - self.compute_s) + self.job.after_update_s
@@ -174,10 +174,10 @@ def device_footprint(question: Question) -> DeviceBytes:
     """What the model and its compute take on one rank's device.
 
     ZeRO keeps whole, one block at a time, what it divides: weights while they are gathered, gradients until they are
-    reduced. Gradients that are offloaded are on the device one block at a time, too. FSDP2 prefetches: two blocks are
-    gathered, and beside a block's gradients are those that the one before it has yet to reduce. Embedding and output
-    layer belong to its root, which is gathered from forward to the end of backward; two of the vocabulary's size count.
-    Parameters on the host take nothing else.
+    reduced. Gradients that are offloaded are on the device one block at a time, too.
+    FSDP2 prefetches: two blocks are gathered, and beside a block's gradients are those that the one
+    before it has yet to reduce. Embedding and output layer belong to its root, which is gathered
+    from forward to the end of backward; both are counted. Parameters on the host take nothing else.
     """
     model, values = question.model, question.value_bytes
     attention = {"eager_attention": question.eager_attention}

@@ -88,7 +88,7 @@ def _settings(question: Question) -> Iterator[tuple[str, Question]]:
 
 
 def remedies(question: Question) -> Iterator[Remedy]:
-    """Settings with which what does not fit does, asked anew; and those for which only more host memory is missing."""
+    """Settings with which what does not fit does, asked anew; else where only host memory is missing."""
     short: list[Remedy] = []
     for changes in ([*_single(question), *_divided(question)], _together(question)):
         tried = [Remedy(change, Situation(other)) for change, other in changes if other != question]
@@ -110,7 +110,7 @@ def _single(question: Question) -> Iterator[tuple[str, Question]]:
 
 
 def _divided(question: Question) -> Iterator[tuple[str, Question]]:
-    """The model divided over more ranks, or kept on the host; nothing that DOSAdam cannot do, unless asked."""
+    """The model divided over more ranks, or kept on the host; unless asked, nothing that is refused."""
     changes = []
     if question.ranks > 1 and not question.sharded:
         changes.append(("with --fsdp", dataclasses.replace(question, fsdp=True, zero=0)))
