@@ -45,8 +45,7 @@ def test_a_rank_alone_moves_nothing() -> None:
 
 def volumes(stage: int, layout: Layout) -> float:
     """What each rank sends in an iteration, over the model's size."""
-    group = layout.sharding if stage == 3 else layout.everyone
-    return sum(each.moved for each in collectives(1.0, 1.0, stage, group, layout.replication))
+    return sum(each.moved for each in collectives(1.0, 1.0, stage, layout.sharding, layout.replication))
 
 
 def test_volumes_are_those_of_the_zero_paper() -> None:

@@ -24,7 +24,6 @@ def test_groups_are_those_of_a_mesh(nodes: int, per_node: int, replicas: int) ->
         assert layout.sharding == as_group(replica, per_node)
     for shard in zip(*mesh, strict=True):
         assert layout.replication == as_group(shard, per_node)
-    assert layout.everyone == as_group(range(ranks), per_node)
 
 
 def as_group(ranks: object, per_node: int) -> Group:

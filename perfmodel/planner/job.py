@@ -24,11 +24,12 @@ class Job:
         """profile: with the question's ranks on each host."""
         layout, values = question.layout, question.value_bytes
         whole = float(question.model.numel * values)
-        group = layout.sharding if question.sharded else layout.everyone
         stage = 3 if question.sharded else min(question.stage, 2)
         self.routes = Routes.of(question.fabric, profile, layout)
         self.collectives: tuple[Collective, ...] = tuple(
-            each for each in collectives(whole, whole, stage, group, layout.replication) if each.group.size > 1
+            each
+            for each in collectives(whole, whole, stage, layout.sharding, layout.replication)
+            if each.group.size > 1
         )
         self.copied = question.state_numel * values if question.offload_parameters else 0
         self.compute_s: tuple[float, float] | None = None

@@ -68,13 +68,8 @@ class Layout:
         return self.ranks // self.replicas
 
     @property
-    def everyone(self) -> Group:
-        """All ranks."""
-        return Group(self.ranks, self.per_node)
-
-    @property
     def sharding(self) -> Group:
-        """The ranks of one replica."""
+        """The ranks of one replica: all of them if there is one."""
         return Group(self.shards, min(self.shards, self.per_node))
 
     @property
