@@ -123,6 +123,19 @@ def test_tokens_are_all_gpus_together() -> None:
     assert advice.tokens_per_s == pytest.approx(8 * 3 * 2048 / advice.best.iteration_s)
 
 
+def test_zero_gathers_new_parameters_after_the_update() -> None:
+    whole, divided = (Situation(question(numel=1e9, ranks=4, zero=zero)) for zero in (0, 1))
+    gathered_s = 3 / 4 * 2e9 / (EFFICIENCY * 450e9)
+    assert (whole.job.after_update_s, divided.job.after_update_s) == (0, pytest.approx(gathered_s))
+    plan = adaptive_outcome(divided).plan
+    assert plan is not None
+    scheduled_s = makespan(plan, divided.beside, divided.profile, divided.scope)
+    assert divided.iteration_s(plan) == pytest.approx(scheduled_s + gathered_s, rel=1e-12)
+    assert divided.exposed_communication_s == pytest.approx(
+        divided.job.backward_s - (divided.job.compute_s or (0, 0))[1] + gathered_s
+    )
+
+
 def test_a_slow_network_limits_the_job_and_hsdp_helps() -> None:
     slow = Fabric(450 * GB, 5 * GB)
     asked = question(numel=13e9, ranks=8, nodes=2, fsdp=True, fabric=slow)
@@ -159,6 +172,8 @@ def test_parameters_on_the_host(attach: bool) -> None:
     busy = advice.busy_s
     assert busy["PCIe to the GPU"] == pytest.approx(2 * 2 * shard / H100.h2d_bandwidth)
     assert busy["PCIe to the host"] == pytest.approx(2 * shard / H100.d2h_bandwidth)
+    copies = 2 * 2 * shard + 2 * shard
+    assert busy["host DRAM"] == pytest.approx((28 * shard + copies) / (H100.host_bandwidth / 4))
     assert outcome.iteration_s is not None
     assert situation.training_s is not None
     after_backward = outcome.update_s + (0 if attach else situation.job.forward_s())
@@ -167,6 +182,16 @@ def test_parameters_on_the_host(attach: bool) -> None:
         assert outcome.iteration_s == pytest.approx(situation.training_s + outcome.update_s)
         attached = advise(dataclasses.replace(asked, attach=True)).best.seconds
         assert attached < outcome.seconds, "copies and compute run beside updates of later layers"
+
+
+def test_one_gpu_does_not_hide_copies_of_its_parameters() -> None:
+    """There FSDP2 copies on the stream on which it computes."""
+    job = Situation(question(fsdp=True, offload_parameters=True, batch=8)).job
+    assert job.compute_s is not None
+    assert job.forward_s() == pytest.approx(job.compute_s[0] + 14e9 / H100.h2d_bandwidth)
+    assert job.backward_s > job.compute_s[1] + 14e9 / H100.h2d_bandwidth_duplex
+    several = Situation(question(ranks=2, fsdp=True, offload_parameters=True, batch=8)).job
+    assert several.forward_s() < 1.1 * job.compute_s[0]
 
 
 def test_float32_parameters_on_the_host_are_their_own_master() -> None:

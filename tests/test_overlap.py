@@ -28,13 +28,10 @@ def test_in_backward_the_first_gather_and_the_last_reduction() -> None:
     assert backward_s(Pass(compute=8, reduce=4, replicate=8, down=4), 4) == pytest.approx(2 + 1 + 8 + 1)
 
 
-def test_a_gather_waits_until_the_layer_before_begins() -> None:
-    """Written out for three layers: 1 s of gathering, then 2 s of compute each."""
-    gathered = [1, 2, 4]  # the third is issued when the second layer begins, at 3
-    done = [3, 5, 7]
-    assert forward_s(Pass(compute=6, gather=3), 3) == max(gathered[-1], done[-1])
-    lags = forward_s(Pass(compute=2, gather=8), 2)
-    assert lags == 4 + 4 + 1, "the second gather was issued as the first layer began, after its own gather"
+def test_in_backward_copy_and_gather_follow_each_other() -> None:
+    """Written out: a layer's begin, a second of copying, one of gathering, the next layer's begin."""
+    assert backward_s(Pass(compute=2, up=4, gather=4), 4) == pytest.approx(4 * (1 + 1) + 0.5)
+    assert forward_s(Pass(compute=2, up=4, gather=4), 4) == pytest.approx(1 + 4 + 0.5), "in forward they overlap"
 
 
 def test_a_layer_waits_for_its_update() -> None:

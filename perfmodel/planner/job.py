@@ -50,8 +50,8 @@ class Job:
             return 0.0
         if not self.talks:
             return self.compute_s[0]
-        up = self.copied / self._profile.h2d_bandwidth
-        whole = Pass(self.compute_s[0], up=up, gather=self._seconds(Part.FORWARD, Kind.GATHER))
+        copied = self.copied / self._profile.h2d_bandwidth
+        whole = self._pass(self.compute_s[0], copied, gather=self._seconds(Part.FORWARD, Kind.GATHER))
         return forward_s(whole, self._layers, updated)
 
     @property
@@ -61,15 +61,25 @@ class Job:
             return 0.0
         if not self.talks:
             return self.compute_s[1]
-        whole = Pass(
+        whole = self._pass(
             self.compute_s[1],
-            up=self.copied / self._profile.h2d_bandwidth_duplex,
+            self.copied / self._profile.h2d_bandwidth_duplex,
             gather=self._seconds(Part.BACKWARD, Kind.GATHER),
             reduce=self._seconds(Part.BACKWARD, Kind.SCATTER, Kind.REDUCE),
             replicate=self._seconds(Part.BACKWARD, Kind.REPLICATE),
             down=self.copied / self._profile.d2h_bandwidth_duplex,
         )
         return backward_s(whole, self._layers)
+
+    def _pass(self, compute: float, copied: float, **beside: float) -> Pass:
+        """With `copied` seconds of copying up, which one rank alone does not hide.
+
+        Where nothing has to be gathered FSDP2 copies on the stream on which it computes (torch 2.13,
+        `FSDPParamGroup.unshard` and `wait_for_unshard` with a world of one rank).
+        """
+        if self.routes.layout.shards == 1:
+            return Pass(compute + copied, **beside)
+        return Pass(compute, up=copied, **beside)
 
     @property
     def after_update_s(self) -> float:

@@ -94,5 +94,7 @@ def job_assumptions(advice: Advice) -> Iterator[str]:
             f"fully_shard on each block and the model, over {who}{copies}, weights gathered again in "
             "backward; gradients leave as each reduce-scatter ends"
         )
+    if question.offload_parameters and layout.shards == 1:
+        yield "FSDP2 on one GPU copies parameters up on the stream on which it computes, so none of that is hidden"
     if question.offload_parameters:
         yield ("CPUOffloadPolicy(pin_memory=True); not counted: PyTorch rounds each pinned tensor up to a power of two")

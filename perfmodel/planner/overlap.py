@@ -36,45 +36,41 @@ class Pass:
 def forward_s(whole: Pass, layers: int, updated: float = 0.0) -> float:
     """Seconds of forward.
 
-    While a layer computes, the next one's all-gather runs, and no further one: its result takes
-    memory (FSDP2's implicit forward prefetch). The first all-gather is exposed.
+    While a layer computes, the next one's all-gather runs (FSDP2's implicit forward prefetch; that it
+    begins no more than two layers ahead is never what a layer waits for, all being equal). The
+    first all-gather is exposed.
 
     updated: seconds after the start of forward at which the last layer's parameters are updated;
         layers are updated evenly in their order, and each is copied up when it is.
     """
     one = whole.of_a_layer(layers)
-    link = ring = begun = done = 0.0
+    link = ring = done = 0.0
     for layer in range(1, layers + 1):
-        issued = begun
-        link = max(link, issued, updated * layer / layers) + one.up
+        link = max(link, updated * layer / layers) + one.up
         ring = max(ring, link) + one.gather
-        begun = max(done, ring)
-        done = begun + one.compute
+        done = max(done, ring) + one.compute
     return done
 
 
 def backward_s(whole: Pass, layers: int) -> float:
     """Seconds of backward, until the last gradient is reduced and where it belongs.
 
-    The next layer's all-gather is issued when a layer begins (explicit backward prefetch), the
-    layer's reduce-scatter when it has ended; both run in this order on one communicator. One
-    reduce-scatter's input is kept, so a layer's compute waits for the last but one
-    (`reduce_scatter_max_input_buffers`). Exposed are the first all-gather, the last reduction, and
-    whatever takes longer than the compute beside it.
+    The next layer's copy and all-gather are issued when a layer begins (FSDP2's explicit backward
+    prefetch), the layer's reduce-scatter when it has ended; collectives run in this order on one
+    communicator. Exposed are the first all-gather, the last reduction, and whatever takes longer
+    than the compute beside it.
     """
     one = whole.of_a_layer(layers)
     link = one.up
-    ring = link + one.gather
-    gathered = ring
-    replicas = down = done = reduced = 0.0
+    ring = gathered = link + one.gather
+    replicas = down = done = 0.0
     for layer in range(1, layers + 1):
         begun = max(done, gathered)
         if layer < layers:
             link = max(link, begun) + one.up
-            ring = max(ring, link) + one.gather
-            gathered = ring
-        done = max(begun + one.compute, reduced)
-        reduced = ring = max(ring, done) + one.reduce
-        replicas = max(replicas, reduced) + one.replicate
+            ring = gathered = max(ring, link) + one.gather
+        done = begun + one.compute
+        ring = max(ring, done) + one.reduce
+        replicas = max(replicas, ring) + one.replicate
         down = max(down, replicas) + one.down
-    return max(done, ring, replicas, down)
+    return down
