@@ -92,6 +92,7 @@ class DeviceBytes:
     activations: held when backward begins, the loss included.
     block: one block's weights and gradients while they are gathered, and its activations.
     reserved: taken by the runtime.
+    gathered: weights that are whole for a while though they are divided, in forward and backward.
     """
 
     weights: int
@@ -99,6 +100,7 @@ class DeviceBytes:
     activations: int
     block: int
     reserved: int
+    gathered: int = 0
 
     @property
     def peak(self) -> int:
@@ -107,12 +109,14 @@ class DeviceBytes:
         Gradients grow as activations go, and both do so evenly, so that neither moment between is worse. That holds if
         gradients were set to None before forward; while accumulating over micro-batches it is `peak_accumulating`.
         """
-        return self.reserved + self.weights + max(self.activations, self.gradients + self.block)
+        held = self.reserved + self.weights + self.gathered
+        return held + max(self.activations, self.gradients + self.block)
 
     @property
     def peak_accumulating(self) -> int:
         """The same where gradients of an earlier micro-batch are there all the time."""
-        return self.reserved + self.weights + self.gradients + max(self.activations, self.block)
+        held = self.reserved + self.weights + self.gathered + self.gradients
+        return held + max(self.activations, self.block)
 
     @property
     def update(self) -> int:

@@ -21,7 +21,8 @@ from perfmodel.bounds import lower_bound
 from perfmodel.hardware import HardwareProfile, builtin_profiles, changed
 from perfmodel.planner.advise import Advice, Outcome, adaptive_outcome, advise
 from perfmodel.planner.datasheets import GPUS
-from perfmodel.planner.question import DEFAULT_SUBGROUP_SIZE, MARGIN, Question, Situation, device_footprint
+from perfmodel.planner.question import DEFAULT_SUBGROUP_SIZE, MARGIN, Question
+from perfmodel.planner.situation import Situation, device_footprint
 from perfmodel.planner.transformer import Transformer
 from perfmodel.policies import cpu_only
 from perfmodel.simulate import Phase, Scope, makespan

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from perfmodel.planner.units import format_bytes, format_count, format_seconds, parse_bytes, parse_count
+from perfmodel.planner.units import (
+    format_bytes,
+    format_count,
+    format_rate,
+    format_seconds,
+    parse_bytes,
+    parse_count,
+    parse_rate,
+)
 
 
 @pytest.mark.parametrize(
@@ -30,6 +38,24 @@ def test_sizes(text: str, size: int) -> None:
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(ValueError, match="expected a size"):
         parse_bytes(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"),
+    [("400Gb", 50e9), ("400 Gbit/s", 50e9), ("400Gbps", 50e9), ("50GB", 50e9), ("1.5 TB/s", 1.5e12), ("100Mb", 12.5e6)],
+)
+def test_bandwidths(text: str, rate: float) -> None:
+    assert parse_rate(text) == pytest.approx(rate)
+
+
+@pytest.mark.parametrize("text", ["400", "400gb", "GB", "", "-1GB", "0Gb", "nan", "50GiB", "50GB/h", "1e99GB", "0.1Mb"])
+def test_what_is_no_bandwidth(text: str) -> None:
+    with pytest.raises(ValueError, match="expected a bandwidth per second"):
+        parse_rate(text)
+
+
+def test_how_bandwidths_are_written() -> None:
+    assert [format_rate(r) for r in (50e9, 12.5e6, 999.9e6, 2.5e12)] == ["50 GB/s", "12.5 MB/s", "1 GB/s", "2.5 TB/s"]
 
 
 def test_counts_and_how_figures_are_written() -> None:

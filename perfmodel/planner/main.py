@@ -6,6 +6,7 @@ python -m perfmodel --params 7e9 --machine rtx_4090_desktop --host 128GiB --chec
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -15,9 +16,10 @@ from typing import NoReturn, TypeVar
 from perfmodel.hardware import HardwareProfile, builtin_profiles
 from perfmodel.planner.advise import Advice, advise
 from perfmodel.planner.datasheets import GPUS, UTILISATION
+from perfmodel.planner.fabric import FABRICS, PCIE, Fabric
 from perfmodel.planner.question import DEFAULT_RESERVED, DEFAULT_SUBGROUP_SIZE, VALUE_BYTES, Question
 from perfmodel.planner.transformer import Transformer
-from perfmodel.planner.units import format_bytes, parse_bytes, parse_count
+from perfmodel.planner.units import format_bytes, format_rate, parse_bytes, parse_count, parse_rate
 
 OVERSTATED = 1.1
 """GPUs have less memory than their names say, but never by more than this factor."""
@@ -39,14 +41,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         from rich.console import Console
 
-        from perfmodel.planner import text
+        from perfmodel.planner import plain, text
     except ImportError:
         parser.error("rich is needed to print the answer: pip install rich")
     if options.plot is not None:
         _plot(parser, options.plot, advice)
     notes = text.assumptions(advice, _compute_source(options))
     if options.json:
-        print(json.dumps(text.as_json(advice, notes), allow_nan=False))
+        print(json.dumps(plain.as_json(advice, notes), allow_nan=False))
     else:
         text.show(advice, notes, Console(markup=False))
     return 0
@@ -97,7 +99,39 @@ def _question(options: argparse.Namespace) -> Question:
         attach=not options.no_attach,
         flops_rate=_flops_rate(options),
         offload_gradients=options.offload_gradients,
+        nodes=options.nodes,
+        fsdp=options.fsdp or options.hsdp,
+        replicas=_replicas(options),
+        offload_parameters=options.offload_parameters,
+        fabric=_fabric(options),
     )
+
+
+def _replicas(options: argparse.Namespace) -> int:
+    """Of the model. Raises ValueError for options that contradict each other."""
+    if not options.hsdp:
+        return int(options.replicas or 1)
+    if options.replicas is not None:
+        raise ValueError(
+            f"--hsdp keeps a replica of the model on each node, found --replicas {options.replicas} as "
+            "well; choose one of them"
+        )
+    if options.nodes < 2:
+        raise ValueError(
+            "--hsdp keeps a replica of the model on each of several nodes, found 1 node; add --nodes, "
+            "or choose --fsdp, with --replicas N for replicas within a node"
+        )
+    return int(options.nodes)
+
+
+def _fabric(options: argparse.Namespace) -> Fabric:
+    """How GPUs reach one another: the machine's data sheet, and what was given instead."""
+    fabric = FABRICS.get(options.machine, PCIE)
+    if (rate := options.interconnect) is not None:
+        fabric = dataclasses.replace(fabric, interconnect=rate, within=f"the {format_rate(rate)} given")
+    if (rate := options.network) is not None:
+        fabric = dataclasses.replace(fabric, network=rate, between=f"the {format_rate(rate)} given")
+    return fabric
 
 
 def _flops_rate(options: argparse.Namespace) -> float | None:
@@ -156,9 +190,18 @@ def _parser() -> _Parser:
         "--machine", default="unknown", metavar="NAME|PROFILE", help=f"{', '.join(GPUS)}, or a calibrated profile"
     )
     machine.add_argument("--gpu", type=_by(parse_bytes), metavar="SIZE", help="memory of one GPU: 24GiB")
-    machine.add_argument("--host", type=_by(parse_bytes), metavar="SIZE", help="memory of the host: 128GiB")
+    machine.add_argument("--host", type=_by(parse_bytes), metavar="SIZE", help="memory of each node: 128GiB")
     machine.add_argument(
-        "--ranks", type=_by(parse_count), default=1, metavar="N", help="GPUs of the host, data-parallel"
+        "--ranks", type=_by(parse_count), default=1, metavar="N", help="GPUs of the whole job, data-parallel"
+    )
+    machine.add_argument(
+        "--nodes", type=_by(parse_count), default=1, metavar="N", help="hosts that share the ranks equally"
+    )
+    machine.add_argument(
+        "--interconnect", type=_by(parse_rate), metavar="RATE", help="of each GPU within its node, one way: 450GB"
+    )
+    machine.add_argument(
+        "--network", type=_by(parse_rate), metavar="RATE", help="of each node, all adapters, one way: 400Gb"
     )
     machine.add_argument(
         "--tflops", type=_positive, metavar="X", help="that forward and backward reach, instead of a data sheet's share"
@@ -182,6 +225,12 @@ def _parser() -> _Parser:
     training.add_argument(
         "--zero", type=int, choices=range(4), default=0, help="ZeRO stage that divides over the ranks (0: none)"
     )
+    training.add_argument("--fsdp", action="store_true", help="FSDP2 divides the model over the ranks")
+    training.add_argument("--hsdp", action="store_true", help="FSDP2 with a replica of the model on each node")
+    training.add_argument(
+        "--replicas", type=_by(parse_count), metavar="N", help="of the model with --fsdp (1); --hsdp: as many as nodes"
+    )
+    training.add_argument("--offload-parameters", action="store_true", help="FSDP2's CPUOffloadPolicy")
     training.add_argument(
         "--subgroup-size", type=_by(parse_count), default=DEFAULT_SUBGROUP_SIZE, metavar="N", help="parameters (1e8)"
     )

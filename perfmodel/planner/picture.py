@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 
 from perfmodel.plan import Placement
 from perfmodel.planner.advise import Advice, adaptive_outcome
-from perfmodel.planner.question import Situation
+from perfmodel.planner.situation import Situation
 from perfmodel.planner.units import format_bytes, format_count
 
 GIB = 2**30
@@ -67,6 +67,8 @@ def _draw_memory(axes: Axes, advice: Advice) -> None:
         "gradients": (0, device.gradients, _RED),
         "resident state": (resident, resident, _BLUE),
     }
+    if device.gathered:
+        parts["weights gathered"] = (device.gathered, device.gathered, _GREEN)
     bottoms = [0.0, 0.0]
     for label, (begin, end, colour) in parts.items():
         sizes = [begin / GIB, end / GIB]
@@ -98,14 +100,15 @@ def _draw_times(axes: Axes, advice: Advice) -> None:
 def _draw_slope(axes: Axes, advice: Advice) -> None:
     """The adaptive policy by device memory, from nothing to spare to all state resident."""
     question = advice.situation.question
-    low, high = advice.situation.device.peak, advice.all_resident_bytes
+    low = advice.situation.device.peak
+    high = advice.all_resident_bytes or 2 * low
     sizes = [int(low + (1.05 * high - low) * i / (POINTS - 1)) for i in range(POINTS)]
     outcomes = [adaptive_outcome(Situation(dataclasses.replace(question, device_bytes=size))) for size in sizes]
     points = [(size / GIB, outcome.seconds) for size, outcome in zip(sizes, outcomes, strict=True) if outcome.fits]
     if points:
         axes.plot(*zip(*points, strict=True), color=_BLUE, marker=".", label="adaptive")
         axes.set_ylim(bottom=0)
-    for outcome, colour in zip(advice.outcomes[1:-1], (_GREY, _AMBER, _GREEN), strict=True):
+    for outcome, colour in zip(advice.outcomes[1:-1], (_GREY, _AMBER, _GREEN), strict=False):
         if outcome.fits:
             axes.axhline(outcome.seconds, color=colour, linewidth=1, linestyle=":", label=f"{outcome.policy}, as it is")
     axes.axvline(question.device_bytes / GIB, color="black", linewidth=1, linestyle="--")

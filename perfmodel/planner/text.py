@@ -1,77 +1,23 @@
-"""The planner's answer as text for people, and as plain values for JSON."""
+"""The planner's answer as text for people."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from perfmodel.plan import Placement
-from perfmodel.planner.advise import Advice, Outcome, Remedy
+from perfmodel.planner.advise import Advice
+from perfmodel.planner.jobtext import job_assumptions, job_headline, job_tables
 from perfmodel.planner.question import MARGIN
+from perfmodel.planner.situation import Situation
+from perfmodel.planner.tables import new_table
 from perfmodel.planner.units import format_bytes, format_count, format_seconds
+from perfmodel.planner.whatif import Remedy
 
 LARGE_CHANGE = 0.005
 """Shares of the time below this are shown as no change."""
-
-
-def as_json(advice: Advice, assumptions: list[str]) -> dict[str, Any]:
-    """The answer as plain values; sizes in bytes, times in seconds, None where something does not fit."""
-    situation, question = advice.situation, advice.situation.question
-    settings = {
-        f.name: getattr(question, f.name) for f in dataclasses.fields(question) if f.name not in ("model", "profile")
-    }
-    device, host = situation.device, situation.host
-    return {
-        "fits": situation.fits,
-        "obstacle": question.obstacle or None,
-        "model": dataclasses.asdict(question.model),
-        "machine": situation.profile.to_json(),
-        "settings": settings,
-        "device": {
-            **dataclasses.asdict(device),
-            "peak": device.peak,
-            "peak_accumulating": device.peak_accumulating,
-            "total": question.device_bytes,
-            "fits": situation.fits_device,
-            "state": situation.host.state,
-            "room_for_state": situation.room,
-            "resident_state": _resident_bytes(advice),
-            "all_resident_total": advice.all_resident_bytes,
-        },
-        "host": {
-            **dataclasses.asdict(host),
-            "per_rank": host.total,
-            "all_ranks": situation.host_needed,
-            "available": question.host_bytes,
-            "fits": situation.fits_host,
-        },
-        "compute_s": situation.compute_s,
-        "policies": [_outcome_json(outcome) for outcome in advice.outcomes],
-        "bound": None
-        if advice.bound is None
-        else {
-            "update_s": advice.bound.seconds,
-            "binding": advice.bound.binding,
-            "shares": _shares(advice.bound.shares),
-        },
-        "levers": [{"change": lever.change, **_outcome_json(lever.outcome)} for lever in advice.levers],
-        "remedies": [
-            {
-                "change": remedy.change,
-                "fits": remedy.situation.fits,
-                "device_peak": remedy.situation.device.peak,
-                "host_all_ranks": remedy.situation.host_needed,
-            }
-            for remedy in advice.remedies
-        ],
-        "largest_parameters": advice.largest,
-        "assumptions": assumptions,
-    }
 
 
 def assumptions(advice: Advice, compute: str) -> list[str]:
@@ -87,8 +33,8 @@ def assumptions(advice: Advice, compute: str) -> list[str]:
     else:
         lines.append(f"forward and backward reach {question.flops_rate / 1e12:.3g} TFLOP/s per GPU: {compute}")
         operations = 8 if question.checkpointing else 6
-        together = "; communication between ranks takes no time" if question.ranks > 1 else ""
-        lines.append(f"{operations} operations per parameter and token{together}")
+        lines.append(f"{operations} operations per parameter and token")
+    lines += job_assumptions(advice)
     lines.append(
         f"{format_bytes(question.reserved)} of GPU memory for CUDA and fragmentation (--reserved); "
         f"{MARGIN:.0%} that DOSAdam leaves alone"
@@ -109,6 +55,9 @@ def show(advice: Advice, notes: list[str], console: Console) -> None:
     for line in headline(advice):
         console.print(line, highlight=False, soft_wrap=True)
     console.print(_memory(advice))
+    if advice.situation.job.talks:
+        for table in job_tables(advice):
+            console.print(table)
     if advice.situation.fits:
         console.print(_times(advice))
     if advice.levers:
@@ -122,6 +71,8 @@ def headline(advice: Advice) -> Iterator[str]:
     """The answer in a few sentences."""
     situation, question, best = advice.situation, advice.situation.question, advice.best
     ranks = f" on {question.ranks} GPUs" if question.ranks > 1 else ""
+    if question.nodes > 1:
+        ranks += f" of {question.nodes} nodes"
     what = f"{format_count(question.model.numel)} parameters in {question.dtype}{ranks}, {situation.profile.name}"
     if question.obstacle:
         yield f"NOT POSSIBLE YET: {question.obstacle}. What follows is what it would take."
@@ -134,27 +85,43 @@ def headline(advice: Advice) -> Iterator[str]:
         )
     if not situation.fits_host:
         needed, there = situation.host_needed, question.host_bytes or 0
+        each = " on each node" if question.nodes > 1 else ""
         yield (
-            f"{what}: DOES NOT FIT. Optimizer state and staging need {format_bytes(needed)} of host memory, "
+            f"{what}: DOES NOT FIT. {_on_host(situation)} need {format_bytes(needed)} of host memory{each}, "
             f"{format_bytes(needed - there)} more than there is."
         )
     for remedy in advice.remedies:
         yield _remedy(remedy)
     if situation.fits:
-        resident = best.shares[Placement.GPU_RESIDENT]
         fits = "memory would suffice" if question.obstacle else "fits"
-        yield f"{what}: {fits}; {resident:.0%} of the optimizer state can stay on the GPU."
-        cpu_only = next(outcome for outcome in advice.outcomes if outcome.policy == "CPU only")
-        unit = "update" if best.iteration_s is None else "iteration"
-        yield (
-            f'An {unit} takes {format_seconds(best.seconds)} with policy="adaptive", '
-            f"{cpu_only.seconds / best.seconds:.2f}x as fast as with all updates on the CPU. {_bottleneck(advice)}"
-        )
+        where = f"{best.shares[Placement.GPU_RESIDENT]:.0%} of the optimizer state can stay on the GPU"
+        if question.offload_parameters:
+            where = "parameters, gradients and optimizer state are on the host"
+        yield f"{what}: {fits}; {where}."
+        yield _expected(advice)
+        yield from job_headline(advice)
     if advice.largest:
         most = format_count(advice.largest)
         yield f"The largest model of the usual shape that fits with these settings: about {most} parameters."
     else:
         yield "With these settings no model fits: lower --batch or --seq."
+
+
+def _expected(advice: Advice) -> str:
+    """How long it takes, beside the simplest policy if there is a choice, and what limits the update."""
+    best = advice.best
+    unit = "update" if best.iteration_s is None else "iteration"
+    cpu_only = next((outcome for outcome in advice.outcomes if outcome.policy == "CPU only"), None)
+    if cpu_only is None:
+        return f"An {unit} takes {format_seconds(best.seconds)}; parameters are updated in place on the host."
+    return (
+        f'An {unit} takes {format_seconds(best.seconds)} with policy="adaptive", '
+        f"{cpu_only.seconds / best.seconds:.2f}x as fast as with all updates on the CPU. {_bottleneck(advice)}"
+    )
+
+
+def _on_host(situation: Situation) -> str:
+    return "Parameters, gradients and optimizer state" if situation.host_model else "Optimizer state and staging"
 
 
 def _remedy(remedy: Remedy) -> str:
@@ -178,13 +145,14 @@ def _bottleneck(advice: Advice) -> str:
 
 def _memory(advice: Advice) -> Table:
     situation, question = advice.situation, advice.situation.question
-    device, host, ranks = situation.device, situation.host, question.ranks
-    title = "Where things are" + (", one rank" if ranks > 1 else "")
-    table = _table(title, "", "GPU", "host", "bytes on the host")
-    resident = _resident_bytes(advice)
+    device, host, ranks = situation.device, situation.host, question.layout.per_node
+    title = "Where things are" + (", one rank" if question.ranks > 1 else "")
+    table = new_table(title, "", "GPU", "host", "bytes on the host")
+    resident = advice.resident_bytes
     rows: list[tuple[str, int | None, int | None]] = [
-        ("weights", device.weights, None),
-        ("gradients", device.gradients, None),
+        ("weights", device.weights, situation.host_model // 2),
+        ("gradients", device.gradients, situation.host_model // 2),
+        ("weights gathered", device.gathered, None),
         ("activations when backward begins", device.activations, None),
         ("one block at work", device.block, None),
         ("CUDA, fragmentation", device.reserved, None),
@@ -204,22 +172,31 @@ def _memory(advice: Advice) -> Table:
                 f"{on_host:,}" if on_host else "",
             )
     table.add_section()
-    table.add_row("state resident beside it", format_bytes(resident), "", "")
-    table.add_row("needed", format_bytes(device.peak + resident), format_bytes(host.total), f"{host.total:,}")
+    if not situation.host_model:
+        table.add_row("state resident beside it", format_bytes(resident), "", "")
+    table.add_row("needed", format_bytes(device.peak + resident), *_both(situation.host_per_rank))
     if ranks > 1:
-        table.add_row(f"needed by {ranks} ranks", "", format_bytes(ranks * host.total), f"{ranks * host.total:,}")
+        of = "of a node" if question.nodes > 1 else ""
+        table.add_row(f"needed by {ranks} ranks {of}".rstrip(), "", *_both(situation.host_needed))
     there = "not given" if question.host_bytes is None else format_bytes(question.host_bytes)
     table.add_row("there is", format_bytes(question.device_bytes), there, "")
-    table.add_row("for all state on the GPU", format_bytes(advice.all_resident_bytes), "", "")
+    if advice.all_resident_bytes is not None:
+        table.add_row("for all state on the GPU", format_bytes(advice.all_resident_bytes), "", "")
     return table
 
 
+def _both(nbytes: int) -> tuple[str, str]:
+    """A size for people, and to the byte."""
+    return format_bytes(nbytes), f"{nbytes:,}"
+
+
 def _times(advice: Advice) -> Table:
-    compute_s = advice.situation.compute_s
+    training_s = advice.situation.training_s
     title = "Expected times"
-    if compute_s is not None:
-        title += f"; forward and backward alone {format_seconds(compute_s)}"
-    table = _table(title, "policy", "update", "iteration", "tokens/s", "CPU", "streamed", "resident")
+    if training_s is not None:
+        beside = " with what is exchanged" if advice.situation.job.talks else ""
+        title += f"; forward and backward alone{beside} {format_seconds(training_s)}"
+    table = new_table(title, "policy", "update", "iteration", "tokens/s", "CPU", "streamed", "resident")
     tokens = advice.situation.question.tokens * advice.situation.question.ranks
     for outcome in advice.outcomes:
         if outcome.update_s is None:
@@ -239,10 +216,10 @@ def _times(advice: Advice) -> Table:
 
 
 def _what_if(advice: Advice) -> Table:
-    table = _table("What would help (adaptive, planned anew)", "change", "update", "", "iteration", "")
-    table.caption = (
-        f"GPU memory counts in whole subgroups, of {format_bytes(advice.situation.alone.slot_bytes)} of state here."
-    )
+    table = new_table("What would help (adaptive, planned anew)", "change", "update", "", "iteration", "")
+    if not advice.situation.question.offload_parameters:
+        size = format_bytes(advice.situation.alone.slot_bytes)
+        table.caption = f"GPU memory counts in whole subgroups, of {size} of state here."
     best = advice.best
     for lever in advice.levers:
         after = lever.outcome
@@ -254,21 +231,6 @@ def _what_if(advice: Advice) -> Table:
     return table
 
 
-def _table(title: str, *headings: str) -> Table:
-    """A table whose columns but the first are numbers."""
-    table = Table(
-        title=title,
-        title_justify="left",
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        collapse_padding=True,
-    )
-    for i, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if i else "left", no_wrap=True)
-    return table
-
-
 def _changed(before: float | None, after: float | None) -> tuple[str, str]:
     """A time and what it is relative to another."""
     if after is None:
@@ -277,26 +239,3 @@ def _changed(before: float | None, after: float | None) -> tuple[str, str]:
         return format_seconds(after), "fits"
     change = after / before - 1
     return format_seconds(after), f"{change:+.0%}" if abs(change) >= LARGE_CHANGE else "same"
-
-
-def _resident_bytes(advice: Advice) -> int:
-    if advice.best.plan is None:
-        return 0
-    loads = advice.situation.alone.subgroups
-    return sum(loads[i].state_bytes for i in advice.best.plan.served(Placement.GPU_RESIDENT))
-
-
-def _outcome_json(outcome: Outcome) -> dict[str, Any]:
-    return {
-        "policy": outcome.policy,
-        "fits": outcome.fits,
-        "update_s": outcome.update_s,
-        "iteration_s": outcome.iteration_s,
-        "exposed_s": outcome.exposed_s,
-        "shares": _shares(outcome.shares),
-        "slots": None if outcome.plan is None else outcome.plan.slots,
-    }
-
-
-def _shares(shares: dict[Placement, float]) -> dict[str, float]:
-    return {placement.label: share for placement, share in shares.items()}

@@ -13,6 +13,12 @@ _BYTES = {"": 1, "B": 1} | {
     for power, prefix in enumerate("KMGT", start=1)
     for binary in ("", "i")
 }
+_RATES = {
+    f"{prefix}{kind}": 1000.0**power / bits
+    for power, prefix in enumerate("MGT", start=2)
+    for kind, bits in (("b", 8), ("bit", 8), ("B", 1))
+}
+"""Bandwidths by unit, in bytes per second: networks are sold in bits, links in bytes."""
 _COUNTS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 _NUMBER = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*([a-z]*)", re.IGNORECASE)
 
@@ -46,12 +52,30 @@ def parse_count(text: str) -> int:
     return round(value)
 
 
+def parse_rate(text: str) -> float:
+    """The bytes per second that `400Gb` (bits), `50GB` (bytes), `400Gbps` or `50 GB/s` mean.
+
+    Raises ValueError for anything else, and for rates below a megabit.
+    """
+    number, unit = _split(text.strip().removesuffix("/s").removesuffix("ps"))
+    value = number * _RATES.get(unit, math.nan)
+    if not 1e6 / 8 <= value <= LARGEST:
+        raise ValueError(f"expected a bandwidth per second such as 400Gb (bits) or 50GB (bytes), found {text!r}")
+    return value
+
+
 def format_bytes(nbytes: float) -> str:
     """With a binary prefix: `24.0 GiB`."""
     for power, prefix in ((4, "Ti"), (3, "Gi"), (2, "Mi"), (1, "Ki")):
         if abs(nbytes) >= 0.9995 * 1024**power:
             return f"{nbytes / 1024**power:.1f} {prefix}B"
     return f"{nbytes:.0f} B"
+
+
+def format_rate(rate: float) -> str:
+    """Three digits, in decimal units as data sheets have them: `450 GB/s`."""
+    scale, unit = (1e9, "GB/s") if rate >= 0.9995e9 else (1e6, "MB/s")
+    return f"{rate / scale:.3g} {unit}" if rate < 0.9995e12 else f"{rate / 1e12:.3g} TB/s"
 
 
 def format_count(count: float) -> str:

@@ -1,0 +1,104 @@
+"""What each policy gives in a situation: its plan, and how long that takes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from perfmodel.adaptive import AdaptivePlanner
+from perfmodel.plan import Placement, Plan
+from perfmodel.planner.situation import Situation
+from perfmodel.policies import DEFAULT_SLOTS, balanced_stride, cpu_only, static_ratio, stride
+from perfmodel.simulate import Phase
+
+RATIOS_TRIED = 12
+"""Ratios between nothing and all that fits being resident."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a policy gives. Times in seconds; None where it does not fit, or the compute is not known.
+
+    exposed_s: by which the optimizer makes the iteration longer.
+    shares: of the parameters by placement.
+    """
+
+    policy: str
+    plan: Plan | None
+    update_s: float | None = None
+    iteration_s: float | None = None
+    exposed_s: float | None = None
+    shares: dict[Placement, float] = field(default_factory=dict)
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is the memory for it."""
+        return self.plan is not None
+
+    @property
+    def seconds(self) -> float:
+        """Of the iteration, or of the update if that is all that is known; infinite if it does not fit."""
+        known = self.update_s if self.iteration_s is None else self.iteration_s
+        return math.inf if known is None else known
+
+
+def adaptive_outcome(situation: Situation) -> Outcome:
+    """What DOSAdam's adaptive policy gives, which measures the compute that transfers can run beside.
+
+    Parameters on the host are updated in place, under any policy.
+    """
+    if situation.question.offload_parameters:
+        return _outcome("in place, on the host", situation, cpu_only(situation.alone))
+    scope, beside = situation.scope, situation.beside
+    work = dataclasses.replace(
+        beside,
+        forward_s=beside.forward_s if scope.forward is Phase.OVERLAPPED else 0.0,
+        backward_s=beside.backward_s if scope.backward is Phase.OVERLAPPED else 0.0,
+    )
+    return _outcome("adaptive", situation, AdaptivePlanner()(work, situation.profile))
+
+
+def baselines(situation: Situation) -> Iterator[Outcome]:
+    """The policies that adaptive is compared with."""
+    work = situation.alone
+    n = len(work.subgroups)
+    everything = Plan((Placement.GPU_RESIDENT,) * n, tuple(range(n)), 0)
+    fits = situation.fits_device and situation.adamw_bytes <= situation.room
+    yield _outcome("fused AdamW", situation, everything, fits)
+    yield _outcome("CPU only", situation, cpu_only(work))
+    yield _best_ratio(situation)
+    k = balanced_stride(work.subgroups[0], situation.profile)
+    slots = max(1, min(DEFAULT_SLOTS, int(work.shared_free_bytes // work.slot_bytes)))
+    yield _outcome(f"stride {k} (paper)", situation, stride(work, k, slots=slots))
+
+
+def _best_ratio(situation: Situation) -> Outcome:
+    """The fastest of some ratios whose resident state fits."""
+    work = situation.alone
+    held = 0
+    shares = [0.0]
+    for load in work.subgroups:
+        held += load.state_bytes
+        if held <= work.peak_free_bytes:
+            shares.append(held / work.state_bytes)
+    tried = sorted({shares[round(i * (len(shares) - 1) / RATIOS_TRIED)] for i in range(RATIOS_TRIED + 1)})
+    outcomes = [_outcome(f"best ratio, {1 - share:.2f}", situation, static_ratio(work, 1 - share)) for share in tried]
+    return min(outcomes, key=lambda outcome: outcome.seconds)
+
+
+def _outcome(policy: str, situation: Situation, plan: Plan, fits: bool | None = None) -> Outcome:
+    """What the plan gives. fits: whether memory suffices, if that is not for `Situation.allows` to say."""
+    if not (situation.allows(plan) if fits is None else fits):
+        return Outcome(policy, None)
+    iteration_s, training_s = situation.iteration_s(plan), situation.training_s
+    loads, total = situation.alone.subgroups, situation.alone.numel
+    return Outcome(
+        policy,
+        plan,
+        situation.update_s(plan),
+        iteration_s,
+        None if iteration_s is None or training_s is None else max(0.0, iteration_s - training_s),
+        {placement: sum(loads[i].numel for i in plan.served(placement)) / total for placement in Placement},
+    )

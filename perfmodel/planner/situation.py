@@ -1,0 +1,200 @@
+"""What follows from a question before anything is decided: memory, and the work beside it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+from perfmodel.footprint import DeviceBytes, HostBytes, host_footprint
+from perfmodel.hardware import changed
+from perfmodel.plan import Placement, Plan
+from perfmodel.planner.job import Job
+from perfmodel.planner.question import MARGIN, Question
+from perfmodel.simulate import Costs, Phase, Scope, makespan
+from perfmodel.workload import Workload
+
+
+class Situation:
+    """What follows from a question before anything is decided.
+
+    device, host: bytes of one rank. profile: of the machine with the question's ranks on it.
+    host_model: bytes of parameters and gradients of one rank that are on the host.
+    scope: how the compute takes part in an iteration. job: what runs beside the optimizer.
+    """
+
+    def __init__(self, question: Question) -> None:
+        self.question = question
+        self.profile = changed(question.profile, {"ranks_per_host": question.layout.per_node})
+        self.device = device_footprint(question)
+        self.host: HostBytes = host_footprint(
+            question.state_numel,
+            question.value_bytes,
+            offload_gradients=question.offload_gradients,
+            accelerated=not question.offload_parameters,
+        )
+        self.host_model = 2 * question.state_numel * question.value_bytes if question.offload_parameters else 0
+        self.job = Job(question, self.profile)
+        # With several ranks gradients are reduced after the hooks that would send them off early;
+        # FSDP2 hands each layer's over when its reduce-scatter has ended.
+        early = question.sharded or question.ranks == 1
+        self.scope = Scope(
+            Phase.OVERLAPPED if early else Phase.SERIAL, Phase.OVERLAPPED if question.attach else Phase.SERIAL
+        )
+
+    @property
+    def fits_device(self) -> bool:
+        """Whether the model trains on the device at all, with all optimizer state elsewhere."""
+        return self.device.peak <= self.question.device_bytes
+
+    @property
+    def fits_host(self) -> bool:
+        """Whether a host has the memory that its ranks need together; True if it is not known how much it has."""
+        return self.question.host_bytes is None or self.host_needed <= self.question.host_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Both."""
+        return self.fits_device and self.fits_host
+
+    @property
+    def host_needed(self) -> int:
+        """Host memory of all ranks of a node together, in bytes."""
+        return self.host_per_rank * self.question.layout.per_node
+
+    @property
+    def host_per_rank(self) -> int:
+        """Host memory of one rank, in bytes."""
+        return self.host.total + self.host_model
+
+    @property
+    def room(self) -> int:
+        """Device memory for optimizer state at the peak of the iteration, in bytes."""
+        return max(0, self._usable - self.device.peak)
+
+    @property
+    def adamw_bytes(self) -> int:
+        """State of an AdamW that keeps all on the device: as ours, but float32 parameters are their own master."""
+        return self.host.moments if self.question.dtype == "fp32" else self.host.state
+
+    @property
+    def compute_s(self) -> float | None:
+        """Seconds of forward's and backward's arithmetic; None if not known."""
+        return None if self.job.compute_s is None else sum(self.job.compute_s)
+
+    @functools.cached_property
+    def training_s(self) -> float | None:
+        """Seconds of forward and backward with their collectives and copies; None if not known."""
+        return None if self.job.compute_s is None else self.beside.forward_s + self.beside.backward_s
+
+    @property
+    def exposed_communication_s(self) -> float | None:
+        """Seconds that collectives and copies of parameters add to compute; None if not known."""
+        if self.training_s is None or self.compute_s is None:
+            return None
+        return max(0.0, self.training_s - self.compute_s) + self.job.after_update_s
+
+    @functools.cached_property
+    def alone(self) -> Workload:
+        """The update with the memory that DOSAdam gives it.
+
+        State is resident in whole subgroups. Slots share that memory; if not attached, they are gone when the next
+        forward begins, and may have what it and backward need.
+        """
+        question = self.question
+        size, numel = question.subgroup_size, question.state_numel
+        work = Workload.of_sizes(
+            [min(size, numel - start) for start in range(0, numel, size)],
+            gradient_bytes=question.value_bytes,
+            parameter_bytes=question.value_bytes,
+            state_bytes=host_footprint(1, question.value_bytes).state,
+        )
+        slot = work.slot_bytes
+        resident = work.state_bytes if self.room >= work.state_bytes else self.room // slot * slot
+        beyond = 0 if question.attach else max(0, self._usable - self.device.update - resident) // slot * slot
+        return dataclasses.replace(work, peak_free_bytes=resident, shared_free_bytes=resident + beyond)
+
+    @functools.cached_property
+    def beside(self) -> Workload:
+        """The same beside forward and backward."""
+        return dataclasses.replace(self.alone, forward_s=self.job.forward_s(), backward_s=self.job.backward_s)
+
+    def allows(self, plan: Plan) -> bool:
+        """Whether resident state and staging slots fit into the memory there is."""
+        work = self.alone
+        held = sum(work.subgroups[i].state_bytes for i in plan.served(Placement.GPU_RESIDENT))
+        staged = held + plan.slots * work.slot_bytes
+        return self.fits and held <= work.peak_free_bytes and staged <= work.shared_free_bytes
+
+    def update_s(self, plan: Plan) -> float:
+        """Seconds of the update alone, all gradients where they are used."""
+        if self.question.offload_parameters:
+            return self._in_place_s
+        return makespan(plan, self.alone, self.profile)
+
+    def iteration_s(self, plan: Plan) -> float | None:
+        """Seconds of backward, update and the next forward; None if the compute is not known.
+
+        No less than any resource is busy for: what collectives take of PCIe is not there for the
+        optimizer's transfers, which the simulation of the schedule does not know.
+        """
+        if self.compute_s is None:
+            return None
+        if self.question.offload_parameters:
+            seconds = self._on_host_s
+        else:
+            seconds = makespan(plan, self.beside, self.profile, self.scope)
+        if not self.job.talks:
+            return seconds
+        return max(seconds + self.job.after_update_s, *self.job.busy_s(plan, self.alone).values())
+
+    @property
+    def _in_place_s(self) -> float:
+        """Seconds of an update of parameters on the host, at its memory's speed."""
+        costs = [Costs.of(load, self.profile).cpu_update for load in self.alone.subgroups]
+        return sum(max(alone, traffic / self.profile.host_bandwidth_per_rank) for alone, traffic in costs)
+
+    @property
+    def _on_host_s(self) -> float:
+        """Seconds of an iteration with parameters on the host.
+
+        If attached, a layer's copy to the device waits for its own update, else forward for all.
+        """
+        update_s, backward_s = self._in_place_s, self.job.backward_s
+        if self.question.attach:
+            return backward_s + self.job.forward_s(updated=update_s)
+        return backward_s + update_s + self.job.forward_s()
+
+    @property
+    def _usable(self) -> int:
+        return int((1 - MARGIN) * self.question.device_bytes)
+
+
+def device_footprint(question: Question) -> DeviceBytes:
+    """What the model and its compute take on one rank's device.
+
+    ZeRO keeps whole, one block at a time, what it divides: weights while they are gathered, gradients until they are
+    reduced. Gradients that are offloaded are on the device one block at a time, too.
+    FSDP2 prefetches: two blocks are gathered, and beside a block's gradients are those that the one
+    before it has yet to reduce. Embedding and output layer belong to its root, which is gathered
+    from forward to the end of backward; both are counted. Parameters on the host take nothing else.
+    """
+    model, values = question.model, question.value_bytes
+    attention = {"eager_attention": question.eager_attention}
+    one_block = math.ceil(model.numel / model.layers) * values
+    whole = ((question.zero >= 3) + (question.zero >= 2 or question.offload_gradients)) * one_block
+    gathered = 0
+    if question.sharded:
+        root = 2 * model.vocabulary * model.width * values
+        whole = gathered = min(2 * one_block + root, model.numel * values)
+    on_host = question.offload_parameters
+    return DeviceBytes(
+        weights=0 if on_host else question.share(model.numel, 3) * values,
+        gradients=0 if on_host or question.offload_gradients else question.share(model.numel, 2) * values,
+        activations=model.peak_activation_bytes(
+            question.tokens, question.sequence, values, checkpointing=question.checkpointing, **attention
+        ),
+        block=model.activation_bytes(question.tokens, question.sequence, values, **attention) + whole,
+        reserved=question.reserved,
+        gathered=gathered,
+    )
