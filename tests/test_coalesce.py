@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dos.devices import coalesce
 from dos.devices.base import Copy
-from dos.devices.coalesce import RUN_BYTES, SMALL_BYTES, copy_pieces, runs
+from dos.devices.coalesce import RUN_BYTES, SMALL_BYTES, copy_pieces, joined, runs
 
 SMALL, LARGE = 100, SMALL_BYTES // 4
 
@@ -80,3 +80,19 @@ def test_gradients_become_wider_on_the_way() -> None:
     assert len(coalesce.runs(copies, host=0)) == 1
     copy_pieces(copies, to_host=True)
     assert torch.equal(host, torch.cat([source for _, source in copies]).float())
+
+
+def test_neighbours_on_both_sides_are_one_copy() -> None:
+    here, there, other = torch.randn(12), torch.zeros(12), torch.randn(4)
+    parts = [(there[:3], here[:3]), (there[3:5], here[3:5]), (there[5:6], here[6:7]), (there[6:10], other)]
+    found = joined([parts[2], parts[0], parts[3], parts[1]])
+    assert [len(source) for _, source in found] == [5, 1, 4]
+    for destination, source in found:
+        destination.copy_(source)
+    assert torch.equal(there, torch.cat([here[:5], here[6:7], other, torch.zeros(2)]))
+
+
+def test_what_lies_apart_is_not_joined() -> None:
+    here, there = torch.randn(6), torch.zeros(6)
+    assert len(joined([(there[:3], here[3:]), (there[3:], here[:3])])) == 2
+    assert joined([]) == []

@@ -15,6 +15,27 @@ RUN_BYTES = 1 << 24
 """The most that one such copy moves, and needs on the device meanwhile."""
 
 
+def joined(copies: Iterable[Copy]) -> list[Copy]:
+    """The same copies, those as one that follow each other on both sides: gradients of an FSDP group lie so."""
+    found: list[Copy] = []
+    parts: list[Copy] = []
+
+    def end() -> None:
+        if len(parts) > 1:
+            numel = sum(destination.numel() for destination, _ in parts)
+            found.append((parts[0][0].as_strided((numel,), (1,)), parts[0][1].as_strided((numel,), (1,))))
+        else:
+            found.extend(parts)
+
+    for copy in sorted(copies, key=lambda copy: copy[0].data_ptr()):
+        if not (parts and _follows(copy[0], parts[-1][0]) and _follows(copy[1], parts[-1][1])):
+            end()
+            parts = []
+        parts.append(copy)
+    end()
+    return found
+
+
 def copy_pieces(copies: Iterable[Copy], *, to_host: bool) -> None:
     """Queue all copies on the current stream. Pieces that are neighbours on the host are copied together if small."""
     for run in runs(copies, host=0 if to_host else 1):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dos.devices import LANES, Caller, Copy, Device, Job
+from dos.devices.coalesce import joined
 from dos.guard import Guard
 from dos.lifetime import watch
 from dos.state.arena import Arena
@@ -101,7 +102,7 @@ class Engine:
         if len(self._begun) > MOST_EARLY_JOBS and self._step is None:
             self._forget_begun()
         # What backward writes in any of them is read here.
-        job = self.device.copy(Op.GRADIENT, index, copies, self.device.fence(callers))
+        job = self.device.copy(Op.GRADIENT, index, joined(copies), self.device.fence(callers))
         nbytes = sum(source.nbytes for _, source in copies)
         self._begun.append(Issued(Task(Op.GRADIENT, Stream.GRADIENT, index, nbytes), job))
         return job
