@@ -146,7 +146,7 @@ def test_slots_are_given_back_and_residents_stay() -> None:
     train(model, resident, 2)
     assert 10**6 - device.memory().free >= 12 * sum(p.numel() for p in model.parameters())
     assert len(resident.timeline().on(Lane.H2D)) == len(resident.timeline().on(Lane.D2H)) == 0
-    assert len(resident.state) == 5
+    assert len(resident.state.items()) == 5
     assert device.memory().free == 10**6, "reading the state brings it home"
 
 
