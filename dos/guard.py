@@ -33,13 +33,13 @@ class Guard:
 
     lock: held by whoever calls the optimizer; hooks may come from several threads at once.
     failed: whether work that changes parameters or state has failed.
-    drain: returns when nothing is in flight; None where nothing ever is.
+    drains: each returns when nothing of its own is in flight.
     """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.failed = False
-        self.drain: weakref.WeakMethod[Callable[[], None]] | None = None
+        self.drains: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._changing = False
         _guards.add(self)
 
@@ -80,9 +80,9 @@ def _before_fork() -> None:
         guard.lock.acquire()
         _held.append(guard)
     for guard in _held:
-        drain = None if guard.drain is None else guard.drain()
-        if drain is not None:
-            drain()
+        for drain in (reference() for reference in guard.drains):
+            if drain is not None:
+                drain()
 
 
 def _after_fork() -> None:

@@ -32,11 +32,12 @@ from dos.parameters.hooks import Attachment, Hooks, watch_gradient
 from dos.parameters.live_state import Entries, LiveState
 from dos.parameters.registry import Active, Registry
 from dos.sharding.ddp import CommHook, watch_buckets
-from dos.sharding.local import local, same_layout
+from dos.sharding.local import is_sharded, local, same_layout
 from dos.sharding.meshes import Meshes
 from dos.state.record import ParameterRecord
 from dos.state.subgroup import Subgroup
 from dos.step.engine import Prepared
+from dos.step.in_place import InPlace
 from dos.step.work import SubgroupUpdate
 from perfmodel import Op, Plan, Timeline
 from perfmodel.hardware import HardwareProfile
@@ -252,17 +253,19 @@ class DOSAdam(Optimizer):
 
         def apply() -> None:
             # Before there is anything to wait for: an interruption from here on leaves work in flight.
-            self._unfinished = {r: None for r, _ in active.members if r.arena.accelerated}
+            late = [s for s in registry.local if s in updates and self._attachment is not None and s.sharded]
+            now = [s for s in registry.local if s in updates and s not in late]
+            behind = {piece.record for subgroup in late for piece in subgroup.pieces}
+            self._unfinished = {r: None for r, _ in active.members if r.arena.accelerated or r in behind}
             self._in_flight = True
             registry.count(active, seen=self._seen)
             if accelerator is not None and plan is not None and room is not None:
                 accelerator.start(plan, room)
             if registry.offloaded is not None:
                 registry.offloaded.clear()
-            for subgroup in registry.local:
-                if subgroup in updates:
-                    updates[subgroup].apply(subgroup.state)
-            registry.written([record for record, _ in active.members if not record.arena.accelerated])
+            self._in_place.start(updates[subgroup] for subgroup in late)
+            self._in_place.run(updates[subgroup] for subgroup in now)
+            registry.written([record for record, _ in active.members if record not in self._unfinished])
             self._clipping.forget()
 
         # Everything that a user can have got wrong has been checked; from here on things change.
@@ -311,6 +314,7 @@ class DOSAdam(Optimizer):
         try:
             if self._accelerator is not None:
                 self._accelerator.wait()
+            self._in_place.wait()
             self._registry.written(self._unfinished)
         except Exception:
             self._unfinished, self._joined, self._in_flight = {}, {}, False
@@ -594,6 +598,7 @@ class DOSAdam(Optimizer):
         self._meshes = Meshes(self._process_groups)
         self._agreed = False
         self._registry = Registry(options, self._devices, self._guard, self._meshes)
+        self._in_place = InPlace(self._guard)
         self._watched = {}
         weakref.finalize(self, _unwatch, self._watched)
         self._coming = {}
@@ -710,19 +715,19 @@ class DOSAdam(Optimizer):
 
     def finish_parameters(self, parameters: Iterable[Tensor]) -> None:
         """Called by a hook before these parameters are used: wait for their updates, and no others."""
-        if self._in_flight and self._accelerator is not None:
-            self._finish_parameters(parameters, self._accelerator)
+        if self._in_flight:
+            self._finish_parameters(parameters)
 
     @exclusive
-    def _finish_parameters(self, parameters: Iterable[Tensor], accelerator: Accelerator) -> None:
-        here = accelerator.device.caller()
+    def _finish_parameters(self, parameters: Iterable[Tensor]) -> None:
+        here = None if self._accelerator is None else self._accelerator.device.caller()
         for parameter in parameters:
             record = self._registry.record(parameter)
             # A weight that several modules use may be read on several streams, each of which must wait.
             if record is None or not (record in self._unfinished or here not in self._joined.get(record, (here,))):
                 continue
             try:
-                accelerator.wait_for(record)
+                self._wait_for(record)
             except Exception:
                 with contextlib.suppress(Exception):  # what is raised already says that the step failed
                     self.synchronize()
@@ -731,6 +736,14 @@ class DOSAdam(Optimizer):
             if record in self._unfinished:
                 self._registry.written([record])
                 del self._unfinished[record]
+
+    def _wait_for(self, record: ParameterRecord) -> None:
+        if record.arena.accelerated:
+            assert self._accelerator is not None, "made for the first parameter on it"
+            self._accelerator.wait_for(record)
+            return
+        for subgroup, _ in self._registry.places[record]:
+            self._in_place.wait_for(subgroup)
 
     @exclusive
     def _bring_home(self) -> None:
@@ -756,7 +769,8 @@ class DOSAdam(Optimizer):
             if not is_lazy(parameter):
                 self._accelerates(parameter)  # which raises where it cannot be
                 # From the first gradient on, for the first peak of memory is one, too; it may be moved until then.
-                self._watch(parameter, True)
+                # Not where FSDP2 keeps its shards on the host: it copies gradients there while nobody hooks them.
+                self._watch(parameter, self._devices.holds(parameter) or not is_sharded(parameter))
 
     def _watch(self, parameter: Tensor, accelerated: bool) -> None:
         """Watch the parameter's gradient if it is on the accelerator, and no longer if it turns out not to be."""

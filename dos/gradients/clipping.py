@@ -14,9 +14,10 @@ from torch import Tensor
 
 from dos.gradients.offload import OffloadedGradients
 from dos.gradients.scaling import versions_of_a_check
+from dos.kernels.update import sum_of_squares
 from dos.sharding.local import local, version
 from dos.sharding.meshes import Meshes
-from dos.state.record import ParameterRecord
+from dos.state.record import ParameterRecord, flat_alias
 
 Gradient = Tensor | Future
 """A gradient with its parameter, or what `OffloadedGradients.handles` has for one that is not."""
@@ -126,8 +127,13 @@ class Clipping:
 
     def _square(self, gradient: Tensor) -> Tensor:
         """The sum of squares of this rank's part: float64, shape ()."""
-        norm, factor = torch.linalg.vector_norm(local(gradient), dtype=torch.float64), self._pending.factor(gradient)
-        return (norm if factor is None else norm * factor.to(norm.device)) ** 2
+        mine, factor = local(gradient), self._pending.factor(gradient)
+        flat = flat_alias(mine.detach()) if mine.is_cpu else None
+        if flat is None:
+            square = torch.linalg.vector_norm(mine, dtype=torch.float64) ** 2
+        else:
+            square = torch.tensor(sum_of_squares(flat), dtype=torch.float64, device="cpu")
+        return square if factor is None else square * factor.to(square.device) ** 2
 
     def about_to_add(self, record: ParameterRecord) -> None:
         """Another micro-batch is about to be added to an offloaded gradient."""

@@ -33,6 +33,10 @@ from perfmodel.plan import Tier
 
 StateDict = MutableMapping[Tensor, Any]
 
+SHARDED_SIZE = 1 << 24
+"""Parameters, at most, of a subgroup of DTensors on the host: a layer waits for its own, and an update of so many
+takes some milliseconds, beside which starting it is nothing."""
+
 
 class Active(NamedTuple):
     """What takes part in a step.
@@ -288,7 +292,8 @@ class Registry:
         """Put the subgroups in the order in which their parameters are first used; those not named come last."""
         rank = {parameter: i for i, parameter in enumerate(first_use)}
         last = len(rank)
-        self.accelerated.sort(key=lambda s: min(rank.get(piece.record.parameter, last) for piece in s.pieces))
+        for subgroups in (self.accelerated, self.local):
+            subgroups.sort(key=lambda s: min(rank.get(piece.record.parameter, last) for piece in s.pieces))
         self._reindex()
 
     def updates(self, active: Active, scales: Iterable[float]) -> dict[Subgroup, SubgroupUpdate]:
@@ -450,7 +455,10 @@ class Registry:
                 part=rounded(self._options.subgroup_size),
             )
         records = make_records(parameters, arena, first)
-        return records, split(arena, records, self._options.subgroup_size)
+        size = self._options.subgroup_size
+        if not accelerated and any(record.sharded for record in records):
+            size = min(size, SHARDED_SIZE)
+        return records, split(arena, records, size)
 
     def _publish(self, made: Iterable[tuple[list[ParameterRecord], list[Subgroup]]]) -> None:
         """Let new parameters count as enrolled."""

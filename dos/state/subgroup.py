@@ -75,6 +75,11 @@ class Subgroup:
         """Of the records to which its pieces belong."""
         return [piece.record.number for piece in self.pieces]
 
+    @cached_property
+    def sharded(self) -> bool:
+        """Whether any of its parameters is a DTensor."""
+        return any(piece.record.sharded for piece in self.pieces)
+
     @property
     def state(self) -> State:
         """Views of the host state."""

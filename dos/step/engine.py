@@ -78,7 +78,7 @@ class Engine:
         self._lane_done: Future[None] | None = None
         self._started = 0.0
         self.origin = 0.0
-        guard.drain = weakref.WeakMethod(self.drain)
+        guard.drains.append(weakref.WeakMethod(self.drain))
         watch(self)
 
     def check(self, plan: Plan, subgroups: Sequence[Subgroup], total: int) -> None:

@@ -1,0 +1,81 @@
+"""Updates of parameters that are on the host: in place, at once, or beside the caller's next forward."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+from dos.guard import Guard
+from dos.lifetime import watch
+from dos.state.subgroup import Subgroup
+from dos.step.work import SubgroupUpdate
+
+
+class InPlace:
+    """Updates the subgroups whose parameters are on the host.
+
+    guard: of the optimizer; whoever calls holds its lock. It is broken if an update fails.
+    """
+
+    def __init__(self, guard: Guard) -> None:
+        self._guard = guard
+        self._thread: ThreadPoolExecutor | None = None
+        self._running: dict[Subgroup, Future[None]] = {}
+
+    def run(self, updates: Iterable[SubgroupUpdate]) -> None:
+        """Update these before it returns."""
+        for update in updates:
+            update.apply(update.subgroup.state)
+
+    def start(self, updates: Iterable[SubgroupUpdate]) -> None:
+        """Update these one after the other, beside the caller."""
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="dos-in-place")
+            self._guard.drains.append(weakref.WeakMethod(self.finish))
+            watch(self)
+        for update in updates:
+            self._running[update.subgroup] = self._thread.submit(_apply, update)
+
+    def wait_for(self, subgroup: Subgroup) -> None:
+        """Return once this subgroup's parameters are updated. Raises RuntimeError, with the cause, if that failed."""
+        running = self._running.get(subgroup)
+        if running is not None:
+            try:
+                running.result()
+            except Exception as error:
+                self._guard.failed = True
+                raise RuntimeError(
+                    f"the optimizer step failed part way ({error}); restore a checkpoint before going on"
+                ) from error
+
+    def wait(self) -> None:
+        """Return once all are. Raises as `wait_for`, when nothing is running any more."""
+        for running in self._running.values():  # interrupted here, it is called again
+            running.exception()
+        try:
+            for subgroup in self._running:
+                self.wait_for(subgroup)
+        finally:
+            self._running = {}
+
+    def finish(self) -> None:
+        """The same, for an owner who is gone or a process that forks: what went wrong is said by the next `wait`."""
+        if not threading.current_thread().name.startswith("dos-"):  # a thread that would wait for itself
+            for running in list(self._running.values()):
+                with contextlib.suppress(Exception):
+                    running.exception()
+
+    def after_fork(self) -> None:
+        """Renew what a forked child does not inherit: the thread."""
+        if self._thread is not None:
+            self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="dos-in-place")
+
+
+def _apply(update: SubgroupUpdate) -> None:
+    with torch.no_grad():
+        update.apply(update.subgroup.state)

@@ -1,0 +1,139 @@
+"""FSDP2's CPUOffloadPolicy: shards, gradients and state on the host, updated in place."""
+
+from __future__ import annotations
+
+import copy
+import time
+from typing import Any
+
+import pytest
+import torch
+from ranks import Ranks
+from test_sharded import assert_close, assert_equal, batch, mesh_of, model, shard, train, values
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.fsdp import CPUOffloadPolicy
+
+from dos import DOSAdam
+from dos.step import in_place
+from dos.step.work import SubgroupUpdate
+
+UPDATE_S = 0.05
+
+
+def offloaded(size: int = 4, dtype: torch.dtype = torch.float32, blocks: int = 2) -> nn.Sequential:
+    return shard(model(dtype=dtype, blocks=blocks), mesh_of(size), offload_policy=CPUOffloadPolicy(pin_memory=False))
+
+
+def in_place_as_adamw(size: int, settings: dict[str, Any], dtype: torch.dtype) -> None:
+    ours, theirs = offloaded(size, dtype), offloaded(size, torch.float32)
+    optimizer = DOSAdam(ours.parameters(), lr=1e-2, subgroup_size=100, **settings)
+    assert not any(p._post_accumulate_grad_hooks for p in ours.parameters()), "their presence makes copies blocking"
+    attached = offloaded(size, dtype)
+    late = DOSAdam(attached.parameters(), lr=1e-2, subgroup_size=100, **settings)
+    late.attach(attached)
+    train(ours, optimizer, micro_batches=2)
+    train(attached, late, micro_batches=2)
+    late.synchronize()
+    assert_equal(values(attached), values(ours))
+    if dtype == torch.float32:
+        reference = torch.optim.AdamW(theirs.parameters(), lr=1e-2)
+        clip = settings.get("max_grad_norm")
+        train(
+            theirs,
+            reference,
+            micro_batches=2,
+            before_step=lambda step: clip and torch.nn.utils.clip_grad_norm_(theirs.parameters(), clip),
+        )
+        assert_close(values(ours), values(theirs))
+    assert not any(p._post_accumulate_grad_hooks for p in ours.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("settings", [{}, {"max_grad_norm": 0.05}])
+@pytest.mark.parametrize("size", [1, 4])
+def test_updates_in_place(ranks: Ranks, size: int, settings: dict[str, Any], dtype: torch.dtype) -> None:
+    ranks.run(in_place_as_adamw, size, settings, dtype)
+
+
+def slow_apply(update: SubgroupUpdate) -> None:
+    time.sleep(UPDATE_S)
+    plain_apply(update)
+
+
+plain_apply = in_place._apply
+
+
+def late_updates() -> None:
+    quick = offloaded(blocks=3)
+    train(quick, DOSAdam(quick.parameters(), lr=1e-2, subgroup_size=100))
+    late = offloaded(blocks=3)
+    optimizer = DOSAdam(late.parameters(), lr=1e-2, subgroup_size=100)
+    optimizer.attach(late)
+    in_place._apply = slow_apply
+    returned, waited = [], []
+    for layer in late:
+        layer.register_forward_pre_hook(lambda *_: waited.append(time.perf_counter()))
+    try:
+        for step in range(4):
+            waited.clear()
+            late(batch(10 * step)).pow(2).mean().backward()
+            spread = waited[-1] - waited[0]
+            began = time.perf_counter()
+            optimizer.step()
+            returned.append(time.perf_counter() - began)
+            optimizer.zero_grad()
+        optimizer.synchronize()
+    finally:
+        in_place._apply = plain_apply
+    assert_equal(values(late), values(quick))
+    assert min(returned) < UPDATE_S, returned
+    assert spread > UPDATE_S, "each layer waits for its own update, and the first for no other"
+
+
+def test_updates_run_into_the_next_forward(ranks: Ranks) -> None:
+    ranks.run(late_updates)
+
+
+def fails_part_way() -> None:
+    late = offloaded()
+    optimizer = DOSAdam(late.parameters(), lr=1e-2, subgroup_size=100)
+    optimizer.attach(late)
+    train(late, optimizer, steps=[0, 1])
+    optimizer.synchronize()
+
+    def breaks(update: SubgroupUpdate) -> None:
+        raise OSError("the memory is broken")
+
+    in_place._apply = breaks
+    try:
+        train(late, optimizer, steps=[2])
+        with pytest.raises(RuntimeError, match="the memory is broken"):
+            optimizer.synchronize()
+    finally:
+        in_place._apply = plain_apply
+    with pytest.raises(RuntimeError, match="an earlier step failed part way"):
+        optimizer.step()
+
+
+def test_a_failure_is_said(ranks: Ranks) -> None:
+    ranks.run(fails_part_way)
+
+
+def checkpoints(dtype: torch.dtype) -> None:
+    through = offloaded(dtype=dtype)
+    first = DOSAdam(through.parameters(), lr=1e-2)
+    train(through, first, steps=range(2))
+    state = copy.deepcopy(get_optimizer_state_dict(through, first))
+    resumed = offloaded(dtype=dtype)
+    resumed.load_state_dict(copy.deepcopy(through.state_dict()))
+    second = DOSAdam(resumed.parameters(), lr=1e-2)
+    set_optimizer_state_dict(resumed, second, state)
+    train(through, first, steps=range(2, 4))
+    train(resumed, second, steps=range(2, 4))
+    assert_equal(values(resumed), values(through))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_checkpoints(ranks: Ranks, dtype: torch.dtype) -> None:
+    ranks.run(checkpoints, dtype)
