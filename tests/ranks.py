@@ -16,10 +16,15 @@ WORLD = 4
 TIMEOUT_S = 120.0
 
 
-class Ranks:
-    """WORLD processes of one gloo group; started when first used, and again after a failure."""
+DIED = "died"
+"""What `run` has of a rank that ends without an answer."""
 
-    def __init__(self) -> None:
+
+class Ranks:
+    """Processes of one gloo group; started when first used, and again after a failure."""
+
+    def __init__(self, world: int = WORLD) -> None:
+        self._world = world
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
 
@@ -34,26 +39,30 @@ class Ranks:
         for pipe in self._pipes:
             pipe.send_bytes(message)
         answers: dict[int, Any] = {}
-        while len(answers) < WORLD:
+        while len(answers) < self._world:
             waiting = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in answers}
             ready = wait(list(waiting), timeout=TIMEOUT_S)
             failed = next((f"rank {rank}: no answer in {TIMEOUT_S} s" for rank in waiting.values()), "")
             for pipe in ready:
-                good, answer = pipe.recv()  # type: ignore[union-attr]
+                try:
+                    good, answer = pipe.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    good, answer = True, DIED
                 answers[waiting[pipe]] = answer  # type: ignore[index]
                 failed = "" if good else f"rank {waiting[pipe]}:\n{answer}"  # type: ignore[index]
             if failed:
                 self.stop()  # others may wait for it
                 raise AssertionError(failed)
-        return [answers[rank] for rank in range(WORLD)]
+        return [answers[rank] for rank in range(self._world)]
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
         folder = tempfile.mkdtemp(prefix="ranks")
-        for rank in range(WORLD):
+        for rank in range(self._world):
             mine, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, f"{folder}/store", theirs), daemon=True)
+            process = context.Process(target=_serve, args=(rank, self._world, f"{folder}/store", theirs), daemon=True)
             process.start()
+            theirs.close()
             self._processes.append(process)
             self._pipes.append(mine)
 
@@ -65,14 +74,14 @@ class Ranks:
         self._processes, self._pipes = [], []
 
 
-def _serve(rank: int, store: str, pipe: Connection) -> None:
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(WORLD), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(WORLD))
+def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world))
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD, timeout=timedelta(seconds=60)
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
     )
     while True:
         work, args = pickle.loads(pipe.recv_bytes())

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import FAST, bits, mlp, train
+from torch import nn
 
 from dos import DOSAdam, EmulatedDevice
 from dos.machine import host_memory
@@ -132,6 +133,16 @@ def test_what_is_needed_is_said_before_it_is_taken(host: Host, caplog: pytest.Lo
     ]
     with pytest.raises(MemoryError, match=r"optimizer state needs 4\.00 GiB of host memory and 3\.00 GiB are avail"):
         reserve(4 * GIB, "optimizer state")
+
+
+def test_processes_of_one_host_share_it(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    host.meminfo(GIB)
+    parameters = [nn.Parameter(torch.zeros(GIB // 40))]  # 12 bytes of state and 8 beside it for each of them
+    device = EmulatedDevice(FAST, 10**9)
+    DOSAdam(parameters, device=device)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    with pytest.raises(MemoryError, match=r"needs 0\.\d+ GiB for each of 4 processes of host memory and 1\.00 GiB are"):
+        DOSAdam(parameters, device=device)
 
 
 def test_this_machine_has_some() -> None:

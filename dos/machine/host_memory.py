@@ -22,21 +22,22 @@ def available_bytes() -> int | None:
     return min([*([] if machine is None else [machine]), *_of_container()], default=None)
 
 
-def reserve(nbytes: int, purpose: str) -> None:
-    """Say that `nbytes` are about to be allocated.
+def reserve(nbytes: int, purpose: str, *, processes: int = 1) -> None:
+    """Say that `nbytes` are about to be allocated, by each of so many processes of this host.
 
     Raises MemoryError if there are not as many: Linux grants allocations that it cannot serve, and kills the process
     when they are used. What nobody can reach any more is collected first.
     """
     available = available_bytes()
-    if available is not None and nbytes > available:
+    if available is not None and nbytes * processes > available:
         gc.collect()
         available = available_bytes()
     there = "an unknown amount" if available is None else _gib(available)
-    logger.info("%s: %s of host memory needed, %s available", purpose, _gib(nbytes), there)
-    if available is not None and nbytes > available:
+    needed = _gib(nbytes) if processes == 1 else f"{_gib(nbytes)} for each of {processes} processes"
+    logger.info("%s: %s of host memory needed, %s available", purpose, needed, there)
+    if available is not None and nbytes * processes > available:
         raise MemoryError(
-            f"{purpose} needs {_gib(nbytes)} of host memory and {_gib(available)} are available; use fewer or smaller "
+            f"{purpose} needs {needed} of host memory and {_gib(available)} are available; use fewer or smaller "
             "processes per host, freeze parameters, give the machine or container more memory, or, if all state fits "
             "on the device, choose policy='resident', with which it never leaves "
             "(`python -m perfmodel` says beforehand what a model needs)"

@@ -16,6 +16,7 @@ from dos.gradients.offload import OffloadedGradients
 from dos.guard import Guard
 from dos.kernels.adam import AdamStep
 from dos.machine.host_memory import reserve
+from dos.machine.profiles import local_ranks
 from dos.options import Options, check_settings
 from dos.parameters.admission import Admission, Group, check_overlaps
 from dos.sharding.fingerprint import fingerprint, unchanged
@@ -112,7 +113,8 @@ class Registry:
         promised = dict(self._promised)
         for run in self._alike(ready):
             promised[self._devices.holds(run[0])] += self._host_bytes(run, group)
-        reserve(sum(promised.values()) - self.host_store.nbytes, "optimizer state (DOSAdam)")
+        needed = sum(promised.values()) - self.host_store.nbytes
+        reserve(needed, "optimizer state (DOSAdam)", processes=local_ranks())  # none of which has taken its part yet
         self._promised = promised
         self._admission.admit(ready)
         self.meshes.meet(group["params"])
