@@ -163,14 +163,24 @@ class Accelerator:
             self._now.left = self.device.mark()
         return self._engine.send_gradients(self._registry.index[subgroup], copies, callers)
 
-    def take_gradient(self, record: ParameterRecord) -> None:
-        """Offload a gradient: add it to those on the host and free it here."""
+    def take_gradient(self, record: ParameterRecord, *, in_backward: bool) -> None:
+        """Offload a gradient: add it to those on the host and free it here.
+
+        Where ranks divide the parameters, nothing is pinned in backward: it may wait for the device, whose collectives
+        wait for other ranks.
+        """
         offloaded = self._registry.offloaded
         assert offloaded is not None, "asked only when gradients are offloaded"
         subgroups = [subgroup for subgroup, _ in self._registry.places[record]]
         index = self._registry.index[subgroups[0]] if subgroups else 0
         engine = self._engine
-        offloaded.take(record, subgroups, lambda copies: engine.send_gradients(index, copies), engine.run_on_host)
+        offloaded.take(
+            record,
+            subgroups,
+            lambda copies: engine.send_gradients(index, copies),
+            engine.run_on_host,
+            pin=not (in_backward and record.sharded),
+        )
 
     def forget_gradients(self) -> None:
         """Those that are there are of no use any more: none of them is held."""
@@ -189,6 +199,8 @@ class Accelerator:
         self._departures.look()
         subjects = [self._subject(subgroup, updates.get(subgroup), writes) for subgroup in self._registry.accelerated]
         departed = any(subject.departed for subject in subjects)
+        if self._registry.offloaded is not None:  # what came in backward may have come to memory that is not pinned
+            self._engine.host_store.take(incoming=updates)
         now = self._now
         now.step = self.device.mark()
         self._pace.step(now, early=departed if Placement.CPU in plan.placements else None)

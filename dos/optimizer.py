@@ -617,7 +617,7 @@ class DOSAdam(Optimizer):
             return
         for record, _ in active:
             if record.arena.accelerated and record.parameter.grad is not None:
-                self._take(record, self._accelerator)
+                self._take(record, self._accelerator, in_backward=False)
 
     def _offload_the_rest(self) -> None:
         """If gradients are offloaded, all of them are from here on; the others are placed as their parameters are."""
@@ -630,11 +630,11 @@ class DOSAdam(Optimizer):
             self._meet_newcomers()
             self._take_remaining_gradients(found)
 
-    def _take(self, record: ParameterRecord, accelerator: Accelerator) -> None:
+    def _take(self, record: ParameterRecord, accelerator: Accelerator, *, in_backward: bool) -> None:
         """Offload a gradient."""
         self._registry.settle_layout(record, self._state, self._bring_home)  # to which the gradient is added
         self._clipping.about_to_add(record)
-        accelerator.take_gradient(record)
+        accelerator.take_gradient(record, in_backward=in_backward)
 
     def _with_gradients(self) -> list[Tensor]:
         """The parameters whose gradients are with them."""
@@ -711,7 +711,7 @@ class DOSAdam(Optimizer):
             accelerator.gradient_ready(record, attached=self._attachment is not None)
         elif parameter.grad is not None:
             with torch.no_grad():
-                self._take(record, accelerator)
+                self._take(record, accelerator, in_backward=True)
 
     def finish_parameters(self, parameters: Iterable[Tensor]) -> None:
         """Called by a hook before these parameters are used: wait for their updates, and no others."""

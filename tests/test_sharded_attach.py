@@ -15,7 +15,7 @@ from torch import nn
 
 from dos import DOSAdam, EmulatedDevice
 
-UPDATE_S = 0.3
+UPDATE_S = 0.2
 
 
 def slow() -> EmulatedDevice:

@@ -148,3 +148,35 @@ def test_block_has_all_sizes() -> None:
     """What the tests above rely on: shards that are even, uneven and empty."""
     sizes = {p.shape[0] % 4 if p.shape[0] >= 4 else "fewer than ranks" for p in Block(11).parameters()}
     assert {3, 2, "fewer than ranks"} <= sizes
+
+
+class SaysWhenItPins(EmulatedDevice):
+    """Remembers whether backward was running each time memory was pinned."""
+
+    in_backward = False
+    pinned_in_backward = pinned = 0
+
+    def pin(self, tensor: torch.Tensor) -> None:
+        self.pinned += 1
+        self.pinned_in_backward += self.in_backward
+
+
+def pins_nothing_in_backward() -> None:
+    divided = shard(model(), mesh_of(4))
+    device = SaysWhenItPins(FAST, 1 << 24)
+    settings = {"policy": "stride:2", "subgroup_size": 50, "offload_gradients": True}
+    optimizer = DOSAdam(divided.parameters(), device=device, **settings)
+    for step in range(3):
+        for micro_batch in range(2):
+            loss = divided(batch(10 * step + micro_batch)).pow(2).mean()
+            device.in_backward = True
+            loss.backward()
+            device.in_backward = False
+        optimizer.step()
+        optimizer.zero_grad()
+        assert device.pinned > 0
+    assert device.pinned_in_backward == 0
+
+
+def test_nothing_is_pinned_in_backward(ranks: Ranks) -> None:
+    ranks.run(pins_nothing_in_backward)

@@ -48,10 +48,13 @@ class OffloadedGradients:
         self._totals: dict[ParameterRecord, _Total] = {}
         self._torn = False
 
-    def take(self, record: ParameterRecord, subgroups: Collection[Subgroup], send: Send, run: Run) -> None:
+    def take(
+        self, record: ParameterRecord, subgroups: Collection[Subgroup], send: Send, run: Run, *, pin: bool
+    ) -> None:
         """Add the parameter's gradient to what is on the host, and free it on the accelerator once it is there.
 
-        subgroups: in which the parameter lies.
+        subgroups: in which the parameter lies. pin: whether host memory may be pinned now; else it is where it was made
+            before, and elsewhere the first gradients travel more slowly.
         If this is interrupted or fails, nobody knows what was added, and all are refused until `clear`.
         """
         gradient = record.gradient
@@ -66,7 +69,7 @@ class OffloadedGradients:
             self._settled(before)
             if arena.accumulated is None:
                 arena.accumulate()
-        if not all(map(self._store.stages, subgroups)):
+        if pin and not all(map(self._store.stages, subgroups)):
             self._store.take(incoming=subgroups)
         self._torn = True
         staged, total = arena.gradient, arena.accumulated

@@ -41,16 +41,16 @@ def amp_scale(optimizer: Any, meshes: Meshes, *, offloaded: bool) -> AmpScale:
         )
     grad_scale = getattr(optimizer, "grad_scale", None)
     if grad_scale is None:  # unscale_() was called, which no version counter tells
-        return AmpScale(1.0, None, _anywhere(bool(float(found_inf)), meshes))
+        return AmpScale(1.0, None, _anywhere(bool(float(found_inf)), 1.0, meshes))
     # Each number read by itself would wait for the device once more. Without any gradient, found_inf is 0, no tensor.
     found_inf = torch.as_tensor(found_inf, dtype=grad_scale.dtype, device=grad_scale.device)
     scale, infinite = torch.stack([grad_scale.view(()), found_inf.view(())]).tolist()
     # Its check for inf multiplied every gradient by 1, in place.
-    return AmpScale(1.0 / scale, versions_of_a_check(), _anywhere(bool(infinite), meshes))
+    return AmpScale(1.0 / scale, versions_of_a_check(), _anywhere(bool(infinite), scale, meshes))
 
 
-def _anywhere(infinite: bool, meshes: Meshes) -> bool:
-    return meshes.any(infinite) if meshes else infinite
+def _anywhere(infinite: bool, scale: float, meshes: Meshes) -> bool:
+    return meshes.any_infinite(infinite, scale) if meshes else infinite
 
 
 @functools.cache

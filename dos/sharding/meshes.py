@@ -55,9 +55,19 @@ class Meshes:
             dist.all_reduce(total, group=group)
         return total.sqrt()
 
-    def any(self, flag: bool) -> bool:
-        """Whether it is so on any rank."""
-        return self._most([float(flag)])[0] > 0
+    def any_infinite(self, infinite: bool, scale: float) -> bool:
+        """Whether a gradient is infinite on any rank. scale: the loss scale; the same on all.
+
+        Raises RuntimeError on every rank if it is not, for then gradients of several scales were added up.
+        """
+        anywhere, most, least = self._most([float(infinite), scale, -scale])
+        if most != -least:
+            raise RuntimeError(
+                f"ranks have loss scales from {-least:g} to {most:g}: GradScaler looks for infinite gradients on the "
+                "device mesh of the first gradient only, and some ranks saw none; give the optimizer a parameter first "
+                "whose mesh has all ranks"
+            )
+        return anywhere > 0
 
     def agree(self, settings: Mapping[str, float]) -> None:
         """Raise RuntimeError on every rank, naming the first setting that is not the same on all."""
