@@ -1,0 +1,18 @@
+"""The example of a model that is larger than the GPU."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "larger_than_the_gpu.py"
+
+
+def test_a_model_larger_than_the_device_learns() -> None:
+    done = subprocess.run([sys.executable, str(EXAMPLE)], capture_output=True, text=True, check=True)
+    whole, at_once = map(int, re.findall(r"(\d+) bytes", done.stdout))
+    assert 0 < at_once < whole / 4
+    first, last = map(float, re.findall(r"\d+\.\d+", done.stdout.splitlines()[-1]))
+    assert last < first / 2
