@@ -198,7 +198,7 @@ class Registry:
             bring_home()  # what is put into the host state now must not be overwritten by what comes home later
         for record, _ in found:
             # A state that is another parameter's live view, as when two are exchanged, must not change under our hands.
-            entry = state.setdefault(record.parameter, {})
+            entry = state.get(record.parameter) or {}
             for key, value in entry.items():
                 if isinstance(value, Tensor) and value is not record.views.get(key) and local(value)._base is not None:
                     entry[key] = laid_out_as(local(value).clone(), value)

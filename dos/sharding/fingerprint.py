@@ -21,15 +21,22 @@ def fingerprint(tensor: Tensor) -> Tensor:
     The tensor as 64-bit words in 64 columns, each summed up, and the elements that fill no row as they
     are. What multiplies, negates, zeroes or replaces all elements, or one, changes at least one sum.
     """
-    tensor = tensor.detach().resolve_neg().contiguous().view(-1)
-    bits = tensor.view(torch.int32 if tensor.itemsize == torch.int32.itemsize else torch.int16)
-    per_word = _WORD // bits.itemsize
-    first = min(-bits.storage_offset() % per_word, len(bits))
-    end = first + (len(bits) - first) // (_LANES * per_word) * _LANES * per_word
-    rest = torch.cat([bits[:first], bits[end:]]).to(torch.int64)
-    if end == first:  # there may be no word at all where words begin
-        return rest
-    return torch.cat([bits[first:end].view(torch.int64).view(-1, _LANES).sum(0), rest])
+    tensor = tensor.detach()
+    per_word = _WORD // tensor.itemsize
+    if tensor.is_neg() or not tensor.is_contiguous():
+        tensor = tensor.resolve_neg().contiguous()
+    elif tensor.storage_offset() % per_word:
+        tensor = tensor.clone()  # words begin with the first element, wherever that lies
+    flat, row = tensor.view(-1), _LANES * per_word
+    end = len(flat) // row * row
+    if not end:
+        return flat.view(_bits(tensor)).to(torch.int64)
+    sums = flat[:end].view(torch.int64).view(-1, _LANES).sum(0)
+    return sums if end == len(flat) else torch.cat([sums, flat[end:].view(_bits(tensor)).to(torch.int64)])
+
+
+def _bits(tensor: Tensor) -> torch.dtype:
+    return torch.int32 if tensor.itemsize == torch.int32.itemsize else torch.int16
 
 
 def unchanged(then: Sequence[Tensor], now: Sequence[Tensor]) -> list[bool]:

@@ -1,0 +1,65 @@
+"""Fingerprints of tensors differ when their bits do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dos.sharding.fingerprint import fingerprint, unchanged
+
+CHANGES = {
+    "halved": lambda t: t.mul_(0.5),
+    "negated": lambda t: t.neg_(),
+    "zeroed": lambda t: t.zero_(),
+    "one of them": lambda t: t[len(t) // 2 :][:1].add_(1),
+    "the last one": lambda t: t[-1:].neg_(),
+    "clipped a little": lambda t: t.mul_(0.99),
+}
+
+
+def tensor(numel: int, offset: int, dtype: torch.dtype, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(numel + offset, generator=generator).to(dtype)[offset:]
+
+
+@given(
+    numel=st.integers(1, 3000),
+    offset=st.integers(0, 9),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    seed=st.integers(0, 99),
+    change=st.sampled_from(sorted(CHANGES)),
+)
+def test_what_changes_is_seen(numel: int, offset: int, dtype: torch.dtype, seed: int, change: str) -> None:
+    values = tensor(numel, offset, dtype, seed)
+    before, bits = fingerprint(values), values.clone()
+    assert unchanged([before], [fingerprint(values)]) == [True]
+    CHANGES[change](values)
+    assert unchanged([before], [fingerprint(values)]) == [torch.equal(bits.view(torch.uint8), values.view(torch.uint8))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("offset", range(5))
+def test_where_it_lies_does_not_matter(offset: int, dtype: torch.dtype) -> None:
+    values = tensor(1000, offset, dtype, 0)
+    assert unchanged([fingerprint(values)], [fingerprint(values.clone())]) == [True]
+
+
+def test_several_are_told_apart() -> None:
+    tensors = [
+        tensor(n, o, d, 0) for n, o, d in ((5, 1, torch.bfloat16), (640, 0, torch.float32), (0, 0, torch.float32))
+    ]
+    before = [fingerprint(t) for t in tensors]
+    tensors[1][3] = 7.0
+    assert unchanged(before, [fingerprint(t) for t in tensors]) == [True, False, True]
+    assert unchanged([], []) == []
+
+
+@pytest.mark.parametrize("view", [lambda t: t.t(), lambda t: torch.complex(t, -t).conj().imag])
+def test_any_layout(view) -> None:
+    values = view(torch.randn(40, 30))
+    before = fingerprint(values)
+    assert unchanged([before], [fingerprint(values)]) == [True]
+    assert unchanged([before], [fingerprint(values * 2)]) == [False]
