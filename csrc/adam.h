@@ -9,6 +9,11 @@
 // value that `out` gets. So `out` and the lower half give `param` back:
 // (out << 16 | lower) - (lower > 0x8000 ? 0x10000 : 0). A tie could not be given back, because it is
 // rounded down from an even upper half and up from an odd one.
+//
+// With `rest` the master is kept split: `param` is the bfloat16 parameter, and `rest` the lower half.
+// Read as a signed number that is what rounding took away, so the master is (param << 16) + rest, the
+// same as above. Both are read, updated as one by the same rule, and written, in the same pass.
+// A parameter that was set to 0 may find a negative rest, of another value; it counts as 0.
 #pragma once
 
 #include <cstdint>
@@ -42,6 +47,7 @@ struct AdamArrays {
   float* exp_avg_sq;
   float* max_exp_avg_sq;  // null if there is none; used with amsgrad
   void* out;              // copy of the new parameter, or null; requires a float32 param
+  int16_t* rest;         // lower halves of the masters, or null; requires a bfloat16 param and no out
   DType grad_type;
   DType param_type;
   DType out_type;

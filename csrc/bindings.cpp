@@ -46,7 +46,7 @@ T* at(uintptr_t address) {
   return reinterpret_cast<T*>(address);
 }
 
-static_assert(sizeof(dos::AdamRun) == 11 * 8, "dos/kernels/update.py writes 11 words");
+static_assert(sizeof(dos::AdamRun) == 12 * 8, "dos/kernels/update.py writes 12 words");
 
 }  // namespace
 

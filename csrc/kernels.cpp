@@ -42,8 +42,8 @@ struct BFloat16 {
   // A tie, halfway between two bfloat16, moves one unit in the last place towards the even one, to
   // which store rounds; see adam.h.
   static float off_tie(float x) {
-    const uint32_t bits = bits_of(x);
-    return float_of(bits + ((bits & 0xFFFFu) == 0x8000u ? ((bits >> 15) & 2u) - 1u : 0u));
+    const uint32_t bits = bits_of(x), last = bits & 0x1FFFFu;
+    return float_of(bits - (last == 0x08000u ? 1u : 0u) + (last == 0x18000u ? 1u : 0u));
   }
   // As store, for what is no tie, in fewer operations.
   static uint16_t store_off_tie(float x) { return static_cast<uint16_t>((bits_of(x) + 0x8000u) >> 16); }
@@ -76,6 +76,16 @@ struct None {
   using Stored = uint16_t;
 };
 
+// A float32 as its bfloat16 and a rest; see adam.h.
+struct Split {
+  using Stored = uint16_t;
+  static float load(uint16_t upper, int16_t rest) {
+    const int16_t least = static_cast<uint16_t>(upper + upper) == 0 ? 0 : -0x8000;
+    const int16_t kept = rest > least ? rest : least;
+    return float_of((static_cast<uint32_t>(upper) << 16) + static_cast<uint32_t>(static_cast<int32_t>(kept)));
+  }
+};
+
 // Square roots and divisions fill the window in which the processor would find the next loads by itself, so the loops
 // go block by block and ask for each array's lines ahead of time. Measured best at 64 and 512 elements.
 constexpr int64_t kBlock = 64;
@@ -100,6 +110,8 @@ void adam(const AdamArrays& arrays, const AdamScalars& scalars, int64_t begin, i
   float* __restrict exp_avg_sq = arrays.exp_avg_sq;
   float* __restrict max_exp_avg_sq = arrays.max_exp_avg_sq;
   auto* __restrict out = static_cast<typename Out::Stored*>(arrays.out);
+  int16_t* __restrict rest = arrays.rest;
+  constexpr bool kSplit = __is_same(Param, Split);
   const AdamScalars s = scalars;
   // As torch.lerp: exact at weight 1 (beta1 = 0), where m + 1 * (g - m) is not.
   const bool lerp_from_grad = !(s.one_minus_beta1 < 0.5f);
@@ -112,11 +124,17 @@ void adam(const AdamArrays& arrays, const AdamScalars& scalars, int64_t begin, i
     prefetch(exp_avg_sq, block);
     if constexpr (kAmsgrad) prefetch(max_exp_avg_sq, block);
     if constexpr (!__is_same(Out, None)) prefetch(out, block);
+    if constexpr (kSplit) prefetch(rest, block);
     const int64_t stop = end_of_block(block, end);
 #pragma omp simd
     for (int64_t i = block; i < stop; ++i) {
       float g = Grad::load(grad[i]) * s.grad_scale;
-      float p = Param::load(param[i]);
+      float p;
+      if constexpr (kSplit) {
+        p = Split::load(param[i], rest[i]);
+      } else {
+        p = Param::load(param[i]);
+      }
       float m = exp_avg[i];
       float v = exp_avg_sq[i];
       if constexpr (kL2) g = __builtin_fmaf(s.l2, p, g);
@@ -132,14 +150,21 @@ void adam(const AdamArrays& arrays, const AdamScalars& scalars, int64_t begin, i
       }
       const float denom = __builtin_fmaf(__builtin_sqrtf(v), s.inv_bias_correction2_sqrt, s.eps);
       p = __builtin_fmaf(-s.step_size, m / denom, p);
-      // Before canonical: after it, compilers make two cases of everything here, at twice the time.
-      if constexpr (__is_same(Out, BFloat16)) p = BFloat16::off_tie(p);
-      p = canonical(p);
-      param[i] = Param::store(p);
-      if constexpr (__is_same(Out, BFloat16)) {
-        out[i] = BFloat16::store_off_tie(p);
-      } else if constexpr (!__is_same(Out, None)) {
-        out[i] = Out::store(p);
+      if constexpr (kSplit) {
+        const bool nan = p != p;
+        p = BFloat16::off_tie(p);
+        param[i] = nan ? 0x7FC0u : BFloat16::store_off_tie(p);
+        rest[i] = static_cast<int16_t>(nan ? 0u : bits_of(p));
+      } else {
+        // Before canonical: after it, compilers make two cases of everything here, at twice the time.
+        if constexpr (__is_same(Out, BFloat16)) p = BFloat16::off_tie(p);
+        p = canonical(p);
+        param[i] = Param::store(p);
+        if constexpr (__is_same(Out, BFloat16)) {
+          out[i] = BFloat16::store_off_tie(p);
+        } else if constexpr (!__is_same(Out, None)) {
+          out[i] = Out::store(p);
+        }
       }
     }
   }
@@ -205,7 +230,9 @@ void adam_with(const AdamArrays& arrays, const AdamScalars& scalars, int64_t beg
 void adam_any(const AdamArrays& arrays, const AdamScalars& scalars, int64_t begin, int64_t end) {
   with_type(arrays.grad_type, [&](auto grad) {
     using Grad = decltype(grad);
-    if (!arrays.out) {
+    if (arrays.rest) {
+      adam_with<Grad, Split, None>(arrays, scalars, begin, end);
+    } else if (!arrays.out) {
       with_type(arrays.param_type, [&](auto param) {
         adam_with<Grad, decltype(param), None>(arrays, scalars, begin, end);
       });

@@ -25,6 +25,7 @@ from dos.gradients.clipping import Clipping
 from dos.gradients.scaling import AmpScale, amp_scale
 from dos.gradients.torch_clipping import watch_clipping
 from dos.guard import Guard, exclusive
+from dos.kernels.masters import brought, whole_master
 from dos.options import DEFAULT_SUBGROUP_SIZE, Options, check_settings
 from dos.parameters.admission import Group
 from dos.parameters.checkpoint import load_state_dict
@@ -32,7 +33,7 @@ from dos.parameters.hooks import Attachment, Hooks, watch_gradient
 from dos.parameters.live_state import Entries, LiveState
 from dos.parameters.registry import Active, Registry
 from dos.sharding.ddp import CommHook, watch_buckets
-from dos.sharding.local import is_sharded, local, same_layout
+from dos.sharding.local import is_sharded, laid_out_as, local, same_layout
 from dos.sharding.meshes import Meshes
 from dos.state.record import ParameterRecord
 from dos.state.subgroup import Subgroup
@@ -40,6 +41,7 @@ from dos.step.engine import Prepared
 from dos.step.in_place import InPlace
 from dos.step.work import SubgroupUpdate
 from perfmodel import Op, Plan, Timeline
+from perfmodel.format import MASTER_KEY, REST_KEY
 from perfmodel.hardware import HardwareProfile
 
 if TYPE_CHECKING:
@@ -70,7 +72,9 @@ class DOSAdam(Optimizer):
             this machine, else a rough measurement of two seconds at the first step.
         max_grad_norm: clip the gradients' global 2-norm to this in each step, as ``torch.nn.utils.clip_grad_norm_``
             followed by the step would; the gradients themselves stay as they are. None: no clipping.
-        master_weights: keep float32 copies of bfloat16 and float16 parameters, and update those.
+        master_weights: update bfloat16 and float16 parameters in float32, and keep what they cannot hold of that.
+        state_format: how state is kept, which changes no bit. None: in the least bytes; a bfloat16 parameter is the
+            upper half of its float32 master then, and 16 bits more are kept. ``"float32"``: all masters whole.
         offload_gradients: free each gradient on the accelerator once it is on the host, during backward, and add up
             those of further micro-batches there in float32. ``p.grad`` is then None, each ``step()`` uses the gradients
             up, and what needs them goes through ``clip_grad_norm_`` and ``grad_norm`` of this class and ``zero_grad``.
@@ -129,6 +133,7 @@ class DOSAdam(Optimizer):
         profile: HardwareProfile | str | Path | None = None,
         max_grad_norm: float | None = None,
         master_weights: bool = True,
+        state_format: str | None = None,
         offload_gradients: bool = False,
         memory_budget: int | float | Callable[[], int] | None = None,
         memory_interval: float | None = None,
@@ -156,6 +161,7 @@ class DOSAdam(Optimizer):
             profile=profile,
             max_grad_norm=max_grad_norm,
             master_weights=master_weights,
+            state_format=state_format,
             offload_gradients=offload_gradients,
             memory_budget=memory_budget,
             memory_interval=memory_interval,
@@ -489,7 +495,14 @@ class DOSAdam(Optimizer):
                 f"the parameter of shape {tuple(parameter.shape)} has no state: it is not the optimizer's, or has not "
                 "been updated yet"
             )
-        return {key: torch.as_tensor(value).to("cpu", torch.float32, copy=True) for key, value in entry.items()}
+        state = {key: torch.as_tensor(value).to("cpu", torch.float32, copy=True) for key, value in entry.items()}
+        rest = brought(REST_KEY, entry) if state.pop(REST_KEY, None) is not None else None
+        if rest is not None and parameter.dtype == torch.bfloat16:
+            record = self._registry.record(parameter)
+            written = record is None or record.changed()
+            master = whole_master(local(parameter), local(rest), written=written)
+            state[MASTER_KEY] = laid_out_as(master, parameter)
+        return state
 
     @exclusive
     def _load(self, state: defaultdict[Tensor, Any], param_groups: list[Group]) -> None:

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dos.deciding.controller import Policy, resolve_policy
 from dos.sharding.local import local
+from perfmodel.format import STATE_FORMATS
 from perfmodel.hardware import HardwareProfile
 
 DEFAULT_SUBGROUP_SIZE = 100_000_000
@@ -31,7 +32,8 @@ class Options:
     subgroup_size: parameters updated as one unit.
     profile: the machine's rates, for the adaptive policy.
     max_grad_norm: clip the global gradient norm to this at each step, or None.
-    master_weights: keep fp32 copies of bf16 and fp16 parameters.
+    master_weights: update bf16 and fp16 parameters in fp32.
+    state_format: how state is kept: None, or "float32" for fp32 copies of bf16 parameters.
     offload_gradients: move gradients to the host during backward and free them on the accelerator.
     memory_budget: device memory for state: bytes, a share (a float), or a function giving bytes; None: what is free.
     memory_interval: seconds between samples of memory by a thread of its own, or None for no such thread.
@@ -42,6 +44,7 @@ class Options:
     profile: HardwareProfile | str | Path | None
     max_grad_norm: float | None
     master_weights: bool
+    state_format: str | None
     offload_gradients: bool
     memory_budget: int | float | Callable[[], int] | None
     memory_interval: float | None
@@ -59,6 +62,8 @@ class Options:
             raise ValueError(f"subgroup_size must be 1 or more parameters, found {self.subgroup_size}")
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise ValueError(f"max_grad_norm must be above 0, or None for no clipping, found {self.max_grad_norm}")
+        if self.state_format not in STATE_FORMATS:
+            raise ValueError(f"state_format must be None or 'float32', found {self.state_format!r}")
         budget = self.memory_budget
         if budget is not None and not callable(budget):
             if isinstance(budget, bool) or not isinstance(budget, (int, float)):

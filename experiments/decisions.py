@@ -17,6 +17,7 @@ from experiments.command import Parser
 from experiments.plots import save_timelines
 from perfmodel import Placement, Plan, Timeline, Workload
 from perfmodel.adaptive import AdaptivePlanner
+from perfmodel.format import SPLIT
 from perfmodel.hardware import HardwareProfile
 from perfmodel.planner.datasheets import GPUS, UTILISATION
 from perfmodel.policies import cpu_only, stride
@@ -38,11 +39,13 @@ SERIAL = Scope(Phase.SERIAL, Phase.SERIAL)
 
 
 def workload(room: int) -> Workload:
-    """Mixed precision, with free device memory for the state of `room` subgroups, which staging slots share."""
+    """bfloat16 parameters, with free device memory for the state of `room` subgroups, which staging slots share."""
     flops = 6 * SUBGROUPS * SUBGROUP_SIZE * TOKENS  # Kaplan et al. 2020
     compute_s = flops / (UTILISATION * GPUS[MACHINE].peak("bf16"))
     work = Workload.of_sizes(
         [SUBGROUP_SIZE] * SUBGROUPS,
+        state_bytes=SPLIT.state_bytes,
+        upper_bytes=SPLIT.upper_bytes,
         forward_s=compute_s * FORWARD_SHARE,
         backward_s=compute_s * (1 - FORWARD_SHARE),
     )

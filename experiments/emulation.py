@@ -107,6 +107,7 @@ def measure(machine: Machine, plan: Plan, steps: int) -> float:
         [parameter],
         policy=lambda work: plan,
         subgroup_size=machine.workload().subgroups[0].numel,
+        state_format="float32",  # as in the workloads, and on the published machines
         device=EmulatedDevice(machine.profile, capacity=20 * machine.numel),
     )
     seconds = []

@@ -26,8 +26,8 @@ from dos.kernels.update import AdamArrays, AdamBatch, AdamStep, accumulate, inst
 from experiments.command import Parser
 
 _STEP = AdamStep(lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=1)
-_BYTES_HELD = 2 + 2 + 4 * 4  # per parameter: bfloat16 gradient and copy; float32 gradient, parameter, two moments
-_BYTES_MOVED = {"fp32": 28, "mixed": 28, "accumulate": 10}  # per parameter, read and written
+_BYTES_HELD = 3 * 2 + 4 * 4  # per parameter: bfloat16 gradient and copy, rest; float32 gradient, parameter, two moments
+_BYTES_MOVED = {"fp32": 28, "mixed": 28, "split": 26, "accumulate": 10}  # per parameter, read and written
 _SUFFIXES = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9}
 
 Contenders = dict[str, Callable[[], None]]
@@ -63,6 +63,8 @@ def build_contenders(numel: int, threads: int) -> dict[str, Contenders]:
     fused = torch.optim.AdamW([param], weight_decay=_STEP.weight_decay, fused=True, **settings)  # type: ignore[arg-type]
     torch_step = step_with(fused, torch.zeros(()))
     full, low = AdamBatch([AdamArrays(grad, *state)]), AdamBatch([AdamArrays(grad_bf16, *state, None, out)])
+    rest = torch.zeros(numel, dtype=torch.int16)
+    halves = AdamBatch([AdamArrays(grad_bf16, out, exp_avg, exp_avg_sq, rest=rest)])
     fp32: Contenders = {
         "ours": lambda: full.update(_STEP, threads=threads),
         "bandwidth": lambda: _adam.stream_adam(*full.table, threads),
@@ -72,6 +74,11 @@ def build_contenders(numel: int, threads: int) -> dict[str, Contenders]:
         "ours": lambda: low.update(_STEP, threads=threads),
         "bandwidth": lambda: _adam.stream_adam(*low.table, threads),
         "torch_path": with_casts(torch_step),
+    }
+    split: Contenders = {
+        "ours": lambda: halves.update(_STEP, threads=threads),
+        "bandwidth": lambda: _adam.stream_adam(*halves.table, threads),
+        "mixed": mixed["ours"],
     }
     if importlib.util.find_spec("deepspeed"):
         from deepspeed.ops.adam import DeepSpeedCPUAdam  # type: ignore[import-not-found]
@@ -85,7 +92,7 @@ def build_contenders(numel: int, threads: int) -> dict[str, Contenders]:
         "ours": lambda: accumulate(grad_bf16, grad, threads=threads),
         "bandwidth": lambda: _adam.stream_accumulate(numel, grad_bf16.data_ptr(), 1, grad.data_ptr(), threads),
     }
-    return {"fp32": fp32, "mixed": mixed, "accumulate": accumulation}
+    return {"fp32": fp32, "mixed": mixed, "split": split, "accumulate": accumulation}
 
 
 def measure(contenders: Contenders, repeats: int, title: str) -> dict[str, list[float]]:

@@ -135,6 +135,7 @@ class Training:
             policy=policy,
             subgroup_size=rank.loads.subgroups[0].numel,
             device=self._device,
+            state_format="float32",  # as in the published rank, whose memory is scaled down
             lr=1e-3,
         )
         progress.follow(self._optimizer)

@@ -36,6 +36,9 @@ class Bound:
 def lower_bound(workload: Workload, profile: HardwareProfile, scope: Scope = UPDATE_ALONE) -> Bound:
     """The least time any plan can take under the simulator's rates and the workload's memory.
 
+    Of a step that finds all as its plan wants it: parameters that the host has to fetch after updates
+    on the device, as halves of their masters, come on top.
+
     Subgroups may be split over placements and lanes never wait for each other, so every plan's time is
     at least this. The variables:
 

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from perfmodel.format import BYTES, float32
+from perfmodel.format import BYTES, MASTER, REST, format_of
 
 FP32_BYTES = BYTES["float32"]
 _TYPES = {2: "bfloat16", 4: "float32"}
-"""A type of parameters by its bytes; which 16 bits does not matter here."""
+"""A type of parameters by its bytes."""
 
 
 @dataclass(frozen=True)
 class HostBytes:
     """The most host memory that DOSAdam takes for a run of parameters, in bytes.
 
-    master: the parameters at the precision in which they are updated.
+    master: the parameters at the precision in which they are updated; if those are split, the lower halves.
     moments: the rest of the state.
-    gradient_staging, parameter_staging: gradients from the accelerator, new parameters on their way to it.
+    gradient_staging: gradients from the accelerator.
+    parameter_staging: new parameters on their way to it; if masters are split, their upper halves.
     accumulated: gradients that add up on the host, float32; from the second micro-batch on.
     """
 
@@ -47,14 +49,15 @@ def host_footprint(
     offload_gradients: bool = False,
     accelerated: bool = True,
     other_gradient_dtype: bool = False,
+    state_format: str | None = None,
 ) -> HostBytes:
     """What DOSAdam takes on the host, at most, for `numel` parameters of `value_bytes` each.
 
-    value_bytes: 4 float32, 2 float16 or bfloat16.
+    value_bytes: 4 float32, 2 bfloat16, or float16 with `state_format="float32"`, as which its state is always kept.
     numel: of all parameters with one setting; the bytes are the same however they are divided into parameters,
         groups and subgroups. It is what an update on the host takes. State that was never there takes nothing yet,
         and that which was only brought there or streamed no staging.
-    master_weights, amsgrad, offload_gradients: as given to DOSAdam.
+    master_weights, amsgrad, offload_gradients, state_format: as given to DOSAdam.
     accelerated: whether the parameters are on the accelerator. Parameters on the host need no staging, and no master
         where they have the update's precision themselves.
     other_gradient_dtype: whether gradients come in another dtype than the parameters, and are staged in float32 then.
@@ -67,19 +70,25 @@ def host_footprint(
         raise ValueError(f"numel must be 0 or more, found {numel}")
     if value_bytes not in _TYPES:
         raise ValueError(f"value_bytes must be 2 (bfloat16, float16) or 4 (float32), found {value_bytes}")
-    state = float32(_TYPES[value_bytes], master_weights=master_weights, amsgrad=amsgrad, accelerated=accelerated)
-    master_bytes = 0 if state.master is None else state.master.nbytes
+    state = format_of(
+        _TYPES[value_bytes],
+        state_format=state_format,
+        master_weights=master_weights,
+        amsgrad=amsgrad,
+        accelerated=accelerated,
+    )
+    master_bytes = sum(field.nbytes for field in state.fields if field.name in (MASTER, REST))
     staged_bytes = FP32_BYTES if other_gradient_dtype else value_bytes
     return HostBytes(
         master=numel * master_bytes,
         moments=numel * (state.state_bytes - master_bytes),
         gradient_staging=numel * staged_bytes if accelerated else 0,
-        parameter_staging=numel * value_bytes if accelerated and state.rounds else 0,
+        parameter_staging=numel * value_bytes if accelerated and state.stages_parameters else 0,
         accumulated=numel * FP32_BYTES if accelerated and offload_gradients else 0,
     )
 
 
-def host_bytes(numel: int, value_bytes: int, **settings: bool) -> int:
+def host_bytes(numel: int, value_bytes: int, **settings: Any) -> int:
     """`host_footprint`, whose settings it takes, in one number."""
     return host_footprint(numel, value_bytes, **settings).total
 

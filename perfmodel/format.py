@@ -1,18 +1,25 @@
 """What optimizer state consists of: its fields, their types, and the bytes that follow from them.
 
-Today there is one format, `float32`: the master weights and AdamW's moments at full precision. A
-parameter has one element in each field.
+There are two formats. `float32`: the master weights and AdamW's moments at full precision. `split`,
+for bfloat16 parameters: the same values in fewer bytes, for the parameter is the upper half of its
+master. A parameter has one element in each field.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int16": 2}
 """Bytes of an element, by the name that torch has for its type."""
 
 MASTER = "master"
 """The field that holds the parameters as they are updated: in float32, or in their own type."""
+REST = "rest"
+"""The field that holds the lower halves of split masters."""
+MASTER_KEY, REST_KEY = "master_param", "master_rest"
+"""Their names in a state dict."""
+STATE_FORMATS = (None, "float32")
+"""What a user may ask for. None: the least bytes that change no result; float32: whole masters."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +64,21 @@ class Format:
         return self.master is not None and self.master.type != self.values
 
     @property
+    def splits(self) -> bool:
+        """Whether parameters are the upper halves of their masters, so that an update reads them, too."""
+        return any(field.name == REST for field in self.fields)
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether updates do not go straight to the parameters, so that masters have to follow those."""
+        return self.master is not None or self.splits
+
+    @property
+    def stages_parameters(self) -> bool:
+        """Whether an update on the host leaves new parameters beside the state."""
+        return self.rounds or self.splits
+
+    @property
     def state_bytes(self) -> int:
         """Of all fields: at home, on the link each way, and on the device."""
         return sum(field.nbytes for field in self.fields)
@@ -72,14 +94,22 @@ class Format:
         return BYTES[self.values]
 
     @property
+    def upper_bytes(self) -> int:
+        """Of the parameter, where an update reads it as half of the master.
+
+        From the device, where the host updates after an update there.
+        """
+        return BYTES[self.values] if self.splits else 0
+
+    @property
     def held_bytes(self) -> int:
         """What an update needs in memory: state, gradient and, if a result of its own, the parameter."""
-        return self.state_bytes + self.gradient_bytes + (self.parameter_bytes if self.rounds else 0)
+        return self.state_bytes + self.gradient_bytes + (self.parameter_bytes if self.stages_parameters else 0)
 
     @property
     def update_traffic(self) -> int:
         """Host memory traffic of an update there."""
-        return update_traffic(1, self.gradient_bytes, self.parameter_bytes, self.state_bytes)
+        return update_traffic(1, self.gradient_bytes, self.parameter_bytes, self.state_bytes, self.upper_bytes)
 
 
 def float32(values: str, *, master_weights: bool = True, amsgrad: bool = False, accelerated: bool = True) -> Format:
@@ -94,24 +124,55 @@ def float32(values: str, *, master_weights: bool = True, amsgrad: bool = False, 
     rounds = master != values
     fields = [Field(name, "float32", name) for name in ("exp_avg", "exp_avg_sq", *["max_exp_avg_sq"] * amsgrad)]
     if accelerated or rounds:
-        fields.append(Field(MASTER, master, "master_param" if rounds else None))
+        fields.append(Field(MASTER, master, MASTER_KEY if rounds else None))
     return Format("float32", values, tuple(fields))
 
 
-MIXED = float32("bfloat16")
-"""Mixed precision: what rates are measured with, and what is assumed where nothing else is said."""
+def split(*, amsgrad: bool = False) -> Format:
+    """Moments in float32, and of the float32 masters of bfloat16 parameters what those do not say.
 
-STATE_KEYS = tuple(field.key for field in float32("bfloat16", amsgrad=True).fields if field.key)
+    The bits of a master are its parameter's followed by 16 zeros, plus the rest as a signed number.
+    """
+    moments = float32("bfloat16", master_weights=False, amsgrad=amsgrad, accelerated=False).fields
+    return Format("split", "bfloat16", (*moments, Field(REST, "int16", REST_KEY)))
+
+
+def format_of(
+    values: str,
+    *,
+    state_format: str | None = None,
+    master_weights: bool = True,
+    amsgrad: bool = False,
+    accelerated: bool = True,
+) -> Format:
+    """The format in which DOSAdam keeps the state of parameters of one type.
+
+    state_format: one of STATE_FORMATS. The other settings are those of `float32`.
+    """
+    if values == "bfloat16" and master_weights and state_format is None:
+        return split(amsgrad=amsgrad)
+    return float32(values, master_weights=master_weights, amsgrad=amsgrad, accelerated=accelerated)
+
+
+MIXED = float32("bfloat16")
+"""Mixed precision as it is usually kept: what rates are measured with, and assumed where nothing else is said."""
+SPLIT = split()
+"""Mixed precision as DOSAdam keeps it."""
+
+STATE_KEYS = (*(field.key for field in float32("bfloat16", amsgrad=True).fields if field.key), REST_KEY)
 """All names that state tensors may have in a state dict."""
 NEEDED_KEYS = tuple(field.key for field in float32("float32", accelerated=False).fields if field.key)
 """Those without which a state is not AdamW's."""
 
 
-def update_traffic(numel: int, gradient_bytes: int, parameter_bytes: int, state_bytes: int) -> int:
+def update_traffic(
+    numel: int, gradient_bytes: int, parameter_bytes: int, state_bytes: int, upper_bytes: int = 0
+) -> int:
     """Host memory traffic of an update of `numel` parameters, from the bytes of each part.
 
-    State is read and written, the gradient read, the result written. A parameter as wide as a
-    float32 master is the master itself, so there is no other result to write.
+    State is read and written, the gradient read, the result written, and upper halves of masters
+    read. A parameter as wide as a float32 master is the master itself, so there is no other result
+    to write.
     """
     result = parameter_bytes if parameter_bytes < BYTES["float32"] * numel else 0
-    return 2 * state_bytes + gradient_bytes + result
+    return 2 * state_bytes + gradient_bytes + result + upper_bytes

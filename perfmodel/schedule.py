@@ -60,6 +60,8 @@ class Found(NamedTuple):
         it has all left.
     departed: the transfers under way that bring gradients to the host, by their places among those.
     fetched: the one under way that brings the state, to a slot or to stay.
+    stale_bytes: of parameters that are half of their masters, where the host has not the newest: it
+        needs them to update them.
     """
 
     state: Tier
@@ -69,6 +71,7 @@ class Found(NamedTuple):
     parameter_bytes: int
     departed: tuple[int, ...] = ()
     fetched: int | None = None
+    stale_bytes: int = 0
 
 
 def schedule(plan: Plan, workload: Workload, scope: Scope = UPDATE_ALONE) -> Schedule:
@@ -256,10 +259,11 @@ class _Made:
         return update
 
     def _on_host(self, i: int, found: Found, backward: tuple[int, ...]) -> None:
-        """An update on the host; state may have to leave the device first, parameters go up."""
+        """An update on the host; what it needs may have to leave the device first, parameters go up."""
         ready = self.departed.get(i, ())
-        if found.gradient is DEVICE and found.gradient_bytes is not None:
-            ready += (self.add(GRADIENT, i, found.gradient_bytes, backward),)
+        late = found.gradient_bytes if found.gradient is DEVICE else None
+        if late is not None or found.stale_bytes:
+            ready += (self.add(GRADIENT, i, (late or 0) + found.stale_bytes, backward),)
         if found.state is DEVICE:
             ready += (self._flush(i, backward),)
         update = self.add(ON_HOST, i, found.numel, ready + backward)

@@ -16,27 +16,31 @@ class SubgroupLoad:
     gradient_bytes: device to host, when updated on the CPU.
     parameter_bytes: host to device, when updated on the CPU.
     state_bytes: each way when streamed (master weights and moments); held on the device when resident.
+    upper_bytes: of parameters that an update reads because they are half of their masters; device to
+        host when updated on the CPU after an update on the device.
     """
 
     numel: int
     gradient_bytes: int
     parameter_bytes: int
     state_bytes: int
+    upper_bytes: int = 0
 
     def __post_init__(self) -> None:
-        for field in ("numel", "gradient_bytes", "parameter_bytes", "state_bytes"):
+        for field in ("numel", "gradient_bytes", "parameter_bytes", "state_bytes", "upper_bytes"):
             if getattr(self, field) < 0:
                 raise ValueError(f"{field} must be 0 or more, found {getattr(self, field)}")
 
     @classmethod
     def of(cls, numel: int, state: Format) -> SubgroupLoad:
         """So many parameters whose state is kept in one format."""
-        return cls(numel, numel * state.gradient_bytes, numel * state.parameter_bytes, numel * state.state_bytes)
+        each = state.gradient_bytes, state.parameter_bytes, state.state_bytes, state.upper_bytes
+        return cls(numel, *(numel * nbytes for nbytes in each))
 
     @property
     def cpu_traffic(self) -> int:
         """Bytes of host DRAM traffic of an update on the CPU."""
-        return update_traffic(self.numel, self.gradient_bytes, self.parameter_bytes, self.state_bytes)
+        return update_traffic(self.numel, self.gradient_bytes, self.parameter_bytes, self.state_bytes, self.upper_bytes)
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,7 @@ class Workload:
         gradient_bytes: int = MIXED.gradient_bytes,
         parameter_bytes: int = MIXED.parameter_bytes,
         state_bytes: int = MIXED.state_bytes,
+        upper_bytes: int = MIXED.upper_bytes,
         forward_s: float = 0.0,
         backward_s: float = 0.0,
         peak_free_bytes: float = math.inf,
@@ -84,7 +89,8 @@ class Workload:
 
         The defaults are mixed precision: 16-bit gradients and parameters, float32 state.
         """
-        loads = tuple(SubgroupLoad(n, n * gradient_bytes, n * parameter_bytes, n * state_bytes) for n in sizes)
+        each = gradient_bytes, parameter_bytes, state_bytes, upper_bytes
+        loads = tuple(SubgroupLoad(n, *(n * nbytes for nbytes in each)) for n in sizes)
         return cls(loads, forward_s, backward_s, peak_free_bytes, update_free_bytes, shared_free_bytes)
 
     @property

@@ -13,6 +13,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import numpy as np
 import torch
+from test_split import L2, assert_alike, mixed_arrays, splitting
 from test_ties import NOTHING, ties
 from test_update import FLOATS, STEPS, assert_same_bits, clone, random_arrays, update
 from torch import Tensor
@@ -64,6 +65,16 @@ def main() -> None:
         update(expected, NOTHING)
         assert_same_bits(ours, expected)
         compared += 1
+    for seed, step in enumerate([*STEPS, L2]):
+        for grad in FLOATS:
+            mixed = [mixed_arrays(n, step, grad, seed) for n in (2500, 3, 0, 1024, 48, 1, 1025, 4096)]
+            for chosen in (mixed[:1], mixed[1:]):
+                split = [splitting(run) for run in chosen]
+                interpreted([list(run) for run in split], step)
+                for ours, expected in zip(split, chosen, strict=True):
+                    update(list(expected), step)
+                    assert_alike(ours, expected)
+                compared += 1
     print(f"{compared} updates compared")
 
 

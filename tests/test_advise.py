@@ -55,7 +55,8 @@ def test_memory_is_added_up() -> None:
     assert device.peak == device.reserved + device.weights + max(device.activations, device.gradients + device.block)
     assert device.peak_accumulating == device.peak + max(device.activations, device.block) - device.block
     assert situation.room == int((1 - MARGIN) * 40 * GIB) - device.peak
-    assert situation.host.total == 16 * numel
+    assert situation.host.total == 14 * numel
+    assert Situation(question(batch=2, dtype="fp16")).host.total == 16 * numel
     assert situation.alone.peak_free_bytes % situation.alone.slot_bytes == 0
     assert 0 <= situation.room - situation.alone.peak_free_bytes < situation.alone.slot_bytes
     assert situation.alone.shared_free_bytes == situation.alone.peak_free_bytes, "slots live on into the next forward"
@@ -120,10 +121,11 @@ def test_memory_for_all_state() -> None:
     needed = advise(asked).all_resident_bytes
     enough = advise(dataclasses.replace(asked, device_bytes=needed + 64))
     assert enough.best.shares[Placement.GPU_RESIDENT] == 1
-    assert outcome(enough, "fused AdamW").fits
+    assert not outcome(enough, "fused AdamW").fits, "its masters are whole"
+    larger = int(needed + 2.1 * asked.state_numel)
+    assert outcome(advise(dataclasses.replace(asked, device_bytes=larger)), "fused AdamW").fits
     short = advise(dataclasses.replace(asked, device_bytes=needed - 2**20))
     assert short.best.shares[Placement.GPU_RESIDENT] < 1
-    assert not outcome(short, "fused AdamW").fits
 
 
 def test_adamw_in_float32_needs_no_master() -> None:
@@ -179,11 +181,11 @@ def test_what_is_proposed_fits(machine: dict[str, object], settings: dict[str, o
 
 def test_offloading_gradients_is_no_remedy_where_the_host_is_too_small() -> None:
     """The first example of docs/planning.md: it frees the GPU's memory, and needs 4 bytes more on the host."""
-    (remedy,) = advise(question(**DESKTOP, host_bytes=128 * GIB)).remedies
+    (remedy,) = advise(question(**DESKTOP, host_bytes=117 * GIB)).remedies
     assert (remedy.change, remedy.situation.fits) == ("with --offload-gradients", False)
-    (remedy,) = advise(question(**DESKTOP, host_bytes=131 * GIB)).remedies
+    (remedy,) = advise(question(**DESKTOP, host_bytes=128 * GIB)).remedies
     assert (remedy.change, remedy.situation.fits) == ("with --offload-gradients", True)
-    (remedy,) = advise(question(offload_gradients=True, host_bytes=120 * GIB)).remedies
+    (remedy,) = advise(question(offload_gradients=True, host_bytes=100 * GIB)).remedies
     assert (remedy.change, remedy.situation.fits) == ("without --offload-gradients", True)
 
 
@@ -193,7 +195,7 @@ def test_divided_parameters_are_not_possible_yet() -> None:
 
 
 def test_a_host_that_is_too_small() -> None:
-    needed = 2 * 16 * 7 * 10**9
+    needed = 2 * 14 * 7 * 10**9
     assert advise(question(ranks=2, host_bytes=needed)).situation.fits
     advice = advise(question(ranks=2, host_bytes=needed - 1))
     assert advice.situation.fits_device

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from experiments import emulation, overhead, overlap
+from experiments import emulation, kernel, overhead, overlap
 from experiments.corpus import Corpus, standard_library
 from experiments.gpt import GPT, GPTConfig
+from perfmodel.format import MIXED, SPLIT
 
 ROOT = Path(__file__).parents[1]
 
@@ -50,6 +51,19 @@ def test_a_row_of_the_overhead_experiment(where: str) -> None:
     assert min(row.step_us_per_parameter, row.adamw_fused_us_per_parameter, row.adamw_foreach_us_per_parameter) > 0
     assert row.hooks_us_per_parameter >= 0
     assert overhead.table([row]).row_count == 1
+
+
+def test_rates_of_the_kernels() -> None:
+    """Every contender runs, and the split update moves what `mixed` does but for two bytes."""
+    contenders = kernel.build_contenders(10_000, threads=1)
+    assert list(contenders) == ["fp32", "mixed", "split", "accumulate"]
+    for name, each in contenders.items():
+        found = kernel.summarise(kernel.measure(each, 2, name), 10_000)
+        assert set(found) >= {"gparams_per_s", "ratio_to_bandwidth"}
+        assert min(found.values()) > 0
+    assert set(contenders["split"]) == {"ours", "bandwidth", "mixed"}
+    assert kernel._BYTES_MOVED["mixed"] == MIXED.update_traffic
+    assert kernel._BYTES_MOVED["split"] == SPLIT.update_traffic
 
 
 def test_misordered_policies_are_found() -> None:

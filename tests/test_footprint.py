@@ -36,6 +36,11 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SETTINGS = list(itertools.product((True, False), repeat=2))
 
 
+def kept(dtype: torch.dtype) -> dict[str, Any]:
+    """What tells `host_footprint` of two types as wide as each other."""
+    return {"state_format": "float32"} if dtype == torch.float16 else {}
+
+
 def trained(
     device: EmulatedDevice, dtype: torch.dtype, micro_batches: int = 1, steps: int = 2, **settings: Any
 ) -> tuple[DOSAdam, int]:
@@ -63,7 +68,7 @@ def test_host_memory_of_an_optimizer_to_the_byte(
         device, dtype, micro_batches, policy="cpu", offload_gradients=offload_gradients, **settings
     )
     accumulates = offload_gradients and micro_batches > 1
-    expected = host_bytes(numel, dtype.itemsize, offload_gradients=accumulates, **settings)
+    expected = host_bytes(numel, dtype.itemsize, offload_gradients=accumulates, **settings, **kept(dtype))
     assert device.made == expected
     assert optimizer.metrics()["host_held_bytes"] == expected
 
@@ -79,7 +84,7 @@ def test_state_that_is_on_the_device_takes_no_host_memory_until_it_leaves(
     optimizer, numel = trained(device, dtype, steps=3, policy=policy, **settings)
     assert device.made == 0
     assert len(optimizer.state.items()) == 3, "reading brings it home"
-    assert device.made == host_footprint(numel, dtype.itemsize, **settings).state
+    assert device.made == host_footprint(numel, dtype.itemsize, **settings, **kept(dtype)).state
 
 
 def test_host_memory_is_made_for_what_leaves() -> None:
@@ -101,7 +106,9 @@ def test_state_that_never_leaves(dtype: torch.dtype, offload_gradients: bool) ->
     optimizer, numel = trained(device, dtype, 2, policy="resident", **settings)
     reference, _ = trained(RecordingDevice(), dtype, 2, policy="cpu", **settings)
     held = device.usage().held
-    assert held == host_footprint(numel, dtype.itemsize).state == optimizer.metrics()["memory_held_bytes"]
+    assert (
+        held == host_footprint(numel, dtype.itemsize, **kept(dtype)).state == optimizer.metrics()["memory_held_bytes"]
+    )
     state = {p: entry["exp_avg_sq"] for p, entry in optimizer.state.items()}
     assert device.usage().held == held, "reading gives what is on the device"
     assert device.made == (numel * (dtype.itemsize + 4) if offload_gradients else 0)
@@ -142,10 +149,24 @@ def test_host_memory_of_an_arena_to_the_byte(
         amsgrad=amsgrad,
         accelerated=accelerated,
         other_gradient_dtype=gradient not in (None, dtype) and dtype != torch.float32,
+        **kept(dtype),
     )
     assert arena.state.nbytes == found.state
     assert sum(t.tensor.nbytes for t in (*arena.incoming(), *arena.outgoing())) == found.total - found.state
     assert sum(t.tensor.nbytes for t in arena.home()) == (found.state if accelerated else 0)
+
+
+@pytest.mark.parametrize("state_format", [None, "float32"])
+def test_bytes_of_a_bfloat16_parameter(state_format: str | None) -> None:
+    """14 on the host with a gradient to stage, 10 of them state; 4 of its own master are 2 more each."""
+    more = 0 if state_format is None else 2
+    found = host_footprint(1, 2, state_format=state_format, offload_gradients=True)
+    assert (found.total - found.accumulated, found.state) == (14 + more, 10 + more)
+    device = RecordingDevice()
+    _, numel = trained(device, torch.bfloat16, policy="cpu", state_format=state_format)
+    assert device.made == host_bytes(numel, 2, state_format=state_format) == (14 + more) * numel
+    there, numel = trained(RecordingDevice(), torch.bfloat16, policy="resident", state_format=state_format)
+    assert there.metrics()["memory_held_bytes"] == (10 + more) * numel
 
 
 def test_the_planner_says_what_an_optimizer_then_allocates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

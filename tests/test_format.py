@@ -14,13 +14,15 @@ from dos.state import subgroup
 from dos.state.arena import Arena
 from dos.state.record import ParameterRecord
 from perfmodel import SubgroupLoad, Workload
-from perfmodel.format import MIXED, NEEDED_KEYS, STATE_KEYS, Field, Format, float32
+from perfmodel.format import MIXED, NEEDED_KEYS, SPLIT, STATE_KEYS, Field, Format, float32, format_of, split
 
 
 @pytest.mark.parametrize(
     ("state", "state_bytes", "held", "traffic"),
     [
         (MIXED, 12, 16, 28),
+        (SPLIT, 10, 14, 26),
+        (split(amsgrad=True), 14, 18, 34),
         (float32("float32"), 12, 16, 28),
         (float32("float16", amsgrad=True), 16, 20, 36),
         (float32("bfloat16", accelerated=False), 12, 16, 28),
@@ -38,23 +40,45 @@ def test_bytes_per_parameter(state: Format, state_bytes: int, held: int, traffic
             gradient_bytes=state.gradient_bytes,
             parameter_bytes=state.parameter_bytes,
             state_bytes=state.state_bytes,
+            upper_bytes=state.upper_bytes,
         ).subgroups[0]
     )
 
 
 def test_names_in_a_state_dict() -> None:
-    assert set(STATE_KEYS) == {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master_param"}
+    assert set(STATE_KEYS) == {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master_param", "master_rest"}
     assert set(NEEDED_KEYS) == {"exp_avg", "exp_avg_sq"}
+    assert [field.key for field in SPLIT.fields] == ["exp_avg", "exp_avg_sq", "master_rest"]
     assert [field.key for field in float32("float32").fields] == ["exp_avg", "exp_avg_sq", None]
     assert [field.key for field in float32("bfloat16", master_weights=False).fields][-1] is None
 
 
+@pytest.mark.parametrize("accelerated", [True, False])
+@pytest.mark.parametrize(
+    ("values", "settings", "name"),
+    [
+        ("bfloat16", {}, "split"),
+        ("bfloat16", {"state_format": "float32"}, "float32"),
+        ("bfloat16", {"master_weights": False}, "float32"),
+        ("float16", {}, "float32"),
+        ("float32", {}, "float32"),
+    ],
+)
+def test_which_format_parameters_get(values: str, settings: dict[str, Any], name: str, accelerated: bool) -> None:
+    found = format_of(values, accelerated=accelerated, **settings)
+    assert (found.name, found.values) == (name, values)
+    parameter = torch.ones(6, dtype=getattr(torch, values))
+    device = EmulatedDevice(FAST, 10**9) if accelerated else None
+    assert Arena([parameter], device, **{"master_weights": True, "amsgrad": False} | settings).format == found
+
+
 def test_a_field_more_is_allocated_moved_and_exported(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wider(values: str, **options: bool) -> Format:
+    def wider(values: str, **options: Any) -> Format:
+        del options["state_format"]
         known = float32(values, **options)
         return Format("wider", values, (*known.fields, Field("age", "float16", "age")))
 
-    monkeypatch.setattr(arena_module, "float32", wider)
+    monkeypatch.setattr(arena_module, "format_of", wider)
     parameter = torch.ones(6, 2, dtype=torch.bfloat16)
     arena = Arena([parameter], EmulatedDevice(FAST, 10**9), master_weights=True, amsgrad=False)
     record = ParameterRecord(parameter, arena, 0)
@@ -76,7 +100,9 @@ def test_a_field_more_is_allocated_moved_and_exported(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("dtype", "settings", "traffic"),
     [
-        (torch.bfloat16, {}, 28),
+        (torch.bfloat16, {}, 26),
+        (torch.bfloat16, {"state_format": "float32"}, 28),
+        (torch.float16, {}, 28),
         (torch.bfloat16, {"master_weights": False}, 24),
         (torch.float32, {"amsgrad": True}, 36),
     ],

@@ -38,8 +38,9 @@ def found(
     gradient_bytes: int | None = 24,
     departed: tuple[int, ...] = (),
     fetched: int | None = None,
+    stale_bytes: int = 0,
 ) -> Found:
-    return Found(state, gradient, numel, gradient_bytes, 2 * numel, departed, fetched)
+    return Found(state, gradient, numel, gradient_bytes, 2 * numel, departed, fetched, stale_bytes)
 
 
 def step(placements: tuple[Placement, ...], finds: list[Found], slots: int = 1, begun: tuple[Task, ...] = ()) -> list:
@@ -155,6 +156,33 @@ def test_what_is_under_way_is_not_issued_again() -> None:
     ]
 
 
+def test_the_host_fetches_what_it_lacks_of_the_parameters() -> None:
+    """With the gradient, after one that has left, beside an offloaded one; an update on the device has them."""
+    begun = (Task(Op.GRADIENT, Stream.GRADIENT, 1, 24),)
+    finds = [
+        found(HOST, stale_bytes=24),
+        found(HOST, gradient_bytes=None, departed=(0,), stale_bytes=6),
+        found(HOST, HOST, stale_bytes=24),
+        found(HOST, stale_bytes=24),
+        found(DEVICE, stale_bytes=24),
+    ]
+    assert step((C, C, C, S, R), finds, begun=begun)[7:] == [
+        "7 update 4 GPU 12 after 6",
+        "8 gradient 0 GRADIENT 48 after 6",
+        "9 update 0 CPU 12 after 8 6",
+        "10 parameter 0 PARAMETER 24 after 9 6",
+        "11 gradient 1 GRADIENT 6 after 6",
+        "12 update 1 CPU 12 after 5 11 6",
+        "13 parameter 1 PARAMETER 24 after 12 6",
+        "14 gradient 2 GRADIENT 24 after 6",
+        "15 update 2 CPU 12 after 14 6",
+        "16 parameter 2 PARAMETER 24 after 15 6",
+        "17 prefetch 3 PREFETCH 144 slot 0 after 6",
+        "18 update 3 GPU 12 slot 0 after 17 6",
+        "19 flush 3 FLUSH 144 slot 0 after 18",
+    ]
+
+
 def test_pieces_without_a_gradient_are_not_updated() -> None:
     assert step((C,), [found(HOST, numel=5, gradient_bytes=10)]) == [
         "0 backward COMPUTE 0",
@@ -168,7 +196,9 @@ def test_pieces_without_a_gradient_are_not_updated() -> None:
 def steps(draw: st.DrawFn) -> tuple[Plan, list[Found]]:
     placements = tuple(draw(st.lists(st.sampled_from(Placement), min_size=1, max_size=10)))
     plan = Plan(placements, draw(st.permutations(range(len(placements)))), draw(st.integers(1, 4)))
-    one = st.builds(found, st.sampled_from(Tier), st.sampled_from([DEVICE, HOST, None]))
+    one = st.builds(
+        found, st.sampled_from(Tier), st.sampled_from([DEVICE, HOST, None]), stale_bytes=st.sampled_from([0, 24])
+    )
     return plan, draw(st.lists(one, min_size=len(placements), max_size=len(placements)))
 
 

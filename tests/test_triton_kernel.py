@@ -33,10 +33,10 @@ def test_interpreted_it_has_the_bits_of_the_cpu_kernel() -> None:
     path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(program, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": path})
     assert done.returncode == 0, done.stderr
-    assert "452 updates compared" in done.stdout
+    assert "488 updates compared" in done.stdout
 
 
-Compile = Callable[[AdamStep, torch.dtype, torch.dtype, torch.dtype | None, int, int], str]
+Compile = Callable[[AdamStep, torch.dtype, torch.dtype, torch.dtype | None, bool, int, int], str]
 
 
 @pytest.fixture(params=[80, 90])
@@ -70,9 +70,16 @@ def compile_for_gpu(
         compiled.append(run(self, *args, warmup=True, **options))
 
     def compile_(
-        step: AdamStep, grad: torch.dtype, param: torch.dtype, out: torch.dtype | None, shift: int, runs: int
+        step: AdamStep,
+        grad: torch.dtype,
+        param: torch.dtype,
+        out: torch.dtype | None,
+        split: bool,
+        shift: int,
+        runs: int,
     ) -> str:
         arrays = random_arrays(4096 + shift, step, grad, param, out, seed=0)
+        arrays += [torch.zeros(4096 + shift, dtype=torch.int16)] * split
         on_gpu = [None if array is None else array[shift:].as_subclass(OnGpu) for array in arrays]
         run = AdamArrays(*on_gpu)  # type: ignore[arg-type]
         rows = AdamBatch([AdamArrays(*(a if a is None else a[shift:] for a in arrays))] * runs)._table  # type: ignore[arg-type]
@@ -89,23 +96,26 @@ def compile_for_gpu(
 
 @pytest.mark.parametrize("runs", [1, 2])
 @pytest.mark.parametrize(
-    ("step", "dtypes", "shift"),
+    ("step", "dtypes", "split", "shift"),
     [
-        (STEP, (torch.bfloat16, torch.float32, torch.bfloat16), 0),
-        (STEP, (torch.bfloat16, torch.float32, torch.bfloat16), 1),
-        (replace(STEP, lr=1.0, eps=1.0, weight_decay=1.0, step=1), (torch.float32, torch.float32, None), 0),
-        (STEPS[1], (torch.float16, torch.float32, torch.float16), 0),
-        (STEPS[3], (torch.bfloat16, torch.bfloat16, None), 0),
+        (STEP, (torch.bfloat16, torch.float32, torch.bfloat16), False, 0),
+        (STEP, (torch.bfloat16, torch.float32, torch.bfloat16), False, 1),
+        (replace(STEP, lr=1.0, eps=1.0, weight_decay=1.0, step=1), (torch.float32, torch.float32, None), False, 0),
+        (STEPS[1], (torch.float16, torch.float32, torch.float16), False, 0),
+        (STEPS[3], (torch.bfloat16, torch.bfloat16, None), False, 0),
+        (STEP, (torch.bfloat16, torch.bfloat16, None), True, 0),
+        (STEP, (torch.bfloat16, torch.bfloat16, None), True, 1),
     ],
 )
 def test_compiled_it_has_the_operations_of_the_formula(
     compile_for_gpu: Compile,
     step: AdamStep,
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None],
+    split: bool,
     shift: int,
     runs: int,
 ) -> None:
-    ptx = compile_for_gpu(step, *dtypes, shift, runs)
+    ptx = compile_for_gpu(step, *dtypes, split, shift, runs)
     found = re.findall(r"^\s*(?:@\S+ )?((?:mul|add|sub|fma|mad|div|rcp|sqrt|rsqrt|ex2)\.\S*f\d\S*)", ptx, re.MULTILINE)
     elements = 8  # of one thread: 1024 in a program of 4 warps
     # An operation that says how it rounds is not contracted: PTX ISA, section "Floating Point Instructions".
@@ -116,7 +126,7 @@ def test_compiled_it_has_the_operations_of_the_formula(
     # The canonical NaN is written out, because the hardware's is another one.
     assert ptx.count("2143289344") >= elements
     # No scalar was folded into the code: another learning rate must not be compiled anew.
-    arrays = 4 + step.amsgrad + (dtypes[2] is not None)
+    arrays = 4 + step.amsgrad + (dtypes[2] is not None) + split
     where = arrays + len(["numel"]) if runs == 1 else len(["table", "count"])
     assert len(re.findall(r"ld\.param", ptx)) == where + 8 + step.use_l2
     wide = r"ld\.global\S*\.v4\.b32"

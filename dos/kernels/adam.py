@@ -14,7 +14,7 @@ from torch import Tensor
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """In the order of ``DType`` in csrc/adam.h."""
 
-GRAD, PARAM, EXP_AVG, EXP_AVG_SQ, MAX_EXP_AVG_SQ, OUT, GRAD_TYPE, PARAM_TYPE, OUT_TYPE, NUMEL, STEP = range(11)
+GRAD, PARAM, EXP_AVG, EXP_AVG_SQ, MAX_EXP_AVG_SQ, OUT, REST, GRAD_TYPE, PARAM_TYPE, OUT_TYPE, NUMEL, STEP = range(12)
 """The columns of a table of runs: the words of ``AdamRun`` in csrc/adam.h. Without an array 0, and -1 for its type."""
 
 
@@ -74,10 +74,12 @@ class AdamArrays(NamedTuple):
     The order is that of the columns.
 
     grad: float32, bfloat16 or float16. Read only.
-    param: the master weights, float32; or bfloat16 or float16 where there are none.
+    param: the master weights, float32; or bfloat16 or float16 where there are none. With ``rest`` the bfloat16
+        parameters, which are the masters' upper halves.
     exp_avg, exp_avg_sq, max_exp_avg_sq: float32; the last one is needed with amsgrad, and left alone without.
     out: receives the new ``param``, rounded if it is bfloat16 or float16; only with a float32 ``param``, which is
         kept off ties where this is bfloat16.
+    rest: the masters' lower halves, int16; only with a bfloat16 ``param`` and without ``out``.
     """
 
     grad: Tensor
@@ -86,6 +88,7 @@ class AdamArrays(NamedTuple):
     exp_avg_sq: Tensor
     max_exp_avg_sq: Tensor | None = None
     out: Tensor | None = None
+    rest: Tensor | None = None
 
     def slice(self, start: int, stop: int) -> AdamArrays:
         """A view of the elements from start to stop."""
@@ -96,3 +99,15 @@ def off_ties(master: Tensor) -> Tensor:
     """float32 values as the update leaves them in masters of bfloat16 parameters; a copy."""
     bits = master.view(torch.int32)
     return torch.where(bits & 0xFFFF == 0x8000, bits + (bits >> 15 & 2) - 1, bits).view(torch.float32)
+
+
+def rest_of(master: Tensor) -> Tensor:
+    """The lower halves of float32 masters, int16; a copy."""
+    return master.view(torch.int32).to(torch.int16)
+
+
+def joined(upper: Tensor, rest: Tensor) -> Tensor:
+    """The float32 masters of which bfloat16 parameters and int16 rests are the halves."""
+    rounded = upper.view(torch.int16).to(torch.int32) << 16
+    bits = rounded + rest
+    return torch.where(bits ^ rounded < 0, rounded, bits).view(torch.float32)

@@ -18,13 +18,15 @@ from dos.kernels.adam import (
     GRAD,
     GRAD_TYPE,
     NUMEL,
-    OUT,
     OUT_TYPE,
     PARAM_TYPE,
+    REST,
     STEP,
     AdamArrays,
     AdamStep,
+    joined,
     off_ties,
+    rest_of,
 )
 
 logger = logging.getLogger(__name__)
@@ -65,11 +67,11 @@ class GpuBatch:
 
     def _arrays(self, run: int, step: AdamStep) -> AdamArrays:
         """A run with the gradient that the table points to."""
-        param, exp_avg, exp_avg_sq, max_exp_avg_sq, out = self._runs[run]
+        param, exp_avg, exp_avg_sq, max_exp_avg_sq, out, rest = self._runs[run]
         address, dtype = int(self._table[run, GRAD]), FLOATS[self._table[run, GRAD_TYPE]]
         storage = torch._C._construct_storage_from_data_pointer(address, self._device, param.numel() * dtype.itemsize)
         grad = torch.empty(0, dtype=dtype, device=self._device).set_(storage, 0, param.shape, (1,))
-        return AdamArrays(grad, param, exp_avg, exp_avg_sq, max_exp_avg_sq if step.amsgrad else None, out)
+        return AdamArrays(grad, param, exp_avg, exp_avg_sq, max_exp_avg_sq if step.amsgrad else None, out, rest)
 
 
 class SentTable:
@@ -94,8 +96,9 @@ class SentTable:
 
 def _alike(table: np.ndarray) -> Iterator[np.ndarray]:
     """The runs that one launch updates: of one setting, types and alignment."""
-    misaligned = ((table[:, : OUT + 1] | table[:, NUMEL, None]) & 15).any(axis=1)
-    keys = ((table[:, STEP] * 2 + misaligned) * 4 + table[:, OUT_TYPE] + 1) * 9
+    misaligned = ((table[:, : REST + 1] | table[:, NUMEL, None]) & 15).any(axis=1)
+    keys = (table[:, STEP] * 2 + misaligned) * 2 + (table[:, REST] != 0)
+    keys = (keys * 4 + table[:, OUT_TYPE] + 1) * 9
     keys += table[:, GRAD_TYPE] * 3 + table[:, PARAM_TYPE]
     keys[(table[:, GRAD] == 0) | (table[:, NUMEL] == 0)] = -1
     for key in np.unique(keys):
@@ -171,9 +174,9 @@ def _adam_update_torch(arrays: AdamArrays, step: AdamStep) -> None:
         step.float32_scalars
     )
     for start in range(0, len(arrays.param), _CHUNK):
-        grad, param, exp_avg, exp_avg_sq, max_exp_avg_sq, out = arrays.slice(start, start + _CHUNK)
+        grad, param, exp_avg, exp_avg_sq, max_exp_avg_sq, out, rest = arrays.slice(start, start + _CHUNK)
         g = grad.float() * scale
-        p = param.float()
+        p = param.float() if rest is None else joined(param, rest)
         m = exp_avg
         v = exp_avg_sq
         if step.use_l2:
@@ -189,8 +192,10 @@ def _adam_update_torch(arrays: AdamArrays, step: AdamStep) -> None:
         # torch's float32 square root is not correctly rounded on every processor; by way of double precision it is.
         denom = _fma(v.double().sqrt().float(), inv_bias_correction2_sqrt, torch.full_like(v, eps))
         p = _fma(m / denom, -step_size, p)
-        if out is not None and out.dtype == torch.bfloat16:
+        if rest is not None or (out is not None and out.dtype == torch.bfloat16):
             p = off_ties(p)
+        if rest is not None:
+            rest.copy_(rest_of(p).masked_fill_(p.isnan(), 0))
         _store(p, param)
         if out is not None:
             _store(p, out)

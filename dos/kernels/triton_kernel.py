@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dos.kernels.adam import NUMEL, OUT, STEP, AdamArrays, AdamStep
+from dos.kernels.adam import NUMEL, REST, STEP, AdamArrays, AdamStep
 
 _BLOCK = 1024  # elements for one program: eight for each thread, so that 16-bit loads are 16 bytes wide
 _WARPS = 4
@@ -50,7 +50,7 @@ def adam_update(
     if rows is not None and send is not None and len(rows) > 1:
         ends = np.cumsum(-(-rows[:, NUMEL] // _BLOCK))
         rows[1:, STEP], rows[0, STEP] = ends[:-1], 0
-        aligned = not (rows[:, [*range(OUT + 1), NUMEL]] & 15).any()
+        aligned = not (rows[:, [*range(REST + 1), NUMEL]] & 15).any()
         numel, count, table = int(ends[-1]) * _BLOCK, len(rows), send(rows)
         # Only the types count, but Triton compiles anew for pointers of other alignment.
         arrays = AdamArrays._make(None if array is None else table.view(array.dtype) for array in arrays)
@@ -89,6 +89,7 @@ def adam_kernel(
     exp_avg_sq: tl.tensor,
     max_exp_avg_sq: tl.tensor,
     out: tl.tensor,
+    rest: tl.tensor,
     numel: tl.tensor,
     table: tl.tensor,
     count: tl.tensor,
@@ -107,7 +108,7 @@ def adam_kernel(
     PTX: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
 ) -> None:
-    """Elements [0, numel) of arrays on the device. max_exp_avg_sq, out: None where there is none.
+    """Elements [0, numel) of arrays on the device. max_exp_avg_sq, out, rest: None where there is none.
 
     table: of so many runs as `count` says, which are updated instead; the arrays then say of what kind they are.
     ALIGNED: whether all addresses and lengths in the table are multiples of 16.
@@ -135,10 +136,14 @@ def adam_kernel(
             max_exp_avg_sq = _pointer(run, 4, max_exp_avg_sq, ALIGNED)
         if out is not None:
             out = _pointer(run, 5, out, ALIGNED)
+        if rest is not None:
+            rest = _pointer(run, 6, rest, ALIGNED)
     index = block * BLOCK + tl.arange(0, BLOCK)
     mask = index < numel
     g = _widened(tl.load(grad + index, mask=mask, other=0.0)) * grad_scale
     p = _widened(tl.load(param + index, mask=mask, other=0.0))
+    if rest is not None:
+        p = _joined(p, tl.load(rest + index, mask=mask, other=0))
     m = tl.load(exp_avg + index, mask=mask, other=0.0)
     v = tl.load(exp_avg_sq + index, mask=mask, other=0.0)
     if USE_L2:
@@ -158,6 +163,9 @@ def adam_kernel(
         if out.dtype.element_ty == tl.bfloat16:
             p = _off_tie(p)
         tl.store(out + index, _rounded(p, out.dtype.element_ty), mask=mask)
+    if rest is not None:
+        p = _off_tie(p)
+        tl.store(rest + index, p.to(tl.uint32, bitcast=True).to(tl.uint16).to(tl.int16, bitcast=True), mask=mask)
     tl.store(param + index, _rounded(p, param.dtype.element_ty), mask=mask)
 
 
@@ -182,6 +190,14 @@ def _off_tie(x: tl.tensor) -> tl.tensor:
     bits = x.to(tl.uint32, bitcast=True)
     towards_even = tl.where((bits & 0x10000) != 0, bits + 1, bits - 1)
     return tl.where((bits & 0xFFFF) == 0x8000, towards_even, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _joined(upper: tl.tensor, rest: tl.tensor) -> tl.tensor:
+    """A master from its upper half, widened, and its lower one; see csrc/adam.h."""
+    rounded = upper.to(tl.int32, bitcast=True)
+    bits = rounded + rest.to(tl.int32)
+    return tl.where((bits ^ rounded) < 0, rounded, bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -15,6 +15,7 @@ from dos.devices import DeviceFinder
 from dos.gradients.offload import OffloadedGradients
 from dos.guard import Guard
 from dos.kernels.adam import AdamStep
+from dos.kernels.masters import brought
 from dos.machine.host_memory import reserve
 from dos.machine.profiles import local_ranks
 from dos.options import Options, check_settings
@@ -390,12 +391,17 @@ class Registry:
             self._beginners.append(record)
         else:
             self.host_store.take(subgroup for subgroup, _ in self.places[record])
+            parts = {
+                key: local(moved_to_layout(entry[key], record.parameter))
+                for key in STATE_KEYS
+                if entry.get(key) is not None
+            }
             for key, view in record.views.items():
-                value = entry.get(key)
+                value = brought(key, parts)
                 if value is None:
                     local(view).zero_()
-                elif value is not view:
-                    local(view).copy_(local(moved_to_layout(value, record.parameter)))
+                elif value is not local(view):
+                    local(view).copy_(value)
         # In an order that can be interrupted: what the entry says is lost at no point.
         for key in STATE_KEYS:
             if key not in record.views:
@@ -439,6 +445,7 @@ class Registry:
             amsgrad=group["amsgrad"],
             offload_gradients=self._options.offload_gradients,
             accelerated=self._devices.holds(run[0]),
+            state_format="float32" if run[0].dtype == torch.float16 else self._options.state_format,
         )
 
     def _make_room(
@@ -453,6 +460,7 @@ class Registry:
                 self._devices.found if accelerated else None,
                 master_weights=self._options.master_weights,
                 amsgrad=group["amsgrad"],
+                state_format=self._options.state_format,
                 tier=Tier.DEVICE if lasting else Tier.HOST,
                 part=rounded(self._options.subgroup_size),
             )

@@ -12,7 +12,7 @@ from torch import Tensor
 from dos.devices import Device, host_zeros
 from dos.sharding.local import local
 from dos.state.host_tensor import HostTensor
-from perfmodel.format import MASTER, Field, float32
+from perfmodel.format import MASTER, REST, Field, format_of
 from perfmodel.plan import Tier
 
 _ALIGNMENT = 256
@@ -32,6 +32,11 @@ class State:
     def master(self) -> Tensor | None:
         """The parameters as they are updated, or None where the update goes straight to them."""
         return self.fields.get(MASTER)
+
+    @property
+    def rest(self) -> Tensor | None:
+        """The lower halves of masters whose upper ones are the parameters, or None where they are not split."""
+        return self.fields.get(REST)
 
     def tensors(self) -> tuple[Tensor, ...]:
         """All of them, in the order of the format."""
@@ -75,6 +80,7 @@ class Arena:
     format: what the state consists of; amsgrad: whether with room for amsgrad.
     gradient: staging for gradients on their way from the accelerator, in the parameters' dtype.
     parameter: staging for new parameters on their way to the accelerator; None where master has their dtype already.
+        Where masters are split it has their upper halves, of the subgroups that the host updates.
 
     What lies on the host takes memory when `make` is called for it, or when something is written there.
     """
@@ -86,6 +92,7 @@ class Arena:
         *,
         master_weights: bool,
         amsgrad: bool,
+        state_format: str | None = None,
         tier: Tier = Tier.HOST,
         part: int = 1,
     ) -> None:
@@ -98,7 +105,11 @@ class Arena:
         self._device = device
         self._part = part
         self._format_with = functools.partial(
-            float32, str(self.dtype).removeprefix("torch."), master_weights=master_weights, accelerated=self.accelerated
+            format_of,
+            str(self.dtype).removeprefix("torch."),
+            state_format=state_format,
+            master_weights=master_weights,
+            accelerated=self.accelerated,
         )
         self.format = self._format_with(amsgrad=amsgrad)
         self._homes: dict[str, HostTensor] = {}
@@ -109,7 +120,7 @@ class Arena:
         self._accumulated: HostTensor | None = None
         if device is not None:
             self._gradient = HostTensor(self.numel, self.dtype, device, part)
-        if device is not None and self.format.rounds and tier is Tier.HOST:
+        if device is not None and self.format.stages_parameters and tier is Tier.HOST:
             self._parameter = HostTensor(self.numel, self.dtype, device, part)
         self._slices: dict[tuple[int, int], State] = {}
 
@@ -197,6 +208,11 @@ class Arena:
             return self._homes[field.name].tensor
         self._buffers.append(self._device.allocate(self.numel * dtype.itemsize))
         return self._buffers[-1].zero_().view(dtype)
+
+
+def carried(flat: Tensor) -> Tensor:
+    """The tensor as a state dict has it: what is of int16 under a type of 16 bits that collectives know."""
+    return flat.view(torch.bfloat16) if flat.dtype == torch.int16 else flat
 
 
 def aligned(nbytes: int) -> int:

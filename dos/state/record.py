@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dos.sharding.fingerprint import fingerprint
 from dos.sharding.local import is_sharded, laid_out_as, local, version
-from dos.state.arena import Arena, State
+from dos.state.arena import Arena, State, carried
 
 
 class ParameterRecord:
@@ -126,7 +126,7 @@ class ParameterRecord:
         """Remember the parameter as it is now."""
         if self.sharded:
             self.rewritten = False
-            self.bits = None if self.arena.format.master is None else fingerprint(self.local)
+            self.bits = None if not self.arena.format.has_masters else fingerprint(self.local)
         self.version = version(self.parameter)
         self.data_ptr = self.local.data_ptr()
         self._strides = self.local.stride()
@@ -199,7 +199,7 @@ class ParameterRecord:
     def make_views(self) -> dict[str, Tensor]:
         """The arena's tensors by the names that they have in a state dict, divided as the parameter is."""
         flat, fields = self.state.fields, self.arena.format.fields
-        views = {field.key: self.shaped(flat[field.name]) for field in fields if field.key is not None}
+        views = {field.key: self.shaped(carried(flat[field.name])) for field in fields if field.key is not None}
         self._addresses = {name: view.data_ptr() for name, view in views.items()}
         return {name: laid_out_as(view, self.parameter) for name, view in views.items()}
 

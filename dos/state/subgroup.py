@@ -58,6 +58,8 @@ class Subgroup:
     start, stop: within the arena.
     batches: what was made for its updates, by place, with what that holds for; to be cleared when
         the memory of a parameter is another.
+    newest: the pieces whose newest parameters are staged on the host. Of use where masters are split,
+        which the host updates from there.
     """
 
     arena: Arena
@@ -65,6 +67,7 @@ class Subgroup:
     stop: int
     pieces: tuple[Piece, ...]
     batches: dict[str, Any] = field(default_factory=dict)
+    newest: set[Piece] = field(default_factory=set)
 
     @property
     def numel(self) -> int:

@@ -123,8 +123,9 @@ class Step:
     def _send(self, task: Task, after: Sequence[Job]) -> Job:
         assert task.subgroup is not None, "a transfer is of a subgroup"
         subject = self._subjects[task.subgroup]
-        assert subject.update is not None, "only gradients are sent"
-        return self._device.copy(Op.GRADIENT, task.subgroup, subject.update.downloads(subject.late), after)
+        assert subject.update is not None, "only what is updated is sent"
+        copies = subject.update.downloads(subject.late) + subject.update.download_parameters()
+        return self._device.copy(Op.GRADIENT, task.subgroup, copies, after)
 
     def _prefetch(self, task: Task, after: Sequence[Job]) -> Job:
         """Bring up what the update on the device has not: state, offloaded gradients, or both."""

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from dos.devices import Copy, Job
-from dos.kernels.adam import AdamArrays, AdamStep, off_ties
+from dos.kernels.adam import AdamArrays, AdamStep
+from dos.kernels.masters import follow, settle
 from dos.kernels.update import AdamBatch
 from dos.state.arena import State
 from dos.state.record import ParameterRecord, flat_alias
 from dos.state.subgroup import Piece, Subgroup
-from perfmodel.format import MASTER
+from perfmodel.format import MASTER, REST
 from perfmodel.plan import Tier
 from perfmodel.schedule import Found
 
@@ -77,6 +78,15 @@ class SubgroupUpdate:
             self.gradients = []
 
     @property
+    def stale(self) -> Sequence[Piece]:
+        """The pieces whose newest parameters the host lacks, where it needs them to update split masters."""
+        newest = self.subgroup.newest
+        if not self.subgroup.arena.format.splits or not (self._follows or len(newest) < len(self.subgroup.pieces)):
+            return ()
+        known = newest.difference(self._follows)
+        return [piece for piece in self.pieces if piece not in known] if known else self.pieces
+
+    @property
     def gradient_bytes(self) -> int:
         """Of the pieces that are updated."""
         return sum(p.numel * g.itemsize for p, g in zip(self.pieces, self.gradients, strict=True))
@@ -97,6 +107,11 @@ class SubgroupUpdate:
         return [
             (staged[p.run], g) for p, g in zip(self.pieces, self._pieces_of_gradients(), strict=True) if p in pieces
         ]
+
+    def download_parameters(self) -> list[Copy]:
+        """The copies that bring stale parameters to the host."""
+        staged = self.subgroup.parameter
+        return [] if staged is None else [(staged[p.run], p.of_parameter(p.record.flat)) for p in self.stale]
 
     def fetch_gradients(self, buffer: Tensor) -> list[Copy]:
         """The copies that bring offloaded gradients up into `buffer` (1-D uint8), from where they are used then."""
@@ -124,13 +139,19 @@ class SubgroupUpdate:
         batch = self._batch("with parameters", state, lasting=lasting)
         batch.point(self._addresses, self._types)
         batch.update(self._settings, self._which)
+        if self.subgroup.newest:
+            self.subgroup.newest.difference_update(self.pieces)
         if state.master is not None and state.master.dtype != torch.float32:
             for piece in self.pieces:
                 piece.of_parameter(piece.record.flat).copy_(state.master[piece.run])
 
     def apply_on_host(self) -> None:
         """Update the host state from staged or offloaded gradients; the new parameters stay staged."""
-        batch = self._batch("at home", self.subgroup.state)
+        state = self.subgroup.state
+        if state.rest is not None:
+            for piece in self._follows:
+                settle(state.rest[piece.run], self._staged(piece))
+        batch = self._batch("at home", state)
         if self.offloaded:
             batch.point(self._addresses, self._types)
         else:
@@ -142,17 +163,26 @@ class SubgroupUpdate:
             ]
             batch.point(places, [staged.dtype] * len(places))
         batch.update(self._settings, self._which)
+        if state.rest is not None and len(self.subgroup.newest) < len(self.subgroup.pieces):
+            self.subgroup.newest.update(self.pieces)
 
     def follow(self, state: State) -> None:
         """Let masters in `state`, which is where the parameters are, follow those that somebody wrote to."""
-        if state.master is not None:
-            for piece in self._follows:
-                follow(state.master[piece.run], piece.of_parameter(piece.record.flat))
+        for piece in self._follows:
+            parameter = piece.of_parameter(piece.record.flat)
+            if state.master is not None:
+                follow(state.master[piece.run], parameter)
+            elif state.rest is not None:
+                settle(state.rest[piece.run], parameter)
 
     def follow_on_host(self, fetch: Callable[[Tensor, Tensor], None]) -> None:
-        """The same for masters on the host. fetch: copies from the parameters' device to the host; blocks."""
+        """The same for masters on the host, but for split ones, whose other halves come with the step's gradients.
+
+        fetch: copies from the parameters' device to the host; blocks.
+        """
         master, staged = self.subgroup.state.master, self.subgroup.parameter
-        assert master is not None, "accelerated parameters have a master"
+        if master is None:
+            return
         for piece in self._follows:
             mine, theirs = master[piece.run], piece.of_parameter(piece.record.flat)
             if staged is None:
@@ -184,6 +214,8 @@ class SubgroupUpdate:
         """What the update of a piece works on; its gradient is said later."""
         fields = {name: tensor[piece.run] for name, tensor in state.fields.items()}
         master, staged = fields.pop(MASTER, None), self.subgroup.parameter
+        if at_home and REST in fields:
+            return AdamArrays(self._staged(piece), self._staged(piece), **fields)
         if at_home:
             assert master is not None, "accelerated parameters have a master"
             return AdamArrays(master, master, **fields, out=None if staged is None else staged[piece.run])
@@ -192,26 +224,11 @@ class SubgroupUpdate:
             return AdamArrays(parameter, parameter, **fields)
         return AdamArrays(parameter, master, **fields, out=parameter if master.dtype == torch.float32 else None)
 
-
-def follow(master: Tensor, parameter: Tensor) -> None:
-    """Give `master` the values of a parameter that was written to; 1-D, of one length, on one device.
-
-    Where the parameter still is the master rounded, the master knows it better.
-    """
-    if master.dtype == parameter.dtype:
-        master.copy_(parameter)
-        return
-    for start in range(0, len(master), _CHUNK):
-        mine, now = master[start : start + _CHUNK], parameter[start : start + _CHUNK]
-        kept = mine.to(now.dtype).view(torch.int16) == now.view(torch.int16)
-        mine.copy_(torch.where(kept, mine, now.to(mine.dtype)))
-        if now.dtype == torch.bfloat16:
-            # No update leaves a tie, and formats may rely on that: one that was loaded would go
-            # on with other bits in one that keeps it as two halves.
-            mine.copy_(off_ties(mine))
-
-
-_CHUNK = 1 << 20  # elements; bounds the memory of what is compared
+    def _staged(self, piece: Piece) -> Tensor:
+        """The piece's parameters on the host."""
+        staged = self.subgroup.parameter
+        assert staged is not None, "what the host updates is staged"
+        return staged[piece.run]
 
 
 class Subject(NamedTuple):
@@ -231,14 +248,17 @@ class Subject(NamedTuple):
         update = self.update
         if update is None:
             return Found(state, None, 0, None, 0)
-        parameter_bytes = update.numel * self.subgroup.arena.dtype.itemsize
+        itemsize = self.subgroup.arena.dtype.itemsize
+        parameter_bytes, stale = update.numel * itemsize, update.stale
+        stale_bytes = parameter_bytes if stale is update.pieces else itemsize * sum(p.numel for p in stale)
         if update.offloaded:
-            return Found(state, Tier.HOST, update.numel, update.gradient_bytes, parameter_bytes)
+            gradient_bytes = update.gradient_bytes
+            return Found(state, Tier.HOST, update.numel, gradient_bytes, parameter_bytes, stale_bytes=stale_bytes)
         late: int | None = update.gradient_bytes
         if len(self.late) < len(update.pieces):
             sizes = zip(update.pieces, update.gradients, strict=True)
             late = sum(p.numel * g.itemsize for p, g in sizes if p in self.late) or None
-        return Found(state, Tier.DEVICE, update.numel, late, parameter_bytes)
+        return Found(state, Tier.DEVICE, update.numel, late, parameter_bytes, stale_bytes=stale_bytes)
 
     def slot_bytes(self, *, staying: bool) -> int:
         """Bytes of the slot that it needs. staying: its state has a place of its own there."""

@@ -13,7 +13,7 @@ from experiments.checks.training import SETTINGS, Batch, Job, Reference, free_me
 from experiments.checks.vitals import Timed
 from experiments.gpt import GPT
 from perfmodel import Plan, Timeline, Workload
-from perfmodel.format import MIXED
+from perfmodel.format import SPLIT
 from perfmodel.hardware import HardwareProfile
 from perfmodel.schedule import Schedule
 from perfmodel.simulate import Phase, Scope, makespan
@@ -109,7 +109,7 @@ class Rig:
         self.profile = profile
         self.switch = Switch(profile)
         self.subgroups = -(-job.numel // subgroup_size)
-        self.slot_bytes = MIXED.state_bytes * subgroup_size
+        self.slot_bytes = SPLIT.state_bytes * subgroup_size
         self.budget = 0
         self.model = job.model(machine.torch_device)
         self.optimizer = Timed(

@@ -32,13 +32,17 @@ bf16; and negated."""
 
 @dataclass(frozen=True)
 class Case:
-    """Settings of one update, and the types of what it reads and writes. copy: of the parameter, None for none."""
+    """Settings of one update, and the types of what it reads and writes.
+
+    copy: of the parameter, None for none. split: whether the parameter is half of its master.
+    """
 
     name: str
     step: AdamStep
     gradient: torch.dtype
     parameter: torch.dtype = torch.float32
     copy: torch.dtype | None = None
+    split: bool = False
 
 
 CASES = (
@@ -47,6 +51,13 @@ CASES = (
         AdamStep(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, step=1000),
         torch.bfloat16,
         copy=torch.bfloat16,
+    ),
+    Case(
+        "bf16 gradient and parameter, split master",
+        AdamStep(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, step=1000),
+        torch.bfloat16,
+        parameter=torch.bfloat16,
+        split=True,
     ),
     Case(
         "fp16 gradient and parameter, amsgrad, loss scale",
@@ -142,7 +153,7 @@ def torch_operations(arrays: Arrays, step: AdamStep) -> None:
 
 
 def adam_arrays(arrays: Arrays) -> AdamArrays:
-    names = ("gradient", "parameter", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "copy")
+    names = ("gradient", "parameter", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "copy", "rest")
     return AdamArrays(*(arrays[name] for name in names))  # type: ignore[arg-type]
 
 
@@ -167,6 +178,7 @@ def drawn(case: Case, numel: int, device: torch.device, seed: int) -> Arrays:
         "exp_avg_sq": draw(torch.float32),
         "max_exp_avg_sq": draw(torch.float32) if case.step.amsgrad else None,
         "copy": None if case.copy is None else torch.zeros(numel, dtype=case.copy, device=device),
+        "rest": draw(torch.bfloat16).view(torch.int16) if case.split else None,
     }
 
 

@@ -86,7 +86,13 @@ def measure(model: GPT, plan: Plan, subgroup_size: int, emulated: HardwareProfil
     alone.
     """
     device = None if emulated is None else EmulatedDevice(emulated, capacity=20 * model.numel)
-    optimizer = DOSAdam(model.parameters(), policy=lambda work: plan, subgroup_size=subgroup_size, device=device)
+    optimizer = DOSAdam(
+        model.parameters(),
+        policy=lambda work: plan,
+        subgroup_size=subgroup_size,
+        state_format="float32",  # as the published runs have it
+        device=device,
+    )
     parameters = list(model.parameters())
     seconds = []
     for batch in Corpus(standard_library(), CONTEXT).batches(SETTLING + STEPS, BATCH, seed=0):

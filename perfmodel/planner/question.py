@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from perfmodel.format import Format, format_of
 from perfmodel.hardware import HardwareProfile
 from perfmodel.planner.fabric import PCIE, Fabric
 from perfmodel.planner.layout import Layout
@@ -13,6 +14,8 @@ from perfmodel.planner.units import format_bytes, format_count
 
 VALUE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 """Bytes of a parameter or gradient by name of its dtype."""
+VALUES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+"""What torch calls it."""
 MARGIN = 0.02
 """Share of the device's memory that DOSAdam leaves alone."""
 DEFAULT_SUBGROUP_SIZE = 100_000_000
@@ -94,6 +97,11 @@ class Question:
     def value_bytes(self) -> int:
         """Bytes of a parameter or gradient."""
         return VALUE_BYTES[self.dtype]
+
+    @property
+    def format(self) -> Format:
+        """In which DOSAdam keeps the state."""
+        return format_of(VALUES[self.dtype])
 
     @property
     def tokens(self) -> int:

@@ -7,6 +7,7 @@ import functools
 import math
 
 from perfmodel.footprint import DeviceBytes, HostBytes, host_footprint
+from perfmodel.format import float32
 from perfmodel.hardware import changed
 from perfmodel.plan import Placement, Plan
 from perfmodel.planner.job import Job
@@ -32,6 +33,7 @@ class Situation:
             question.value_bytes,
             offload_gradients=question.offload_gradients,
             accelerated=not question.offload_parameters,
+            state_format="float32" if question.dtype == "fp16" else None,
         )
         self.host_model = 2 * question.state_numel * question.value_bytes if question.offload_parameters else 0
         self.job = Job(question, self.profile)
@@ -74,8 +76,8 @@ class Situation:
 
     @property
     def adamw_bytes(self) -> int:
-        """State of an AdamW that keeps all on the device: as ours, but float32 parameters are their own master."""
-        return self.host.moments if self.question.dtype == "fp32" else self.host.state
+        """State of an AdamW that keeps all on the device, with float32 masters of 16-bit parameters."""
+        return self.question.state_numel * float32(self.question.format.values, accelerated=False).state_bytes
 
     @property
     def compute_s(self) -> float | None:
@@ -105,9 +107,10 @@ class Situation:
         size, numel = question.subgroup_size, question.state_numel
         work = Workload.of_sizes(
             [min(size, numel - start) for start in range(0, numel, size)],
-            gradient_bytes=question.value_bytes,
-            parameter_bytes=question.value_bytes,
-            state_bytes=host_footprint(1, question.value_bytes).state,
+            gradient_bytes=question.format.gradient_bytes,
+            parameter_bytes=question.format.parameter_bytes,
+            state_bytes=question.format.state_bytes,
+            upper_bytes=question.format.upper_bytes,
         )
         slot = work.slot_bytes
         resident = work.state_bytes if self.room >= work.state_bytes else self.room // slot * slot

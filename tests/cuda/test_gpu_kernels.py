@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from test_split import L2, assert_alike, mixed_arrays, splitting
 from test_ties import NOTHING, ties
 from test_update import FLOATS, STEP, STEPS, assert_same_bits, clone, random_arrays, random_bits, update
 from torch import Tensor
@@ -91,6 +92,18 @@ def test_masters_that_come_out_as_ties(kernel: str, out: torch.dtype) -> None:
     update(ours, NOTHING)
     update(expected, NOTHING)
     assert_same_bits(moved(ours, "cpu"), expected)
+
+
+@pytest.mark.parametrize("grad", FLOATS)
+@pytest.mark.parametrize("step", [*STEPS, L2])
+def test_a_split_master(kernel: str, step: AdamStep, grad: torch.dtype) -> None:
+    for numel, offset in ((NUMEL, 0), (1025, 1), (70_001, 4)):
+        mixed = mixed_arrays(numel, step, grad, seed=0)
+        ours = moved(list(splitting(mixed)), "cuda", offset)
+        for _ in range(3):
+            update(ours, step)
+            update(list(mixed), step)
+        assert_alike(AdamArrays(*moved(ours, "cpu")), mixed)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("numel", [0, 1, 2, 15, 16, 1023, 1024, 1025, 70_001])
