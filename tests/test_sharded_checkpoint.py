@@ -154,3 +154,24 @@ def fresh_state(policy: str) -> None:
 @pytest.mark.parametrize("policy", ["cpu", "resident"])
 def test_reading_the_state_of_a_fresh_optimizer_changes_nothing(ranks: Ranks, policy: str) -> None:
     ranks.run(fresh_state, policy)
+
+
+def loads_into_place(folder: str, dtype: torch.dtype) -> None:
+    through, first = build(4, dtype, policy="cpu")
+    train(through, first, steps=range(2))
+    save(folder, through, first, "save")
+    resumed, second = build(4, dtype, policy="cpu")
+    state = get_optimizer_state_dict(resumed, second)
+    places = [v.to_local().data_ptr() for e in state["state"].values() for v in e.values() if isinstance(v, DTensor)]
+    dcp.load({"optimizer": state}, checkpoint_id=folder)
+    set_optimizer_state_dict(resumed, second, state)
+    resumed.load_state_dict(through.state_dict())
+    train(resumed, second, steps=[2])
+    entries = second.state.values()
+    assert places == [v.to_local().data_ptr() for e in entries for v in e.values() if isinstance(v, DTensor)]
+    assert all(entry["step"] == 3 for entry in entries)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_loaded_state_is_not_there_twice(ranks: Ranks, tmp_path: Path, dtype: torch.dtype) -> None:
+    ranks.run(loads_into_place, str(tmp_path), dtype)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -180,3 +183,24 @@ def pins_nothing_in_backward() -> None:
 
 def test_nothing_is_pinned_in_backward(ranks: Ranks) -> None:
     ranks.run(pins_nothing_in_backward)
+
+
+def leaves_nothing_behind(offload: bool) -> None:
+    divided = shard(model(), mesh_of(4))
+    optimizer = dos_adam(divided.parameters(), policy="cpu", offload_gradients=offload)
+    alive: list[weakref.ref[torch.Tensor]] = []
+    counts = []
+    for step in range(6):
+        divided(batch(step)).pow(2).mean().backward()
+        alive += [weakref.ref(p.grad._local_tensor) for p in divided.parameters() if p.grad is not None]
+        optimizer.step()
+        optimizer.zero_grad()
+        gc.collect()
+        assert not any(reference() is not None for reference in alive)
+        counts.append((sum(isinstance(each, torch.Tensor) for each in gc.get_objects()), threading.active_count()))
+    assert counts[-1] == counts[-2], "neither tensors nor threads"
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_gradients_that_left_leave_nothing_behind(ranks: Ranks, offload: bool) -> None:
+    ranks.run(leaves_nothing_behind, offload)
