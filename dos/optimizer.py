@@ -6,7 +6,6 @@ import contextlib
 import threading
 import warnings
 import weakref
-import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -654,22 +653,40 @@ class DOSAdam(Optimizer):
         return [p for group in self.param_groups for p in group["params"] if p.grad is not None]
 
     def _agree(self) -> None:
-        """Let ranks that are not alike hear of it, before one of them waits for another that never comes."""
-        if self._agreed or not self._meshes:
+        """Look at the parameters as they are when they are first used, which frameworks may have exchanged.
+
+        Ranks that are not alike hear of it, before one of them waits for another that never comes.
+        """
+        if self._agreed:
             return
         options = self._options
         parameters = [p for group in self.param_groups for p in group["params"]]
-        self._meshes.agree(
-            {
+        self._forget_all_but(parameters)
+        self._registry.refuse_replaced(self.param_groups)
+        self._meshes.meet(parameters)
+        if self._meshes:
+            policy = options.policy
+            counts = {
                 "the number of parameters": len(parameters),
                 "the elements of all parameters": sum(p.numel() for p in parameters),
-                "max_grad_norm": 0.0 if options.max_grad_norm is None else options.max_grad_norm,
-                "offload_gradients": options.offload_gradients,
-                "master_weights": options.master_weights,
-                "policy (as a checksum)": 0 if callable(options.policy) else zlib.crc32(str(options.policy).encode()),
             }
-        )
+            self._meshes.agree(counts, stages=False)  # stages of a pipeline differ in size
+            self._meshes.agree(
+                {
+                    "max_grad_norm": str(None if options.max_grad_norm is None else float(options.max_grad_norm)),
+                    "offload_gradients": str(options.offload_gradients),
+                    "master_weights": str(options.master_weights),
+                    "policy": "a callable" if callable(policy) else str(policy),
+                }
+            )
         self._agreed = True
+
+    def _forget_all_but(self, parameters: Sequence[Tensor]) -> None:
+        """Let go of parameters that are in no group any more; Accelerate exchanges them when it shards the model."""
+        known = {id(p) for p in parameters}
+        for parameter in [p for p in self._watched if id(p) not in known and self._registry.record(p) is None]:
+            self._watched.pop(parameter).remove()
+        self._registry.forget_all_but(known)
 
     def _warn_if_idle(self, active: Sequence[tuple[ParameterRecord, Group]]) -> None:
         if not active and not self._warned_idle:

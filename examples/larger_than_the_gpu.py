@@ -4,8 +4,7 @@ python examples/larger_than_the_gpu.py                    # on a laptop: what a 
 python examples/larger_than_the_gpu.py --device cuda
 
 One GPU is enough; under torchrun each rank has its share. A layer's weights are on the GPU while it runs, so the GPU
-needs memory for some layers and for activations, the host 16 bytes for each parameter in float32 and 18 in bfloat16
-with exact float32 masters.
+needs memory for some layers and for activations, the host 16 bytes for each parameter in float32, 14 in bfloat16.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from messages import messages, plain
+from ranks import Ranks
 from torch import Tensor, nn
 
 from dos import DOSAdam
@@ -43,6 +44,16 @@ def test_code_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("logging.basicConfig", lambda **_: None)  # which would last beyond the test
     assert _run_blocks((DOCS / f"{page}.md").read_text(), page, {}) > 1
+
+
+def run_on_rank(page: str, folder: str) -> int:
+    """What `ranks` calls: the blocks of a page, in this rank's folder, where a checkpoint is everybody's."""
+    os.chdir(folder)
+    return _run_blocks((DOCS / f"{page}.md").read_text(), page, {})
+
+
+def test_code_for_many_gpus_runs(ranks: Ranks, tmp_path: Path) -> None:
+    assert all(ran > 4 for ran in ranks.run(run_on_rank, "many-gpus", str(tmp_path)))
 
 
 def test_the_policy_shown_in_how_it_decides_runs() -> None:
@@ -120,7 +131,7 @@ def test_decisions_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "is not a folder that exists" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("page", ["index", "getting-started"])
+@pytest.mark.parametrize("page", ["index", "getting-started", "many-gpus"])
 def test_newcomers_read_early_that_no_gpu_has_run_this(page: str) -> None:
     """Until one has: then the pages, the README's limits and this test change together."""
     assert "No GPU has run this" in "".join((DOCS / f"{page}.md").read_text().splitlines()[:15])

@@ -67,10 +67,13 @@ def clipped_training(way: str, policy: str) -> list[Tensor]:
     def clip(step: int) -> None:
         if way == "method":
             optimizer.clip_grad_norm_(NORM)
+        elif way == "folded by its norm":  # as torchtitan does
+            norm = torch.nn.utils.get_total_norm([p.grad for p in divided.parameters()]).full_tensor()
+            torch.nn.utils.clip_grads_with_norm_(divided.parameters(), NORM, norm, foreach=True)
         elif way in ("torch", "folded"):
             torch.nn.utils.clip_grad_norm_(divided.parameters(), NORM, foreach=True)
 
-    dos.fold_clipping(way == "folded")
+    dos.fold_clipping(way.startswith("folded"))
     try:
         train(divided, optimizer, before_step=clip)
     finally:
@@ -89,7 +92,7 @@ def clipped_training(way: str, policy: str) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("policy", ["cpu", "stride:2"])
-@pytest.mark.parametrize("way", ["argument", "method", "torch", "folded"])
+@pytest.mark.parametrize("way", ["argument", "method", "torch", "folded", "folded by its norm"])
 def test_clipped_training(ranks: Ranks, way: str, policy: str) -> None:
     ranks.run(clipped_training, way, policy)
 
@@ -124,7 +127,8 @@ def stages() -> None:
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     across = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     rank = dist.get_rank()
-    stage = fully_shard(Block(11), mesh=dist.device_mesh.DeviceMesh.from_group(pairs[rank // 2], "cpu"))
+    stage = nn.Sequential(Block(11), *([nn.Linear(11, 3)] if rank >= 2 else []))  # stages differ in size
+    fully_shard(stage, mesh=dist.device_mesh.DeviceMesh.from_group(pairs[rank // 2], "cpu"))
     optimizer = dos_adam(stage.parameters(), policy="cpu", process_groups=[across[rank % 2]])
     stage(batch(rank // 2)).pow(2).mean().backward()
     mine = torch.tensor(exact_norm(stage) ** 2, dtype=torch.float64)

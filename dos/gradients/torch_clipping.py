@@ -51,7 +51,9 @@ def watch_clipping(optimizer: Clips, *, offloads: bool) -> None:
 
 @functools.cache
 def _wrap_torch() -> None:
-    """Whoever imported torch's functions already gets this, too: what they call to do the clipping is wrapped."""
+    """What does the clipping is wrapped, under the private name by which `clip_grad_norm_` calls it, so that whoever
+    imported that already gets this, too, and under its public one.
+    """
     module = torch.nn.utils.clip_grad
     clip = module._clip_grads_with_norm_
 
@@ -75,3 +77,4 @@ def _wrap_torch() -> None:
             clip(parameters, max_norm, total_norm, *args, **kwargs)
 
     module._clip_grads_with_norm_ = wrapped
+    torch.nn.utils.clip_grads_with_norm_ = wrapped

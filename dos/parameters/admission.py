@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from dos.devices import DeviceFinder
 from dos.options import SUPPORTED_DTYPES, parameter_problem
 from dos.parameters.aliasing import find_overlap
-from dos.sharding.local import local, plain
+from dos.sharding.local import is_sharded, local, plain
 from perfmodel.format import NEEDED_KEYS, STATE_KEYS
 
 Group = dict[str, Any]
@@ -28,6 +28,10 @@ class Admission:
     def admit(self, parameters: Iterable[Tensor]) -> None:
         """Remember what the parameters, which were checked, are now."""
         self._admitted.update({p: _kind_of(p) for p in parameters})
+
+    def forget_all_but(self, known: Collection[int]) -> None:
+        """Hold no parameter but those with these ids."""
+        self._admitted = {p: kind for p, kind in self._admitted.items() if id(p) in known}
 
     def check(self, parameter: Tensor, group: Group, entry: Mapping[str, Any], *, enrolled: bool) -> None:
         """Raise unless the parameter is as it was admitted, and its gradient and state can be used.
@@ -111,6 +115,12 @@ def state_problem(entry: Mapping[str, Any], parameter: Tensor) -> str | None:
         if not isinstance(value, Tensor) or value.shape != parameter.shape:
             found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             return f"its state {key!r} must have shape {tuple(parameter.shape)}, found {found}"
+        if is_sharded(value) and value.device_mesh != getattr(parameter, "device_mesh", None):  # type: ignore[attr-defined]
+            return (
+                f"its state {key!r} is divided over {value.device_mesh}, the parameter over "  # type: ignore[attr-defined]
+                f"{getattr(parameter, 'device_mesh', 'nothing')}; load it with torch.distributed.checkpoint, which "
+                "divides it anew, or as a full tensor"
+            )
     step = entry["step"]
     if not (isinstance(step, numbers.Real) or (isinstance(step, Tensor) and step.numel() == 1)):
         return f"its state 'step' must be one number, found {step!r}"

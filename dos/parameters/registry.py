@@ -19,10 +19,11 @@ from dos.kernels.masters import brought
 from dos.machine.host_memory import reserve
 from dos.machine.profiles import local_ranks
 from dos.options import Options, check_settings
-from dos.parameters.admission import Admission, Group, check_overlaps
+from dos.parameters.admission import Admission, Group, check_overlaps, name_of
 from dos.sharding.fingerprint import fingerprint, unchanged
 from dos.sharding.local import count_write, is_sharded, laid_out_as, local, moved_to_layout
 from dos.sharding.meshes import Meshes
+from dos.sharding.replaced import replaced
 from dos.state.arena import Arena
 from dos.state.record import ParameterRecord, make_records
 from dos.state.stores import HostStore
@@ -119,6 +120,22 @@ class Registry:
         self._promised = promised
         self._admission.admit(ready)
         self.meshes.meet(group["params"])
+
+    def refuse_replaced(self, groups: Iterable[Group]) -> None:
+        """Raise RuntimeError if parameters were replaced by DTensors, which get the gradients instead."""
+        members = [(p, group) for group in groups for p in group["params"]]
+        found = replaced(p for p, _ in members)
+        if found:
+            name = name_of(*next(member for member in members if member[0] is found[0]))
+            raise RuntimeError(
+                f"{len(found)} of the optimizer's {len(members)} parameters are in no model any more, the first of "
+                f"them {name}: fully_shard or parallelize_module has put DTensors in their place, which this "
+                "optimizer does not have; build the optimizer after fully_shard, from model.parameters()"
+            )
+
+    def forget_all_but(self, known: Collection[int]) -> None:
+        """Hold no parameter but those with these ids, and those that have state."""
+        self._admission.forget_all_but({*known, *self._records})
 
     def place_gradients(self, groups: Iterable[Group]) -> None:
         """Give gradients of DTensors their parameters' placements where they have others. Every rank in one order.

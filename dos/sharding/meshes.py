@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -69,21 +70,28 @@ class Meshes:
             )
         return anywhere > 0
 
-    def agree(self, settings: Mapping[str, float]) -> None:
-        """Raise RuntimeError on every rank, naming the first setting that is not the same on all."""
-        values = list(settings.values())
-        most = self._most([*values, *(-value for value in values)])
+    def agree(self, settings: Mapping[str, int | str], *, stages: bool = True) -> None:
+        """Raise RuntimeError on every rank, naming the first setting that is not the same on all.
+
+        stages: whether the ranks of further process groups must agree, too.
+        """
+        values = [zlib.crc32(each.encode()) if isinstance(each, str) else each for each in settings.values()]
+        most = self._most([*values, *(-value for value in values)], stages=stages)
         for i, (name, mine) in enumerate(settings.items()):
             if most[i] != -most[i + len(values)]:
+                others = (
+                    "others have something else"
+                    if isinstance(mine, str)
+                    else f"from {-most[i + len(values)]:,.0f} to {most[i]:,.0f} were found"
+                )
                 raise RuntimeError(
-                    f"ranks disagree on {name}: this one (rank {dist.get_rank()}) has {mine:g}, and from "
-                    f"{-most[i + len(values)]:g} to {most[i]:g} were found; build the optimizer with the same "
-                    "arguments and parameters on every rank"
+                    f"ranks disagree on {name}: this one (rank {dist.get_rank()}) has {mine}, and {others}; build the "
+                    "optimizer with the same arguments and parameters on every rank"
                 )
 
-    def _most(self, values: Sequence[float]) -> list[float]:
+    def _most(self, values: Sequence[float], *, stages: bool = True) -> list[float]:
         most = torch.tensor(values, dtype=torch.float64, device=self._device())
-        for group in (*self._groups(), *self._further):
+        for group in (*self._groups(), *(self._further if stages else ())):
             dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
         return most.tolist()
 

@@ -20,7 +20,6 @@ def as_json(advice: Advice, assumptions: list[str]) -> dict[str, Any]:
     device, host = situation.device, situation.host
     return {
         "fits": situation.fits,
-        "obstacle": question.obstacle or None,
         "model": dataclasses.asdict(question.model),
         "machine": situation.profile.to_json(),
         "settings": settings,

@@ -133,13 +133,6 @@ class Question:
         """Whether the model's parameters are divided, which makes them DTensors."""
         return self.fsdp or (self.stage >= 3 and self.ranks > 1)
 
-    @property
-    def obstacle(self) -> str:
-        """Why DOSAdam cannot do this today, whatever fits; empty if it can."""
-        if self.sharded:
-            return "DOSAdam refuses parameters that are divided over ranks (FSDP2, DTensor)"
-        return ""
-
     def share(self, whole: int, stage: int) -> int:
         """One rank's part of what ZeRO divides from `stage` on."""
         return -(-whole // self.layout.shards) if self.stage >= stage else whole

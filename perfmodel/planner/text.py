@@ -74,10 +74,11 @@ def headline(advice: Advice) -> Iterator[str]:
     if question.nodes > 1:
         ranks += f" of {question.nodes} nodes"
     what = f"{format_count(question.model.numel)} parameters in {question.dtype}{ranks}, {situation.profile.name}"
-    if question.obstacle:
-        yield f"NOT POSSIBLE YET: {question.obstacle}. What follows is what it would take."
-    elif question.zero and question.ranks > 1:
-        yield "DOSAdam does not divide state over GPUs: something else must, into plain tensors. That is not tested."
+    if question.zero in (1, 2) and question.ranks > 1:
+        yield (
+            "DOSAdam's state is divided over GPUs with the parameters (--fsdp). With --zero 1 or 2 something else must "
+            "divide it, into plain tensors. That is not tested."
+        )
     if not situation.fits_device:
         yield (
             f"{what}: DOES NOT FIT. Without any optimizer state the GPU needs {format_bytes(situation.device.peak)}, "
@@ -93,11 +94,10 @@ def headline(advice: Advice) -> Iterator[str]:
     for remedy in advice.remedies:
         yield _remedy(remedy)
     if situation.fits:
-        fits = "memory would suffice" if question.obstacle else "fits"
         where = f"{best.shares[Placement.GPU_RESIDENT]:.0%} of the optimizer state can stay on the GPU"
         if question.offload_parameters:
             where = "parameters, gradients and optimizer state are on the host"
-        yield f"{what}: {fits}; {where}."
+        yield f"{what}: fits; {where}."
         yield _expected(advice)
         yield from job_headline(advice)
     if advice.largest:

@@ -110,16 +110,14 @@ def _single(question: Question) -> Iterator[tuple[str, Question]]:
 
 
 def _divided(question: Question) -> Iterator[tuple[str, Question]]:
-    """The model divided over more ranks, or kept on the host; unless asked, nothing that is refused."""
-    changes = []
+    """The model divided over more ranks, or kept on the host."""
     if question.ranks > 1 and not question.sharded:
-        changes.append(("with --fsdp", dataclasses.replace(question, fsdp=True, zero=0)))
+        yield "with --fsdp", dataclasses.replace(question, fsdp=True, zero=0)
     if question.replicas > 1:
-        changes.append(("with one replica over all ranks", dataclasses.replace(question, replicas=1)))
+        yield "with one replica over all ranks", dataclasses.replace(question, replicas=1)
     if question.sharded and not question.offload_parameters:
         on_host = dataclasses.replace(question, offload_parameters=True, offload_gradients=False)
-        changes.append(("with --offload-parameters", on_host))
-    yield from (change for change in changes if question.obstacle or not change[1].obstacle)
+        yield "with --offload-parameters", on_host
 
 
 def _together(question: Question) -> Iterator[tuple[str, Question]]:

@@ -1,0 +1,30 @@
+"""Parameters whose place in the model was taken by DTensors after the optimizer was built."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterable
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dos.sharding.local import is_sharded
+
+
+def replaced(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Those that got no gradient, are no module's any more, and have the shape of a DTensor that is.
+
+    So `fully_shard` and `parallelize_module` leave the parameters that they were given. Looks through
+    all objects of the process if there can be such, which takes some 50 ms: to be asked once.
+    """
+    if "torch.distributed.tensor" not in sys.modules or not dist.is_initialized():
+        return []
+    candidates = [p for p in parameters if p.grad is None and p.requires_grad and not is_sharded(p)]
+    if not candidates:
+        return []
+    modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
+    held = [p for module in modules for p in vars(module).get("_parameters", {}).values() if p is not None]
+    names = {id(p) for p in held}
+    shapes = {p.shape for p in held if is_sharded(p)}
+    return [p for p in candidates if id(p) not in names and p.shape in shapes]
