@@ -145,6 +145,13 @@ def test_processes_of_one_host_share_it(host: Host, monkeypatch: pytest.MonkeyPa
         DOSAdam(parameters, device=device)
 
 
+def test_what_accelerate_will_divide_is_asked_for_once(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    host.meminfo(GIB)
+    for name, value in {"LOCAL_WORLD_SIZE": "4", "WORLD_SIZE": "8", "ACCELERATE_USE_FSDP": "true"}.items():
+        monkeypatch.setenv(name, value)
+    DOSAdam([nn.Parameter(torch.zeros(GIB // 40))], device=EmulatedDevice(FAST, 10**9))
+
+
 def test_this_machine_has_some() -> None:
     available = available_bytes()
     assert available is None or available > 0

@@ -102,6 +102,13 @@ def local_ranks(environment: Mapping[str, str] = os.environ) -> int:
     return max(int(ranks), 1) if ranks.isdecimal() else 1
 
 
+def ranks_that_will_divide(environment: Mapping[str, str] = os.environ) -> int:
+    """Over how many ranks Accelerate will divide parameters after the optimizer was built: all with FSDP, else 1."""
+    ranks = environment.get("WORLD_SIZE", "")
+    fsdp = environment.get("ACCELERATE_USE_FSDP", "").lower() == "true"
+    return max(int(ranks), 1) if fsdp and ranks.isdecimal() else 1
+
+
 @functools.cache
 def cpu_model() -> str:
     """As the system calls it."""

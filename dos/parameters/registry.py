@@ -17,7 +17,7 @@ from dos.guard import Guard
 from dos.kernels.adam import AdamStep
 from dos.kernels.masters import brought
 from dos.machine.host_memory import reserve
-from dos.machine.profiles import local_ranks
+from dos.machine.profiles import local_ranks, ranks_that_will_divide
 from dos.options import Options, check_settings
 from dos.parameters.admission import Admission, Group, check_overlaps, name_of
 from dos.sharding.fingerprint import fingerprint, unchanged
@@ -116,6 +116,8 @@ class Registry:
         for run in self._alike(ready):
             promised[self._devices.holds(run[0])] += self._host_bytes(run, group)
         needed = sum(promised.values()) - self.host_store.nbytes
+        if not any(map(is_sharded, ready)):
+            needed //= ranks_that_will_divide()
         reserve(needed, "optimizer state (DOSAdam)", processes=local_ranks())  # none of which has taken its part yet
         self._promised = promised
         self._admission.admit(ready)
