@@ -104,7 +104,7 @@ def test_memory_is_divided_over_the_shards() -> None:
     one, fsdp = (Situation(question(ranks=8, nodes=2, fsdp=fsdp)) for fsdp in (False, True))
     hsdp = Situation(question(ranks=8, nodes=2, fsdp=True, replicas=2))
     assert [s.device.weights for s in (one, hsdp, fsdp)] == [14e9, 14e9 / 4, 14e9 / 8]
-    assert [s.host_needed for s in (one, hsdp, fsdp)] == [4 * 16 * 7e9, 16 * 7e9, 16 * 7e9 / 2], "per node"
+    assert [s.host_needed for s in (one, hsdp, fsdp)] == [4 * 14 * 7e9, 14 * 7e9, 14 * 7e9 / 2], "per node"
     block, root = -(-7 * 10**9 // 33) * 2, 2 * 32_000 * one.question.model.width * 2
     assert one.question.model.layers == 33
     assert fsdp.device.gathered == hsdp.device.gathered == 2 * block + root
@@ -154,10 +154,10 @@ def test_parameters_on_the_host(attach: bool) -> None:
     situation, shard = Situation(asked), 7 * 10**9 // 4
     assert (situation.device.weights, situation.device.gradients) == (0, 0)
     host = situation.host
-    assert (host.master, host.moments) == (4 * shard, 8 * shard)
+    assert (host.master, host.moments) == (2 * shard, 8 * shard)
     assert host.gradient_staging == host.parameter_staging == 0, "nothing has to be staged"
     assert situation.host_model == 4 * shard
-    assert situation.host_needed == 4 * 16 * shard
+    assert situation.host_needed == 4 * 14 * shard
 
     advice = advise(asked)
     (outcome,) = advice.outcomes
@@ -168,7 +168,7 @@ def test_parameters_on_the_host(attach: bool) -> None:
     assert busy["PCIe to the GPU"] == pytest.approx(2 * 2 * shard / H100.h2d_bandwidth)
     assert busy["PCIe to the host"] == pytest.approx(2 * shard / H100.d2h_bandwidth)
     copies = 2 * 2 * shard + 2 * shard
-    assert busy["host DRAM"] == pytest.approx((28 * shard + copies) / (H100.host_bandwidth / 4))
+    assert busy["host DRAM"] == pytest.approx((26 * shard + copies) / (H100.host_bandwidth / 4))
     assert outcome.iteration_s is not None
     assert situation.training_s is not None
     after_backward = outcome.update_s + (0 if attach else situation.job.forward_s())
@@ -233,7 +233,7 @@ def test_one_rank_is_the_performance_model_alone(drawn: dict[str, object]) -> No
     assert device.block == model.activation_bytes(asked.tokens, asked.sequence, 2) + (
         -(-model.numel // model.layers) * 2 if asked.zero >= 2 else 0
     )
-    assert (situation.host_needed, situation.profile.ranks_per_host) == (16 * model.numel, 1)
+    assert (situation.host_needed, situation.profile.ranks_per_host) == (14 * model.numel, 1)
 
 
 def test_without_several_ranks_nothing_is_exchanged() -> None:

@@ -431,8 +431,9 @@ class Registry:
 
     def withdraw(self, state: StateDict) -> None:
         """Take back entries of parameters whose first step does not come to be, so that they have no state."""
-        for record in self._beginners:
-            state.pop(record.parameter, None)
+        begun = [record.parameter for record in self._beginners]
+        for parameter in (*begun, *(p for p, entry in list(state.items()) if not entry)):
+            state.pop(parameter, None)
         self._beginners = []
 
     def keep_beginners(self) -> None:
