@@ -275,8 +275,9 @@ class Accelerator:
         self._engine.bring_home()
 
     def copy_home(self) -> None:
-        """Copy all resident state to the host, too."""
+        """Copy all resident state to the host, too, where somebody may write to it."""
         self._engine.copy_home()
+        self._engine.remember_home()
 
     def heed_home(self) -> None:
         """Where somebody wrote to such a copy, it is what counts."""

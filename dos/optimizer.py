@@ -27,7 +27,7 @@ from dos.guard import Guard, exclusive
 from dos.kernels.masters import brought, whole_master
 from dos.options import DEFAULT_SUBGROUP_SIZE, Options, check_settings
 from dos.parameters.admission import Group
-from dos.parameters.checkpoint import load_state_dict
+from dos.parameters.checkpoint import load_state_dict, makes_state
 from dos.parameters.hooks import Attachment, Hooks, watch_gradient
 from dos.parameters.live_state import Entries, LiveState
 from dos.parameters.registry import Active, Registry
@@ -201,7 +201,7 @@ class DOSAdam(Optimizer):
             self._agree()
             if self._accelerator is not None:
                 self._accelerator.heed_home()
-            if self._only_asks_for_state():
+            if not self._state and makes_state():
                 self._make_state()
                 return
             self._issue(amp_scale(self, self._meshes, offloaded=self._registry.offloaded is not None))
@@ -213,20 +213,6 @@ class DOSAdam(Optimizer):
             self.synchronize()
         if self._accelerator is not None:
             self._accelerator.step_returns()
-
-    def _only_asks_for_state(self) -> bool:
-        """Whether this is the step by which torch.distributed.checkpoint makes a fresh optimizer's state.
-
-        Its learning rates and all gradients are zero. AdamW would count it, and correct the next step's bias for that.
-        """
-        if self._state or getattr(self, "found_inf", None) is not None:
-            return False
-        if not all(float(group["lr"]) == 0 for group in self.param_groups):
-            return False
-        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.requires_grad]
-        if not gradients or any(gradient is None for gradient in gradients):
-            return False
-        return not any(bool(local(gradient).any()) for gradient in gradients)
 
     def _make_state(self) -> None:
         """Give every parameter the state that it has before its first step, and nothing else."""
@@ -377,10 +363,11 @@ class DOSAdam(Optimizer):
     @torch.no_grad()
     @exclusive
     def fold_factor(self, parameters: Sequence[Tensor], factor: Tensor) -> list[Tensor]:
-        """Called by torch's clipping after ``dos.fold_clipping()``; returns those that are not this optimizer's."""
-        own = {id(p) for group in self.param_groups for p in group["params"]}
-        self._clipping.fold([p for p in parameters if id(p) in own], factor)
-        return [p for p in parameters if id(p) not in own]
+        """Called by torch's clipping after ``dos.fold_clipping()``; returns those of them that are this optimizer's."""
+        known = {id(p) for group in self.param_groups for p in group["params"]}
+        own = [p for p in parameters if id(p) in known]
+        self._clipping.fold(own, factor)
+        return own
 
     @exclusive
     def zero_grad(self, set_to_none: bool = True) -> None:

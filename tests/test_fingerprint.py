@@ -63,3 +63,9 @@ def test_any_layout(view) -> None:
     before = fingerprint(values)
     assert unchanged([before], [fingerprint(values)]) == [True]
     assert unchanged([before], [fingerprint(values * 2)]) == [False]
+
+
+@pytest.mark.parametrize("width", [1, 2, 64, 128, 1024])
+def test_rows_that_change_places_are_seen(width: int) -> None:
+    values = torch.randn(4096 // width * 4, width)
+    assert unchanged([fingerprint(values)], [fingerprint(values.flip(0))]) == [False]

@@ -58,7 +58,7 @@ INNER: dict[str, set[str]] = {
     "kernels": {"machine"},
     "state": {"devices", "machine", "sharding"},
     "gradients": {"devices", "kernels", "sharding", "state"},
-    "step": {"devices", "guard", "kernels", "lifetime", "state"},
+    "step": {"devices", "guard", "kernels", "lifetime", "sharding", "state"},
     "memory": {"devices", "guard"},
     "deciding": {"memory"},
     "options": {"deciding", "sharding"},

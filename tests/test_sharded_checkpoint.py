@@ -175,3 +175,25 @@ def loads_into_place(folder: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_loaded_state_is_not_there_twice(ranks: Ranks, tmp_path: Path, dtype: torch.dtype) -> None:
     ranks.run(loads_into_place, str(tmp_path), dtype)
+
+
+def edits(policy: str, how: str) -> None:
+    ends = []
+    for kind in ("adamw", "dos"):
+        through, optimizer = build(4, torch.float32, kind, **({"policy": policy} if kind == "dos" else {}))
+        train(through, optimizer, steps=range(2))
+        averages = [entry["exp_avg"] for entry in optimizer.state_dict()["state"].values()]
+        if how == "foreach":
+            torch._foreach_mul_(averages, -30.0)
+        else:
+            for average in averages:
+                average.mul_(-30.0)
+        train(through, optimizer, steps=range(2, 4))
+        ends.append(values(through))
+    assert_close(*ends)
+
+
+@pytest.mark.parametrize("how", ["each", "foreach"])
+@pytest.mark.parametrize("policy", ["adaptive", "cpu", "resident"])
+def test_what_is_written_to_a_state_dict_counts(ranks: Ranks, policy: str, how: str) -> None:
+    ranks.run(edits, policy, how)

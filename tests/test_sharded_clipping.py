@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -187,3 +188,54 @@ def scales_that_differ() -> None:
 
 def test_scales_that_differ_are_said_on_every_rank(ranks: Ranks) -> None:
     ranks.run(scales_that_differ)
+
+
+def test_an_optimizer_that_was_replaced_takes_no_factor_away(folding: None) -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(5, 5)
+    optimizers = [dos_adam(layer.parameters(), policy="cpu") for _ in range(4)]
+    before = layer.weight.detach().clone()
+    for chosen in optimizers:
+        layer.load_state_dict({"weight": before, "bias": torch.zeros(5)})
+        layer(torch.ones(1, 5)).sum().backward()
+        torch.nn.utils.clip_grad_norm_(layer.parameters(), 1e-12)
+        chosen.step()
+        chosen.zero_grad()
+        assert (layer.weight - before * (1 - 1e-4)).abs().max() < 1e-5, "clipped to nothing, it only decays"
+
+
+def test_clipping_twice_is_refused(folding: None) -> None:
+    layer = nn.Linear(5, 5)
+    optimizer = dos_adam(layer.parameters())
+    layer(torch.ones(1, 5)).sum().backward()
+    torch.nn.utils.clip_grad_norm_(layer.parameters(), NORM)
+    with pytest.raises(RuntimeError, match="clipped twice since the last step"):
+        torch.nn.utils.clip_grad_norm_(layer.parameters(), NORM)
+    optimizer.step()
+    layer(torch.ones(1, 5)).sum().backward()
+    torch.nn.utils.clip_grad_norm_(layer.parameters(), NORM)
+
+
+def noise_after_clipping() -> None:
+    ends = []
+    for ours in (False, True):
+        divided = shard(model(), mesh_of(4))
+        parameters = list(divided.parameters())
+        optimizer = dos_adam(parameters, policy="cpu") if ours else torch.optim.AdamW(parameters, lr=1e-2)
+        for step in range(2):
+            divided(batch(step)).pow(2).mean().backward()
+            if ours:
+                optimizer.clip_grad_norm_(NORM)
+            with torch.no_grad():
+                torch._foreach_add_([p.grad for p in parameters], 0.1)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                optimizer.step()
+            assert any("written to between" in str(w.message) for w in caught) == (ours and step == 0)
+            optimizer.zero_grad()
+        ends.append(values(divided))
+    assert_close(*ends)
+
+
+def test_dtensors_that_are_written_after_clipping_are_seen(ranks: Ranks) -> None:
+    ranks.run(noise_after_clipping)

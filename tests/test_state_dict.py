@@ -6,7 +6,9 @@ import copy
 import io
 import pickle
 from collections import defaultdict
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import FAST, assert_close_ulp, bits, mlp, train
@@ -378,3 +380,49 @@ def test_a_first_step_that_changes_nothing_counts() -> None:
     optimizer.param_groups[0]["lr"] = 0.0  # as warm-ups begin
     train(model, optimizer, 2)
     assert all(entry["step"] == 2 and entry["exp_avg"].any() for entry in optimizer.state.values())
+
+
+def test_a_warm_up_that_begins_with_nothing_counts_as_in_adamw() -> None:
+    for make in (lambda model: torch.optim.AdamW(model.parameters()), lambda model: resident(model)[0]):
+        model = mlp()
+        optimizer = make(model)
+        optimizer.param_groups[0]["lr"] = 0.0
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        optimizer.step()
+        assert all(entry["step"] == 1 for entry in optimizer.state.values())
+
+
+@pytest.mark.parametrize("write", [lambda t: t.data.mul_(-3.0), lambda t: np.negative(t.numpy(), out=t.numpy())])
+@pytest.mark.parametrize("policy", [0.0, "stride:1", "cpu"])
+@pytest.mark.parametrize("late", [False, True])
+def test_any_write_to_a_state_dict_counts(write: Any, policy: str | float, late: bool) -> None:
+    ends = []
+    for make in (torch.optim.AdamW, lambda p: DOSAdam(p, policy=policy, subgroup_size=300, device=device())):
+        model = mlp()
+        optimizer = make(model.parameters())
+        train(model, optimizer, 2)
+        state = optimizer.state_dict()["state"]
+        if late:
+            model(torch.ones(1, next(model.parameters()).shape[1])).pow(2).sum().backward()
+        for entry in state.values():
+            write(entry["exp_avg"])
+        if late:
+            optimizer.step()
+        train(model, optimizer, 2, first_step=2)
+        ends.append([p.detach().clone() for p in model.parameters()])
+    torch.testing.assert_close(ends[0], ends[1])
+
+
+def device() -> EmulatedDevice:
+    return EmulatedDevice(FAST, capacity=10**8)
+
+
+def test_a_dict_of_the_state_is_up_to_date() -> None:
+    model = mlp()
+    optimizer, _ = resident(model)
+    train(model, optimizer, 3)
+    for found in (dict(optimizer.state), {**optimizer.state}, optimizer.state | {}, {} | optimizer.state):
+        assert all(entry["step"] == 3 and entry["exp_avg"].any() for entry in found.values())
+    dict(optimizer.state)[model[0].weight]["exp_avg"].zero_()
+    assert not optimizer.state[model[0].weight]["exp_avg"].any()

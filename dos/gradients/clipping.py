@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -15,7 +16,8 @@ from torch import Tensor
 from dos.gradients.offload import OffloadedGradients
 from dos.gradients.scaling import versions_of_a_check
 from dos.kernels.update import sum_of_squares
-from dos.sharding.local import local, version
+from dos.sharding.fingerprint import fingerprint, unchanged
+from dos.sharding.local import is_sharded, local, version
 from dos.sharding.meshes import Meshes
 from dos.state.record import ParameterRecord, flat_alias
 
@@ -31,6 +33,8 @@ class PendingClip:
 
     def __init__(self) -> None:
         self._factors: dict[int, tuple[weakref.ref[Any], int, Tensor]] = {}
+        self._bits: dict[int, Tensor] = {}
+        """Fingerprints of DTensors, whose versions prove nothing."""
         self._floats: dict[int, float] = {}
 
     def __bool__(self) -> bool:
@@ -47,12 +51,25 @@ class PendingClip:
             key: (weakref.ref(gradient), _version(gradient), products.get(id(old), factor))
             for key, (gradient, old) in before.items()
         }
+        clipped = {key: gradient for key, (gradient, _) in before.items()}
+        self._bits = {key: fingerprint(local(gradient)) for key, gradient in clipped.items() if is_sharded(gradient)}
 
     def fold(self, gradients: Iterable[Gradient], factor: Tensor) -> None:
         """Multiply the factors of these gradients by `factor`, and keep all others."""
-        others = {key: entry for key, entry in self._factors.items() if entry[0]() is not None}
+        others, bits = {key: entry for key, entry in self._factors.items() if entry[0]() is not None}, self._bits
         self.clip(gradients, factor)
-        self._factors = others | self._factors
+        self._factors, self._bits = others | self._factors, bits | self._bits
+
+    def look(self) -> None:
+        """See which DTensors were written since they were clipped. Waits for the device if there are any."""
+        found = [(key, self._factors[key][0]()) for key in self._bits]
+        here = [(key, gradient) for key, gradient in found if gradient is not None]
+        same = unchanged([self._bits[key] for key, _ in here], [fingerprint(local(gradient)) for _, gradient in here])
+        for (key, _), is_same in zip(here, same, strict=True):
+            if not is_same:
+                reference, _, factor = self._factors[key]
+                self._factors[key] = reference, _WRITTEN, factor
+        self._bits = {}
 
     def factor(self, gradient: Gradient) -> Tensor | None:
         """What clipping multiplies the gradient by: float32, shape (); None: it was not clipped, or changed since."""
@@ -78,6 +95,10 @@ class PendingClip:
         """The version that was clipped, and the factor."""
         reference, version, factor = self._factors.get(id(gradient), (None, 0, None))
         return (version, factor) if reference is not None and reference() is gradient else (0, None)
+
+
+_WRITTEN = sys.maxsize
+"""A version that no gradient has."""
 
 
 def _version(gradient: Gradient) -> int:
@@ -122,8 +143,17 @@ class Clipping:
         return norm
 
     def fold(self, parameters: Iterable[Tensor], factor: Tensor) -> None:
-        """Let the step multiply their gradients by a factor that somebody else found."""
-        self._pending.fold(_gradients(parameters), factor)
+        """Let the step multiply their gradients by a factor that somebody else found.
+
+        Raises RuntimeError if one was clipped already: that factor is of a norm without this clipping.
+        """
+        gradients = _gradients(parameters)
+        if any(self._pending.factor(gradient) is not None for gradient in gradients):
+            raise RuntimeError(
+                "gradients of DOSAdam were clipped twice since the last step, the second time by torch's function, "
+                "which does not see what the first one folded into the step; clip once, or not with dos.fold_clipping()"
+            )
+        self._pending.fold(gradients, factor)
 
     def _square(self, gradient: Tensor) -> Tensor:
         """The sum of squares of this rank's part: float64, shape ()."""
@@ -155,6 +185,7 @@ class Clipping:
             scale *= float(clip_factor(self.norm(parameters()) * scale, self._max_grad_norm))
         if not self._pending:
             return itertools.repeat(scale)
+        self._pending.look()
         found = [self._gradient_of(record) for record, _ in members]
         if any(self._pending.lost(gradient) for gradient in found):
             self._warn()

@@ -21,7 +21,7 @@ class Clips(Protocol):
         """Whether a gradient of any of these is on the host, where torch does not see it."""
 
     def fold_factor(self, parameters: Sequence[Tensor], factor: Tensor) -> list[Tensor]:
-        """Let the next step multiply the gradients of those that are its own; returns the others."""
+        """Let the next step multiply the gradients of those that are its own; returns those."""
 
 
 _live: weakref.WeakSet[Clips] = weakref.WeakSet()
@@ -36,6 +36,7 @@ def fold_clipping(enabled: bool = True) -> None:
     into the next ``step()``, as that of ``optimizer.clip_grad_norm_`` does, so that gradients which left during
     backward still are what the step uses. ``p.grad`` then has the values from before clipping. Gradients of other
     parameters are clipped as ever. False: as it was.
+    Clipping then raises RuntimeError for gradients that were clipped already, of which torch would find a wrong norm.
     """
     global _folds
     _folds = enabled
@@ -71,8 +72,9 @@ def _wrap_torch() -> None:
         if _folds and optimizers:
             whole = total_norm.full_tensor() if is_sharded(total_norm) else total_norm  # type: ignore[attr-defined]
             factor = clip_factor(whole.to(torch.float32), max_norm)
-            for optimizer in optimizers:
-                parameters = optimizer.fold_factor(parameters, factor)
+            # A parameter may be of several: of one that was replaced and is still referred to, too.
+            folded = {id(p) for optimizer in optimizers for p in optimizer.fold_factor(parameters, factor)}
+            parameters = [p for p in parameters if id(p) not in folded]
         if parameters:
             clip(parameters, max_norm, total_norm, *args, **kwargs)
 

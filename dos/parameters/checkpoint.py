@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import itertools
+import sys
 from collections import defaultdict
+from types import FrameType
 from typing import Any
 
 from torch import Tensor
@@ -13,6 +15,21 @@ from torch.optim import Optimizer
 from dos.options import check_settings
 from dos.parameters.admission import Group, name_of, state_problem
 from dos.sharding.local import to_host
+
+
+def makes_state() -> bool:
+    """Whether the step that calls this is that by which torch.distributed.checkpoint makes a fresh optimizer's state.
+
+    It gives all parameters zeros for gradients, and lr is 0. AdamW counts it, and corrects the next step's bias for it.
+    Who calls is asked, for values do not tell: those of a warm-up's first step may be the same, on some ranks.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        known = frame.f_code.co_name == "_init_optim_state"
+        if known and frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def load_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:

@@ -45,6 +45,15 @@ class LiveState(defaultdict[Tensor, Any]):
         self._settle()
         return super().__eq__(other)
 
+    def __iter__(self) -> Iterator[Tensor]:  # without one of its own, dict(...) would copy entries unseen
+        return super().__iter__()
+
+    def __or__(self, other: Any) -> Any:
+        return dict(self.items()) | other
+
+    def __ror__(self, other: Any) -> Any:
+        return other | dict(self.items())
+
     def __reduce__(self) -> tuple[Any, ...]:
         return defaultdict, (dict, dict(self.items()))
 

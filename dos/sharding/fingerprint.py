@@ -11,14 +11,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_LANES = 64
+_LANES = 509
+"""Prime, so that rows of a matrix that change places are seen: no row is a multiple of it."""
 _WORD = torch.int64.itemsize
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
     """1-D int64 on the tensor's device, equal for equal bits in the same order; made without waiting.
 
-    The tensor as 64-bit words in 64 columns, each summed up, and the elements that fill no row as they
+    The tensor as 64-bit words in 509 columns, each summed up, and the elements that fill no row as they
     are. What multiplies, negates, zeroes or replaces all elements, or one, changes at least one sum.
     """
     tensor = tensor.detach()

@@ -138,11 +138,6 @@ class Arena:
         return None if self._accumulated is None else self._accumulated.tensor
 
     @property
-    def writes(self) -> int:
-        """How often its state was written where it has its home, as far as that is counted."""
-        return sum(tensor._version for tensor in self.state.tensors())
-
-    @property
     def device_bytes(self) -> int:
         """Device memory that it takes for good."""
         return sum(buffer.nbytes for buffer in self._buffers)

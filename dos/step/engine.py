@@ -19,7 +19,7 @@ from dos.devices import LANES, Caller, Copy, Device, Job
 from dos.devices.coalesce import joined
 from dos.guard import Guard
 from dos.lifetime import watch
-from dos.state.arena import Arena
+from dos.sharding.fingerprint import fingerprint, unchanged
 from dos.state.stores import DeviceStore, HostStore
 from dos.state.subgroup import Subgroup
 from dos.step.host_lane import HostLane, Turn
@@ -70,8 +70,10 @@ class Engine:
         self._prefetched: dict[Subgroup, Issued] = {}
         self._arriving: dict[Subgroup, Issued | None] = {}
         """State that comes to stay, by subgroup; None: its memory is there, and its way has not begun."""
-        self._copied: dict[Arena, int] = {}
-        """Those whose resident state is at home, too, and how often that was written then."""
+        self._copied: dict[Subgroup, list[Tensor]] = {}
+        """Residents whose state is at home, too, with fingerprints of what is there."""
+        self._shown = False
+        """Whether somebody was given the state at home since the last step, and may write there until the next."""
         self._considered: Plan | None = None
         self._streamed: Sequence[int] = ()
         self._step: Step | None = None
@@ -114,7 +116,7 @@ class Engine:
     def prefetch_early(self, plan: Plan, subgroups: Sequence[Subgroup], spare: Callable[[], int]) -> None:
         """Fill the slots while backward runs, if that was not done yet and they take no more than `spare` bytes."""
         store = self.device_store
-        if store.slots:
+        if store.slots or self._shown:
             return
         if self._considered is not plan:  # asked at each of many gradients
             streams = [i for i in plan.served(Placement.GPU_STREAMED) if not store.has(subgroups[i])]
@@ -138,8 +140,11 @@ class Engine:
     def settle_early(self, plan: Plan, subgroups: Sequence[Subgroup]) -> None:
         """Start state that comes to stay on its way while backward runs, as far as there is memory for it.
 
-        Only while no step is in flight: what that still sends home must not be read before it is there.
+        Only while no step is in flight: what that still sends home must not be read before it is there. Nor while users
+        may write to it.
         """
+        if self._shown:
+            return
         store = self.device_store
         store.expect_denials(True)  # the step will try again
         for i in plan.served(Placement.GPU_RESIDENT):
@@ -203,7 +208,7 @@ class Engine:
         Raises RuntimeError if it fails part way.
         """
         plan, subjects, found = prepared
-        self._copied = {}
+        self._copied, self._shown = {}, False
         try:
             self._meet_parameters(plan, subjects, found)
             found, begun = self._find_begun(plan, subjects, found)
@@ -306,25 +311,29 @@ class Engine:
         """Copy the state of all resident subgroups to the host, once the running step is done; it stays here, too."""
         self.wait()
         self.heed_home()
+        self._shown = True
         self.device_store.expect_denials(False)
         self._drop_arriving(list(self._arriving))
-        resident = {s: state for s, state in self.device_store.resident.items() if s.arena not in self._copied}
+        resident = {s: state for s, state in self.device_store.resident.items() if s not in self._copied}
         self.host_store.take(resident)
         after = self.device.fence()
         flushes = [self.device.copy(Op.FLUSH, 0, state_copies(s.state, resident[s]), after) for s in resident]
         for flush in flushes:
             # The host reads the state from here on.
             flush.wait()
-        self._copied = {subgroup.arena: subgroup.arena.writes for subgroup in self.device_store.resident}
+
+    def remember_home(self) -> None:
+        """What `copy_home` has copied may be written by somebody now; see `heed_home`."""
+        self._copied |= {s: _bits(s) for s in self.device_store.resident if s not in self._copied}
 
     def heed_home(self) -> None:
         """Where somebody wrote to state at home since it was copied there, that is what counts."""
-        for arena, writes in self._copied.items():
-            if arena.writes != writes:
-                self._drop_arriving([s for s in self._arriving if s.arena is arena])
-                for subgroup in [s for s in self.device_store.resident if s.arena is arena]:
-                    self.device_store.drop(subgroup)
-        self._copied = {arena: writes for arena, writes in self._copied.items() if arena.writes == writes}
+        copied, self._copied = self._copied, {}
+        for subgroup, bits in copied.items():
+            if all(unchanged(bits, _bits(subgroup))):
+                self._copied[subgroup] = bits
+            else:
+                self.device_store.drop(subgroup)
 
     def abandon(self) -> None:
         """End what backward has begun, once nothing of it is running; resident state stays."""
@@ -455,6 +464,11 @@ class Engine:
             self.device_store.drop(subgroup)
         if step.leaving:
             self.device.trim()  # another process may be waiting for it
+
+
+def _bits(subgroup: Subgroup) -> list[Tensor]:
+    """Fingerprints of its state at home."""
+    return [fingerprint(tensor) for tensor in subgroup.state.tensors()]
 
 
 def _spans(jobs: Iterable[Job], errors: list[Exception]) -> list[Span]:
