@@ -372,12 +372,12 @@ def attached_after_a_step() -> tuple[nn.Sequential, DOSAdam, list[bytes]]:
         lambda m, o: copy.deepcopy((m, o))[0].parameters(),
         lambda m, o: (o.synchronize(), m.parameters())[1],
         lambda m, o: (o.state_dict(), m.parameters())[1],
-        lambda m, o: (o.state, m.parameters())[1],
+        lambda m, o: (o.state.values(), m.parameters())[1],
         lambda m, o: (m.eval()(torch.ones(1, 24)), m.parameters())[1],
     ],
     ids=[
         "state_dict", "state_dict of a part", "deepcopy", "deepcopy of a part", "pickle", "deepcopy of both",
-        "synchronize", "optimizer.state_dict", "optimizer.state", "evaluation",
+        "synchronize", "optimizer.state_dict", "optimizer.state.values", "evaluation",
     ],
 )  # fmt: skip
 def test_everything_that_reads_parameters_waits(read) -> None:
