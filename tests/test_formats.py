@@ -92,7 +92,7 @@ def run(
 
 @pytest.mark.filterwarnings("ignore:DOSAdam.step")  # examples may have no gradient at all
 @settings(
-    max_examples=60,
+    max_examples=20,
     phases=[Phase.explicit, Phase.reuse, Phase.generate],  # an example as found says more than one shrunk for minutes
     suppress_health_check=[HealthCheck.too_slow],
 )

@@ -23,7 +23,6 @@ from torch.distributed.tensor.parallel import (
 
 from dos import DOSAdam, EmulatedDevice
 
-POLICIES = ["adaptive", "cpu", "resident", "stride:2", 0.5]
 EMULATED = FAST
 
 
@@ -74,7 +73,7 @@ def train(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     *,
-    steps: Iterable[int] = range(4),
+    steps: Iterable[int] = range(3),
     micro_batches: int = 1,
     before_step: Callable[[int], None] = lambda step: None,
 ) -> None:
@@ -140,14 +139,14 @@ def run_divided(size: int, replicas: int, settings: dict[str, Any], alone: dict[
 @pytest.mark.parametrize(
     ("size", "replicas", "policy", "offload"),
     [
-        *((4, 1, policy, offload) for policy in POLICIES for offload in (False, True)),
-        (1, 1, "adaptive", False),
+        (4, 1, "cpu", True),
+        (4, 1, "adaptive", False),
+        (4, 1, "resident", True),
+        (4, 1, "stride:2", False),
         (1, 1, "cpu", True),
-        (2, 1, "stride:2", False),
-        (2, 1, "cpu", True),
-        (2, 2, "cpu", False),
+        (2, 1, 0.5, True),
         (2, 2, "adaptive", True),
-        (2, 2, "resident", False),
+        (2, 2, "cpu", False),
     ],
 )
 def test_bits_are_those_of_one_process(
@@ -193,7 +192,7 @@ def with_tensor_parallel(policy: str | float, offload: bool, shards: int) -> Non
 
     def run(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
         place = whole_mesh["parallel"].get_local_rank()
-        for step in range(4):
+        for step in range(3):
             rows = torch.randn(4, 12, generator=torch.Generator().manual_seed(step)).chunk(2)[place]
             model(rows).pow(2).sum().backward()
             optimizer.step()
@@ -244,7 +243,9 @@ def with_writes_that_count_nowhere(policy: str, what: str) -> None:
     assert_close(run(second, dos_adam(second.parameters(), policy=policy)), expected)
 
 
-@pytest.mark.parametrize("what", ["gradients", "negated", "clipped", "parameters"])
-@pytest.mark.parametrize("policy", ["cpu", "stride:2"])
+@pytest.mark.parametrize(
+    ("policy", "what"),
+    [("cpu", "gradients"), ("cpu", "negated"), ("cpu", "clipped"), ("cpu", "parameters"), ("stride:2", "parameters")],
+)
 def test_writes_that_no_version_counts(ranks: Ranks, policy: str, what: str) -> None:
     ranks.run(with_writes_that_count_nowhere, policy, what)

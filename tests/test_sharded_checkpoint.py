@@ -64,7 +64,7 @@ def test_resume_on_as_many_ranks(ranks: Ranks, tmp_path: Path, policy: str, dtyp
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4), (4, 1), (1, 4)])
+@pytest.mark.parametrize(("before", "after"), [(4, 2), (1, 4)])
 def test_resume_on_another_number_of_ranks(
     ranks: Ranks, tmp_path: Path, before: int, after: int, dtype: torch.dtype
 ) -> None:
@@ -90,8 +90,10 @@ def as_full_state(cpu_offload: bool, broadcast: bool, dtype: torch.dtype) -> Non
     assert_equal(values(resumed), values(through))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("cpu_offload", "broadcast"), [(False, False), (True, True), (False, True)])
+@pytest.mark.parametrize(
+    ("cpu_offload", "broadcast", "dtype"),
+    [(False, False, torch.float32), (True, True, torch.bfloat16), (False, True, torch.float32)],
+)
 def test_full_state_dicts(ranks: Ranks, cpu_offload: bool, broadcast: bool, dtype: torch.dtype) -> None:
     ranks.run(as_full_state, cpu_offload, broadcast, dtype)
 
@@ -193,7 +195,6 @@ def edits(policy: str, how: str) -> None:
     assert_close(*ends)
 
 
-@pytest.mark.parametrize("how", ["each", "foreach"])
-@pytest.mark.parametrize("policy", ["adaptive", "cpu", "resident"])
+@pytest.mark.parametrize(("policy", "how"), [("adaptive", "each"), ("adaptive", "foreach"), ("resident", "each")])
 def test_what_is_written_to_a_state_dict_counts(ranks: Ranks, policy: str, how: str) -> None:
     ranks.run(edits, policy, how)

@@ -54,8 +54,7 @@ def norms(policy: str, offload: bool) -> None:
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize("policy", ["cpu", "resident"])
+@pytest.mark.parametrize(("policy", "offload"), [("cpu", True), ("resident", False)])
 def test_norms_are_over_all_meshes(ranks: Ranks, policy: str, offload: bool) -> None:
     ranks.run(norms, policy, offload)
 
@@ -92,8 +91,17 @@ def clipped_training(way: str, policy: str) -> list[Tensor]:
     return values(divided)
 
 
-@pytest.mark.parametrize("policy", ["cpu", "stride:2"])
-@pytest.mark.parametrize("way", ["argument", "method", "torch", "folded", "folded by its norm"])
+@pytest.mark.parametrize(
+    ("way", "policy"),
+    [
+        ("argument", "stride:2"),
+        ("method", "cpu"),
+        ("torch", "cpu"),
+        ("folded", "cpu"),
+        ("folded", "stride:2"),
+        ("folded by its norm", "cpu"),
+    ],
+)
 def test_clipped_training(ranks: Ranks, way: str, policy: str) -> None:
     ranks.run(clipped_training, way, policy)
 
