@@ -56,6 +56,11 @@ class Guard:
                 "load a checkpoint into the model and into a new optimizer"
             )
 
+    def failure(self, error: BaseException) -> RuntimeError:
+        """What is raised for an error in the middle of a step; from now on all is `broken`."""
+        self.failed = True
+        return RuntimeError(f"the optimizer step failed part way ({error}); restore a checkpoint before going on")
+
     def change(self, work: Callable[[], None]) -> None:
         """Do what must happen wholly. Ctrl-C takes effect afterwards; if `work` raises, all is `broken`."""
 

@@ -437,6 +437,10 @@ class DOSAdam(Optimizer):
     @state.setter
     def state(self, state: Mapping[Tensor, Any]) -> None:
         self._bring_home()
+        self._hold(state)
+
+    def _hold(self, state: Mapping[Tensor, Any]) -> None:
+        """Have this state, which users have, too."""
         self._state, self._seen = Entries(LiveState(state, self._settle_state)), True
 
     def _settle_state(self) -> None:
@@ -495,7 +499,7 @@ class DOSAdam(Optimizer):
         self._bring_home()
 
         def load() -> None:
-            self._state, self._seen = Entries(LiveState(state, self._settle_state)), True
+            self._hold(state)
             super(DOSAdam, self).__setstate__({"param_groups": param_groups})
 
         self._guard.change(load)
@@ -582,7 +586,7 @@ class DOSAdam(Optimizer):
             self._load(own["state"], own["param_groups"])
             return
         self._set_up(own.pop("options"), own.pop("device"))
-        self._state, self._seen = Entries(LiveState(own.pop("state"), self._settle_state)), True
+        self._hold(own.pop("state"))
         super().__setstate__(own)
         for group in self.param_groups:
             self._admit(group)
@@ -722,7 +726,7 @@ class DOSAdam(Optimizer):
         record = self._registry.record(parameter)
         if record is None or not record.arena.accelerated or accelerator.travels(record):
             return
-        if not same_layout(parameter.grad, parameter):
+        if record.sharded and not same_layout(parameter.grad, parameter):
             return  # the step redistributes it first
         if self._registry.offloaded is None:
             accelerator.gradient_ready(record, attached=self._attachment is not None)

@@ -6,11 +6,9 @@ torchrun --nproc-per-node 8 examples/ddp.py --device cuda
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 import tiny
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -21,12 +19,7 @@ from dos import DOSAdam
 def main(arguments: Sequence[str] | None = None) -> list[float]:
     """Train; this rank's loss in each step."""
     options = tiny.options(arguments, steps=60)
-    where = tiny.place(options.device)
-    if where.type == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    if not dist.is_initialized():
-        dist.init_process_group("nccl" if where.type == "cuda" else "gloo")
-    rank, world = dist.get_rank(), dist.get_world_size()
+    where, rank, world = tiny.start_rank(options.device)
 
     ddp = DistributedDataParallel(tiny.model().to(where))
     numel = sum(p.numel() for p in ddp.parameters())  # each rank keeps all of the state

@@ -7,13 +7,11 @@ torchrun --nproc-per-node 8 examples/fsdp2.py --device cuda
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import tiny
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
@@ -52,12 +50,7 @@ def resume(folder: Path, model: nn.Module, optimizer: DOSAdam) -> int:
 def main(arguments: Sequence[str] | None = None, folder: Path = FOLDER) -> list[float]:
     """Train from the newest checkpoint on; this rank's loss in each step."""
     options = tiny.options(arguments, steps=60)
-    where = tiny.place(options.device)
-    if where.type == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    if not dist.is_initialized():
-        dist.init_process_group("nccl" if where.type == "cuda" else "gloo")
-    rank, world = dist.get_rank(), dist.get_world_size()
+    where, rank, world = tiny.start_rank(options.device)
 
     model = tiny.model().to(where)
     mesh = init_device_mesh(where.type, (world,))

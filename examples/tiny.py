@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Iterator, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from dos import EmulatedDevice
@@ -26,6 +28,16 @@ def options(arguments: Sequence[str] | None, *, steps: int) -> argparse.Namespac
 def place(name: str) -> torch.device:
     """Where torch has the model. An emulated accelerator's memory is the host's."""
     return torch.device("cuda" if name == "cuda" else "cpu")
+
+
+def start_rank(name: str) -> tuple[torch.device, int, int]:
+    """Join the process group of torchrun: where this rank's model is, its number, and how many there are."""
+    where = place(name)
+    if where.type == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if where.type == "cuda" else "gloo")
+    return where, dist.get_rank(), dist.get_world_size()
 
 
 def accelerator(name: str, parameters: int) -> EmulatedDevice | None:

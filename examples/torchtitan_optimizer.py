@@ -9,13 +9,11 @@ torchrun --nproc-per-node 8 examples/torchtitan_optimizer.py --device cuda
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import tiny
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -60,12 +58,7 @@ def dos_adam(lr: float = 8e-4, settings: dict[str, Any] | None = None, **group: 
 def main(arguments: Sequence[str] | None = None) -> list[float]:
     """Train as torchtitan's trainer does; this rank's loss in each step."""
     options = tiny.options(arguments, steps=60)
-    where = tiny.place(options.device)
-    if where.type == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    if not dist.is_initialized():
-        dist.init_process_group("nccl" if where.type == "cuda" else "gloo")
-    rank, world = dist.get_rank(), dist.get_world_size()
+    where, rank, world = tiny.start_rank(options.device)
     model = fully_shard(tiny.model().to(where), mesh=init_device_mesh(where.type, (world,)))
 
     numel = sum(p.numel() for p in model.parameters()) // world

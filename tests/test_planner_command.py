@@ -25,6 +25,18 @@ LLAMA_2_7B = {
 }
 
 
+def refused(capsys: pytest.CaptureFixture[str], arguments: str, message: str) -> None:
+    """It is said in one line what is wrong with the arguments."""
+    with pytest.raises(SystemExit) as exit_:
+        main(arguments.split())
+    assert exit_.value.code == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("python -m perfmodel: ")
+    assert captured.err.count("\n") == 1
+    assert message in captured.err
+
+
 def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
     assert main([*arguments, "--json"]) == 0
     out = capsys.readouterr().out
@@ -247,14 +259,7 @@ def test_what_a_user_can_get_wrong(
         pytest.importorskip("matplotlib")
     bad_files(tmp_path)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as exit_:
-        main(arguments.split())
-    assert exit_.value.code == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith("python -m perfmodel: ")
-    assert captured.err.count("\n") == 1
-    assert message in captured.err
+    refused(capsys, arguments, message)
 
 
 def test_the_command_needs_no_torch(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from test_planner_command import answer
+from test_planner_command import answer, refused
 
 from perfmodel.planner.main import main
 
@@ -104,11 +104,4 @@ def test_one_rank_has_nothing_of_a_job(capsys: pytest.CaptureFixture[str]) -> No
     ],
 )
 def test_what_a_user_can_get_wrong_about_jobs(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        main(arguments.split())
-    assert exit_.value.code == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith("python -m perfmodel: ")
-    assert captured.err.count("\n") == 1
-    assert message in captured.err
+    refused(capsys, arguments, message)

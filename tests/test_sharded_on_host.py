@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 import time
 from typing import Any
 
@@ -18,7 +19,7 @@ from dos import DOSAdam
 from dos.step import in_place
 from dos.step.work import SubgroupUpdate
 
-UPDATE_S = 0.05
+UPDATE_S = 0.02
 
 
 def offloaded(size: int = 4, dtype: torch.dtype = torch.float32, blocks: int = 2) -> nn.Sequential:
@@ -71,30 +72,33 @@ def late_updates() -> None:
     late = offloaded(blocks=3)
     optimizer = DOSAdam(late.parameters(), lr=1e-2, subgroup_size=100)
     optimizer.attach(late)
-    applied, returned, entered = [], [], []
+    entered = threading.Event()
+    late[0].register_forward_pre_hook(lambda *_: entered.set())
+    last_block = {id(p) for p in late[2].parameters()}
+    awaited = []
 
     def slow_apply(update: SubgroupUpdate) -> None:
+        if last_block.issuperset(id(piece.record.parameter) for piece in update.pieces):
+            # It would not, if `step` waited for the last block's updates, or the first layer did.
+            assert entered.wait(60), "the next forward did not begin"
+            awaited.append(update)
         time.sleep(UPDATE_S)
         plain_apply(update)
-        applied.append(time.perf_counter())
 
     in_place._apply = slow_apply
-    late[0].register_forward_pre_hook(lambda *_: entered.append(time.perf_counter()))
-    lasts = []
     try:
         for step in range(4):
             late(batch(10 * step)).pow(2).mean().backward()
-            lasts.append(applied[-1] if applied else 0.0)
+            if step > 0:  # the first step cannot know which layers will wait
+                entered.clear()
             optimizer.step()
-            returned.append(time.perf_counter())
             optimizer.zero_grad()
+        entered.set()
         optimizer.synchronize()
     finally:
         in_place._apply = plain_apply
     assert_equal(values(late), values(quick))
-    # The updates of a step end after it has returned, and after the first layer has run again.
-    assert any(last > moment for last, moment in zip(lasts[1:], returned[:-1], strict=True))
-    assert any(last > moment for last, moment in zip(lasts[1:], entered[1:], strict=True))
+    assert awaited
 
 
 def test_updates_run_into_the_next_forward(ranks: Ranks) -> None:

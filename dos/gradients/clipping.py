@@ -16,7 +16,7 @@ from torch import Tensor
 from dos.gradients.offload import OffloadedGradients
 from dos.gradients.scaling import versions_of_a_check
 from dos.kernels.update import sum_of_squares
-from dos.sharding.fingerprint import fingerprint, unchanged
+from dos.sharding.fingerprint import fingerprint, still
 from dos.sharding.local import is_sharded, local, version
 from dos.sharding.meshes import Meshes
 from dos.state.record import ParameterRecord, flat_alias
@@ -51,8 +51,7 @@ class PendingClip:
             key: (weakref.ref(gradient), _version(gradient), products.get(id(old), factor))
             for key, (gradient, old) in before.items()
         }
-        clipped = {key: gradient for key, (gradient, _) in before.items()}
-        self._bits = {key: fingerprint(local(gradient)) for key, gradient in clipped.items() if is_sharded(gradient)}
+        self._bits = {key: fingerprint(local(each)) for key, (each, _) in before.items() if is_sharded(each)}
 
     def fold(self, gradients: Iterable[Gradient], factor: Tensor) -> None:
         """Multiply the factors of these gradients by `factor`, and keep all others."""
@@ -64,7 +63,7 @@ class PendingClip:
         """See which DTensors were written since they were clipped. Waits for the device if there are any."""
         found = [(key, self._factors[key][0]()) for key in self._bits]
         here = [(key, gradient) for key, gradient in found if gradient is not None]
-        same = unchanged([self._bits[key] for key, _ in here], [fingerprint(local(gradient)) for _, gradient in here])
+        same = still([(self._bits[key], local(gradient)) for key, gradient in here])
         for (key, _), is_same in zip(here, same, strict=True):
             if not is_same:
                 reference, _, factor = self._factors[key]

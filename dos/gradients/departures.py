@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from dos.devices import Caller, Copy, Device, Job
-from dos.sharding.fingerprint import fingerprint, unchanged
+from dos.sharding.fingerprint import fingerprint, still
 from dos.sharding.local import local
 from dos.state.record import Layout, ParameterRecord
 from dos.state.subgroup import Piece, Subgroup
@@ -183,14 +183,15 @@ class Departures:
     def look(self) -> None:
         """See which gradients' bits have changed since backward left them, where nothing else tells. Waits."""
         marked: list[_Written] = []
-        then, now = [], []
+        pairs: list[tuple[Tensor, Tensor]] = []
         for record, seen in self._seen.items():
+            if seen.written is None or seen.written.bits is None:
+                continue
             gradient = record.gradient
-            if seen.written is not None and seen.written.bits is not None and gradient is not None:
+            if gradient is not None:
                 marked.append(seen.written)
-                then.append(seen.written.bits)
-                now.append(fingerprint(gradient))
-        self._rewritten = {w for w, is_same in zip(marked, unchanged(then, now), strict=True) if not is_same}
+                pairs.append((seen.written.bits, gradient))
+        self._rewritten = {written for written, same in zip(marked, still(pairs), strict=True) if not same}
 
     def arriving(self, subgroup: Subgroup, pieces: Iterable[Piece], writes: int | None) -> tuple[set[Piece], list[Job]]:
         """Those of the pieces whose gradients went early and still hold, and the jobs that bring them.

@@ -98,15 +98,17 @@ def usable_cores() -> frozenset[int]:
 
 def local_ranks(environment: Mapping[str, str] = os.environ) -> int:
     """Processes that a launcher such as torchrun has started on this host."""
-    ranks = environment.get("LOCAL_WORLD_SIZE", "")
-    return max(int(ranks), 1) if ranks.isdecimal() else 1
+    return _ranks(environment.get("LOCAL_WORLD_SIZE", ""))
 
 
 def ranks_that_will_divide(environment: Mapping[str, str] = os.environ) -> int:
     """Over how many ranks Accelerate will divide parameters after the optimizer was built: all with FSDP, else 1."""
-    ranks = environment.get("WORLD_SIZE", "")
     fsdp = environment.get("ACCELERATE_USE_FSDP", "").lower() == "true"
-    return max(int(ranks), 1) if fsdp and ranks.isdecimal() else 1
+    return _ranks(environment.get("WORLD_SIZE", "")) if fsdp else 1
+
+
+def _ranks(text: str) -> int:
+    return max(int(text), 1) if text.isdecimal() else 1
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from torch import Tensor
 from dos.devices import DeviceFinder
 from dos.options import SUPPORTED_DTYPES, parameter_problem
 from dos.parameters.aliasing import find_overlap
-from dos.sharding.local import is_sharded, local, plain
+from dos.sharding.local import is_sharded, local
 from perfmodel.format import NEEDED_KEYS, STATE_KEYS
 
 Group = dict[str, Any]
@@ -80,7 +80,7 @@ class Admission:
 
 def check_overlaps(members: Sequence[tuple[Tensor, Group]]) -> None:
     """Raise RuntimeError if two parameters with state share memory, where each would undo the other's update."""
-    overlap = find_overlap([plain(p) for p, _ in members])
+    overlap = find_overlap([local(p).detach() for p, _ in members])
     if overlap is None:
         return
     one, other = (name_of(*members[i]) for i in overlap)

@@ -20,7 +20,7 @@ from dos.machine.host_memory import reserve
 from dos.machine.profiles import local_ranks, ranks_that_will_divide
 from dos.options import Options, check_settings
 from dos.parameters.admission import Admission, Group, check_overlaps, name_of
-from dos.sharding.fingerprint import fingerprint, unchanged
+from dos.sharding.fingerprint import still
 from dos.sharding.local import count_write, is_sharded, laid_out_as, local, moved_to_layout
 from dos.sharding.meshes import Meshes
 from dos.sharding.replaced import replaced
@@ -193,7 +193,7 @@ class Registry:
         """See to which DTensors somebody wrote in a way that nothing else tells. Waits for the device if any."""
         if self.meshes:
             marked = [(record, record.bits) for record in self._records.values() if record.bits is not None]
-            same = unchanged([bits for _, bits in marked], [fingerprint(record.local) for record, _ in marked])
+            same = still([(bits, record.local) for record, bits in marked])
             for (record, _), is_same in zip(marked, same, strict=True):
                 record.rewritten = not is_same
 

@@ -49,3 +49,8 @@ def unchanged(then: Sequence[Tensor], now: Sequence[Tensor]) -> list[bool]:
         for i, part in zip(same, equal.split([len(then[i]) for i in same]), strict=True):
             found[i] = bool(part.all())
     return found
+
+
+def still(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[bool]:
+    """Of each (fingerprint, tensor), whether the tensor still has that fingerprint; waits as `unchanged`."""
+    return unchanged([bits for bits, _ in pairs], [fingerprint(tensor) for _, tensor in pairs])

@@ -68,11 +68,6 @@ def to_host(tensor: Any) -> Tensor:
     return tensor if part.device.type == "cpu" else laid_out_as(part.cpu(), tensor)
 
 
-def plain(tensor: Any) -> Tensor:
-    """A tensor whose values this rank has: `local`, without autograd."""
-    return local(tensor).detach()
-
-
 def _spec_as(like: Any, part: Tensor) -> Any:
     """The layout of `like`, for elements of the type of `part`."""
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta

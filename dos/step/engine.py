@@ -19,7 +19,7 @@ from dos.devices import LANES, Caller, Copy, Device, Job
 from dos.devices.coalesce import joined
 from dos.guard import Guard
 from dos.lifetime import watch
-from dos.sharding.fingerprint import fingerprint, unchanged
+from dos.sharding.fingerprint import fingerprint, still
 from dos.state.stores import DeviceStore, HostStore
 from dos.state.subgroup import Subgroup
 from dos.step.host_lane import HostLane, Turn
@@ -218,7 +218,7 @@ class Engine:
             turns = step.issue()
             self._lane_done = self._host.submit(functools.partial(self._run_host_lane, turns, step))
         except BaseException as error:
-            failure = self._failure(error)
+            failure = self.guard.failure(error)
             # Part of the step is under way; nobody may wait for the rest.
             if self._step is not None:
                 self._step.fail(failure)
@@ -238,7 +238,7 @@ class Engine:
                 # The new parameters are read from here on.
                 self.device.join(done.result())
             except Exception as error:
-                raise self._failure(error) from error
+                raise self.guard.failure(error) from error
 
     @property
     def idle(self) -> bool:
@@ -270,7 +270,7 @@ class Engine:
         self.guard.failed |= bool(errors)
         self._begun, self._step, self._lane_done, self._host.spans = [], None, None, []
         if errors:
-            raise self._failure(errors[0]) from errors[0]
+            raise self.guard.failure(errors[0]) from errors[0]
         if step is None:
             return None
         # A device whose work is queued may only now have come to the end of backward.
@@ -324,13 +324,14 @@ class Engine:
 
     def remember_home(self) -> None:
         """What `copy_home` has copied may be written by somebody now; see `heed_home`."""
-        self._copied |= {s: _bits(s) for s in self.device_store.resident if s not in self._copied}
+        new = [s for s in self.device_store.resident if s not in self._copied]
+        self._copied |= {s: [fingerprint(tensor) for tensor in s.state.tensors()] for s in new}
 
     def heed_home(self) -> None:
         """Where somebody wrote to state at home since it was copied there, that is what counts."""
         copied, self._copied = self._copied, {}
         for subgroup, bits in copied.items():
-            if all(unchanged(bits, _bits(subgroup))):
+            if all(still(list(zip(bits, subgroup.state.tensors(), strict=True)))):
                 self._copied[subgroup] = bits
             else:
                 self.device_store.drop(subgroup)
@@ -352,10 +353,6 @@ class Engine:
             with contextlib.suppress(Exception):
                 issued.job.wait()
         self._begun = kept
-
-    def _failure(self, error: BaseException) -> RuntimeError:
-        self.guard.failed = True
-        return RuntimeError(f"the optimizer step failed part way ({error}); restore a checkpoint before going on")
 
     def _find_begun(
         self, plan: Plan, subjects: Sequence[Subject], found: Sequence[Found]
@@ -464,11 +461,6 @@ class Engine:
             self.device_store.drop(subgroup)
         if step.leaving:
             self.device.trim()  # another process may be waiting for it
-
-
-def _bits(subgroup: Subgroup) -> list[Tensor]:
-    """Fingerprints of its state at home."""
-    return [fingerprint(tensor) for tensor in subgroup.state.tensors()]
 
 
 def _spans(jobs: Iterable[Job], errors: list[Exception]) -> list[Span]:

@@ -30,7 +30,7 @@ class InPlace:
     def run(self, updates: Iterable[SubgroupUpdate]) -> None:
         """Update these before it returns."""
         for update in updates:
-            update.apply(update.subgroup.state)
+            _apply(update)
 
     def start(self, updates: Iterable[SubgroupUpdate]) -> None:
         """Update these one after the other, beside the caller."""
@@ -48,10 +48,7 @@ class InPlace:
             try:
                 running.result()
             except Exception as error:
-                self._guard.failed = True
-                raise RuntimeError(
-                    f"the optimizer step failed part way ({error}); restore a checkpoint before going on"
-                ) from error
+                raise self._guard.failure(error) from error
 
     def wait(self) -> None:
         """Return once all are. Raises as `wait_for`, when nothing is running any more."""
