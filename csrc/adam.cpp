@@ -61,7 +61,7 @@ void parallel(int64_t n, int64_t grain, int threads, const F& f) {
   run_on_team(threads, call, &share);
 }
 
-constexpr int64_t kGrain = 64;  // elements: whole cache lines in every dtype
+constexpr int64_t kGrain = kScaled;  // elements: whole blocks of codes, and cache lines in every dtype
 
 // Calls f(run, begin, end) on shares of the runs. They lie end to end, each as long as whole grains.
 template <class F>

@@ -40,14 +40,19 @@ struct AdamScalars {
   bool amsgrad;
 };
 
+// Elements whose codes share a scale. Moments are in codes only where runs are whole blocks.
+constexpr int64_t kScaled = 128;
+
 struct AdamArrays {
   const void* grad;
   void* param;  // read and written
-  float* exp_avg;
-  float* exp_avg_sq;
+  void* exp_avg;          // float, or int8_t codes
+  void* exp_avg_sq;       // float, or uint8_t codes
   float* max_exp_avg_sq;  // null if there is none; used with amsgrad
   void* out;              // copy of the new parameter, or null; requires a float32 param
-  int16_t* rest;         // lower halves of the masters, or null; requires a bfloat16 param and no out
+  int16_t* rest;          // lower halves of the masters, or null; requires a bfloat16 param and no out
+  float* exp_avg_scale;     // one for each kScaled elements, or null; both or none, without amsgrad
+  float* exp_avg_sq_scale;
   DType grad_type;
   DType param_type;
   DType out_type;

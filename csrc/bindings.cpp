@@ -46,7 +46,7 @@ T* at(uintptr_t address) {
   return reinterpret_cast<T*>(address);
 }
 
-static_assert(sizeof(dos::AdamRun) == 12 * 8, "dos/kernels/update.py writes 12 words");
+static_assert(sizeof(dos::AdamRun) == 14 * 8, "dos/kernels/update.py writes 14 words");
 
 }  // namespace
 

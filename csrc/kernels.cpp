@@ -86,48 +86,169 @@ struct Split {
   }
 };
 
+// Moments in codes of 8 bits, by blocks of kScaled elements that share a scale; see adam.h.
+// The loops are apart, each of one kind of step, because compilers vectorise those.
+struct Codes {
+  static constexpr int64_t kTogether = 4;  // blocks, so that one does not wait for the scale of another
+  static void decode(int64_t blocks, const int8_t* __restrict codes, const float* __restrict scales,
+                     float* __restrict means) {
+    for (int64_t b = 0; b < blocks; ++b) {
+      const float scale = scales[b];
+#pragma omp simd
+      for (int64_t i = b * kScaled; i < (b + 1) * kScaled; ++i) means[i] = static_cast<float>(codes[i]) * scale;
+    }
+  }
+  static void decode_squares(int64_t blocks, const uint8_t* __restrict codes, const float* __restrict scales,
+                             float* __restrict squares) {
+    for (int64_t b = 0; b < blocks; ++b) {
+      const float scale = scales[b];
+#pragma omp simd
+      for (int64_t i = b * kScaled; i < (b + 1) * kScaled; ++i) {
+        const float root = static_cast<float>(static_cast<int32_t>(codes[i]) + 1) * scale;
+        squares[i] = root * root;
+      }
+    }
+  }
+
+  // Both take what the update made of some blocks, and write their codes and scales.
+  static void encode(int64_t blocks, const float* __restrict means, const uint32_t* __restrict drawn,
+                     int8_t* __restrict codes, float* __restrict scales) {
+    float factors[kTogether];
+    for (int64_t b = 0; b < blocks; ++b) {
+      const uint32_t most = largest<0x7FFFFFFFu>(means + b * kScaled);
+      // Of 17 significant bits, so that a code times its scale is exact.
+      const float least = float_of((bits_of(float_of(most) / 127.0f) + 0x7Fu) & ~0x7Fu);
+      scales[b] = most >= kInfinite ? float_of(kNan) : least < kLeastScale ? 0.0f : least;
+      factors[b] = inverse(scales[b]);
+    }
+    for (int64_t b = 0; b < blocks; ++b) {
+      const float factor = factors[b];
+      uint32_t wide[kScaled];
+#pragma omp simd
+      for (int64_t i = 0; i < kScaled; ++i) {
+        wide[i] = rounded(means[b * kScaled + i] * factor, drawn[b * kScaled + i] << 8);
+      }
+      narrow(wide, codes + b * kScaled, scales[b]);
+    }
+  }
+  static void encode_roots(int64_t blocks, const float* __restrict roots, const uint32_t* __restrict drawn,
+                           uint8_t* __restrict codes, float* __restrict scales) {
+    float factors[kTogether];
+    for (int64_t b = 0; b < blocks; ++b) {
+      const uint32_t most = largest<~0u>(roots + b * kScaled);
+      scales[b] = most >= kInfinite ? float_of(kNan) : float_of(most) * (1.0f / 256);
+      factors[b] = inverse(scales[b]);
+    }
+    for (int64_t b = 0; b < blocks; ++b) {
+      const float factor = factors[b];
+      uint32_t wide[kScaled];
+#pragma omp simd
+      for (int64_t i = 0; i < kScaled; ++i) {
+        const uint32_t level = rounded(roots[b * kScaled + i] * factor, drawn[b * kScaled + i]);
+        wide[i] = (level > kZero ? level : kZero + 1) - 1;
+      }
+      narrow(wide, codes + b * kScaled, scales[b]);
+    }
+  }
+  // Bits that say where rounding goes up, drawn from the new moments themselves: the highest for the
+  // root, those from the 17th for the mean.
+  static void draw(int64_t size, const float* __restrict means, const float* __restrict squares, uint32_t* __restrict drawn) {
+#pragma omp simd
+    for (int64_t i = 0; i < size; ++i) drawn[i] = (bits_of(means[i]) ^ bits_of(squares[i])) * 0x9E3779B1u;
+  }
+
+ private:
+  static constexpr uint32_t kInfinite = 0x7F800000u, kNan = 0x7FC00000u;
+  static constexpr float kLeastScale = 0x1p-120f;  // whose inverse is far from overflowing
+  static constexpr uint32_t kZero = 0x4B400000u >> 7;  // a level of 0; the lowest byte of a level is the code
+
+  // The bits of the largest magnitude, which are in the order of the magnitudes, any NaN above them.
+  template <uint32_t kMask>
+  static uint32_t largest(const float* __restrict values) {
+    uint32_t most = 0;
+#pragma omp simd reduction(max : most)
+    for (int64_t i = 0; i < kScaled; ++i) {
+      const uint32_t magnitude = bits_of(values[i]) & kMask;
+      most = magnitude > most ? magnitude : most;
+    }
+    return most;
+  }
+  // Levels in 128ths, rounded to nearest, then down or up to a level as the 7 highest bits of `drawn` say.
+  static uint32_t rounded(float levels, uint32_t drawn) {
+    return (bits_of(levels + 0x1.8p23f) + (drawn >> 25)) >> 7;
+  }
+  // One over a scale, or 0 where all codes are to be 0.
+  static float inverse(float scale) { return scale > 0 ? 128.0f / scale : 0.0f; }
+  template <class Code>
+  static void narrow(const uint32_t* __restrict wide, Code* __restrict codes, float scale) {
+    if (scale != scale) {
+      for (int64_t i = 0; i < kScaled; ++i) codes[i] = 0;
+      return;
+    }
+#pragma omp simd
+    for (int64_t i = 0; i < kScaled; ++i) codes[i] = static_cast<Code>(wide[i]);
+  }
+};
+
 // Square roots and divisions fill the window in which the processor would find the next loads by itself, so the loops
 // go block by block and ask for each array's lines ahead of time. Measured best at 64 and 512 elements.
 constexpr int64_t kBlock = 64;
 constexpr int64_t kAhead = 512;
 
 // The lines of the block which is kAhead after `block`; past the end of the array this does nothing.
-template <class T>
+template <int64_t kSize = kBlock, class T>
 inline void prefetch(const T* array, int64_t block) {
   const uintptr_t address = reinterpret_cast<uintptr_t>(array) + (block + kAhead) * sizeof(T);
-  for (uintptr_t line = 0; line < kBlock * sizeof(T); line += 64) {
+  for (uintptr_t line = 0; line < kSize * sizeof(T); line += 64) {
     __builtin_prefetch(reinterpret_cast<const void*>(address + line));
   }
 }
 
-inline int64_t end_of_block(int64_t block, int64_t end) { return end - block < kBlock ? end : block + kBlock; }
+inline int64_t end_of_block(int64_t block, int64_t end, int64_t size = kBlock) {
+  return end - block < size ? end : block + size;
+}
 
-template <class Grad, class Param, class Out, bool kAmsgrad, bool kL2>
+template <class Grad, class Param, class Out, bool kAmsgrad, bool kL2, bool kCodes>
 void adam(const AdamArrays& arrays, const AdamScalars& scalars, int64_t begin, int64_t end) {
   const auto* __restrict grad = static_cast<const typename Grad::Stored*>(arrays.grad);
   auto* __restrict param = static_cast<typename Param::Stored*>(arrays.param);
-  float* __restrict exp_avg = arrays.exp_avg;
-  float* __restrict exp_avg_sq = arrays.exp_avg_sq;
   float* __restrict max_exp_avg_sq = arrays.max_exp_avg_sq;
   auto* __restrict out = static_cast<typename Out::Stored*>(arrays.out);
   int16_t* __restrict rest = arrays.rest;
   constexpr bool kSplit = __is_same(Param, Split);
+  // Moments in codes are decoded block by block.
+  auto* mean_codes = static_cast<int8_t*>(arrays.exp_avg);
+  auto* square_codes = static_cast<uint8_t*>(arrays.exp_avg_sq);
+  alignas(64) float decoded[kCodes ? 3 : 1][Codes::kTogether * kScaled];
+  float* __restrict exp_avg = kCodes ? decoded[0] : static_cast<float*>(arrays.exp_avg);
+  float* __restrict exp_avg_sq = kCodes ? decoded[1] : static_cast<float*>(arrays.exp_avg_sq);
+  float* __restrict roots = decoded[kCodes ? 2 : 0];
+  alignas(64) uint32_t drawn[kCodes ? Codes::kTogether * kScaled : 1];
   const AdamScalars s = scalars;
   // As torch.lerp: exact at weight 1 (beta1 = 0), where m + 1 * (g - m) is not.
   const bool lerp_from_grad = !(s.one_minus_beta1 < 0.5f);
   const float lerp_weight = lerp_from_grad ? -s.beta1 : s.one_minus_beta1;
 
-  for (int64_t block = begin; block < end; block += kBlock) {
-    prefetch(grad, block);
-    prefetch(param, block);
-    prefetch(exp_avg, block);
-    prefetch(exp_avg_sq, block);
+  constexpr int64_t kSize = kCodes ? Codes::kTogether * kScaled : kBlock;
+  for (int64_t block = begin; block < end; block += kSize) {
+    const int64_t stop = end_of_block(block, end, kSize), blocks = (stop - block) / kScaled;
+    prefetch<kSize>(grad, block);
+    prefetch<kSize>(param, block);
+    if constexpr (kCodes) {
+      prefetch<kSize>(mean_codes, block);
+      prefetch<kSize>(square_codes, block);
+      Codes::decode(blocks, mean_codes + block, arrays.exp_avg_scale + block / kScaled, exp_avg);
+      Codes::decode_squares(blocks, square_codes + block, arrays.exp_avg_sq_scale + block / kScaled, exp_avg_sq);
+    } else {
+      prefetch(exp_avg, block);
+      prefetch(exp_avg_sq, block);
+    }
     if constexpr (kAmsgrad) prefetch(max_exp_avg_sq, block);
-    if constexpr (!__is_same(Out, None)) prefetch(out, block);
-    if constexpr (kSplit) prefetch(rest, block);
-    const int64_t stop = end_of_block(block, end);
+    if constexpr (!__is_same(Out, None)) prefetch<kSize>(out, block);
+    if constexpr (kSplit) prefetch<kSize>(rest, block);
 #pragma omp simd
     for (int64_t i = block; i < stop; ++i) {
+      const int64_t k = kCodes ? i - block : i;  // within the moments
       float g = Grad::load(grad[i]) * s.grad_scale;
       float p;
       if constexpr (kSplit) {
@@ -135,20 +256,27 @@ void adam(const AdamArrays& arrays, const AdamScalars& scalars, int64_t begin, i
       } else {
         p = Param::load(param[i]);
       }
-      float m = exp_avg[i];
-      float v = exp_avg_sq[i];
+      float m = exp_avg[k];
+      float v = exp_avg_sq[k];
       if constexpr (kL2) g = __builtin_fmaf(s.l2, p, g);
       p = p * s.decay;
       m = __builtin_fmaf(lerp_weight, g - m, lerp_from_grad ? g : m);
       v = __builtin_fmaf(s.one_minus_beta2 * g, g, s.beta2 * v);
-      exp_avg[i] = canonical(m);
-      exp_avg_sq[i] = canonical(v);
+      if constexpr (kCodes) {
+        exp_avg[k] = m;
+        drawn[k] = (bits_of(m) ^ bits_of(v)) * 0x9E3779B1u;
+      } else {
+        exp_avg[k] = canonical(m);
+        exp_avg_sq[k] = canonical(v);
+      }
       if constexpr (kAmsgrad) {
         const float previous = max_exp_avg_sq[i];
         v = (v > previous) | (v != v) ? v : previous;
         max_exp_avg_sq[i] = canonical(v);
       }
-      const float denom = __builtin_fmaf(__builtin_sqrtf(v), s.inv_bias_correction2_sqrt, s.eps);
+      const float root = __builtin_sqrtf(v);
+      if constexpr (kCodes) roots[k] = root;
+      const float denom = __builtin_fmaf(root, s.inv_bias_correction2_sqrt, s.eps);
       p = __builtin_fmaf(-s.step_size, m / denom, p);
       if constexpr (kSplit) {
         const bool nan = p != p;
@@ -166,6 +294,10 @@ void adam(const AdamArrays& arrays, const AdamScalars& scalars, int64_t begin, i
           out[i] = Out::store(p);
         }
       }
+    }
+    if constexpr (kCodes) {
+      Codes::encode(blocks, exp_avg, drawn, mean_codes + block, arrays.exp_avg_scale + block / kScaled);
+      Codes::encode_roots(blocks, roots, drawn, square_codes + block, arrays.exp_avg_sq_scale + block / kScaled);
     }
   }
 }
@@ -221,9 +353,11 @@ auto with_type(DType type, F&& f) {
 
 template <class Grad, class Param, class Out>
 void adam_with(const AdamArrays& arrays, const AdamScalars& scalars, int64_t begin, int64_t end) {
-  (scalars.amsgrad
-       ? (scalars.use_l2 ? adam<Grad, Param, Out, true, true> : adam<Grad, Param, Out, true, false>)
-       : (scalars.use_l2 ? adam<Grad, Param, Out, false, true> : adam<Grad, Param, Out, false, false>)
+  (arrays.exp_avg_scale  // without amsgrad
+       ? (scalars.use_l2 ? adam<Grad, Param, Out, false, true, true> : adam<Grad, Param, Out, false, false, true>)
+   : scalars.amsgrad
+       ? (scalars.use_l2 ? adam<Grad, Param, Out, true, true, false> : adam<Grad, Param, Out, true, false, false>)
+       : (scalars.use_l2 ? adam<Grad, Param, Out, false, true, false> : adam<Grad, Param, Out, false, false, false>)
   )(arrays, scalars, begin, end);
 }
 

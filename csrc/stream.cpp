@@ -11,8 +11,8 @@ template <class Grad, bool kOut>
 void adam(const AdamArrays& arrays, int64_t begin, int64_t end) {
   const auto* __restrict grad = static_cast<const Grad*>(arrays.grad);
   auto* __restrict param = static_cast<uint32_t*>(arrays.param);
-  auto* __restrict exp_avg = reinterpret_cast<uint32_t*>(arrays.exp_avg);
-  auto* __restrict exp_avg_sq = reinterpret_cast<uint32_t*>(arrays.exp_avg_sq);
+  auto* __restrict exp_avg = static_cast<uint32_t*>(arrays.exp_avg);
+  auto* __restrict exp_avg_sq = static_cast<uint32_t*>(arrays.exp_avg_sq);
   auto* __restrict out = static_cast<uint16_t*>(arrays.out);
 #pragma omp simd
   for (int64_t i = begin; i < end; ++i) {
@@ -25,21 +25,21 @@ void adam(const AdamArrays& arrays, int64_t begin, int64_t end) {
   }
 }
 
-// With a split master: 26 bytes with a 16-bit gradient.
-template <class Grad>
+// With a split master: 26 bytes with a 16-bit gradient and float moments.
+template <class Grad, class Moment>
 void adam_split(const AdamArrays& arrays, int64_t begin, int64_t end) {
   const auto* __restrict grad = static_cast<const Grad*>(arrays.grad);
   auto* __restrict param = static_cast<uint16_t*>(arrays.param);
   auto* __restrict rest = arrays.rest;
-  auto* __restrict exp_avg = reinterpret_cast<uint32_t*>(arrays.exp_avg);
-  auto* __restrict exp_avg_sq = reinterpret_cast<uint32_t*>(arrays.exp_avg_sq);
+  auto* __restrict exp_avg = static_cast<Moment*>(arrays.exp_avg);
+  auto* __restrict exp_avg_sq = static_cast<Moment*>(arrays.exp_avg_sq);
 #pragma omp simd
   for (int64_t i = begin; i < end; ++i) {
     const uint32_t g = grad[i];
     param[i] ^= static_cast<uint16_t>(g);
     rest[i] ^= static_cast<uint16_t>(g);
-    exp_avg[i] ^= g;
-    exp_avg_sq[i] ^= g;
+    exp_avg[i] ^= static_cast<Moment>(g);
+    exp_avg_sq[i] ^= static_cast<Moment>(g);
   }
 }
 
@@ -53,7 +53,9 @@ void accumulate(const void* src_, float* dst_, int64_t begin, int64_t end) {
 
 void adam_any(const AdamArrays& arrays, int64_t begin, int64_t end) {
   if (arrays.rest) {
-    (arrays.grad_type == DType::float32 ? adam_split<uint32_t> : adam_split<uint16_t>)(arrays, begin, end);
+    const bool wide = arrays.grad_type == DType::float32;
+    (arrays.exp_avg_scale ? (wide ? adam_split<uint32_t, uint8_t> : adam_split<uint16_t, uint8_t>)
+                          : (wide ? adam_split<uint32_t, uint32_t> : adam_split<uint16_t, uint32_t>))(arrays, begin, end);
   } else if (arrays.grad_type == DType::float32) {
     (arrays.out ? adam<uint32_t, true> : adam<uint32_t, false>)(arrays, begin, end);
   } else {

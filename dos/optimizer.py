@@ -34,6 +34,7 @@ from dos.parameters.registry import Active, Registry
 from dos.sharding.ddp import CommHook, watch_buckets
 from dos.sharding.local import is_sharded, laid_out_as, local, same_layout
 from dos.sharding.meshes import Meshes
+from dos.state.coded import decoded, has_codes
 from dos.state.record import ParameterRecord
 from dos.state.subgroup import Subgroup
 from dos.step.engine import Prepared
@@ -72,8 +73,10 @@ class DOSAdam(Optimizer):
         max_grad_norm: clip the gradients' global 2-norm to this in each step, as ``torch.nn.utils.clip_grad_norm_``
             followed by the step would; the gradients themselves stay as they are. None: no clipping.
         master_weights: update bfloat16 and float16 parameters in float32, and keep what they cannot hold of that.
-        state_format: how state is kept, which changes no bit. None: in the least bytes; a bfloat16 parameter is the
-            upper half of its float32 master then, and 16 bits more are kept. ``"float32"``: all masters whole.
+        state_format: how state is kept. None: in the least bytes that change no bit; a bfloat16 parameter is the
+            upper half of its float32 master then, and 16 bits more are kept. ``"float32"``: all masters whole, with the
+            same result. ``"int8"``: ``exp_avg`` and ``exp_avg_sq`` in 8 bits each, with other results than AdamW's
+            (docs/formats.md has the evidence), of parameters of at least 4,096 elements that are whole blocks of 128.
         offload_gradients: free each gradient on the accelerator once it is on the host, during backward, and add up
             those of further micro-batches there in float32. ``p.grad`` is then None, each ``step()`` uses the gradients
             up, and what needs them goes through ``clip_grad_norm_`` and ``grad_norm`` of this class and ``zero_grad``.
@@ -485,6 +488,12 @@ class DOSAdam(Optimizer):
                 f"the parameter of shape {tuple(parameter.shape)} has no state: it is not the optimizer's, or has not "
                 "been updated yet"
             )
+        if has_codes(entry):
+            parts = {key: local(value) for key, value in entry.items() if isinstance(value, Tensor)}
+            moments = decoded(parts)
+            entry = {key: value for key, value in entry.items() if key in moments} | {
+                key: laid_out_as(moments[key], parameter) for key in moments.keys() - entry.keys()
+            }
         state = {key: torch.as_tensor(value).to("cpu", torch.float32, copy=True) for key, value in entry.items()}
         rest = brought(REST_KEY, entry) if state.pop(REST_KEY, None) is not None else None
         if rest is not None and parameter.dtype == torch.bfloat16:

@@ -33,7 +33,7 @@ class Options:
     profile: the machine's rates, for the adaptive policy.
     max_grad_norm: clip the global gradient norm to this at each step, or None.
     master_weights: update bf16 and fp16 parameters in fp32.
-    state_format: how state is kept: None, or "float32" for fp32 copies of bf16 parameters.
+    state_format: how state is kept: None, "float32" for fp32 copies of bf16 parameters, or "int8" for moments in codes.
     offload_gradients: move gradients to the host during backward and free them on the accelerator.
     memory_budget: device memory for state: bytes, a share (a float), or a function giving bytes; None: what is free.
     memory_interval: seconds between samples of memory by a thread of its own, or None for no such thread.
@@ -63,7 +63,7 @@ class Options:
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise ValueError(f"max_grad_norm must be above 0, or None for no clipping, found {self.max_grad_norm}")
         if self.state_format not in STATE_FORMATS:
-            raise ValueError(f"state_format must be None or 'float32', found {self.state_format!r}")
+            raise ValueError(f"state_format must be None, 'float32' or 'int8', found {self.state_format!r}")
         budget = self.memory_budget
         if budget is not None and not callable(budget):
             if isinstance(budget, bool) or not isinstance(budget, (int, float)):

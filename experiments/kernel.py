@@ -24,10 +24,13 @@ from torch import Tensor
 from dos import _adam  # type: ignore[attr-defined]
 from dos.kernels.update import AdamArrays, AdamBatch, AdamStep, accumulate, instruction_sets
 from experiments.command import Parser
+from perfmodel.format import BLOCK
 
 _STEP = AdamStep(lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=1)
-_BYTES_HELD = 3 * 2 + 4 * 4  # per parameter: bfloat16 gradient and copy, rest; float32 gradient, parameter, two moments
-_BYTES_MOVED = {"fp32": 28, "mixed": 28, "split": 26, "accumulate": 10}  # per parameter, read and written
+# Per parameter: bfloat16 gradient and copy, rest; float32 gradient, parameter, two moments; codes and their scales.
+_BYTES_HELD = 3 * 2 + 4 * 4 + 2 * (1 + 4 / BLOCK)
+# Per parameter, read and written.
+_BYTES_MOVED = {"fp32": 28, "mixed": 28, "split": 26, "int8": 14 + 16 / BLOCK, "accumulate": 10}
 _SUFFIXES = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9}
 
 Contenders = dict[str, Callable[[], None]]
@@ -65,6 +68,9 @@ def build_contenders(numel: int, threads: int) -> dict[str, Contenders]:
     full, low = AdamBatch([AdamArrays(grad, *state)]), AdamBatch([AdamArrays(grad_bf16, *state, None, out)])
     rest = torch.zeros(numel, dtype=torch.int16)
     halves = AdamBatch([AdamArrays(grad_bf16, out, exp_avg, exp_avg_sq, rest=rest)])
+    codes = torch.zeros(numel, dtype=torch.int8), torch.zeros(numel, dtype=torch.uint8)
+    scales = torch.zeros(numel // BLOCK), torch.zeros(numel // BLOCK)
+    coded = AdamBatch([AdamArrays(grad_bf16, out, *codes, None, None, rest, *scales)])
     fp32: Contenders = {
         "ours": lambda: full.update(_STEP, threads=threads),
         "bandwidth": lambda: _adam.stream_adam(*full.table, threads),
@@ -80,6 +86,11 @@ def build_contenders(numel: int, threads: int) -> dict[str, Contenders]:
         "bandwidth": lambda: _adam.stream_adam(*halves.table, threads),
         "mixed": mixed["ours"],
     }
+    int8: Contenders = {
+        "ours": lambda: coded.update(_STEP, threads=threads),
+        "bandwidth": lambda: _adam.stream_adam(*coded.table, threads),
+        "mixed": mixed["ours"],
+    }
     if importlib.util.find_spec("deepspeed"):
         from deepspeed.ops.adam import DeepSpeedCPUAdam  # type: ignore[import-not-found]
 
@@ -92,7 +103,7 @@ def build_contenders(numel: int, threads: int) -> dict[str, Contenders]:
         "ours": lambda: accumulate(grad_bf16, grad, threads=threads),
         "bandwidth": lambda: _adam.stream_accumulate(numel, grad_bf16.data_ptr(), 1, grad.data_ptr(), threads),
     }
-    return {"fp32": fp32, "mixed": mixed, "split": split, "accumulate": accumulation}
+    return {"fp32": fp32, "mixed": mixed, "split": split, "int8": int8, "accumulate": accumulation}
 
 
 def measure(contenders: Contenders, repeats: int, title: str) -> dict[str, list[float]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import statistics
 from collections.abc import Callable, Sequence
 
 from perfmodel.hardware import HardwareProfile
@@ -264,9 +265,10 @@ def _lowest(function: Callable[[float], float], low: float, high: float) -> floa
 
 
 def _mean(loads: Sequence[SubgroupLoad]) -> SubgroupLoad:
-    """The mean subgroup, to the nearest byte."""
-    fields = [f.name for f in dataclasses.fields(SubgroupLoad)]
-    return SubgroupLoad(*(round(sum(getattr(load, f) for load in loads) / len(loads)) for f in fields))
+    """The mean subgroup, to the nearest byte, in the format that most have."""
+    sizes = [f.name for f in dataclasses.fields(SubgroupLoad) if f.name != "format"]
+    means = (round(sum(getattr(load, f) for load in loads) / len(loads)) for f in sizes)
+    return SubgroupLoad(*means, format=statistics.mode(load.format for load in loads))
 
 
 def _fitting(workload: Workload) -> list[int]:

@@ -50,11 +50,12 @@ def host_footprint(
     accelerated: bool = True,
     other_gradient_dtype: bool = False,
     state_format: str | None = None,
+    values: str | None = None,
 ) -> HostBytes:
     """What DOSAdam takes on the host, at most, for `numel` parameters of `value_bytes` each.
 
-    value_bytes: 4 float32, 2 bfloat16, or float16 with `state_format="float32"`, as which its state is always kept.
-    numel: of all parameters with one setting; the bytes are the same however they are divided into parameters,
+    value_bytes: 4 float32, 2 bfloat16 unless `values` says float16, the type of the parameters.
+    numel: of all parameters with one setting, all of them in codes with `state_format="int8"`; the bytes are the same however they are divided into parameters,
         groups and subgroups. It is what an update on the host takes. State that was never there takes nothing yet,
         and that which was only brought there or streamed no staging.
     master_weights, amsgrad, offload_gradients, state_format: as given to DOSAdam.
@@ -71,7 +72,7 @@ def host_footprint(
     if value_bytes not in _TYPES:
         raise ValueError(f"value_bytes must be 2 (bfloat16, float16) or 4 (float32), found {value_bytes}")
     state = format_of(
-        _TYPES[value_bytes],
+        values or _TYPES[value_bytes],
         state_format=state_format,
         master_weights=master_weights,
         amsgrad=amsgrad,
@@ -80,8 +81,8 @@ def host_footprint(
     master_bytes = sum(field.nbytes for field in state.fields if field.name in (MASTER, REST))
     staged_bytes = FP32_BYTES if other_gradient_dtype else value_bytes
     return HostBytes(
-        master=numel * master_bytes,
-        moments=numel * (state.state_bytes - master_bytes),
+        master=int(numel * master_bytes),
+        moments=int(numel * (state.state_bytes - master_bytes)),
         gradient_staging=numel * staged_bytes if accelerated else 0,
         parameter_staging=numel * value_bytes if accelerated and state.stages_parameters else 0,
         accumulated=numel * FP32_BYTES if accelerated and offload_gradients else 0,

@@ -1,16 +1,19 @@
 """What optimizer state consists of: its fields, their types, and the bytes that follow from them.
 
-There are two formats. `float32`: the master weights and AdamW's moments at full precision. `split`,
+There are three formats. `float32`: the master weights and AdamW's moments at full precision. `split`,
 for bfloat16 parameters: the same values in fewer bytes, for the parameter is the upper half of its
-master. A parameter has one element in each field.
+master. `int8`: the moments in 8 bits each, which are other values, with masters as in the first two.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int16": 2}
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int16": 2, "int8": 1, "uint8": 1}
 """Bytes of an element, by the name that torch has for its type."""
+
+BLOCK = 128
+"""Elements that share a scale where moments are in codes."""
 
 MASTER = "master"
 """The field that holds the parameters as they are updated: in float32, or in their own type."""
@@ -18,8 +21,12 @@ REST = "rest"
 """The field that holds the lower halves of split masters."""
 MASTER_KEY, REST_KEY = "master_param", "master_rest"
 """Their names in a state dict."""
-STATE_FORMATS = (None, "float32")
-"""What a user may ask for. None: the least bytes that change no result; float32: whole masters."""
+CODED_KEYS = {name: (f"{name}_codes", f"{name}_scales") for name in ("exp_avg", "exp_avg_sq")}
+"""The names of moments in codes, by those that AdamW has for what they stand for."""
+INT8 = "int8"
+STATE_FORMATS = (None, "float32", INT8)
+"""What a user may ask for. None: the least bytes that change no result; float32: whole masters; int8: moments
+in codes."""
 
 
 @dataclass(frozen=True)
@@ -29,16 +36,18 @@ class Field:
     type: of its elements, as torch calls it.
     key: its name in a state dict, AdamW's where AdamW has it; None: it is not there, for the
         parameter says the same.
+    block: parameters to one element.
     """
 
     name: str
     type: str
     key: str | None
+    block: int = 1
 
     @property
-    def nbytes(self) -> int:
+    def nbytes(self) -> float:
         """Bytes per parameter."""
-        return BYTES[self.type]
+        return BYTES[self.type] / self.block
 
 
 @dataclass(frozen=True)
@@ -79,7 +88,12 @@ class Format:
         return self.rounds or self.splits
 
     @property
-    def state_bytes(self) -> int:
+    def block(self) -> int:
+        """Parameters that share an element of a field: what has such state is a multiple of it."""
+        return max(field.block for field in self.fields)
+
+    @property
+    def state_bytes(self) -> float:
         """Of all fields: at home, on the link each way, and on the device."""
         return sum(field.nbytes for field in self.fields)
 
@@ -102,12 +116,12 @@ class Format:
         return BYTES[self.values] if self.splits else 0
 
     @property
-    def held_bytes(self) -> int:
+    def held_bytes(self) -> float:
         """What an update needs in memory: state, gradient and, if a result of its own, the parameter."""
         return self.state_bytes + self.gradient_bytes + (self.parameter_bytes if self.stages_parameters else 0)
 
     @property
-    def update_traffic(self) -> int:
+    def update_traffic(self) -> float:
         """Host memory traffic of an update there."""
         return update_traffic(1, self.gradient_bytes, self.parameter_bytes, self.state_bytes, self.upper_bytes)
 
@@ -137,6 +151,20 @@ def split(*, amsgrad: bool = False) -> Format:
     return Format("split", "bfloat16", (*moments, Field(REST, "int16", REST_KEY)))
 
 
+def int8(exact: Format) -> Format:
+    """Moments in codes, with scales by blocks; see dos/kernels/codes.py. The master as in another format.
+
+    Raises ValueError for a format with amsgrad.
+    """
+    fields = {field.name: field for field in exact.fields}
+    coded = [Field(name, code, CODED_KEYS[name][0]) for name, code in (("exp_avg", "int8"), ("exp_avg_sq", "uint8"))]
+    scales = [Field(f"{name}_scale", "float32", CODED_KEYS[name][1], BLOCK) for name in CODED_KEYS]
+    others = [field for name, field in fields.items() if name not in CODED_KEYS]
+    if any(field.name not in (MASTER, REST) for field in others):
+        raise ValueError("amsgrad needs max_exp_avg_sq in float32, and the moments with it; found state_format='int8'")
+    return Format(INT8, exact.values, (*coded, *scales, *others))
+
+
 def format_of(
     values: str,
     *,
@@ -149,25 +177,33 @@ def format_of(
 
     state_format: one of STATE_FORMATS. The other settings are those of `float32`.
     """
-    if values == "bfloat16" and master_weights and state_format is None:
-        return split(amsgrad=amsgrad)
-    return float32(values, master_weights=master_weights, amsgrad=amsgrad, accelerated=accelerated)
+    if values == "bfloat16" and master_weights and state_format != "float32":
+        exact = split(amsgrad=amsgrad)
+    else:
+        exact = float32(values, master_weights=master_weights, amsgrad=amsgrad, accelerated=accelerated)
+    return int8(exact) if state_format == INT8 else exact
 
 
 MIXED = float32("bfloat16")
 """Mixed precision as it is usually kept: what rates are measured with, and assumed where nothing else is said."""
 SPLIT = split()
 """Mixed precision as DOSAdam keeps it."""
+CODED = int8(SPLIT)
+"""The same with moments in codes."""
 
-STATE_KEYS = (*(field.key for field in float32("bfloat16", amsgrad=True).fields if field.key), REST_KEY)
+STATE_KEYS = (
+    *(field.key for field in float32("bfloat16", amsgrad=True).fields if field.key),
+    REST_KEY,
+    *(key for keys in CODED_KEYS.values() for key in keys),
+)
 """All names that state tensors may have in a state dict."""
 NEEDED_KEYS = tuple(field.key for field in float32("float32", accelerated=False).fields if field.key)
 """Those without which a state is not AdamW's."""
 
 
 def update_traffic(
-    numel: int, gradient_bytes: int, parameter_bytes: int, state_bytes: int, upper_bytes: int = 0
-) -> int:
+    numel: int, gradient_bytes: int, parameter_bytes: int, state_bytes: float, upper_bytes: int = 0
+) -> float:
     """Host memory traffic of an update of `numel` parameters, from the bytes of each part.
 
     State is read and written, the gradient read, the result written, and upper halves of masters

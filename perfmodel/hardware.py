@@ -11,8 +11,13 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from perfmodel.format import CODED, MIXED
+from perfmodel.timeline import Lane
+
 VERSION = 1
 """Version of the JSON format; a file of another version is refused."""
+
+_FEWER_BYTES = MIXED.update_traffic / CODED.update_traffic
 
 SOURCES = ("measured", "fitted", "data sheet")
 
@@ -55,6 +60,9 @@ class HardwareProfile:
     cpu_traffic_factor: host traffic of a CPU update over the bytes it needs; above 1 when threads reach the memory
         of other NUMA nodes.
     cpu_threads: threads behind cpu_update_rate; 0 when unknown.
+    cpu_speed_split, gpu_speed_split, cpu_speed_int8, gpu_speed_int8: how many times as fast updates of state in these
+        formats are as those that the update rates are of, which have 28 bytes of traffic per parameter. Where that
+        was not measured, split ones count as equally fast, and int8 ones as faster as they move fewer bytes.
 
     Raises ValueError for a rate that is not positive, a negative latency, or no rank.
     """
@@ -74,6 +82,10 @@ class HardwareProfile:
     ranks_per_host: int = 1
     cpu_traffic_factor: float = 1.0
     cpu_threads: int = 0
+    cpu_speed_split: float = 1.0
+    gpu_speed_split: float = 1.0
+    cpu_speed_int8: float = _FEWER_BYTES
+    gpu_speed_int8: float = _FEWER_BYTES
     provenance: Provenance = field(default_factory=lambda: Provenance("data sheet"))
 
     def __post_init__(self) -> None:
@@ -82,6 +94,10 @@ class HardwareProfile:
             finite = rate == "host_bandwidth" or (_is_number(value) and math.isfinite(value))
             if not (_is_number(value) and value > 0 and finite):
                 raise ValueError(f"profile {self.name!r}: {rate} must be a positive number, found {value!r}")
+        for name in SPEEDS:
+            value = getattr(self, name)
+            if not (_is_number(value) and 0 < value < math.inf):
+                raise ValueError(f"profile {self.name!r}: {name} must be a positive number, found {value!r}")
         for latency in ("copy_latency_s", "launch_latency_s"):
             value = getattr(self, latency)
             if not (_is_number(value) and 0 <= value < math.inf):
@@ -95,6 +111,10 @@ class HardwareProfile:
     def host_bandwidth_per_rank(self) -> float:
         """Bytes/s of host DRAM that one rank can count on while its neighbours do the same as it does."""
         return self.host_bandwidth / self.ranks_per_host
+
+    def speed(self, lane: Lane, state_format: str) -> float:
+        """How many times as fast updates of state in a format are as the lane's rate says."""
+        return float(getattr(self, f"{lane.value.lower()}_speed_{state_format}", 1.0))
 
     def scaled(self, factor: float) -> HardwareProfile:
         """A machine with all rates times `factor` and the same fixed costs: the same proportions, slower or faster."""
@@ -164,6 +184,8 @@ RATES = tuple(
     f.name for f in dataclasses.fields(HardwareProfile) if f.name.endswith(("bandwidth", "_rate", "_duplex", "_factor"))
 )
 """The fields that must be positive."""
+SPEEDS = tuple(f.name for f in dataclasses.fields(HardwareProfile) if "_speed_" in f.name)
+"""Those that are relative to a rate."""
 
 
 def builtin_profiles() -> dict[str, HardwareProfile]:

@@ -38,7 +38,7 @@ class Costs:
             cpu_update=_host_update(load.numel, load, profile),
             parameter=_cost(Stream.PARAMETER, load.parameter_bytes, profile),
             prefetch=_cost(Stream.PREFETCH, load.state_bytes, profile),
-            gpu_update=_cost(Stream.GPU, load.numel, profile),
+            gpu_update=_device_update(load.numel, load, profile),
             flush=_cost(Stream.FLUSH, load.state_bytes, profile),
         )
 
@@ -54,7 +54,12 @@ def _host_update(numel: int, load: SubgroupLoad, profile: HardwareProfile) -> Co
     traffic = load.cpu_traffic * profile.cpu_traffic_factor
     if numel != load.numel:
         traffic *= numel / load.numel
-    return LANES[Lane.CPU].seconds(numel, profile), traffic
+    return LANES[Lane.CPU].seconds(numel / profile.speed(Lane.CPU, load.format), profile), traffic
+
+
+def _device_update(numel: int, load: SubgroupLoad, profile: HardwareProfile) -> Cost:
+    """The same on the device."""
+    return LANES[Lane.GPU].seconds(numel / profile.speed(Lane.GPU, load.format), profile), 0.0
 
 
 def simulate(plan: Plan, workload: Workload, profile: HardwareProfile, scope: Scope = UPDATE_ALONE) -> Timeline:
@@ -90,6 +95,8 @@ def _served(schedule: Schedule, workload: Workload, profile: HardwareProfile) ->
             cost = (workload.backward_s if op is Op.BACKWARD else workload.forward_s) * (size / numel), 0.0
         elif stream is cpu:
             cost = _host_update(size, loads[subgroup], profile)
+        elif stream is Stream.GPU:
+            cost = _device_update(size, loads[subgroup], profile)
         else:
             known = costs[stream].get(size)
             cost = known or costs[stream].setdefault(size, _cost(stream, size, profile))

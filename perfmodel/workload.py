@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from perfmodel.format import MIXED, Format, update_traffic
 
@@ -18,6 +18,7 @@ class SubgroupLoad:
     state_bytes: each way when streamed (master weights and moments); held on the device when resident.
     upper_bytes: of parameters that an update reads because they are half of their masters; device to
         host when updated on the CPU after an update on the device.
+    format: of the state, which says how fast updates are.
     """
 
     numel: int
@@ -25,22 +26,24 @@ class SubgroupLoad:
     parameter_bytes: int
     state_bytes: int
     upper_bytes: int = 0
+    format: str = field(default=MIXED.name, kw_only=True)
 
     def __post_init__(self) -> None:
-        for field in ("numel", "gradient_bytes", "parameter_bytes", "state_bytes", "upper_bytes"):
-            if getattr(self, field) < 0:
-                raise ValueError(f"{field} must be 0 or more, found {getattr(self, field)}")
+        for name in ("numel", "gradient_bytes", "parameter_bytes", "state_bytes", "upper_bytes"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be 0 or more, found {getattr(self, name)}")
 
     @classmethod
     def of(cls, numel: int, state: Format) -> SubgroupLoad:
         """So many parameters whose state is kept in one format."""
         each = state.gradient_bytes, state.parameter_bytes, state.state_bytes, state.upper_bytes
-        return cls(numel, *(numel * nbytes for nbytes in each))
+        return cls(numel, *(int(numel * nbytes) for nbytes in each), format=state.name)
 
     @property
     def cpu_traffic(self) -> int:
         """Bytes of host DRAM traffic of an update on the CPU."""
-        return update_traffic(self.numel, self.gradient_bytes, self.parameter_bytes, self.state_bytes, self.upper_bytes)
+        each = self.gradient_bytes, self.parameter_bytes, self.state_bytes, self.upper_bytes
+        return int(update_traffic(self.numel, *each))
 
 
 @dataclass(frozen=True)
@@ -66,9 +69,9 @@ class Workload:
     def __post_init__(self) -> None:
         if not self.subgroups:
             raise ValueError("a workload needs at least one subgroup, found none")
-        for field in ("forward_s", "backward_s", "peak_free_bytes", "update_free_bytes", "shared_free_bytes"):
-            if not getattr(self, field) >= 0:
-                raise ValueError(f"{field} must be 0 or more, found {getattr(self, field)}")
+        for name in ("forward_s", "backward_s", "peak_free_bytes", "update_free_bytes", "shared_free_bytes"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must be 0 or more, found {getattr(self, name)}")
 
     @classmethod
     def of_sizes(
@@ -77,7 +80,7 @@ class Workload:
         *,
         gradient_bytes: int = MIXED.gradient_bytes,
         parameter_bytes: int = MIXED.parameter_bytes,
-        state_bytes: int = MIXED.state_bytes,
+        state_bytes: float = MIXED.state_bytes,
         upper_bytes: int = MIXED.upper_bytes,
         forward_s: float = 0.0,
         backward_s: float = 0.0,
@@ -90,7 +93,7 @@ class Workload:
         The defaults are mixed precision: 16-bit gradients and parameters, float32 state.
         """
         each = gradient_bytes, parameter_bytes, state_bytes, upper_bytes
-        loads = tuple(SubgroupLoad(n, *(n * nbytes for nbytes in each)) for n in sizes)
+        loads = tuple(SubgroupLoad(n, *(int(n * nbytes) for nbytes in each)) for n in sizes)
         return cls(loads, forward_s, backward_s, peak_free_bytes, update_free_bytes, shared_free_bytes)
 
     @property

@@ -55,10 +55,10 @@ class FaultyDevice(EmulatedDevice):
 
         return super()._queue(op, subgroup, fail, alone_s, traffic, after)
 
-    def host_update(self, numel: int, traffic: int) -> AbstractContextManager[float]:
+    def host_update(self, numel: int, traffic: int, *state_format: str) -> AbstractContextManager[float]:
         if self._goes_wrong("host update"):
             raise ValueError(MESSAGE)
-        return super().host_update(numel, traffic)
+        return super().host_update(numel, traffic, *state_format)
 
     def allocate(self, nbytes: int) -> Tensor:
         if self._goes_wrong("memory"):

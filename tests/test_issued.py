@@ -101,16 +101,17 @@ class Recording(EmulatedDevice):
         numel: int,
         after: Sequence[Job] = (),
         reads: Sequence[Tensor] = (),
+        state_format: str = MIXED.name,
     ) -> Job:
-        job = Seen(super().launch(subgroup, update, numel, after, reads), self)
+        job = Seen(super().launch(subgroup, update, numel, after, reads, state_format), self)
         self._log().append(Asked(Op.UPDATE, Stream.GPU, subgroup, numel, tuple(after), None, job))
         return job
 
     @contextmanager
-    def host_update(self, numel: int, traffic: int) -> Iterator[float]:
+    def host_update(self, numel: int, traffic: int, state_format: str = MIXED.name) -> Iterator[float]:
         self.by_host.append(Asked(Op.UPDATE, Stream.CPU, None, numel, tuple(self.waited), None, None))
         self.waited.clear()
-        with super().host_update(numel, traffic) as start:
+        with super().host_update(numel, traffic, state_format) as start:
             yield start
 
     def _log(self) -> list[Asked]:

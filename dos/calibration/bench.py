@@ -195,7 +195,7 @@ class Bench:
 
     def _update_host(self, threads: int) -> Span:
         numel = self._effort.host_numel
-        traffic, device = numel * MIXED.update_traffic, self._device
+        traffic, device = int(numel * MIXED.update_traffic), self._device
         with nullcontext(time.perf_counter()) if device is None else device.host_update(numel, traffic) as start:
             wall, used = time.perf_counter(), time.process_time()
             _update(self._host, numel, threads)

@@ -158,10 +158,10 @@ def _fitted(effort: Effort, device: Device | None, ranks: int) -> Effort:
         on_device = min(on_device, int(seconds * rates.gpu_update_rate))
         copied = min(copied, int(seconds * min(rates.h2d_bandwidth, rates.d2h_bandwidth)))
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // ranks
-    host = min(host, memory // (8 * MIXED.held_bytes))
+    host = min(host, int(memory / (8 * MIXED.held_bytes)))
     if device is not None:
         free = device.memory().free
-        on_device, copied = min(on_device, free // (4 * MIXED.held_bytes)), min(copied, free // 8)
+        on_device, copied = min(on_device, int(free / (4 * MIXED.held_bytes))), min(copied, free // 8)
     return dataclasses.replace(
         effort,
         host_numel=max(host, SMALL),

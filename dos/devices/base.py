@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from perfmodel import Op, Span
+from perfmodel.format import MIXED
 from perfmodel.hardware import HardwareProfile
 from perfmodel.lanes import LANE_OF_STREAM
 from perfmodel.schedule import FLUSH, GRADIENT, ON_DEVICE, PARAMETER, PREFETCH
@@ -131,17 +132,18 @@ class Device(Protocol):
         numel: int,
         after: Sequence[Job] = (),
         reads: Sequence[Tensor] = (),
+        state_format: str = MIXED.name,
     ) -> Job:
         """Run `update`, which updates `numel` parameters on the device, once all of `after` are done.
 
-        reads: device tensors of the caller's that `update` reads; their memory stays until it is done.
+        state_format: of their state. reads: device tensors of the caller's that `update` reads; their memory stays until it is done.
         """
 
     def settle_host_thread(self) -> None:
         """Called once by the thread that will update on the host: to run it where the device's memory is near."""
 
-    def host_update(self, numel: int, traffic: int) -> AbstractContextManager[float]:
+    def host_update(self, numel: int, traffic: int, state_format: str = MIXED.name) -> AbstractContextManager[float]:
         """Surrounds an update of `numel` parameters on the host; gives the time.perf_counter() of its start.
 
-        traffic: bytes that it moves through host DRAM.
+        traffic: bytes that it moves through host DRAM. state_format: of the parameters' state.
         """

@@ -19,6 +19,7 @@ from dos.devices.pinned import lazy_zeros, pin
 from dos.devices.ranges import named
 from dos.machine.threads import bind, bound_to, cores_near
 from perfmodel import Lane, Op, Span
+from perfmodel.format import MIXED
 
 _CLOCK_S = 1.0
 """Seconds after which a new clock is started: in that time the host's and the device's part by some microseconds."""
@@ -170,6 +171,7 @@ class CudaDevice:
         numel: int,
         after: Sequence[Job] = (),
         reads: Sequence[Tensor] = (),
+        state_format: str = MIXED.name,
     ) -> Job:
         return self._queue(Op.UPDATE, subgroup, update, after, reads, ())
 
@@ -186,7 +188,7 @@ class CudaDevice:
         return torch.cuda.device(self.torch_device)
 
     @contextmanager
-    def host_update(self, numel: int, traffic: int) -> Iterator[float]:
+    def host_update(self, numel: int, traffic: int, state_format: str = MIXED.name) -> Iterator[float]:
         with named(Lane.CPU.value, Op.UPDATE.value, numel, "parameters"):
             yield time.perf_counter()
 

@@ -21,6 +21,7 @@ from dos.devices.pacer import Pacer
 from dos.devices.pinned import lazy_zeros
 from dos.guard import exclusive
 from perfmodel import Lane, Op, Span
+from perfmodel.format import MIXED
 from perfmodel.hardware import HardwareProfile
 from perfmodel.lanes import LANES as SERVICES
 from perfmodel.lanes import lane_speeds
@@ -206,18 +207,20 @@ class EmulatedDevice:
         numel: int,
         after: Sequence[Job] = (),
         reads: Sequence[Tensor] = (),
+        state_format: str = MIXED.name,
     ) -> Job:
         def work(_held: Sequence[Tensor] = reads) -> None:
             update()
 
-        alone_s = SERVICES[LANES[Op.UPDATE]].seconds(numel, self.profile)
+        size = numel / self.profile.speed(Lane.GPU, state_format)
+        alone_s = SERVICES[LANES[Op.UPDATE]].seconds(size, self.profile)
         return self._queue(Op.UPDATE, subgroup, work, alone_s, 0, after)
 
     def settle_host_thread(self) -> None:
         pass
 
-    def host_update(self, numel: int, traffic: int) -> AbstractContextManager[float]:
-        alone_s = SERVICES[Lane.CPU].seconds(numel, self.profile)
+    def host_update(self, numel: int, traffic: int, state_format: str = MIXED.name) -> AbstractContextManager[float]:
+        alone_s = SERVICES[Lane.CPU].seconds(numel / self.profile.speed(Lane.CPU, state_format), self.profile)
         return self._pacer.serve(Lane.CPU, alone_s, traffic * self.profile.cpu_traffic_factor)
 
     def _speeds(self, demands: Mapping[Lane, float]) -> Mapping[Lane, float]:

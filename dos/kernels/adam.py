@@ -11,10 +11,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from perfmodel.format import BLOCK
+
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """In the order of ``DType`` in csrc/adam.h."""
 
-GRAD, PARAM, EXP_AVG, EXP_AVG_SQ, MAX_EXP_AVG_SQ, OUT, REST, GRAD_TYPE, PARAM_TYPE, OUT_TYPE, NUMEL, STEP = range(12)
+GRAD, PARAM, EXP_AVG, EXP_AVG_SQ, MAX_EXP_AVG_SQ, OUT, REST, EXP_AVG_SCALE, EXP_AVG_SQ_SCALE = range(9)
+GRAD_TYPE, PARAM_TYPE, OUT_TYPE, NUMEL, STEP = range(9, 14)
 """The columns of a table of runs: the words of ``AdamRun`` in csrc/adam.h. Without an array 0, and -1 for its type."""
 
 
@@ -77,9 +80,12 @@ class AdamArrays(NamedTuple):
     param: the master weights, float32; or bfloat16 or float16 where there are none. With ``rest`` the bfloat16
         parameters, which are the masters' upper halves.
     exp_avg, exp_avg_sq, max_exp_avg_sq: float32; the last one is needed with amsgrad, and left alone without.
+        With scales the first two are codes, int8 and uint8; see :mod:`dos.kernels.codes`.
     out: receives the new ``param``, rounded if it is bfloat16 or float16; only with a float32 ``param``, which is
         kept off ties where this is bfloat16.
     rest: the masters' lower halves, int16; only with a bfloat16 ``param`` and without ``out``.
+    exp_avg_scale, exp_avg_sq_scale: float32, one for each BLOCK elements, of which there are whole blocks then; not
+        with amsgrad.
     """
 
     grad: Tensor
@@ -89,10 +95,18 @@ class AdamArrays(NamedTuple):
     max_exp_avg_sq: Tensor | None = None
     out: Tensor | None = None
     rest: Tensor | None = None
+    exp_avg_scale: Tensor | None = None
+    exp_avg_sq_scale: Tensor | None = None
 
     def slice(self, start: int, stop: int) -> AdamArrays:
-        """A view of the elements from start to stop."""
-        return self._replace(**{name: a[start:stop] for name, a in self._asdict().items() if a is not None})
+        """A view of the elements from start to stop, which are whole blocks where there are scales."""
+        return self._replace(
+            **{
+                name: a[start // BLOCK : stop // BLOCK] if name.endswith("scale") else a[start:stop]
+                for name, a in self._asdict().items()
+                if a is not None
+            }
+        )
 
 
 def off_ties(master: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dos.kernels.adam import (
+    EXP_AVG_SCALE,
     FLOATS,
     GRAD,
     GRAD_TYPE,
@@ -28,6 +29,7 @@ from dos.kernels.adam import (
     off_ties,
     rest_of,
 )
+from dos.kernels.codes import Codes, decode, encode, rooted
 
 logger = logging.getLogger(__name__)
 
@@ -67,11 +69,11 @@ class GpuBatch:
 
     def _arrays(self, run: int, step: AdamStep) -> AdamArrays:
         """A run with the gradient that the table points to."""
-        param, exp_avg, exp_avg_sq, max_exp_avg_sq, out, rest = self._runs[run]
+        param, exp_avg, exp_avg_sq, max_exp_avg_sq, *others = self._runs[run]
         address, dtype = int(self._table[run, GRAD]), FLOATS[self._table[run, GRAD_TYPE]]
         storage = torch._C._construct_storage_from_data_pointer(address, self._device, param.numel() * dtype.itemsize)
         grad = torch.empty(0, dtype=dtype, device=self._device).set_(storage, 0, param.shape, (1,))
-        return AdamArrays(grad, param, exp_avg, exp_avg_sq, max_exp_avg_sq if step.amsgrad else None, out, rest)
+        return AdamArrays(grad, param, exp_avg, exp_avg_sq, max_exp_avg_sq if step.amsgrad else None, *others)
 
 
 class SentTable:
@@ -96,8 +98,9 @@ class SentTable:
 
 def _alike(table: np.ndarray) -> Iterator[np.ndarray]:
     """The runs that one launch updates: of one setting, types and alignment."""
-    misaligned = ((table[:, : REST + 1] | table[:, NUMEL, None]) & 15).any(axis=1)
+    misaligned = ((table[:, :GRAD_TYPE] | table[:, NUMEL, None]) & 15).any(axis=1)
     keys = (table[:, STEP] * 2 + misaligned) * 2 + (table[:, REST] != 0)
+    keys = keys * 2 + (table[:, EXP_AVG_SCALE] != 0)
     keys = (keys * 4 + table[:, OUT_TYPE] + 1) * 9
     keys += table[:, GRAD_TYPE] * 3 + table[:, PARAM_TYPE]
     keys[(table[:, GRAD] == 0) | (table[:, NUMEL] == 0)] = -1
@@ -174,23 +177,30 @@ def _adam_update_torch(arrays: AdamArrays, step: AdamStep) -> None:
         step.float32_scalars
     )
     for start in range(0, len(arrays.param), _CHUNK):
-        grad, param, exp_avg, exp_avg_sq, max_exp_avg_sq, out, rest = arrays.slice(start, start + _CHUNK)
+        part = arrays.slice(start, start + _CHUNK)
+        grad, param, exp_avg, exp_avg_sq, max_exp_avg_sq, out, rest, mean_scale, square_scale = part
         g = grad.float() * scale
         p = param.float() if rest is None else joined(param, rest)
-        m = exp_avg
-        v = exp_avg_sq
+        coded = None
+        if mean_scale is not None and square_scale is not None:
+            coded = Codes(exp_avg, mean_scale, exp_avg_sq, square_scale)
+        m, v = (exp_avg, exp_avg_sq) if coded is None else decode(coded)
         if step.use_l2:
             g = _fma(p, l2, g)
         p = p * decay
         m = _fma(g - m, one_minus_beta1, m) if one_minus_beta1 < 0.5 else _fma(g - m, -beta1, g)
         v = _fma(g * one_minus_beta2, g, v * beta2)
-        _store(m, exp_avg)
-        _store(v, exp_avg_sq)
+        if coded is None:
+            _store(m, exp_avg)
+            _store(v, exp_avg_sq)
         if max_exp_avg_sq is not None:
             v = torch.where((v > max_exp_avg_sq) | v.isnan(), v, max_exp_avg_sq)
             _store(v, max_exp_avg_sq)
-        # torch's float32 square root is not correctly rounded on every processor; by way of double precision it is.
-        denom = _fma(v.double().sqrt().float(), inv_bias_correction2_sqrt, torch.full_like(v, eps))
+        root = rooted(v)
+        if coded is not None:
+            for kept, new in zip(coded, encode(m, v, root), strict=True):
+                kept.copy_(new)
+        denom = _fma(root, inv_bias_correction2_sqrt, torch.full_like(v, eps))
         p = _fma(m / denom, -step_size, p)
         if rest is not None or (out is not None and out.dtype == torch.bfloat16):
             p = off_ties(p)

@@ -36,6 +36,7 @@ from dos.kernels.adam import FLOATS, GRAD, GRAD_TYPE, STEP, AdamArrays, AdamStep
 from dos.kernels.extension import load_extension
 from dos.kernels.gpu_update import GpuBatch
 from dos.machine.threads import kernel_threads
+from perfmodel.format import BLOCK
 
 _adam = load_extension()
 
@@ -172,10 +173,20 @@ def _type(array: Tensor | None) -> int:
 
 def _check_run(run: AdamArrays, device: torch.device) -> None:
     _check("param", run.param, FLOATS, run.param)
-    for name in ("grad", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "out"):
+    coded = run.exp_avg_scale is not None or run.exp_avg_sq_scale is not None
+    moments = (torch.int8, torch.uint8) if coded else (torch.float32,) * 2
+    types = {"grad": FLOATS, "exp_avg": moments[:1], "exp_avg_sq": moments[1:], "max_exp_avg_sq": FLOATS[:1]}
+    for name, dtypes in (types | {"out": FLOATS}).items():
         found = getattr(run, name)
         if found is not None or name in ("grad", "exp_avg", "exp_avg_sq"):
-            _check(name, found, FLOATS if name in ("grad", "out") else FLOATS[:1], run.param)
+            _check(name, found, dtypes, run.param)
+    if coded:
+        if len(run.param) % BLOCK:
+            raise ValueError(f"param: expected a multiple of {BLOCK} elements beside scales, found {len(run.param)}")
+        if run.max_exp_avg_sq is not None:
+            raise ValueError("max_exp_avg_sq: expected None beside scales, found a tensor")
+        for name in ("exp_avg_scale", "exp_avg_sq_scale"):
+            _check(name, getattr(run, name), FLOATS[:1], run.param[::BLOCK])
     if run.out is not None and run.param.dtype != torch.float32:
         raise TypeError(f"out: expected only beside a float32 param, found {run.param.dtype}")
     if run.rest is not None:

@@ -13,6 +13,7 @@ from dos.devices import DeviceFinder
 from dos.options import SUPPORTED_DTYPES, parameter_problem
 from dos.parameters.aliasing import find_overlap
 from dos.sharding.local import is_sharded, local
+from dos.state.coded import CODE_TYPES, has_codes, scale_shape
 from perfmodel.format import NEEDED_KEYS, STATE_KEYS
 
 Group = dict[str, Any]
@@ -105,16 +106,23 @@ def state_problem(entry: Mapping[str, Any], parameter: Tensor) -> str | None:
     """What keeps `entry` from being AdamW's state of this parameter; None if it is, or is empty."""
     if not entry:
         return None
-    for key in ("step", *NEEDED_KEYS):
+    for key in ("step", *(() if has_codes(entry) else NEEDED_KEYS)):
         if key not in entry:
             return f"its state has {sorted(entry)} but no {key!r}; expected the state of AdamW or DOSAdam"
     for key in STATE_KEYS:
         value = entry.get(key)
         if value is None:
             continue
-        if not isinstance(value, Tensor) or value.shape != parameter.shape:
+        codes, scales = key.endswith("_codes"), key.endswith("_scales")
+        expected = scale_shape(parameter.shape) if scales else tuple(parameter.shape)
+        if not isinstance(value, Tensor) or tuple(value.shape) != expected:
             found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            return f"its state {key!r} must have shape {tuple(parameter.shape)}, found {found}"
+            return f"its state {key!r} must have shape {expected}, found {found}"
+        if codes and value.dtype != CODE_TYPES[key]:
+            return (
+                f"its state {key!r} must be {CODE_TYPES[key]}, found {value.dtype}: something has converted the state "
+                "dict; codes cannot be converted, so save it with optimizer.state_dict() and load it as it is"
+            )
         if is_sharded(value) and value.device_mesh != getattr(parameter, "device_mesh", None):  # type: ignore[attr-defined]
             return (
                 f"its state {key!r} is divided over {value.device_mesh}, the parameter over "  # type: ignore[attr-defined]

@@ -25,13 +25,14 @@ from dos.sharding.local import count_write, is_sharded, laid_out_as, local, move
 from dos.sharding.meshes import Meshes
 from dos.sharding.replaced import replaced
 from dos.state.arena import Arena
+from dos.state.coded import can_be_coded, coded, decoded
 from dos.state.record import ParameterRecord, make_records
 from dos.state.stores import HostStore
 from dos.state.subgroup import Piece, Subgroup, rounded, split
 from dos.step.work import Given, SubgroupUpdate
 from perfmodel import SubgroupLoad
 from perfmodel.footprint import FP32_BYTES, host_bytes
-from perfmodel.format import STATE_KEYS
+from perfmodel.format import INT8, STATE_KEYS
 from perfmodel.plan import Tier
 
 StateDict = MutableMapping[Tensor, Any]
@@ -110,6 +111,7 @@ class Registry:
         Raises MemoryError if the host could not hold the state of all, wherever it is at first.
         """
         ready = [p for p in group["params"] if p.requires_grad and not is_lazy(p)]
+        self._check_codes(group, "a param group")
         for parameter in ready:
             self._admission.check_kind(parameter, group)
         promised = dict(self._promised)
@@ -174,6 +176,7 @@ class Registry:
                     continue
                 if not checked:
                     check_settings(group, f"param group {number}")
+                    self._check_codes(group, f"param group {number}")
                     checked = True
                 if record is not None and record.sharded:
                     gradient = record.gradient
@@ -196,6 +199,13 @@ class Registry:
             same = still([(bits, record.local) for record, bits in marked])
             for (record, _), is_same in zip(marked, same, strict=True):
                 record.rewritten = not is_same
+
+    def _check_codes(self, group: Group, where: str) -> None:
+        if self._options.state_format == INT8 and group["amsgrad"]:
+            raise ValueError(
+                f"{where}: amsgrad=True needs its maximum of exp_avg_sq in float32, which state_format='int8' does not "
+                "keep; use amsgrad=False, or leave state_format out"
+            )
 
     def _look_into(
         self,
@@ -372,6 +382,12 @@ class Registry:
         """Reorder state and offloaded gradients of a parameter whose elements lie in another order than before."""
         if not record.layout_changed():
             return
+        if record.arena.format.block > 1:
+            raise RuntimeError(
+                f"a parameter of shape {tuple(record.parameter.shape)} has its elements in another order in memory than "
+                "before, and state_format='int8' keeps its state by blocks of neighbours; bring the model into its "
+                "memory format before the first step, or leave state_format out"
+            )
         bring_home()
         total = self.offloaded.flat(record) if self.offloaded is not None and record in self.offloaded else None
         like = local(record.views["exp_avg"])
@@ -404,7 +420,7 @@ class Registry:
             record.adopt_step(step)
             return
         # State that was never written is zero wherever it will be, and takes no memory here until then.
-        if any(key in entry for key in record.views):
+        if any(key in entry for key in STATE_KEYS):
             record.fresh = False
         if record.fresh:
             self._beginners.append(record)
@@ -415,6 +431,7 @@ class Registry:
                 for key in STATE_KEYS
                 if entry.get(key) is not None
             }
+            parts = coded(parts) if record.arena.format.block > 1 else decoded(parts)
             for key, view in record.views.items():
                 value = brought(key, parts)
                 if value is None:
@@ -450,8 +467,13 @@ class Registry:
         """The parameters by dtype and memory: each list can share an arena."""
         return [list(run) for _, run in itertools.groupby(sorted(parameters, key=self._kind), key=self._kind)]
 
-    def _kind(self, parameter: Tensor) -> tuple[str, bool]:
-        return str(parameter.dtype), self._devices.holds(parameter)
+    def _kind(self, parameter: Tensor) -> tuple[str, bool, bool]:
+        return str(parameter.dtype), self._devices.holds(parameter), self._state_format(parameter) == INT8
+
+    def _state_format(self, parameter: Tensor) -> str | None:
+        """As the user chose it, if this parameter can have it."""
+        chosen = self._options.state_format
+        return None if chosen == INT8 and not can_be_coded(parameter) else chosen
 
     def _host_bytes(self, run: Sequence[Tensor], group: Group) -> int:
         """Host memory of an arena for these parameters, at most."""
@@ -465,7 +487,8 @@ class Registry:
             amsgrad=group["amsgrad"],
             offload_gradients=self._options.offload_gradients,
             accelerated=self._devices.holds(run[0]),
-            state_format="float32" if run[0].dtype == torch.float16 else self._options.state_format,
+            values=str(run[0].dtype).removeprefix("torch."),
+            state_format=self._state_format(run[0]),
         )
 
     def _make_room(
@@ -480,7 +503,7 @@ class Registry:
                 self._devices.found if accelerated else None,
                 master_weights=self._options.master_weights,
                 amsgrad=group["amsgrad"],
-                state_format=self._options.state_format,
+                state_format=self._state_format(parameters[0]),
                 tier=Tier.DEVICE if lasting else Tier.HOST,
                 part=rounded(self._options.subgroup_size),
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,8 +25,10 @@ def local(tensor: Any) -> Tensor:
     return part.trigger_wait() if hasattr(part, "trigger_wait") else part
 
 
-def laid_out_as(part: Tensor, like: Any) -> Tensor:
+def laid_out_as(part: Tensor, like: Any, shape: Sequence[int] | None = None) -> Tensor:
     """`part` as this rank's part of a DTensor laid out as `like` is, without a copy; itself if that is none.
+
+    shape: of the whole tensor, if another than that of `like`, and in row-major order.
 
     `DTensor.from_local` would move it to the mesh's device, and take shards for even.
     """
@@ -33,7 +36,8 @@ def laid_out_as(part: Tensor, like: Any) -> Tensor:
         return part
     # A DTensor takes its part's offset for its own address, and torch.distributed.checkpoint takes a DTensor with an
     # address for one with memory. So it is made of what lies at offset 0.
-    found = type(like)(part.as_strided(part.size(), part.stride(), 0), _spec_as(like, part), requires_grad=False)
+    at_0 = part.as_strided(part.size(), part.stride(), 0)
+    found = type(like)(at_0, _spec_as(like, part, shape), requires_grad=False)
     found._local_tensor = part
     return found
 
@@ -68,12 +72,13 @@ def to_host(tensor: Any) -> Tensor:
     return tensor if part.device.type == "cpu" else laid_out_as(part.cpu(), tensor)
 
 
-def _spec_as(like: Any, part: Tensor) -> Any:
-    """The layout of `like`, for elements of the type of `part`."""
+def _spec_as(like: Any, part: Tensor, shape: Sequence[int] | None) -> Any:
+    """The layout of `like`, for elements of the type of `part` and perhaps another shape."""
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
     spec = like._spec
-    meta = TensorMeta(like.shape, like.stride(), part.dtype)
+    whole = like if shape is None else torch.empty(tuple(shape), device="meta")
+    meta = TensorMeta(whole.shape, whole.stride(), part.dtype)
     extra = {"shard_order": spec.shard_order} if hasattr(spec, "shard_order") else {}
     return DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta, **extra)
 

@@ -21,12 +21,14 @@ _ALIGNMENT = 256
 
 @dataclass(frozen=True, eq=False)
 class State:
-    """Optimizer state of a run of parameters: 1-D tensors of equal length on one device.
+    """Optimizer state of a run of parameters: 1-D tensors on one device.
 
     fields: by name, those of the format and in its order.
+    blocks: of those whose elements are shared, by how many parameters.
     """
 
     fields: Mapping[str, Tensor]
+    blocks: Mapping[str, int]
 
     @property
     def master(self) -> Tensor | None:
@@ -43,8 +45,12 @@ class State:
         return tuple(self.fields.values())
 
     def slice(self, start: int, stop: int) -> State:
-        """A view of the elements from start to stop."""
-        return State({name: tensor[start:stop] for name, tensor in self.fields.items()})
+        """A view of what is of the parameters from start to stop."""
+        blocks = self.blocks
+        if not blocks:
+            return State({name: tensor[start:stop] for name, tensor in self.fields.items()}, blocks)
+        each = {name: blocks.get(name, 1) for name in self.fields}
+        return State({name: self.fields[name][start // n : stop // n] for name, n in each.items()}, blocks)
 
     def zero(self) -> None:
         """Make it the state of parameters that were never updated."""
@@ -67,7 +73,7 @@ class State:
         for name, tensor in self.fields.items():
             carved[name] = buffer[offset : offset + tensor.nbytes].view(tensor.dtype)
             offset += aligned(tensor.nbytes)
-        return State(carved)
+        return State(carved, self.blocks)
 
 
 class Arena:
@@ -103,7 +109,6 @@ class Arena:
         self.numel = sum(local(p).numel() for p in parameters)
         self.amsgrad = amsgrad
         self._device = device
-        self._part = part
         self._format_with = functools.partial(
             format_of,
             str(self.dtype).removeprefix("torch."),
@@ -112,9 +117,11 @@ class Arena:
             accelerated=self.accelerated,
         )
         self.format = self._format_with(amsgrad=amsgrad)
+        self._part = -(-part // self.format.block) * self.format.block
         self._homes: dict[str, HostTensor] = {}
         self._buffers: list[Tensor] = []
-        self.state = State({f.name: self._field(f) for f in self.format.fields})
+        blocks = {f.name: f.block for f in self.format.fields if f.block > 1}
+        self.state = State({f.name: self._field(f) for f in self.format.fields}, blocks)
         self._gradient: HostTensor | None = None
         self._parameter: HostTensor | None = None
         self._accumulated: HostTensor | None = None
@@ -190,18 +197,18 @@ class Arena:
             self._homes = homes
             del self._buffers[buffers:]
             raise
-        self.state = State({field.name: fields[field.name] for field in wider.fields})
+        self.state = State({field.name: fields[field.name] for field in wider.fields}, self.state.blocks)
         self.format, self.amsgrad = wider, True
         self._slices.clear()
 
     def _field(self, field: Field) -> Tensor:
         dtype = getattr(torch, field.type)
         if self._device is None:
-            return host_zeros(self.numel, dtype)
+            return host_zeros(self.numel // field.block, dtype)
         if self.tier is Tier.HOST:
-            self._homes[field.name] = HostTensor(self.numel, dtype, self._device, self._part)
+            self._homes[field.name] = HostTensor(self.numel, dtype, self._device, self._part, field.block)
             return self._homes[field.name].tensor
-        self._buffers.append(self._device.allocate(self.numel * dtype.itemsize))
+        self._buffers.append(self._device.allocate(self.numel // field.block * dtype.itemsize))
         return self._buffers[-1].zero_().view(dtype)
 
 

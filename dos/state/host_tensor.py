@@ -15,25 +15,29 @@ class HostTensor:
     nbytes: that were made.
     """
 
-    def __init__(self, numel: int, dtype: torch.dtype, device: Device, part: int) -> None:
-        """part: elements of each, the last shorter. Parts that share pages are made all together."""
-        self.tensor = device.host_zeros(numel, dtype)
+    def __init__(self, numel: int, dtype: torch.dtype, device: Device, part: int, block: int = 1) -> None:
+        """For so many parameters.
+
+        part: parameters of each, the last shorter. Parts that share pages are made all together.
+        block: parameters to one element.
+        """
+        self.tensor = device.host_zeros(numel // block, dtype)
         self.nbytes = 0
         self._device = device
-        self._parted = part * dtype.itemsize % mmap.PAGESIZE == 0
+        self._block = block
+        self._parted = part // block * dtype.itemsize % mmap.PAGESIZE == 0
         self._made: set[tuple[int, int]] = set()
 
     def part(self, start: int, stop: int) -> tuple[int, int]:
-        """What is made together with these elements, from where to where."""
-        return (start, stop) if self._parted else (0, len(self.tensor))
+        """The elements that are made together with those of these parameters, from where to where."""
+        return (start // self._block, stop // self._block) if self._parted else (0, len(self.tensor))
 
     def has(self, start: int, stop: int) -> bool:
-        """Whether the memory of these elements was made."""
+        """Whether the memory of these parameters was made."""
         return start == stop or self.part(start, stop) in self._made
 
-    def make(self, start: int, stop: int) -> None:
-        """Make the memory of these elements."""
-        first, last = self.part(start, stop)
+    def make(self, first: int, last: int) -> None:
+        """Make the memory of a part."""
         made = self.tensor[first:last]
         self._device.pin(made)
         self._made.add((first, last))

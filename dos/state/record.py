@@ -11,6 +11,7 @@ from torch import Tensor
 from dos.sharding.fingerprint import fingerprint
 from dos.sharding.local import is_sharded, laid_out_as, local, version
 from dos.state.arena import Arena, State, carried
+from dos.state.coded import scale_shape
 
 
 class ParameterRecord:
@@ -198,10 +199,17 @@ class ParameterRecord:
 
     def make_views(self) -> dict[str, Tensor]:
         """The arena's tensors by the names that they have in a state dict, divided as the parameter is."""
-        flat, fields = self.state.fields, self.arena.format.fields
-        views = {field.key: self.shaped(carried(flat[field.name])) for field in fields if field.key is not None}
-        self._addresses = {name: view.data_ptr() for name, view in views.items()}
-        return {name: laid_out_as(view, self.parameter) for name, view in views.items()}
+        views = {}
+        self._addresses = {}
+        for field in self.arena.format.fields:
+            if field.key is not None:
+                flat = carried(self.state.fields[field.name])
+                shared = field.block > 1
+                view = flat.view(scale_shape(self.local.shape)) if shared else self.shaped(flat)
+                shape = scale_shape(self.parameter.shape) if shared else None
+                views[field.key] = laid_out_as(view, self.parameter, shape)
+                self._addresses[field.key] = view.data_ptr()
+        return views
 
     def shaped(self, flat: Tensor) -> Tensor:
         """A view of what is in the order of `flat`, shaped like this rank's part of the parameter."""

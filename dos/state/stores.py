@@ -64,9 +64,9 @@ class HostStore:
     def _make(self, wanted: Iterable[tuple[HostTensor, Subgroup]]) -> None:
         missing = {(t, *t.part(s.start, s.stop)): None for t, s in wanted if not t.has(s.start, s.stop)}
         if missing:
-            reserve(sum((stop - start) * t.tensor.itemsize for t, start, stop in missing), "optimizer state (DOSAdam)")
-            for tensor, start, stop in missing:
-                tensor.make(start, stop)
+            reserve(sum((last - first) * t.tensor.itemsize for t, first, last in missing), "optimizer state (DOSAdam)")
+            for tensor, first, last in missing:
+                tensor.make(first, last)
                 self._tensors.add(tensor)
 
 

@@ -110,16 +110,18 @@ class Subgroup:
 
 
 def rounded(subgroup_size: int) -> int:
-    """Parameters of a subgroup: a large size is rounded up a little."""
+    """Parameters of a subgroup: a large size is rounded up a little, so that it is a multiple of BLOCK, too."""
     return subgroup_size if subgroup_size < _ROUNDED_FROM else -(-subgroup_size // _ROUNDING) * _ROUNDING
 
 
 def split(arena: Arena, records: Iterable[ParameterRecord], subgroup_size: int) -> list[Subgroup]:
     """The arena as subgroups of `subgroup_size` parameters, the last shorter: large tensors are split, small share.
 
-    records: all of the arena, in order. subgroup_size: see `rounded`.
+    records: all of the arena, in order. subgroup_size: see `rounded`; where parameters share elements of the state,
+        a multiple of as many.
     """
-    subgroup_size = rounded(subgroup_size)
+    block = arena.format.block
+    subgroup_size = -(-rounded(subgroup_size) // block) * block
     count = -(-arena.numel // subgroup_size)
     pieces: list[list[Piece]] = [[] for _ in range(count)]
     for record in records:

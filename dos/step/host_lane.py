@@ -70,8 +70,9 @@ class HostLane:
         for job in turn.ready:
             # The staged gradient, and the state, are read from here on.
             job.wait()
-        traffic = turn.work.numel * turn.work.subgroup.arena.format.update_traffic
-        with self._device.host_update(turn.work.numel, traffic) as start:
+        state = turn.work.subgroup.arena.format
+        traffic = int(turn.work.numel * state.update_traffic)
+        with self._device.host_update(turn.work.numel, traffic, state.name) as start:
             turn.work.apply_on_host()
         self.spans.append(Span(Lane.CPU, Op.UPDATE, turn.number, start, time.perf_counter()))
         # Whatever the caller queued before the step still reads the old parameters.

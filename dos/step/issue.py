@@ -143,7 +143,8 @@ class Step:
         i, subgroup, update = self._of(task)
         state, lasting = self._state(task), self._store.has(subgroup)
         reads = [] if update.offloaded else update.gradients
-        job = self._device.launch(i, lambda: update.apply(state, lasting=lasting), task.size, after, reads)
+        name = subgroup.arena.format.name
+        job = self._device.launch(i, lambda: update.apply(state, lasting=lasting), task.size, after, reads, name)
         self.done[subgroup] = Future()
         self.done[subgroup].set_result(job)
         return job

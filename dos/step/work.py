@@ -212,7 +212,7 @@ class SubgroupUpdate:
 
     def _arrays(self, piece: Piece, state: State, *, at_home: bool) -> AdamArrays:
         """What the update of a piece works on; its gradient is said later."""
-        fields = {name: tensor[piece.run] for name, tensor in state.fields.items()}
+        fields = dict(state.slice(piece.start, piece.stop).fields)
         master, staged = fields.pop(MASTER, None), self.subgroup.parameter
         if at_home and REST in fields:
             return AdamArrays(self._staged(piece), self._staged(piece), **fields)

@@ -71,7 +71,7 @@ def run(bench: Bench) -> None:
     with deterministic():
         device = prepare(bench)
         job = fitted(PRESSED[bench.size], bench.settings)
-        state_bytes = SPLIT.state_bytes * job.numel
+        state_bytes = int(SPLIT.state_bytes) * job.numel
         batches = job.batches(ITERATIONS[bench.size], device)
         profile = measured_profile(bench.out, device) if bench.cuda else None
         bench.note(parameters=job.numel, state_bytes=state_bytes, iterations=len(batches))
@@ -110,7 +110,7 @@ def beside(
         for i, batch in enumerate(batches):
             if i == third:
                 # All that is free, and half of what optimizer state may have taken.
-                neighbour.want(run.free_bytes() + SPLIT.state_bytes * job.numel // 2)
+                neighbour.want(run.free_bytes() + int(SPLIT.state_bytes) * job.numel // 2)
                 neighbour.held()  # it has what is free before the iterations begin that are judged
             if i == 2 * third:
                 neighbour.want(0)

@@ -23,7 +23,7 @@ from perfmodel.format import MIXED
 SETTINGS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 """Of every optimizer."""
 
-HOST_BYTES = MIXED.held_bytes
+HOST_BYTES = int(MIXED.held_bytes)
 """That DOSAdam needs on the host for each 16-bit parameter at most: state, gradient, and new parameter."""
 DEVICE_BYTES = MIXED.parameter_bytes + MIXED.gradient_bytes
 """That each 16-bit parameter and its gradient take on the device."""

@@ -25,7 +25,7 @@ from perfmodel.simulate import Scope, simulate
 from perfmodel.timeline import Lane, Timeline
 from perfmodel.workload import Workload
 
-STATE_BYTES = MIXED.state_bytes
+STATE_BYTES = int(MIXED.state_bytes)
 """Per parameter: fp32 master weight, exp_avg, exp_avg_sq."""
 
 

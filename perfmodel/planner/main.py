@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
+from perfmodel.format import STATE_FORMATS
 from perfmodel.hardware import HardwareProfile, builtin_profiles
 from perfmodel.planner.advise import Advice, advise
 from perfmodel.planner.datasheets import GPUS, UTILISATION
@@ -99,6 +100,7 @@ def _question(options: argparse.Namespace) -> Question:
         attach=not options.no_attach,
         flops_rate=_flops_rate(options),
         offload_gradients=options.offload_gradients,
+        state_format=options.state_format,
         nodes=options.nodes,
         fsdp=options.fsdp or options.hsdp,
         replicas=_replicas(options),
@@ -222,6 +224,8 @@ def _parser() -> _Parser:
     training.add_argument("--checkpointing", action="store_true", help="recompute each block's activations")
     training.add_argument("--eager-attention", action="store_true", help="attention keeps its matrices")
     training.add_argument("--offload-gradients", action="store_true", help="DOSAdam(offload_gradients=True)")
+    formats = [name for name in STATE_FORMATS if name is not None]
+    training.add_argument("--state-format", choices=formats, help="DOSAdam(state_format=...)")
     training.add_argument(
         "--zero", type=int, choices=range(4), default=0, help="ZeRO stage that divides over the ranks (0: none)"
     )

@@ -40,6 +40,7 @@ class Question:
     attach: whether updates run on into the next forward (`optimizer.attach(model)`).
     flops_rate: FLOP/s that forward and backward reach; None if not known.
     offload_gradients: as given to DOSAdam; it counts in memory, not in times.
+    state_format: as given to DOSAdam.
     nodes: over which the ranks are divided equally.
     fsdp: whether FSDP2 (`fully_shard`) divides the model; replicas: into as many copies (HSDP).
     offload_parameters: whether its CPUOffloadPolicy keeps parameters and gradients on the host.
@@ -64,6 +65,7 @@ class Question:
     attach: bool = True
     flops_rate: float | None = None
     offload_gradients: bool = False
+    state_format: str | None = None
     nodes: int = 1
     fsdp: bool = False
     replicas: int = 1
@@ -101,7 +103,7 @@ class Question:
     @property
     def format(self) -> Format:
         """In which DOSAdam keeps the state."""
-        return format_of(VALUES[self.dtype])
+        return format_of(VALUES[self.dtype], state_format=self.state_format)
 
     @property
     def tokens(self) -> int:

@@ -13,7 +13,7 @@ from perfmodel.plan import Placement, Plan
 from perfmodel.planner.job import Job
 from perfmodel.planner.question import MARGIN, Question
 from perfmodel.simulate import Costs, Phase, Scope, makespan
-from perfmodel.workload import Workload
+from perfmodel.workload import SubgroupLoad, Workload
 
 
 class Situation:
@@ -33,7 +33,8 @@ class Situation:
             question.value_bytes,
             offload_gradients=question.offload_gradients,
             accelerated=not question.offload_parameters,
-            state_format="float32" if question.dtype == "fp16" else None,
+            values=question.format.values,
+            state_format=question.state_format,
         )
         self.host_model = 2 * question.state_numel * question.value_bytes if question.offload_parameters else 0
         self.job = Job(question, self.profile)
@@ -77,7 +78,7 @@ class Situation:
     @property
     def adamw_bytes(self) -> int:
         """State of an AdamW that keeps all on the device, with float32 masters of 16-bit parameters."""
-        return self.question.state_numel * float32(self.question.format.values, accelerated=False).state_bytes
+        return int(self.question.state_numel * float32(self.question.format.values, accelerated=False).state_bytes)
 
     @property
     def compute_s(self) -> float | None:
@@ -105,13 +106,8 @@ class Situation:
         """
         question = self.question
         size, numel = question.subgroup_size, question.state_numel
-        work = Workload.of_sizes(
-            [min(size, numel - start) for start in range(0, numel, size)],
-            gradient_bytes=question.format.gradient_bytes,
-            parameter_bytes=question.format.parameter_bytes,
-            state_bytes=question.format.state_bytes,
-            upper_bytes=question.format.upper_bytes,
-        )
+        sizes = (min(size, numel - start) for start in range(0, numel, size))
+        work = Workload(tuple(SubgroupLoad.of(size, question.format) for size in sizes))
         slot = work.slot_bytes
         resident = work.state_bytes if self.room >= work.state_bytes else self.room // slot * slot
         beyond = 0 if question.attach else max(0, self._usable - self.device.update - resident) // slot * slot
