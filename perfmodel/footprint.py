@@ -55,9 +55,9 @@ def host_footprint(
     """What DOSAdam takes on the host, at most, for `numel` parameters of `value_bytes` each.
 
     value_bytes: 4 float32, 2 bfloat16 unless `values` says float16, the type of the parameters.
-    numel: of all parameters with one setting, all of them in codes with `state_format="int8"`; the bytes are the same however they are divided into parameters,
-        groups and subgroups. It is what an update on the host takes. State that was never there takes nothing yet,
-        and that which was only brought there or streamed no staging.
+    numel: of all parameters with one setting, all of them in codes with `state_format="int8"`; the bytes are the same
+        however they are divided into parameters, groups and subgroups. It is what an update on the host takes. State
+        that was never there takes nothing yet, and that which was only brought there or streamed no staging.
     master_weights, amsgrad, offload_gradients, state_format: as given to DOSAdam.
     accelerated: whether the parameters are on the accelerator. Parameters on the host need no staging, and no master
         where they have the update's precision themselves.

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from dos import DOSAdam, EmulatedDevice
 from dos.devices import Caller, Copy, Job
 from perfmodel import Lane, Op, Span
+from perfmodel.format import MIXED
 from perfmodel.lanes import Stream
 from perfmodel.schedule import Schedule, Task
 

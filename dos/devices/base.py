@@ -136,7 +136,8 @@ class Device(Protocol):
     ) -> Job:
         """Run `update`, which updates `numel` parameters on the device, once all of `after` are done.
 
-        state_format: of their state. reads: device tensors of the caller's that `update` reads; their memory stays until it is done.
+        reads: device tensors of the caller's that `update` reads; their memory stays until it is done.
+        state_format: of the parameters' state.
         """
 
     def settle_host_thread(self) -> None:

@@ -384,9 +384,9 @@ class Registry:
             return
         if record.arena.format.block > 1:
             raise RuntimeError(
-                f"a parameter of shape {tuple(record.parameter.shape)} has its elements in another order in memory than "
-                "before, and state_format='int8' keeps its state by blocks of neighbours; bring the model into its "
-                "memory format before the first step, or leave state_format out"
+                f"a parameter of shape {tuple(record.parameter.shape)} has its elements in another order in memory "
+                "than before, and state_format='int8' keeps its state by blocks of neighbours; bring the model into "
+                "its memory format before the first step, or leave state_format out"
             )
         bring_home()
         total = self.offloaded.flat(record) if self.offloaded is not None and record in self.offloaded else None
