@@ -109,6 +109,31 @@ def save_losses(losses: Mapping[str, Sequence[float]], path: Path, *, reference:
         plt.close(figure)
 
 
+def save_spread(curves: Mapping[str, Sequence[Sequence[float]]], path: Path, *, window: int = 50) -> None:
+    """Losses by step of several runs each, as bands from the least to the greatest of means over `window` steps."""
+    with plt.rc_context(_STYLE):
+        figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+        for rank, (name, runs) in enumerate(curves.items()):
+            smooth = [_means(run, window) for run in runs]
+            steps = [window * (i + 1) for i in range(len(smooth[0]))]
+            colour = CURVE_COLOURS[rank % len(CURVE_COLOURS)]
+            low, high = ([pick(values) for values in zip(*smooth, strict=True)] for pick in (min, max))
+            axes.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
+            middle = [sum(values) / len(values) for values in zip(*smooth, strict=True)]
+            axes.plot(steps, middle, color=colour, linewidth=1, label=name)
+        axes.set_title(f"Training loss, mean over {window} steps; bands: from the least to the greatest of the seeds")
+        axes.set_ylabel("loss (nats per byte)")
+        axes.set_xlabel("step")
+        axes.grid(axis="y", color="#e6e8ec", linewidth=0.8)
+        axes.legend()
+        figure.savefig(path)
+        plt.close(figure)
+
+
+def _means(values: Sequence[float], window: int) -> list[float]:
+    return [sum(part) / len(part) for part in (values[i : i + window] for i in range(0, len(values), window))]
+
+
 def save_timelines(timelines: Mapping[str, Timeline], path: Path, *, title: str = "") -> None:
     """Timelines under each other on one time axis: a panel for each, a track for each lane, a colour for each op."""
     end = max((span.end for timeline in timelines.values() for span in timeline.spans), default=0.0)
