@@ -6,7 +6,8 @@
 A small GPT over bytes learns the sources of Python's standard library: in bfloat16 with each format of
 DOSAdam; in float32 with AdamW, with moments in int8, and with the 8-bit AdamW of torchao and of
 bitsandbytes where they are installed. All see the same batches from the same start; a seed draws both
-anew. Then problems on which codes of 8 bits could fail, in float32. Speeds are of the emulated device with the rates of the published H100 node, slowed down.
+anew. Then problems on which codes of 8 bits could fail, in float32. Speeds are of the emulated device
+with the rates of the published H100 node, slowed down.
 Writes formats.json and formats.png.
 """
 
