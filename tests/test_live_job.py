@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from conftest import skip_if_the_clock_cannot_be_trusted
+from conftest import compares_with_a_clock, skip_if_the_clock_cannot_be_trusted
 
 from experiments import job
 from experiments.ranks import DATA
@@ -11,6 +11,7 @@ from experiments.runs import read_runs
 from experiments.sweep.predict import Predictor
 
 
+@compares_with_a_clock
 def test_the_update_is_within_a_tenth_of_what_the_model_says() -> None:
     (row,) = job.run(4, ["stride"], update_s=1.0)
     if abs(row["measured_s"] / row["modelled_s"] - 1) > 0.1:
