@@ -9,7 +9,7 @@ import statistics
 
 import pytest
 import torch
-from conftest import skip_if_the_clock_cannot_be_trusted
+from conftest import compares_with_a_clock, skip_if_the_clock_cannot_be_trusted
 from torch import nn
 
 from dos import DOSAdam, EmulatedDevice
@@ -236,6 +236,7 @@ def test_questions_that_cannot_be(settings: dict[str, object], message: str) -> 
 
 
 @pytest.mark.parametrize("name", ["h100", "a100_bound", "rtx_4090_desktop"])
+@compares_with_a_clock
 def test_the_plan_is_the_optimizer_s_and_the_update_takes_as_long_as_expected(name: str) -> None:
     """The optimizer on an emulated machine makes the planner's plan, and is within 15% of the planner's time."""
     numel, cpu_only_s = 2_000_000, 0.2

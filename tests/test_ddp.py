@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import profile
+from conftest import compares_with_a_clock, profile
 from ranks import Ranks
 from test_sharded import assert_close, assert_equal, batch, dos_adam, model, values
 from torch import Tensor, nn
@@ -85,6 +85,7 @@ def share_that_leaves_during_backward(registered: bool) -> float:
     return sum(span.start < 0 for span in spans) / len(spans)
 
 
+@compares_with_a_clock
 def test_gradients_leave_during_backward(ranks: Ranks) -> None:
     assert min(ranks.run(share_that_leaves_during_backward, True)) > 0.5
     assert max(ranks.run(share_that_leaves_during_backward, False)) == 0

@@ -76,17 +76,36 @@ def test_misordered_policies_are_found() -> None:
     assert emulation.errors([row("a", 1.1, 1.0)]) == pytest.approx([0.1])
 
 
+COMMANDS = {"overlap": overlap.main, "emulation": emulation.main, "kernel": kernel.main, "overhead": overhead.main}
+
+
 @pytest.mark.parametrize(
-    ("command", "message"),
+    ("command", "arguments", "message"),
     [
-        (["experiments.overlap", "--rounds", "0"], "expected a whole number of 1 or more, found '0'"),
-        (["experiments.emulation", "--steps", "x"], "expected a whole number of 1 or more, found 'x'"),
-        (["experiments.kernel", "--numel", "-3"], "--numel"),
-        (["experiments.overhead", "--rounds", "0"], "expected a whole number of 1 or more, found '0'"),
+        ("overlap", ["--rounds", "0"], "expected a whole number of 1 or more, found '0'"),
+        ("emulation", ["--steps", "x"], "expected a whole number of 1 or more, found 'x'"),
+        ("kernel", ["--numel", "-3"], "--numel"),
+        ("overhead", ["--rounds", "0"], "expected a whole number of 1 or more, found '0'"),
     ],
 )
-def test_bad_arguments_get_one_line_and_status_2(command: list[str], message: str) -> None:
-    done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, cwd=ROOT, check=False)
+def test_bad_arguments_get_one_line_and_status_2(
+    command: str,
+    arguments: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", [command, *arguments])
+    with pytest.raises(SystemExit) as ended:
+        COMMANDS[command]()
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.count("\n") == 1
+
+
+def test_a_command_says_so_as_a_process() -> None:
+    command = [sys.executable, "-m", "experiments.overlap", "--rounds", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 2
-    assert message in done.stderr
     assert done.stderr.count("\n") == 1

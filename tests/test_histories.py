@@ -20,7 +20,7 @@ from dos import DOSAdam, EmulatedDevice
 pytestmark = pytest.mark.usefixtures("one_kernel_thread")
 
 BY_HAND = os.environ.get("DOS_MEMORY_HISTORIES")
-"""How many histories; without it always the same 200."""
+"""How many histories; without it always the same 120."""
 STATE_BYTES = 12 * sum(p.numel() for p in mlp().parameters())
 """Optimizer state of the network; the unit in which the histories measure memory."""
 MOST_STEPS = 8
@@ -242,7 +242,7 @@ def run(history: History) -> None:
 
 @pytest.mark.timeout(3600)
 @settings(
-    max_examples=int(BY_HAND or 200),
+    max_examples=int(BY_HAND or 120),
     derandomize=BY_HAND is None,
     phases=[Phase.explicit, Phase.reuse, Phase.generate],  # a history as found says more than one shrunk for minutes
     suppress_health_check=list(HealthCheck),

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "larger_than_the_gpu.py"
+ROOT = Path(__file__).parent.parent
+EXAMPLE = ROOT / "examples" / "larger_than_the_gpu.py"
 
 
 def test_a_model_larger_than_the_device_learns() -> None:
-    done = subprocess.run([sys.executable, str(EXAMPLE)], capture_output=True, text=True, check=True)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, str(EXAMPLE)], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
     whole, at_once = map(int, re.findall(r"(\d+) bytes", done.stdout))
     assert 0 < at_once < whole / 4
     first, last = map(float, re.findall(r"\d+\.\d+", done.stdout.splitlines()[-1]))

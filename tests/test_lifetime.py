@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 import weakref
 from collections.abc import Iterator
 
 import pytest
 import torch
-from conftest import FAST, mlp, train
+from conftest import FAST, eventually, mlp, train
 from torch import Tensor
 
 from dos import DOSAdam, EmulatedDevice
@@ -70,10 +69,7 @@ def test_state_and_threads_go_with_the_optimizer(policy: str | float | None, off
     del optimizer
     assert gone() is None
     assert all(reference() is None for reference in (*memory, *arenas))
-    end = time.monotonic() + 10
-    while threading.active_count() > before and time.monotonic() < end:
-        time.sleep(1e-2)  # a thread that was told to end may take a moment
-    assert threading.active_count() <= before
+    assert eventually(lambda: threading.active_count() <= before)
     assert [len(p._post_accumulate_grad_hooks or ()) for p in model.parameters()] == hooks
     if device is not None:
         assert device._held == 0

@@ -70,7 +70,7 @@ def phases(count: int, settings: dict[str, Any]) -> dict[str, int]:
 
 @pytest.mark.parametrize("place", PLACES)
 def test_the_work_is_linear(place: str) -> None:
-    few, many = phases(300, PLACES[place]), phases(1200, PLACES[place])
+    few, many = phases(150, PLACES[place]), phases(600, PLACES[place])
     # What costs the same whatever their number makes the ratio smaller; one search through all would make it 16.
     over = {name: many[name] / few[name] for name in few if many[name] > 4.8 * few[name]}
     assert not over

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import mlp, plan_anew, profile, skip_if_the_clock_cannot_be_trusted, train
+from conftest import compares_with_a_clock, mlp, plan_anew, profile, skip_if_the_clock_cannot_be_trusted, train
 from torch import Tensor, nn
 
 from dos import DOSAdam, EmulatedDevice
@@ -146,6 +146,7 @@ def assert_near(believed: HardwareProfile | None, truth: HardwareProfile, tolera
         assert 1 / tolerance < ratio < tolerance, f"{name}: {ratio:.2f} of the truth"
 
 
+@compares_with_a_clock
 def test_offloaded_gradients_of_many_micro_batches() -> None:
     model = mlp(torch.bfloat16)
     optimizer = adaptive(model, offload_gradients=True)
@@ -158,6 +159,7 @@ def test_offloaded_gradients_of_many_micro_batches() -> None:
 
 
 @pytest.mark.parametrize("factor", [0.4, 2.5])
+@compares_with_a_clock
 def test_a_wrong_start_comes_near_the_truth(factor: float) -> None:
     wrong = SLOW.scaled(factor)
     model = mlp()
@@ -199,6 +201,7 @@ def assert_as_predicted(steps: list[Step], tolerance: float = 1.3) -> None:
 
 
 @pytest.mark.parametrize("policy", ["adaptive", "cpu", "stride:1", 0.0])
+@compares_with_a_clock
 def test_pieces_without_a_gradient_make_an_update_cheaper_and_that_is_predicted(policy: str | float) -> None:
     def forget() -> None:
         model[0].bias.grad = None  # shares a subgroup with others
@@ -215,6 +218,7 @@ def test_pieces_without_a_gradient_make_an_update_cheaper_and_that_is_predicted(
 
 @pytest.mark.parametrize("micro_batches", [1, 4])
 @pytest.mark.parametrize("policy", ["cpu", "stride:2", 0.0])
+@compares_with_a_clock
 def test_offloaded_gradients_are_predicted(policy: str | float, micro_batches: int) -> None:
     model = mlp(torch.bfloat16)
 
@@ -229,6 +233,7 @@ def test_offloaded_gradients_are_predicted(policy: str | float, micro_batches: i
     assert_as_predicted(steps)
 
 
+@compares_with_a_clock
 def test_state_that_arrives_and_leaves_is_predicted() -> None:
     model = mlp()
     resident = itertools.cycle([True, False])
@@ -246,6 +251,7 @@ def test_state_that_arrives_and_leaves_is_predicted() -> None:
     assert_as_predicted(steps)
 
 
+@compares_with_a_clock
 def test_gradients_wider_than_their_parameters() -> None:
     if not hasattr(torch.Tensor, "grad_dtype"):
         pytest.skip("this torch has gradients in the parameters' dtype alone")
