@@ -96,9 +96,9 @@ class UpdatesAfterStep(EmulatedDevice):
         self.returned = threading.Event()
         self.returned.set()
 
-    def host_update(self, numel: int, traffic: int) -> AbstractContextManager[float]:
+    def host_update(self, numel: int, traffic: int, *state_format: str) -> AbstractContextManager[float]:
         assert self.returned.wait(60), "step() waits for its updates"
-        return super().host_update(numel, traffic)
+        return super().host_update(numel, traffic, *state_format)
 
 
 def eventually(condition: Callable[[], bool], seconds: float = 60.0) -> bool:

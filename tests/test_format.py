@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -14,7 +15,19 @@ from dos.state import subgroup
 from dos.state.arena import Arena
 from dos.state.record import ParameterRecord
 from perfmodel import SubgroupLoad, Workload
-from perfmodel.format import MIXED, NEEDED_KEYS, SPLIT, STATE_KEYS, Field, Format, float32, format_of, split
+from perfmodel.format import (
+    CODED,
+    MIXED,
+    NEEDED_KEYS,
+    SPLIT,
+    STATE_KEYS,
+    Field,
+    Format,
+    float32,
+    format_of,
+    int8,
+    split,
+)
 
 
 @pytest.mark.parametrize(
@@ -34,7 +47,7 @@ def test_bytes_per_parameter(state: Format, state_bytes: int, held: int, traffic
     load = SubgroupLoad.of(7, state)
     assert load.cpu_traffic == 7 * traffic
     assert (
-        load
+        dataclasses.replace(load, format=MIXED.name)
         == Workload.of_sizes(
             [7],
             gradient_bytes=state.gradient_bytes,
@@ -46,7 +59,8 @@ def test_bytes_per_parameter(state: Format, state_bytes: int, held: int, traffic
 
 
 def test_names_in_a_state_dict() -> None:
-    assert set(STATE_KEYS) == {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master_param", "master_rest"}
+    codes = {f"{moment}_{what}" for moment in ("exp_avg", "exp_avg_sq") for what in ("codes", "scales")}
+    assert set(STATE_KEYS) == {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master_param", "master_rest", *codes}
     assert set(NEEDED_KEYS) == {"exp_avg", "exp_avg_sq"}
     assert [field.key for field in SPLIT.fields] == ["exp_avg", "exp_avg_sq", "master_rest"]
     assert [field.key for field in float32("float32").fields] == ["exp_avg", "exp_avg_sq", None]
@@ -62,12 +76,14 @@ def test_names_in_a_state_dict() -> None:
         ("bfloat16", {"master_weights": False}, "float32"),
         ("float16", {}, "float32"),
         ("float32", {}, "float32"),
+        ("bfloat16", {"state_format": "int8"}, "int8"),
+        ("float32", {"state_format": "int8"}, "int8"),
     ],
 )
 def test_which_format_parameters_get(values: str, settings: dict[str, Any], name: str, accelerated: bool) -> None:
     found = format_of(values, accelerated=accelerated, **settings)
     assert (found.name, found.values) == (name, values)
-    parameter = torch.ones(6, dtype=getattr(torch, values))
+    parameter = torch.ones(256, dtype=getattr(torch, values))
     device = EmulatedDevice(FAST, 10**9) if accelerated else None
     assert Arena([parameter], device, **{"master_weights": True, "amsgrad": False} | settings).format == found
 
@@ -111,9 +127,20 @@ def test_the_device_is_told_the_traffic_of_an_update(
     dtype: torch.dtype, settings: dict[str, Any], traffic: int
 ) -> None:
     model, device = mlp(dtype), EmulatedDevice(FAST, capacity=10**8)
-    told: list[tuple[int, int]] = []
+    told: list[tuple[int, int, str]] = []
     surround = device.host_update
     device.host_update = lambda *asked: told.append(asked) or surround(*asked)
     train(model, DOSAdam(model.parameters(), policy="cpu", device=device, **settings), steps=1)
-    assert told == [(numel, traffic * numel) for numel, _ in told]
-    assert sum(numel for numel, _ in told) == sum(p.numel() for p in model.parameters())
+    name = format_of(str(dtype).removeprefix("torch."), **settings).name
+    assert told == [(numel, traffic * numel, name) for numel, *_ in told]
+    assert sum(numel for numel, *_ in told) == sum(p.numel() for p in model.parameters())
+
+
+def test_moments_in_codes() -> None:
+    assert (CODED.state_bytes, CODED.block) == (2 + 2 * (1 + 4 / 128), 128)
+    assert [field.name for field in CODED.fields][-1] == "rest"
+    load = SubgroupLoad.of(256, CODED)
+    assert (load.state_bytes, load.format) == (256 * 4 + 4 * 4, "int8")
+    assert load.cpu_traffic == 2 * load.state_bytes + 3 * 512  # gradient, parameter read, parameter written
+    with pytest.raises(ValueError, match="amsgrad"):
+        int8(split(amsgrad=True))
