@@ -12,6 +12,7 @@ from dos.sharding.fingerprint import fingerprint
 from dos.sharding.local import is_sharded, laid_out_as, local, version
 from dos.state.arena import Arena, State, carried
 from dos.state.coded import scale_shape
+from perfmodel.format import STATE_KEYS
 
 
 class ParameterRecord:
@@ -162,11 +163,11 @@ class ParameterRecord:
         self.views = self.make_views()
 
     def is_adopted(self, entry: Mapping[str, object]) -> bool:
-        """Whether an entry of the optimizer's state holds exactly the live views."""
+        """Whether an entry of the optimizer's state holds exactly the live views, and no other state."""
         return all(
             entry.get(key) is view and local(view).data_ptr() == self._addresses[key]
             for key, view in self.views.items()
-        )
+        ) and (len(entry) <= len(self.views) + 1 or not any(k in entry for k in STATE_KEYS if k not in self.views))
 
     def adopt_step(self, step: Tensor) -> None:
         """Count from what the entry holds as the step."""
