@@ -61,10 +61,16 @@ def blocks(name: str) -> Iterator[Block]:
 
 def run(name: str, namespace: dict[str, Any]) -> int:
     """Run the Python blocks of a page one after the other; how many ran."""
+    namespace.setdefault("CPUOffloadOptimizer", torchao_stand_in)
     chosen = [block for block in blocks(name) if block.language == "python" and block.runs]
     for block in chosen:
         exec(compile("\n" * block.line + block.code, str(page(name)), "exec"), namespace)
     return len(chosen)
+
+
+def torchao_stand_in(parameters: Any, kind: Any, *, offload_gradients: bool, **settings: Any) -> Any:
+    """For torchao's CPUOffloadOptimizer, as docs/migrating.md calls it."""
+    return kind(parameters, **settings)
 
 
 class Answering(nn.Module):
