@@ -1,14 +1,17 @@
 # Everything a newcomer needs: `make demo`, `make test`, `make lint` set themselves up.
 PYTHON ?= python3
-BIN := .venv/bin
-STAMP := .venv/.ready
-COMPLETE := .venv/.complete
+# `make test TORCH=2.6.0` tests with that version of torch, in an environment of its own.
+VENV := .venv$(if $(TORCH),-torch-$(TORCH))
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.ready
+COMPLETE := $(VENV)/.complete
+SETUP := VENV="$(VENV)" TORCH="$(TORCH)" PYTHON="$(PYTHON)" bash scripts/setup.sh
 EXTENSION_SOURCES := CMakeLists.txt pyproject.toml $(wildcard csrc/*)
 
 # The tests and the demo use the cores that this process may use, whatever a launcher has set.
 unexport OMP_NUM_THREADS
 
-.PHONY: demo experiments docs test lint format clean
+.PHONY: demo experiments docs test lint format wheel clean
 
 demo: $(STAMP)
 	$(BIN)/python -m experiments.train
@@ -33,14 +36,18 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# A wheel in dist/ for PYTHON; for manylinux where auditwheel and patchelf are installed.
+wheel:
+	PYTHON="$(PYTHON)" bash scripts/wheel.sh --config-settings "build-dir=build/wheel-{wheel_tag}"
+
 $(STAMP): scripts/setup.sh constraints.txt $(EXTENSION_SOURCES)
-	PYTHON="$(PYTHON)" bash scripts/setup.sh
+	$(SETUP)
 	touch $@
 
 # Besides, what the documentation and the examples need.
 $(COMPLETE): $(STAMP)
-	PYTHON="$(PYTHON)" bash scripts/setup.sh docs examples
+	$(SETUP) docs examples
 	touch $@
 
 clean:
-	rm -rf .venv build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-torch-* build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis

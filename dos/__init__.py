@@ -4,4 +4,7 @@ from dos.devices import EmulatedDevice
 from dos.gradients.torch_clipping import fold_clipping
 from dos.optimizer import DOSAdam
 
-__all__ = ["DOSAdam", "EmulatedDevice", "fold_clipping"]
+__all__ = ["DOSAdam", "EmulatedDevice", "__version__", "fold_clipping"]
+
+__version__ = "0.1.0"
+"""The one place where it stands; pyproject.toml reads it from here."""

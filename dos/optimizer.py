@@ -47,6 +47,8 @@ from perfmodel.hardware import HardwareProfile
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+_NOT_ACCELERATED = "no step has updated parameters on an accelerator; those on the host are updated there, in place"
+
 
 class DOSAdam(Optimizer):
     r"""AdamW (Loshchilov and Hutter, ICLR 2019) with optimizer state on the host or the accelerator, whichever pays.
@@ -540,16 +542,20 @@ class DOSAdam(Optimizer):
         """The plan of the last step; None before the first, or with all parameters on the host."""
         return None if self._accelerator is None else self._accelerator.plan
 
-    def timeline(self) -> Timeline | None:
+    def timeline(self) -> Timeline:
         """The spans of the last complete step, in seconds since its ``step()`` was called.
 
         Transfers during backward come before 0. ``beside`` has the forward and backward before it
         and, once backward has begun again, the next forward: from the return of ``step()`` to the
         first gradient, whatever else is done meanwhile, and from there to ``step()``, further
         micro-batches included. In a trace that is saved, the first of all these starts at 0.
-        None before the first step, or with all parameters on the host.
+        Empty, and false, before the first step and with all parameters on the host; ``missing``
+        then says why, and so does the warning with which an empty trace is saved.
         """
-        return None if self._accelerator is None else self._accelerator.timeline
+        if self._accelerator is None:
+            return Timeline((), missing=_NOT_ACCELERATED)
+        found = self._accelerator.timeline
+        return Timeline((), missing="no step has ended yet") if found is None else found
 
     @property
     def profile(self) -> HardwareProfile | None:
@@ -568,7 +574,7 @@ class DOSAdam(Optimizer):
         report = None if self._accelerator is None else self._accelerator.report()
         if report is not None:
             return str(report)
-        return "No step has updated parameters on an accelerator; those on the host are updated there, in place."
+        return f"{_NOT_ACCELERATED[0].upper()}{_NOT_ACCELERATED[1:]}."
 
     def metrics(self) -> dict[str, float]:
         """The last step as plain numbers by name, for TensorBoard, Weights & Biases or a print; waits for the step.

@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None, folder: Path = FOLDER) -> list[
         writer.add_text("optimizer", optimizer.explain().replace("\n", "\n\n"))
 
     timeline = optimizer.timeline()
-    if timeline is not None:  # there is none with all parameters on the host
+    if timeline:  # it is empty with all parameters on the host: print(timeline.missing)
         timeline.save(folder / "trace.json")
         print(f"Open {folder / 'trace.json'} in https://ui.perfetto.dev to see the last step, lane by lane.")
     return losses

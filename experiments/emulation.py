@@ -114,7 +114,7 @@ def measure(machine: Machine, plan: Plan, steps: int) -> float:
     for _ in range(steps + 2):
         optimizer.step()
         timeline = optimizer.timeline()
-        assert timeline is not None, "a step has run"
+        assert timeline, "a step has run"
         seconds.append(max(span.end for span in timeline.spans))
     return statistics.median(seconds[2:])
 

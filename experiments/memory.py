@@ -1,6 +1,7 @@
 """Adaptive residency while device memory changes: recorded traces and scripted neighbours, against the clock.
 
     python -m experiments.memory [--json]          # about five minutes on two cores
+    python -m experiments.memory --only half,none  # a minute: memory for half of the state, and for nothing
     python -m experiments.memory --virtual         # a minute; the same on every machine, see memory_virtual.py
     python -m experiments.memory --simulate        # the published 20B run on the H100 profile; nothing is trained
 
@@ -16,7 +17,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -92,6 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=positive, default=memory_virtual.SEEDS, help="with --virtual: how many")
     parser.add_argument("--picture", type=Path, help="with --simulate: write it here, too, as PNG")
     parser.add_argument("--iterations", type=positive, default=ITERATIONS, help="of each run with a neighbour")
+    parser.add_argument("--only", metavar="NAMES", help="these rows alone, separated by commas")
     arguments = parser.parse_args(argv)
     console = Console(stderr=arguments.json)
     if arguments.simulate:
@@ -100,7 +102,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return memory_virtual.report(console, arguments.iterations, arguments.seeds, as_json=arguments.json)
     torch.set_num_threads(1)  # one core for the model and the lanes' real work, one for the threads that keep time
     with console.status("") as status:
-        rows = measure(arguments.iterations, status.update)
+        try:
+            rows = measure(arguments.iterations, status.update, arguments.only and arguments.only.split(","))
+        except ValueError as error:
+            parser.error(str(error))
     show(rows, console)
     missed = [what for row in rows for what in row.missed()]
     console.print(f"missed: {', '.join(missed) or 'nothing'}")
@@ -109,18 +114,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(bool(missed))
 
 
-def measure(iterations: int, told: Callable[[str], None]) -> list[Row]:
-    """All scripts. iterations: of a run with a neighbour."""
+def measure(iterations: int, told: Callable[[str], None], only: Collection[str] | None = None) -> list[Row]:
+    """All scripts, or those of `only`. iterations: of a run with a neighbour.
+
+    Raises ValueError for a script that there is not.
+    """
     batches = Corpus(standard_library(), CONFIG.context).batches(iterations, BATCH, seed=0)
     some = batches[: max(2, iterations // 2)]
     ranks = {trace: Setting.of(PublishedRank.read(trace)) for trace in TRACES}
-    rows = [row(trace, setting, some, told) for trace, setting in ranks.items()]
     first = next(iter(ranks.values()))
+    scripts = {trace: (setting, some, CANDIDATES) for trace, setting in ranks.items()}
     for name, points in neighbours(first.rank.free_bytes, iterations).items():
-        rows.append(row(name, first.beside(points), batches, told))
-    rows.append(row("ample", first.with_free(2 * first.rank.loads.state_bytes), some, told, candidates=0))
-    rows.append(row("none", first.with_free(0), some, told, candidates=0))
-    return rows
+        scripts[name] = (first.beside(points), batches, CANDIDATES)
+    state = first.rank.loads.state_bytes
+    scripts["ample"] = (first.with_free(2 * state), some, 0)
+    scripts["half"] = (first.with_free(state // 2), some, CANDIDATES)
+    scripts["none"] = (first.with_free(0), some, 0)
+    unknown = set(only or ()) - set(scripts)
+    if unknown:
+        raise ValueError(f"no row {', '.join(sorted(unknown))}; there are {', '.join(scripts)}")
+    chosen = scripts if only is None else {name: scripts[name] for name in only}
+    return [
+        row(name, setting, of_run, told, candidates=candidates)
+        for name, (setting, of_run, candidates) in chosen.items()
+    ]
 
 
 def row(

@@ -20,17 +20,24 @@ SAMPLED_EVERY_S = 5e-3
 class MemoryLog:
     """Device memory over a run, sampled by a thread while it is entered. Times in seconds since it was made.
 
+    samples: the fullest of each iteration, at the time when that began. Memory rises and falls within every one,
+        which over many would be drawn as spikes; what decides where state can be is the fullest moment.
     changes: when the plan changed.
     """
 
     def __init__(self) -> None:
         self.samples: list[MemorySample] = []
         self.changes: list[float] = []
+        self._iteration: list[MemorySample] = []
         self._began = time.perf_counter()
         self._plan: Plan | None = None
 
     def step_done(self, optimizer: Optimizer) -> None:
-        """Note whether the optimizer ran another plan than in the step before."""
+        """An iteration is over; note whether the optimizer ran another plan than in the one before."""
+        seen, self._iteration = self._iteration, []
+        if seen:
+            fullest = max(seen, key=lambda sample: sample.own + sample.state + sample.neighbour)
+            self.samples.append(fullest._replace(time_s=seen[0].time_s))
         if isinstance(optimizer, DOSAdam):
             before, self._plan = self._plan, optimizer.plan()
             if before is not None and self._plan != before:
@@ -46,7 +53,7 @@ class MemoryLog:
 
         def sample() -> None:
             while not over.wait(SAMPLED_EVERY_S):
-                self.samples.append(machine.memory(time.perf_counter() - self._began, optimizer))
+                self._iteration.append(machine.memory(time.perf_counter() - self._began, optimizer))
 
         thread = threading.Thread(target=sample, name="memory-log", daemon=True)
         thread.start()
@@ -55,3 +62,5 @@ class MemoryLog:
         finally:
             over.set()
             thread.join()
+            if self.samples:  # so that the last one has an end
+                self.samples.append(self.samples[-1]._replace(time_s=time.perf_counter() - self._began))

@@ -158,7 +158,7 @@ class Training:
         self.run.unmet.append(self._device.unmet_bytes)
         plan, timeline = self._optimizer.plan(), self._optimizer.timeline()
         assert plan is not None, "a step has run"
-        assert timeline is not None, "a step has run"
+        assert timeline, "a step has run"
         self.run.plans.append(plan)
         self.run.timelines.append(timeline)
 

@@ -60,7 +60,7 @@ class MemorySample(NamedTuple):
     neighbour: int
 
 
-_STYLE: Any = {
+STYLE: Any = {
     "font.size": 10,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -69,6 +69,7 @@ _STYLE: Any = {
     "legend.frameon": False,
     "savefig.dpi": 150,
 }
+"""Of all pictures."""
 
 
 def save_losses(losses: Mapping[str, Sequence[float]], path: Path, *, reference: str) -> None:
@@ -79,7 +80,7 @@ def save_losses(losses: Mapping[str, Sequence[float]], path: Path, *, reference:
     """
     others = [name for name in losses if name != reference]
     steps = range(1, len(losses[reference]) + 1)
-    with plt.rc_context(_STYLE):
+    with plt.rc_context(STYLE):
         figure, (above, below) = plt.subplots(
             2, 1, sharex=True, figsize=(8, 5.6), height_ratios=(3, 1.2), layout="constrained"
         )
@@ -138,7 +139,7 @@ def save_timelines(timelines: Mapping[str, Timeline], path: Path, *, title: str 
     """Timelines under each other on one time axis: a panel for each, a track for each lane, a colour for each op."""
     end = max((span.end for timeline in timelines.values() for span in timeline.spans), default=0.0)
     scale, unit = (1e3, "ms") if end < 2 else (1.0, "s")
-    with plt.rc_context(_STYLE):
+    with plt.rc_context(STYLE):
         figure, panels = plt.subplots(
             len(timelines),
             1,
@@ -182,8 +183,11 @@ def _draw(axes: Axes, timeline: Timeline, scale: float, narrow_s: float) -> None
 def save_memory(
     samples: Sequence[MemorySample], capacity: int, changes: Sequence[float], path: Path, *, title: str = ""
 ) -> None:
-    """Device memory over time, stacked, up to the capacity in bytes. changes: when the plan changed, in seconds."""
-    with plt.rc_context(_STYLE):
+    """Device memory over time, stacked, up to the capacity in bytes, each sample holding until the next.
+
+    changes: when the plan changed, in seconds.
+    """
+    with plt.rc_context(STYLE):
         figure, axes = plt.subplots(figsize=(10, 4.2), layout="constrained")
         _draw_memory(axes, samples, capacity)
         axes.plot(changes, [capacity * _scale(capacity)[0] * 1.02] * len(changes), "v", color="#d1603d", clip_on=False)
@@ -204,7 +208,7 @@ def save_memory_and_lanes(
 ) -> None:
     """A column for each plan: memory over one iteration, and below what the lanes do, on the same time axis."""
     end = max((span.end for _, timeline in panels.values() for span in timeline.spans), default=0.0)
-    with plt.rc_context(_STYLE):
+    with plt.rc_context(STYLE):
         figure, grid = plt.subplots(
             2,
             len(panels),

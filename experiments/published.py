@@ -185,33 +185,73 @@ def print_table(title: str, predictions: dict[str, list[Prediction]]) -> None:
             print(f"{label:31} {s['runs']:4}  {update}  {percent[2]:>12}  {percent[3]:>15}   {strides:>11}")
 
 
+CLASSES = {
+    "h100": "H100 node",
+    "a100_bound": "A100 node, ranks bound to NUMA nodes",
+    "a100_unbound": "A100 node, ranks not bound",
+}
+MODES = {
+    Mode.ZERO3_OFFLOAD: ("ZeRO-Offload", "#5b6470", "o"),
+    Mode.ASYNC_GRAD_ONLY: ("asynchronous gradients", "#e0a100", "s"),
+    Mode.DOS: ("the paper's schedule", "#2f6fb0", "D"),
+}
+"""Labels, colours and markers of pictures."""
+
+
 def draw(title: str, predictions: dict[str, list[Prediction]], path: Path) -> None:
-    """Predicted against measured update times, one panel per class."""
+    """Predicted against published update times, one panel per class; on the line they are equal."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
+    from matplotlib.lines import Line2D
 
-    figure, panels = plt.subplots(1, len(predictions), figsize=(4.5 * len(predictions), 4.5), squeeze=False)
-    for panel, (name, of_class) in zip(panels[0], predictions.items(), strict=True):
-        for mode, marker in zip(Mode, "osx", strict=True):
-            chosen = [p for p in of_class if p.published.run.mode is mode]
-            panel.scatter(
-                [p.published.update_s for p in chosen],
-                [p.update_s for p in chosen],
-                24,
-                marker=marker,
-                label=mode.value,
-            )
-        ends = [min(p.published.update_s for p in of_class), max(p.published.update_s for p in of_class)]
-        panel.plot(ends, ends, color="grey", linewidth=1)
-        panel.set(title=name, xlabel="measured update (s)", ylabel="predicted update (s)", xscale="log", yscale="log")
-    panels[0][0].legend()
-    figure.suptitle(title)
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    from experiments.plots import STYLE
+
+    def seconds(number: float, _: int = 0) -> str:
+        return f"{number:g} s"
+
+    with plt.rc_context(STYLE):
+        figure, panels = plt.subplots(
+            1, len(predictions), figsize=(4.2 * len(predictions), 4.6), squeeze=False, layout="constrained"
+        )
+        for panel, name in zip(panels[0], (name for name in CLASSES if name in predictions), strict=True):
+            of_class = predictions[name]
+            both = [s for p in of_class for s in (p.published.update_s, p.update_s)]
+            ends = (min(both) / 1.15, max(both) * 1.15)
+            panel.plot(ends, ends, color="#c9ced6", linewidth=1.5, zorder=1)
+            for mode, (_, colour, marker) in MODES.items():
+                chosen = [p for p in of_class if p.published.run.mode is mode]
+                panel.scatter(
+                    [p.published.update_s for p in chosen],
+                    [p.update_s for p in chosen],
+                    26,
+                    colour,
+                    marker=marker,
+                    edgecolors="white",
+                    linewidths=0.5,
+                    zorder=2,
+                )
+            panel.set(xscale="log", yscale="log", xlim=ends, ylim=ends, aspect="equal", title=CLASSES[name])
+            ticks = [tick for tick in (0.25, 0.5, 1, 2, 4, 8, 16) if ends[0] <= tick <= ends[1]]
+            for axis in (panel.xaxis, panel.yaxis):
+                axis.set_ticks(ticks)
+                axis.set_major_formatter(seconds)
+                axis.set_minor_formatter("")
+                axis.set_ticks([], minor=True)
+            panel.grid(color="#e6e8ec", linewidth=0.8)
+            panel.set_axisbelow(True)
+            panel.set_xlabel("published update")
+        panels[0][0].set_ylabel("predicted update")
+        handles = [
+            Line2D([], [], linestyle="none", color=colour, marker=marker, label=label)
+            for label, colour, marker in MODES.values()
+        ]
+        figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
+        figure.suptitle(f"Predicted against published, {title}", x=0.01, ha="left", fontweight="bold")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)
+        plt.close(figure)
 
 
 def write_profiles(runs: Sequence[PublishedRun], folder: Path) -> None:

@@ -6,6 +6,7 @@ import enum
 import itertools
 import json
 import math
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,10 +67,16 @@ class Timeline:
     """The spans of one iteration or one update, sorted by start.
 
     beside: forward and backward as measured around an update; shown in the trace, counted nowhere.
+    missing: why there are no spans, where a reader may have expected some.
     """
 
     spans: tuple[Span, ...]
     beside: tuple[Span, ...] = ()
+    missing: str = ""
+
+    def __bool__(self) -> bool:
+        """Whether there are spans."""
+        return bool(self.spans)
 
     @classmethod
     def of(cls, spans: Iterable[Span]) -> Timeline:
@@ -132,7 +139,8 @@ class Timeline:
                 arrow | {"ph": "s", "tid": tracks[before], "ts": begin},
                 arrow | {"ph": "f", "bp": "e", "tid": tracks[after], "ts": end},
             ]
-        return {"traceEvents": events, "displayTimeUnit": "ms"}
+        trace: dict[str, object] = {"traceEvents": events, "displayTimeUnit": "ms"}
+        return trace | {"otherData": {"missing": self.missing}} if self.missing else trace
 
     def _tracks(self) -> tuple[list[str], dict[Span, int]]:
         """The names of the tracks, and each span's: viewers misdraw spans that overlap on one track."""
@@ -158,5 +166,7 @@ class Timeline:
         return [(one, other) for one, other in pairs if one.lane is not other.lane and one.end <= other.start]
 
     def save(self, path: str | Path) -> None:
-        """Write the Chrome trace as JSON."""
+        """Write the Chrome trace as JSON. Warns if nothing is in it, and says why."""
+        if self.missing:
+            warnings.warn(f"the trace {path} shows nothing: {self.missing}", stacklevel=2)
         Path(path).write_text(json.dumps(self.chrome_trace()))

@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
 # Makes .venv with the dependencies and the compiled extension. Arguments: further extras of pyproject.toml, such as docs.
 # A usable torch (2.6 or later) that PYTHON already has is used, and what else is there; nothing is changed outside .venv.
-# Otherwise the version in constraints.txt is installed.
+# Otherwise the version in constraints.txt is installed. TORCH=2.6.0 VENV=.venv-torch-2.6.0 installs that version in any
+# case, into an environment of its own.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON="${PYTHON:-python3}"
+VENV="${VENV:-.venv}"
 
 if ! "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
     echo "Python 3.10 or later is needed, found $("$PYTHON" --version). Choose another: make PYTHON=python3.12 ..." >&2
@@ -17,7 +19,10 @@ fi
 
 constraints=constraints.txt
 options=()
-installed=$("$PYTHON" - <<'PY' || true
+installed=$("$PYTHON" - "${TORCH:-}" <<'PY' || true
+import sys
+if sys.argv[1]:
+    raise SystemExit
 try:
     import torch
 except ImportError:
@@ -29,36 +34,43 @@ PY
 )
 if [ -n "$installed" ]; then
     echo "Using the torch $installed that is installed."
-    constraints=.venv/constraints.txt
+    constraints="$VENV/constraints.txt"
     if "$PYTHON" -c 'import sys; sys.exit(sys.prefix != sys.base_prefix)'; then
         options=(--system-site-packages)
     fi
 fi
-[ -x .venv/bin/python ] || "$PYTHON" -m venv "${options[@]}" .venv
+[ -x "$VENV"/bin/python ] || "$PYTHON" -m venv "${options[@]}" "$VENV"
+build=()
+if [ -n "${TORCH:-}" ]; then
+    constraints="$VENV/constraints.txt"
+    echo "torch==$TORCH" > "$constraints"
+    # Not in the folder of .venv: it keeps the paths of the environment that has configured it.
+    build=(--config-settings "build-dir=build/torch-$TORCH-{wheel_tag}")
+fi
 if [ -n "$installed" ]; then
     echo "torch==$installed" > "$constraints"
     # Where PYTHON lives in a virtual environment, --system-site-packages would mean its base interpreter's.
-    "$PYTHON" - .venv "$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" <<'PY'
+    "$PYTHON" - "$VENV" "$("$VENV"/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" <<'PY'
 import os, sys
 venv, site_packages = sys.argv[1:]
 if sys.prefix != sys.base_prefix and os.path.realpath(sys.prefix) != os.path.realpath(venv):
     inherited = [path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages")]
-    # The first file by name, so that an installation of this project there gives way to the one in .venv.
+    # The first file by name, so that an installation of this project there gives way to the one in $VENV.
     with open(os.path.join(site_packages, "00-inherited.pth"), "w") as file:
         file.writelines(f"import site; site.addsitedir({path!r})\n" for path in inherited)
 PY
 fi
 
-pip() { .venv/bin/python -m pip --disable-pip-version-check "$@"; }
+pip() { "$VENV"/bin/python -m pip --disable-pip-version-check "$@"; }
 pip install --quiet --constraint "$constraints" "scikit-build-core>=0.10" "nanobind>=2.4" "cmake>=3.18" ninja
 # Without isolation, so that a rebuild after a change of csrc is incremental.
 if [ -z "$installed" ]; then
     extras=$(IFS=,; echo "dev${*:+,$*}")
-    pip install --quiet --constraint "$constraints" --no-build-isolation --editable ".[$extras]"
+    pip install --quiet --constraint "$constraints" --no-build-isolation "${build[@]}" --editable ".[$extras]"
 else
     # Without what torch asks for, which came with it or is not needed: pip would download gigabytes.
     pip install --quiet --no-deps --no-build-isolation --editable .
-    mapfile -t others < <(.venv/bin/python - "" dev "$@" <<'PY'
+    mapfile -t others < <("$VENV"/bin/python - "" dev "$@" <<'PY'
 import sys
 from importlib.metadata import requires
 from pip._vendor.packaging.requirements import Requirement

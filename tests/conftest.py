@@ -73,7 +73,9 @@ def device() -> EmulatedDevice:
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
-    """WORLD gloo ranks."""
+    """WORLD gloo ranks. Most tests shard over them by FSDP2, which torch 2.6 does on GPUs alone."""
+    if not hasattr(torch.cpu.Stream, "record_event"):
+        pytest.skip(f"FSDP2 of torch {torch.__version__} does not run on CPUs")
     found = Ranks()
     yield found
     found.stop()

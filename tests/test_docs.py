@@ -2,101 +2,116 @@
 
 from __future__ import annotations
 
-import importlib.util
+import contextlib
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+import pages
 import pytest
 import torch
 from messages import messages, plain
 from ranks import Ranks
-from torch import Tensor, nn
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from dos import DOSAdam
 from experiments import decisions
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-_BLOCK = re.compile(r"(?:<!-- (?P<note>[^\n]*) -->\n)?```python\n(?P<code>.*?)```", re.DOTALL)
 
 
-def _run_blocks(text: str, page: str, namespace: dict[str, Any]) -> int:
-    """Run the Python blocks of a page one after the other; how many ran."""
-    ran = 0
-    for block in _BLOCK.finditer(text):
-        note = block["note"] or ""
-        needs = re.match(r"needs (\w+)$", note)
-        if note.startswith("not run") or (needs and importlib.util.find_spec(needs[1]) is None):
-            continue
-        line = text.count("\n", 0, block.start("code"))
-        exec(compile("\n" * line + block["code"], page, "exec"), namespace)
-        ran += 1
-    return ran
-
-
-@pytest.mark.parametrize("page", ["getting-started", "migrating"])
-def test_code_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", pages.WHOLE)
+def test_code_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("logging.basicConfig", lambda **_: None)  # which would last beyond the test
-    assert _run_blocks((DOCS / f"{page}.md").read_text(), page, {}) > 1
+    assert pages.run(name, {}) > 0
+
+
+@pytest.mark.parametrize("accelerated", [True, False])
+@pytest.mark.parametrize("name", pages.FRAGMENTS)
+def test_fragments_run(name: str, accelerated: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of the reader's program, with parameters on an emulated accelerator and on the host."""
+    if name == "calibrating" and not accelerated:
+        pytest.skip("a profile is of an accelerator")
+    monkeypatch.chdir(tmp_path)
+    shows_nothing = name == "README" and not accelerated
+    with pytest.warns(UserWarning, match="shows nothing") if shows_nothing else contextlib.nullcontext():
+        assert pages.run_fragments(name, accelerated=accelerated) > 0
 
 
 def run_on_rank(page: str, folder: str) -> int:
     """What `ranks` calls: the blocks of a page, in this rank's folder, where a checkpoint is everybody's."""
     os.chdir(folder)
-    return _run_blocks((DOCS / f"{page}.md").read_text(), page, {})
+    return pages.run(page, {})
 
 
 def test_code_for_many_gpus_runs(ranks: Ranks, tmp_path: Path) -> None:
     assert all(ran > 4 for ran in ranks.run(run_on_rank, "many-gpus", str(tmp_path)))
 
 
-def test_the_policy_shown_in_how_it_decides_runs() -> None:
-    namespace = {"DOSAdam": DOSAdam, "model": nn.Linear(3, 3)}
-    assert _run_blocks((DOCS / "how-it-decides.md").read_text(), "how-it-decides", namespace) == 1
-    assert isinstance(namespace["optimizer"], DOSAdam)
+def run_readme_on_rank() -> int:
+    """What `ranks` calls: the README's blocks that need ranks, and a step with the optimizer they build."""
+    chosen = [block for block in pages.blocks("README") if block.note == pages.ON_RANKS]
+    for block in chosen:
+        namespace = {"DOSAdam": DOSAdam, "fully_shard": fully_shard, "model": pages.Answering()}
+        exec(block.code, namespace)
+        namespace["model"](torch.randn(2, 4)).backward()  # type: ignore[operator]
+        namespace["optimizer"].step()  # type: ignore[attr-defined]
+    return len(chosen)
 
 
-class _Answering(nn.Module):
-    """A model as the README's loops assume it: what it returns has a loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, batch: Tensor) -> SimpleNamespace:
-        return SimpleNamespace(loss=self.layer(batch).square().mean())
+def test_code_of_the_readme_for_several_gpus_runs(ranks: Ranks) -> None:
+    assert all(ran == 1 for ran in ranks.run(run_readme_on_rank))
 
 
-def test_code_of_the_readme_runs() -> None:
-    """Its loops are fragments, with blank lines between them, so each is given a model, data and what else it needs."""
-    text = (ROOT / "README.md").read_text()
-    use = text[text.index("\n## Use\n") : text.index("\n## ", text.index("\n## Use\n") + 1)]
-    fragments = [f for block in _BLOCK.finditer(use) for f in re.split(r"\n\n(?=\S)", block["code"])]
-    assert len(fragments) > 3
-    for fragment in fragments:
-        torch.manual_seed(0)
-        model = _Answering()
-        namespace = {
-            "DOSAdam": DOSAdam,
-            "model": model,
-            "optimizer": DOSAdam(model.parameters()),
-            "data": [torch.randn(2, 4) for _ in range(8)],
-            "batch": torch.randn(2, 4),
-            "scaler": torch.amp.GradScaler("cpu"),
-        }
-        exec(fragment, namespace)
+NAMES = ["README", *sorted(path.stem for path in DOCS.glob("*.md"))]
+
+
+def test_every_python_block_is_run() -> None:
+    """By the tests above; if not: add the page to tests/pages.py."""
+    with_code = {name for name in NAMES if any(block.language == "python" for block in pages.blocks(name))}
+    assert with_code == {*pages.WHOLE, *pages.FRAGMENTS, "many-gpus"}
+    notes = {block.note for name in NAMES for block in pages.blocks(name) if block.language == "python"}
+    assert all(note in ("", pages.ON_RANKS) or re.match(r"needs \w+$", note) for note in notes)
+
+
+def commands(name: str) -> list[str]:
+    """The command lines of a page's blocks, and those within its text."""
+    lines = [line for block in pages.blocks(name) if block.language in ("", "sh") for line in block.code.splitlines()]
+    text = pages.page(name).read_text()
+    lines += [" ".join(code.split()) for code in re.findall(r"(?<!`)`([^`]+)`(?!`)", text)]
+    return [
+        found[1] for line in lines if (found := re.match(r"(?:\$ )?((?:python|make|torchrun|pip) .*?)(?:\s+#|$)", line))
+    ]
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if commands(name)])
+def test_documented_commands_are_there(name: str) -> None:
+    """Their make targets, modules and options; what they do is tested beside each. pip: tests/test_package.py."""
+    for command in commands(name):
+        program, *words = command.replace("[", "").replace("]", "").split()
+        if program == "make":
+            targets = [word for word in words if "=" not in word]
+            makefile = (ROOT / "Makefile").read_text()
+            assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in targets), command
+        elif "-m" in words:
+            module, options = words[words.index("-m") + 1], words[words.index("-m") + 2 :]
+            if module.split(".")[0] in ("dos", "perfmodel", "experiments"):
+                path = ROOT / module.replace(".", "/")
+                files = list(path.rglob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
+                known = "".join(file.read_text() for file in (*files, *(ROOT / "dos/calibration").glob("*.py")))
+                assert all(f'"{o}"' in known or f'"{o[2:]}"' in known for o in options if o.startswith("--")), command
 
 
 def test_a_state_dict_of_torchao_is_taken_over() -> None:
     """By the code in docs/migrating.md; the state dict is built as in torchao/optim/cpu_offload.py."""
     namespace: dict[str, Any] = {}
-    _run_blocks((DOCS / "migrating.md").read_text(), "migrating", namespace)
+    pages.run("migrating", namespace)
     torch.manual_seed(0)
     parameters = [nn.Parameter(torch.randn(n)) for n in (5000, 10, 7000, 20)]
     for parameter in parameters:
@@ -131,11 +146,20 @@ def test_decisions_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "is not a folder that exists" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("page", ["index", "getting-started", "many-gpus"])
-def test_newcomers_read_early_that_no_gpu_has_run_this(page: str) -> None:
-    """Until one has: then the pages, the README's limits and this test change together."""
-    assert "No GPU has run this" in "".join((DOCS / f"{page}.md").read_text().splitlines()[:15])
-    assert "No GPU has run" in (ROOT / "README.md").read_text()
+EARLY = ("README", "index", "getting-started", "many-gpus", "benchmarks", "choosing", "formats", "exactness", "limits")
+
+
+@pytest.mark.parametrize("name", EARLY)
+def test_newcomers_read_early_that_no_gpu_has_run_this(name: str) -> None:
+    """Until one has: then the pages and this test change together."""
+    early = " ".join(pages.page(name).read_text().replace("\n> ", " ").split()[:160])
+    assert re.search(r"No GPU has run (this|DOSAdam|the Triton kernel)", early)
+
+
+def test_the_readme_is_short() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.split()) <= 900
+    assert all(len(line) <= 100 for line in text.splitlines() if not line.startswith(("|", "!")))
 
 
 @pytest.mark.parametrize("package", ["dos", "perfmodel"])

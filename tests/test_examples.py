@@ -77,7 +77,7 @@ def test_example(name: str, optimizers: list[DOSAdam], tmp_path: Path, monkeypat
         < emulated.metrics()["memory_for_state_bytes"]
         < 12 * sum(p.numel() for group in emulated.param_groups for p in group["params"])
     )
-    assert on_cpu.timeline() is None
+    assert not on_cpu.timeline()
     if name == "tensorboard_metrics":
         assert _scalars(tmp_path / "out" / "tensorboard") > {"loss", "optimizer/update_s", "optimizer/share_cpu"}
         assert (tmp_path / "out" / "tensorboard" / "trace.json").stat().st_size > 1000

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -33,8 +35,22 @@ def iterate(model: nn.Module, optimizer: DOSAdam) -> None:
 
 def timeline(optimizer: DOSAdam) -> Timeline:
     found = optimizer.timeline()
-    assert found is not None
+    assert found
     return found
+
+
+def test_without_a_step_on_an_accelerator_a_timeline_says_why_it_is_empty(tmp_path: Path) -> None:
+    model = mlp()
+    emulated = DOSAdam(model.parameters(), device=EmulatedDevice(FAST, 10**7))
+    assert not emulated.timeline()
+    on_host = DOSAdam(model.parameters())
+    iterate(model, on_host)
+    found = on_host.timeline()
+    assert not found
+    assert "those on the host are updated there, in place" in found.missing
+    with pytest.warns(UserWarning, match=r"trace\.json shows nothing: no step has updated parameters on an accel"):
+        found.save(tmp_path / "trace.json")
+    assert json.loads((tmp_path / "trace.json").read_text())["otherData"] == {"missing": found.missing}
 
 
 @pytest.mark.parametrize("attach", [False, True])

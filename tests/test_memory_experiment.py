@@ -136,15 +136,23 @@ def test_the_command_writes_rows_as_json(
         torch.set_num_threads(threads)
     captured = capsys.readouterr()
     rows = json.loads(captured.out.splitlines()[-1])["rows"]
-    assert [row["script"] for row in rows] == ["h100_20b_interleaved", "step up", "ample", "none"]
+    assert [row["script"] for row in rows] == ["h100_20b_interleaved", "step up", "ample", "half", "none"]
     for row in rows:
         assert not row["capacity_exceeded"]
         assert row["errors"] == 0
         assert row["bits_equal"]
         assert min(row["adaptive_s"], row["cpu_only_s"], row["bound_s"]) > 0
     assert rows[2]["moved_after_first"] == 0
-    assert rows[3]["same_traffic"]
+    assert rows[3]["fits_share"] == pytest.approx(0.5, abs=0.1)
+    assert rows[4]["same_traffic"]
     assert "step up" in captured.err
+
+
+def test_rows_can_be_chosen(tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "CONFIG", memory_runs.CONFIG)
+    assert [row.script for row in memory.measure(9, lambda _: None, ["none"])] == ["none"]
+    with pytest.raises(ValueError, match="no row nothing; there are h100_20b_interleaved, "):
+        memory.measure(9, lambda _: None, ["nothing", "none"])
 
 
 def test_recordings_are_one_iteration_by_phase() -> None:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import matplotlib.image
 import numpy as np
 from matplotlib.colors import to_rgb
+from torch import nn
 
+from dos import DOSAdam
+from experiments.memory_log import MemoryLog
 from experiments.plots import (
     LANE_LABELS,
     MEMORY_COLOURS,
@@ -73,3 +79,17 @@ def test_memory_beside_lanes(tmp_path: Path) -> None:
     assert _pixels(path, MEMORY_COLOURS["optimizer state"]) > 3000
     assert _pixels(path, OP_COLOURS[Op.BACKWARD]) > 1000
     assert _pixels(path, MEMORY_COLOURS["a neighbour's"]) == 0
+
+
+def test_a_log_of_memory_has_the_fullest_moment_of_each_iteration() -> None:
+    """So that a picture of many iterations is not made of spikes."""
+    used = itertools.chain([10, 30, 20], itertools.repeat(20))
+    machine = SimpleNamespace(memory=lambda time_s, _: MemorySample(time_s, next(used), 5, 0))
+    model = nn.Linear(2, 2)
+    optimizer, log = DOSAdam(model.parameters()), MemoryLog()
+    with log.sampling(machine, optimizer):  # type: ignore[arg-type]
+        for _ in range(2):
+            time.sleep(0.1)
+            log.step_done(optimizer)
+    assert [sample.own for sample in log.samples] == [30, 20, 20]
+    assert [sample.time_s for sample in log.samples] == sorted(sample.time_s for sample in log.samples)

@@ -97,14 +97,13 @@ def test_matches_torch(
     torch.manual_seed(0)
     start = torch.randn(1003)
     theirs = torch.nn.Parameter(start.clone())
-    optimizer = torch.optim.Adam(
+    optimizer = (torch.optim.AdamW if decoupled else torch.optim.Adam)(
         [theirs],
         lr=1e-2,
         betas=betas,
         weight_decay=0.1,
         amsgrad=amsgrad,
         maximize=maximize,
-        decoupled_weight_decay=decoupled,
         foreach=False,
     )
     ours = [start.clone(), *(torch.zeros(1003) for _ in range(3))]

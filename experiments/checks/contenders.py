@@ -167,7 +167,7 @@ class Ours:
         rig = self._rig
         rig.optimizer.synchronize()
         timeline, plan, workload = rig.optimizer.timeline(), rig.optimizer.plan(), rig.switch.workload
-        if timeline is None or plan is None or workload is None:
+        if not timeline or plan is None or workload is None:
             return None
         # The part of backward beside which gradients left in this step.
         workload = dataclasses.replace(workload, forward_s=0.0, backward_s=max(0.0, -first_start(timeline)))

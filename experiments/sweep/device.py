@@ -101,6 +101,6 @@ def measure(model: GPT, plan: Plan, subgroup_size: int, emulated: HardwareProfil
             parameter.grad = gradient
         optimizer.step()
         timeline = optimizer.timeline()
-        assert timeline is not None, "a step has run"
+        assert timeline, "a step has run"
         seconds.append(max(span.end for span in timeline.spans))
     return statistics.median(seconds[SETTLING:])
