@@ -112,7 +112,7 @@ def save_losses(losses: Mapping[str, Sequence[float]], path: Path, *, reference:
 
 def save_spread(curves: Mapping[str, Sequence[Sequence[float]]], path: Path, *, window: int = 50) -> None:
     """Losses by step of several runs each, as bands from the least to the greatest of means over `window` steps."""
-    with plt.rc_context(_STYLE):
+    with plt.rc_context(STYLE):
         figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
         for rank, (name, runs) in enumerate(curves.items()):
             smooth = [_means(run, window) for run in runs]
