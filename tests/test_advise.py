@@ -181,8 +181,11 @@ def test_what_is_proposed_fits(machine: dict[str, object], settings: dict[str, o
 
 def test_offloading_gradients_is_no_remedy_where_the_host_is_too_small() -> None:
     """The first example of docs/planning.md: it frees the GPU's memory, and needs 4 bytes more on the host."""
-    (remedy,) = advise(question(**DESKTOP, host_bytes=117 * GIB)).remedies
+    (remedy,) = advise(question(**DESKTOP, host_bytes=50 * GIB)).remedies
     assert (remedy.change, remedy.situation.fits) == ("with --offload-gradients", False)
+    (remedy,) = advise(question(**DESKTOP, host_bytes=117 * GIB)).remedies
+    assert remedy.change == "with --checkpointing --offload-gradients --no-accumulation"
+    assert remedy.situation.fits
     (remedy,) = advise(question(**DESKTOP, host_bytes=128 * GIB)).remedies
     assert (remedy.change, remedy.situation.fits) == ("with --offload-gradients", True)
     (remedy,) = advise(question(offload_gradients=True, host_bytes=100 * GIB)).remedies

@@ -101,6 +101,7 @@ def _question(options: argparse.Namespace) -> Question:
         flops_rate=_flops_rate(options),
         offload_gradients=options.offload_gradients,
         state_format=options.state_format,
+        accumulation=not options.no_accumulation,
         nodes=options.nodes,
         fsdp=options.fsdp or options.hsdp,
         replicas=_replicas(options),
@@ -224,6 +225,7 @@ def _parser() -> _Parser:
     training.add_argument("--checkpointing", action="store_true", help="recompute each block's activations")
     training.add_argument("--eager-attention", action="store_true", help="attention keeps its matrices")
     training.add_argument("--offload-gradients", action="store_true", help="DOSAdam(offload_gradients=True)")
+    training.add_argument("--no-accumulation", action="store_true", help="one micro-batch in each step")
     formats = [name for name in STATE_FORMATS if name is not None]
     training.add_argument("--state-format", choices=formats, help="DOSAdam(state_format=...)")
     training.add_argument(

@@ -41,6 +41,7 @@ class Question:
     flops_rate: FLOP/s that forward and backward reach; None if not known.
     offload_gradients: as given to DOSAdam; it counts in memory, not in times.
     state_format: as given to DOSAdam.
+    accumulation: whether a step has several micro-batches, whose gradients add up.
     nodes: over which the ranks are divided equally.
     fsdp: whether FSDP2 (`fully_shard`) divides the model; replicas: into as many copies (HSDP).
     offload_parameters: whether its CPUOffloadPolicy keeps parameters and gradients on the host.
@@ -66,6 +67,7 @@ class Question:
     flops_rate: float | None = None
     offload_gradients: bool = False
     state_format: str | None = None
+    accumulation: bool = True
     nodes: int = 1
     fsdp: bool = False
     replicas: int = 1

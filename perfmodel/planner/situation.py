@@ -31,7 +31,7 @@ class Situation:
         self.host: HostBytes = host_footprint(
             question.state_numel,
             question.value_bytes,
-            offload_gradients=question.offload_gradients,
+            offload_gradients=question.offload_gradients and question.accumulation,
             accelerated=not question.offload_parameters,
             values=question.format.values,
             state_format=question.state_format,

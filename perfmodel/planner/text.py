@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.table import Table
 
+from perfmodel.format import INT8
 from perfmodel.plan import Placement
 from perfmodel.planner.advise import Advice
 from perfmodel.planner.jobtext import job_assumptions, job_headline, job_tables
@@ -41,10 +42,14 @@ def assumptions(advice: Advice, compute: str) -> list[str]:
     )
     lines.append("activations of fused kernels, gradients None before forward: zero_grad() as it is by default")
     accumulating = advice.situation.device.peak_accumulating
-    if accumulating > advice.situation.device.peak:
+    if question.accumulation and accumulating > advice.situation.device.peak:
         lines.append(f"accumulating over micro-batches, the peak is {format_bytes(accumulating)} instead")
     if question.attach:
         lines.append("updates run on into the next forward: optimizer.attach(model)")
+    if question.offload_gradients and question.accumulation:
+        lines.append("gradients of several micro-batches add up on the host, in float32 (--no-accumulation: one)")
+    if question.state_format == INT8:
+        lines.append("moments in 8 bits: other results than AdamW's (docs/formats.md)")
     if question.offload_gradients:
         lines.append("times do not count that offloaded gradients of subgroups updated on the GPU come up again")
     return lines

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from perfmodel.format import INT8
 from perfmodel.hardware import changed
 from perfmodel.planner.outcome import Outcome, adaptive_outcome
 from perfmodel.planner.question import MAX_SUBGROUPS, Question
@@ -90,7 +91,8 @@ def _settings(question: Question) -> Iterator[tuple[str, Question]]:
 def remedies(question: Question) -> Iterator[Remedy]:
     """Settings with which what does not fit does, asked anew; else where only host memory is missing."""
     short: list[Remedy] = []
-    for changes in ([*_single(question), *_divided(question)], _together(question)):
+    ways = [*_single(question), *_divided(question)], _together(question), *([way] for way in _fewer_bytes(question))
+    for changes in ways:
         tried = [Remedy(change, Situation(other)) for change, other in changes if other != question]
         helps = [remedy for remedy in tried if adaptive_outcome(remedy.situation).fits]
         if helps:
@@ -128,3 +130,13 @@ def _together(question: Question) -> Iterator[tuple[str, Question]]:
     if question.sharded:
         most = dataclasses.replace(less, offload_parameters=True, offload_gradients=False)
         yield "with --checkpointing --offload-parameters", most
+
+
+def _fewer_bytes(question: Question) -> Iterator[tuple[str, Question]]:
+    """What else frees host memory: no accumulator, and then moments in codes, which change results."""
+    if question.offload_parameters:
+        return
+    less = dataclasses.replace(question, checkpointing=True, offload_gradients=True, accumulation=False)
+    yield "with --checkpointing --offload-gradients --no-accumulation", less
+    coded = dataclasses.replace(less, state_format=INT8)
+    yield "with --checkpointing --offload-gradients --no-accumulation --state-format int8", coded
