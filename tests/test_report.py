@@ -38,6 +38,7 @@ def test_explain_names_plan_memory_prediction_measurement_and_bound() -> None:
     for expected in ("Plan:", "gpu_resident", "Memory:", "the device itself", "Measured:", "Predicted:", "Bound:"):
         assert expected in text
     assert "is the bottleneck" in text
+    assert "Formats: 100.0% float32; 12 bytes of state per parameter" in text
 
 
 def test_explain_without_an_accelerator_or_a_step() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from dataclasses import dataclass
 
 from dos.memory.monitor import Reading
@@ -84,6 +85,7 @@ class Report:
             f"Memory: {_gib(memory.free)} free of {_gib(memory.total)}, says {self.reading.source.value}; room "
             f"for {_gib(work.peak_free_bytes)} of {_gib(work.state_bytes)} of optimizer state, which holds "
             f"{_gib(self.held_bytes)} now",
+            f"Formats: {self._formats()}; {work.state_bytes / max(work.numel, 1):.3g} bytes of state per parameter",
             f"Last change of plan: memory for state went from {_gib(before)} to {_gib(after)}",
         ]
         if self.kernel is not None:
@@ -106,6 +108,13 @@ class Report:
             if efficiency is not None:
                 lines += [f"Efficiency: {efficiency:.0%} of the bound"]
         return "\n".join(lines)
+
+    def _formats(self) -> str:
+        """Of the state, with the share of the parameters that are kept so."""
+        numel: Counter[str] = Counter()
+        for load in self.workload.subgroups:
+            numel[load.format] += load.numel
+        return ", ".join(f"{count / max(self.workload.numel, 1):.1%} {name}" for name, count in numel.most_common())
 
     def change(self) -> str:
         """One line for the log when the plan has changed."""
