@@ -118,7 +118,7 @@ struct Codes {
       const uint32_t most = largest<0x7FFFFFFFu>(means + b * kScaled);
       // Of 17 significant bits, so that a code times its scale is exact.
       const float least = float_of((bits_of(float_of(most) / 127.0f) + 0x7Fu) & ~0x7Fu);
-      scales[b] = most >= kInfinite ? float_of(kNan) : least < kLeastScale ? 0.0f : least;
+      scales[b] = most >= kTooLarge ? float_of(kNan) : least < kLeastScale ? 0.0f : least;
       factors[b] = inverse(scales[b]);
     }
     for (int64_t b = 0; b < blocks; ++b) {
@@ -159,6 +159,7 @@ struct Codes {
 
  private:
   static constexpr uint32_t kInfinite = 0x7F800000u, kNan = 0x7FC00000u;
+  static constexpr uint32_t kTooLarge = 0x7F7FFFF9u;  // means whose code times the scale overflows
   static constexpr float kLeastScale = 0x1p-120f;  // whose inverse is far from overflowing
   static constexpr uint32_t kZero = 0x4B400000u >> 7;  // a level of 0; the lowest byte of a level is the code
 

@@ -1,7 +1,8 @@
 """Compares the Triton kernel under Triton's interpreter with the C++ kernels, to the bit; a program of its own.
 
-The interpreter computes with numpy, which rounds to nearest even as GPUs do, but has no fused multiply-add. It is given
-one, so that what is compared is the kernel: every operation, its order, and what becomes of special values.
+The interpreter computes with numpy, which rounds to nearest even as GPUs do, but has no fused
+multiply-add and makes 0.0 of an argument of -0.0. It is given the one and cured of the other, so
+that what is compared is the kernel: every operation, its order, and what becomes of special values.
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import numpy as np
 import torch
+from coded import PARAMETERS, assert_same_bytes, cloned, coded_arrays
 from test_split import L2, assert_alike, mixed_arrays, splitting
 from test_ties import NOTHING, ties
 from test_update import FLOATS, STEPS, assert_same_bits, clone, random_arrays, update
 from torch import Tensor
+from triton import language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 from dos.kernels.gpu_update import GpuBatch, _fma, gpu_kernel_name
@@ -28,6 +32,15 @@ def exact_fma(builder: Any, x: Any, y: Any, z: Any) -> Any:
     return interpreter.TensorHandle(_fma(x_, y_, z_).numpy(), x.dtype.scalar)
 
 
+scalar_constant = TritonSemantic.scalar_constant
+
+
+def signed_constant(semantic: Any, value: Any, dtype: tl.dtype) -> Any:
+    if dtype == tl.float32:
+        return semantic.tensor(semantic.builder.get_fp32(value), dtype)
+    return scalar_constant(semantic, value, dtype)
+
+
 def interpreted(runs: list[list[Tensor | None]], step: AdamStep) -> None:
     batch = [AdamArrays(*run) for run in runs]  # type: ignore[arg-type]
     GpuBatch(batch, AdamBatch(batch)._table).update([step])
@@ -37,6 +50,7 @@ def interpreted(runs: list[list[Tensor | None]], step: AdamStep) -> None:
 def main() -> None:
     np.seterr(all="ignore")
     interpreter.InterpreterBuilder.create_fma = exact_fma
+    TritonSemantic.scalar_constant = signed_constant
     low = [torch.bfloat16, torch.float16]
     outputs = [(torch.float32, out) for out in (*low, torch.float32, None)] + [(param, None) for param in low]
     compared = 0
@@ -75,6 +89,17 @@ def main() -> None:
                     update(list(expected), step)
                     assert_alike(ours, expected)
                 compared += 1
+    for seed, step in enumerate(step for step in [*STEPS, L2] if not step.amsgrad):
+        for grad in FLOATS:
+            for kind in PARAMETERS:
+                coded = [coded_arrays(n, grad, *kind, seed) for n in (8192, 128, 0, 1024, 384, 1152, 4096)]
+                for chosen in (coded[:1], coded[1:]):
+                    mine = [cloned(run) for run in chosen]
+                    interpreted([list(run) for run in mine], step)
+                    for ours, expected in zip(mine, chosen, strict=True):
+                        update(list(expected), step)
+                        assert_same_bytes(ours, expected)
+                    compared += 1
     print(f"{compared} updates compared")
 
 

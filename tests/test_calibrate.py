@@ -20,7 +20,7 @@ from dos.calibration import measure
 from dos.calibration.bench import Bench, Effort, Figure
 from dos.machine import profiles
 from perfmodel import Lane, Op, Span
-from perfmodel.hardware import HardwareProfile, Provenance
+from perfmodel.hardware import SPEEDS, HardwareProfile, Provenance
 
 SLOW = profile(
     host_bandwidth=150e6,
@@ -31,6 +31,10 @@ SLOW = profile(
     h2d_bandwidth_duplex=36e6,
     d2h_bandwidth_duplex=24e6,
     gpu_update_rate=4e6,
+    cpu_speed_split=0.7,
+    gpu_speed_split=1.4,
+    cpu_speed_int8=1.3,
+    gpu_speed_int8=2.5,
     copy_latency_s=20e-3,
     launch_latency_s=2e-3,
 )
@@ -80,7 +84,7 @@ def assert_measures_as(machine: HardwareProfile, expected: dict[str, float]) -> 
 
 def test_an_emulated_machine_measures_as_itself() -> None:
     names = [f.name for f in dataclasses.fields(SLOW) if f.name.endswith(("_rate", "_duplex", "2d_bandwidth", "_s"))]
-    names += ["d2h_bandwidth", "host_bandwidth_per_rank"]
+    names += ["d2h_bandwidth", "host_bandwidth_per_rank", *SPEEDS]
     assert_measures_as(SLOW, {name: getattr(SLOW, name) for name in names})
 
 
@@ -113,7 +117,9 @@ def test_ranks_agree_on_the_mean() -> None:
 def test_the_host_alone() -> None:
     found = measure.measure(None, TINY, [1, 2])
     result = found.profile(measure.base_profile(None), "here", ranks=3)
-    assert found.figures.keys() == {"cpu_update_rate", "cast_rate", "host_bandwidth"}
+    speeds = {"cpu_speed_split", "cpu_speed_int8"}
+    assert found.figures.keys() == {"cpu_update_rate", "cast_rate", "host_bandwidth"} | speeds
+    assert (result.cpu_speed_split, result.gpu_speed_split) == (found.figures["cpu_speed_split"].value, 1.0)
     assert found.trials.keys() == {1, 2}
     assert result.host_bandwidth == pytest.approx(3 * 28 * result.cpu_update_rate)
     assert result.ranks_per_host == 3
@@ -122,6 +128,7 @@ def test_the_host_alone() -> None:
     assert result.provenance.source == "measured"
     assert "not measured" in result.provenance.note
     assert "h2d_bandwidth" in result.provenance.note
+    assert "gpu_speed_int8" in result.provenance.note
 
 
 def test_the_minimum_on_a_full_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,6 +138,12 @@ def test_the_minimum_on_a_full_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.h2d_bandwidth == SLOW.h2d_bandwidth
     assert "h2d_bandwidth" in found.provenance.note
     assert device.memory().free == 5000
+
+
+def test_the_minimum_leaves_out_the_formats() -> None:
+    found = measure.measure_minimum(None)
+    assert (found.cpu_speed_split, found.cpu_speed_int8) == (1.0, HardwareProfile.builtin("unknown").cpu_speed_int8)
+    assert "cpu_speed_int8" in found.provenance.note
 
 
 @pytest.mark.parametrize(
@@ -145,6 +158,7 @@ def test_figures() -> None:
     assert seconds == Figure(3.0, 2 / 3)
     assert seconds.rate(12.0) == Figure(4.0, 2 / 3)
     assert [calibrate.thread_counts(n) for n in (1, 6, 8)] == [[1], [1, 2, 4, 6], [1, 2, 4, 8]]
+    assert calibrate.quantity(0.954, "times") == "0.954 times"
     written = [calibrate.quantity(v, "B/s") for v in (4.56e10, 1.0, 2e-5, 3e-9, 0.0)]
     assert written == ["45.6 GB/s", "1 B/s", "20 µB/s", "0.003 µB/s", "0 B/s"]
 

@@ -143,7 +143,7 @@ def test_results_have_the_figures(results: dict[str, Any]) -> None:
     assert contest["memory_source"] == found["memory"]["memory_source"] == "the device itself"
     assert contest["pinned"] is None, "an emulated device's memory need not be"
     assert found["host"]["pinning"]["seconds"] > 0
-    for name, features_ in (("features", 4), ("compile", 3)):
+    for name, features_ in (("features", 5), ("compile", 3)):
         assert list(found[name]["same_bits"].values()) == [True] * features_
     assert set(found["features"]["iteration_s"]) == {f.name for f in (features.PLAIN, *features.FEATURES)}
     assert set(found["compile"]["iteration_s"]) == {"compiled", "not compiled"}
@@ -210,6 +210,19 @@ def test_kernels_that_differ_in_one_bit_are_seen() -> None:
     moment.view(torch.int32)[7] ^= 1
     (found,) = kernels.differences(arrays, other)
     assert found.startswith("exp_avg differs in 1 of 100 elements; at 7")
+
+
+def test_most_blocks_of_codes_are_numbers() -> None:
+    (case,) = (case for case in kernels.CASES if case.coded)
+    arrays = kernels.drawn(case, 128 * 400, torch.device("cpu"), seed=0)
+    other = {name: None if t is None else t.clone() for name, t in arrays.items()}
+    kernels.cpp(arrays, case.step)
+    kernels.torch_operations(other, case.step)
+    assert kernels.differences(arrays, other) == []
+    for name in ("exp_avg_scale", "exp_avg_sq_scale"):
+        scale = arrays[name]
+        assert scale is not None
+        assert 50 < scale.isnan().sum() < 200
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -23,6 +23,7 @@ from test_update import STEP, STEPS, assert_same_bits, clone, random_arrays, upd
 from dos.kernels import gpu_update as module
 from dos.kernels.gpu_update import GpuBatch, gpu_kernel_name
 from dos.kernels.update import AdamArrays, AdamBatch, AdamStep
+from perfmodel.format import BLOCK
 
 HERE = Path(__file__).parent
 
@@ -33,10 +34,11 @@ def test_interpreted_it_has_the_bits_of_the_cpu_kernel() -> None:
     path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(program, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": path})
     assert done.returncode == 0, done.stderr
-    assert "488 updates compared" in done.stdout
+    assert "596 updates compared" in done.stdout
 
 
-Compile = Callable[[AdamStep, torch.dtype, torch.dtype, torch.dtype | None, bool, int, int], str]
+FULL = (torch.float32, torch.float32, None)
+Compile = Callable[[AdamStep, torch.dtype, torch.dtype, torch.dtype | None, bool, bool, int, int], str]
 
 
 @pytest.fixture(params=[80, 90])
@@ -75,11 +77,16 @@ def compile_for_gpu(
         param: torch.dtype,
         out: torch.dtype | None,
         split: bool,
+        coded: bool,
         shift: int,
         runs: int,
     ) -> str:
         arrays = random_arrays(4096 + shift, step, grad, param, out, seed=0)
-        arrays += [torch.zeros(4096 + shift, dtype=torch.int16)] * split
+        arrays.append(torch.zeros(4096 + shift, dtype=torch.int16) if split else None)
+        if coded:
+            arrays[2:4] = (torch.zeros(4096 + shift, dtype=code) for code in (torch.int8, torch.uint8))
+            # Where loads of 16 bytes would not be possible.
+            arrays += [torch.zeros(4096 // BLOCK + 1 + shift)[1:]] * 2
         on_gpu = [None if array is None else array[shift:].as_subclass(OnGpu) for array in arrays]
         run = AdamArrays(*on_gpu)  # type: ignore[arg-type]
         rows = AdamBatch([AdamArrays(*(a if a is None else a[shift:] for a in arrays))] * runs)._table  # type: ignore[arg-type]
@@ -96,15 +103,18 @@ def compile_for_gpu(
 
 @pytest.mark.parametrize("runs", [1, 2])
 @pytest.mark.parametrize(
-    ("step", "dtypes", "split", "shift"),
+    ("step", "dtypes", "split", "coded", "shift"),
     [
-        (STEP, (torch.bfloat16, torch.float32, torch.bfloat16), False, 0),
-        (STEP, (torch.bfloat16, torch.float32, torch.bfloat16), False, 1),
-        (replace(STEP, lr=1.0, eps=1.0, weight_decay=1.0, step=1), (torch.float32, torch.float32, None), False, 0),
-        (STEPS[1], (torch.float16, torch.float32, torch.float16), False, 0),
-        (STEPS[3], (torch.bfloat16, torch.bfloat16, None), False, 0),
-        (STEP, (torch.bfloat16, torch.bfloat16, None), True, 0),
-        (STEP, (torch.bfloat16, torch.bfloat16, None), True, 1),
+        (STEP, (torch.bfloat16, torch.float32, torch.bfloat16), False, False, 0),
+        (STEP, (torch.bfloat16, torch.float32, torch.bfloat16), False, False, 1),
+        (replace(STEP, lr=1.0, eps=1.0, weight_decay=1.0, step=1), FULL, False, False, 0),
+        (STEPS[1], (torch.float16, torch.float32, torch.float16), False, False, 0),
+        (STEPS[3], (torch.bfloat16, torch.bfloat16, None), False, False, 0),
+        (STEP, (torch.bfloat16, torch.bfloat16, None), True, False, 0),
+        (STEP, (torch.bfloat16, torch.bfloat16, None), True, False, 1),
+        (STEP, (torch.bfloat16, torch.bfloat16, None), True, True, 0),
+        (STEP, (torch.bfloat16, torch.float32, torch.bfloat16), False, True, 0),
+        (STEPS[4], (torch.float16, torch.float16, None), False, True, 1),
     ],
 )
 def test_compiled_it_has_the_operations_of_the_formula(
@@ -112,21 +122,25 @@ def test_compiled_it_has_the_operations_of_the_formula(
     step: AdamStep,
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None],
     split: bool,
+    coded: bool,
     shift: int,
     runs: int,
 ) -> None:
-    ptx = compile_for_gpu(step, *dtypes, split, shift, runs)
+    ptx = compile_for_gpu(step, *dtypes, split, coded, shift, runs)
     found = re.findall(r"^\s*(?:@\S+ )?((?:mul|add|sub|fma|mad|div|rcp|sqrt|rsqrt|ex2)\.\S*f\d\S*)", ptx, re.MULTILINE)
     elements = 8  # of one thread: 1024 in a program of 4 warps
     # An operation that says how it rounds is not contracted: PTX ISA, section "Floating Point Instructions".
     fmas = 4 + step.use_l2
     formula = {"mul.rn.f32": 4, "sub.rn.f32": 1, "fma.rn.f32": fmas, "sqrt.rn.f32": 1, "div.rn.f32": 1}
+    if coded:
+        scales = 1 / elements if shift == 0 else 1  # of a thread's elements, each: neighbours or not
+        formula |= {"mul.rn.f32": 9 + scales, "add.rn.f32": 3, "div.rn.f32": 1 + 3 * scales}
     assert {name: found.count(name) / elements for name in set(found)} == formula
     assert not re.search(r"\.ftz|\.approx|\.full", ptx)
     # The canonical NaN is written out, because the hardware's is another one.
     assert ptx.count("2143289344") >= elements
     # No scalar was folded into the code: another learning rate must not be compiled anew.
-    arrays = 4 + step.amsgrad + (dtypes[2] is not None) + split
+    arrays = 4 + step.amsgrad + (dtypes[2] is not None) + split + 2 * coded
     where = arrays + len(["numel"]) if runs == 1 else len(["table", "count"])
     assert len(re.findall(r"ld\.param", ptx)) == where + 8 + step.use_l2
     wide = r"ld\.global\S*\.v4\.b32"

@@ -8,7 +8,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from torch import Tensor
 from dos.devices import Device, Job, host_zeros, pinned_zeros
 from dos.kernels.update import AdamArrays, AdamStep, adam_update
 from perfmodel import Lane, Op, Span
-from perfmodel.format import MASTER, MIXED
+from perfmodel.format import CODED, MASTER, MIXED, REST, SPLIT, Format
 
 Exchange = Callable[[Any], list[Any]]
 """Gives every rank what each of them passed; returns once all have called."""
@@ -58,6 +58,7 @@ class Effort:
     host_numel, device_numel: parameters updated at once on the host and on the device, far more than caches hold.
     copy_bytes: bytes of one transfer.
     emulated_s: seconds that one update or transfer of an emulated device may last.
+    formats: whether updates are measured in all formats of the state, or in mixed precision alone.
     """
 
     seconds: float
@@ -66,14 +67,24 @@ class Effort:
     device_numel: int
     copy_bytes: int
     emulated_s: float = 0.0
+    formats: bool = True
 
 
-def _arrays(zeros: Callable[[int, torch.dtype], Tensor], numel: int) -> AdamArrays:
-    """What a mixed-precision update of so many parameters reads and writes."""
+def _arrays(zeros: Callable[[int, torch.dtype], Tensor], numel: int, formats: bool) -> dict[Format, AdamArrays]:
+    """What updates of so many parameters read and write, in mixed precision and, if wanted, in the other formats.
+
+    They share what has the same meaning, so that each finds numbers of usual size.
+    """
     low = getattr(torch, MIXED.values)
     state = {field.name: zeros(numel, getattr(torch, field.type)) for field in MIXED.fields}
     gradient = zeros(numel, low).fill_(1e-3)  # so that its pages exist: nothing else writes to it
-    return AdamArrays(gradient, state.pop(MASTER), **state, out=zeros(numel, low))
+    parameter = zeros(numel, low)
+    mixed = AdamArrays(gradient, state.pop(MASTER), **state, out=parameter)
+    if not formats:
+        return {MIXED: mixed}
+    split = AdamArrays(gradient, parameter, **state, rest=zeros(numel, torch.int16))
+    codes = {f.name: zeros(numel // f.block, getattr(torch, f.type)) for f in CODED.fields if f.name != REST}
+    return {MIXED: mixed, SPLIT: split, CODED: split._replace(**codes)}
 
 
 def _update(arrays: AdamArrays, numel: int, threads: int = 0) -> None:
@@ -89,11 +100,12 @@ class Bench:
         self._device = device
         self._held: list[Tensor] = []
         self._granted: dict[int, list[float]] = defaultdict(list)
-        self._host = _arrays(host_zeros if device is None else partial(pinned_zeros, device), effort.host_numel)
+        zeros = host_zeros if device is None else partial(pinned_zeros, device)
+        self._host = _arrays(zeros, effort.host_numel, effort.formats)
         if device is None:
             return
         try:
-            self._on_device = _arrays(self._device_zeros, effort.device_numel)
+            self._on_device = _arrays(self._device_zeros, effort.device_numel, effort.formats)
             numel = effort.copy_bytes // 4
             # Destination and source.
             here, there = (pinned_zeros(device, numel, torch.float32) for _ in range(2))
@@ -116,8 +128,13 @@ class Bench:
     def cpu_update(self, threads: Sequence[int]) -> dict[int, Figure]:
         """Parameters/s by number of threads. They take turns, so that a change of load meets all of them."""
         counts = list(dict.fromkeys(threads))
-        runs = self._runs(lambda: [[self._update_host(n).duration] for n in counts], len(counts))
+        seconds = len(counts) * self._effort.seconds
+        runs = self._runs(lambda: [[self._update_host(n).duration] for n in counts], len(counts), seconds)
         return {n: self._agree(Figure.of(s)).rate(self._effort.host_numel) for n, s in zip(counts, runs, strict=True)}
+
+    def cpu_speeds(self, threads: int) -> dict[str, Figure]:
+        """How many times as fast as in mixed precision the CPU updates in each other format. They take turns."""
+        return self._speeds("cpu", lambda: [self._update_host(threads, kept).duration for kept in self._host])
 
     def cpu_share(self, threads: int) -> float:
         """Of the time that so many threads wanted to run, the share for which other programs let them."""
@@ -126,12 +143,12 @@ class Bench:
     def cast(self, threads: int) -> dict[str, Figure]:
         """Parameters/s from fp32 to bf16, alone."""
 
-        parameter = self._host.out
+        master, parameter = self._host[MIXED].param, self._host[MIXED].out
         assert parameter is not None
 
         def run() -> float:
             start = time.perf_counter()
-            parameter.copy_(self._host.param)
+            parameter.copy_(master)
             return time.perf_counter() - start
 
         before = torch.get_num_threads()
@@ -169,10 +186,21 @@ class Bench:
         """Parameters/s, and seconds of fixed cost of a launch."""
 
         def launch(numel: int) -> Job:
-            return self._accelerator.launch(0, lambda: _update(self._on_device, numel), numel)
+            return self._launch(MIXED, numel)
 
         rate, fixed = self._fit(launch, self._effort.device_numel)
         return {"gpu_update_rate": rate, "launch_latency_s": fixed}
+
+    def device_speeds(self, alone: dict[str, Figure]) -> dict[str, Figure]:
+        """How many times as fast as in mixed precision the device updates in each other format; fixed costs apart."""
+        fixed = alone["launch_latency_s"].value
+
+        def run() -> list[float]:
+            jobs = [self._launch(kept, self._effort.device_numel) for kept in self._on_device]
+            seconds = [job.wait().duration for job in jobs]
+            return [max(s - fixed, s / 2) for s in seconds]
+
+        return self._speeds("gpu", run)
 
     def device_memory(self) -> dict[str, Figure]:
         """Bytes/s read and written, by copying within the device."""
@@ -193,12 +221,18 @@ class Bench:
         self._held.append(self._accelerator.allocate(numel * dtype.itemsize))
         return self._held[-1].view(dtype).zero_()
 
-    def _update_host(self, threads: int) -> Span:
-        numel = self._effort.host_numel
-        traffic, device = int(numel * MIXED.update_traffic), self._device
-        with nullcontext(time.perf_counter()) if device is None else device.host_update(numel, traffic) as start:
+    def _launch(self, kept: Format, numel: int) -> Job:
+        arrays = self._on_device[kept]
+        return self._accelerator.launch(0, lambda: _update(arrays, numel), numel, state_format=kept.name)
+
+    def _update_host(self, threads: int, kept: Format = MIXED) -> Span:
+        numel, device = self._effort.host_numel, self._device
+        update: AbstractContextManager[float] = nullcontext(time.perf_counter())
+        if device is not None:
+            update = device.host_update(numel, int(numel * kept.update_traffic), kept.name)
+        with update as start:
             wall, used = time.perf_counter(), time.process_time()
-            _update(self._host, numel, threads)
+            _update(self._host[kept], numel, threads)
             wall, used = time.perf_counter() - wall, time.process_time() - used
         self._granted[threads].append(used / (wall * threads))
         return Span(Lane.CPU, Op.UPDATE, 0, start, time.perf_counter())
@@ -256,14 +290,28 @@ class Bench:
 
     def _timed(self, run: Callable[[], list[float]]) -> Figure:
         """Seconds of one job, of which `run` does some."""
-        return self._agree(Figure.of(self._runs(lambda: [run()], 1)[0]))
+        return self._agree(Figure.of(self._runs(lambda: [run()], 1, self._effort.seconds)[0]))
 
-    def _runs(self, run: Callable[[], list[list[float]]], kinds: int) -> list[list[float]]:
-        """Seconds of every job, one list for each kind that `run` does in turn; begun by all ranks together."""
+    def _speeds(self, lane: str, run: Callable[[], list[float]]) -> dict[str, Figure]:
+        """By field of HardwareProfile. run: gives the seconds of an update in each format, mixed precision first.
+
+        They are compared within a round, so that a change of load between rounds cancels out.
+        """
+
+        def ratios() -> list[list[float]]:
+            mixed, *others = run()
+            return [[mixed / seconds] for seconds in others]
+
+        names = [f"{lane}_speed_{kept.name}" for kept in self._host if kept is not MIXED]
+        samples = self._runs(ratios, len(names), self._effort.seconds)
+        return {name: self._agree(Figure.of(list_)) for name, list_ in zip(names, samples, strict=True)}
+
+    def _runs(self, run: Callable[[], list[list[float]]], kinds: int, seconds: float) -> list[list[float]]:
+        """Rounds of so many seconds, begun by all ranks together; what `run` gives, in a list for each kind."""
         self._exchange(None)
         run()  # warm-up: first touch, compilation, threads
         samples: list[list[float]] = [[] for _ in range(kinds)]
-        end = time.perf_counter() + kinds * self._effort.seconds
+        end = time.perf_counter() + seconds
         rounds = 0
         while rounds < self._effort.repeats or time.perf_counter() < end:
             for list_, more in zip(samples, run(), strict=True):

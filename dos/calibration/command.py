@@ -32,6 +32,8 @@ NOISY = 0.10
 _ROWS = {
     "cpu_update_rate": ("CPU update", "param/s"),
     "cpu_update_rate_beside": ("  beside copies both ways", "param/s"),
+    "cpu_speed_split": ("  split state", "times"),
+    "cpu_speed_int8": ("  int8 state", "times"),
     "cast_rate": ("cast fp32 to bf16", "param/s"),
     "host_bandwidth": ("host memory, per rank", "B/s"),
     "h2d_bandwidth": ("host to device", "B/s"),
@@ -42,6 +44,8 @@ _ROWS = {
     "d2h_bandwidth_beside": ("  and a CPU update", "B/s"),
     "copy_latency_s": ("fixed cost of a copy", "s"),
     "gpu_update_rate": ("device update", "param/s"),
+    "gpu_speed_split": ("  split state on the device", "times"),
+    "gpu_speed_int8": ("  int8 state on the device", "times"),
     "launch_latency_s": ("fixed cost of a launch", "s"),
     "gpu_bandwidth": ("device memory", "B/s"),
 }
@@ -145,8 +149,10 @@ def remarks(found: Measurement, environment: Mapping[str, str], cores: int, host
 
 
 def quantity(value: float, unit: str) -> str:
-    """Three digits and a prefix: `45.6 GB/s`."""
+    """Three digits and a prefix: `45.6 GB/s`; none for a multiple of the rate above it: `1.05 times`."""
     prefixes = {1e12: "T", 1e9: "G", 1e6: "M", 1e3: "k", 1.0: "", 1e-3: "m", 1e-6: "µ"}
+    if unit == "times":
+        return f"{value:.3g} times"
     scale = next((s for s in prefixes if abs(value) >= s), 1e-6 if value else 1.0)
     return f"{value / scale:.3g} {prefixes[scale]}{unit}"
 

@@ -14,8 +14,8 @@ import torch
 from dos.calibration.bench import SMALL, Bench, Effort, Exchange, Figure
 from dos.devices import Device
 from dos.machine.threads import kernel_threads
-from perfmodel.format import MIXED
-from perfmodel.hardware import RATES, HardwareProfile, Provenance
+from perfmodel.format import BLOCK, MIXED
+from perfmodel.hardware import RATES, SPEEDS, HardwareProfile, Provenance
 
 Progress = Callable[[str, float], None]
 """Told what is measured next, and the share of everything that is done."""
@@ -25,7 +25,9 @@ WITHIN = 0.03
 
 FULL = Effort(seconds=3.0, repeats=5, host_numel=2**27, device_numel=2**26, copy_bytes=2**28, emulated_s=0.05)
 QUICK = Effort(seconds=0.3, repeats=3, host_numel=2**26, device_numel=2**24, copy_bytes=2**26, emulated_s=0.05)
-MINIMUM = Effort(seconds=0.05, repeats=2, host_numel=2**24, device_numel=2**22, copy_bytes=2**25, emulated_s=0.01)
+MINIMUM = Effort(
+    seconds=0.05, repeats=2, host_numel=2**24, device_numel=2**22, copy_bytes=2**25, emulated_s=0.01, formats=False
+)
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class Measurement:
         """The measured profile of a host with so many ranks; what was not measured is taken from `base`."""
         fields = [f.name for f in dataclasses.fields(base)]
         values: dict[str, Any] = {name: figure.value for name, figure in self.figures.items() if name in fields}
-        missing = [name for name in RATES if name not in values and name != "cpu_traffic_factor"]
+        missing = [name for name in RATES + SPEEDS if name not in values and name != "cpu_traffic_factor"]
         if missing:
             unmeasured = f"not measured, taken from the profile {base.name!r}: {', '.join(missing)}"
             note = f"{note}; {unmeasured}" if note else unmeasured
@@ -79,7 +81,8 @@ def measure_minimum(device: Device | None) -> HardwareProfile:
     """A rough profile in under 2 s, for a first step on a machine that was never calibrated.
 
     It is of this rank as it is now, with the number of threads that updates have; the memory it needs is given back.
-    Without enough device memory, or without a device, only the host is measured.
+    How fast updates are in each format of the state is not measured. Without enough device memory, or without a
+    device, only the host is.
     """
     note = "roughly, at the first step; `python -m dos.calibrate` does better"
     threads = [kernel_threads()]
@@ -129,6 +132,8 @@ def measure(
         chosen = choose_threads({n: figure.value for n, figure in trials.items()})
         figures = {"cpu_update_rate": trials[chosen]}
         stages: list[tuple[str, Callable[[], dict[str, Figure]]]] = []
+        if effort.formats:
+            stages.append(("CPU updates by format", lambda: bench.cpu_speeds(chosen)))
         if not emulated:
             stages.append(("casts", lambda: bench.cast(chosen)))
         if device is not None:
@@ -138,6 +143,8 @@ def measure(
                 ("copies beside CPU updates", lambda: bench.beside(figures, chosen)),
                 ("device updates", bench.device_update),
             ]
+            if effort.formats:
+                stages.append(("device updates by format", lambda: bench.device_speeds(figures)))
             if not emulated:
                 stages.append(("device memory", bench.device_memory))
         for done, (label, stage) in enumerate(stages, 1):
@@ -164,8 +171,8 @@ def _fitted(effort: Effort, device: Device | None, ranks: int) -> Effort:
         on_device, copied = min(on_device, int(free / (4 * MIXED.held_bytes))), min(copied, free // 8)
     return dataclasses.replace(
         effort,
-        host_numel=max(host, SMALL),
-        device_numel=max(on_device, 2 * SMALL),
+        host_numel=max(host, SMALL) // BLOCK * BLOCK,
+        device_numel=max(on_device, 2 * SMALL) // BLOCK * BLOCK,
         copy_bytes=max(copied, 8 * SMALL),
     )
 

@@ -14,8 +14,9 @@ Codes are rounded up or down with a probability that makes them right in the mea
 the new moments themselves, so that a result depends on nothing but the values: not on plan, threads or ranks.
 
 Every operation is correctly rounded, so all kernels write the same codes. Values that were decoded get the codes
-from which they come. A value that is not finite makes its block NaN. Values of `exp_avg` of less than 2**-113 in a
-block of no greater ones become 0.
+from which they come. A value that is not finite makes its block NaN, as does one of the seven largest of `exp_avg`,
+because its code times the scale would overflow. Values of `exp_avg` of less than 2**-113 in a block of no greater
+ones become 0.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from torch import Tensor
 from perfmodel.format import BLOCK
 
 _INFINITE = 0x7F800000
+_TOO_LARGE = 0x7F7FFFF9
 _LEAST_SCALE = 2.0**-120
 
 
@@ -49,13 +51,14 @@ def encode(exp_avg: Tensor, exp_avg_sq: Tensor, root: Tensor | None = None) -> C
     most = _largest(exp_avg)
     least = ((most.view(torch.float32) / 127).view(torch.int32) + 0x7F & ~0x7F).view(torch.float32)
     scale = torch.where(least < _LEAST_SCALE, 0.0, least)
-    levels = _scaled(exp_avg, scale, most) + (drawn >> 17 & 0x7F) >> 7
-    means = levels.to(torch.int8), torch.where(most < _INFINITE, scale, torch.nan)
+    scale = torch.where(most < _TOO_LARGE, scale, torch.nan)
+    levels = _scaled(exp_avg, scale) + (drawn >> 17 & 0x7F) >> 7
+    means = levels.to(torch.int8), scale
 
     most = _largest(root)
-    scale = most.view(torch.float32) / 256
-    levels = _scaled(root, scale, most) + (drawn >> 25) >> 7
-    return Codes(*means, (levels.clamp_(min=1) - 1).to(torch.uint8), torch.where(most < _INFINITE, scale, torch.nan))
+    scale = torch.where(most < _INFINITE, most.view(torch.float32) / 256, torch.nan)
+    levels = _scaled(root, scale) + (drawn >> 25) >> 7
+    return Codes(*means, (levels.clamp_(min=1) - 1).to(torch.uint8), scale)
 
 
 def decode(codes: Codes) -> tuple[Tensor, Tensor]:
@@ -71,7 +74,8 @@ def rooted(exp_avg_sq: Tensor) -> Tensor:
 
 
 def _bits(values: Tensor) -> Tensor:
-    return values.view(torch.int32).long()
+    """All NaN alike, for processors make different ones."""
+    return torch.where(values.isnan(), 0x7FC00000, values.view(torch.int32)).long()
 
 
 def _largest(values: Tensor) -> Tensor:
@@ -80,15 +84,9 @@ def _largest(values: Tensor) -> Tensor:
     return magnitudes.view(-1, BLOCK).amax(dim=1)
 
 
-def _scaled(values: Tensor, scale: Tensor, most: Tensor) -> Tensor:
-    """In 128ths of the scale of their block, rounded to nearest; 0 where that is 0 or nothing is finite."""
-    usable = (most < _INFINITE) & (scale > 0)
-    factor = torch.where(usable, 1 / scale, 0.0)[:, None]
+def _scaled(values: Tensor, scale: Tensor) -> Tensor:
+    """In 128ths of the scale of their block, rounded to nearest; 0 where that is 0 or NaN."""
+    factor = torch.where(scale > 0, 1 / scale, 0.0)[:, None]
     return (
-        torch.where((most < _INFINITE)[:, None], values.view(-1, BLOCK), 0.0)
-        .mul_(factor)
-        .mul_(128)
-        .round_()
-        .view(-1)
-        .int()
+        torch.where(scale.isnan()[:, None], 0.0, values.view(-1, BLOCK)).mul_(factor).mul_(128).round_().view(-1).int()
     )

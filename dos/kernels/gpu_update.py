@@ -98,7 +98,8 @@ class SentTable:
 
 def _alike(table: np.ndarray) -> Iterator[np.ndarray]:
     """The runs that one launch updates: of one setting, types and alignment."""
-    misaligned = ((table[:, :GRAD_TYPE] | table[:, NUMEL, None]) & 15).any(axis=1)
+    # But not of scales, of which no thread loads several at once.
+    misaligned = ((table[:, : REST + 1] | table[:, NUMEL, None]) & 15).any(axis=1)
     keys = (table[:, STEP] * 2 + misaligned) * 2 + (table[:, REST] != 0)
     keys = keys * 2 + (table[:, EXP_AVG_SCALE] != 0)
     keys = (keys * 4 + table[:, OUT_TYPE] + 1) * 9

@@ -19,11 +19,14 @@ import triton.language as tl
 from torch import Tensor
 
 from dos.kernels.adam import NUMEL, REST, STEP, AdamArrays, AdamStep
+from perfmodel.format import BLOCK as SCALED
 
 _BLOCK = 1024  # elements for one program: eight for each thread, so that 16-bit loads are 16 bytes wide
 _WARPS = 4
+_ZERO = tl.constexpr(0x4B400000 >> 7)  # a level of 0; the lowest byte of a level is the code
 _WORDS = tl.constexpr(STEP + 1)
 _NUMEL = tl.constexpr(NUMEL)
+_SCALED = tl.constexpr(SCALED)  # elements that share a scale
 _FIRST = tl.constexpr(STEP)  # on the device this column has the number of the run's first block
 
 
@@ -81,7 +84,7 @@ def adam_update(
     )
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count", "exp_avg_scale", "exp_avg_sq_scale"])
 def adam_kernel(
     grad: tl.tensor,
     param: tl.tensor,
@@ -90,6 +93,8 @@ def adam_kernel(
     max_exp_avg_sq: tl.tensor,
     out: tl.tensor,
     rest: tl.tensor,
+    exp_avg_scale: tl.tensor,
+    exp_avg_sq_scale: tl.tensor,
     numel: tl.tensor,
     table: tl.tensor,
     count: tl.tensor,
@@ -108,10 +113,10 @@ def adam_kernel(
     PTX: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
 ) -> None:
-    """Elements [0, numel) of arrays on the device. max_exp_avg_sq, out, rest: None where there is none.
+    """Elements [0, numel) of arrays on the device. max_exp_avg_sq, out, rest, scales: None where there is none.
 
     table: of so many runs as `count` says, which are updated instead; the arrays then say of what kind they are.
-    ALIGNED: whether all addresses and lengths in the table are multiples of 16.
+    ALIGNED: whether all addresses but those of scales, and all lengths, in the table are multiples of 16.
     PTX: False under Triton's interpreter, which knows no PTX.
     """
     block = tl.program_id(0).to(tl.int64)
@@ -138,26 +143,47 @@ def adam_kernel(
             out = _pointer(run, 5, out, ALIGNED)
         if rest is not None:
             rest = _pointer(run, 6, rest, ALIGNED)
+        if exp_avg_scale is not None:
+            exp_avg_scale = _pointer(run, 7, exp_avg_scale, False)
+            exp_avg_sq_scale = _pointer(run, 8, exp_avg_sq_scale, False)
     index = block * BLOCK + tl.arange(0, BLOCK)
     mask = index < numel
     g = _widened(tl.load(grad + index, mask=mask, other=0.0)) * grad_scale
     p = _widened(tl.load(param + index, mask=mask, other=0.0))
     if rest is not None:
         p = _joined(p, tl.load(rest + index, mask=mask, other=0))
-    m = tl.load(exp_avg + index, mask=mask, other=0.0)
-    v = tl.load(exp_avg_sq + index, mask=mask, other=0.0)
+    m = tl.load(exp_avg + index, mask=mask, other=0)
+    v = tl.load(exp_avg_sq + index, mask=mask, other=0)
+    if exp_avg_scale is not None:
+        scaled = block * (BLOCK // _SCALED) + tl.arange(0, BLOCK // _SCALED)
+        in_range = scaled * _SCALED < numel
+        m = _times(m.to(tl.float32), tl.load(exp_avg_scale + scaled, mask=in_range, other=0.0))
+        v = _times(v.to(tl.float32) + 1.0, tl.load(exp_avg_sq_scale + scaled, mask=in_range, other=0.0))
+        v = v * v
     if USE_L2:
         g = tl.fma(p, l2, g)
     p = p * decay
     m = tl.fma(g - m, lerp_weight, g if LERP_FROM_GRAD else m)
     v = tl.fma(g * one_minus_beta2, g, v * beta2)
-    tl.store(exp_avg + index, _canonical(m), mask=mask)
-    tl.store(exp_avg_sq + index, _canonical(v), mask=mask)
+    if exp_avg_scale is None:
+        tl.store(exp_avg + index, _canonical(m), mask=mask)
+        tl.store(exp_avg_sq + index, _canonical(v), mask=mask)
     if max_exp_avg_sq is not None:
         previous = tl.load(max_exp_avg_sq + index, mask=mask, other=0.0)
         v = tl.where((v > previous) | (v != v), v, previous)
         tl.store(max_exp_avg_sq + index, _canonical(v), mask=mask)
-    denominator = tl.fma(_sqrt(v, PTX), inv_bias_correction2_sqrt, eps)
+    root = _sqrt(v, PTX)
+    if exp_avg_scale is not None:
+        drawn = _drawn(m, v)
+        scale = _mean_scale(_largest(m), PTX)
+        levels = _levels(m, scale, (drawn >> 17) & 0x7F, PTX)
+        tl.store(exp_avg_scale + scaled, scale, mask=in_range)
+        tl.store(exp_avg + index, levels.to(tl.int8), mask=mask)
+        scale = _root_scale(_largest(root))
+        levels = _levels(root, scale, drawn >> 25, PTX)
+        tl.store(exp_avg_sq_scale + scaled, scale, mask=in_range)
+        tl.store(exp_avg_sq + index, (tl.maximum(levels, _ZERO + 1) - 1).to(tl.uint8), mask=mask)
+    denominator = tl.fma(root, inv_bias_correction2_sqrt, eps)
     p = _canonical(tl.fma(_divide(m, denominator, PTX), minus_step_size, p))
     if out is not None:
         if out.dtype.element_ty == tl.bfloat16:
@@ -175,6 +201,48 @@ def _pointer(run: tl.tensor, word: tl.constexpr, like: tl.tensor, ALIGNED: tl.co
     if ALIGNED:
         address = tl.multiple_of(address, 16)
     return address
+
+
+@triton.jit
+def _times(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
+    """Each element times the scale of its block."""
+    return tl.reshape(tl.reshape(x, (scale.shape[0], _SCALED)) * scale[:, None], (x.shape[0],))
+
+
+@triton.jit
+def _largest(x: tl.tensor) -> tl.tensor:
+    """The bits of the largest magnitude in each block; see dos/kernels/codes.py, also for the next three."""
+    magnitudes = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return tl.max(tl.reshape(magnitudes, (x.shape[0] // _SCALED, _SCALED)), axis=1)
+
+
+@triton.jit
+def _drawn(m: tl.tensor, v: tl.tensor) -> tl.tensor:
+    both = _canonical(m).to(tl.uint32, bitcast=True) ^ _canonical(v).to(tl.uint32, bitcast=True)
+    return both * 0x9E3779B1
+
+
+@triton.jit
+def _mean_scale(most: tl.tensor, PTX: tl.constexpr) -> tl.tensor:  # noqa: N803
+    least = _divide(most.to(tl.float32, bitcast=True), tl.full(most.shape, 127.0, tl.float32), PTX)
+    bits = (least.to(tl.int32, bitcast=True) + 0x7F) & 0x7FFFFF80
+    bits = tl.where(bits < 0x03800000, 0, bits)  # 2**-120
+    return tl.where(most < 0x7F7FFFF9, bits, 0x7FC00000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _root_scale(most: tl.tensor) -> tl.tensor:
+    bits = (most.to(tl.float32, bitcast=True) * (1 / 256)).to(tl.int32, bitcast=True)
+    return tl.where(most < 0x7F800000, bits, 0x7FC00000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _levels(x: tl.tensor, scale: tl.tensor, drawn: tl.tensor, PTX: tl.constexpr) -> tl.tensor:  # noqa: N803
+    """In levels of the scale, after _ZERO: 128ths, rounded to nearest, then down or up as `drawn`, of 7 bits, says."""
+    factor = tl.where(scale > 0, _divide(tl.full(scale.shape, 128.0, tl.float32), scale, PTX), 0.0)
+    finite = tl.reshape(tl.where((scale == scale)[:, None], tl.reshape(x, (scale.shape[0], _SCALED)), 0.0), x.shape)
+    near = _times(finite, factor) + 12582912.0  # 1.5 * 2**23, which leaves no bits below one
+    return (near.to(tl.uint32, bitcast=True) + drawn) >> 7
 
 
 @triton.jit

@@ -59,6 +59,7 @@ class Feature:
 PLAIN = Feature("plain")
 FEATURES = (
     Feature("clipping", {"max_grad_norm": 0.1}),
+    Feature("moments in 8 bits", {"state_format": "int8"}),
     Feature("GradScaler", dtype=torch.float16, scaled=True),
     Feature("offloaded gradients", {"offload_gradients": True}, as_plain=True),
     Feature("offloaded gradients of two micro-batches", {"offload_gradients": True}, micro_batches=2),

@@ -12,14 +12,16 @@ from dos.kernels.gpu_update import _adam_update_torch, gpu_kernel_name
 from dos.kernels.update import AdamArrays, AdamStep, adam_update, instruction_sets
 from experiments.checks.base import Bench, Size, Target
 from experiments.checks.training import prepare
+from perfmodel.format import BLOCK
 
-NUMEL = {Size.TINY: 20_000, Size.SMALL: 2_000_000, Size.FULL: 100_000_000}
-"""Elements of each case."""
+NUMEL = {Size.TINY: 20_480, Size.SMALL: 2_000_000, Size.FULL: 100_000_000}
+"""Elements of each case, whole blocks of those that share a scale."""
 CHUNK = 1 << 24
 """Elements at a time."""
 
 GPU_KERNEL = "GPU kernel"
 
+_SCALES = ("exp_avg_scale", "exp_avg_sq_scale")
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _SPECIAL = (
     *(0.0, 1.0, 1.5, 1e-8, 1e8, 1e-30, 1e30, 3.4028234663852886e38, 1.1754943508222875e-38),
@@ -34,7 +36,8 @@ bf16; and negated."""
 class Case:
     """Settings of one update, and the types of what it reads and writes.
 
-    copy: of the parameter, None for none. split: whether the parameter is half of its master.
+    copy: of the parameter, None for none. split: whether the parameter is half of its master. coded: whether the
+    moments are in codes.
     """
 
     name: str
@@ -43,6 +46,7 @@ class Case:
     parameter: torch.dtype = torch.float32
     copy: torch.dtype | None = None
     split: bool = False
+    coded: bool = False
 
 
 CASES = (
@@ -58,6 +62,14 @@ CASES = (
         torch.bfloat16,
         parameter=torch.bfloat16,
         split=True,
+    ),
+    Case(
+        "bf16 gradient and parameter, split master, moments in 8 bits",
+        AdamStep(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, step=1000),
+        torch.bfloat16,
+        parameter=torch.bfloat16,
+        split=True,
+        coded=True,
     ),
     Case(
         "fp16 gradient and parameter, amsgrad, loss scale",
@@ -153,8 +165,8 @@ def torch_operations(arrays: Arrays, step: AdamStep) -> None:
 
 
 def adam_arrays(arrays: Arrays) -> AdamArrays:
-    names = ("gradient", "parameter", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "copy", "rest")
-    return AdamArrays(*(arrays[name] for name in names))  # type: ignore[arg-type]
+    names = ("gradient", "parameter", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "copy", "rest", *_SCALES)
+    return AdamArrays(*(arrays.get(name) for name in names))  # type: ignore[arg-type]
 
 
 def chunks(numel: int) -> Iterator[tuple[Case, int, int]]:
@@ -171,7 +183,7 @@ def drawn(case: Case, numel: int, device: torch.device, seed: int) -> Arrays:
     def draw(dtype: torch.dtype) -> Tensor:
         return values(numel, dtype, device, generator)
 
-    return {
+    found: Arrays = {
         "gradient": draw(case.gradient),
         "parameter": draw(case.parameter),
         "exp_avg": draw(torch.float32),
@@ -180,6 +192,27 @@ def drawn(case: Case, numel: int, device: torch.device, seed: int) -> Arrays:
         "copy": None if case.copy is None else torch.zeros(numel, dtype=case.copy, device=device),
         "rest": draw(torch.bfloat16).view(torch.int16) if case.split else None,
     }
+    if case.coded:
+        found |= in_codes(draw(case.gradient), numel, device, generator)
+    return found
+
+
+def in_codes(gradient: Tensor, numel: int, device: torch.device, generator: torch.Generator) -> Arrays:
+    """Moments in codes, some of them NaN, and the gradient in fewer kinds.
+
+    One value whose square is not finite makes its block NaN, so three blocks of four have none.
+    """
+    rows = gradient.view(-1, BLOCK)
+    block = torch.arange(len(rows), device=device)
+    usable = (rows.abs() < 1e18) | (block % 4 == 0)[:, None]
+    found: Arrays = {"gradient": rows.masked_fill(~usable, 0.0).view(-1)}
+    for name, code, least in (("exp_avg", torch.int8, -127), ("exp_avg_sq", torch.uint8, 0)):
+        found[name] = torch.randint(least, least + 255, (numel,), device=device, generator=generator).to(code)
+    for every, name in zip((7, 11), _SCALES, strict=True):
+        size = torch.empty(len(rows), device=device).uniform_(-18, 0, generator=generator).exp_()
+        scale = (size.view(torch.int32) & ~0x7F).view(torch.float32)  # of 17 bits, as updates leave them
+        found[name] = scale.masked_fill(block % every == 0, torch.nan)
+    return found
 
 
 def values(numel: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from coded import PARAMETERS, assert_same_bytes, coded_arrays
 from test_split import L2, assert_alike, mixed_arrays, splitting
 from test_ties import NOTHING, ties
 from test_update import FLOATS, STEP, STEPS, assert_same_bits, clone, random_arrays, random_bits, update
@@ -104,6 +105,22 @@ def test_a_split_master(kernel: str, step: AdamStep, grad: torch.dtype) -> None:
             update(ours, step)
             update(list(mixed), step)
         assert_alike(AdamArrays(*moved(ours, "cpu")), mixed)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("grad", FLOATS)
+@pytest.mark.parametrize("step", [step for step in STEPS if not step.amsgrad])
+def test_moments_in_codes(kernel: str, step: AdamStep, grad: torch.dtype) -> None:
+    sizes = [(128 * 7000, 0), (128, 1), (1152, 0), (128 * 501, 4), (4096, 0)]
+    for seed, kind in enumerate(PARAMETERS):
+        start = [list(coded_arrays(numel, grad, *kind, seed)) for numel, _ in sizes]
+        ours = [moved(run, "cuda", offset) for run, (_, offset) in zip(start, sizes, strict=True)]
+        batch = AdamBatch([AdamArrays(*run) for run in ours])  # type: ignore[arg-type]
+        for _ in range(3):
+            batch.update([step])
+            for run in start:
+                update(run, step)
+        for run, expected in zip(ours, start, strict=True):
+            assert_same_bytes(moved(run, "cpu"), expected)
 
 
 @pytest.mark.parametrize("numel", [0, 1, 2, 15, 16, 1023, 1024, 1025, 70_001])

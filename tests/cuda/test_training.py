@@ -138,6 +138,12 @@ def test_offloaded_gradients(expected: list[bytes]) -> None:
     assert run(with_policy("stride:2", offload_gradients=True)) == expected
 
 
+@pytest.mark.parametrize("policy", [0.0, 0.5, "stride:2", "adaptive"])
+def test_moments_in_codes(policy: str | float) -> None:
+    coded = {"state_format": "int8"}
+    assert run(with_policy(policy, **coded), attached=True) == run(with_policy("cpu", **coded))
+
+
 def test_a_caller_on_another_stream(expected: list[bytes]) -> None:
     with torch.cuda.stream(torch.cuda.Stream()):
         assert run(with_policy("stride:2"), attached=True) == expected
