@@ -38,6 +38,7 @@ struct AdamScalars {
   float step_size;                  // lr / (1 - beta1^t)
   bool use_l2;
   bool amsgrad;
+  uint32_t seed;                    // of the step; moves the places where codes are rounded up
 };
 
 // Elements whose codes share a scale. Moments are in codes only where runs are whole blocks.
@@ -51,7 +52,7 @@ struct AdamArrays {
   float* max_exp_avg_sq;  // null if there is none; used with amsgrad
   void* out;              // copy of the new parameter, or null; requires a float32 param
   int16_t* rest;          // lower halves of the masters, or null; requires a bfloat16 param and no out
-  float* exp_avg_scale;     // one for each kScaled elements, or null; both or none, without amsgrad
+  float* exp_avg_scale;   // one for each kScaled elements, or null; both or none, without amsgrad
   float* exp_avg_sq_scale;
   DType grad_type;
   DType param_type;

@@ -56,12 +56,13 @@ NB_MODULE(_adam, module) {
   // runs: the address of `count` AdamRun; scalars: AdamScalars in order, in double precision.
   module.def(
       "adam_update",
-      [](uintptr_t runs, int64_t count, const std::vector<std::array<double, 12>>& scalars, int threads,
+      [](uintptr_t runs, int64_t count, const std::vector<std::array<double, 13>>& scalars, int threads,
          const Name& isa_name) {
         std::vector<dos::AdamScalars> rounded;
         for (const auto& s : scalars) {
           const auto f = [&](int i) { return static_cast<float>(s[i]); };
-          rounded.push_back({f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7), f(8), f(9), s[10] != 0, s[11] != 0});
+          rounded.push_back({f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7), f(8), f(9), s[10] != 0, s[11] != 0,
+                             static_cast<uint32_t>(s[12])});
         }
         const dos::Isa isa = find_isa(isa_name);
         const nb::gil_scoped_release release;

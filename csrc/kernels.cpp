@@ -86,10 +86,11 @@ struct Split {
   }
 };
 
-// Moments in codes of 8 bits, by blocks of kScaled elements that share a scale; see adam.h.
-// The loops are apart, each of one kind of step, because compilers vectorise those.
+// Moments in codes of 8 bits, by blocks of kScaled elements that share a scale, as dos/kernels/codes.py
+// defines them. The loops are apart, each of one kind of step, because compilers vectorise those.
 struct Codes {
   static constexpr int64_t kTogether = 4;  // blocks, so that one does not wait for the scale of another
+
   static void decode(int64_t blocks, const int8_t* __restrict codes, const float* __restrict scales,
                      float* __restrict means) {
     for (int64_t b = 0; b < blocks; ++b) {
@@ -110,58 +111,60 @@ struct Codes {
     }
   }
 
-  // Both take what the update made of some blocks, and write their codes and scales.
-  static void encode(int64_t blocks, const float* __restrict means, const uint32_t* __restrict drawn,
-                     int8_t* __restrict codes, float* __restrict scales) {
-    float factors[kTogether];
+  // 16 bits that say where rounding goes up, from the new moments, the step, and the place in the block.
+  static uint16_t draw(float mean, float square, uint32_t salt) {
+    return static_cast<uint16_t>(((bits_of(mean) ^ bits_of(square) ^ salt) * 0x9E3779B1u) >> 16);
+  }
+  static uint32_t salt(uint32_t seed, int64_t place) {
+    return seed ^ static_cast<uint32_t>(place % kScaled) * 0x85EBCA6Bu;
+  }
+
+  // Writes codes and scales of what the update made of some blocks, which are `means` and the `roots` of the squares.
+  static void encode(int64_t blocks, const float* __restrict means, const float* __restrict roots,
+                     const uint16_t* __restrict drawn, int8_t* __restrict mean_codes, float* __restrict mean_scales,
+                     uint8_t* __restrict root_codes, float* __restrict root_scales) {
     for (int64_t b = 0; b < blocks; ++b) {
-      const uint32_t most = largest<0x7FFFFFFFu>(means + b * kScaled);
+      const uint32_t mean = largest<0x7FFFFFFFu>(means + b * kScaled), root = largest<~0u>(roots + b * kScaled);
+      const bool finite = mean < kTooLarge && root < kInfinite;
       // Of 17 significant bits, so that a code times its scale is exact.
-      const float least = float_of((bits_of(float_of(most) / 127.0f) + 0x7Fu) & ~0x7Fu);
-      scales[b] = most >= kTooLarge ? float_of(kNan) : least < kLeastScale ? 0.0f : least;
-      factors[b] = inverse(scales[b]);
+      const float scale = float_of((bits_of(float_of(mean) / 127.0f) + 0x7Fu) & ~0x7Fu);
+      mean_scales[b] = finite ? (scale < kLeastScale ? 0.0f : scale) : float_of(kNan);
+      root_scales[b] = finite ? float_of(root) * (1.0f / 256) : float_of(kNan);
     }
-    for (int64_t b = 0; b < blocks; ++b) {
-      const float factor = factors[b];
-      uint32_t wide[kScaled];
+    for (int64_t b = 0; b < blocks; ++b, means += kScaled, roots += kScaled, drawn += kScaled,
+                 mean_codes += kScaled, root_codes += kScaled) {
+      if (root_scales[b] != root_scales[b]) {
+        for (int64_t i = 0; i < kScaled; ++i) mean_codes[i] = 0, root_codes[i] = 0;
+        continue;
+      }
+      // Levels in 128ths and in 4096ths, rounded to nearest, then down or up to a level. Adding 1.5 * 2**23
+      // leaves what is below 1 to the rounding, and the number in the lowest bits.
+      const float mean_factor = inverse(mean_scales[b], 128), root_factor = inverse(root_scales[b], 4096);
+      uint16_t parts[kScaled];
+      uint32_t levels[kScaled];
+#pragma omp simd
+      for (int64_t i = 0; i < kScaled; ++i) parts[i] = static_cast<uint16_t>(bits_of(means[i] * mean_factor + kShift));
 #pragma omp simd
       for (int64_t i = 0; i < kScaled; ++i) {
-        wide[i] = rounded(means[b * kScaled + i] * factor, drawn[b * kScaled + i] << 8);
+        const uint16_t raised = static_cast<uint16_t>(parts[i] + (drawn[i] & 0x7Fu));
+        mean_codes[i] = static_cast<int8_t>(static_cast<int16_t>(raised) >> 7);
       }
-      narrow(wide, codes + b * kScaled, scales[b]);
-    }
-  }
-  static void encode_roots(int64_t blocks, const float* __restrict roots, const uint32_t* __restrict drawn,
-                           uint8_t* __restrict codes, float* __restrict scales) {
-    float factors[kTogether];
-    for (int64_t b = 0; b < blocks; ++b) {
-      const uint32_t most = largest<~0u>(roots + b * kScaled);
-      scales[b] = most >= kInfinite ? float_of(kNan) : float_of(most) * (1.0f / 256);
-      factors[b] = inverse(scales[b]);
-    }
-    for (int64_t b = 0; b < blocks; ++b) {
-      const float factor = factors[b];
-      uint32_t wide[kScaled];
 #pragma omp simd
       for (int64_t i = 0; i < kScaled; ++i) {
-        const uint32_t level = rounded(roots[b * kScaled + i] * factor, drawn[b * kScaled + i]);
-        wide[i] = (level > kZero ? level : kZero + 1) - 1;
+        const uint32_t level = (bits_of(roots[i] * root_factor + kShift) + (drawn[i] >> 4)) >> 12;
+        levels[i] = (level > kZero ? level : kZero + 1) - 1;
       }
-      narrow(wide, codes + b * kScaled, scales[b]);
-    }
-  }
-  // Bits that say where rounding goes up, drawn from the new moments themselves: the highest for the
-  // root, those from the 17th for the mean.
-  static void draw(int64_t size, const float* __restrict means, const float* __restrict squares, uint32_t* __restrict drawn) {
 #pragma omp simd
-    for (int64_t i = 0; i < size; ++i) drawn[i] = (bits_of(means[i]) ^ bits_of(squares[i])) * 0x9E3779B1u;
+      for (int64_t i = 0; i < kScaled; ++i) root_codes[i] = static_cast<uint8_t>(levels[i]);
+    }
   }
 
  private:
   static constexpr uint32_t kInfinite = 0x7F800000u, kNan = 0x7FC00000u;
   static constexpr uint32_t kTooLarge = 0x7F7FFFF9u;  // means whose code times the scale overflows
-  static constexpr float kLeastScale = 0x1p-120f;  // whose inverse is far from overflowing
-  static constexpr uint32_t kZero = 0x4B400000u >> 7;  // a level of 0; the lowest byte of a level is the code
+  static constexpr float kLeastScale = 0x1p-120f;     // whose inverse is far from overflowing
+  static constexpr float kShift = 0x1.8p23f;
+  static constexpr uint32_t kZero = 0x4B400000u >> 12;  // a level of 0 after the shift; its lowest byte is 0
 
   // The bits of the largest magnitude, which are in the order of the magnitudes, any NaN above them.
   template <uint32_t kMask>
@@ -174,21 +177,7 @@ struct Codes {
     }
     return most;
   }
-  // Levels in 128ths, rounded to nearest, then down or up to a level as the 7 highest bits of `drawn` say.
-  static uint32_t rounded(float levels, uint32_t drawn) {
-    return (bits_of(levels + 0x1.8p23f) + (drawn >> 25)) >> 7;
-  }
-  // One over a scale, or 0 where all codes are to be 0.
-  static float inverse(float scale) { return scale > 0 ? 128.0f / scale : 0.0f; }
-  template <class Code>
-  static void narrow(const uint32_t* __restrict wide, Code* __restrict codes, float scale) {
-    if (scale != scale) {
-      for (int64_t i = 0; i < kScaled; ++i) codes[i] = 0;
-      return;
-    }
-#pragma omp simd
-    for (int64_t i = 0; i < kScaled; ++i) codes[i] = static_cast<Code>(wide[i]);
-  }
+  static float inverse(float scale, float parts) { return scale > 0 ? parts / scale : 0.0f; }
 };
 
 // Square roots and divisions fill the window in which the processor would find the next loads by itself, so the loops
@@ -224,13 +213,17 @@ void adam(const AdamArrays& arrays, const AdamScalars& scalars, int64_t begin, i
   float* __restrict exp_avg = kCodes ? decoded[0] : static_cast<float*>(arrays.exp_avg);
   float* __restrict exp_avg_sq = kCodes ? decoded[1] : static_cast<float*>(arrays.exp_avg_sq);
   float* __restrict roots = decoded[kCodes ? 2 : 0];
-  alignas(64) uint32_t drawn[kCodes ? Codes::kTogether * kScaled : 1];
+  alignas(64) uint32_t salts[kCodes ? Codes::kTogether * kScaled : 1];
+  alignas(64) uint16_t drawn[kCodes ? Codes::kTogether * kScaled : 1];
   const AdamScalars s = scalars;
   // As torch.lerp: exact at weight 1 (beta1 = 0), where m + 1 * (g - m) is not.
   const bool lerp_from_grad = !(s.one_minus_beta1 < 0.5f);
   const float lerp_weight = lerp_from_grad ? -s.beta1 : s.one_minus_beta1;
 
   constexpr int64_t kSize = kCodes ? Codes::kTogether * kScaled : kBlock;
+  if constexpr (kCodes) {
+    for (int64_t k = 0; k < kSize; ++k) salts[k] = Codes::salt(s.seed, k);
+  }
   for (int64_t block = begin; block < end; block += kSize) {
     const int64_t stop = end_of_block(block, end, kSize), blocks = (stop - block) / kScaled;
     prefetch<kSize>(grad, block);
@@ -265,7 +258,7 @@ void adam(const AdamArrays& arrays, const AdamScalars& scalars, int64_t begin, i
       v = __builtin_fmaf(s.one_minus_beta2 * g, g, s.beta2 * v);
       if constexpr (kCodes) {
         exp_avg[k] = m;
-        drawn[k] = (bits_of(m) ^ bits_of(v)) * 0x9E3779B1u;
+        drawn[k] = Codes::draw(m, v, salts[k]);
       } else {
         exp_avg[k] = canonical(m);
         exp_avg_sq[k] = canonical(v);
@@ -297,8 +290,8 @@ void adam(const AdamArrays& arrays, const AdamScalars& scalars, int64_t begin, i
       }
     }
     if constexpr (kCodes) {
-      Codes::encode(blocks, exp_avg, drawn, mean_codes + block, arrays.exp_avg_scale + block / kScaled);
-      Codes::encode_roots(blocks, roots, drawn, square_codes + block, arrays.exp_avg_sq_scale + block / kScaled);
+      Codes::encode(blocks, exp_avg, roots, drawn, mean_codes + block, arrays.exp_avg_scale + block / kScaled,
+                    square_codes + block, arrays.exp_avg_sq_scale + block / kScaled);
     }
   }
 }

@@ -158,7 +158,7 @@ class DOSAdam(Optimizer):
             "fused": fused,
             "decoupled_weight_decay": decoupled_weight_decay,
         }
-        check_settings(defaults, "DOSAdam")
+        check_settings(defaults, "DOSAdam", state_format)
         options = Options(
             policy=policy,
             subgroup_size=subgroup_size,
@@ -418,7 +418,7 @@ class DOSAdam(Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
-            check_settings(group, f"param group {len(self.param_groups) - 1}")
+            check_settings(group, f"param group {len(self.param_groups) - 1}", self._options.state_format)
             if len({id(p) for p in group["params"]}) != len(group["params"]):
                 raise ValueError(
                     f"param group {len(self.param_groups) - 1} names a parameter twice; pass each parameter once "
@@ -473,7 +473,7 @@ class DOSAdam(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of DOSAdam or AdamW. Raises ValueError, and changes nothing, if it does not match."""
-        load_state_dict(self, state_dict)
+        load_state_dict(self, state_dict, self._options.state_format)
 
     @torch.no_grad()
     def adamw_state(self, parameter: Tensor) -> dict[str, Tensor]:
@@ -494,7 +494,8 @@ class DOSAdam(Optimizer):
             parts = {key: local(value) for key, value in entry.items() if isinstance(value, Tensor)}
             moments = decoded(parts)
             entry = {key: value for key, value in entry.items() if key in moments} | {
-                key: laid_out_as(moments[key], parameter) for key in moments.keys() - entry.keys()
+                key: laid_out_as(moments[key], next(v for k, v in entry.items() if k.endswith("_codes")))
+                for key in moments.keys() - entry.keys()
             }
         state = {key: torch.as_tensor(value).to("cpu", torch.float32, copy=True) for key, value in entry.items()}
         rest = brought(REST_KEY, entry) if state.pop(REST_KEY, None) is not None else None

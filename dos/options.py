@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dos.deciding.controller import Policy, resolve_policy
 from dos.sharding.local import local
-from perfmodel.format import STATE_FORMATS
+from perfmodel.format import INT8, STATE_FORMATS
 from perfmodel.hardware import HardwareProfile
 
 DEFAULT_SUBGROUP_SIZE = 100_000_000
@@ -79,8 +79,16 @@ class Options:
             raise ValueError(f"memory_interval must be above 0 seconds, or None, found {self.memory_interval}")
 
 
-def check_settings(settings: Mapping[str, Any], where: str) -> None:
-    """Check AdamW's settings of one param group. Raises ValueError that begins with `where`."""
+def check_settings(settings: Mapping[str, Any], where: str, state_format: str | None = None) -> None:
+    """Check AdamW's settings of one param group. Raises ValueError that begins with `where`.
+
+    state_format: of the optimizer.
+    """
+    if state_format == INT8 and settings["amsgrad"]:
+        raise ValueError(
+            f"{where}: amsgrad=True needs its maximum of exp_avg_sq in float32, which state_format='int8' does not "
+            "keep; use amsgrad=False, or leave state_format out"
+        )
     lr = settings["lr"]
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError(f"{where}: a tensor lr must have 1 element, found shape {tuple(lr.shape)}")

@@ -2,6 +2,7 @@
 
     python -m experiments.formats                          # about half an hour on two cores
     python -m experiments.formats --steps 300 --seeds 2    # a quick look
+    python -m experiments.formats --again int8             # one row anew, beside those of a run before
 
 A small GPT over bytes learns the sources of Python's standard library: in bfloat16 with each format of
 DOSAdam; in float32 with AdamW, with moments in int8, and with the 8-bit AdamW of torchao and of
@@ -69,6 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--heads", type=positive, default=4, help="of the GPT (default 4)")
     parser.add_argument("--context", type=positive, default=32, help="of the GPT, in bytes (default 32)")
     parser.add_argument("--processes", type=positive, default=2, help="that train at a time (default 2)")
+    parser.add_argument("--again", metavar="NAMES", help="of the rows: only these, the others as --out has them")
     parser.add_argument("--out", type=Path, default=Path("out/formats"), help="folder for what is written")
     parser.add_argument("--json", action="store_true", help="the last line of output is one JSON object")
     args = parser.parse_args(argv)
@@ -77,8 +79,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     console = Console(stderr=True)
     config = GPTConfig(args.layers, args.width, args.heads, args.context)
-    curves: dict[str, list[list[float]]] = {name: [] for name in contenders()}
-    runs = [(name, seed) for seed in range(args.seeds) for name in curves]
+    path = args.out / "formats.json"
+    before = json.loads(path.read_text())["curves"] if args.again else {}
+    curves: dict[str, list[list[float]]] = {name: [] for name in contenders()} | before
+    again = args.again.split(",") if args.again else list(curves)
+    curves |= {name: [] for name in again}
+    runs = [(name, seed) for seed in range(args.seeds) for name in again]
     with ProcessPoolExecutor(args.processes, multiprocessing.get_context("spawn"), _begin) as pool:
         found = pool.map(functools.partial(train, config=config, steps=args.steps), *zip(*runs, strict=True))
         for (name, _), losses in zip(runs, track(found, "training", len(runs), console=console), strict=True):
@@ -89,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     show(rows, hard)
     save_spread(curves, args.out / "formats.png")
     figures = {"rows": rows, "hard": hard, "steps": args.steps, "seeds": args.seeds, "model": asdict(config)}
-    (args.out / "formats.json").write_text(json.dumps(figures | {"curves": curves}) + "\n")
+    path.write_text(json.dumps(figures | {"curves": curves}) + "\n")
     if args.json:
         print(json.dumps(figures))
     return 0

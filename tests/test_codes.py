@@ -13,13 +13,19 @@ from test_update import STEP, assert_same_bits
 from torch import Tensor
 
 from dos.kernels.adam import AdamArrays, AdamStep
-from dos.kernels.codes import Codes, decode, encode
+from dos.kernels.codes import Codes, decode_mean, decode_square, encode
 from dos.kernels.gpu_update import _adam_update_torch
 from dos.kernels.update import adam_update, instruction_sets
 from perfmodel.format import BLOCK
 
 L2 = replace(STEP, decoupled_weight_decay=False, maximize=True, grad_scale=0.37)
 WARM = replace(STEP, beta1=0.0, step=1)
+
+
+def decode(codes: Codes) -> tuple[Tensor, Tensor]:
+    return decode_mean(*codes[:2]), decode_square(*codes[2:])
+
+
 KINDS = {
     "split": (torch.bfloat16, torch.bfloat16, None, True),
     "mixed": (torch.bfloat16, torch.float32, torch.bfloat16, False),
@@ -148,14 +154,31 @@ def test_a_slow_average_does_not_stand_still() -> None:
     assert (squares / exact).std() < 0.15
 
 
+def test_small_averages_move_beside_large_ones() -> None:
+    """Those of a few levels move by thousandths of one in a step, and fall when gradients end."""
+    codes = [torch.zeros(16 * BLOCK, dtype=torch.int8), torch.zeros(16 * BLOCK, dtype=torch.uint8)]
+    scales = [torch.zeros(16), torch.zeros(16)]
+    torch.manual_seed(0)
+    exact = 0.0
+    for step in range(1, 9001):
+        size = (2.7, 8.0, 0.0)[(step - 1) // 3000]  # in levels
+        exact = STEP.beta2 * exact + (1 - STEP.beta2) * size**2
+        gradient = size / 256 * (1 + 0.01 * torch.randn(16 * BLOCK))
+        gradient[::BLOCK] = 1  # always the same, so that the scales stand still
+        run = AdamArrays(gradient, torch.zeros(16 * BLOCK), *codes, exp_avg_scale=scales[0], exp_avg_sq_scale=scales[1])
+        adam_update(run, step=replace(STEP, step=step))
+        if step % 3000 == 0:
+            levels = decode_square(codes[1], scales[1]).sqrt().view(16, BLOCK)[:, 1:].mean() / scales[1][0]
+            assert levels.item() == pytest.approx(max(exact**0.5, 1), rel=0.12)
+
+
 def test_a_value_that_is_not_finite_makes_its_block_nan() -> None:
     exp_avg, exp_avg_sq = torch.ones(3 * BLOCK), torch.ones(3 * BLOCK)
     exp_avg[5], exp_avg_sq[2 * BLOCK] = -torch.inf, torch.nan
     means, squares = (moment.view(3, BLOCK) for moment in decode(encode(exp_avg, exp_avg_sq)))
-    assert means[0].isnan().all()
-    assert ((means[1:] - 1).abs() < 1e-4).all()
-    assert squares[2].isnan().all()
-    assert (squares[:2] == 1).all()
+    for moment in (means, squares):
+        assert moment[[0, 2]].isnan().all()
+        assert ((moment[1] - 1).abs() < 1e-4).all()
 
 
 @pytest.mark.parametrize(

@@ -173,6 +173,35 @@ def test_what_a_user_writes_counts() -> None:
     assert everything(one, first) == everything(other, second)
 
 
+def test_codes_for_a_parameter_that_is_no_blocks() -> None:
+    for shape in ((), (100,)):
+        optimizer = DOSAdam([nn.Parameter(torch.zeros(shape))])
+        state = optimizer.state_dict()
+        codes = torch.zeros(shape, dtype=torch.int8)
+        entry = {"step": 1.0, "exp_avg_codes": codes, "exp_avg_scales": torch.zeros(0)}
+        state["state"] = {0: entry | {"exp_avg_sq_codes": codes.to(torch.uint8), "exp_avg_sq_scales": torch.zeros(0)}}
+        with pytest.raises(ValueError, match="is not whole blocks of 128"):
+            optimizer.load_state_dict(state)
+
+
+@pytest.mark.parametrize("state_format", ["int8", None])
+def test_one_moment_as_adamw_has_it(state_format: str | None) -> None:
+    """Beside the codes of both, of which the other's still count."""
+    model = network(torch.float32)
+    first = make(model)
+    learn(model, first, range(2))
+    state = copy.deepcopy(first.state_dict())
+    state["state"][0]["exp_avg"] = torch.full((96, 128), 7.0)
+    second = make(model, state_format=state_format)
+    second.load_state_dict(state)
+    squares = first.adamw_state(model[0].weight)["exp_avg_sq"]
+    model[0].weight.grad = torch.zeros_like(model[0].weight)
+    second.step()
+    found = second.adamw_state(model[0].weight)
+    assert found["exp_avg"].min().item() == pytest.approx(6.3, rel=1e-3)
+    assert found["exp_avg_sq"].mean().item() == pytest.approx(0.999 * squares.mean().item(), rel=1e-2)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_host_memory_to_the_byte(dtype: torch.dtype) -> None:
     parameter = nn.Parameter(torch.randn(512, 128, dtype=dtype))
@@ -195,6 +224,10 @@ def test_amsgrad_is_refused() -> None:
     with pytest.raises(ValueError, match="amsgrad=True"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))], "amsgrad": True})
     before = everything(model, optimizer)
+    theirs = torch.optim.AdamW(network().parameters(), amsgrad=True)
+    with pytest.raises(ValueError, match="param group 0 of the state dict: amsgrad=True"):
+        optimizer.load_state_dict(theirs.state_dict())
+    assert everything(model, optimizer) == before
     optimizer.param_groups[0]["amsgrad"] = True
     with pytest.raises(ValueError, match="param group 0: amsgrad=True"):
         learn(model, optimizer, range(1, 2))
@@ -208,6 +241,8 @@ def test_another_memory_format_is_refused() -> None:
     model(torch.ones(1, 16, 4, 4)).sum().backward()
     optimizer.step()
     assert optimizer.state[model.weight].keys() >= CODED
+    model.weight.data = torch.empty(32, 16, 4, 8)[..., ::2].copy_(model.weight.data)  # gaps change no order
+    optimizer.step()
     model.to(memory_format=torch.channels_last)
     optimizer.zero_grad()
     model(torch.ones(1, 16, 4, 4)).sum().backward()
@@ -219,6 +254,10 @@ def test_another_memory_format_is_refused() -> None:
     ("change", "message"),
     [
         (lambda entry: entry.pop("exp_avg_scales"), "but no 'exp_avg'; expected the state of AdamW or DOSAdam"),
+        (
+            lambda entry: entry.update(exp_avg_scales=entry["exp_avg_scales"].half()),
+            "'exp_avg_scales' must be torch.float32, found torch.float16",
+        ),
         (
             lambda entry: entry.update(exp_avg_scales=torch.zeros(96)),
             r"'exp_avg_scales' must have shape \(96, 1\), found shape \(96,\)",

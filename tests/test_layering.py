@@ -56,7 +56,7 @@ INNER: dict[str, set[str]] = {
     "sharding": set(),
     "devices": {"guard", "machine"},
     "kernels": {"machine"},
-    "state": {"devices", "machine", "sharding"},
+    "state": {"devices", "kernels", "machine", "sharding"},
     "gradients": {"devices", "kernels", "sharding", "state"},
     "step": {"devices", "guard", "kernels", "lifetime", "sharding", "state"},
     "memory": {"devices", "guard"},

@@ -11,7 +11,7 @@ from test_sharded import assert_equal, dos_adam, mesh_of, model, shard, values
 from test_sharded_checkpoint import load, save
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 WIDTH = 128
 
@@ -73,3 +73,33 @@ def resume(folder: str, before: int, after: int) -> None:
 @pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4)])
 def test_resume_on_another_number_of_ranks(ranks: Ranks, tmp_path: Path, before: int, after: int) -> None:
     ranks.run(resume, str(tmp_path), before, after)
+
+
+def full_state_into_divided_blocks(alone: list[dict[str, Tensor]]) -> None:
+    """Of parameters that have codes alone, and none where ranks divide their blocks."""
+    for shape, entry in zip(SHAPES, alone, strict=True):
+        parameter = nn.Parameter(distribute_tensor(torch.zeros(shape), mesh_of(4), [Shard(0)]))
+        optimizer = dos_adam([parameter], state_format="int8")
+        parameter.grad = distribute_tensor(torch.zeros(shape), mesh_of(4), [Shard(0)])
+        state = optimizer.state_dict()
+        optimizer.load_state_dict({**state, "state": {0: entry["codes"]}})
+        optimizer.step()
+        found = optimizer.adamw_state(parameter)["exp_avg"]
+        assert isinstance(found, DTensor)
+        torch.testing.assert_close(found.full_tensor(), 0.9 * entry["exp_avg"], rtol=2e-2, atol=2e-2)
+
+
+SHAPES = (96, 200), (4480,), (67, 128)  # the last is divided between blocks
+
+
+def test_full_state_loads_where_ranks_divide_blocks(ranks: Ranks, one_kernel_thread: None) -> None:
+    alone = []
+    for shape in SHAPES:
+        parameter = nn.Parameter(torch.zeros(shape))
+        parameter.grad = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        optimizer = dos_adam([parameter], state_format="int8")
+        optimizer.step()
+        codes = {key: torch.as_tensor(value).clone() for key, value in optimizer.state[parameter].items()}
+        assert "exp_avg_codes" in codes
+        alone.append({"codes": codes, "exp_avg": optimizer.adamw_state(parameter)["exp_avg"]})
+    ranks.run(full_state_into_divided_blocks, alone)

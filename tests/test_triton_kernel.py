@@ -142,7 +142,7 @@ def test_compiled_it_has_the_operations_of_the_formula(
     # No scalar was folded into the code: another learning rate must not be compiled anew.
     arrays = 4 + step.amsgrad + (dtypes[2] is not None) + split + 2 * coded
     where = arrays + len(["numel"]) if runs == 1 else len(["table", "count"])
-    assert len(re.findall(r"ld\.param", ptx)) == where + 8 + step.use_l2
+    assert len(re.findall(r"ld\.param", ptx)) == where + 8 + step.use_l2 + coded
     wide = r"ld\.global\S*\.v4\.b32"
     assert bool(re.search(wide, ptx)) == (shift == 0), "loads are 16 bytes wide exactly where addresses allow it"
 

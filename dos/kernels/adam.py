@@ -66,6 +66,14 @@ class AdamStep:
         )
 
     @cached_property
+    def seed(self) -> int:
+        """The number of the step, hashed to 32 bits (the end of MurmurHash3): where moments in codes are rounded up."""
+        bits = int(self.step) & 0xFFFFFFFF
+        bits = (bits ^ bits >> 16) * 0x85EBCA6B & 0xFFFFFFFF
+        bits = (bits ^ bits >> 13) * 0xC2B2AE35 & 0xFFFFFFFF
+        return bits ^ bits >> 16
+
+    @cached_property
     def float32_scalars(self) -> tuple[float, ...]:
         """``scalars`` rounded to float32, as the extension rounds them."""
         return tuple(ctypes.c_float(scalar).value for scalar in self.scalars)

@@ -9,14 +9,15 @@ neighbours are larger. ::
     exp_avg    = code * scale                   code: int8,  scale = largest |exp_avg| / 127, up to 17 bits
     exp_avg_sq = ((code + 1) * scale) ** 2      code: uint8, scale = largest root / 256
 
-Codes are rounded up or down with a probability that makes them right in the mean, because with rounding to nearest
-`exp_avg_sq` would stand still: beta2 = 0.999 moves it by less than half a step. The chance is drawn from the bits of
-the new moments themselves, so that a result depends on nothing but the values: not on plan, threads or ranks.
+Codes are rounded up or down with chances that make them right in the mean, because with rounding to nearest
+`exp_avg_sq` would stand still: beta2 = 0.999 moves it by less than half a step. The chances are multiples of 1/128
+for `exp_avg` and 1/4096 for the root. They are drawn from the bits of the new moments, the number of the step and the
+place in the block, so that a result depends on nothing else: not on plan, threads or ranks.
 
 Every operation is correctly rounded, so all kernels write the same codes. Values that were decoded get the codes
-from which they come. A value that is not finite makes its block NaN, as does one of the seven largest of `exp_avg`,
-because its code times the scale would overflow. Values of `exp_avg` of less than 2**-113 in a block of no greater
-ones become 0.
+from which they come. Where a value of either moment is not finite, both are NaN in the whole block; so they are where
+one of `exp_avg` is among the seven largest floats, because its code times the scale would overflow. Values of
+`exp_avg` of less than 2**-113 in a block of no greater ones become 0.
 """
 
 from __future__ import annotations
@@ -42,30 +43,37 @@ class Codes(NamedTuple):
     exp_avg_sq_scale: Tensor
 
 
-def encode(exp_avg: Tensor, exp_avg_sq: Tensor, root: Tensor | None = None) -> Codes:
-    """float32 moments, 1-D and of whole blocks, as codes. root: the square root of `exp_avg_sq`, if that is known."""
+def encode(exp_avg: Tensor, exp_avg_sq: Tensor, root: Tensor | None = None, seed: int = 0) -> Codes:
+    """float32 moments, 1-D and of whole blocks, as codes.
+
+    root: the square root of `exp_avg_sq`, if that is known. seed: of the step, 32 bits.
+    """
     if root is None:
         root = rooted(exp_avg_sq)
-    drawn = (_bits(exp_avg) ^ _bits(exp_avg_sq)) * 0x9E3779B1 & 0xFFFFFFFF
+    salt = torch.arange(BLOCK, dtype=torch.int64, device=root.device) * 0x85EBCA6B & 0xFFFFFFFF ^ seed
+    bits = _bits(exp_avg) ^ _bits(exp_avg_sq)
+    drawn = (bits.view(-1, BLOCK) ^ salt).view(-1) * 0x9E3779B1 & 0xFFFFFFFF
+    most, most_root = _largest(exp_avg), _largest(root)
+    finite = (most < _TOO_LARGE) & (most_root < _INFINITE)
 
-    most = _largest(exp_avg)
-    least = ((most.view(torch.float32) / 127).view(torch.int32) + 0x7F & ~0x7F).view(torch.float32)
-    scale = torch.where(least < _LEAST_SCALE, 0.0, least)
-    scale = torch.where(most < _TOO_LARGE, scale, torch.nan)
-    levels = _scaled(exp_avg, scale) + (drawn >> 17 & 0x7F) >> 7
-    means = levels.to(torch.int8), scale
+    scale = ((most.view(torch.float32) / 127).view(torch.int32) + 0x7F & ~0x7F).view(torch.float32)
+    scale = torch.where(finite, torch.where(scale < _LEAST_SCALE, 0.0, scale), torch.nan)
+    levels = _parts(exp_avg, scale, 128) + (drawn >> 16 & 0x7F) >> 7
 
-    most = _largest(root)
-    scale = torch.where(most < _INFINITE, most.view(torch.float32) / 256, torch.nan)
-    levels = _scaled(root, scale) + (drawn >> 25) >> 7
-    return Codes(*means, (levels.clamp_(min=1) - 1).to(torch.uint8), scale)
+    root_scale = torch.where(finite, most_root.view(torch.float32) / 256, torch.nan)
+    root_levels = _parts(root, root_scale, 4096) + (drawn >> 20) >> 12
+    return Codes(levels.to(torch.int8), scale, (root_levels.clamp_(min=1) - 1).to(torch.uint8), root_scale)
 
 
-def decode(codes: Codes) -> tuple[Tensor, Tensor]:
-    """`exp_avg` and `exp_avg_sq` in float32."""
-    exp_avg = codes.exp_avg.float().view(-1, BLOCK) * codes.exp_avg_scale[:, None]
-    root = (codes.exp_avg_sq.float() + 1).view(-1, BLOCK) * codes.exp_avg_sq_scale[:, None]
-    return exp_avg.view(-1), (root * root).view(-1)
+def decode_mean(codes: Tensor, scale: Tensor) -> Tensor:
+    """`exp_avg` in float32, 1-D as the codes."""
+    return (codes.float().view(-1, BLOCK) * scale[:, None]).view(-1)
+
+
+def decode_square(codes: Tensor, scale: Tensor) -> Tensor:
+    """`exp_avg_sq` in float32, 1-D as the codes."""
+    root = (codes.float() + 1).view(-1, BLOCK) * scale[:, None]
+    return (root * root).view(-1)
 
 
 def rooted(exp_avg_sq: Tensor) -> Tensor:
@@ -74,8 +82,7 @@ def rooted(exp_avg_sq: Tensor) -> Tensor:
 
 
 def _bits(values: Tensor) -> Tensor:
-    """All NaN alike, for processors make different ones."""
-    return torch.where(values.isnan(), 0x7FC00000, values.view(torch.int32)).long()
+    return values.view(torch.int32).long()
 
 
 def _largest(values: Tensor) -> Tensor:
@@ -84,9 +91,8 @@ def _largest(values: Tensor) -> Tensor:
     return magnitudes.view(-1, BLOCK).amax(dim=1)
 
 
-def _scaled(values: Tensor, scale: Tensor) -> Tensor:
-    """In 128ths of the scale of their block, rounded to nearest; 0 where that is 0 or NaN."""
-    factor = torch.where(scale > 0, 1 / scale, 0.0)[:, None]
-    return (
-        torch.where(scale.isnan()[:, None], 0.0, values.view(-1, BLOCK)).mul_(factor).mul_(128).round_().view(-1).int()
-    )
+def _parts(values: Tensor, scale: Tensor, parts: int) -> Tensor:
+    """In such parts of the scale of their block, rounded to nearest; 0 where that is 0 or NaN."""
+    factor = torch.where(scale > 0, 1 / scale * parts, 0.0)[:, None]
+    finite = torch.where(scale.isnan()[:, None], 0.0, values.view(-1, BLOCK))
+    return finite.mul_(factor).round_().view(-1).int()

@@ -29,7 +29,7 @@ from dos.kernels.adam import (
     off_ties,
     rest_of,
 )
-from dos.kernels.codes import Codes, decode, encode, rooted
+from dos.kernels.codes import Codes, decode_mean, decode_square, encode, rooted
 
 logger = logging.getLogger(__name__)
 
@@ -185,7 +185,9 @@ def _adam_update_torch(arrays: AdamArrays, step: AdamStep) -> None:
         coded = None
         if mean_scale is not None and square_scale is not None:
             coded = Codes(exp_avg, mean_scale, exp_avg_sq, square_scale)
-        m, v = (exp_avg, exp_avg_sq) if coded is None else decode(coded)
+        m, v = exp_avg, exp_avg_sq
+        if coded is not None:
+            m, v = decode_mean(exp_avg, coded.exp_avg_scale), decode_square(exp_avg_sq, coded.exp_avg_sq_scale)
         if step.use_l2:
             g = _fma(p, l2, g)
         p = p * decay
@@ -199,7 +201,7 @@ def _adam_update_torch(arrays: AdamArrays, step: AdamStep) -> None:
             _store(v, max_exp_avg_sq)
         root = rooted(v)
         if coded is not None:
-            for kept, new in zip(coded, encode(m, v, root), strict=True):
+            for kept, new in zip(coded, encode(m, v, root, step.seed), strict=True):
                 kept.copy_(new)
         denom = _fma(root, inv_bias_correction2_sqrt, torch.full_like(v, eps))
         p = _fma(m / denom, -step_size, p)

@@ -23,7 +23,7 @@ from perfmodel.format import BLOCK as SCALED
 
 _BLOCK = 1024  # elements for one program: eight for each thread, so that 16-bit loads are 16 bytes wide
 _WARPS = 4
-_ZERO = tl.constexpr(0x4B400000 >> 7)  # a level of 0; the lowest byte of a level is the code
+_ZERO = tl.constexpr(0x4B400000 >> 12)  # a root's level of 0
 _WORDS = tl.constexpr(STEP + 1)
 _NUMEL = tl.constexpr(NUMEL)
 _SCALED = tl.constexpr(SCALED)  # elements that share a scale
@@ -74,6 +74,7 @@ def adam_update(
         inv_bias_correction2_sqrt,
         eps,
         -step_size,
+        step.seed - (step.seed >> 31 << 32),  # signed, so that its type is the same in every step
         ALIGNED=aligned,
         USE_L2=step.use_l2,
         LERP_FROM_GRAD=lerp_from_grad,
@@ -107,6 +108,7 @@ def adam_kernel(
     inv_bias_correction2_sqrt: tl.tensor,
     eps: tl.tensor,
     minus_step_size: tl.tensor,
+    seed: tl.tensor,
     ALIGNED: tl.constexpr,  # noqa: N803
     USE_L2: tl.constexpr,  # noqa: N803
     LERP_FROM_GRAD: tl.constexpr,  # noqa: N803
@@ -174,13 +176,17 @@ def adam_kernel(
         tl.store(max_exp_avg_sq + index, _canonical(v), mask=mask)
     root = _sqrt(v, PTX)
     if exp_avg_scale is not None:
-        drawn = _drawn(m, v)
-        scale = _mean_scale(_largest(m), PTX)
-        levels = _levels(m, scale, (drawn >> 17) & 0x7F, PTX)
+        both = m.to(tl.uint32, bitcast=True) ^ v.to(tl.uint32, bitcast=True)
+        salt = (index % _SCALED).to(tl.uint32) * 0x85EBCA6B ^ seed.to(tl.uint32, bitcast=True)
+        drawn = (both ^ salt) * 0x9E3779B1
+        most, most_root = _largest(m), _largest(root)
+        finite = (most < 0x7F7FFFF9) & (most_root < 0x7F800000)
+        scale = _mean_scale(most, finite, PTX)
+        levels = _levels(m, scale, (drawn >> 16) & 0x7F, 7, PTX)
         tl.store(exp_avg_scale + scaled, scale, mask=in_range)
         tl.store(exp_avg + index, levels.to(tl.int8), mask=mask)
-        scale = _root_scale(_largest(root))
-        levels = _levels(root, scale, drawn >> 25, PTX)
+        scale = _root_scale(most_root, finite)
+        levels = _levels(root, scale, drawn >> 20, 12, PTX)
         tl.store(exp_avg_sq_scale + scaled, scale, mask=in_range)
         tl.store(exp_avg_sq + index, (tl.maximum(levels, _ZERO + 1) - 1).to(tl.uint8), mask=mask)
     denominator = tl.fma(root, inv_bias_correction2_sqrt, eps)
@@ -217,32 +223,30 @@ def _largest(x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _drawn(m: tl.tensor, v: tl.tensor) -> tl.tensor:
-    both = _canonical(m).to(tl.uint32, bitcast=True) ^ _canonical(v).to(tl.uint32, bitcast=True)
-    return both * 0x9E3779B1
-
-
-@triton.jit
-def _mean_scale(most: tl.tensor, PTX: tl.constexpr) -> tl.tensor:  # noqa: N803
+def _mean_scale(most: tl.tensor, finite: tl.tensor, PTX: tl.constexpr) -> tl.tensor:  # noqa: N803
     least = _divide(most.to(tl.float32, bitcast=True), tl.full(most.shape, 127.0, tl.float32), PTX)
     bits = (least.to(tl.int32, bitcast=True) + 0x7F) & 0x7FFFFF80
     bits = tl.where(bits < 0x03800000, 0, bits)  # 2**-120
-    return tl.where(most < 0x7F7FFFF9, bits, 0x7FC00000).to(tl.float32, bitcast=True)
+    return tl.where(finite, bits, 0x7FC00000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _root_scale(most: tl.tensor) -> tl.tensor:
+def _root_scale(most: tl.tensor, finite: tl.tensor) -> tl.tensor:
     bits = (most.to(tl.float32, bitcast=True) * (1 / 256)).to(tl.int32, bitcast=True)
-    return tl.where(most < 0x7F800000, bits, 0x7FC00000).to(tl.float32, bitcast=True)
+    return tl.where(finite, bits, 0x7FC00000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _levels(x: tl.tensor, scale: tl.tensor, drawn: tl.tensor, PTX: tl.constexpr) -> tl.tensor:  # noqa: N803
-    """In levels of the scale, after _ZERO: 128ths, rounded to nearest, then down or up as `drawn`, of 7 bits, says."""
-    factor = tl.where(scale > 0, _divide(tl.full(scale.shape, 128.0, tl.float32), scale, PTX), 0.0)
+def _levels(x: tl.tensor, scale: tl.tensor, drawn: tl.tensor, LOG: tl.constexpr, PTX: tl.constexpr) -> tl.tensor:  # noqa: N803
+    """In levels of the scale: in 2**LOG parts of one, rounded to nearest, then down or up as `drawn` says.
+
+    The lowest byte of what is returned counts.
+    """
+    parts = tl.full(scale.shape, 1.0, tl.float32) * (1 << LOG)
+    factor = tl.where(scale > 0, _divide(parts, scale, PTX), 0.0)
     finite = tl.reshape(tl.where((scale == scale)[:, None], tl.reshape(x, (scale.shape[0], _SCALED)), 0.0), x.shape)
     near = _times(finite, factor) + 12582912.0  # 1.5 * 2**23, which leaves no bits below one
-    return (near.to(tl.uint32, bitcast=True) + drawn) >> 7
+    return (near.to(tl.uint32, bitcast=True) + drawn) >> LOG
 
 
 @triton.jit

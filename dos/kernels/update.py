@@ -116,7 +116,7 @@ class AdamBatch:
         if any(amsgrad) and (np.array(amsgrad)[chosen] & ~self._has_max & updated).any():
             raise ValueError("max_exp_avg_sq: expected a tensor with amsgrad=True, found None")
         if self._gpu is None:
-            scalars = [(*step.scalars, step.use_l2, step.amsgrad) for step in steps]
+            scalars = [(*step.scalars, step.use_l2, step.amsgrad, step.seed) for step in steps]
             _adam.adam_update(*self.table, scalars, _threads(threads), isa)
         else:
             self._gpu.update(steps)

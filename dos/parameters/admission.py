@@ -13,8 +13,8 @@ from dos.devices import DeviceFinder
 from dos.options import SUPPORTED_DTYPES, parameter_problem
 from dos.parameters.aliasing import find_overlap
 from dos.sharding.local import is_sharded, local
-from dos.state.coded import CODE_TYPES, has_codes, scale_shape
-from perfmodel.format import NEEDED_KEYS, STATE_KEYS
+from dos.state.coded import CODE_TYPES, has_codes, in_blocks, scale_shape
+from perfmodel.format import BLOCK, NEEDED_KEYS, STATE_KEYS
 
 Group = dict[str, Any]
 
@@ -106,19 +106,20 @@ def state_problem(entry: Mapping[str, Any], parameter: Tensor) -> str | None:
     """What keeps `entry` from being AdamW's state of this parameter; None if it is, or is empty."""
     if not entry:
         return None
-    for key in ("step", *(() if has_codes(entry) else NEEDED_KEYS)):
-        if key not in entry:
+    for key in ("step", *(moment for moment in NEEDED_KEYS if not has_codes(entry, moment))):
+        if entry.get(key) is None:
             return f"its state has {sorted(entry)} but no {key!r}; expected the state of AdamW or DOSAdam"
     for key in STATE_KEYS:
         value = entry.get(key)
         if value is None:
             continue
-        codes, scales = key.endswith("_codes"), key.endswith("_scales")
-        expected = scale_shape(parameter.shape) if scales else tuple(parameter.shape)
+        if key in CODE_TYPES and not in_blocks(parameter.shape):
+            return f"its state has {key!r}, but shape {tuple(parameter.shape)} is not whole blocks of {BLOCK} elements"
+        expected = scale_shape(parameter.shape) if key.endswith("_scales") else tuple(parameter.shape)
         if not isinstance(value, Tensor) or tuple(value.shape) != expected:
             found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             return f"its state {key!r} must have shape {expected}, found {found}"
-        if codes and value.dtype != CODE_TYPES[key]:
+        if value.dtype != CODE_TYPES.get(key, value.dtype):
             return (
                 f"its state {key!r} must be {CODE_TYPES[key]}, found {value.dtype}: something has converted the state "
                 "dict; codes cannot be converted, so save it with optimizer.state_dict() and load it as it is"

@@ -32,12 +32,14 @@ def makes_state() -> bool:
     return False
 
 
-def load_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+def load_state_dict(optimizer: Optimizer, state_dict: dict[str, Any], state_format: str | None = None) -> None:
     """What `Optimizer.load_state_dict` does, hooks included, except that state keeps its precision.
 
     torch casts state to the parameter's dtype, which would round float32 moments and masters of bfloat16 parameters.
-    Tensors are copied into the optimizer's own memory at the next step. Raises ValueError naming the first parameter
-    that does not match.
+    Tensors are copied into the optimizer's own memory at the next step.
+
+    state_format: of the optimizer.
+    Raises ValueError naming the first parameter that does not match.
     """
     state_dict = state_dict.copy()
     for pre_hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
@@ -62,7 +64,7 @@ def load_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         for key in ("decoupled_weight_decay", "capturable", "differentiable"):
             saved_group[key] = group[key]
         saved_group["params"] = group["params"]
-        check_settings(saved_group, f"param group {number} of the state dict")
+        check_settings(saved_group, f"param group {number} of the state dict", state_format)
         ids = state_dict["param_groups"][number]["params"]
         by_id.update(zip(ids, zip(group["params"], itertools.repeat(group)), strict=False))
 

@@ -21,12 +21,12 @@ from dos.machine.profiles import local_ranks, ranks_that_will_divide
 from dos.options import Options, check_settings
 from dos.parameters.admission import Admission, Group, check_overlaps, name_of
 from dos.sharding.fingerprint import still
-from dos.sharding.local import count_write, is_sharded, laid_out_as, local, moved_to_layout
+from dos.sharding.local import count_write, is_sharded, laid_out_as, local, moved_to_layout, same_layout, whole
 from dos.sharding.meshes import Meshes
 from dos.sharding.replaced import replaced
 from dos.state.arena import Arena
 from dos.state.coded import can_be_coded, coded, decoded
-from dos.state.record import ParameterRecord, make_records
+from dos.state.record import ParameterRecord, in_logical_order, make_records
 from dos.state.stores import HostStore
 from dos.state.subgroup import Piece, Subgroup, rounded, split
 from dos.step.work import Given, SubgroupUpdate
@@ -111,7 +111,6 @@ class Registry:
         Raises MemoryError if the host could not hold the state of all, wherever it is at first.
         """
         ready = [p for p in group["params"] if p.requires_grad and not is_lazy(p)]
-        self._check_codes(group, "a param group")
         for parameter in ready:
             self._admission.check_kind(parameter, group)
         promised = dict(self._promised)
@@ -175,8 +174,7 @@ class Registry:
                 if gradient is None and (self.offloaded is None or record not in self.offloaded):
                     continue
                 if not checked:
-                    check_settings(group, f"param group {number}")
-                    self._check_codes(group, f"param group {number}")
+                    check_settings(group, f"param group {number}", self._options.state_format)
                     checked = True
                 if record is not None and record.sharded:
                     gradient = record.gradient
@@ -199,13 +197,6 @@ class Registry:
             same = still([(bits, record.local) for record, bits in marked])
             for (record, _), is_same in zip(marked, same, strict=True):
                 record.rewritten = not is_same
-
-    def _check_codes(self, group: Group, where: str) -> None:
-        if self._options.state_format == INT8 and group["amsgrad"]:
-            raise ValueError(
-                f"{where}: amsgrad=True needs its maximum of exp_avg_sq in float32, which state_format='int8' does not "
-                "keep; use amsgrad=False, or leave state_format out"
-            )
 
     def _look_into(
         self,
@@ -262,7 +253,7 @@ class Registry:
         for number, group in enumerate(groups):
             parameters = [p for p in group["params"] if p.grad is not None or self._is_offloaded(p)]
             if parameters:
-                check_settings(group, f"param group {number}")
+                check_settings(group, f"param group {number}", self._options.state_format)
             found += [(p, group) for p in parameters]
         return self.checked(found, state)
 
@@ -382,7 +373,7 @@ class Registry:
         """Reorder state and offloaded gradients of a parameter whose elements lie in another order than before."""
         if not record.layout_changed():
             return
-        if record.arena.format.block > 1:
+        if record.arena.format.block > 1 and not in_logical_order(record.local):
             raise RuntimeError(
                 f"a parameter of shape {tuple(record.parameter.shape)} has its elements in another order in memory "
                 "than before, and state_format='int8' keeps its state by blocks of neighbours; bring the model into "
@@ -390,7 +381,7 @@ class Registry:
             )
         bring_home()
         total = self.offloaded.flat(record) if self.offloaded is not None and record in self.offloaded else None
-        like = local(record.views["exp_avg"])
+        like = local(next(iter(record.views.values())))
         added = None if total is None else total.as_strided(like.size(), like.stride(), total.storage_offset()).clone()
         entry = state.get(record.parameter, {})
         self.host_store.take([subgroup for subgroup, _ in self.places[record]])
@@ -426,11 +417,12 @@ class Registry:
             self._beginners.append(record)
         else:
             self.host_store.take(subgroup for subgroup, _ in self.places[record])
-            parts = {
-                key: local(moved_to_layout(entry[key], record.parameter))
-                for key in STATE_KEYS
-                if entry.get(key) is not None
-            }
+            parts = {key: entry[key] for key in STATE_KEYS if entry.get(key) is not None}
+            if record.sharded and any(
+                key.endswith("_codes") and not same_layout(value, record.parameter) for key, value in parts.items()
+            ):
+                parts = decoded({key: whole(value) for key, value in parts.items()})  # for others divide the blocks
+            parts = {key: local(moved_to_layout(value, record.parameter)) for key, value in parts.items()}
             parts = coded(parts) if record.arena.format.block > 1 else decoded(parts)
             for key, view in record.views.items():
                 value = brought(key, parts)

@@ -66,6 +66,11 @@ def moved_to_layout(tensor: Tensor, like: Any) -> Tensor:
     return tensor.redistribute(like.device_mesh, like.placements)
 
 
+def whole(tensor: Any) -> Tensor:
+    """All of a DTensor, by a collective; any other tensor itself."""
+    return tensor.full_tensor() if is_sharded(tensor) else tensor
+
+
 def to_host(tensor: Any) -> Tensor:
     """The tensor with its memory on the host: itself if it is there."""
     part = local(tensor)

@@ -126,9 +126,9 @@ class Arena:
         self._parameter: HostTensor | None = None
         self._accumulated: HostTensor | None = None
         if device is not None:
-            self._gradient = HostTensor(self.numel, self.dtype, device, part)
+            self._gradient = HostTensor(self.numel, self.dtype, device, self._part)
         if device is not None and self.format.stages_parameters and tier is Tier.HOST:
-            self._parameter = HostTensor(self.numel, self.dtype, device, part)
+            self._parameter = HostTensor(self.numel, self.dtype, device, self._part)
         self._slices: dict[tuple[int, int], State] = {}
 
     @property

@@ -8,17 +8,20 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from dos.kernels.codes import Codes, decode, encode
+from dos.kernels.codes import decode_mean, decode_square, encode
 from dos.sharding.local import is_sharded, local
 from perfmodel.format import BLOCK, CODED_KEYS
 
 LEAST = 4096
 """Elements of a parameter from which its moments are kept in codes, as in torchao and bitsandbytes."""
 
-CODE_TYPES = {"exp_avg_codes": torch.int8, "exp_avg_sq_codes": torch.uint8}
-"""By the names of codes in a state dict."""
-_KEYS = tuple(key for keys in CODED_KEYS.values() for key in keys)
-"""In the order of `Codes`."""
+CODE_TYPES = {
+    "exp_avg_codes": torch.int8,
+    "exp_avg_scales": torch.float32,
+    "exp_avg_sq_codes": torch.uint8,
+    "exp_avg_sq_scales": torch.float32,
+}
+"""By the names of codes and scales in a state dict, in the order of `Codes`."""
 
 
 def can_be_coded(parameter: Tensor) -> bool:
@@ -33,7 +36,8 @@ def can_be_coded(parameter: Tensor) -> bool:
         return parameter.numel() % BLOCK == 0
     last = parameter.ndim - 1
     mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
-    over = math.prod(mesh.size(i) for i, placement in enumerate(placements) if placement.is_shard(last))
+    # By the attribute, for not all that divide an axis say so when they are asked with `is_shard`.
+    over = math.prod(mesh.size(i) for i, placement in enumerate(placements) if getattr(placement, "dim", None) == last)
     return last > 0 and parameter.shape[last] % (BLOCK * over) == 0
 
 
@@ -44,27 +48,38 @@ def scale_shape(shape: Sequence[int]) -> tuple[int, ...]:
     return (math.prod(shape) // BLOCK,)
 
 
-def has_codes(entry: Mapping[str, object]) -> bool:
-    """Whether the entry of a state dict has moments in codes."""
-    return all(entry.get(key) is not None for key in _KEYS)
+def in_blocks(shape: Sequence[int]) -> bool:
+    """Whether a tensor of this shape is whole blocks."""
+    return len(shape) > 0 and math.prod(shape) % BLOCK == 0
+
+
+def has_codes(entry: Mapping[str, object], moment: str | None = None) -> bool:
+    """Whether the entry of a state dict has codes: of one moment, or of any."""
+    return any(
+        all(entry.get(key) is not None for key in keys) for name, keys in CODED_KEYS.items() if moment in (None, name)
+    )
 
 
 def decoded(entry: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The entry with moments as AdamW has them, if it has codes; its tensors are whole, or all of one rank."""
-    if not has_codes(entry):
-        return dict(entry)
-    flat = Codes(*(entry[key].contiguous().view(-1) for key in _KEYS))
-    moments = zip(CODED_KEYS, (moment.view(entry[_KEYS[0]].shape) for moment in decode(flat)), strict=True)
-    return {key: value for key, value in entry.items() if key not in _KEYS} | dict(moments)
+    """The entry with moments as AdamW has them. Where it has both, AdamW's count; its tensors are of whole blocks."""
+    found = {key: value for key, value in entry.items() if key not in CODE_TYPES}
+    for (name, keys), decode in zip(CODED_KEYS.items(), (decode_mean, decode_square), strict=True):
+        if name not in found and has_codes(entry, name):
+            codes, scales = (entry[key] for key in keys)
+            found[name] = decode(codes.contiguous().view(-1), scales.contiguous().view(-1)).view(codes.shape)
+    return found
 
 
 def coded(entry: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The entry with moments in codes, if it has AdamW's. Those count where it has both."""
-    if not all(entry.get(key) is not None for key in CODED_KEYS):
+    """The entry with moments in codes. Where it has both, AdamW's count."""
+    if not any(entry.get(name) is not None for name in CODED_KEYS):
         return dict(entry)
-    shape = entry["exp_avg"].shape
-    flat = (entry[key].detach().to(torch.float32).resolve_neg().contiguous().view(-1) for key in CODED_KEYS)
-    codes = encode(*flat)
-    shapes = shape, scale_shape(shape), shape, scale_shape(shape)
-    views = {key: code.view(size) for key, code, size in zip(_KEYS, codes, shapes, strict=True)}
-    return {key: value for key, value in entry.items() if key not in CODED_KEYS} | views
+    found = decoded(entry)
+    exp_avg, exp_avg_sq = (found.pop(name) for name in CODED_KEYS)
+    codes = encode(_flat(exp_avg), _flat(exp_avg_sq))
+    shapes = (exp_avg.shape, scale_shape(exp_avg.shape)) * 2
+    return found | {key: value.view(shape) for key, value, shape in zip(CODE_TYPES, codes, shapes, strict=True)}
+
+
+def _flat(moment: Tensor) -> Tensor:
+    return moment.detach().to(torch.float32).resolve_neg().contiguous().view(-1)

@@ -164,10 +164,11 @@ class ParameterRecord:
 
     def is_adopted(self, entry: Mapping[str, object]) -> bool:
         """Whether an entry of the optimizer's state holds exactly the live views, and no other state."""
+        others = len(entry) > len(self.views) + 1  # beside the step
         return all(
             entry.get(key) is view and local(view).data_ptr() == self._addresses[key]
             for key, view in self.views.items()
-        ) and (len(entry) <= len(self.views) + 1 or not any(k in entry for k in STATE_KEYS if k not in self.views))
+        ) and not (others and any(key in entry for key in STATE_KEYS if key not in self.views))
 
     def adopt_step(self, step: Tensor) -> None:
         """Count from what the entry holds as the step."""
@@ -257,6 +258,11 @@ def _layout(tensor: Tensor) -> Layout:
     if flat_alias(tensor) is None:
         return None
     return tuple(stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1)
+
+
+def in_logical_order(tensor: Tensor) -> bool:
+    """Whether state has its elements in the order of its indices."""
+    return _layout(tensor) is None or tensor.is_contiguous()
 
 
 def _same_layout(a: Tensor, b: Tensor) -> bool:
