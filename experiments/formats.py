@@ -50,7 +50,7 @@ Make = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 FORMATS = {"float32": "float32", "split": None, "int8": "int8"}
 """Of DOSAdam's rows in bfloat16: what is asked for."""
-INT8 = "int8, float32 model"
+INT8 = "int8 of a float32 model"
 SETTINGS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.1}
 BATCH = 8
 LAST = 100

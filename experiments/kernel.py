@@ -165,11 +165,13 @@ def _available_memory() -> int | None:
 def main() -> None:
     parser = Parser(prog="experiments.kernel", description="How fast is the CPU update?")
     parser.add_argument("--json", action="store_true", help="the last line of output is one JSON object")
-    parser.add_argument("--numel", type=_count, default=64 * 2**20, help="parameters (default 64Mi)")
+    parser.add_argument(
+        "--numel", type=_count, default=64 * 2**20, help="parameters, in whole blocks of 128 (default 64Mi)"
+    )
     parser.add_argument("--repeats", type=_count, default=11, help="rounds (default 11)")
     parser.add_argument("--threads", type=_count, default=torch.get_num_threads(), help="default: as many as torch")
     arguments = parser.parse_args()
-    numel, threads = arguments.numel, arguments.threads
+    numel, threads = -(-arguments.numel // BLOCK) * BLOCK, arguments.threads
     available = _available_memory()
     if available is not None and numel * _BYTES_HELD > available:
         parser.error(
