@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from conftest import compares_with_a_clock, skip_if_the_clock_cannot_be_trusted
 
-from experiments import emulation, kernel, overhead, overlap
+from experiments import emulation, formats, kernel, overhead, overlap
 from experiments.corpus import Corpus, standard_library
 from experiments.gpt import GPT, GPTConfig
-from perfmodel.format import MIXED, SPLIT
+from perfmodel.format import CODED, MIXED, SPLIT
 
 ROOT = Path(__file__).parents[1]
 
@@ -55,15 +57,16 @@ def test_a_row_of_the_overhead_experiment(where: str) -> None:
 
 def test_rates_of_the_kernels() -> None:
     """Every contender runs, and the split update moves what `mixed` does but for two bytes."""
-    contenders = kernel.build_contenders(10_000, threads=1)
-    assert list(contenders) == ["fp32", "mixed", "split", "accumulate"]
+    contenders = kernel.build_contenders(10_240, threads=1)
+    assert list(contenders) == ["fp32", "mixed", "split", "int8", "accumulate"]
     for name, each in contenders.items():
-        found = kernel.summarise(kernel.measure(each, 2, name), 10_000)
+        found = kernel.summarise(kernel.measure(each, 2, name), 10_240)
         assert set(found) >= {"gparams_per_s", "ratio_to_bandwidth"}
         assert min(found.values()) > 0
     assert set(contenders["split"]) == {"ours", "bandwidth", "mixed"}
     assert kernel._BYTES_MOVED["mixed"] == MIXED.update_traffic
     assert kernel._BYTES_MOVED["split"] == SPLIT.update_traffic
+    assert kernel._BYTES_MOVED["int8"] == CODED.update_traffic
 
 
 def test_misordered_policies_are_found() -> None:
@@ -109,3 +112,23 @@ def test_a_command_says_so_as_a_process() -> None:
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
+
+
+@compares_with_a_clock
+def test_formats_in_brief(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes and speeds are those of the long run; training is too short to say anything."""
+    for name, value in (("TIMED_NUMEL", 1 << 18), ("TIMED_S", 0.1), ("HARD_STEPS", 20)):
+        monkeypatch.setattr(formats, name, value)
+    brief = ["--steps", "2", "--seeds", "1", "--width", "32", "--layers", "1", "--processes", "1", "--json"]
+    assert formats.main([*brief, "--out", str(tmp_path)]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    rows = {row["format"]: row for row in found["rows"]}
+    assert {"AdamW", "float32", "split", "int8"} <= rows.keys()
+    assert rows["float32"]["final_loss"] == rows["split"]["final_loss"], "the same bits"
+    assert [rows[name]["host_bytes_per_parameter"] for name in ("float32", "split", "int8")] == [14, 12, 6.0625]
+    assert [rows[name]["link_bytes_each_way"] for name in ("float32", "split", "int8")] == [12, 10, 4.0625]
+    assert all(losses["int8 of a float32 model"] == pytest.approx(1, abs=0.1) for losses in found["hard"].values())
+    if any(rows["split"][what] < 1.6 * rows["int8"][what] for what in ("update_s_cpu", "update_s_streamed")):
+        skip_if_the_clock_cannot_be_trusted()
+        pytest.fail(f"an update in int8 is not as fast as its bytes: {rows}")
+    assert (tmp_path / "formats.png").stat().st_size > 10_000
