@@ -186,10 +186,10 @@ constexpr int64_t kBlock = 64;
 constexpr int64_t kAhead = 512;
 
 // The lines of the block which is kAhead after `block`; past the end of the array this does nothing.
-template <int64_t kSize = kBlock, class T>
+template <class T>
 inline void prefetch(const T* array, int64_t block) {
   const uintptr_t address = reinterpret_cast<uintptr_t>(array) + (block + kAhead) * sizeof(T);
-  for (uintptr_t line = 0; line < kSize * sizeof(T); line += 64) {
+  for (uintptr_t line = 0; line < kBlock * sizeof(T); line += 64) {
     __builtin_prefetch(reinterpret_cast<const void*>(address + line));
   }
 }
@@ -226,66 +226,71 @@ void adam(const AdamArrays& arrays, const AdamScalars& scalars, int64_t begin, i
   }
   for (int64_t block = begin; block < end; block += kSize) {
     const int64_t stop = end_of_block(block, end, kSize), blocks = (stop - block) / kScaled;
-    prefetch<kSize>(grad, block);
-    prefetch<kSize>(param, block);
     if constexpr (kCodes) {
-      prefetch<kSize>(mean_codes, block);
-      prefetch<kSize>(square_codes, block);
       Codes::decode(blocks, mean_codes + block, arrays.exp_avg_scale + block / kScaled, exp_avg);
       Codes::decode_squares(blocks, square_codes + block, arrays.exp_avg_sq_scale + block / kScaled, exp_avg_sq);
-    } else {
-      prefetch(exp_avg, block);
-      prefetch(exp_avg_sq, block);
     }
-    if constexpr (kAmsgrad) prefetch(max_exp_avg_sq, block);
-    if constexpr (!__is_same(Out, None)) prefetch<kSize>(out, block);
-    if constexpr (kSplit) prefetch<kSize>(rest, block);
-#pragma omp simd
-    for (int64_t i = block; i < stop; ++i) {
-      const int64_t k = kCodes ? i - block : i;  // within the moments
-      float g = Grad::load(grad[i]) * s.grad_scale;
-      float p;
-      if constexpr (kSplit) {
-        p = Split::load(param[i], rest[i]);
-      } else {
-        p = Param::load(param[i]);
-      }
-      float m = exp_avg[k];
-      float v = exp_avg_sq[k];
-      if constexpr (kL2) g = __builtin_fmaf(s.l2, p, g);
-      p = p * s.decay;
-      m = __builtin_fmaf(lerp_weight, g - m, lerp_from_grad ? g : m);
-      v = __builtin_fmaf(s.one_minus_beta2 * g, g, s.beta2 * v);
+    for (int64_t part = block; part < stop; part += kBlock) {
+      prefetch(grad, part);
+      prefetch(param, part);
       if constexpr (kCodes) {
-        exp_avg[k] = m;
-        drawn[k] = Codes::draw(m, v, salts[k]);
+        prefetch(mean_codes, part);
+        prefetch(square_codes, part);
       } else {
-        exp_avg[k] = canonical(m);
-        exp_avg_sq[k] = canonical(v);
+        prefetch(exp_avg, part);
+        prefetch(exp_avg_sq, part);
       }
-      if constexpr (kAmsgrad) {
-        const float previous = max_exp_avg_sq[i];
-        v = (v > previous) | (v != v) ? v : previous;
-        max_exp_avg_sq[i] = canonical(v);
-      }
-      const float root = __builtin_sqrtf(v);
-      if constexpr (kCodes) roots[k] = root;
-      const float denom = __builtin_fmaf(root, s.inv_bias_correction2_sqrt, s.eps);
-      p = __builtin_fmaf(-s.step_size, m / denom, p);
-      if constexpr (kSplit) {
-        const bool nan = p != p;
-        p = BFloat16::off_tie(p);
-        param[i] = nan ? 0x7FC0u : BFloat16::store_off_tie(p);
-        rest[i] = static_cast<int16_t>(nan ? 0u : bits_of(p));
-      } else {
-        // Before canonical: after it, compilers make two cases of everything here, at twice the time.
-        if constexpr (__is_same(Out, BFloat16)) p = BFloat16::off_tie(p);
-        p = canonical(p);
-        param[i] = Param::store(p);
-        if constexpr (__is_same(Out, BFloat16)) {
-          out[i] = BFloat16::store_off_tie(p);
-        } else if constexpr (!__is_same(Out, None)) {
-          out[i] = Out::store(p);
+      if constexpr (kAmsgrad) prefetch(max_exp_avg_sq, part);
+      if constexpr (!__is_same(Out, None)) prefetch(out, part);
+      if constexpr (kSplit) prefetch(rest, part);
+      const int64_t part_end = end_of_block(part, stop);
+#pragma omp simd
+      for (int64_t i = part; i < part_end; ++i) {
+        const int64_t k = kCodes ? i - block : i;  // within the moments
+        float g = Grad::load(grad[i]) * s.grad_scale;
+        float p;
+        if constexpr (kSplit) {
+          p = Split::load(param[i], rest[i]);
+        } else {
+          p = Param::load(param[i]);
+        }
+        float m = exp_avg[k];
+        float v = exp_avg_sq[k];
+        if constexpr (kL2) g = __builtin_fmaf(s.l2, p, g);
+        p = p * s.decay;
+        m = __builtin_fmaf(lerp_weight, g - m, lerp_from_grad ? g : m);
+        v = __builtin_fmaf(s.one_minus_beta2 * g, g, s.beta2 * v);
+        if constexpr (kCodes) {
+          exp_avg[k] = m;
+          drawn[k] = Codes::draw(m, v, salts[k]);
+        } else {
+          exp_avg[k] = canonical(m);
+          exp_avg_sq[k] = canonical(v);
+        }
+        if constexpr (kAmsgrad) {
+          const float previous = max_exp_avg_sq[i];
+          v = (v > previous) | (v != v) ? v : previous;
+          max_exp_avg_sq[i] = canonical(v);
+        }
+        const float root = __builtin_sqrtf(v);
+        if constexpr (kCodes) roots[k] = root;
+        const float denom = __builtin_fmaf(root, s.inv_bias_correction2_sqrt, s.eps);
+        p = __builtin_fmaf(-s.step_size, m / denom, p);
+        if constexpr (kSplit) {
+          const bool nan = p != p;
+          p = BFloat16::off_tie(p);
+          param[i] = nan ? 0x7FC0u : BFloat16::store_off_tie(p);
+          rest[i] = static_cast<int16_t>(nan ? 0u : bits_of(p));
+        } else {
+          // Before canonical: after it, compilers make two cases of everything here, at twice the time.
+          if constexpr (__is_same(Out, BFloat16)) p = BFloat16::off_tie(p);
+          p = canonical(p);
+          param[i] = Param::store(p);
+          if constexpr (__is_same(Out, BFloat16)) {
+            out[i] = BFloat16::store_off_tie(p);
+          } else if constexpr (!__is_same(Out, None)) {
+            out[i] = Out::store(p);
+          }
         }
       }
     }
