@@ -34,7 +34,7 @@ from dos.parameters.registry import Active, Registry
 from dos.sharding.ddp import CommHook, watch_buckets
 from dos.sharding.local import is_sharded, laid_out_as, local, same_layout
 from dos.sharding.meshes import Meshes
-from dos.state.coded import decoded, has_codes
+from dos.state.coded import CODE_TYPES, decoded, has_codes
 from dos.state.record import ParameterRecord
 from dos.state.subgroup import Subgroup
 from dos.step.engine import Prepared
@@ -491,12 +491,11 @@ class DOSAdam(Optimizer):
                 "been updated yet"
             )
         if has_codes(entry):
-            parts = {key: local(value) for key, value in entry.items() if isinstance(value, Tensor)}
-            moments = decoded(parts)
-            entry = {key: value for key, value in entry.items() if key in moments} | {
-                key: laid_out_as(moments[key], next(v for k, v in entry.items() if k.endswith("_codes")))
-                for key in moments.keys() - entry.keys()
-            }
+            codes = {key: value for key, value in entry.items() if key in CODE_TYPES}
+            like = next(iter(codes.values()))
+            moments = decoded({key: local(value) for key, value in codes.items()})
+            others = {key: value for key, value in entry.items() if key not in codes}
+            entry = {key: laid_out_as(moment, like) for key, moment in moments.items()} | others
         state = {key: torch.as_tensor(value).to("cpu", torch.float32, copy=True) for key, value in entry.items()}
         rest = brought(REST_KEY, entry) if state.pop(REST_KEY, None) is not None else None
         if rest is not None and parameter.dtype == torch.bfloat16:

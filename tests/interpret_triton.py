@@ -8,6 +8,7 @@ that what is compared is the kernel: every operation, its order, and what become
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"
@@ -47,6 +48,16 @@ def interpreted(runs: list[list[Tensor | None]], step: AdamStep) -> None:
     assert gpu_kernel_name() == "triton"
 
 
+def compare(
+    ours: list[AdamArrays], theirs: list[AdamArrays], step: AdamStep, same: Callable[[AdamArrays, AdamArrays], None]
+) -> None:
+    """One launch for all runs here, against the C++ kernel on their twins."""
+    interpreted([list(run) for run in ours], step)
+    for run, expected in zip(ours, theirs, strict=True):
+        update(list(expected), step)
+        same(run, expected)
+
+
 def main() -> None:
     np.seterr(all="ignore")
     interpreter.InterpreterBuilder.create_fma = exact_fma
@@ -83,22 +94,14 @@ def main() -> None:
         for grad in FLOATS:
             mixed = [mixed_arrays(n, step, grad, seed) for n in (2500, 3, 0, 1024, 48, 1, 1025, 4096)]
             for chosen in (mixed[:1], mixed[1:]):
-                split = [splitting(run) for run in chosen]
-                interpreted([list(run) for run in split], step)
-                for ours, expected in zip(split, chosen, strict=True):
-                    update(list(expected), step)
-                    assert_alike(ours, expected)
+                compare([splitting(run) for run in chosen], chosen, step, assert_alike)
                 compared += 1
     for seed, step in enumerate(step for step in [*STEPS, L2] if not step.amsgrad):
         for grad in FLOATS:
             for kind in PARAMETERS:
                 coded = [coded_arrays(n, grad, *kind, seed) for n in (8192, 128, 0, 1024, 384, 1152, 4096)]
                 for chosen in (coded[:1], coded[1:]):
-                    mine = [cloned(run) for run in chosen]
-                    interpreted([list(run) for run in mine], step)
-                    for ours, expected in zip(mine, chosen, strict=True):
-                        update(list(expected), step)
-                        assert_same_bytes(ours, expected)
+                    compare([cloned(run) for run in chosen], chosen, step, assert_same_bytes)
                     compared += 1
     print(f"{compared} updates compared")
 

@@ -46,11 +46,8 @@ class State:
 
     def slice(self, start: int, stop: int) -> State:
         """A view of what is of the parameters from start to stop."""
-        blocks = self.blocks
-        if not blocks:
-            return State({name: tensor[start:stop] for name, tensor in self.fields.items()}, blocks)
-        each = {name: blocks.get(name, 1) for name in self.fields}
-        return State({name: self.fields[name][start // n : stop // n] for name, n in each.items()}, blocks)
+        each = ((name, tensor, self.blocks.get(name, 1)) for name, tensor in self.fields.items())
+        return State({name: tensor[start // n : stop // n] for name, tensor, n in each}, self.blocks)
 
     def zero(self) -> None:
         """Make it the state of parameters that were never updated."""

@@ -10,17 +10,13 @@ from torch import Tensor
 
 from dos.kernels.codes import decode_mean, decode_square, encode
 from dos.sharding.local import is_sharded, local
-from perfmodel.format import BLOCK, CODED_KEYS
+from perfmodel.format import BLOCK, CODED, CODED_KEYS
 
 LEAST = 4096
 """Elements of a parameter from which its moments are kept in codes, as in torchao and bitsandbytes."""
 
-CODE_TYPES = {
-    "exp_avg_codes": torch.int8,
-    "exp_avg_scales": torch.float32,
-    "exp_avg_sq_codes": torch.uint8,
-    "exp_avg_sq_scales": torch.float32,
-}
+_TYPES = {field.key: getattr(torch, field.type) for field in CODED.fields}
+CODE_TYPES = {key: _TYPES[key] for keys in CODED_KEYS.values() for key in keys}
 """By the names of codes and scales in a state dict, in the order of `Codes`."""
 
 

@@ -110,7 +110,7 @@ class Subgroup:
 
 
 def rounded(subgroup_size: int) -> int:
-    """Parameters of a subgroup: a large size is rounded up a little, so that it is a multiple of BLOCK, too."""
+    """Parameters of a subgroup: a large size is rounded up a little."""
     return subgroup_size if subgroup_size < _ROUNDED_FROM else -(-subgroup_size // _ROUNDING) * _ROUNDING
 
 
