@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import time
 from collections.abc import Callable
@@ -18,8 +19,13 @@ from experiments.progress import Progress
 from experiments.ranks import PublishedRank
 from perfmodel import Workload
 
+ROOM = 0.8
+"""Share of AdamW's state for which there is room on the emulated machine beside the training."""
 NEIGHBOUR = 0.65
-"""Share of the memory that the training leaves, wanted by another process on the emulated machine."""
+"""Share of that room, wanted by another process while memory changes."""
+HEADROOM = 1.25
+"""Forward and backward on the emulated machine over the fastest that were seen here. Hooks wait for what is missing,
+so that both last as long in every run, whatever else the processor has to do."""
 
 
 def choose_machine(
@@ -40,18 +46,19 @@ def choose_machine(
 class Machine(Protocol):
     """Trains one model after the other, each with one optimizer.
 
-    torch_device: where model and batches are.
+    torch_device: where model and batches are. has_neighbour: whether another process can be made to take memory.
     """
 
     name: str
     torch_device: torch.device
+    has_neighbour: bool
 
     @property
     def device(self) -> EmulatedDevice | None:
         """What `DOSAdam(device=...)` is given."""
 
-    def begin(self) -> None:
-        """Forget the memory of the run before."""
+    def begin(self, beside_neighbour: bool = False) -> None:
+        """Forget the memory of the run before. beside_neighbour: another process takes memory in its middle third."""
 
     def synchronize(self) -> None:
         """Wait for all that was launched."""
@@ -77,12 +84,13 @@ class CudaMachine:
     """The current CUDA device, in real time."""
 
     device = None
+    has_neighbour = False
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
         self.name = torch.cuda.get_device_name(self.torch_device)
 
-    def begin(self) -> None:
+    def begin(self, beside_neighbour: bool = False) -> None:
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.torch_device)
@@ -112,33 +120,37 @@ class CudaMachine:
 
 
 class EmulatedMachine:
-    """One of four ranks of the published run of a 20B model on 80 GB H100s, as small and slow as the model here needs.
+    """One of four ranks of the published run of a 20B model on H100s, as small and slow as the model here needs.
 
     Time: the node's rates (the built-in profile `h100`) are slowed down together until the update of the whole model
     on the CPU lasts as many times forward plus backward as it did there.
     Memory: every byte there is `parameters / (that rank's parameters)` bytes here. What model, gradients and
-    activations take follows the run's recorded trace, by phase of the iteration. In the middle third of the steps
-    another process wants NEIGHBOUR of what they leave.
+    activations take follows the run's recorded trace, by phase of the iteration. Beside them there is room for ROOM of
+    AdamW's state, less than on the node, so that AdamW does not fit. In a run beside a neighbour another process wants
+    NEIGHBOUR of that in the middle third of the steps.
 
     subgroup_size: in parameters. compute_s: seconds of one forward and backward here. steps: of each run.
     """
 
     torch_device = torch.device("cpu")
+    has_neighbour = True
 
     def __init__(self, model: GPT, subgroup_size: int, compute_s: float, steps: int) -> None:
         published, values = PublishedRank.read(), model.tokens.weight.itemsize
         sizes = [min(subgroup_size, model.numel - start) for start in range(0, model.numel, subgroup_size)]
         loads = Workload.of_sizes(sizes, gradient_bytes=values, parameter_bytes=values)
-        self._rank = published.miniature(loads, published.update_over_compute * compute_s)
-        self.name = f"emulated H100 node (rates 1/{self._rank.slowdown:.0f}, memory 1/{self._rank.shrinkage:.0f})"
-        self._progress = Progress(model)
-        comes, leaves, wants = steps / 3, 2 * steps / 3, int(NEIGHBOUR * self._rank.free_bytes)
-        self._neighbour = Script([(0.0, 0), (comes, wants), (leaves, 0)], lambda: self._progress.iteration)
+        rank = published.miniature(loads, published.update_over_compute * HEADROOM * compute_s)
+        room = int(ROOM * sum(2 * p.nbytes for p in model.parameters()))  # two moments, in the parameters' type
+        self._rank = dataclasses.replace(rank, memory_bytes=rank.recording.peak + room)
+        self.name = f"emulated H100 node (rates 1/{rank.slowdown:.0f}, memory 1/{rank.shrinkage:.0f})"
+        self._progress = Progress(model, self._rank.forward_s, self._rank.backward_s)
+        self._visit = [(0.0, 0), (steps / 3, int(NEIGHBOUR * room)), (2 * steps / 3, 0)]
         self.begin()
 
-    def begin(self) -> None:
+    def begin(self, beside_neighbour: bool = False) -> None:
         self._progress.iteration = -1
-        self.device = self._rank.device(lambda: self._progress.position, self._neighbour)
+        neighbour = Script(self._visit, lambda: self._progress.iteration) if beside_neighbour else 0
+        self.device = self._rank.device(lambda: self._progress.position, neighbour)
 
     def follow(self, optimizer: Optimizer) -> None:
         self._progress.follow(optimizer)
@@ -155,8 +167,9 @@ class EmulatedMachine:
 
     def peak_bytes(self, optimizer: Optimizer) -> int:
         if isinstance(optimizer, AdamW):
-            state = [t for entry in optimizer.state.values() for t in entry.values() if t.ndim]
-            return self._rank.recording.peak + sum(t.nbytes for t in state)
+            return self._rank.recording.peak + sum(
+                t.nbytes for entry in optimizer.state.values() for t in entry.values() if t.ndim
+            )
         return self.device.own_peak_bytes
 
     def memory(self, time_s: float, optimizer: DOSAdam) -> MemorySample:

@@ -3,29 +3,25 @@
     python -m experiments.train                                        # about three minutes on two cores
     python -m experiments.train --data FILE --policies cpu,0.3,stride:3 --steps 200
 
-All runs start from the same parameters and see the same batches. On a machine without GPU the accelerator is emulated
-(`experiments.machines.EmulatedMachine`), and in the middle third of each run another process takes memory on it.
-Writes summary.json, losses.png, timeline.png and, for the adaptive policy, memory.png.
+All runs start from the same parameters, see the same batches and have the same memory. On a machine without GPU the
+accelerator is emulated (`experiments.machines.EmulatedMachine`): AdamW's state does not fit there, and its losses are
+those of a larger one. At the end the adaptive policy trains once more, and another process takes memory meanwhile.
+Writes summary.json, losses.png, timeline.png and, of that last run, memory.png.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
-import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Column, Table
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -37,86 +33,15 @@ from experiments.corpus import Corpus, standard_library
 from experiments.gpt import GPT, GPTConfig
 from experiments.machines import Machine, choose_machine
 from experiments.memory_log import MemoryLog
-from experiments.plots import save_losses, save_memory, save_timelines
+from experiments.train_report import DEFAULT, REFERENCE, Iteration, Result, report, report_neighbour
 from perfmodel import Lane, Op, Span, Timeline
 
-REFERENCE = "AdamW"
-DEFAULT = "adaptive"
-"""DOSAdam's policy where none is chosen."""
 SUBGROUPS = 31
 """As many as one rank has in the published 20B runs."""
-UNTIMED = 2
-"""Steps at the beginning that the times leave out."""
 LR_WARM_UP = 0.2
 """Share of the steps until the full learning rate."""
-LAST = 10
-"""Steps at the end whose mean the table shows as the final loss."""
-HEADERS = ("final loss", "iteration", "exposed update", "on device", "peak memory")
 
 Batch = tuple[Tensor, Tensor]
-
-
-@dataclass(frozen=True)
-class Iteration:
-    """One training step. Times in seconds; update: what the optimizer's lanes did, since step() was called."""
-
-    loss: float
-    forward_s: float
-    backward_s: float
-    update_s: float
-    update: Timeline
-
-    @property
-    def seconds(self) -> float:
-        return self.forward_s + self.backward_s + self.update_s
-
-    def timeline(self) -> Timeline:
-        """Forward, backward and update, since the start of forward."""
-        shift = self.forward_s + self.backward_s
-        update = (Span(s.lane, s.op, s.subgroup, s.start + shift, s.end + shift) for s in self.update.spans)
-        forward = Span(Lane.GPU, Op.FORWARD, None, 0.0, self.forward_s)
-        backward = Span(Lane.GPU, Op.BACKWARD, None, self.forward_s, self.forward_s + self.backward_s)
-        return Timeline.of([forward, backward, *update])
-
-
-@dataclass(frozen=True)
-class Result:
-    """One run.
-
-    accelerator_share: of the parameters, updated on the accelerator in the last step.
-    memory: who held the device's memory over the run; empty for `REFERENCE`. explanation: what the optimizer says.
-    """
-
-    iterations: list[Iteration]
-    accelerator_share: float
-    peak_device_bytes: int
-    memory: MemoryLog
-    explanation: str
-
-    @property
-    def steps(self) -> int:
-        return len(self.iterations)
-
-    @property
-    def losses(self) -> list[float]:
-        return [i.loss for i in self.iterations]
-
-    @property
-    def typical(self) -> Iteration:
-        """The iteration of median time."""
-        return sorted(self._timed(), key=lambda i: i.seconds)[len(self._timed()) // 2]
-
-    def summary(self) -> dict[str, Any]:
-        return {
-            "losses": self.losses,
-            "iteration_s": statistics.median(i.seconds for i in self._timed()),
-            "update_s": statistics.median(i.update_s for i in self._timed()),
-            "accelerator_share": self.accelerator_share,
-            "peak_device_bytes": self.peak_device_bytes,
-        }
-
-    def _timed(self) -> list[Iteration]:
-        return self.iterations[UNTIMED:] or self.iterations
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -141,14 +66,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     subgroup_size = args.subgroup_size or math.ceil(model.numel / SUBGROUPS)
     batches = [(x.to(device), y.to(device)) for x, y in corpus.batches(args.steps, args.batch, args.seed)]
     machine = choose_machine(model, subgroup_size, args.steps, compute=lambda: model(*batches[0]).backward())
-    console.print(
-        f"{model.numel / 1e6:.1f}M parameters, {len(corpus) / 1e6:.1f} MB of text, {machine.name}", soft_wrap=True
-    )
+    sizes = f"{model.numel / 1e6:.1f}M parameters, {len(corpus) / 1e6:.1f} MB of text"
+    console.print(f"{sizes}, {machine.name}", soft_wrap=True)
 
-    def run(name: str, progress: Progress) -> Result:
+    def run(name: str, progress: Progress, beside_neighbour: bool = False) -> Result:
         model.load_state_dict(start)
         model.zero_grad()
-        machine.begin()
+        machine.begin(beside_neighbour)
         settings = {"lr": args.lr, "betas": (0.9, 0.95), "weight_decay": 0.1}
         optimizer: Optimizer
         if name == REFERENCE:
@@ -170,7 +94,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     with _progress(console) as progress:
         results = {name: run(name, progress) for name in (REFERENCE, *policies)}
+        beside = (
+            run(DEFAULT, progress, beside_neighbour=True) if machine.has_neighbour and DEFAULT in policies else None
+        )
     report(results, machine, args.out, console)
+    if beside is not None:
+        report_neighbour(beside, results[DEFAULT], machine, args.out, console)
     return 0
 
 
@@ -221,47 +150,6 @@ def accelerator_share(optimizer: Optimizer) -> float:
     return sum(size for i, size in enumerate(sizes) if i in there) / sum(sizes)
 
 
-def report(results: Mapping[str, Result], machine: Machine, out: Path, console: Console) -> None:
-    """Write summary and pictures, print the table."""
-    device = machine.name
-    reference = results[REFERENCE].losses
-    gaps = [abs(a - b) for r in results.values() for a, b in zip(r.losses, reference, strict=True)]
-    summary = {
-        "device": device,
-        "steps": len(reference),
-        "max_loss_difference": max(gaps),
-        "policies": {name: result.summary() for name, result in results.items()},
-    }
-    (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    save_losses({name: r.losses for name, r in results.items()}, out / "losses.png", reference=REFERENCE)
-    timelines = {name: r.typical.timeline() for name, r in results.items()}
-    save_timelines(timelines, out / "timeline.png", title=f"One iteration, {device}")
-    pictures = ["losses.png", "timeline.png"]
-    adaptive = results.get(DEFAULT)
-    if adaptive is not None:
-        title = f"Device memory while {adaptive.steps} steps run, policy {DEFAULT!r}, {device}"
-        log = adaptive.memory
-        save_memory(log.samples, machine.capacity, log.changes, out / "memory.png", title=title)
-        pictures.append("memory.png")
-
-    table = Table("policy", *(Column(header, justify="right") for header in HEADERS))
-    for name, result in results.items():
-        s = result.summary()
-        table.add_row(
-            f"{name} (default)" if name == DEFAULT else name,
-            f"{statistics.mean(s['losses'][-LAST:]):.4f}",
-            f"{s['iteration_s'] * 1e3:.0f} ms",
-            f"{s['update_s'] * 1e3:.0f} ms",
-            f"{s['accelerator_share']:.0%}",
-            f"{s['peak_device_bytes'] / 2**20:.0f} MiB",
-        )
-    console.print(table)
-    console.print(f"Largest difference of a loss from {REFERENCE}'s: {max(gaps):.1e}")
-    if adaptive is not None:
-        console.print(f"What policy {DEFAULT!r} says of its last step:\n{adaptive.explanation}", highlight=False)
-    console.print(f"Written to {out}: summary.json, {', '.join(pictures)}")
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="python -m experiments.train",
@@ -276,7 +164,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--lr", type=float, default=1e-3, help="at its highest")
     parser.add_argument("--seed", type=int, default=1)
     for name, default, what in (
-        ("steps", 100, "of each run"),
+        ("steps", 50, "of each run"),
         ("batch", 16, "sequences in a batch"),
         ("context", 32, "bytes in a sequence"),
         ("layers", 3, "of the model"),
