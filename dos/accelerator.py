@@ -27,9 +27,10 @@ from dos.options import Options
 from dos.parameters.registry import Registry
 from dos.state.record import ParameterRecord
 from dos.state.subgroup import Subgroup
-from dos.step.engine import Engine, Prepared
+from dos.step.engine import Engine
 from dos.step.iteration import Iteration
 from dos.step.pace import Pace
+from dos.step.room import Prepared
 from dos.step.work import SubgroupUpdate, Subject
 from perfmodel import Op, Placement, Plan, Timeline
 from perfmodel.hardware import HardwareProfile
@@ -139,7 +140,7 @@ class Accelerator:
         places = self._registry.places[record]
         self._departures.gradient_ready(record, places, self._now.wanted, self._send, self.device, gradient)
         if self._departures.past_half:
-            self._engine.prefetch_early(plan, self._registry.accelerated, self.memory.spare_in_backward)
+            self._engine.early.prefetch(plan, self._registry.accelerated, self.memory.spare_in_backward)
 
     def _look_ahead(self, *, attached: bool) -> Plan | None:
         """The plan as it would be now, for gradients and state to leave by."""
@@ -151,7 +152,7 @@ class Accelerator:
             return None
         subgroups, engine = self._registry.accelerated, self._engine
         if self._controller.follows_memory and self.memory.foreseen:
-            engine.settle_early(plan, subgroups)
+            engine.early.settle(plan, subgroups)
         on_host = (subgroups[i] for i in plan.served(Placement.CPU) if not engine.device_store.has(subgroups[i]))
         # The memory through which gradients travel is made in step(), never here.
         self._now.wanted = {subgroup for subgroup in on_host if engine.host_store.stages(subgroup)}
@@ -239,7 +240,7 @@ class Accelerator:
     def end_iteration(self, writes: int | None, *, skipped: bool) -> None:
         """The step was issued or skipped: what comes now belongs to the next iteration."""
         if skipped:
-            self._engine.drop_prefetched()  # the next forward needs the memory more
+            self._engine.early.drop_prefetched()  # the next forward needs the memory more
         self._departures.finish(writes)
         self._gradients_before = self._now.gradients
         self.memory.end_iteration()
@@ -295,7 +296,7 @@ class Accelerator:
 
     def release(self, held: int) -> None:
         """Give all device memory back, and remember that `held` bytes of it were needed for something else."""
-        self._engine.drop_prefetched()
+        self._engine.early.drop_prefetched()
         self._engine.bring_home()
         self.memory.ran_out(held)
         self._now.backward = None  # if the iteration is tried again, its peak is sampled, too

@@ -37,8 +37,8 @@ from dos.sharding.meshes import Meshes
 from dos.state.coded import CODE_TYPES, decoded, has_codes
 from dos.state.record import ParameterRecord
 from dos.state.subgroup import Subgroup
-from dos.step.engine import Prepared
 from dos.step.in_place import InPlace
+from dos.step.room import Prepared
 from dos.step.work import SubgroupUpdate
 from perfmodel import Op, Plan, Timeline
 from perfmodel.format import MASTER_KEY, REST_KEY

@@ -131,7 +131,7 @@ class Model:
         return self._controller.plan(replace(work, backward_s=self._rank.backward_s if self._iteration else 0.0))
 
     def _settle_early(self, plan: Plan) -> None:
-        """As `Engine.settle_early`."""
+        """As `Early.settle`."""
         for i in plan.served(Placement.GPU_RESIDENT):
             if i not in self._resident:
                 buffer = self._allocate(self._rank.loads.subgroups[i].state_bytes)
@@ -141,7 +141,7 @@ class Model:
                 self._arriving.append(i)
 
     def _prefetch_early(self, plan: Plan) -> bool:
-        """As `Engine.prefetch_early`."""
+        """As `Early.prefetch`."""
         streamed = [i for i in plan.served(Placement.GPU_STREAMED) if i not in self._resident]
         spare = self._memory.spare_in_backward()
         count = min(plan.slots, len(streamed))

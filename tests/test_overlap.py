@@ -83,7 +83,9 @@ def test_prefetch_begins_before_the_step() -> None:
     optimizer = accelerated(model, policy="stride:1")
     train(model, optimizer, 2)
     fetched = []
-    train(model, optimizer, 1, before_step=lambda _: fetched.append(len(optimizer._accelerator._engine._prefetched)))
+    train(
+        model, optimizer, 1, before_step=lambda _: fetched.append(len(optimizer._accelerator._engine.early.prefetched))
+    )
     assert fetched == [2]
 
 
@@ -518,7 +520,7 @@ def test_backwards_without_a_step_pile_nothing_up() -> None:
     for _ in range(400):
         optimizer.zero_grad()
         model(torch.ones(1, 24)).sum().backward()
-    assert len(optimizer._accelerator._engine._begun) < 2000
+    assert len(optimizer._accelerator._engine.early.begun) < 2000
     train(model, optimizer, 2)
 
 

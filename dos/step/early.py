@@ -1,0 +1,147 @@
+"""What backward begins for the step to come: gradients on their way to the host, state on its way to the device."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+from dos.devices import Caller, Copy, Device, Job
+from dos.devices.coalesce import joined
+from dos.state.arena import State
+from dos.state.stores import DeviceStore, HostStore
+from dos.state.subgroup import Subgroup
+from dos.step.issue import Issued, state_copies
+from dos.step.work import Subject
+from perfmodel import Op, Placement, Plan
+from perfmodel.lanes import Stream
+from perfmodel.schedule import Found, Task
+
+MOST_EARLY_JOBS = 1000
+"""Transfers in flight without a step before the first are let go of."""
+
+
+class Early:
+    """Transfers that are issued before the step that uses them.
+
+    begun: what is under way. prefetched: of that, the state that fills the slots, by subgroup.
+    arriving: state that comes to stay, by subgroup; None: its memory is there, and its way has not begun.
+    shown: whether somebody was given the state at home since the last step, and may write there until the next.
+    considered: the plan whose streamed subgroups are known.
+    """
+
+    def __init__(self, device: Device, device_store: DeviceStore, host_store: HostStore) -> None:
+        self.begun: list[Issued] = []
+        self.prefetched: dict[Subgroup, Issued] = {}
+        self.arriving: dict[Subgroup, Issued | None] = {}
+        self.shown = False
+        self._device = device
+        self.device_store = device_store
+        self.host_store = host_store
+        self.considered: Plan | None = None
+        self._streamed: Sequence[int] = ()
+
+    def send_gradients(self, index: int, copies: Sequence[Copy], callers: Collection[Caller]) -> Job:
+        """As `Engine.send_gradients`."""
+        # What backward writes in any of them is read here.
+        job = self._device.copy(Op.GRADIENT, index, joined(copies), self._device.fence(callers))
+        nbytes = sum(source.nbytes for _, source in copies)
+        self.begun.append(Issued(Task(Op.GRADIENT, Stream.GRADIENT, index, nbytes), job))
+        return job
+
+    def prefetch(self, plan: Plan, subgroups: Sequence[Subgroup], spare: Callable[[], int]) -> None:
+        """Fill the slots while backward runs, if that was not done yet and they take no more than `spare` bytes."""
+        store = self.device_store
+        if store.slots or self.shown:
+            return
+        if self.considered is not plan:  # asked at each of many gradients
+            streams = [i for i in plan.served(Placement.GPU_STREAMED) if not store.has(subgroups[i])]
+            self._streamed = [i for i in streams if self.host_store.has(subgroups[i])]
+            self.considered = plan
+        streamed = self._streamed
+        if not streamed:
+            return
+        nbytes = max(subgroups[i].state.carved_bytes for i in streamed)
+        count = min(plan.slots, len(streamed))
+        if nbytes * count > spare():
+            return
+        store.get_slots(count, nbytes)
+        for i, (number, slot) in zip(streamed, enumerate(store.slots), strict=False):
+            self.prefetched[subgroups[i]] = self._fetch(i, subgroups[i], subgroups[i].state.carve(slot), number)
+
+    def settle(self, plan: Plan, subgroups: Sequence[Subgroup]) -> None:
+        """Start state that comes to stay on its way while backward runs, as far as there is memory for it.
+
+        Only while no step is in flight: what that still sends home must not be read before it is there. Nor while users
+        may write to it.
+        """
+        if self.shown:
+            return
+        store = self.device_store
+        store.expect_denials(True)  # the step will try again
+        for i in plan.served(Placement.GPU_RESIDENT):
+            if not store.has(subgroups[i]) and self.host_store.has(subgroups[i]):
+                self.arriving[subgroups[i]] = None  # an interruption from here on leaves memory that is no state yet
+                state = store.take(subgroups[i])
+                if state is None:
+                    return
+                self.arriving[subgroups[i]] = self._fetch(i, subgroups[i], state)
+
+    def _fetch(self, index: int, subgroup: Subgroup, state: State, slot: int | None = None) -> Issued:
+        # The caller's stream may still use what was in this memory before.
+        copies, after = state_copies(state, subgroup.state), self._device.fence()
+        job = self._device.copy(Op.PREFETCH, index, copies, after)
+        task = Task(Op.PREFETCH, Stream.PREFETCH, index, subgroup.state.nbytes, (), slot)
+        self.begun.append(Issued(task, job))
+        return self.begun[-1]
+
+    def drop_prefetched(self) -> None:
+        """Forget state that was prefetched for another plan than the one that runs, or for a step that was skipped."""
+        for issued in self.prefetched.values():
+            with contextlib.suppress(Exception):  # whoever needs that state fetches it again
+                issued.job.wait()
+        self.prefetched = {}
+        self.device_store.free_slots()
+
+    def drop_arriving(self, subgroups: Iterable[Subgroup]) -> None:
+        """Free memory of subgroups that were on their way here; nothing has updated their state, so the host has it."""
+        for subgroup in subgroups:
+            issued = self.arriving[subgroup]
+            if issued is not None:
+                with contextlib.suppress(Exception):  # whoever needs that state fetches it again
+                    issued.job.wait()
+            if self.device_store.has(subgroup):
+                self.device_store.drop(subgroup)
+            del self.arriving[subgroup]
+
+    def forget_many(self) -> None:
+        """Backward after backward without a step: let go of transfers that have ended. Who uses them has them, too."""
+        if len(self.begun) <= MOST_EARLY_JOBS:
+            return
+        kept = [i for i in (*self.prefetched.values(), *self.arriving.values()) if i is not None]
+        for issued in self.begun:
+            with contextlib.suppress(Exception):
+                issued.job.wait()
+        self.begun = kept
+
+    def find(self, plan: Plan, subjects: Sequence[Subject], found: Sequence[Found]) -> tuple[list[Found], list[Issued]]:
+        """What is found, with what is under way, and all of that which the step uses."""
+        known = {id(issued.job): issued for issued in self.begun}
+        fetched = {s: issued for s, issued in (*self.prefetched.items(), *self.arriving.items()) if issued is not None}
+        used = {id(issued.job): issued for issued in fetched.values()}
+        # Gradients of what is updated on the device after all have left in vain.
+        left = [s.departed if p is Placement.CPU else () for s, p in zip(subjects, plan.placements, strict=True)]
+        for i, jobs in enumerate(left):
+            for job in jobs:
+                # What has been let go of is used all the same.
+                whole = Task(Op.GRADIENT, Stream.GRADIENT, i, subjects[i].subgroup.gradient.nbytes)
+                used[id(job)] = known.get(id(job)) or Issued(whole, job)
+        begun = [issued for job, issued in known.items() if job in used]
+        begun += [issued for job, issued in used.items() if job not in known]
+        places = {id(issued.job): place for place, issued in enumerate(begun)}
+
+        def with_begun(subject: Subject, found: Found, jobs: Sequence[Job]) -> Found:
+            way = fetched.get(subject.subgroup)
+            place = None if way is None else places[id(way.job)]
+            return found._replace(departed=tuple(places[id(job)] for job in jobs), fetched=place)
+
+        return [with_begun(*each) for each in zip(subjects, found, left, strict=True)], begun
