@@ -232,10 +232,9 @@ class Accelerator:
 
     def _subject(self, subgroup: Subgroup, update: SubgroupUpdate | None, writes: int | None) -> Subject:
         if update is None or update.offloaded:
-            return Subject(subgroup, update, (), ())
+            return Subject(subgroup, update, (), frozenset())
         holding, departed = self._departures.arriving(subgroup, update.pieces, writes)
-        late = [piece for piece in update.pieces if piece not in holding] if holding else update.pieces
-        return Subject(subgroup, update, departed, late)
+        return Subject(subgroup, update, departed, frozenset(update.pieces) - holding)
 
     def end_iteration(self, writes: int | None, *, skipped: bool) -> None:
         """The step was issued or skipped: what comes now belongs to the next iteration."""

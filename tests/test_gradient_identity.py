@@ -142,6 +142,56 @@ def test_a_gradient_whose_memory_was_replaced_is_sent_again(
     assert_close_ulp(models[0].parameters(), models[1].parameters())
 
 
+def twin_of_the_same_version(gradient: Tensor, _: Tensor) -> Tensor:
+    twin = gradient.data
+    assert gradient._version > 0
+    for _ in range(gradient._version):
+        twin.mul_(1.5)
+    return twin
+
+
+def other_half(gradient: Tensor, buffer: Tensor) -> Tensor:
+    buffer.data[1] = 3 * gradient  # which does not count as a write to the gradient, though its memory is of one piece
+    gradient.data = buffer[1]
+    return gradient
+
+
+def transposed(gradient: Tensor, _: Tensor) -> Tensor:
+    gradient.data = gradient.data.t()
+    return gradient
+
+
+def negated_where_it_is(gradient: Tensor, _: Tensor) -> Tensor:
+    gradient.data = torch._neg_view(gradient.data)
+    return gradient
+
+
+@pytest.mark.parametrize(
+    "edit", [twin_of_the_same_version, other_half, transposed, negated_where_it_is], ids=lambda f: f.__name__
+)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_each_guard_of_a_gradient_that_has_left(policy: str | float, edit: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """All but one of object, address and reading, storage and version are as they were when it left."""
+    starts = [torch.randn(24, 24, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
+    ends = []
+    for whose in (policy, None):
+        model = nn.Sequential(*(nn.Linear(24, 24, bias=False) for _ in starts))
+        buffers = torch.zeros(len(starts), 2, 24, 24)
+        for parameter, start, buffer in zip(model.parameters(), starts, buffers, strict=True):
+            parameter.data = start.clone()
+            parameter.grad = buffer[0]
+        optimizer = optimizer_for(model, whose)
+        for step in range(4):
+            optimizer.zero_grad(set_to_none=False)
+            backward(model, seed=step)
+            if step == 2:
+                for parameter, buffer in zip(model.parameters(), buffers, strict=True):
+                    parameter.grad = edit(parameter.grad, buffer)
+            optimizer.step()
+        ends.append(list(model.parameters()))
+    assert_close_ulp(*ends)
+
+
 class Conjugated(nn.Module):
     """Its gradient is lazily negated: a real parameter is the imaginary part of a number that is conjugated."""
 

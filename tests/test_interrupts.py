@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("one_kernel_thread")
 
 EVERYWHERE = os.environ.get("DOS_INTERRUPTS")
 """Set: interrupt at every line of every program, which takes an hour. Else at INTERRUPTS lines, evenly spread."""
-INTERRUPTS = 400
+INTERRUPTS = 1000
 SOURCES = str(Path(dos.__file__).parent) + os.sep
 
 

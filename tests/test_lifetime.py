@@ -75,6 +75,20 @@ def test_state_and_threads_go_with_the_optimizer(policy: str | float | None, off
         assert device._held == 0
 
 
+@pytest.mark.parametrize("attached", [False, True])
+def test_an_emulated_device_takes_its_threads_along(attached: bool) -> None:
+    before = threading.active_count()
+    device, model = EmulatedDevice(FAST, capacity=10**7), mlp()
+    optimizer = DOSAdam(model.parameters(), policy="stride:2", subgroup_size=300, device=device)
+    if attached:
+        optimizer.attach(model)
+    train(model, optimizer, 2)
+    gone = weakref.ref(device)
+    del optimizer, device
+    assert gone() is None
+    assert eventually(lambda: threading.active_count() <= before, seconds=10)
+
+
 def test_a_step_in_flight_ends_before_its_optimizer_goes() -> None:
     model, twin = mlp(), mlp()
     optimizer = DOSAdam(model.parameters(), policy="cpu", device=EmulatedDevice(FAST, capacity=10**7))

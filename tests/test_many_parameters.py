@@ -13,8 +13,17 @@ from conftest import FAST, bits
 from torch import nn
 
 from dos import DOSAdam, EmulatedDevice
+from dos.state.record import ParameterRecord
+from dos.state.subgroup import Piece, Subgroup
 
 pytestmark = pytest.mark.usefixtures("one_kernel_thread")
+
+
+@pytest.fixture
+def searches_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Comparisons run lines of Python: those of a search through a list, which is one line, are counted, too."""
+    for kind in (ParameterRecord, Piece, Subgroup):
+        monkeypatch.setattr(kind, "__eq__", lambda self, other: self is other)
 
 
 def lines_run(work: Callable[[], object]) -> int:
@@ -68,6 +77,7 @@ def phases(count: int, settings: dict[str, Any]) -> dict[str, int]:
     return found
 
 
+@pytest.mark.usefixtures("searches_count")
 @pytest.mark.parametrize("place", PLACES)
 def test_the_work_is_linear(place: str) -> None:
     few, many = phases(150, PLACES[place]), phases(600, PLACES[place])

@@ -28,7 +28,7 @@ SLOW = profile(
 """An update of the network takes about a millisecond: it lasts into what is called next."""
 
 ULPS = 64
-SEQUENCES = int(os.environ.get("DOS_CALLS", "40"))
+SEQUENCES = int(os.environ.get("DOS_CALLS", "200"))
 """How many random sequences of calls, for each kind of gradients."""
 
 

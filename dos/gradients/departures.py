@@ -25,7 +25,7 @@ Send = Callable[[Subgroup, Sequence[Copy], Collection[Caller]], Job]
 
 @dataclass(frozen=True, eq=False)
 class _Written:
-    """One parameter's gradient as backward has just left it: this object, this memory, this version.
+    """One parameter's gradient as backward has just left it: this object, this memory read in this way, this version.
 
     A new one is made each time backward writes, and compared by identity. Numbers alone do not tell two gradients
     apart: versions begin anew with each tensor, and addresses come back once memory was freed.
@@ -37,6 +37,7 @@ class _Written:
     gradient: weakref.ref[Tensor] | None
     storage: StorageWeakRef
     address: int
+    reading: tuple[object, ...]
     version: int
     layout: Layout
     bits: Tensor | None
@@ -47,9 +48,8 @@ class _Written:
         mine = local(gradient)
         storage = StorageWeakRef(mine.untyped_storage())
         bits = fingerprint(mine) if record.sharded or not here else None
-        return cls(
-            weakref.ref(gradient) if here else None, storage, mine.data_ptr(), mine._version, record.layout, bits
-        )
+        there = weakref.ref(gradient) if here else None
+        return cls(there, storage, mine.data_ptr(), _reading(mine), mine._version, record.layout, bits)
 
     def still(self, gradient: Tensor | None, writes: int | None, rewritten: Collection[_Written]) -> bool:
         """Whether `gradient` is this one, but for `writes` writes that changed no value; None: it is not.
@@ -67,8 +67,14 @@ class _Written:
             # `gradient.data = ...` leaves object and version as they were.
             self.address == mine.data_ptr()
             and self.storage.cdata == mine.untyped_storage()._cdata
+            and self.reading == _reading(mine)
             and (self.bits is not None or (writes is not None and self.version + writes == mine._version))
         )
+
+
+def _reading(tensor: Tensor) -> tuple[object, ...]:
+    """How values are read from the tensor's memory."""
+    return tensor.dtype, tensor.shape, tensor.stride(), tensor.is_neg()
 
 
 @dataclass

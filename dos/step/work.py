@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import NamedTuple
 
 import torch
@@ -101,7 +101,7 @@ class SubgroupUpdate:
         """Bytes of a slot that takes the gradients alone, if they must come up again."""
         return self.subgroup.offloaded_gradient_bytes if self.offloaded else 0
 
-    def downloads(self, pieces: Collection[Piece]) -> list[Copy]:
+    def downloads(self, pieces: Set[Piece]) -> list[Copy]:
         """The copies that stage the gradients of these pieces on the host."""
         staged = self.subgroup.gradient
         return [
@@ -241,7 +241,7 @@ class Subject(NamedTuple):
     subgroup: Subgroup
     update: SubgroupUpdate | None
     departed: Sequence[Job]
-    late: Collection[Piece]
+    late: Set[Piece]
 
     def found(self, state: Tier) -> Found:
         """What the step finds of it, but for what is under way. state: where that is."""
