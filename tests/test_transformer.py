@@ -85,8 +85,15 @@ def test_activations_of_a_gpt_block_are_those_of_korthikanti_et_al() -> None:
     with_matrices = model.activation_bytes(tokens, sequence, 2, eager_attention=True)
     assert with_matrices == 34 * sequence * batch * width + 5 * heads * sequence**2 * batch
     kept = model.peak_activation_bytes(tokens, sequence, 2, checkpointing=True)
-    outside = 5 * tokens * width + 12 * tokens * model.vocabulary
-    assert kept == 12 * 2 * sequence * batch * width + outside
+    assert kept == 12 * 2 * sequence * batch * width + 5 * tokens * width
+
+
+def test_logits_and_their_loss() -> None:
+    """In the model's dtype; in float32 log-probabilities, their gradients and those of upcast logits."""
+    model, tokens = Transformer.from_config(LLAMA_3_8B), 8192
+    assert model.logit_bytes(tokens, 2) == tokens * 128256 * (2 + 3 * 4)
+    # Liger-Kernel: inc_factor 32, so chunks of 256 tokens; the whole gradients of input and weights.
+    assert model.logit_bytes(tokens, 2, fused=True) == 2 * (256 * 128256 + (tokens + 128256) * 4096)
 
 
 def test_arithmetic() -> None:
@@ -150,6 +157,7 @@ class Llama(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         logits = self.output(self.norm(self.blocks(self.tokens(tokens))))
+        self.logits = logits  # which the output object of Transformers' models keeps
         return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
