@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from perfmodel.hardware import HardwareProfile
-from perfmodel.planner.datasheets import CARDS, LINKS
+from perfmodel.planner.datasheets import ALIASES, CARDS, GPUS, LINKS
 from perfmodel.planner.main import main
 
 ROOT = Path(__file__).parents[1]
@@ -172,6 +172,7 @@ def test_a_machine_of_one_s_own(tmp_path: Path, capsys: pytest.CaptureFixture[st
     [
         ("--machine A100-40", "a100_bound", 39.4),
         ("--machine a100-80GB", "a100_pcie_server", 79.1),
+        ("--machine H100", "h100", 79.6),
         ("--machine rtx_4090_desktop --gpu 24GB", "rtx_4090_desktop", 23.6),
         ("--machine rtx4090 --gpu 20GiB", "rtx_4090_desktop", 20),
         ("--machine RTX-5090", "RTX 5090", 31.3),
@@ -203,6 +204,14 @@ def test_gpus_of_a_data_sheet_alone(capsys: pytest.CaptureFixture[str]) -> None:
         assert rates["cpu_update_rate"] == guesses.cpu_update_rate
         assert any("the host's are cautious guesses" in line for line in found["assumptions"])
         assert 0.9 * card.gpu.nominal_gib < card.gpu.memory_gib < card.gpu.nominal_gib
+
+
+def test_gpus_of_the_page_are_those_that_are_known() -> None:
+    page = (ROOT / "docs/planning.md").read_text()
+    assert all(f"`{name}`" in page for name in CARDS)
+    assert all(f"`{name}`" in page for name in ALIASES)
+    for gpu in (*GPUS.values(), *(card.gpu for card in CARDS.values())):
+        assert re.search(rf"{gpu.memory_gib}\b", page), f"memory of {gpu.name}"
 
 
 @pytest.mark.parametrize("reference", [True, False])

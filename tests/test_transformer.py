@@ -171,6 +171,28 @@ SMALL_LLAMA = {
 }
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_memory_of_a_loss_of_transformers_is_what_pytorch_counts(dtype: str) -> None:
+    """Of its own Llama, with a vocabulary that takes most of the memory; all but weights to 1%."""
+    transformers = pytest.importorskip("transformers")
+    tracker_module = pytest.importorskip("torch.distributed._tools.mem_tracker")
+    config = {**SMALL_LLAMA, "vocab_size": 4000}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config, attn_implementation="sdpa"))
+    model.to({"bf16": torch.bfloat16, "fp32": torch.float32}[dtype])
+    tokens = torch.randint(0, 4000, (4, 128), generator=torch.Generator().manual_seed(0))
+    tracker = tracker_module.MemTracker()
+    tracker.track_external(model)
+    with tracker:
+        output = model(input_ids=tokens, labels=tokens)
+        output.loss.backward()
+    peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
+    profile = HardwareProfile.builtin("h100")
+    settings: dict[str, Any] = {"dtype": dtype, "batch": 4, "sequence": 128, "reserved": 0}
+    found = device_footprint(Question(Transformer.from_config(config), profile, 10**12, **settings))
+    assert found.logits > 0.5 * (peak - found.weights)
+    assert found.peak - found.weights == pytest.approx(peak - found.weights, rel=0.01)
+
+
 def small_gpt(layers: int, checkpointing: bool) -> tuple[GPTConfig, dict[str, Any]]:
     """A GPT without dropout, for torch and as a configuration."""
     shape = GPTConfig(layers, width=128, heads=2, context=128, vocabulary=500, checkpointing=checkpointing)

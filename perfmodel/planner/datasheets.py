@@ -54,6 +54,7 @@ GPUS = {
 ALIASES = {
     "a100-40": "a100_bound",
     "a100-80": "a100_pcie_server",
+    "h100-80": "h100",
     "h200": "h200_node",
     "l40s": "l40s_server",
     "rtx-3090": "rtx_3090_desktop",

@@ -70,13 +70,13 @@ def find_machine(name: str, asked: Memory | None) -> Machine:
     memory that it does not have.
     """
     known = builtin_profiles()
-    short = _short(name)
-    name = next((profile for alias, profile in ALIASES.items() if _short(alias) == short), name)
-    card = next((card for key, card in CARDS.items() if _short(key) == short), None)
-    if card is not None:
+    meant = {_short(each): each for each in (*known, *ALIASES, *CARDS)}.get(_short(name), name)
+    if meant in CARDS:
+        card = CARDS[meant]
         return _machine(_profile_of(card, known[UNKNOWN]), card.gpu, asked)
-    if name in known:
-        return _machine(known[name], GPUS.get(name), asked)
+    profile = ALIASES.get(meant, meant)
+    if profile in known:
+        return _machine(known[profile], GPUS.get(profile), asked)
     if name.endswith(".json") or Path(name).exists():
         try:
             return _machine(HardwareProfile.load(name), None, asked)
@@ -87,7 +87,9 @@ def find_machine(name: str, asked: Memory | None) -> Machine:
 
 
 def _short(name: str) -> str:
-    """A name of a GPU however it is written: `RTX 4090`, `rtx-4090`, `A100-80GB`."""
+    """A name of a GPU however it is written: `RTX 4090`, `rtx-4090`, `A100-80GB`. Of a path nothing is left out."""
+    if Path(name).name != name:
+        return name
     return "".join(filter(str.isalnum, name.lower())).removesuffix("gb")
 
 

@@ -139,14 +139,15 @@ class Transformer:
         A logit for each token and entry of the vocabulary, in the model's dtype, which the output
         object of Transformers' models keeps, and LOSS_BYTES beside it.
 
-        fused: the loss makes logits a chunk at a time and gradients at once, as Liger-Kernel does
-        (src/liger_kernel/ops/fused_linear_cross_entropy.py): tokens * width / vocabulary tokens to
-        a chunk, rounded up to a power of two; gradients of the output layer's input and weights.
+        fused: the loss makes logits a chunk at a time and gradients at once, as Liger-Kernel 0.8.5
+        does (src/liger_kernel/ops/fused_linear_cross_entropy.py): tokens * width / vocabulary
+        tokens to a chunk, rounded up to a power of two; and the gradients of the output layer's
+        input and weights.
         """
         if not fused:
             return tokens * self.vocabulary * (value_bytes + LOSS_BYTES)
         of_a_chunk = -(-tokens // -(-self.vocabulary // self.width))
-        chunk = 1 << (of_a_chunk - 1).bit_length()
+        chunk = min(tokens, 1 << (of_a_chunk - 1).bit_length())
         return value_bytes * (chunk * self.vocabulary + (tokens + self.vocabulary) * self.width)
 
     def flops(self, tokens: int, *, checkpointing: bool = False) -> tuple[float, float]:
