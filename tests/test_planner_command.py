@@ -86,6 +86,17 @@ def test_a_gpu_too_small(capsys: pytest.CaptureFixture[str]) -> None:
     assert "The largest model of the usual shape that fits with these settings: about 3.67B parameters." in text
 
 
+def test_a_host_too_small_for_what_fused_adamw_does_not_need(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--params", "1e9", "--machine", "h100", "--host", "8GiB"]
+    assert main(asked) == 0
+    text = capsys.readouterr().out
+    assert "5.0 GiB more than there is." in text
+    assert "The state of fused AdamW fits on the GPU, which needs none of that on the host." in text
+    assert answer(capsys, *asked)["alternative"] == {"policy": "fused AdamW", "speedup": None}
+    whole = answer(capsys, *asked[:-2])
+    assert whole["alternative"] == {"policy": "fused AdamW", "speedup": pytest.approx(1.0)}
+
+
 def test_what_something_else_must_divide_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     job = ["--params", "7e9", "--machine", "h100", "--ranks", "4"]
     for stage in (1, 2):

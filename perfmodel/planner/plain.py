@@ -72,9 +72,11 @@ def as_json(advice: Advice, assumptions: list[str]) -> dict[str, Any]:
 
 
 def _alternative_json(advice: Advice) -> dict[str, Any] | None:
-    """The best of the other policies, and how many times as fast as it adaptive is."""
-    other = advice.alternative
-    return None if other is None else {"policy": other.policy, "speedup": other.seconds / advice.best.seconds}
+    """The best of the other policies, and how many times as fast as it adaptive is, if that fits."""
+    other, best = advice.alternative, advice.best
+    if other is None:
+        return None
+    return {"policy": other.policy, "speedup": other.seconds / best.seconds if best.fits else None}
 
 
 def _job_json(advice: Advice) -> dict[str, Any]:

@@ -51,6 +51,8 @@ def _accumulation(situation: Situation) -> str:
     text = "gradient accumulation: steps of several micro-batches, whose gradients "
     if question.offload_gradients:
         text += "add up on the host, in float32"
+    elif question.offload_parameters:
+        text += "add up on the host"
     else:
         text += "stay beside the next one's activations"
     peak = situation.device.peak
@@ -99,6 +101,8 @@ def headline(advice: Advice) -> Iterator[str]:
             f"{what}: DOES NOT FIT. {_on_host(situation)} need {format_bytes(needed)} of host memory{each}, "
             f"{format_bytes(needed - there)} more than there is."
         )
+    if not situation.fits and advice.alternative is not None:
+        yield f"The state of {advice.alternative.policy} fits on the GPU, which needs none of that on the host."
     for remedy in advice.remedies:
         yield _remedy(remedy)
     if situation.fits:
