@@ -99,7 +99,7 @@ class DeviceBytes:
     """Device memory that training takes beside optimizer state, in bytes of one rank.
 
     weights, gradients: of what the rank keeps.
-    activations: held when backward begins, the loss included.
+    activations: of all blocks, held when backward begins. logits: with the loss, beside them.
     block: one block's weights and gradients while they are gathered, and its activations.
     reserved: taken by the runtime.
     gathered: weights that are whole for a while though they are divided, in forward and backward.
@@ -111,6 +111,7 @@ class DeviceBytes:
     block: int
     reserved: int
     gathered: int = 0
+    logits: int = 0
 
     @property
     def peak(self) -> int:
@@ -120,13 +121,13 @@ class DeviceBytes:
         gradients were set to None before forward; while accumulating over micro-batches it is `peak_accumulating`.
         """
         held = self.reserved + self.weights + self.gathered
-        return held + max(self.activations, self.gradients + self.block)
+        return held + max(self.activations + self.logits, self.gradients + self.block)
 
     @property
     def peak_accumulating(self) -> int:
         """The same where gradients of an earlier micro-batch are there all the time."""
         held = self.reserved + self.weights + self.gathered + self.gradients
-        return held + max(self.activations, self.block)
+        return held + max(self.activations + self.logits, self.block)
 
     @property
     def update(self) -> int:

@@ -10,6 +10,8 @@ import statistics
 import pytest
 import torch
 from conftest import compares_with_a_clock, skip_if_the_clock_cannot_be_trusted
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from dos import DOSAdam, EmulatedDevice
@@ -24,6 +26,7 @@ from perfmodel.planner.datasheets import GPUS
 from perfmodel.planner.question import DEFAULT_SUBGROUP_SIZE, MARGIN, Question
 from perfmodel.planner.situation import Situation, device_footprint
 from perfmodel.planner.transformer import Transformer
+from perfmodel.planner.whatif import levers
 from perfmodel.policies import cpu_only
 from perfmodel.simulate import Phase, Scope, makespan
 
@@ -52,9 +55,12 @@ def test_memory_is_added_up() -> None:
     situation = Situation(question(batch=2))
     device, numel = situation.device, 7 * 10**9
     assert (device.weights, device.gradients) == (2 * numel, 2 * numel)
-    assert device.peak == device.reserved + device.weights + max(device.activations, device.gradients + device.block)
-    assert device.peak_accumulating == device.peak + max(device.activations, device.block) - device.block
-    assert situation.room == int((1 - MARGIN) * 40 * GIB) - device.peak
+    held, begins = device.reserved + device.weights, device.activations + device.logits
+    assert device.logits == 2 * 2048 * 32000 * (2 + 12)
+    assert device.peak == held + max(begins, device.gradients + device.block)
+    assert situation.peak == device.peak_accumulating == held + device.gradients + max(begins, device.block)
+    assert Situation(question(batch=2, accumulation=False)).peak == device.peak
+    assert situation.room == int((1 - MARGIN) * 40 * GIB) - situation.peak
     assert situation.host.total == 14 * numel
     assert Situation(question(batch=2, dtype="fp16")).host.total == 16 * numel
     assert situation.alone.peak_free_bytes % situation.alone.slot_bytes == 0
@@ -116,6 +122,55 @@ def test_what_would_help_is_planned_anew() -> None:
     assert "--checkpointing" not in levers, "it is on already"
 
 
+FASTER = ("more GPU memory", "twice as fast")
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    machine=st.sampled_from(sorted(builtin_profiles())),
+    numel=st.floats(3e8, 8e9),
+    spare=st.floats(0.5, 11),
+    flops_rate=st.sampled_from([None, 5e13, 4e14]),
+    sharded=st.booleans(),
+)
+def test_better_hardware_never_costs_time(
+    machine: str, numel: float, spare: float, flops_rate: float | None, sharded: bool
+) -> None:
+    """Planning anew alone may: plans are the best of those tried, and a faster CPU takes DRAM from links."""
+    asked = question(
+        numel,
+        profile=HardwareProfile.builtin(machine),
+        device_bytes=int(numel * (4 + spare) + 3 * GIB),
+        flops_rate=flops_rate,
+        **({"ranks": 4, "fsdp": True} if sharded else {}),
+    )
+    now = adaptive_outcome(Situation(asked))
+    for lever in levers(asked, now):
+        if lever.change.endswith(FASTER):
+            assert lever.outcome.seconds <= now.seconds, lever.change
+
+
+def test_the_best_of_the_others_is_one_that_fits() -> None:
+    advice = advise(question())
+    assert advice.alternative == outcome(advice, "stride 3")
+    assert advice.best.seconds < advice.alternative.seconds < outcome(advice, "best ratio").seconds
+    small = advise(question(numel=1e9))
+    assert small.alternative == outcome(small, "fused AdamW")
+
+
+def test_the_largest_batch_and_sequence_fit_and_larger_ones_do_not() -> None:
+    asked = question(batch=2, sequence=1024)
+    advice = advise(asked)
+    for change, more in (("batch", advice.largest_batch), ("sequence", advice.largest_sequence)):
+        assert more > getattr(asked, change)
+        assert Situation(dataclasses.replace(asked, **{change: more})).fits
+        assert not Situation(dataclasses.replace(asked, **{change: more + 1})).fits
+    short = dataclasses.replace(asked.model, longest=1500)
+    assert advise(dataclasses.replace(asked, model=short)).largest_sequence == 1500
+    nothing = advise(question(host_bytes=GIB))
+    assert (nothing.largest_batch, nothing.largest_sequence) == (0, 0)
+
+
 def test_memory_for_all_state() -> None:
     asked = question(numel=1.05e9)
     needed = advise(asked).all_resident_bytes
@@ -130,7 +185,7 @@ def test_memory_for_all_state() -> None:
 
 def test_adamw_in_float32_needs_no_master() -> None:
     asked = question(numel=1e9, dtype="fp32")
-    peak = device_footprint(asked).peak
+    peak = Situation(asked).peak
     fits = dataclasses.replace(asked, device_bytes=math.ceil((peak + 8.01e9) / (1 - MARGIN)))
     advice = advise(fits)
     assert outcome(advice, "fused AdamW").fits
@@ -143,7 +198,9 @@ def test_a_device_that_is_too_small() -> None:
     assert not any(o.fits for o in advice.outcomes)
     assert all(o.update_s is None and o.seconds == math.inf for o in advice.outcomes)
     assert advice.bound is None
-    assert "8 GiB more GPU memory" in {lever.change for lever in advice.levers}
+    assert advice.alternative is None
+    checkpointed = advise(question(device_bytes=24 * GIB))
+    assert "8 GiB more GPU memory" in {lever.change for lever in checkpointed.levers}
     remedies = {remedy.change: remedy.situation for remedy in advice.remedies}
     assert "with --checkpointing" not in remedies, "weights and gradients alone are too large"
     offloaded = question(device_bytes=24 * GIB, checkpointing=False, offload_gradients=True)
@@ -203,8 +260,8 @@ def test_a_host_that_is_too_small() -> None:
 
 
 def test_the_largest_model_fits_and_a_larger_one_does_not() -> None:
-    for settings in ({}, {"host_bytes": 32 * GIB}):
-        asked = question(**settings)
+    for host_bytes in (None, 32 * GIB):
+        asked = question(host_bytes=host_bytes)
         largest = advise(asked).largest
         assert Situation(dataclasses.replace(asked, model=Transformer.of_size(largest))).fits
         assert not Situation(dataclasses.replace(asked, model=Transformer.of_size(int(1.03 * largest)))).fits
@@ -253,7 +310,7 @@ def test_the_plan_is_the_optimizer_s_and_the_update_takes_as_long_as_expected(na
         reserved=0,
         flops_rate=None,
     )
-    peak = device_footprint(asked).peak
+    peak = Situation(asked).peak
     real_s = Situation(asked).update_s(cpu_only(Situation(asked).alone))
     asked = dataclasses.replace(
         asked,

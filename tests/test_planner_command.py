@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from perfmodel.hardware import HardwareProfile
+from perfmodel.planner.datasheets import ALIASES, CARDS, GPUS, LINKS
 from perfmodel.planner.main import main
 
 ROOT = Path(__file__).parents[1]
@@ -78,11 +79,22 @@ def test_a_7b_model_on_a_desktop(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_gpu_too_small(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--params", "7e9", "--machine", "rtx_4090_desktop", "--host", "48GiB", "--checkpointing"]) == 0
     text = capsys.readouterr().out
-    assert "DOES NOT FIT. Without any optimizer state the GPU needs 27.3 GiB, 3.7 GiB more than it has." in text
+    assert "DOES NOT FIT. Without any optimizer state the GPU needs 28.5 GiB, 4.9 GiB more than it has." in text
     assert "It fits" not in text
-    assert "large enough with --offload-gradients (15.3 GiB), the host would not: 117.3 GiB instead of 48.0" in text
+    assert "large enough with --offload-gradients (15.5 GiB), the host would not: 117.3 GiB instead of 48.0" in text
     assert "need 91.3 GiB of host memory, 43.3 GiB more than there is." in text
     assert "The largest model of the usual shape that fits with these settings: about 3.67B parameters." in text
+
+
+def test_a_host_too_small_for_what_fused_adamw_does_not_need(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--params", "1e9", "--machine", "h100", "--host", "8GiB"]
+    assert main(asked) == 0
+    text = capsys.readouterr().out
+    assert "5.0 GiB more than there is." in text
+    assert "The state of fused AdamW fits on the GPU, which needs none of that on the host." in text
+    assert answer(capsys, *asked)["alternative"] == {"policy": "fused AdamW", "speedup": None}
+    whole = answer(capsys, *asked[:-2])
+    assert whole["alternative"] == {"policy": "fused AdamW", "speedup": pytest.approx(1.0)}
 
 
 def test_what_something_else_must_divide_is_said(capsys: pytest.CaptureFixture[str]) -> None:
@@ -156,15 +168,94 @@ def test_a_machine_of_one_s_own(tmp_path: Path, capsys: pytest.CaptureFixture[st
     path = tmp_path / "mine.json"
     HardwareProfile.builtin("h100").save(path)
     mine = ("--params", "1B", "--machine", str(path), "--gpu", "16GiB")
-    without = answer(capsys, *mine)
-    assert without["compute_s"] is None
-    assert all(row["iteration_s"] is None for row in without["policies"])
-    assert any("pass --tflops" in line for line in without["assumptions"])
+    assumed = answer(capsys, *mine)
+    assert assumed["compute_s"] == pytest.approx(6e9 * 2048 / (0.4 * 71e12))
+    assert any("of the RTX 3090's data sheet, 71, for no GPU was named" in line for line in assumed["assumptions"])
     given = answer(capsys, *mine, "--tflops", "100")
     assert given["compute_s"] == pytest.approx(6e9 * 2048 / 100e12)
     half = answer(capsys, *mine, "--tflops", "100", "--utilisation", "0.5")
     assert half["compute_s"] == pytest.approx(2 * given["compute_s"])
     assert answer(capsys, "--params", "1e8", "--gpu", "4GiB")["machine"]["name"] == "unknown"
+
+
+@pytest.mark.parametrize(
+    ("machine", "profile", "device_gib"),
+    [
+        ("--machine A100-40", "a100_bound", 39.4),
+        ("--machine a100-80GB", "a100_pcie_server", 79.1),
+        ("--machine H100", "h100", 79.6),
+        ("--machine rtx_4090_desktop --gpu 24GB", "rtx_4090_desktop", 23.6),
+        ("--machine rtx4090 --gpu 20GiB", "rtx_4090_desktop", 20),
+        ("--machine RTX-5090", "RTX 5090", 31.3),
+        ("--gpu 24GB", "unknown", 0.98 * 24),
+        ("--gpu 24e9", "unknown", 24e9 / 2**30),
+    ],
+)
+def test_what_is_meant_by_a_machine(
+    machine: str, profile: str, device_gib: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A GPU by its name; `24GB` of one as its data sheet says; and times for any of them."""
+    found = answer(capsys, "--params", "1e9", "--host", "64GB", *machine.split())
+    assert found["machine"]["name"] == profile
+    assert found["settings"]["device_bytes"] == int(device_gib * 2**30)
+    assert found["host"]["available"] == 64 * 2**30
+    assert "--host 64GB: 64.0 GiB, as memory modules are sold" in found["assumptions"]
+    assert any(line.startswith("--gpu 24GB") for line in found["assumptions"]) == ("24GB" in machine)
+    assert all(row["iteration_s"] is not None for row in found["policies"] if row["fits"])
+
+
+def test_gpus_of_a_data_sheet_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    """Their own links and memory; of the host, what is assumed where nothing is known."""
+    guesses = HardwareProfile.builtin("unknown")
+    for name, card in CARDS.items():
+        found = answer(capsys, "--params", "1e8", "--machine", name, "--dtype", "fp16")
+        rates = found["machine"]
+        assert (rates["h2d_bandwidth"], rates["h2d_bandwidth_duplex"]) == LINKS[card.pcie]
+        assert rates["gpu_update_rate"] == 0.8 * card.bandwidth / 28
+        assert rates["cpu_update_rate"] == guesses.cpu_update_rate
+        assert any("the host's are cautious guesses" in line for line in found["assumptions"])
+        assert 0.9 * card.gpu.nominal_gib < card.gpu.memory_gib < card.gpu.nominal_gib
+
+
+def test_gpus_of_the_page_are_those_that_are_known() -> None:
+    page = (ROOT / "docs/planning.md").read_text()
+    assert all(f"`{name}`" in page for name in CARDS)
+    assert all(f"`{name}`" in page for name in ALIASES)
+    for gpu in (*GPUS.values(), *(card.gpu for card in CARDS.values())):
+        assert re.search(rf"{gpu.memory_gib}\b", page), f"memory of {gpu.name}"
+
+
+@pytest.mark.parametrize("reference", [True, False])
+def test_a_model_by_its_name_on_the_hub(
+    reference: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From huggingface_hub's cache, of which the commit of `main` is the current one."""
+    model = tmp_path / "hub" / "models--meta-llama--Llama-2-7b-hf"
+    for commit, values in (("1111", {**LLAMA_2_7B, "vocab_size": 1000}), ("2222", LLAMA_2_7B)):
+        (model / "snapshots" / commit).mkdir(parents=True)
+        (model / "snapshots" / commit / "config.json").write_text(json.dumps(values))
+    os.utime(model / "snapshots" / "1111" / "config.json", (0, 0) if not reference else None)
+    if reference:
+        (model / "refs").mkdir()
+        (model / "refs" / "main").write_text("2222")
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    name = "meta-llama/Llama-2-7b-hf"
+    assert answer(capsys, name, "--machine", "h100")["model"]["numel"] == 6_738_415_616
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "elsewhere"))
+    refused(
+        capsys, f"{name} --machine h100", f"in {tmp_path / 'elsewhere'}; get it with hf download {name} config.json"
+    )
+
+
+def test_what_is_assumed_of_accumulation_and_the_loss(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("--params", "1e9", "--gpu", "24GB")
+    several, one, fused = (answer(capsys, *asked, *more) for more in ([], ["--no-accumulation"], ["--fused-loss"]))
+    assert several["device"]["peak"] > one["device"]["peak"]
+    assert any(line.startswith("gradient accumulation: steps of several") for line in several["assumptions"])
+    assert any(line.startswith("one micro-batch in each step") for line in one["assumptions"])
+    assert several["device"]["logits"] == 2048 * 32000 * 14 > 3 * fused["device"]["logits"]
+    assert several["largest_sequence"] < fused["largest_sequence"]
 
 
 @pytest.mark.parametrize("gpu", ["79GiB", "24GiB", "79GiB --fsdp --offload-parameters"])
@@ -197,7 +288,7 @@ def bad_files(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("", "expected a model: --params 7e9, or the path of a Hugging Face config.json"),
+        ("", "expected a model: --params 7e9, or a Hugging Face config.json or name such as"),
         ("gpt2.json --params 7e9", "and not both"),
         ("none.json", "cannot read none.json: No such file or directory"),
         (".", "cannot read .: Is a directory"),
@@ -212,7 +303,7 @@ def bad_files(folder: Path) -> None:
         ("heads.json --gpu 9GiB", "num_attention_heads must divide hidden_size, found 33 and 4096"),
         ("gpt2.json --gpu 9GiB --seq 4096", "the model takes 1024 tokens at most, found sequences of 4096"),
         ("--params 7e9", "how much memory the GPU of unknown has is not known: pass --gpu"),
-        ("--params 7e9 --machine abacus", "no machine 'abacus'; there are a100_bound"),
+        ("--params 7e9 --machine abacus", "no machine 'abacus'; there are a100-40, a100-80"),
         ("--params 7e9 --machine none.json", "cannot read none.json: No such file or directory"),
         ("--params 7e9 --machine torn.json", "torn.json: Expecting property name"),
         ("--params 7e9 --machine empty.json", "empty.json: hardware profile of version None"),
@@ -227,7 +318,7 @@ def bad_files(folder: Path) -> None:
             "argument --gpu: expected a size of 1 byte or more (and 1e+18 at most), found '-24GiB'",
         ),
         ("--params 7e9 --gpu 0", "argument --gpu: expected a size of 1 byte or more (and 1e+18 at most), found '0'"),
-        ("--params 7e9 --gpu 1000GiB --machine h100", "--gpu 1000.0 GiB is more than the H100 80 GB of h100 has"),
+        ("--params 7e9 --gpu 1000GiB --machine h100", "--gpu 1000GiB is more than the H100 80 GB of h100 has"),
         ("--params 7e9 --machine h100 --host 12XB", "argument --host: expected a size"),
         ("--params 7e9 --gpu 512MiB", "1.0 GiB of device memory are reserved, and there are 512.0 MiB"),
         (
@@ -250,7 +341,8 @@ def bad_files(folder: Path) -> None:
             "argument --tflops: expected a number above 0 (1e-6 to 1e9), found 'nan'",
         ),
         ("--params 7e9 --machine h100 --utilisation 1.5", "expected a number in (0, 1], found '1.5'"),
-        ("--params 7e9 --gpu 24GiB --utilisation 0.5", "pass --tflops, not --utilisation"),
+        ("--params 7e9 --machine t4", "the T4 does not compute in bfloat16; choose --dtype fp16 or fp32"),
+        ("org/no-model --gpu 24GB", "no file 'org/no-model', and no configuration of a model of that name in "),
         (
             "--params 7e9 --machine h100 --subgroup-size 1e4",
             "make 700,000 of them, more than 5,000; choose 1.4M or more",

@@ -27,6 +27,7 @@ def test_a_job_of_several_nodes(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     assert "DOES NOT FIT. Parameters, gradients and optimizer state need 84.8 GiB of host memory on each node" in text
     assert "weights from the host, forward" in text
+    assert "whose gradients add up on the host (--no-accumulation: one)" in text
 
 
 def test_json_of_a_job(capsys: pytest.CaptureFixture[str]) -> None:

@@ -85,8 +85,15 @@ def test_activations_of_a_gpt_block_are_those_of_korthikanti_et_al() -> None:
     with_matrices = model.activation_bytes(tokens, sequence, 2, eager_attention=True)
     assert with_matrices == 34 * sequence * batch * width + 5 * heads * sequence**2 * batch
     kept = model.peak_activation_bytes(tokens, sequence, 2, checkpointing=True)
-    outside = 5 * tokens * width + 12 * tokens * model.vocabulary
-    assert kept == 12 * 2 * sequence * batch * width + outside
+    assert kept == 12 * 2 * sequence * batch * width + 5 * tokens * width
+
+
+def test_logits_and_their_loss() -> None:
+    """In the model's dtype; in float32 log-probabilities, their gradients and those of upcast logits."""
+    model, tokens = Transformer.from_config(LLAMA_3_8B), 8192
+    assert model.logit_bytes(tokens, 2) == tokens * 128256 * (2 + 3 * 4)
+    # Liger-Kernel: inc_factor 32, so chunks of 256 tokens; the whole gradients of input and weights.
+    assert model.logit_bytes(tokens, 2, fused=True) == 2 * (256 * 128256 + (tokens + 128256) * 4096)
 
 
 def test_arithmetic() -> None:
@@ -150,6 +157,7 @@ class Llama(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         logits = self.output(self.norm(self.blocks(self.tokens(tokens))))
+        self.logits = logits  # which the output object of Transformers' models keeps
         return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
@@ -161,6 +169,28 @@ SMALL_LLAMA = {
     "num_key_value_heads": 2,
     "vocab_size": 600,
 }
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_memory_of_a_loss_of_transformers_is_what_pytorch_counts(dtype: str) -> None:
+    """Of its own Llama, with a vocabulary that takes most of the memory; all but weights to 1%."""
+    transformers = pytest.importorskip("transformers")
+    tracker_module = pytest.importorskip("torch.distributed._tools.mem_tracker")
+    config = {**SMALL_LLAMA, "vocab_size": 4000}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config, attn_implementation="sdpa"))
+    model.to({"bf16": torch.bfloat16, "fp32": torch.float32}[dtype])
+    tokens = torch.randint(0, 4000, (4, 128), generator=torch.Generator().manual_seed(0))
+    tracker = tracker_module.MemTracker()
+    tracker.track_external(model)
+    with tracker:
+        output = model(input_ids=tokens, labels=tokens)
+        output.loss.backward()
+    peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
+    profile = HardwareProfile.builtin("h100")
+    settings: dict[str, Any] = {"dtype": dtype, "batch": 4, "sequence": 128, "reserved": 0}
+    found = device_footprint(Question(Transformer.from_config(config), profile, 10**12, **settings))
+    assert found.logits > 0.5 * (peak - found.weights)
+    assert found.peak - found.weights == pytest.approx(peak - found.weights, rel=0.01)
 
 
 def small_gpt(layers: int, checkpointing: bool) -> tuple[GPTConfig, dict[str, Any]]:

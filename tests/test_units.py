@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 
 from perfmodel.planner.units import (
+    Memory,
     format_bytes,
     format_count,
     format_rate,
     format_seconds,
     parse_bytes,
     parse_count,
+    parse_memory,
     parse_rate,
 )
 
@@ -56,6 +58,16 @@ def test_what_is_no_bandwidth(text: str) -> None:
 
 def test_how_bandwidths_are_written() -> None:
     assert [format_rate(r) for r in (50e9, 12.5e6, 999.9e6, 2.5e12)] == ["50 GB/s", "12.5 MB/s", "1 GB/s", "2.5 TB/s"]
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes", "nominal"),
+    [("24GB", 24 * 2**30, True), ("0.5 tb", 2**39, True), ("24GiB", 24 * 2**30, False), ("24e9", 24 * 10**9, False)],
+)
+def test_memory_as_data_sheets_write_it(text: str, nbytes: int, nominal: bool) -> None:
+    assert parse_memory(text) == Memory(text, nbytes, nominal)
+    with pytest.raises(ValueError, match=f"expected a size such as 24GiB.*found '{text}s'"):
+        parse_memory(f"{text}s")
 
 
 def test_counts_and_how_figures_are_written() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from perfmodel.bounds import Bound, lower_bound
 from perfmodel.plan import Placement
@@ -14,6 +15,9 @@ from perfmodel.planner.situation import Situation
 from perfmodel.planner.transformer import Transformer
 from perfmodel.planner.whatif import Lever, Remedy, levers, remedies
 
+MOST = 2**24
+"""Sequences, or tokens in one, beyond which nobody asks whether they fit."""
+
 
 @dataclass(frozen=True)
 class Advice:
@@ -22,6 +26,7 @@ class Advice:
     outcomes: adaptive last; with parameters on the host, only the one there is. bound: of the update alone; None if
         nothing fits, or the update is where it has to be.
     largest: parameters of the largest model of the usual shape that would fit; 0 if none does.
+    largest_batch, largest_sequence: of this model, with the other as it is; 0 if nothing fits.
     all_resident_bytes: device memory with which all optimizer state stays on the device; None if it never does.
     remedies: if it does not fit, settings with which it does; or, if there are none, one for which only host memory
         is missing.
@@ -32,6 +37,8 @@ class Advice:
     bound: Bound | None
     levers: tuple[Lever, ...]
     largest: int
+    largest_batch: int
+    largest_sequence: int
     all_resident_bytes: int | None
     remedies: tuple[Remedy, ...]
 
@@ -39,6 +46,12 @@ class Advice:
     def best(self) -> Outcome:
         """The adaptive policy's."""
         return self.outcomes[-1]
+
+    @property
+    def alternative(self) -> Outcome | None:
+        """The fastest of the policies that fit and are not adaptive; None if there is none."""
+        fitting = [outcome for outcome in self.outcomes[:-1] if outcome.fits]
+        return min(fitting, key=lambda outcome: outcome.seconds, default=None)
 
     @property
     def resident_bytes(self) -> int:
@@ -85,7 +98,9 @@ def advise(question: Question) -> Advice:
         lower_bound(situation.alone, situation.profile) if situation.fits and placed else None,
         tuple(levers(question, now)),
         largest(question),
-        math.ceil((situation.device.peak + situation.alone.state_bytes) / (1 - MARGIN)) if placed else None,
+        _most(question, "batch"),
+        _most(question, "sequence", question.model.longest),
+        math.ceil((situation.peak + situation.alone.state_bytes) / (1 - MARGIN)) if placed else None,
         () if situation.fits else tuple(remedies(question)),
     )
 
@@ -105,3 +120,21 @@ def largest(question: Question) -> int:
         middle = math.sqrt(low * high)
         low, high = (middle, high) if fits(int(middle)) else (low, middle)
     return int(low)
+
+
+def _most(question: Question, setting: str, limit: int | None = None) -> int:
+    """The largest value of a setting, up to a limit, with which the model fits; 0 if none does."""
+
+    def fits(value: int) -> bool:
+        changes: dict[str, Any] = {setting: value}
+        return Situation(dataclasses.replace(question, **changes)).fits
+
+    if not fits(1):
+        return 0
+    low, high = 1, limit or MOST
+    if fits(high):
+        return high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

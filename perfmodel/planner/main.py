@@ -14,16 +14,14 @@ from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from perfmodel.format import STATE_FORMATS
-from perfmodel.hardware import HardwareProfile, builtin_profiles
 from perfmodel.planner.advise import Advice, advise
-from perfmodel.planner.datasheets import GPUS, UTILISATION
+from perfmodel.planner.datasheets import ALIASES, CARDS, GPUS, UTILISATION
 from perfmodel.planner.fabric import FABRICS, PCIE, Fabric
+from perfmodel.planner.hub import config_path
+from perfmodel.planner.machine import UNKNOWN, find_machine
 from perfmodel.planner.question import DEFAULT_RESERVED, DEFAULT_SUBGROUP_SIZE, VALUE_BYTES, Question
 from perfmodel.planner.transformer import Transformer
-from perfmodel.planner.units import format_bytes, format_rate, parse_bytes, parse_count, parse_rate
-
-OVERSTATED = 1.1
-"""GPUs have less memory than their names say, but never by more than this factor."""
+from perfmodel.planner.units import format_bytes, format_rate, parse_bytes, parse_count, parse_memory, parse_rate
 
 T = TypeVar("T")
 
@@ -33,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(argv)
     try:
-        question = _question(options)
+        question, notes = _question(options)
         advice = advise(question)
     except OSError as error:
         parser.error(f"cannot read {error.filename}: {error.strerror}")
@@ -47,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("rich is needed to print the answer: pip install rich")
     if options.plot is not None:
         _plot(parser, options.plot, advice)
-    notes = text.assumptions(advice, _compute_source(options))
+    notes += text.assumptions(advice)
     if options.json:
         print(json.dumps(plain.as_json(advice, notes), allow_nan=False))
     else:
@@ -68,26 +66,22 @@ def _plot(parser: _Parser, path: Path, advice: Advice) -> None:
         parser.error(f"cannot write {path}: {str(error).splitlines()[0]}")
 
 
-def _question(options: argparse.Namespace) -> Question:
-    """What was asked. Raises OSError for a file that cannot be read, ValueError for what cannot be."""
-    if (options.params is None) == (options.config is None):
-        raise ValueError("expected a model: --params 7e9, or the path of a Hugging Face config.json, and not both")
-    model = Transformer.of_size(options.params) if options.config is None else Transformer.load(options.config)
-    profile = _profile(options.machine)
-    gpu = GPUS.get(options.machine)
-    if options.gpu is None and gpu is None:
-        raise ValueError(f"how much memory the GPU of {options.machine} has is not known: pass --gpu, such as 24GiB")
-    device_bytes = options.gpu or (gpu.memory_bytes if gpu else 0)
-    if gpu is not None and device_bytes > OVERSTATED * gpu.memory_bytes:
-        raise ValueError(
-            f"--gpu {format_bytes(device_bytes)} is more than the {gpu.name} of {options.machine} has, "
-            f"{format_bytes(gpu.memory_bytes)}; pass a --machine profile of your own for another GPU"
-        )
-    return Question(
+def _question(options: argparse.Namespace) -> tuple[Question, list[str]]:
+    """What was asked, and how it was understood, a line each.
+
+    Raises OSError for a file that cannot be read, ValueError for what cannot be.
+    """
+    model = _model(options)
+    machine = find_machine(options.machine, options.gpu)
+    rate, source = machine.flops_rate(options.dtype, options.tflops, options.utilisation)
+    notes = [*machine.notes, f"forward and backward reach {rate / 1e12:.3g} TFLOP/s per GPU: {source}"]
+    if options.host is not None and options.host.nominal:
+        notes.append(f"--host {options.host.text}: {format_bytes(options.host.nbytes)}, as memory modules are sold")
+    question = Question(
         model=model,
-        profile=profile,
-        device_bytes=device_bytes,
-        host_bytes=options.host,
+        profile=machine.profile,
+        device_bytes=machine.device_bytes,
+        host_bytes=None if options.host is None else options.host.nbytes,
         dtype=options.dtype,
         batch=options.batch,
         sequence=options.seq or min(2048, model.longest or 2048),
@@ -98,16 +92,30 @@ def _question(options: argparse.Namespace) -> Question:
         subgroup_size=options.subgroup_size,
         reserved=options.reserved,
         attach=not options.no_attach,
-        flops_rate=_flops_rate(options),
+        flops_rate=rate,
         offload_gradients=options.offload_gradients,
         state_format=options.state_format,
         accumulation=not options.no_accumulation,
+        fused_loss=options.fused_loss,
         nodes=options.nodes,
         fsdp=options.fsdp or options.hsdp,
         replicas=_replicas(options),
         offload_parameters=options.offload_parameters,
-        fabric=_fabric(options),
+        fabric=_fabric(options, machine.profile.name if machine.gpu else ""),
     )
+    return question, notes
+
+
+def _model(options: argparse.Namespace) -> Transformer:
+    """By its size or its configuration. Raises as `_question` does."""
+    if (options.params is None) == (options.config is None):
+        raise ValueError(
+            "expected a model: --params 7e9, or a Hugging Face config.json or name such as "
+            "meta-llama/Llama-3.1-8B, and not both"
+        )
+    if options.config is None:
+        return Transformer.of_size(options.params)
+    return Transformer.load(config_path(options.config))
 
 
 def _replicas(options: argparse.Namespace) -> int:
@@ -127,51 +135,14 @@ def _replicas(options: argparse.Namespace) -> int:
     return int(options.nodes)
 
 
-def _fabric(options: argparse.Namespace) -> Fabric:
+def _fabric(options: argparse.Namespace, machine: str) -> Fabric:
     """How GPUs reach one another: the machine's data sheet, and what was given instead."""
-    fabric = FABRICS.get(options.machine, PCIE)
+    fabric = FABRICS.get(machine, PCIE)
     if (rate := options.interconnect) is not None:
         fabric = dataclasses.replace(fabric, interconnect=rate, within=f"the {format_rate(rate)} given")
     if (rate := options.network) is not None:
         fabric = dataclasses.replace(fabric, network=rate, between=f"the {format_rate(rate)} given")
     return fabric
-
-
-def _flops_rate(options: argparse.Namespace) -> float | None:
-    """FLOP/s that forward and backward reach; None if not known."""
-    gpu = GPUS.get(options.machine)
-    if options.tflops is not None:
-        return float(options.tflops) * 1e12 * (options.utilisation or 1.0)
-    if gpu is not None:
-        return gpu.peak(options.dtype) * (options.utilisation or UTILISATION)
-    if options.utilisation is not None:
-        raise ValueError(f"the peak of the GPU of {options.machine} is not known: pass --tflops, not --utilisation")
-    return None
-
-
-def _compute_source(options: argparse.Namespace) -> str:
-    """Where `_flops_rate` comes from, for people."""
-    share = f"{options.utilisation or UTILISATION:.0%}"
-    if options.tflops is not None:
-        return "as given" if options.utilisation is None else f"{share} of --tflops"
-    gpu = GPUS.get(options.machine)
-    if gpu is None:
-        return "not known"
-    told = "" if options.utilisation else ", an assumption (--utilisation, --tflops)"
-    return f"{share} of the {gpu.name}'s data sheet, {gpu.peak(options.dtype) / 1e12:g}{told}"
-
-
-def _profile(machine: str) -> HardwareProfile:
-    """A built-in profile by name, or one from a file."""
-    known = builtin_profiles()
-    if machine in known:
-        return known[machine]
-    if machine.endswith(".json") or Path(machine).exists():
-        try:
-            return HardwareProfile.load(machine)
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{machine}: expected a profile in JSON: {error}") from error
-    raise ValueError(f"no machine {machine!r}; there are {', '.join(known)}, or pass the file of a profile")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -185,15 +156,23 @@ def _parser() -> _Parser:
         description="What fits on which machine, how long it takes there, and what more would buy. Nothing is run.",
     )
     model = parser.add_argument_group("the model")
-    model.add_argument("config", nargs="?", metavar="CONFIG.json", help="a Hugging Face config.json")
+    model.add_argument(
+        "config",
+        nargs="?",
+        metavar="CONFIG",
+        help="a Hugging Face config.json, or a name whose configuration is in the cache: meta-llama/Llama-3.1-8B",
+    )
     model.add_argument("--params", type=_by(parse_count), metavar="N", help="parameters instead: 7e9, 7B, 350M")
     model.add_argument("--dtype", choices=VALUE_BYTES, default="bf16", help="of parameters and gradients")
     machine = parser.add_argument_group("the machine")
     machine.add_argument(
-        "--machine", default="unknown", metavar="NAME|PROFILE", help=f"{', '.join(GPUS)}, or a calibrated profile"
+        "--machine",
+        default=UNKNOWN,
+        metavar="NAME|PROFILE",
+        help=f"{', '.join((*ALIASES, *CARDS, *GPUS))}, or a calibrated profile",
     )
-    machine.add_argument("--gpu", type=_by(parse_bytes), metavar="SIZE", help="memory of one GPU: 24GiB")
-    machine.add_argument("--host", type=_by(parse_bytes), metavar="SIZE", help="memory of each node: 128GiB")
+    machine.add_argument("--gpu", type=_by(parse_memory), metavar="SIZE", help="memory of one GPU: 24GB, 23.6GiB")
+    machine.add_argument("--host", type=_by(parse_memory), metavar="SIZE", help="memory of each node: 128GB")
     machine.add_argument(
         "--ranks", type=_by(parse_count), default=1, metavar="N", help="GPUs of the whole job, data-parallel"
     )
@@ -224,6 +203,7 @@ def _parser() -> _Parser:
     training.add_argument("--seq", type=_by(parse_count), metavar="N", help="tokens per sequence (2048)")
     training.add_argument("--checkpointing", action="store_true", help="recompute each block's activations")
     training.add_argument("--eager-attention", action="store_true", help="attention keeps its matrices")
+    training.add_argument("--fused-loss", action="store_true", help="never all logits: Liger's linear cross-entropy")
     training.add_argument("--offload-gradients", action="store_true", help="DOSAdam(offload_gradients=True)")
     training.add_argument("--no-accumulation", action="store_true", help="one micro-batch in each step")
     formats = [name for name in STATE_FORMATS if name is not None]

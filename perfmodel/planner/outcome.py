@@ -13,6 +13,8 @@ from perfmodel.planner.situation import Situation
 from perfmodel.policies import DEFAULT_SLOTS, balanced_stride, cpu_only, static_ratio, stride
 from perfmodel.simulate import Phase
 
+FUSED, CPU_ONLY = "fused AdamW", "CPU only"
+"""Names of two policies."""
 RATIOS_TRIED = 12
 """Ratios between nothing and all that fits being resident."""
 
@@ -44,9 +46,11 @@ class Outcome:
         return math.inf if known is None else known
 
 
-def adaptive_outcome(situation: Situation) -> Outcome:
+def adaptive_outcome(situation: Situation, kept: Plan | None = None) -> Outcome:
     """What DOSAdam's adaptive policy gives, which measures the compute that transfers can run beside.
 
+    kept: a plan made for another machine with as many subgroups, which is as good as planning anew
+        where that finds nothing faster: plans are the best of those that are tried.
     Parameters on the host are updated in place, under any policy.
     """
     if situation.question.offload_parameters:
@@ -57,7 +61,10 @@ def adaptive_outcome(situation: Situation) -> Outcome:
         forward_s=beside.forward_s if scope.forward is Phase.OVERLAPPED else 0.0,
         backward_s=beside.backward_s if scope.backward is Phase.OVERLAPPED else 0.0,
     )
-    return _outcome("adaptive", situation, AdaptivePlanner()(work, situation.profile))
+    planned = _outcome("adaptive", situation, AdaptivePlanner()(work, situation.profile))
+    if kept is None:
+        return planned
+    return min(planned, _outcome("adaptive", situation, kept), key=lambda outcome: outcome.seconds)
 
 
 def baselines(situation: Situation) -> Iterator[Outcome]:
@@ -66,8 +73,8 @@ def baselines(situation: Situation) -> Iterator[Outcome]:
     n = len(work.subgroups)
     everything = Plan((Placement.GPU_RESIDENT,) * n, tuple(range(n)), 0)
     fits = situation.fits_device and situation.adamw_bytes <= situation.room
-    yield _outcome("fused AdamW", situation, everything, fits)
-    yield _outcome("CPU only", situation, cpu_only(work))
+    yield _outcome(FUSED, situation, everything, fits)
+    yield _outcome(CPU_ONLY, situation, cpu_only(work))
     yield _best_ratio(situation)
     k = balanced_stride(work.subgroups[0], situation.profile)
     slots = max(1, min(DEFAULT_SLOTS, int(work.shared_free_bytes // work.slot_bytes)))

@@ -64,7 +64,8 @@ def _draw_memory(axes: Axes, advice: Advice) -> None:
         "CUDA, fragmentation": (device.reserved, device.reserved, "#c9ced6"),
         "weights": (device.weights, device.weights, _GREY),
         "activations": (device.activations, device.block, _AMBER),
-        "gradients": (0, device.gradients, _RED),
+        "logits and their loss": (device.logits, 0, "#c97bb0"),
+        "gradients": (device.gradients if situation.question.accumulation else 0, device.gradients, _RED),
         "resident state": (resident, resident, _BLUE),
     }
     if device.gathered:
@@ -100,7 +101,7 @@ def _draw_times(axes: Axes, advice: Advice) -> None:
 def _draw_slope(axes: Axes, advice: Advice) -> None:
     """The adaptive policy by device memory, from nothing to spare to all state resident."""
     question = advice.situation.question
-    low = advice.situation.device.peak
+    low = advice.situation.peak
     high = advice.all_resident_bytes or 2 * low
     sizes = [int(low + (1.05 * high - low) * i / (POINTS - 1)) for i in range(POINTS)]
     outcomes = [adaptive_outcome(Situation(dataclasses.replace(question, device_bytes=size))) for size in sizes]

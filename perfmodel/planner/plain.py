@@ -25,8 +25,7 @@ def as_json(advice: Advice, assumptions: list[str]) -> dict[str, Any]:
         "settings": settings,
         "device": {
             **dataclasses.asdict(device),
-            "peak": device.peak,
-            "peak_accumulating": device.peak_accumulating,
+            "peak": situation.peak,
             "total": question.device_bytes,
             "fits": situation.fits_device,
             "state": situation.host.state,
@@ -46,6 +45,7 @@ def as_json(advice: Advice, assumptions: list[str]) -> dict[str, Any]:
         "compute_s": situation.compute_s,
         "job": _job_json(advice),
         "policies": [_outcome_json(outcome) for outcome in advice.outcomes],
+        "alternative": _alternative_json(advice),
         "bound": None
         if advice.bound is None
         else {
@@ -58,15 +58,25 @@ def as_json(advice: Advice, assumptions: list[str]) -> dict[str, Any]:
             {
                 "change": remedy.change,
                 "fits": remedy.situation.fits,
-                "device_peak": remedy.situation.device.peak,
+                "device_peak": remedy.situation.peak,
                 "host_per_node": remedy.situation.host_needed,
                 "host_all_ranks": remedy.situation.host_per_rank * remedy.situation.question.ranks,
             }
             for remedy in advice.remedies
         ],
         "largest_parameters": advice.largest,
+        "largest_batch": advice.largest_batch,
+        "largest_sequence": advice.largest_sequence,
         "assumptions": assumptions,
     }
+
+
+def _alternative_json(advice: Advice) -> dict[str, Any] | None:
+    """The best of the other policies, and how many times as fast as it adaptive is, if that fits."""
+    other, best = advice.alternative, advice.best
+    if other is None:
+        return None
+    return {"policy": other.policy, "speedup": other.seconds / best.seconds if best.fits else None}
 
 
 def _job_json(advice: Advice) -> dict[str, Any]:

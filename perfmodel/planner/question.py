@@ -41,7 +41,9 @@ class Question:
     flops_rate: FLOP/s that forward and backward reach; None if not known.
     offload_gradients: as given to DOSAdam; it counts in memory, not in times.
     state_format: as given to DOSAdam.
-    accumulation: whether a step has several micro-batches, whose gradients add up.
+    accumulation: whether a step has several micro-batches, whose gradients add up and so are there
+        all the time. Times are of a step with one.
+    fused_loss: whether the loss never has all logits, as `Transformer.logit_bytes` counts it.
     nodes: over which the ranks are divided equally.
     fsdp: whether FSDP2 (`fully_shard`) divides the model; replicas: into as many copies (HSDP).
     offload_parameters: whether its CPUOffloadPolicy keeps parameters and gradients on the host.
@@ -68,6 +70,7 @@ class Question:
     offload_gradients: bool = False
     state_format: str | None = None
     accumulation: bool = True
+    fused_loss: bool = False
     nodes: int = 1
     fsdp: bool = False
     replicas: int = 1

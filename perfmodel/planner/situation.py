@@ -46,9 +46,14 @@ class Situation:
         )
 
     @property
+    def peak(self) -> int:
+        """Device memory at the worst moment without any optimizer state, in bytes."""
+        return self.device.peak_accumulating if self.question.accumulation else self.device.peak
+
+    @property
     def fits_device(self) -> bool:
         """Whether the model trains on the device at all, with all optimizer state elsewhere."""
-        return self.device.peak <= self.question.device_bytes
+        return self.peak <= self.question.device_bytes
 
     @property
     def fits_host(self) -> bool:
@@ -73,7 +78,7 @@ class Situation:
     @property
     def room(self) -> int:
         """Device memory for optimizer state at the peak of the iteration, in bytes."""
-        return max(0, self._usable - self.device.peak)
+        return max(0, self._usable - self.peak)
 
     @property
     def adamw_bytes(self) -> int:
@@ -196,4 +201,5 @@ def device_footprint(question: Question) -> DeviceBytes:
         block=model.activation_bytes(question.tokens, question.sequence, values, **attention) + whole,
         reserved=question.reserved,
         gathered=gathered,
+        logits=model.logit_bytes(question.tokens, values, fused=question.fused_loss),
     )

@@ -11,6 +11,7 @@ from perfmodel.format import INT8
 from perfmodel.plan import Placement
 from perfmodel.planner.advise import Advice
 from perfmodel.planner.jobtext import job_assumptions, job_headline, job_tables
+from perfmodel.planner.outcome import CPU_ONLY, FUSED, Outcome
 from perfmodel.planner.question import MARGIN
 from perfmodel.planner.situation import Situation
 from perfmodel.planner.tables import new_table
@@ -21,38 +22,42 @@ LARGE_CHANGE = 0.005
 """Shares of the time below this are shown as no change."""
 
 
-def assumptions(advice: Advice, compute: str) -> list[str]:
-    """What the figures rest on that was not given, a line each. compute: where the rate of arithmetic comes from."""
-    question, profile = advice.situation.question, advice.situation.profile
-    lines = [f"rates of {profile.name}: {profile.provenance.source}"]
-    if profile.provenance.source != "measured":
-        lines[0] += "; measure yours with python -m dos.calibrate"
-    if question.model.assumed:
-        lines.append(question.model.assumed)
-    if question.flops_rate is None:
-        lines.append("no compute times: the GPU's arithmetic is not known, pass --tflops for iterations")
-    else:
-        lines.append(f"forward and backward reach {question.flops_rate / 1e12:.3g} TFLOP/s per GPU: {compute}")
-        operations = 8 if question.checkpointing else 6
-        lines.append(f"{operations} operations per parameter and token")
+def assumptions(advice: Advice) -> list[str]:
+    """What the figures rest on that was not given, a line each, beside what is assumed of the machine."""
+    question = advice.situation.question
+    lines = [question.model.assumed] if question.model.assumed else []
+    lines.append(f"{8 if question.checkpointing else 6} operations per parameter and token")
     lines += job_assumptions(advice)
     lines.append(
         f"{format_bytes(question.reserved)} of GPU memory for CUDA and fragmentation (--reserved); "
         f"{MARGIN:.0%} that DOSAdam leaves alone"
     )
     lines.append("activations of fused kernels, gradients None before forward: zero_grad() as it is by default")
-    accumulating = advice.situation.device.peak_accumulating
-    if question.accumulation and accumulating > advice.situation.device.peak:
-        lines.append(f"accumulating over micro-batches, the peak is {format_bytes(accumulating)} instead")
+    lines.append(_accumulation(advice.situation))
     if question.attach:
         lines.append("updates run on into the next forward: optimizer.attach(model)")
-    if question.offload_gradients and question.accumulation:
-        lines.append("gradients of several micro-batches add up on the host, in float32 (--no-accumulation: one)")
     if question.state_format == INT8:
         lines.append("moments in 8 bits: other results than AdamW's (docs/formats.md)")
     if question.offload_gradients:
         lines.append("times do not count that offloaded gradients of subgroups updated on the GPU come up again")
     return lines
+
+
+def _accumulation(situation: Situation) -> str:
+    """What is assumed about the micro-batches of a step, and what the other assumption would give."""
+    question = situation.question
+    if not question.accumulation:
+        return "one micro-batch in each step (--no-accumulation), so gradients come as activations go"
+    text = "gradient accumulation: steps of several micro-batches, whose gradients "
+    if question.offload_gradients:
+        text += "add up on the host, in float32"
+    elif question.offload_parameters:
+        text += "add up on the host"
+    else:
+        text += "stay beside the next one's activations"
+    peak = situation.device.peak
+    less = f", and a peak of {format_bytes(peak)}" if peak < situation.peak else ""
+    return f"{text} (--no-accumulation: one{less}); times are of a step with one"
 
 
 def show(advice: Advice, notes: list[str], console: Console) -> None:
@@ -86,8 +91,8 @@ def headline(advice: Advice) -> Iterator[str]:
         )
     if not situation.fits_device:
         yield (
-            f"{what}: DOES NOT FIT. Without any optimizer state the GPU needs {format_bytes(situation.device.peak)}, "
-            f"{format_bytes(situation.device.peak - question.device_bytes)} more than it has."
+            f"{what}: DOES NOT FIT. Without any optimizer state the GPU needs {format_bytes(situation.peak)}, "
+            f"{format_bytes(situation.peak - question.device_bytes)} more than it has."
         )
     if not situation.fits_host:
         needed, there = situation.host_needed, question.host_bytes or 0
@@ -96,6 +101,8 @@ def headline(advice: Advice) -> Iterator[str]:
             f"{what}: DOES NOT FIT. {_on_host(situation)} need {format_bytes(needed)} of host memory{each}, "
             f"{format_bytes(needed - there)} more than there is."
         )
+    if not situation.fits and advice.alternative is not None:
+        yield f"The state of {advice.alternative.policy} fits on the GPU, which needs none of that on the host."
     for remedy in advice.remedies:
         yield _remedy(remedy)
     if situation.fits:
@@ -103,8 +110,10 @@ def headline(advice: Advice) -> Iterator[str]:
         if question.offload_parameters:
             where = "parameters, gradients and optimizer state are on the host"
         yield f"{what}: fits; {where}."
-        yield _expected(advice)
+        yield from _expected(advice)
         yield from job_headline(advice)
+    if advice.largest_batch or advice.largest_sequence:
+        yield _largest_input(advice)
     if advice.largest:
         most = format_count(advice.largest)
         yield f"The largest model of the usual shape that fits with these settings: about {most} parameters."
@@ -112,17 +121,36 @@ def headline(advice: Advice) -> Iterator[str]:
         yield "With these settings no model fits: lower --batch or --seq."
 
 
-def _expected(advice: Advice) -> str:
-    """How long it takes, beside the simplest policy if there is a choice, and what limits the update."""
-    best = advice.best
+def _expected(advice: Advice) -> Iterator[str]:
+    """How long it takes, beside the best of the other policies, and what limits the update."""
+    best, other = advice.best, advice.alternative
     unit = "update" if best.iteration_s is None else "iteration"
-    cpu_only = next((outcome for outcome in advice.outcomes if outcome.policy == "CPU only"), None)
-    if cpu_only is None:
-        return f"An {unit} takes {format_seconds(best.seconds)}; parameters are updated in place on the host."
-    return (
-        f'An {unit} takes {format_seconds(best.seconds)} with policy="adaptive", '
-        f"{cpu_only.seconds / best.seconds:.2f}x as fast as with all updates on the CPU. {_bottleneck(advice)}"
-    )
+    takes = f"An {unit} takes {format_seconds(best.seconds)}"
+    if other is None:
+        yield f"{takes}; parameters are updated in place on the host."
+        return
+    compared = f"{_times_as_fast(best, other)} the best of the others that fit ({other.policy})"
+    cpu_only = next(outcome for outcome in advice.outcomes if outcome.policy == CPU_ONLY)
+    if other is not cpu_only:
+        compared += f", {_times_as_fast(best, cpu_only)} {CPU_ONLY}"
+    yield f'{takes} with policy="adaptive", {compared}. {_bottleneck(advice)}'
+    if any(outcome.policy == FUSED and outcome.fits for outcome in advice.outcomes):
+        yield "All of AdamW's state fits on the GPU as it is: DOSAdam gains nothing until memory is short."
+
+
+def _largest_input(advice: Advice) -> str:
+    """The largest batch and sequence of this model, each with the other as it is."""
+    question = advice.situation.question
+    whole = " (the longest it takes)" if advice.largest_sequence == question.model.longest else ""
+    batch = f"{advice.largest_batch:,} sequences of {question.sequence:,} tokens" if advice.largest_batch else ""
+    tokens = f"{question.batch:,} of {advice.largest_sequence:,} tokens{whole}" if advice.largest_sequence else ""
+    each = " per GPU" if question.ranks > 1 else ""
+    return f"The largest batch that fits{each}: {' or '.join(filter(None, (batch, tokens)))}."
+
+
+def _times_as_fast(best: Outcome, other: Outcome) -> str:
+    ratio = other.seconds / best.seconds
+    return "as fast as" if abs(ratio - 1) < LARGE_CHANGE else f"{ratio:.2f}x as fast as"
 
 
 def _on_host(situation: Situation) -> str:
@@ -131,7 +159,7 @@ def _on_host(situation: Situation) -> str:
 
 def _remedy(remedy: Remedy) -> str:
     situation, change = remedy.situation, remedy.change
-    device, host = format_bytes(situation.device.peak), format_bytes(situation.host_needed)
+    device, host = format_bytes(situation.peak), format_bytes(situation.host_needed)
     if situation.fits:
         return f"It fits {change}: the GPU then needs {device}, the host {host}."
     there = format_bytes(situation.question.host_bytes or 0)
@@ -154,14 +182,16 @@ def _memory(advice: Advice) -> Table:
     title = "Where things are" + (", one rank" if question.ranks > 1 else "")
     table = new_table(title, "", "GPU", "host", "bytes on the host")
     resident = advice.resident_bytes
+    peak = "peak: activations beside gradients" if question.accumulation else "peak: gradients replace activations"
     rows: list[tuple[str, int | None, int | None]] = [
         ("weights", device.weights, situation.host_model // 2),
         ("gradients", device.gradients, situation.host_model // 2),
         ("weights gathered", device.gathered, None),
         ("activations when backward begins", device.activations, None),
+        ("logits and their loss", device.logits, None),
         ("one block at work", device.block, None),
         ("CUDA, fragmentation", device.reserved, None),
-        ("peak: gradients replace activations", device.peak, None),
+        (peak, situation.peak, None),
         ("optimizer state: master weights", None, host.master),
         ("optimizer state: moments", None, host.moments),
         ("staging of gradients", None, host.gradient_staging),
@@ -179,7 +209,7 @@ def _memory(advice: Advice) -> Table:
     table.add_section()
     if not situation.host_model:
         table.add_row("state resident beside it", format_bytes(resident), "", "")
-    table.add_row("needed", format_bytes(device.peak + resident), *_both(situation.host_per_rank))
+    table.add_row("needed", format_bytes(situation.peak + resident), *_both(situation.host_per_rank))
     if ranks > 1:
         of = "of a node" if question.nodes > 1 else ""
         table.add_row(f"needed by {ranks} ranks {of}".rstrip(), "", *_both(situation.host_needed))
@@ -221,26 +251,15 @@ def _times(advice: Advice) -> Table:
 
 
 def _what_if(advice: Advice) -> Table:
-    table = new_table("What would help (adaptive, planned anew)", "change", "update", "", "iteration", "")
+    best = advice.best
+    unit = "update" if advice.situation.compute_s is None else "iteration"
+    table = new_table("What would help (adaptive, planned anew)", "change", unit, "")
     if not advice.situation.question.offload_parameters:
         size = format_bytes(advice.situation.alone.slot_bytes)
         table.caption = f"GPU memory counts in whole subgroups, of {size} of state here."
-    best = advice.best
     for lever in advice.levers:
-        after = lever.outcome
-        table.add_row(
-            lever.change,
-            *_changed(best.update_s, after.update_s),
-            *_changed(best.iteration_s, after.iteration_s),
-        )
+        seconds = lever.outcome.seconds
+        change = seconds / best.seconds - 1
+        told = f"{change:+.0%}" if abs(change) >= LARGE_CHANGE else "same"
+        table.add_row(lever.change, format_seconds(seconds), told if best.fits else "fits")
     return table
-
-
-def _changed(before: float | None, after: float | None) -> tuple[str, str]:
-    """A time and what it is relative to another."""
-    if after is None:
-        return "", ""
-    if before is None:
-        return format_seconds(after), "fits"
-    change = after / before - 1
-    return format_seconds(after), f"{change:+.0%}" if abs(change) >= LARGE_CHANGE else "same"

@@ -12,9 +12,10 @@ ASPECT_RATIO = 128
 """Width over layers of a model of which only the size is known: Llama 7B and 13B and GPT-3 175B have it."""
 VOCABULARY = 32_000
 """Tokens that such a model knows: Llama 2's."""
-LOGIT_BYTES = 12
-"""Per logit when backward begins: log-probabilities in float32 (4), which are kept, and the gradients of them and of
-the logits upcast to float32 (8), as PyTorch's cross-entropy makes them."""
+LOSS_BYTES = 12
+"""Per logit when backward begins: log-probabilities in float32 (4), which PyTorch's cross-entropy
+keeps, and the gradients of them and of the logits upcast to float32 (8). Transformers upcasts them in
+`ForCausalLMLoss` (src/transformers/loss/loss_utils.py)."""
 
 
 @dataclass(frozen=True)
@@ -120,17 +121,34 @@ class Transformer:
         checkpointing: bool = False,
         eager_attention: bool = False,
     ) -> int:
-        """What all blocks and the loss hold when backward begins, in bytes.
+        """What all blocks hold when backward begins, in bytes.
 
-        With checkpointing a block keeps its input only (Korthikanti et al., section 5). Beside the blocks: the inputs
-        of the last norm and of the output layer, the embedding's dropout mask, and LOGIT_BYTES per logit.
+        With checkpointing a block keeps its input only (Korthikanti et al., section 5). Beside the
+        blocks: the inputs of the last norm and of the output layer, and the embedding's dropout mask.
         """
         if checkpointing:
             block = tokens * self.width * value_bytes
         else:
             block = self.activation_bytes(tokens, sequence, value_bytes, eager_attention=eager_attention)
         outside = self.width * value_bytes + self._norm_bytes(value_bytes) + (self.width if self.dropout else 0)
-        return self.layers * block + tokens * (outside + LOGIT_BYTES * self.vocabulary)
+        return self.layers * block + tokens * outside
+
+    def logit_bytes(self, tokens: int, value_bytes: int, *, fused: bool = False) -> int:
+        """What logits and their loss hold when backward begins, in bytes.
+
+        A logit for each token and entry of the vocabulary, in the model's dtype, which the output
+        object of Transformers' models keeps, and LOSS_BYTES beside it.
+
+        fused: the loss makes logits a chunk at a time and gradients at once, as Liger-Kernel 0.8.5
+        does (src/liger_kernel/ops/fused_linear_cross_entropy.py): tokens * width / vocabulary
+        tokens to a chunk, rounded up to a power of two; and the gradients of the output layer's
+        input and weights.
+        """
+        if not fused:
+            return tokens * self.vocabulary * (value_bytes + LOSS_BYTES)
+        of_a_chunk = -(-tokens // -(-self.vocabulary // self.width))
+        chunk = min(tokens, 1 << (of_a_chunk - 1).bit_length())
+        return value_bytes * (chunk * self.vocabulary + (tokens + self.vocabulary) * self.width)
 
     def flops(self, tokens: int, *, checkpointing: bool = False) -> tuple[float, float]:
         """Floating-point operations of forward and of backward.

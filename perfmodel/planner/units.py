@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import dataclass
 
 LARGEST = 1e18
 """Larger counts and sizes are mistakes."""
@@ -36,6 +37,26 @@ def parse_bytes(text: str) -> int:
     if not 1 <= value <= LARGEST:
         raise ValueError(f"expected a size of 1 byte or more (and {LARGEST:.0e} at most), found {text!r}")
     return round(value)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """A size of memory. text: as it was written. nominal: whether that is how data sheets write it."""
+
+    text: str
+    nbytes: int
+    nominal: bool
+
+
+def parse_memory(text: str) -> Memory:
+    """As `parse_bytes`, but `24GB` is what data sheets and memory modules mean by it: 24 * 1024**3 bytes.
+
+    Raises ValueError as that does.
+    """
+    nbytes = parse_bytes(text)
+    number, unit = _split(text)
+    nominal = unit.upper() in ("KB", "MB", "GB", "TB")
+    return Memory(text.strip(), parse_bytes(f"{number}{unit[0]}iB") if nominal else nbytes, nominal)
 
 
 def parse_count(text: str) -> int:

@@ -37,10 +37,12 @@ class Remedy:
 def levers(question: Question, now: Outcome) -> Iterator[Lever]:
     """What may help, each recomputed: hardware always, settings only where they make a difference.
 
-    Nothing that does not fit helps.
+    Nothing that does not fit helps. Better hardware can do what it did before, with the plan made for
+    less of it, and at its old pace (a processor twice as fast with half of its threads, where more
+    would take host memory's bandwidth from the links); so it never costs time.
     """
     for change, other in _hardware(question):
-        outcome = adaptive_outcome(Situation(other))
+        outcome = min(adaptive_outcome(Situation(other), kept=now.plan), now, key=lambda each: each.seconds)
         if outcome.fits:
             yield Lever(change, outcome)
     for change, other in _settings(question):
@@ -80,6 +82,8 @@ def _settings(question: Question) -> Iterator[tuple[str, Question]]:
         yield "--no-attach", dataclasses.replace(question, attach=False)
     if not question.checkpointing:
         yield "--checkpointing", dataclasses.replace(question, checkpointing=True)
+    if not question.fused_loss:
+        yield "--fused-loss", dataclasses.replace(question, fused_loss=True)
     if question.offload_parameters:
         yield "without --offload-parameters", dataclasses.replace(question, offload_parameters=False)
     if question.fsdp and question.replicas > 1:
@@ -107,6 +111,7 @@ def _single(question: Question) -> Iterator[tuple[str, Question]]:
     yield "with --checkpointing", dataclasses.replace(question, checkpointing=True)
     if not question.offload_parameters:
         yield "with --offload-gradients", dataclasses.replace(question, offload_gradients=True)
+    yield "with --fused-loss", dataclasses.replace(question, fused_loss=True)
     yield "with --batch 1", dataclasses.replace(question, batch=1)
     yield "without --offload-gradients", dataclasses.replace(question, offload_gradients=False)
 
