@@ -49,6 +49,8 @@ if TYPE_CHECKING:
 
 _NOT_ACCELERATED = "no step has updated parameters on an accelerator; those on the host are updated there, in place"
 
+_NOT_ENDED = "no step has ended yet; after attach() one ends in the next backward, or at synchronize()"
+
 
 class DOSAdam(Optimizer):
     r"""AdamW (Loshchilov and Hutter, ICLR 2019) with optimizer state on the host or the accelerator, whichever pays.
@@ -555,7 +557,7 @@ class DOSAdam(Optimizer):
         if self._accelerator is None:
             return Timeline((), missing=_NOT_ACCELERATED)
         found = self._accelerator.timeline
-        return Timeline((), missing="no step has ended yet") if found is None else found
+        return Timeline((), missing=_NOT_ENDED) if found is None else found
 
     @property
     def profile(self) -> HardwareProfile | None:
@@ -569,25 +571,32 @@ class DOSAdam(Optimizer):
         return None if self._accelerator is None else self._accelerator.profile
 
     def explain(self) -> str:
-        """Where the last step ran and why, in a few lines: plan, memory, what was predicted, measured and possible."""
-        self.synchronize()
+        """Where the last complete step ran and why: plan, memory, what was predicted, measured and possible.
+
+        After ``attach`` a step is complete once the next backward has begun. Nothing is waited for or
+        changed, on whatever thread this is called; before the first such step it says so.
+        """
         report = None if self._accelerator is None else self._accelerator.report()
-        if report is not None:
-            return str(report)
-        return f"{_NOT_ACCELERATED[0].upper()}{_NOT_ACCELERATED[1:]}."
+        missing = self.timeline().missing
+        return f"{missing[0].upper()}{missing[1:]}." if report is None else str(report)
 
     def metrics(self) -> dict[str, float]:
-        """The last step as plain numbers by name, for TensorBoard, Weights & Biases or a print; waits for the step.
+        """The last complete step as plain numbers by name, for TensorBoard, Weights & Biases or a print.
+
+        Of the same step as ``explain()``, and like that without waiting.
 
         ``share_cpu``, ``share_gpu_streamed``, ``share_gpu_resident``: of the parameters on the accelerator. ``slots``.
-        ``h2d_bytes``, ``d2h_bytes``: moved by the plan. ``exposed_s``: for which the caller was held up.
-        ``update_s``: from ``step()`` to the last transfer; ``predicted_s``, ``bound_s``: what the model says of it, and
-        what no plan could beat; ``efficiency``: bound over measured. ``memory_free_bytes``, ``memory_total_bytes``,
-        ``memory_held_bytes``, ``memory_for_state_bytes``: of the device. ``host_held_bytes``: of the host.
+        ``h2d_bytes``, ``d2h_bytes``: moved by the plan. ``update_s``: from ``step()`` to the last transfer.
+        ``exposed_s``: for which the caller was held up, and forward and backward with it; ``predicted_s``: what
+        the model says of that, and ``bound_s``: what no plan could fall below, by a linear program
+        (``perfmodel.bounds.lower_bound``) with the backward and, after ``attach``, the forward beside which the
+        update can hide. ``compute_s``: of that backward and forward; 0 where nothing can hide. ``efficiency``:
+        ``(compute_s + bound_s) / (compute_s + exposed_s)``, so 1 means that no plan could make the iteration shorter.
+        ``memory_free_bytes``, ``memory_total_bytes``, ``memory_held_bytes``, ``memory_for_state_bytes``: of the
+        device, when the step had ended. ``host_held_bytes``: of the host.
         Values that are not known are missing; before the first step, or with all parameters on the host, the dict is
         empty.
         """
-        self.synchronize()
         report = None if self._accelerator is None else self._accelerator.report()
         return {} if report is None else report.metrics()
 
