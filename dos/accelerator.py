@@ -31,7 +31,7 @@ from dos.step.engine import Engine, Prepared
 from dos.step.iteration import Iteration
 from dos.step.pace import Pace
 from dos.step.work import SubgroupUpdate, Subject
-from perfmodel import Op, Placement, Plan, Timeline, Workload
+from perfmodel import Op, Placement, Plan, Timeline
 from perfmodel.hardware import HardwareProfile
 
 logger = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ class Accelerator:
         )
         plan = self._controller.plan(workload)
         self._engine.check(plan, self._registry.accelerated, self.memory.reading.memory.total)
-        self._now.workload = workload
+        self._now.workload, self._now.withheld = workload, self.memory.withheld
         return plan
 
     def only_counts(self, record: ParameterRecord, lock: AbstractContextManager[Any]) -> bool:
@@ -232,7 +232,7 @@ class Accelerator:
         if new:
             self._changed = 0.0 if last is None else last.peak_free_bytes, workload.peak_free_bytes
             if logger.isEnabledFor(logging.INFO):
-                report = self._report(plan, workload, None)
+                report = self._report(plan, self._now, None)
                 logger.info("%s", report.change(), extra={"metrics": report.metrics()})
         self._waited_for = set()
         with self._now.held_up():
@@ -268,7 +268,7 @@ class Accelerator:
         if timeline is not None and stepped.workload is not None and self._engine.schedule is not None:
             assert self.plan is not None, "that of the step"
             # Before the profile is corrected: with what was believed when the plan was made.
-            report = self._report(self.plan, stepped.workload, timeline)
+            report = self._report(self.plan, stepped, timeline)
             self._ended = Ended(report, stepped, self._engine.origin)
             if self._alone:
                 self._controller.observe(self._engine.schedule, stepped.workload, self._engine.ran)
@@ -334,11 +334,13 @@ class Accelerator:
         kernel = gpu_kernel_name() if self.device.known_profile is None else None
         return dataclasses.replace(ended.report, exposed_s=ended.iteration.exposed_s, kernel=kernel)
 
-    def _report(self, plan: Plan, workload: Workload, measured: Timeline | None) -> Report:
+    def _report(self, plan: Plan, iteration: Iteration, measured: Timeline | None) -> Report:
         """A step as it is known now."""
+        assert iteration.workload is not None, "the plan was made for it"
         return Report(
             plan=plan,
-            workload=workload,
+            workload=iteration.workload,
+            withheld=iteration.withheld,
             profile=self.profile,
             measured=measured,
             reading=self.memory.reading,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import re
 import threading
 
 import pytest
@@ -15,10 +16,13 @@ from torch.optim import AdamW
 from dos import DOSAdam, EmulatedDevice
 from dos.deciding.controller import AdaptivePolicy
 from dos.deciding.report import Report
+from dos.deciding.unused import unused
 from dos.devices import Memory
 from dos.memory.monitor import Reading, Source
 from dos.optimizer import _NOT_ENDED
 from perfmodel import Lane, Placement, Plan, Timeline, Workload
+from perfmodel.adaptive import adaptive
+from perfmodel.hardware import HardwareProfile
 from perfmodel.policies import cpu_only
 
 pytestmark = pytest.mark.usefixtures("one_kernel_thread")
@@ -179,7 +183,7 @@ def ended(exposed_s: float, **compute: float) -> Report:
     plan = cpu_only(workload)
     reading = Reading(Memory(0, 1), Source.DEVICE)
     machine = profile(cpu_update_rate=1e6)
-    return Report(plan, workload, machine, Timeline(()), reading, 0, 0, (0, 0), exposed_s)
+    return Report(plan, workload, (), machine, Timeline(()), reading, 0, 0, (0, 0), exposed_s)
 
 
 def test_efficiency_is_against_what_cannot_be_hidden() -> None:
@@ -193,6 +197,56 @@ def test_efficiency_is_against_what_cannot_be_hidden() -> None:
     assert half.metrics()["predicted_s"] == pytest.approx(6.0, rel=0.1)
     assert half.metrics()["efficiency"] == pytest.approx(10 / 12, rel=1e-3)
     assert "Efficiency: 83%" in str(half)
+
+
+def said(**options: object) -> str:
+    model, optimizer, _ = slow(**options)
+    train(model, optimizer, 3)
+    return optimizer.explain()
+
+
+def test_what_keeps_memory_from_state_is_said() -> None:
+    text = said(memory_budget=STATE // 2)
+    assert re.search(
+        r"Kept from state: 0.9\d MiB by memory_budget=, .* KiB as another subgroup does not fit with", text
+    )
+    assert "Kept from state: 15.94 KiB as this policy does not use it" in said(policy="cpu")
+    assert "Kept" not in said()
+    model = mlp()
+    device = EmulatedDevice(SLOW, capacity=2 * STATE, occupied=int(1.5 * STATE), neighbour=STATE // 10)
+    optimizer = DOSAdam(model.parameters(), subgroup_size=100, device=device)
+    train(model, optimizer, 3)
+    assert re.search(r"Kept from state: .* KiB as the margin, ", optimizer.explain())
+
+
+def test_a_subgroup_larger_than_what_is_free_is_said_with_both_sizes_and_the_remedy() -> None:
+    text = said(memory_budget=3000)
+    assert (
+        "a subgroup of 300 parameters takes 3.52 KiB and 2.93 KiB may be used; choose subgroup_size=200 or less" in text
+    )
+    model = mlp()
+    device = EmulatedDevice(SLOW, capacity=CAPACITY)
+    smaller = DOSAdam(model.parameters(), subgroup_size=200, device=device, memory_budget=3000)
+    train(model, smaller, 3)
+    assert smaller.metrics()["share_gpu_resident"] > 0, "the remedy helps"
+
+
+def test_why_a_plan_uses_less_than_there_is() -> None:
+    work = Workload.of_sizes([2**20] * 10, peak_free_bytes=60 * 2**20, shared_free_bytes=60 * 2**20)
+    machine = HardwareProfile.builtin("rtx_4090_desktop")
+    resident, streamed, on_cpu = Placement.GPU_RESIDENT, Placement.GPU_STREAMED, Placement.CPU
+    plan = Plan((*[resident] * 3, *[streamed] * 3, *[on_cpu] * 4), tuple(range(10)), slots=2)
+    peak = (5 * 2**20, "for the peak of an iteration")
+    assert unused(plan, work, machine, [peak]) == [
+        "Kept from state: 5.00 MiB for the peak of an iteration, 24.00 MiB for 2 staging slots"
+    ]
+    assert unused(cpu_only(work), work, machine, []) == [
+        "Kept from state: 60.00 MiB as the plan of before is at most 2% slower"
+    ]
+    hidden = dataclasses.replace(work, forward_s=10.0, backward_s=10.0)  # the GPU has no time for updates
+    assert unused(adaptive(hidden, machine), hidden, machine, []) == [
+        "Kept from state: 48.00 MiB as the step would not be faster"
+    ]
 
 
 def test_explaining_changes_nothing() -> None:

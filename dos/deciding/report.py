@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
+from dos.deciding.unused import size_of, unused
 from dos.memory.monitor import Reading
 from perfmodel import Lane, Placement, Plan, Timeline, Workload
 from perfmodel.bounds import Bound, lower_bound
@@ -18,7 +19,8 @@ from perfmodel.simulate import Scope, makespan
 class Report:
     """One step of one accelerator.
 
-    workload: what the plan was made for, memory included. profile: the rates believed; None if no policy asked for any.
+    workload: what the plan was made for, memory included. withheld: see MemoryMonitor, for the same.
+    profile: the rates believed; None if no policy asked for any.
     measured: None while the step is still running.
     reading: device memory when the step had ended. held_bytes: what optimizer state had of it.
     host_bytes: host memory that state has, or had and will have again.
@@ -29,6 +31,7 @@ class Report:
 
     plan: Plan
     workload: Workload
+    withheld: tuple[tuple[int, str], ...]
     profile: HardwareProfile | None
     measured: Timeline | None
     reading: Reading
@@ -100,12 +103,13 @@ class Report:
         before, after = self.changed
         lines = [
             f"Plan: {self.plan}",
-            f"Memory: {_gib(memory.free)} free of {_gib(memory.total)}, says {self.reading.source.value}; room "
-            f"for {_gib(work.peak_free_bytes)} of {_gib(work.state_bytes)} of optimizer state, which holds "
-            f"{_gib(self.held_bytes)} now",
+            f"Memory: {size_of(memory.free)} free of {size_of(memory.total)}, says {self.reading.source.value}; room "
+            f"for {size_of(work.peak_free_bytes)} of {size_of(work.state_bytes)} of optimizer state, which holds "
+            f"{size_of(self.held_bytes)} now",
             f"Formats: {self._formats()}; {work.state_bytes / max(work.numel, 1):.3g} bytes of state per parameter",
-            f"Last change of plan: memory for state went from {_gib(before)} to {_gib(after)}",
+            f"Last change of plan: memory for state went from {size_of(before)} to {size_of(after)}",
         ]
+        lines += unused(self.plan, self.workload, self.profile, self.withheld)
         if self.kernel is not None:
             lines += [f"Updates on the device are done by {self.kernel}"]
         if self.measured is not None and self.update_s is not None and self.exposed_s is not None:
@@ -138,7 +142,7 @@ class Report:
     def change(self) -> str:
         """One line for the log when the plan has changed."""
         before, after = self.changed
-        text = f"plan changed: memory for state {_gib(before)} -> {_gib(after)}; {self.plan}"
+        text = f"plan changed: memory for state {size_of(before)} -> {size_of(after)}; {self.plan}"
         if self.predicted_s is not None and self.bound is not None:
             text += f"; predicted {_ms(self.predicted_s)}, bound {_ms(self.bound.seconds)}, {_what_binds(self.bound)}"
         return text
@@ -161,12 +165,6 @@ def _what_binds(bound: Bound) -> str:
 
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
-
-
-def _gib(nbytes: float) -> str:
-    if not math.isfinite(nbytes):
-        return "unlimited memory"
-    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 / 10 else f"{nbytes / 2**20:.2f} MiB"
 
 
 def _ms(seconds: float) -> str:
