@@ -25,7 +25,7 @@ from dos.gradients.scaling import AmpScale, amp_scale
 from dos.gradients.torch_clipping import watch_clipping
 from dos.guard import Guard, exclusive
 from dos.kernels.masters import brought, whole_master
-from dos.options import DEFAULT_SUBGROUP_SIZE, Options, check_settings
+from dos.options import Options, check_settings
 from dos.parameters.admission import Group
 from dos.parameters.checkpoint import load_state_dict, makes_state
 from dos.parameters.hooks import Attachment, Hooks, watch_gradient
@@ -70,7 +70,8 @@ class DOSAdam(Optimizer):
             reading it gives tensors there. A number in [0, 1]: that share on the host, the rest resident, as
             Twin-Flow does. ``"stride:k"``: every k-th subgroup is streamed through the accelerator, as the paper *Deep
             Optimizer States* does. Or a callable from ``perfmodel.Workload`` to ``perfmodel.Plan``.
-        subgroup_size: parameters updated as one unit. Large tensors are split, small ones share a subgroup.
+        subgroup_size: parameters updated as one unit. Large tensors are split, small ones share a subgroup. None: by
+            the size of the model and of the device's memory (``perfmodel.subgroups.automatic_subgroup_size``).
         profile: the machine's rates for ``"adaptive"``: a ``perfmodel.hardware.HardwareProfile``, a file that
             ``python -m dos.calibrate`` wrote, or the name of a built-in profile. None: what calibration has left for
             this machine, else a rough measurement of two seconds at the first step.
@@ -135,7 +136,7 @@ class DOSAdam(Optimizer):
         differentiable: bool = False,
         fused: bool | None = None,
         policy: str | float | Policy = "adaptive",
-        subgroup_size: int = DEFAULT_SUBGROUP_SIZE,
+        subgroup_size: int | None = None,
         profile: HardwareProfile | str | Path | None = None,
         max_grad_norm: float | None = None,
         master_weights: bool = True,

@@ -128,8 +128,8 @@ class Report:
                 f"Bound: with this memory every plan makes it wait at least {_ms(bound.seconds)}; {_what_binds(bound)}",
             ]
             if self.efficiency is not None:
-                what = "the shortest iteration over this one" if self.compute_s else "the bound over the wait"
-                lines += [f"Efficiency: {self.efficiency:.0%}, {what}"]
+                what = "the shortest possible iteration over this one" if self.compute_s else "the bound over the wait"
+                lines += [f"Efficiency: {self.efficiency:.0%} ({what})"]
         return "\n".join(lines)
 
     def _formats(self) -> str:

@@ -18,7 +18,7 @@ from perfmodel.hardware import HardwareProfile, builtin_profiles
 from perfmodel.planner.advise import Advice, advise
 from perfmodel.planner.datasheets import GPUS, UTILISATION
 from perfmodel.planner.fabric import FABRICS, PCIE, Fabric
-from perfmodel.planner.question import DEFAULT_RESERVED, DEFAULT_SUBGROUP_SIZE, VALUE_BYTES, Question
+from perfmodel.planner.question import DEFAULT_RESERVED, VALUE_BYTES, Question
 from perfmodel.planner.transformer import Transformer
 from perfmodel.planner.units import format_bytes, format_rate, parse_bytes, parse_count, parse_rate
 
@@ -238,7 +238,7 @@ def _parser() -> _Parser:
     )
     training.add_argument("--offload-parameters", action="store_true", help="FSDP2's CPUOffloadPolicy")
     training.add_argument(
-        "--subgroup-size", type=_by(parse_count), default=DEFAULT_SUBGROUP_SIZE, metavar="N", help="parameters (1e8)"
+        "--subgroup-size", type=_by(parse_count), default=0, metavar="N", help="parameters (as DOSAdam chooses)"
     )
     training.add_argument("--no-attach", action="store_true", help="step() waits for its updates")
     output = parser.add_argument_group("output")
