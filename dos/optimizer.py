@@ -577,22 +577,20 @@ class DOSAdam(Optimizer):
         After ``attach`` a step is complete once the next backward has begun. Nothing is waited for or
         changed, on whatever thread this is called; before the first such step it says so.
         """
-        report = None if self._accelerator is None else self._accelerator.report()
-        missing = self.timeline().missing
+        accelerator = self._accelerator
+        report = None if accelerator is None else accelerator.report()
+        missing = _NOT_ACCELERATED if accelerator is None else _NOT_ENDED
         return f"{missing[0].upper()}{missing[1:]}." if report is None else str(report)
 
     def metrics(self) -> dict[str, float]:
-        """The last complete step as plain numbers by name, for TensorBoard, Weights & Biases or a print.
-
-        Of the same step as ``explain()``, and like that without waiting.
+        """The step of ``explain()`` as plain numbers by name, for TensorBoard, Weights & Biases or a print.
 
         ``share_cpu``, ``share_gpu_streamed``, ``share_gpu_resident``: of the parameters on the accelerator. ``slots``.
         ``h2d_bytes``, ``d2h_bytes``: moved by the plan. ``update_s``: from ``step()`` to the last transfer.
         ``exposed_s``: for which the caller was held up, and forward and backward with it; ``predicted_s``: what
-        the model says of that, and ``bound_s``: what no plan could fall below, by a linear program
-        (``perfmodel.bounds.lower_bound``) with the backward and, after ``attach``, the forward beside which the
-        update can hide. ``compute_s``: of that backward and forward; 0 where nothing can hide. ``efficiency``:
-        ``(compute_s + bound_s) / (compute_s + exposed_s)``, so 1 means that no plan could make the iteration shorter.
+        the model says of that, and ``bound_s``: below which no plan could fall (``perfmodel.bounds.lower_bound``).
+        ``compute_s``: of backward and, after ``attach``, forward, beside which the update can hide. ``efficiency``:
+        ``(compute_s + bound_s) / (compute_s + exposed_s)``; 1 means that no plan could make the iteration shorter.
         ``memory_free_bytes``, ``memory_total_bytes``, ``memory_held_bytes``, ``memory_for_state_bytes``: of the
         device, when the step had ended. ``host_held_bytes``: of the host.
         Values that are not known are missing; before the first step, or with all parameters on the host, the dict is
