@@ -8,7 +8,7 @@ import logging
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,6 +38,17 @@ from perfmodel.hardware import HardwareProfile
 logger = logging.getLogger(__name__)
 
 
+class Ended(NamedTuple):
+    """A step that has ended. One value, so that whoever reads it on another thread reads of one step.
+
+    origin: the 0 of its timeline, on the clock of time.perf_counter.
+    """
+
+    report: Report
+    iteration: Iteration
+    origin: float
+
+
 class Accelerator:
     """One device, the engine on it, and what is known of both.
 
@@ -47,7 +58,6 @@ class Accelerator:
     def __init__(self, device: Device, registry: Registry, policy: Policy, options: Options, guard: Guard) -> None:
         self.device = device
         self.plan: Plan | None = None
-        self._timeline: Timeline | None = None
         self._engine = Engine(device, registry.host_store, guard)
         self._registry = registry
         self._controller = Controller(policy)
@@ -55,13 +65,14 @@ class Accelerator:
         store = self._engine.device_store
         self._held: Callable[[], int] = lambda: store.nbytes + registry.lasting_bytes  # is asked on any thread
         self.memory = MemoryMonitor(device, self._held, options.memory_budget, options.memory_interval)
+        registry.device_bytes = self.memory.reading.memory.total
         self._departures = Departures()
         self._pace = Pace()
         self._now = Iteration(device)
         self._stepped: Iteration | None = None
         """Whose step was issued last."""
-        self._completed: Iteration | None = None
-        """Whose step the timeline is of."""
+        self._ended: Ended | None = None
+        """The last."""
         self._gradients_before = 0
         self._changed = (0.0, 0.0)
         self._waited_for: set[Subgroup] = set()
@@ -90,7 +101,7 @@ class Accelerator:
         )
         plan = self._controller.plan(workload)
         self._engine.check(plan, self._registry.accelerated, self.memory.reading.memory.total)
-        self._now.workload = workload
+        self._now.workload, self._now.withheld = workload, self.memory.withheld
         return plan
 
     def only_counts(self, record: ParameterRecord, lock: AbstractContextManager[Any]) -> bool:
@@ -223,8 +234,7 @@ class Accelerator:
         if new:
             self._changed = 0.0 if last is None else last.peak_free_bytes, workload.peak_free_bytes
             if logger.isEnabledFor(logging.INFO):
-                report = self.report()
-                assert report is not None
+                report = self._report(plan, self._now, None)
                 logger.info("%s", report.change(), extra={"metrics": report.metrics()})
         self._waited_for = set()
         with self._now.held_up():
@@ -257,7 +267,10 @@ class Accelerator:
             timeline = self._engine.wait()
         self._pace.read()
         if timeline is not None and stepped.workload is not None and self._engine.schedule is not None:
-            self._timeline, self._completed = timeline, stepped
+            assert self.plan is not None, "that of the step"
+            # Before the profile is corrected: with what was believed when the plan was made.
+            report = self._report(self.plan, stepped, timeline)
+            self._ended = Ended(report, stepped, self._engine.origin)
             if self._alone:
                 self._controller.observe(self._engine.schedule, stepped.workload, self._engine.ran)
 
@@ -304,9 +317,10 @@ class Accelerator:
     @property
     def timeline(self) -> Timeline | None:
         """Of the last complete step, with forward and backward beside it; None before it."""
-        if self._timeline is None or self._completed is None:
+        ended = self._ended
+        if ended is None or ended.report.measured is None:
             return None
-        return dataclasses.replace(self._timeline, beside=self._completed.spans(self._engine.origin))
+        return dataclasses.replace(ended.report.measured, beside=ended.iteration.spans(ended.origin))
 
     @property
     def profile(self) -> HardwareProfile | None:
@@ -314,20 +328,25 @@ class Accelerator:
         return self._controller.profile
 
     def report(self) -> Report | None:
-        """What the last step did; None before the first."""
-        stepped = self._stepped
-        if self.plan is None or stepped is None or stepped.workload is None:
+        """What the last complete step did; None before it. Waits for nothing, and may be asked on any thread."""
+        ended = self._ended
+        if ended is None:
             return None
+        kernel = gpu_kernel_name() if self.device.known_profile is None else None
+        return dataclasses.replace(ended.report, exposed_s=ended.iteration.exposed_s, kernel=kernel)
+
+    def _report(self, plan: Plan, iteration: Iteration, measured: Timeline | None) -> Report:
+        """A step as it is known now."""
+        assert iteration.workload is not None, "the plan was made for it"
         return Report(
-            plan=self.plan,
-            workload=stepped.workload,
+            plan=plan,
+            workload=iteration.workload,
+            withheld=iteration.withheld,
             profile=self.profile,
-            measured=self._timeline,
-            exposed_s=stepped.exposed_s,
+            measured=measured,
             reading=self.memory.reading,
             held_bytes=self.held_bytes,
             host_bytes=self._engine.host_store.nbytes,
-            kernel=gpu_kernel_name() if self.device.known_profile is None else None,
             changed=self._changed,
         )
 

@@ -25,7 +25,7 @@ from dos.gradients.scaling import AmpScale, amp_scale
 from dos.gradients.torch_clipping import watch_clipping
 from dos.guard import Guard, exclusive
 from dos.kernels.masters import brought, whole_master
-from dos.options import DEFAULT_SUBGROUP_SIZE, Options, check_settings
+from dos.options import Options, check_settings
 from dos.parameters.admission import Group
 from dos.parameters.checkpoint import load_state_dict, makes_state
 from dos.parameters.hooks import Attachment, Hooks, watch_gradient
@@ -49,6 +49,8 @@ if TYPE_CHECKING:
 
 _NOT_ACCELERATED = "no step has updated parameters on an accelerator; those on the host are updated there, in place"
 
+_NOT_ENDED = "no step has ended yet; after attach() one ends in the next backward, or at synchronize()"
+
 
 class DOSAdam(Optimizer):
     r"""AdamW (Loshchilov and Hutter, ICLR 2019) with optimizer state on the host or the accelerator, whichever pays.
@@ -68,7 +70,8 @@ class DOSAdam(Optimizer):
             reading it gives tensors there. A number in [0, 1]: that share on the host, the rest resident, as
             Twin-Flow does. ``"stride:k"``: every k-th subgroup is streamed through the accelerator, as the paper *Deep
             Optimizer States* does. Or a callable from ``perfmodel.Workload`` to ``perfmodel.Plan``.
-        subgroup_size: parameters updated as one unit. Large tensors are split, small ones share a subgroup.
+        subgroup_size: parameters updated as one unit. Large tensors are split, small ones share a subgroup. None: by
+            the size of the model and of the device's memory (``perfmodel.subgroups.automatic_subgroup_size``).
         profile: the machine's rates for ``"adaptive"``: a ``perfmodel.hardware.HardwareProfile``, a file that
             ``python -m dos.calibrate`` wrote, or the name of a built-in profile. None: what calibration has left for
             this machine, else a rough measurement of two seconds at the first step.
@@ -133,7 +136,7 @@ class DOSAdam(Optimizer):
         differentiable: bool = False,
         fused: bool | None = None,
         policy: str | float | Policy = "adaptive",
-        subgroup_size: int = DEFAULT_SUBGROUP_SIZE,
+        subgroup_size: int | None = None,
         profile: HardwareProfile | str | Path | None = None,
         max_grad_norm: float | None = None,
         master_weights: bool = True,
@@ -555,7 +558,7 @@ class DOSAdam(Optimizer):
         if self._accelerator is None:
             return Timeline((), missing=_NOT_ACCELERATED)
         found = self._accelerator.timeline
-        return Timeline((), missing="no step has ended yet") if found is None else found
+        return Timeline((), missing=_NOT_ENDED) if found is None else found
 
     @property
     def profile(self) -> HardwareProfile | None:
@@ -569,25 +572,30 @@ class DOSAdam(Optimizer):
         return None if self._accelerator is None else self._accelerator.profile
 
     def explain(self) -> str:
-        """Where the last step ran and why, in a few lines: plan, memory, what was predicted, measured and possible."""
-        self.synchronize()
-        report = None if self._accelerator is None else self._accelerator.report()
-        if report is not None:
-            return str(report)
-        return f"{_NOT_ACCELERATED[0].upper()}{_NOT_ACCELERATED[1:]}."
+        """Where the last complete step ran and why: plan, memory, what was predicted, measured and possible.
+
+        After ``attach`` a step is complete once the next backward has begun. Nothing is waited for or
+        changed, on whatever thread this is called; before the first such step it says so.
+        """
+        accelerator = self._accelerator
+        report = None if accelerator is None else accelerator.report()
+        missing = _NOT_ACCELERATED if accelerator is None else _NOT_ENDED
+        return f"{missing[0].upper()}{missing[1:]}." if report is None else str(report)
 
     def metrics(self) -> dict[str, float]:
-        """The last step as plain numbers by name, for TensorBoard, Weights & Biases or a print; waits for the step.
+        """The step of ``explain()`` as plain numbers by name, for TensorBoard, Weights & Biases or a print.
 
         ``share_cpu``, ``share_gpu_streamed``, ``share_gpu_resident``: of the parameters on the accelerator. ``slots``.
-        ``h2d_bytes``, ``d2h_bytes``: moved by the plan. ``exposed_s``: for which the caller was held up.
-        ``update_s``: from ``step()`` to the last transfer; ``predicted_s``, ``bound_s``: what the model says of it, and
-        what no plan could beat; ``efficiency``: bound over measured. ``memory_free_bytes``, ``memory_total_bytes``,
-        ``memory_held_bytes``, ``memory_for_state_bytes``: of the device. ``host_held_bytes``: of the host.
+        ``h2d_bytes``, ``d2h_bytes``: moved by the plan. ``update_s``: from ``step()`` to the last transfer.
+        ``exposed_s``: for which the caller was held up, and forward and backward with it; ``predicted_s``: what
+        the model says of that, and ``bound_s``: below which no plan could fall (``perfmodel.bounds.lower_bound``).
+        ``compute_s``: of backward and, after ``attach``, forward, beside which the update can hide. ``efficiency``:
+        ``(compute_s + bound_s) / (compute_s + exposed_s)``; 1 means that no plan could make the iteration shorter.
+        ``memory_free_bytes``, ``memory_total_bytes``, ``memory_held_bytes``, ``memory_for_state_bytes``: of the
+        device, when the step had ended. ``host_held_bytes``: of the host.
         Values that are not known are missing; before the first step, or with all parameters on the host, the dict is
         empty.
         """
-        self.synchronize()
         report = None if self._accelerator is None else self._accelerator.report()
         return {} if report is None else report.metrics()
 

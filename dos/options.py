@@ -18,9 +18,6 @@ from dos.sharding.local import local
 from perfmodel.format import INT8, STATE_FORMATS
 from perfmodel.hardware import HardwareProfile
 
-DEFAULT_SUBGROUP_SIZE = 100_000_000
-"""Parameters; the size that DeepSpeed and the paper use. 1.2 GB of fp32 state."""
-
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -29,7 +26,7 @@ class Options:
     """How DOSAdam keeps and moves state. Raises ValueError or TypeError for what cannot be done.
 
     policy: see DOSAdam.
-    subgroup_size: parameters updated as one unit.
+    subgroup_size: parameters updated as one unit; None: by the model and the device.
     profile: the machine's rates, for the adaptive policy.
     max_grad_norm: clip the global gradient norm to this at each step, or None.
     master_weights: update bf16 and fp16 parameters in fp32.
@@ -40,7 +37,7 @@ class Options:
     """
 
     policy: str | float | Policy
-    subgroup_size: int
+    subgroup_size: int | None
     profile: HardwareProfile | str | Path | None
     max_grad_norm: float | None
     master_weights: bool
@@ -56,10 +53,11 @@ class Options:
 
     def __post_init__(self) -> None:
         resolve_policy(self.policy)
-        if isinstance(self.subgroup_size, bool) or not isinstance(self.subgroup_size, int):
-            raise TypeError(f"subgroup_size must be an int (parameters), found {self.subgroup_size!r}")
-        if self.subgroup_size < 1:
-            raise ValueError(f"subgroup_size must be 1 or more parameters, found {self.subgroup_size}")
+        size = self.subgroup_size
+        if isinstance(size, bool) or not isinstance(size, int | None):
+            raise TypeError(f"subgroup_size must be an int (parameters), found {size!r}")
+        if size is not None and size < 1:
+            raise ValueError(f"subgroup_size must be 1 or more parameters, found {size}")
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise ValueError(f"max_grad_norm must be above 0, or None for no clipping, found {self.max_grad_norm}")
         if self.state_format not in STATE_FORMATS:

@@ -41,7 +41,7 @@ def steady(taken: int, count: int, swing: int = 0) -> list[Iteration]:
 
 
 def test_nothing_is_known_before_the_first_sample() -> None:
-    assert Forecast().room() == Room(0, 0)
+    assert Forecast().room()[:2] == (0, 0)
     assert Forecast().late_room() == 0
     assert Forecast().margin == 0
 
@@ -49,15 +49,15 @@ def test_nothing_is_known_before_the_first_sample() -> None:
 def test_residents_get_what_the_peak_leaves_and_slots_what_the_update_leaves() -> None:
     forecast = Forecast()
     assert play(forecast, steady(600, 3, swing=300)) == [380, 380, 380]
-    assert forecast.room() == Room(380, 680)
+    assert forecast.room()[:2] == (380, 680)
 
 
 def test_the_first_peak_counts_at_once() -> None:
     forecast = Forecast()
     forecast.sample(Op.FORWARD, 900, 0, TOTAL)
-    assert forecast.room() == Room(880, 880)
+    assert forecast.room()[:2] == (880, 880)
     forecast.sample(Op.BACKWARD, 400, 0, TOTAL)
-    assert forecast.room() == Room(380, 380)
+    assert forecast.room()[:2] == (380, 380)
 
 
 def test_what_a_neighbour_has_taken_by_the_update_is_given_back_before_the_next_peak() -> None:
@@ -134,7 +134,7 @@ def test_the_margin_does_not_grow_where_nothing_is_held_that_could_be_given_back
 def test_the_margin_stops_at_the_whole_device() -> None:
     forecast = Forecast()
     assert margins(forecast, [0] * 20)[-1] == TOTAL + SPARED
-    assert forecast.room() == Room(0, 0)
+    assert forecast.room()[:2] == (0, 0)
 
 
 def levels(forecast: Forecast, others: Sequence[int], own: int = 300) -> list[int]:
@@ -330,5 +330,5 @@ def test_what_happens_before_the_first_sample_does_no_harm(happens: Callable[[Fo
     forecast = Forecast()
     happens(forecast)
     forecast.end_iteration()
-    assert forecast.room() == Room(0, 0)
+    assert forecast.room()[:2] == (0, 0)
     assert play(forecast, steady(600, 120))[-1] == 380

@@ -39,7 +39,8 @@ def edit(parameter: nn.Parameter, rng: random.Random) -> None:
             case 3:
                 parameter.data = (parameter + 0.5).clone()
             case 4:
-                parameter[some] = rng.choice([torch.inf, -torch.inf, torch.nan, torch.finfo(parameter.dtype).max, 1e-40])
+                values = [torch.inf, -torch.inf, torch.nan, torch.finfo(parameter.dtype).max, 1e-40]
+                parameter[some] = rng.choice(values)
             case 5:
                 parameter.add_(1e-4)
             case 6 if parameter.ndim > 1:

@@ -180,7 +180,7 @@ def test_what_came_and_found_no_slot_is_given_back_once(monkeypatch: pytest.Monk
     parameter = nn.Parameter(torch.ones(PAGE, dtype=torch.bfloat16))
     device = EmulatedDevice(FAST, 20 * PAGE, lambda: occupied[0])
     policy = Chosen(STREAMED)
-    optimizer = DOSAdam([parameter], policy=policy, offload_gradients=True, device=device)
+    optimizer = DOSAdam([parameter], policy=policy, subgroup_size=PAGE, offload_gradients=True, device=device)
     step(parameter, optimizer)
     policy.now, occupied[0] = (RESIDENT,), 7 * PAGE
     plan_anew(optimizer)

@@ -67,7 +67,7 @@ def follow(run: Run, *, divided: bool) -> list[Tensor]:
         optimizer = dos_adam(
             found.parameters(),
             policy=RandomPlans(run.policy, slots=2) if type(run.policy) is int else run.policy,
-            subgroup_size=run.subgroup_size,
+            subgroup_size=run.subgroup_size + (torch.distributed.get_rank() if divided else 0),  # they need not agree
             offload_gradients=run.offload,
             max_grad_norm=run.clip,
         )

@@ -7,35 +7,39 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
+from dos.deciding.unused import size_of, unused
 from dos.memory.monitor import Reading
 from perfmodel import Lane, Placement, Plan, Timeline, Workload
 from perfmodel.bounds import Bound, lower_bound
 from perfmodel.hardware import HardwareProfile
-from perfmodel.simulate import Phase, Scope, makespan
+from perfmodel.simulate import Scope, makespan
 
 
 @dataclass(frozen=True)
 class Report:
     """One step of one accelerator.
 
-    workload: what the plan was made for, memory included. profile: the rates believed; None if no policy asked for any.
-    measured: None while the step is still running. exposed_s: seconds for which the caller was held up.
-    reading: device memory now. held_bytes: what optimizer state has of it now.
+    workload: what the plan was made for, memory included. withheld: see MemoryMonitor, for the same.
+    profile: the rates believed; None if no policy asked for any.
+    measured: None while the step is still running.
+    reading: device memory when the step had ended. held_bytes: what optimizer state had of it.
     host_bytes: host memory that state has, or had and will have again.
-    kernel: what updates on the device; None where that is said by its kind.
     changed: what the memory for state was when the plan last changed, before and after, in bytes.
+    exposed_s: seconds for which the caller was held up; None while the step is still running.
+    kernel: what updates on the device; None where that is said by its kind.
     """
 
     plan: Plan
     workload: Workload
+    withheld: tuple[tuple[int, str], ...]
     profile: HardwareProfile | None
     measured: Timeline | None
-    exposed_s: float
     reading: Reading
     held_bytes: int
     host_bytes: int
-    kernel: str | None
     changed: tuple[float, float]
+    exposed_s: float | None = None
+    kernel: str | None = None
 
     @property
     def update_s(self) -> float | None:
@@ -44,13 +48,29 @@ class Report:
 
     @property
     def predicted_s(self) -> float | None:
-        """What the model says of the same."""
+        """For how many seconds the model expects the caller to be held up."""
         return None if self.profile is None else _predicted(self.plan, self.workload, self.profile)
 
     @property
     def bound(self) -> Bound | None:
-        """What no plan could beat with this memory."""
+        """For how long, at least, any plan with this memory holds the caller up."""
         return None if self.profile is None else _bound(self.workload, self.profile)
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds of forward and backward beside which the update can hide."""
+        return Scope.beside(self.workload).compute_s(self.workload)
+
+    @property
+    def efficiency(self) -> float | None:
+        """The shortest iteration over the measured one, `(compute + bound) / (compute + exposed)`; None if not known.
+
+        The bound is what is left of the update where all that can hide behind compute does
+        (`perfmodel.bounds.lower_bound`): so 1 means that nothing was left on the table.
+        """
+        if self.bound is None or self.exposed_s is None or self.compute_s + self.exposed_s <= 0:
+            return None
+        return (self.compute_s + self.bound.seconds) / (self.compute_s + self.exposed_s)
 
     def metrics(self) -> dict[str, float]:
         """Plain numbers by name; those that are not known are missing."""
@@ -68,7 +88,8 @@ class Report:
             "update_s": self.update_s,
             "predicted_s": self.predicted_s,
             "bound_s": None if self.bound is None else self.bound.seconds,
-            "efficiency": self._efficiency(),
+            "compute_s": self.compute_s,
+            "efficiency": self.efficiency,
             "memory_free_bytes": self.reading.memory.free,
             "memory_total_bytes": self.reading.memory.total,
             "memory_held_bytes": self.held_bytes,
@@ -82,15 +103,16 @@ class Report:
         before, after = self.changed
         lines = [
             f"Plan: {self.plan}",
-            f"Memory: {_gib(memory.free)} free of {_gib(memory.total)}, says {self.reading.source.value}; room "
-            f"for {_gib(work.peak_free_bytes)} of {_gib(work.state_bytes)} of optimizer state, which holds "
-            f"{_gib(self.held_bytes)} now",
+            f"Memory: {size_of(memory.free)} free of {size_of(memory.total)}, says {self.reading.source.value}; room "
+            f"for {size_of(work.peak_free_bytes)} of {size_of(work.state_bytes)} of optimizer state, which holds "
+            f"{size_of(self.held_bytes)} now",
             f"Formats: {self._formats()}; {work.state_bytes / max(work.numel, 1):.3g} bytes of state per parameter",
-            f"Last change of plan: memory for state went from {_gib(before)} to {_gib(after)}",
+            f"Last change of plan: memory for state went from {size_of(before)} to {size_of(after)}",
         ]
+        lines += unused(self.plan, self.workload, self.profile, self.withheld)
         if self.kernel is not None:
             lines += [f"Updates on the device are done by {self.kernel}"]
-        if self.measured is not None and self.update_s is not None:
+        if self.measured is not None and self.update_s is not None and self.exposed_s is not None:
             busy = ", ".join(f"{lane.value} {_ms(self.measured.busy(lane))}" for lane in Lane)
             lines += [
                 f"Measured: {_ms(self.update_s)} from step() to the last transfer, of which the caller waited "
@@ -100,13 +122,14 @@ class Report:
             lines += ["Predicted: nothing, because this policy needs no profile; policy='adaptive' has one"]
         else:
             assert self.profile is not None
+            beside = f" beside {_ms(self.compute_s)} of compute" if self.compute_s else ""
             lines += [
-                f"Predicted: {_ms(self.predicted_s)} on {self.profile.name}",
-                f"Bound: no plan could take less than {_ms(bound.seconds)} with this memory; {_what_binds(bound)}",
+                f"Predicted: the caller waits {_ms(self.predicted_s)}{beside}, on {self.profile.name}",
+                f"Bound: with this memory every plan makes it wait at least {_ms(bound.seconds)}; {_what_binds(bound)}",
             ]
-            efficiency = self._efficiency()
-            if efficiency is not None:
-                lines += [f"Efficiency: {efficiency:.0%} of the bound"]
+            if self.efficiency is not None:
+                what = "the shortest possible iteration over this one" if self.compute_s else "the bound over the wait"
+                lines += [f"Efficiency: {self.efficiency:.0%} ({what})"]
         return "\n".join(lines)
 
     def _formats(self) -> str:
@@ -119,31 +142,21 @@ class Report:
     def change(self) -> str:
         """One line for the log when the plan has changed."""
         before, after = self.changed
-        text = f"plan changed: memory for state {_gib(before)} -> {_gib(after)}; {self.plan}"
+        text = f"plan changed: memory for state {size_of(before)} -> {size_of(after)}; {self.plan}"
         if self.predicted_s is not None and self.bound is not None:
             text += f"; predicted {_ms(self.predicted_s)}, bound {_ms(self.bound.seconds)}, {_what_binds(self.bound)}"
         return text
 
-    def _efficiency(self) -> float | None:
-        """The bound over what was measured; None if either is not known or there was nothing to do."""
-        if self.bound is None or not self.update_s:
-            return None
-        return self.bound.seconds / self.update_s
-
-
-def _scope(workload: Workload) -> Scope:
-    """The update, with gradients that leave during backward where that is known."""
-    return Scope(Phase.OVERLAPPED if workload.backward_s else Phase.ABSENT)
-
 
 @functools.lru_cache(maxsize=8)
 def _predicted(plan: Plan, workload: Workload, profile: HardwareProfile) -> float:
-    return makespan(plan, workload, profile, _scope(workload)) - workload.backward_s
+    scope = Scope.beside(workload)
+    return makespan(plan, workload, profile, scope) - scope.compute_s(workload)
 
 
 @functools.lru_cache(maxsize=8)
 def _bound(workload: Workload, profile: HardwareProfile) -> Bound:
-    return lower_bound(workload, profile, _scope(workload))
+    return lower_bound(workload, profile, Scope.beside(workload))
 
 
 def _what_binds(bound: Bound) -> str:
@@ -152,12 +165,6 @@ def _what_binds(bound: Bound) -> str:
 
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
-
-
-def _gib(nbytes: float) -> str:
-    if not math.isfinite(nbytes):
-        return "unlimited memory"
-    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 / 10 else f"{nbytes / 2**20:.2f} MiB"
 
 
 def _ms(seconds: float) -> str:

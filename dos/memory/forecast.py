@@ -28,10 +28,13 @@ class Room(NamedTuple):
     """Bytes of device memory for optimizer state.
 
     resident: at the peak of the iteration. update: while updating; residents and slots share it.
+    why: for what it is no more at the peak. margin: bytes that are left alone besides.
     """
 
     resident: int
     update: int
+    why: str = ""
+    margin: int = 0
 
 
 class Forecast:
@@ -145,25 +148,33 @@ class Forecast:
             return Room(0, 0)
         windows = [m[Op.UPDATE] for m in marks if Op.UPDATE in m]
         levels = [*self._others, *([] if self._others_now is None else [self._others_now])]
-        resident = min(self._limits(marks, windows, levels))
+        resident, why = min(self._limits(marks, windows, levels))
         update = max(resident, min(windows) - _expected(levels) if windows else resident)
         most = self._total if self._fits is None else self._fits[0]
-        return Room(*(min(max(0, mark - self.margin), most) for mark in (resident, update)))
+        if most < resident - self.margin:
+            why = "as an allocation failed lately"
+        resident, update = (min(max(0, mark - self.margin), most) for mark in (resident, update))
+        return Room(resident, update, why, self.margin)
 
-    def _limits(self, marks: Sequence[dict[Op, int]], windows: Sequence[int], levels: Sequence[int]) -> Iterator[int]:
-        """What each of the rules leaves for state at the next peak."""
+    def _limits(
+        self, marks: Sequence[dict[Op, int]], windows: Sequence[int], levels: Sequence[int]
+    ) -> Iterator[tuple[int, str]]:
+        """What each of the rules leaves for state at the next peak, and for what the rest is."""
         peaks = [_peak(m) for m in marks]
-        yield min(peaks) - _expected(levels)
+        others = bool(levels) and _expected(levels) > levels[-1]
+        beside = "for the peak of an iteration" + (" and what other processes may take back" if others else "")
+        yield min(peaks) - _expected(levels), beside
         if windows:
             # Not the most: an iteration in which a neighbour left or came says nothing of what an iteration needs.
             swing = statistics.median_high(m[Op.UPDATE] - _peak(m) for m in marks if Op.UPDATE in m)
-            yield windows[-1] - max(0, swing) - _expected(levels)
+            yield windows[-1] - max(0, swing) - _expected(levels), beside
         # One of them is shorter after an interruption. Where memory is given back, marks fall by that.
         if min(len(peaks), len(levels)) >= 4 and not self._given_back():
             left = [peak - level for peak, level in zip(peaks[-4:], levels[-4:], strict=True)]
-            yield left[-1] - max(0, min(earlier - later for earlier, later in itertools.pairwise(left)))
+            fall = min(earlier - later for earlier, later in itertools.pairwise(left))
+            yield left[-1] - max(0, fall), "as it falls from iteration to iteration" if fall > 0 else beside
         if self._lasting is not None:
-            yield self._lasting[0]
+            yield self._lasting[0], "as training ran out of memory lately"
 
     def late_room(self) -> int:
         """What optimizer state may use until backward ends, from what its second half has left so far.

@@ -63,6 +63,10 @@ _ADVICE = {
 """What the user can do where a source is not what it should be."""
 
 
+TOO_LITTLE = "as another subgroup does not fit with a quarter to spare"
+BUDGET = "by memory_budget="
+
+
 class Reading(NamedTuple):
     """Device memory in bytes, where the figure comes from, and what others hold of it; 0 where that is not known."""
 
@@ -124,6 +128,8 @@ class MemoryMonitor:
     interval_s: seconds between samples by a thread of its own; None for samples at the calls of `sample` alone.
     clock: seconds, by which it is known how much of the time samples take; None: those of the wall.
     reading: the last one.
+    withheld: of the memory that was free or state's own when the last workload was made, the bytes that state may not
+        use at the peak of the iteration, with the reasons. Empty if there is room for all state.
     """
 
     def __init__(
@@ -150,6 +156,7 @@ class MemoryMonitor:
         self._lock = threading.RLock()
         self._resident: int | None = None
         self._offered: int | None = None
+        self.withheld: tuple[tuple[int, str], ...] = ()
         self.reading = self._read()
         _monitors.add(self)
         if interval_s is not None:
@@ -237,6 +244,14 @@ class MemoryMonitor:
         if self._resident is not None and resident > self._resident:
             resident = max(self._resident, whole(peak - SPARE_TO_GROW * slot))
         self._offered = resident
+        limits = (
+            (room.resident + room.margin, room.why),
+            (room.resident, "as the margin"),
+            (peak, "for offloaded gradients on their way up"),
+            (resident, TOO_LITTLE),
+        )
+        free = self.reading.memory.free + self._held()
+        self.withheld = _withheld(free, limits) if resident < state else ()
         beyond = 0 if update_overlaps_forward else int(update - resident) // slot * slot
         return replace(work, peak_free_bytes=resident, shared_free_bytes=resident + max(0, beyond))
 
@@ -244,13 +259,15 @@ class MemoryMonitor:
     def _room(self) -> Room:
         if callable(self._budget):
             nbytes = _checked(self._budget())
-            return Room(nbytes, nbytes)
+            return Room(nbytes, nbytes, BUDGET)
         room = self._forecast.room()
         if self._budget is None:
             return room
         share = isinstance(self._budget, float)
         limit = int(self._budget * self.reading.memory.total) if share else int(self._budget)
-        return Room(min(room.resident, limit), min(room.update, limit))
+        if limit < room.resident:
+            return Room(limit, min(room.update, limit), BUDGET)
+        return room._replace(update=min(room.update, limit))
 
     def _read(self) -> Reading:
         """Memory as it is now, from NVML where possible; free is what is free or in the caching allocator, unused."""
@@ -293,6 +310,16 @@ def _renew_locks() -> None:
 
 
 os.register_at_fork(after_in_child=_renew_locks)  # a thread that does not exist there may have held it
+
+
+def _withheld(free: int, limits: Sequence[tuple[int, str]]) -> tuple[tuple[int, str], ...]:
+    """How much of what is free each limit in turn takes away, where it does."""
+    found = []
+    for limit, why in limits:
+        if limit < free:
+            found.append((free - max(limit, 0), why))
+            free = max(limit, 0)
+    return tuple(found)
 
 
 def _can_be(memory: Memory) -> bool:

@@ -34,12 +34,13 @@ from perfmodel import SubgroupLoad
 from perfmodel.footprint import FP32_BYTES, host_bytes
 from perfmodel.format import INT8, STATE_KEYS
 from perfmodel.plan import Tier
+from perfmodel.subgroups import automatic_subgroup_size
 
 StateDict = MutableMapping[Tensor, Any]
 
-SHARDED_SIZE = 1 << 24
-"""Parameters, at most, of a subgroup of DTensors on the host: a layer waits for its own, and an update of so many
-takes some milliseconds, beside which starting it is nothing."""
+HOST_SIZE, SHARDED_SIZE = 100_000_000, 1 << 24
+"""Parameters of a subgroup on the host unless the user chooses, and at most where they are DTensors: a layer waits for
+its own, and an update of so many takes some milliseconds, beside which starting it is nothing."""
 
 
 class Active(NamedTuple):
@@ -61,7 +62,8 @@ class Registry:
     accelerated: those subgroups whose parameters are on the accelerator; index: their positions, which a Plan uses.
     local: those whose parameters are on the host.
     places: each record's pieces, with the subgroups in which they lie.
-    host_store: what holds state on the host. lasting_bytes: device memory of state that never leaves.
+    host_store: what holds state on the host. device_bytes: memory of the accelerator; 0: not known.
+    lasting_bytes: device memory of state that never leaves.
     offloaded: the gradients that have been moved to the host; None unless the user chose that.
     meshes: the ranks over which parameters are divided.
     """
@@ -80,6 +82,7 @@ class Registry:
         self.places: dict[ParameterRecord, list[tuple[Subgroup, Piece]]] = {}
         self._newcomers: list[ParameterRecord] = []
         self.host_store = HostStore()
+        self.device_bytes = 0
         self.lasting_bytes = 0
         self.offloaded = OffloadedGradients(self.host_store) if options.offload_gradients else None
         self._promised = {True: 0, False: 0}
@@ -306,8 +309,9 @@ class Registry:
             reserve(nbytes, "optimizer state (DOSAdam)")
             self._promised[False] = max(0, self._promised[False] - nbytes)
         made: list[tuple[list[ParameterRecord], list[Subgroup]]] = []
+        size = self._size_on_device(p for p, _ in newcomers)
         for run, group in runs:
-            made.append(self._make_room(run, group, first=len(self._records) + sum(len(r) for r, _ in made)))
+            made.append(self._make_room(run, group, len(self._records) + sum(len(r) for r, _ in made), size))
         if made:
             self._guard.change(lambda: self._publish(made))
 
@@ -483,11 +487,22 @@ class Registry:
             state_format=self._state_format(run[0]),
         )
 
+    def _size_on_device(self, newcomers: Iterable[Tensor]) -> int:
+        """Parameters of new subgroups there, by all that have state there then."""
+        there = sum(subgroup.numel for subgroup in self.accelerated)
+        there += sum(local(p).numel() for p in newcomers if self._devices.holds(p))
+        return self._options.subgroup_size or automatic_subgroup_size(there, self.device_bytes)
+
     def _make_room(
-        self, parameters: list[Tensor], group: Group, first: int
+        self, parameters: list[Tensor], group: Group, first: int, size: int
     ) -> tuple[list[ParameterRecord], list[Subgroup]]:
-        """A new arena for parameters of one group, dtype and memory: records, numbered from `first`, and subgroups."""
+        """A new arena for parameters of one group, dtype and memory: records, numbered from `first`, and subgroups.
+
+        size: of subgroups on the accelerator.
+        """
         accelerated = self._devices.holds(parameters[0])
+        if not accelerated:
+            size = self._options.subgroup_size or HOST_SIZE
         lasting = accelerated and self._options.never_leaves
         with _said():
             arena = Arena(
@@ -497,10 +512,9 @@ class Registry:
                 amsgrad=group["amsgrad"],
                 state_format=self._state_format(parameters[0]),
                 tier=Tier.DEVICE if lasting else Tier.HOST,
-                part=rounded(self._options.subgroup_size),
+                part=rounded(size),
             )
         records = make_records(parameters, arena, first)
-        size = self._options.subgroup_size
         if not accelerated and any(record.sharded for record in records):
             size = min(size, SHARDED_SIZE)
         return records, split(arena, records, size)

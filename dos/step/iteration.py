@@ -34,7 +34,7 @@ class Iteration:
     gradients: how often backward has made one. travels: whether gradients change after its hooks.
     plan: for which gradients leave during backward; None: not asked for yet.
     wanted: the subgroups whose gradients leave.
-    workload: for which the last plan was made.
+    workload: for which the last plan was made. withheld: see MemoryMonitor, at that time.
     waits: of the caller, for this iteration's step.
     earlier: how many there were for the step before when that returned.
     following: the iteration after this one, once that has begun.
@@ -51,6 +51,7 @@ class Iteration:
         self.plan: Plan | None = None
         self.wanted: set[Subgroup] = set()
         self.workload: Workload | None = None
+        self.withheld: tuple[tuple[int, str], ...] = ()
         self.waits: list[Wait] = []
         self.earlier = 0
         self.following: Iteration | None = None

@@ -110,8 +110,8 @@ def largest(question: Question) -> int:
 
     def fits(numel: int) -> bool:
         model = Transformer.of_size(numel)
-        size = max(question.subgroup_size, math.ceil(numel / MAX_SUBGROUPS))
-        return Situation(dataclasses.replace(question, model=model, subgroup_size=size)).fits
+        size = question.chosen_size and max(question.chosen_size, math.ceil(numel / MAX_SUBGROUPS))
+        return Situation(dataclasses.replace(question, model=model, chosen_size=size)).fits
 
     low, high = 1e6, 1e15
     if not fits(int(low)):

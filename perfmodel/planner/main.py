@@ -19,7 +19,7 @@ from perfmodel.planner.datasheets import ALIASES, CARDS, GPUS, UTILISATION
 from perfmodel.planner.fabric import FABRICS, PCIE, Fabric
 from perfmodel.planner.hub import config_path
 from perfmodel.planner.machine import UNKNOWN, find_machine
-from perfmodel.planner.question import DEFAULT_RESERVED, DEFAULT_SUBGROUP_SIZE, VALUE_BYTES, Question
+from perfmodel.planner.question import DEFAULT_RESERVED, VALUE_BYTES, Question
 from perfmodel.planner.transformer import Transformer
 from perfmodel.planner.units import format_bytes, format_rate, parse_bytes, parse_count, parse_memory, parse_rate
 
@@ -89,7 +89,7 @@ def _question(options: argparse.Namespace) -> tuple[Question, list[str]]:
         eager_attention=options.eager_attention,
         ranks=options.ranks,
         zero=options.zero,
-        subgroup_size=options.subgroup_size,
+        chosen_size=options.subgroup_size,
         reserved=options.reserved,
         attach=not options.no_attach,
         flops_rate=rate,
@@ -218,7 +218,7 @@ def _parser() -> _Parser:
     )
     training.add_argument("--offload-parameters", action="store_true", help="FSDP2's CPUOffloadPolicy")
     training.add_argument(
-        "--subgroup-size", type=_by(parse_count), default=DEFAULT_SUBGROUP_SIZE, metavar="N", help="parameters (1e8)"
+        "--subgroup-size", type=_by(parse_count), default=0, metavar="N", help="parameters (as DOSAdam chooses)"
     )
     training.add_argument("--no-attach", action="store_true", help="step() waits for its updates")
     output = parser.add_argument_group("output")

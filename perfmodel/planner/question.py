@@ -11,6 +11,7 @@ from perfmodel.planner.fabric import PCIE, Fabric
 from perfmodel.planner.layout import Layout
 from perfmodel.planner.transformer import Transformer
 from perfmodel.planner.units import format_bytes, format_count
+from perfmodel.subgroups import automatic_subgroup_size
 
 VALUE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 """Bytes of a parameter or gradient by name of its dtype."""
@@ -18,8 +19,6 @@ VALUES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 """What torch calls it."""
 MARGIN = 0.02
 """Share of the device's memory that DOSAdam leaves alone."""
-DEFAULT_SUBGROUP_SIZE = 100_000_000
-"""Parameters of a subgroup, unless DOSAdam is told otherwise."""
 DEFAULT_RESERVED = 2**30
 """Device memory for CUDA's context, libraries' workspaces and fragmentation, in bytes; an assumption."""
 MAX_SUBGROUPS = 5_000
@@ -34,6 +33,7 @@ class Question:
     host_bytes: of each node; None if it is not known.
     dtype: of parameters and gradients: bf16, fp16 or fp32.
     batch, sequence: sequences per rank and iteration, and tokens in each.
+    chosen_size: subgroup_size as given to DOSAdam; 0: as it chooses.
     ranks: of the whole job, one device each, data-parallel.
     zero: stage of ZeRO (Rajbhandari et al. 2020): 1 divides optimizer state over the ranks, 2 gradients too, 3 weights.
     reserved: device memory that is not the model's.
@@ -63,7 +63,7 @@ class Question:
     eager_attention: bool = False
     ranks: int = 1
     zero: int = 0
-    subgroup_size: int = DEFAULT_SUBGROUP_SIZE
+    chosen_size: int = 0
     reserved: int = DEFAULT_RESERVED
     attach: bool = True
     flops_rate: float | None = None
@@ -119,6 +119,11 @@ class Question:
     def state_numel(self) -> int:
         """Parameters whose optimizer state one rank owns."""
         return self.share(self.model.numel, 1)
+
+    @property
+    def subgroup_size(self) -> int:
+        """Parameters of each subgroup."""
+        return self.chosen_size or automatic_subgroup_size(self.state_numel, self.device_bytes)
 
     @property
     def subgroups(self) -> int:

@@ -41,7 +41,8 @@ def levers(question: Question, now: Outcome) -> Iterator[Lever]:
     less of it, and at its old pace (a processor twice as fast with half of its threads, where more
     would take host memory's bandwidth from the links); so it never costs time.
     """
-    for change, other in _hardware(question):
+    # With subgroups as large as before, so that the plan is one for them, too.
+    for change, other in _hardware(dataclasses.replace(question, chosen_size=question.subgroup_size)):
         outcome = min(adaptive_outcome(Situation(other), kept=now.plan), now, key=lambda each: each.seconds)
         if outcome.fits:
             yield Lever(change, outcome)
@@ -77,7 +78,7 @@ def _settings(question: Question) -> Iterator[tuple[str, Question]]:
     smaller = question.subgroup_size // 4
     if smaller and math.ceil(question.state_numel / smaller) <= MAX_SUBGROUPS:
         change = f"subgroups of {format_count(smaller)} parameters"
-        yield change, dataclasses.replace(question, subgroup_size=smaller)
+        yield change, dataclasses.replace(question, chosen_size=smaller)
     if question.attach:
         yield "--no-attach", dataclasses.replace(question, attach=False)
     if not question.checkpointing:
