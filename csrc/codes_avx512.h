@@ -8,8 +8,7 @@
 
 #include <immintrin.h>
 
-#include "blocks.h"
-#include "vectors_avx512.h"
+#include "update_avx512.h"
 
 namespace dos {
 namespace {
@@ -20,26 +19,17 @@ constexpr int64_t kPart = 64;  // the codes of so many elements fill a vector
 template <class Grad, class Param, class Out>
 class CodedUpdate {
  public:
-  // Without decay of weights in the gradient, and with beta1 > 0.5.
-  CodedUpdate(const AdamArrays& arrays, const AdamScalars& s)
-      : arrays_(arrays),
-        grad_scale_(all(s.grad_scale)),
-        decay_(all(s.decay)),
-        one_minus_beta1_(all(s.one_minus_beta1)),
-        beta2_(all(s.beta2)),
-        one_minus_beta2_(all(s.one_minus_beta2)),
-        inv_bias_correction2_sqrt_(all(s.inv_bias_correction2_sqrt)),
-        eps_(all(s.eps)),
-        minus_step_size_(all(-s.step_size)) {
+  CodedUpdate(const AdamArrays& arrays, const AdamScalars& s) : arrays_(arrays), step_(s) {
     for (int64_t k = 0; k < kScaled; ++k) salts_[k] = Codes::salt(s.seed, k);
   }
 
   void run(int64_t begin, int64_t end) {
+    const Step step = step_;  // of which the compiler knows that no store changes it
     for (int64_t group = begin; group < end + kGroup; group += kGroup) {
       const int64_t before = group - kGroup;
       for (int64_t k = 0; k < kGroup; k += kPart) {
-        if (group + k < end) moments(group, k);
-        if (before >= begin && before + k < end) results(before, k);
+        if (group + k < end) moments(step, group, k);
+        if (before >= begin && before + k < end) results(step, before, k);
       }
       if (group < end) scales(group / kScaled, (end_of_block(group, end, kGroup) - group) / kScaled);
       turn_ ^= 1;
@@ -47,7 +37,7 @@ class CodedUpdate {
   }
 
  private:
-  DOS_INLINE void moments(int64_t group, int64_t k) {
+  DOS_INLINE void moments(const Step& step, int64_t group, int64_t k) {
     const auto* grad = static_cast<const typename Grad::Stored*>(arrays_.grad);
     const auto* mean_codes = static_cast<const int8_t*>(arrays_.exp_avg);
     const auto* root_codes = static_cast<const uint8_t*>(arrays_.exp_avg_sq);
@@ -59,15 +49,13 @@ class CodedUpdate {
     const __m512 root_scale = all(arrays_.exp_avg_sq_scale[first / kScaled]);
     __m512i most_mean = k % kScaled ? most_means_[block] : _mm512_setzero_si512();
     __m512i most_root = k % kScaled ? most_roots_[block] : _mm512_setzero_si512();
-    const auto step = [&](__m512 g, int64_t at) __attribute__((always_inline)) {
+    const auto update = [&](__m512 g, int64_t at) __attribute__((always_inline)) {
       __m512 m = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load16(mean_codes + group + at))) * mean_scale;
       // (code + 1) * scale, rounded once.
       __m512 v = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(load16(root_codes + group + at)));
       v = _mm512_fmadd_ps(v, root_scale, root_scale);
       v = v * v;
-      g = g * grad_scale_;
-      m = _mm512_fmadd_ps(one_minus_beta1_, g - m, m);
-      v = _mm512_fmadd_ps(one_minus_beta2_ * g, g, beta2_ * v);
+      step.moments(g, m, v);
       const __m512 root = _mm512_sqrt_ps(v);
       most_mean = _mm512_max_epu32(most_mean, _mm512_and_si512(bits_of(m), all(0x7FFFFFFFu)));
       most_root = _mm512_max_epu32(most_root, bits_of(root));
@@ -79,8 +67,8 @@ class CodedUpdate {
     };
     for (int64_t at = k; at < k + kPart; at += 32) {
       const Two g = Vectors<Grad>::load(grad + group + at);
-      step(g.a, at);
-      step(g.b, at + 16);
+      update(g.a, at);
+      update(g.b, at + 16);
     }
     most_means_[block] = most_mean, most_roots_[block] = most_root;
   }
@@ -102,16 +90,15 @@ class CodedUpdate {
     }
   }
 
-  DOS_INLINE void results(int64_t group, int64_t k) {
+  DOS_INLINE void results(const Step& step, int64_t group, int64_t k) {
     auto* param = static_cast<typename Param::Stored*>(arrays_.param);
     auto* out = static_cast<typename Out::Stored*>(arrays_.out);
     const float *means = means_[turn_ ^ 1], *roots = roots_[turn_ ^ 1];
     prefetch(param, group + k);
     if constexpr (kSplit) prefetch(arrays_.rest, group + k);
     if constexpr (!__is_same(Out, None)) prefetch(out, group + k);
-    const auto step = [&](__m512 p, int64_t at) __attribute__((always_inline)) {
-      const __m512 denom = _mm512_fmadd_ps(_mm512_load_ps(roots + at), inv_bias_correction2_sqrt_, eps_);
-      p = _mm512_fmadd_ps(minus_step_size_, _mm512_load_ps(means + at) / denom, p * decay_);
+    const auto update = [&](__m512 p, int64_t at) __attribute__((always_inline)) {
+      p = step.parameter(p, _mm512_load_ps(means + at), _mm512_load_ps(roots + at));
       if constexpr (__is_same(Out, BFloat16)) p = Vectors<BFloat16>::off_tie(p);
       return canonical(p);
     };
@@ -123,7 +110,7 @@ class CodedUpdate {
       } else {
         p = Vectors<Param>::load(param + i);
       }
-      p = {step(p.a, at), step(p.b, at + 16)};
+      p = {update(p.a, at), update(p.b, at + 16)};
       if constexpr (kSplit) {
         Vectors<Split>::store(param + i, arrays_.rest + i, p);
       } else {
@@ -167,8 +154,7 @@ class CodedUpdate {
   static constexpr bool kSplit = __is_same(Param, Split);
 
   const AdamArrays arrays_;
-  const __m512 grad_scale_, decay_, one_minus_beta1_, beta2_, one_minus_beta2_, inv_bias_correction2_sqrt_, eps_,
-      minus_step_size_;
+  const Step step_;
   alignas(64) uint32_t salts_[kScaled];
   // Of two groups in turn, of which `turn_` says whose moments are being made.
   int64_t turn_ = 0;

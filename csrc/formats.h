@@ -154,7 +154,9 @@ struct Codes {
       uint16_t parts[kScaled];
       uint32_t levels[kScaled];
 #pragma omp simd
-      for (int64_t i = 0; i < kScaled; ++i) parts[i] = static_cast<uint16_t>(bits_of(means[i] * mean_to_parts + kShift));
+      for (int64_t i = 0; i < kScaled; ++i) {
+        parts[i] = static_cast<uint16_t>(bits_of(means[i] * mean_to_parts + kShift));
+      }
 #pragma omp simd
       for (int64_t i = 0; i < kScaled; ++i) {
         const uint16_t raised = static_cast<uint16_t>(parts[i] + (drawn[i] & 0x7Fu));

@@ -22,12 +22,15 @@ void adam(const AdamArrays& arrays, const AdamScalars& scalars, int64_t begin, i
   float* __restrict max_exp_avg_sq = arrays.max_exp_avg_sq;
   auto* __restrict out = static_cast<typename Out::Stored*>(arrays.out);
   int16_t* __restrict rest = arrays.rest;
+  constexpr bool kSplit = __is_same(Param, Split);
 #if defined(__AVX512BW__)
-  if constexpr (kCodes && !kL2) {
-    if (scalars.one_minus_beta1 < 0.5f) return CodedUpdate<Grad, Param, Out>(arrays, scalars).run(begin, end);
+  if constexpr ((kCodes || kSplit) && !kAmsgrad && !kL2) {
+    if (scalars.one_minus_beta1 < 0.5f) {
+      if constexpr (kCodes) return CodedUpdate<Grad, Param, Out>(arrays, scalars).run(begin, end);
+      begin = update_split<Grad>(arrays, scalars, begin, end);
+    }
   }
 #endif
-  constexpr bool kSplit = __is_same(Param, Split);
   // Moments in codes are decoded block by block.
   auto* mean_codes = static_cast<int8_t*>(arrays.exp_avg);
   auto* square_codes = static_cast<uint8_t*>(arrays.exp_avg_sq);

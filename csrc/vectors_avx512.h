@@ -83,7 +83,8 @@ struct Vectors<Float16> {
     return {_mm512_cvtph_ps(_mm512_castsi512_si256(both)), _mm512_cvtph_ps(_mm512_extracti64x4_epi64(both, 1))};
   }
   static DOS_INLINE void store(uint16_t* to, Two x) {
-    const __m256i a = _mm512_cvtps_ph(x.a, _MM_FROUND_TO_NEAREST_INT), b = _mm512_cvtps_ph(x.b, _MM_FROUND_TO_NEAREST_INT);
+    const __m256i a = _mm512_cvtps_ph(x.a, _MM_FROUND_TO_NEAREST_INT);
+    const __m256i b = _mm512_cvtps_ph(x.b, _MM_FROUND_TO_NEAREST_INT);
     _mm512_storeu_si512(to, _mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1));
   }
 };
