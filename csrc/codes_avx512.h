@@ -1,9 +1,9 @@
-// The update of moments in codes, in AVX-512: what compilers make of the loops in kernels.cpp takes half as long again.
-// The operations are the same and in the same order, so the results are the same to the bit.
+// The update of moments in codes, in AVX-512: what compilers make of the loops in kernels.cpp takes
+// a third longer. The operations are the same, so the results are the same to the bit.
 //
-// The update goes through the elements twice, at a distance of one group: `moments` makes the new moments of a group,
-// `results` the parameters and codes of the group before. So divisions do not wait for the square roots of the same
-// elements, nor codes for the scale of their block.
+// The update goes through the elements twice, at a distance of one group: `moments` makes the new
+// moments of a group, `results` the parameters and codes of the group before. So divisions do not
+// wait for the square roots of the same elements, nor codes for the scale of their block.
 #pragma once
 
 #include <immintrin.h>

@@ -1,7 +1,10 @@
-// The formulas, once. The compiler vectorises these loops; vector body and scalar tail agree because every operation
-// is correctly rounded and none may be contracted or reordered (-ffp-contract=off, no -ffast-math).
-// Everything is in an unnamed namespace and no standard template is used: a shared inline function compiled here with
-// AVX-512 could otherwise be the copy that the linker keeps for everybody.
+// The formulas. In AVX-512, for split masters and codes, the commonest case is written once more, in
+// the headers of that name, because compilers make it slow.
+//
+// The compiler vectorises these loops; vector body and scalar tail agree because every operation is
+// correctly rounded and none may be contracted or reordered (-ffp-contract=off, no -ffast-math).
+// Everything is in an unnamed namespace and no standard template is used: a shared inline function
+// compiled here with AVX-512 could otherwise be the copy that the linker keeps for everybody.
 #include "blocks.h"
 #include "formats.h"
 #include "kernels.h"

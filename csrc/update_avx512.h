@@ -1,5 +1,5 @@
-// The formula of kernels.cpp in AVX-512, operation for operation, for what compilers make slower than it need be.
-// Without amsgrad, without decay of weights in the gradient, and for beta1 above 0.5.
+// The formula of kernels.cpp in AVX-512, operation for operation, for what compilers make slower
+// than it need be. Without amsgrad, without decay of weights in the gradient, for beta1 above 0.5.
 #pragma once
 
 #include "blocks.h"

@@ -21,8 +21,8 @@ DOS_INLINE __m512 float_of(__m512i x) { return _mm512_castsi512_ps(x); }
 DOS_INLINE __m512i upper_half(__m512i x) { return _mm512_srli_epi32(x, 16); }
 DOS_INLINE __m128i load16(const void* bytes) { return _mm_loadu_si128(static_cast<const __m128i*>(bytes)); }
 
-// Packing and unpacking work within each quarter of a vector. So that elements are in order, its parts of 64 bits
-// change places before and after.
+// Packing and unpacking work within each quarter of a vector. So that elements are in order, its
+// parts of 64 bits change places before and after.
 DOS_INLINE __m512i load_dealt(const void* halves) {
   return _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), _mm512_loadu_si512(halves));
 }
