@@ -107,8 +107,12 @@ def build_contenders(numel: int, threads: int) -> dict[str, Contenders]:
 
 
 def measure(contenders: Contenders, repeats: int, title: str) -> dict[str, list[float]]:
-    """Seconds of each contender in each round. Every round runs them in one order and then in the other."""
-    names = list(contenders)
+    """Seconds of each contender in each round. Every round runs them in one order and then in the other.
+
+    The bandwidth loop is last, so that it undoes what it did before another contender works on those numbers: many
+    would be subnormal, which some processors compute several times as slowly.
+    """
+    names = sorted(contenders, key=lambda name: name == "bandwidth")
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for round_ in track(range(-1, repeats), title, console=Console(stderr=True), transient=True):
         taken = dict.fromkeys(names, 0.0)
