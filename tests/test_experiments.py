@@ -117,7 +117,7 @@ def test_a_command_says_so_as_a_process() -> None:
 @compares_with_a_clock
 def test_formats_in_brief(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes and speeds are those of the long run; training is too short to say anything."""
-    for name, value in (("TIMED_NUMEL", 1 << 18), ("TIMED_S", 0.1), ("HARD_STEPS", 20)):
+    for name, value in (("TIMED_NUMEL", 1 << 18), ("TIMED_S", 0.3), ("HARD_STEPS", 20)):
         monkeypatch.setattr(formats, name, value)
     brief = ["--steps", "2", "--seeds", "1", "--width", "32", "--layers", "1", "--processes", "1", "--json"]
     assert formats.main([*brief, "--out", str(tmp_path)]) == 0
