@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import optimize
+import scipy  # which loads `optimize`, three quarters of a second, when it is first asked for
 
 from perfmodel.hardware import HardwareProfile, changed
 from perfmodel.lanes import CPU, D2H, H2D, LANES, lane_speeds
@@ -142,7 +142,7 @@ def _solve(workload: Workload, profile: HardwareProfile, scope: Scope) -> tuple[
     shared = workload.shared_free_bytes
     if math.isfinite(shared) and slowest > 0:
         rows["memory, shared"] = row(z=held, first=float(state.min()) / slowest / scale), shared / scale
-    solution = optimize.linprog(
+    solution = scipy.optimize.linprog(
         row(T=1),
         A_ub=np.array([coefficients for coefficients, _ in rows.values()]),
         b_ub=np.array([limit for _, limit in rows.values()]),

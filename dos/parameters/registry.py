@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,32 +14,25 @@ from dos.devices import DeviceFinder
 from dos.gradients.offload import OffloadedGradients
 from dos.guard import Guard
 from dos.kernels.adam import AdamStep
-from dos.kernels.masters import brought
 from dos.machine.host_memory import reserve
 from dos.machine.profiles import local_ranks, ranks_that_will_divide
 from dos.options import Options, check_settings
 from dos.parameters.admission import Admission, Group, check_overlaps, name_of
+from dos.parameters.adoption import fill, step_of
+from dos.parameters.allocation import Allocation, said
 from dos.sharding.fingerprint import still
-from dos.sharding.local import count_write, is_sharded, laid_out_as, local, moved_to_layout, same_layout, whole
+from dos.sharding.local import count_write, is_sharded, laid_out_as, local, moved_to_layout
 from dos.sharding.meshes import Meshes
 from dos.sharding.replaced import replaced
 from dos.state.arena import Arena
-from dos.state.coded import can_be_coded, coded, decoded
-from dos.state.record import ParameterRecord, in_logical_order, make_records
+from dos.state.record import ParameterRecord, in_logical_order
 from dos.state.stores import HostStore
-from dos.state.subgroup import Piece, Subgroup, rounded, split
+from dos.state.subgroup import Piece, Subgroup
 from dos.step.work import Given, SubgroupUpdate
 from perfmodel import SubgroupLoad
-from perfmodel.footprint import FP32_BYTES, host_bytes
-from perfmodel.format import INT8, STATE_KEYS
-from perfmodel.plan import Tier
-from perfmodel.subgroups import automatic_subgroup_size
+from perfmodel.format import STATE_KEYS
 
 StateDict = MutableMapping[Tensor, Any]
-
-HOST_SIZE, SHARDED_SIZE = 100_000_000, 1 << 24
-"""Parameters of a subgroup on the host unless the user chooses, and at most where they are DTensors: a layer waits for
-its own, and an update of so many takes some milliseconds, beside which starting it is nothing."""
 
 
 class Active(NamedTuple):
@@ -74,6 +66,7 @@ class Registry:
         self._devices = devices
         self._guard = guard
         self._admission = Admission(devices)
+        self._allocation = Allocation(options, devices)
         self._records: dict[int, ParameterRecord] = {}
         """By the id of the parameter, which the record keeps alive."""
         self.accelerated: list[Subgroup] = []
@@ -117,8 +110,8 @@ class Registry:
         for parameter in ready:
             self._admission.check_kind(parameter, group)
         promised = dict(self._promised)
-        for run in self._alike(ready):
-            promised[self._devices.holds(run[0])] += self._host_bytes(run, group)
+        for run in self._allocation.alike(ready):
+            promised[self._devices.holds(run[0])] += self._allocation.host_bytes(run, group)
         needed = sum(promised.values()) - self.host_store.nbytes
         if not any(map(is_sharded, ready)):
             needed //= ranks_that_will_divide()
@@ -302,16 +295,18 @@ class Registry:
         runs: list[tuple[list[Tensor], Group]] = []
         for _, members in itertools.groupby(newcomers, key=lambda member: id(member[1])):
             group_members = list(members)
-            runs += [(run, group_members[0][1]) for run in self._alike(p for p, _ in group_members)]
+            runs += [(run, group_members[0][1]) for run in self._allocation.alike(p for p, _ in group_members)]
         here = [(run, group) for run, group in runs if not self._devices.holds(run[0])]
         if here:  # all other state takes memory when it first comes to the host
-            nbytes = sum(self._host_bytes(run, group) for run, group in here)
+            nbytes = sum(self._allocation.host_bytes(run, group) for run, group in here)
             reserve(nbytes, "optimizer state (DOSAdam)")
             self._promised[False] = max(0, self._promised[False] - nbytes)
         made: list[tuple[list[ParameterRecord], list[Subgroup]]] = []
-        size = self._size_on_device(p for p, _ in newcomers)
+        there = sum(subgroup.numel for subgroup in self.accelerated)
+        there += sum(local(p).numel() for p, _ in newcomers if self._devices.holds(p))
+        size = self._allocation.size_on_device(there, self.device_bytes)
         for run, group in runs:
-            made.append(self._make_room(run, group, len(self._records) + sum(len(r) for r, _ in made), size))
+            made.append(self._allocation.make_room(run, group, len(self._records) + sum(len(r) for r, _ in made), size))
         if made:
             self._guard.change(lambda: self._publish(made))
 
@@ -364,7 +359,7 @@ class Registry:
 
     def _add_amsgrad(self, arena: Arena) -> None:
         at_home = [s for s in self.accelerated if s.arena is arena and self.host_store.has(s)]
-        with _said():
+        with said():
             arena.add_amsgrad(lambda tensor: self.host_store.take_field(tensor, at_home))
         for record in self._records.values():
             if record.arena is arena:
@@ -406,9 +401,7 @@ class Registry:
 
     def _adopt(self, record: ParameterRecord, entry: dict[str, Any]) -> None:
         """Make `entry`, filled by a user, a checkpoint or nobody, the live view of this record's state."""
-        step = entry.get("step", 0.0)
-        if not isinstance(step, Tensor) or step.device.type != "cpu" or step.dtype != torch.float32 or step.ndim:
-            step = torch.tensor(float(step), dtype=torch.float32, device="cpu")
+        step = step_of(entry)
         record.renew_views()
         if record.is_adopted(entry):
             entry["step"] = step
@@ -421,19 +414,7 @@ class Registry:
             self._beginners.append(record)
         else:
             self.host_store.take(subgroup for subgroup, _ in self.places[record])
-            parts = {key: entry[key] for key in STATE_KEYS if entry.get(key) is not None}
-            if record.sharded and any(
-                key.endswith("_codes") and not same_layout(value, record.parameter) for key, value in parts.items()
-            ):
-                parts = decoded({key: whole(value) for key, value in parts.items()})  # for others divide the blocks
-            parts = {key: local(moved_to_layout(value, record.parameter)) for key, value in parts.items()}
-            parts = coded(parts) if record.arena.format.block > 1 else decoded(parts)
-            for key, view in record.views.items():
-                value = brought(key, parts)
-                if value is None:
-                    local(view).zero_()
-                elif value is not local(view):
-                    local(view).copy_(value)
+            fill(record, entry)
         # In an order that can be interrupted: what the entry says is lost at no point.
         for key in STATE_KEYS:
             if key not in record.views:
@@ -459,66 +440,6 @@ class Registry:
     def _is_offloaded(self, parameter: Tensor) -> bool:
         return self.offloaded is not None and self._records.get(id(parameter)) in self.offloaded
 
-    def _alike(self, parameters: Iterable[Tensor]) -> list[list[Tensor]]:
-        """The parameters by dtype and memory: each list can share an arena."""
-        return [list(run) for _, run in itertools.groupby(sorted(parameters, key=self._kind), key=self._kind)]
-
-    def _kind(self, parameter: Tensor) -> tuple[str, bool, bool]:
-        return str(parameter.dtype), self._devices.holds(parameter), self._state_format(parameter) == INT8
-
-    def _state_format(self, parameter: Tensor) -> str | None:
-        """As the user chose it, if this parameter can have it."""
-        chosen = self._options.state_format
-        return None if chosen == INT8 and not can_be_coded(parameter) else chosen
-
-    def _host_bytes(self, run: Sequence[Tensor], group: Group) -> int:
-        """Host memory of an arena for these parameters, at most."""
-        numel = sum(local(p).numel() for p in run)
-        if self._options.never_leaves and self._devices.holds(run[0]):
-            return numel * (run[0].dtype.itemsize + FP32_BYTES) if self._options.offload_gradients else 0
-        return host_bytes(
-            numel,
-            run[0].dtype.itemsize,
-            master_weights=self._options.master_weights,
-            amsgrad=group["amsgrad"],
-            offload_gradients=self._options.offload_gradients,
-            accelerated=self._devices.holds(run[0]),
-            values=str(run[0].dtype).removeprefix("torch."),
-            state_format=self._state_format(run[0]),
-        )
-
-    def _size_on_device(self, newcomers: Iterable[Tensor]) -> int:
-        """Parameters of new subgroups there, by all that have state there then."""
-        there = sum(subgroup.numel for subgroup in self.accelerated)
-        there += sum(local(p).numel() for p in newcomers if self._devices.holds(p))
-        return self._options.subgroup_size or automatic_subgroup_size(there, self.device_bytes)
-
-    def _make_room(
-        self, parameters: list[Tensor], group: Group, first: int, size: int
-    ) -> tuple[list[ParameterRecord], list[Subgroup]]:
-        """A new arena for parameters of one group, dtype and memory: records, numbered from `first`, and subgroups.
-
-        size: of subgroups on the accelerator.
-        """
-        accelerated = self._devices.holds(parameters[0])
-        if not accelerated:
-            size = self._options.subgroup_size or HOST_SIZE
-        lasting = accelerated and self._options.never_leaves
-        with _said():
-            arena = Arena(
-                parameters,
-                self._devices.found if accelerated else None,
-                master_weights=self._options.master_weights,
-                amsgrad=group["amsgrad"],
-                state_format=self._state_format(parameters[0]),
-                tier=Tier.DEVICE if lasting else Tier.HOST,
-                part=rounded(size),
-            )
-        records = make_records(parameters, arena, first)
-        if not accelerated and any(record.sharded for record in records):
-            size = min(size, SHARDED_SIZE)
-        return records, split(arena, records, size)
-
     def _publish(self, made: Iterable[tuple[list[ParameterRecord], list[Subgroup]]]) -> None:
         """Let new parameters count as enrolled."""
         for records, subgroups in made:
@@ -535,18 +456,6 @@ class Registry:
         self.index = {subgroup: i for i, subgroup in enumerate(self.accelerated)}
         self.lasting_bytes = sum(arena.device_bytes for arena in {s.arena for s in self.accelerated})
         self._loads = None
-
-
-@contextlib.contextmanager
-def _said() -> Iterator[None]:
-    """Surrounds allocations of state that never leaves the device."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        raise torch.OutOfMemoryError(
-            "policy='resident' keeps all optimizer state on the device, which has no memory for it; use "
-            f"policy='adaptive', with which what does not fit stays on the host ({error})"
-        ) from error
 
 
 def _adam_step(group: Group, count: float, grad_scale: float) -> AdamStep:

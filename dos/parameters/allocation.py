@@ -1,0 +1,105 @@
+"""Makes room for state: which parameters share an arena, what it takes of the host, how large its subgroups are."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from dos.devices import DeviceFinder
+from dos.options import Options
+from dos.parameters.admission import Group
+from dos.sharding.local import local
+from dos.state.arena import Arena
+from dos.state.coded import can_be_coded
+from dos.state.record import ParameterRecord, make_records
+from dos.state.subgroup import Subgroup, rounded, split
+from perfmodel import footprint
+from perfmodel.format import INT8
+from perfmodel.plan import Tier
+from perfmodel.subgroups import automatic_subgroup_size
+
+HOST_SIZE, SHARDED_SIZE = 100_000_000, 1 << 24
+"""Parameters of a subgroup on the host unless the user chooses, and at most where they are DTensors: a layer waits for
+its own, and an update of so many takes some milliseconds, beside which starting it is nothing."""
+
+
+class Allocation:
+    """Allocates as the user's options say."""
+
+    def __init__(self, options: Options, devices: DeviceFinder) -> None:
+        self._options = options
+        self._devices = devices
+
+    def alike(self, parameters: Iterable[Tensor]) -> list[list[Tensor]]:
+        """The parameters by dtype and memory: each list can share an arena."""
+        return [list(run) for _, run in itertools.groupby(sorted(parameters, key=self._kind), key=self._kind)]
+
+    def _kind(self, parameter: Tensor) -> tuple[str, bool, bool]:
+        return str(parameter.dtype), self._devices.holds(parameter), self._state_format(parameter) == INT8
+
+    def _state_format(self, parameter: Tensor) -> str | None:
+        """As the user chose it, if this parameter can have it."""
+        chosen = self._options.state_format
+        return None if chosen == INT8 and not can_be_coded(parameter) else chosen
+
+    def host_bytes(self, run: Sequence[Tensor], group: Group) -> int:
+        """Host memory of an arena for these parameters, at most."""
+        numel = sum(local(p).numel() for p in run)
+        if self._options.never_leaves and self._devices.holds(run[0]):
+            return numel * (run[0].dtype.itemsize + footprint.FP32_BYTES) if self._options.offload_gradients else 0
+        return footprint.host_bytes(
+            numel,
+            run[0].dtype.itemsize,
+            master_weights=self._options.master_weights,
+            amsgrad=group["amsgrad"],
+            offload_gradients=self._options.offload_gradients,
+            accelerated=self._devices.holds(run[0]),
+            values=str(run[0].dtype).removeprefix("torch."),
+            state_format=self._state_format(run[0]),
+        )
+
+    def size_on_device(self, numel: int, device_bytes: int) -> int:
+        """Parameters of new subgroups there, where so many have state then. device_bytes: its memory; 0: not known."""
+        return self._options.subgroup_size or automatic_subgroup_size(numel, device_bytes)
+
+    def make_room(
+        self, parameters: list[Tensor], group: Group, first: int, size: int
+    ) -> tuple[list[ParameterRecord], list[Subgroup]]:
+        """A new arena for parameters of one group, dtype and memory: records, numbered from `first`, and subgroups.
+
+        size: of subgroups on the accelerator.
+        """
+        accelerated = self._devices.holds(parameters[0])
+        if not accelerated:
+            size = self._options.subgroup_size or HOST_SIZE
+        lasting = accelerated and self._options.never_leaves
+        with said():
+            arena = Arena(
+                parameters,
+                self._devices.found if accelerated else None,
+                master_weights=self._options.master_weights,
+                amsgrad=group["amsgrad"],
+                state_format=self._state_format(parameters[0]),
+                tier=Tier.DEVICE if lasting else Tier.HOST,
+                part=rounded(size),
+            )
+        records = make_records(parameters, arena, first)
+        if not accelerated and any(record.sharded for record in records):
+            size = min(size, SHARDED_SIZE)
+        return records, split(arena, records, size)
+
+
+@contextlib.contextmanager
+def said() -> Iterator[None]:
+    """Surrounds allocations of state that never leaves the device."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise torch.OutOfMemoryError(
+            "policy='resident' keeps all optimizer state on the device, which has no memory for it; use "
+            f"policy='adaptive', with which what does not fit stays on the host ({error})"
+        ) from error
