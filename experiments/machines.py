@@ -23,7 +23,7 @@ ROOM = 0.8
 """Share of AdamW's state for which there is room on the emulated machine beside the training."""
 NEIGHBOUR = 0.65
 """Share of that room, wanted by another process while memory changes."""
-HEADROOM = 1.25
+HEADROOM = 1.4
 """Forward and backward on the emulated machine over the fastest that were seen here. Hooks wait for what is missing,
 so that both last as long in every run, whatever else the processor has to do."""
 
@@ -47,11 +47,13 @@ class Machine(Protocol):
     """Trains one model after the other, each with one optimizer.
 
     torch_device: where model and batches are. has_neighbour: whether another process can be made to take memory.
+    compute_s: seconds that forward and backward are made to last, if they do not by themselves.
     """
 
     name: str
     torch_device: torch.device
     has_neighbour: bool
+    compute_s: float
 
     @property
     def device(self) -> EmulatedDevice | None:
@@ -85,6 +87,7 @@ class CudaMachine:
 
     device = None
     has_neighbour = False
+    compute_s = 0.0
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
@@ -143,6 +146,7 @@ class EmulatedMachine:
         room = int(ROOM * sum(2 * p.nbytes for p in model.parameters()))  # two moments, in the parameters' type
         self._rank = dataclasses.replace(rank, memory_bytes=rank.recording.peak + room)
         self.name = f"emulated H100 node (rates 1/{rank.slowdown:.0f}, memory 1/{rank.shrinkage:.0f})"
+        self.compute_s = HEADROOM * compute_s
         self._progress = Progress(model, self._rank.forward_s, self._rank.backward_s)
         self._visit = [(0.0, 0), (steps / 3, int(NEIGHBOUR * room)), (2 * steps / 3, 0)]
         self.begin()

@@ -164,7 +164,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--lr", type=float, default=1e-3, help="at its highest")
     parser.add_argument("--seed", type=int, default=1)
     for name, default, what in (
-        ("steps", 50, "of each run"),
+        ("steps", 45, "of each run"),
         ("batch", 16, "sequences in a batch"),
         ("context", 32, "bytes in a sequence"),
         ("layers", 3, "of the model"),

@@ -121,8 +121,9 @@ def report(results: Mapping[str, Result], machine: Machine, out: Path, console: 
         )
     console.print(table)
     console.print(
-        f"Every run has {machine.capacity / 2**20:.0f} MiB of device memory. compute: forward and backward; "
-        "update: how long step() held the training up; on device: parameters updated there; "
+        f"Every run has {machine.capacity / 2**20:.0f} MiB of device memory. compute: forward and backward"
+        + (f", made to last {machine.compute_s * 1e3:.0f} ms, more on a busy computer" if machine.compute_s else "")
+        + "; update: how long step() held the training up; on device: parameters updated there; "
         f"memory: the most that was held. {DEFAULT!r} is the default.",
         highlight=False,
     )
