@@ -51,9 +51,8 @@ class CodedUpdate {
     __m512i most_root = k % kScaled ? most_roots_[block] : _mm512_setzero_si512();
     const auto update = [&](__m512 g, int64_t at) __attribute__((always_inline)) {
       __m512 m = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load16(mean_codes + group + at))) * mean_scale;
-      // (code + 1) * scale, rounded once.
-      __m512 v = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(load16(root_codes + group + at)));
-      v = _mm512_fmadd_ps(v, root_scale, root_scale);
+      const __m512i code = _mm512_cvtepu8_epi32(load16(root_codes + group + at));
+      __m512 v = _mm512_cvtepi32_ps(_mm512_add_epi32(code, all(1u))) * root_scale;
       v = v * v;
       step.moments(g, m, v);
       const __m512 root = _mm512_sqrt_ps(v);

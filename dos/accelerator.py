@@ -266,6 +266,8 @@ class Accelerator:
         with stepped.held_up():
             timeline = self._engine.wait()
         self._pace.read()
+        if self._engine.guard.failed:
+            return  # it did not come to its end, though all that was issued of it did
         if timeline is not None and stepped.workload is not None and self._engine.schedule is not None:
             assert self.plan is not None, "that of the step"
             # Before the profile is corrected: with what was believed when the plan was made.

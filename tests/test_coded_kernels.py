@@ -26,3 +26,15 @@ def test_kernels_write_the_same_codes(kernel: str, step: AdamStep, grad: torch.d
             KERNELS[kernel](ours, now)
             _adam_update_torch(expected, now)
             assert_same_bytes(ours, expected)
+
+
+@pytest.mark.parametrize("kernel", [name for name in KERNELS if name != "torch"])
+def test_an_infinite_scale_that_was_loaded_is_the_same_to_all(kernel: str) -> None:
+    expected = coded_arrays(1 << 10, torch.float32, torch.float32, None, False, 0)
+    assert expected.exp_avg_sq_scale is not None
+    expected.exp_avg_sq_scale.fill_(torch.inf)
+    expected.exp_avg_sq.zero_()
+    ours = cloned(expected)
+    KERNELS[kernel](ours, STEPS[0])
+    _adam_update_torch(expected, STEPS[0])
+    assert_same_bytes(ours, expected)

@@ -15,6 +15,7 @@ import pytest
 from perfmodel.hardware import HardwareProfile
 from perfmodel.planner.datasheets import ALIASES, CARDS, GPUS, LINKS
 from perfmodel.planner.main import main
+from perfmodel.subgroups import automatic_subgroup_size
 
 ROOT = Path(__file__).parents[1]
 LLAMA_2_7B = {
@@ -150,6 +151,7 @@ def test_json_has_it_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert found["fits"] is True
     assert found["model"]["numel"] == numel
     assert found["settings"]["batch"] == 2
+    assert found["settings"]["subgroup_size"] == automatic_subgroup_size(numel, found["settings"]["device_bytes"])
     assert found["host"]["per_rank"] == found["host"]["all_ranks"] == 14 * numel
     assert found["host"]["available"] is None
     assert found["device"]["weights"] == 2 * numel

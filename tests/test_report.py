@@ -260,3 +260,24 @@ def test_explaining_changes_nothing() -> None:
         optimizer.metrics()
     for p, q in zip(model.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
+def test_a_step_that_fails_is_no_complete_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer, device = slow()
+    train(model, optimizer, 3)
+    before, timeline = optimizer.explain(), optimizer.timeline()
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError("broken")
+
+    for request in ("copy", "launch", "host_update"):
+        monkeypatch.setattr(device, request, fail)
+    with pytest.raises(RuntimeError, match="failed part way"):
+        train(model, optimizer, 1)
+    monkeypatch.undo()
+    assert optimizer.explain() == before
+    assert optimizer.timeline().spans == timeline.spans
+
+
+def test_no_size_is_advised_where_there_is_not_memory_for_one_parameter() -> None:
+    assert "0.01 KiB may be used; that of one parameter does not fit either" in said(memory_budget=10)

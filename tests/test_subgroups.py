@@ -9,6 +9,7 @@ import torch
 from conftest import FAST, bits, mlp, train
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from dos import DOSAdam, EmulatedDevice
 from perfmodel import Workload
@@ -90,3 +91,15 @@ def test_checkpoints_go_from_one_size_to_another(dtype: torch.dtype) -> None:
         return bits([*model.parameters(), *(v for state in second.state.values() for v in state.values())])
 
     assert run((None, 37), 50_000) == run((500, None), 10**6) == run((None, None), 12_000)
+
+
+def test_lazy_parameters_are_divided_as_others_are() -> None:
+    def sizes(first: nn.Module) -> list[int]:
+        model = nn.Sequential(first, nn.ReLU())
+        optimizer = DOSAdam(model.parameters(), device=EmulatedDevice(FAST, 50_000))
+        model(torch.ones(2, 32)).sum().backward()
+        optimizer.step()
+        return [subgroup.numel for subgroup in optimizer._registry.accelerated]
+
+    assert len(sizes(nn.Linear(32, 64))) > 1
+    assert sizes(nn.LazyLinear(64)) == sizes(nn.Linear(32, 64))

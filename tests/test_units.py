@@ -62,7 +62,13 @@ def test_how_bandwidths_are_written() -> None:
 
 @pytest.mark.parametrize(
     ("text", "nbytes", "nominal"),
-    [("24GB", 24 * 2**30, True), ("0.5 tb", 2**39, True), ("24GiB", 24 * 2**30, False), ("24e9", 24 * 10**9, False)],
+    [
+        ("24GB", 24 * 2**30, True),
+        ("999999TB", 999_999 * 2**40, True),
+        ("0.5 tb", 2**39, True),
+        ("24GiB", 24 * 2**30, False),
+        ("24e9", 24 * 10**9, False),
+    ],
 )
 def test_memory_as_data_sheets_write_it(text: str, nbytes: int, nominal: bool) -> None:
     assert parse_memory(text) == Memory(text, nbytes, nominal)

@@ -39,9 +39,10 @@ def unused(
     if workload.shared_free_bytes == 0 < room:
         most = max(loads, key=lambda load: load.state_bytes)
         numel = int(room / (1 + SPARE_TO_GROW) * most.numel / most.state_bytes)
+        advice = f"choose subgroup_size={numel:_} or less" if numel else "that of one parameter does not fit either"
         lines += [
             f"Nothing fits: a subgroup of {most.numel:,} parameters takes {size_of(most.state_bytes)} and "
-            f"{size_of(room)} may be used; choose subgroup_size={numel:_} or less"
+            f"{size_of(room)} may be used; {advice}"
         ]
     return lines
 

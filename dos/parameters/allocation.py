@@ -64,7 +64,12 @@ class Allocation:
 
     def size_on_device(self, numel: int, device_bytes: int) -> int:
         """Parameters of new subgroups there, where so many have state then. device_bytes: its memory; 0: not known."""
-        return self._options.subgroup_size or automatic_subgroup_size(numel, device_bytes)
+        if self._options.subgroup_size is not None:
+            return self._options.subgroup_size
+        if not device_bytes and self._devices.found is not None:  # nobody has said it yet where parameters were lazy
+            with contextlib.suppress(Exception):  # whatever it is, the size is not known then
+                device_bytes = max(0, self._devices.found.memory().total)
+        return automatic_subgroup_size(numel, device_bytes)
 
     def make_room(
         self, parameters: list[Tensor], group: Group, first: int, size: int

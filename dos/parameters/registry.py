@@ -292,6 +292,8 @@ class Registry:
         Raises MemoryError, before anything is allocated, if the host has not enough memory.
         """
         newcomers = [(p, group) for p, group in parameters if id(p) not in self._records]
+        if not newcomers:
+            return
         runs: list[tuple[list[Tensor], Group]] = []
         for _, members in itertools.groupby(newcomers, key=lambda member: id(member[1])):
             group_members = list(members)

@@ -17,6 +17,7 @@ def as_json(advice: Advice, assumptions: list[str]) -> dict[str, Any]:
         f.name: getattr(question, f.name) for f in dataclasses.fields(question) if f.name not in ("model", "profile")
     }
     settings["fabric"] = dataclasses.asdict(question.fabric)
+    settings["subgroup_size"] = question.subgroup_size
     device, host = situation.device, situation.host
     return {
         "fits": situation.fits,

@@ -56,7 +56,9 @@ def parse_memory(text: str) -> Memory:
     nbytes = parse_bytes(text)
     number, unit = _split(text)
     nominal = unit.upper() in ("KB", "MB", "GB", "TB")
-    return Memory(text.strip(), parse_bytes(f"{number}{unit[0]}iB") if nominal else nbytes, nominal)
+    if nominal:
+        nbytes = round(number * _BYTES[f"{unit[0].upper()}iB"])
+    return Memory(text.strip(), nbytes, nominal)
 
 
 def parse_count(text: str) -> int:
