@@ -10,7 +10,7 @@ SHARE = 1 / 512
 """Of the device's memory that a subgroup's state takes: so little that a few slots fit beside a full model."""
 LEAST_DEVICE_SHARE = 1 / 16
 """The same where the device is so small that LEAST_SIZE is more, as an emulated one may be."""
-FEWEST, MOST = 16, 256
+FEWEST, MOST = 16, 128
 """Subgroups of a large model: enough to balance the lanes, and no more than planning and issuing take quickly."""
 STATE_BYTES = 12
 """Bytes of a parameter's state, in float32."""
