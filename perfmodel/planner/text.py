@@ -142,7 +142,8 @@ def _largest_input(advice: Advice) -> str:
     """The largest batch and sequence of this model, each with the other as it is."""
     question = advice.situation.question
     whole = " (the longest it takes)" if advice.largest_sequence == question.model.longest else ""
-    batch = f"{advice.largest_batch:,} sequences of {question.sequence:,} tokens" if advice.largest_batch else ""
+    many = "s" if advice.largest_batch != 1 else ""
+    batch = f"{advice.largest_batch:,} sequence{many} of {question.sequence:,} tokens" if advice.largest_batch else ""
     tokens = f"{question.batch:,} of {advice.largest_sequence:,} tokens{whole}" if advice.largest_sequence else ""
     each = " per GPU" if question.ranks > 1 else ""
     return f"The largest batch that fits{each}: {' or '.join(filter(None, (batch, tokens)))}."
