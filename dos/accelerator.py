@@ -65,7 +65,6 @@ class Accelerator:
         store = self._engine.device_store
         self._held: Callable[[], int] = lambda: store.nbytes + registry.lasting_bytes  # is asked on any thread
         self.memory = MemoryMonitor(device, self._held, options.memory_budget, options.memory_interval)
-        registry.device_bytes = self.memory.reading.memory.total
         self._departures = Departures()
         self._pace = Pace()
         self._now = Iteration(device)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+from perfmodel.format import MIXED
+
 LEAST_SIZE = 8_000_000
 """Parameters for whose updates a GPU takes about as long as the host takes to issue them."""
 SHARE = 1 / 512
@@ -12,8 +14,6 @@ LEAST_DEVICE_SHARE = 1 / 16
 """The same where the device is so small that LEAST_SIZE is more, as an emulated one may be."""
 FEWEST, MOST = 16, 128
 """Subgroups of a large model: enough to balance the lanes, and no more than planning and issuing take quickly."""
-STATE_BYTES = 12
-"""Bytes of a parameter's state, in float32."""
 
 
 def automatic_subgroup_size(numel: int, device_bytes: int) -> int:
@@ -24,7 +24,7 @@ def automatic_subgroup_size(numel: int, device_bytes: int) -> int:
     The constants were found by simulating models of 10 million to 7 billion parameters on built-in
     machines: smaller subgroups fit into less memory, and each one takes time of the host.
     """
-    per_byte = device_bytes / STATE_BYTES
+    per_byte = device_bytes / MIXED.state_bytes
     least = min(LEAST_SIZE, LEAST_DEVICE_SHARE * per_byte) if device_bytes else LEAST_SIZE
     size = max(min(numel / FEWEST, SHARE * per_byte), least, numel / MOST, 1)
     return max(1, math.ceil(numel / math.ceil(numel / size))) if numel else 1

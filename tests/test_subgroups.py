@@ -14,11 +14,12 @@ from torch import nn
 from dos import DOSAdam, EmulatedDevice
 from perfmodel import Workload
 from perfmodel.adaptive import adaptive
+from perfmodel.format import MIXED
 from perfmodel.hardware import HardwareProfile
 from perfmodel.planner.question import Question
 from perfmodel.planner.transformer import Transformer
 from perfmodel.simulate import makespan
-from perfmodel.subgroups import LEAST_SIZE, MOST, SHARE, STATE_BYTES, automatic_subgroup_size
+from perfmodel.subgroups import LEAST_SIZE, MOST, SHARE, automatic_subgroup_size
 
 GIB = 2**30
 
@@ -38,8 +39,8 @@ def test_subgroups_are_even_and_not_too_many(numel: int, device_bytes: int) -> N
 @pytest.mark.parametrize("numel", [10**7, 10**8, 10**9, 3 * 10**9, 7 * 10**9])
 def test_subgroups_fit_into_little_of_a_device(numel: int, gib: int) -> None:
     size = automatic_subgroup_size(numel, gib * GIB)
-    assert size <= max(SHARE * gib * GIB / STATE_BYTES, LEAST_SIZE, numel / MOST) + 1
-    assert STATE_BYTES * size < 0.08 * gib * GIB
+    assert size <= max(SHARE * gib * GIB / MIXED.state_bytes, LEAST_SIZE, numel / MOST) + 1
+    assert MIXED.state_bytes * size < 0.08 * gib * GIB
     assert size == numel or size >= LEAST_SIZE / 2
 
 

@@ -62,11 +62,12 @@ class Allocation:
             state_format=self._state_format(run[0]),
         )
 
-    def size_on_device(self, numel: int, device_bytes: int) -> int:
-        """Parameters of new subgroups there, where so many have state then. device_bytes: its memory; 0: not known."""
+    def size_on_device(self, numel: int) -> int:
+        """Parameters of new subgroups there, where so many have state then."""
         if self._options.subgroup_size is not None:
             return self._options.subgroup_size
-        if not device_bytes and self._devices.found is not None:  # nobody has said it yet where parameters were lazy
+        device_bytes = 0
+        if self._devices.found is not None:
             with contextlib.suppress(Exception):  # whatever it is, the size is not known then
                 device_bytes = max(0, self._devices.found.memory().total)
         return automatic_subgroup_size(numel, device_bytes)

@@ -54,8 +54,7 @@ class Registry:
     accelerated: those subgroups whose parameters are on the accelerator; index: their positions, which a Plan uses.
     local: those whose parameters are on the host.
     places: each record's pieces, with the subgroups in which they lie.
-    host_store: what holds state on the host. device_bytes: memory of the accelerator; 0: not known.
-    lasting_bytes: device memory of state that never leaves.
+    host_store: what holds state on the host. lasting_bytes: device memory of state that never leaves.
     offloaded: the gradients that have been moved to the host; None unless the user chose that.
     meshes: the ranks over which parameters are divided.
     """
@@ -75,7 +74,6 @@ class Registry:
         self.places: dict[ParameterRecord, list[tuple[Subgroup, Piece]]] = {}
         self._newcomers: list[ParameterRecord] = []
         self.host_store = HostStore()
-        self.device_bytes = 0
         self.lasting_bytes = 0
         self.offloaded = OffloadedGradients(self.host_store) if options.offload_gradients else None
         self._promised = {True: 0, False: 0}
@@ -306,7 +304,7 @@ class Registry:
         made: list[tuple[list[ParameterRecord], list[Subgroup]]] = []
         there = sum(subgroup.numel for subgroup in self.accelerated)
         there += sum(local(p).numel() for p, _ in newcomers if self._devices.holds(p))
-        size = self._allocation.size_on_device(there, self.device_bytes)
+        size = self._allocation.size_on_device(there)
         for run, group in runs:
             made.append(self._allocation.make_room(run, group, len(self._records) + sum(len(r) for r, _ in made), size))
         if made:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,13 +114,7 @@ def largest(question: Question) -> int:
         size = question.chosen_size and max(question.chosen_size, math.ceil(numel / MAX_SUBGROUPS))
         return Situation(dataclasses.replace(question, model=model, chosen_size=size)).fits
 
-    low, high = 1e6, 1e15
-    if not fits(int(low)):
-        return 0
-    while high / low > 1.005:
-        middle = math.sqrt(low * high)
-        low, high = (middle, high) if fits(int(middle)) else (low, middle)
-    return int(low)
+    return _greatest(fits, 10**6, 10**15, tolerance=0.005)
 
 
 def _most(question: Question, setting: str, limit: int | None = None) -> int:
@@ -129,12 +124,14 @@ def _most(question: Question, setting: str, limit: int | None = None) -> int:
         changes: dict[str, Any] = {setting: value}
         return Situation(dataclasses.replace(question, **changes)).fits
 
-    if not fits(1):
+    return _greatest(fits, 1, (limit or MOST) + 1)
+
+
+def _greatest(fits: Callable[[int], bool], low: int, high: int, tolerance: float = 0.0) -> int:
+    """The greatest number from `low` to below `high` that fits, to that share of it; 0 if `low` does not."""
+    if not fits(low):
         return 0
-    low, high = 1, limit or MOST
-    if fits(high):
-        return high
-    while high - low > 1:
-        middle = (low + high) // 2
+    while high - low > max(1, tolerance * low):
+        middle = max(low + 1, math.isqrt(low * high))
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low

@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from perfmodel.format import MIXED
 from perfmodel.hardware import HardwareProfile, Provenance, builtin_profiles
 from perfmodel.planner.datasheets import ALIASES, CARDS, GPUS, LINKS, UTILISATION, Card, Gpu
 from perfmodel.planner.units import Memory, format_bytes
@@ -139,6 +140,6 @@ def _profile_of(card: Card, guesses: HardwareProfile) -> HardwareProfile:
         h2d_bandwidth_duplex=duplex,
         d2h_bandwidth_duplex=duplex,
         gpu_bandwidth=card.bandwidth,
-        gpu_update_rate=0.8 * card.bandwidth / 28,
+        gpu_update_rate=0.8 * card.bandwidth / MIXED.update_traffic,
         provenance=Provenance("data sheet", machine=f"the GPU (PCIe {card.pcie}.0); the host's are cautious guesses"),
     )
