@@ -24,8 +24,11 @@ struct Step {
     m = _mm512_fmadd_ps(one_minus_beta1, g - m, m);
     v = _mm512_fmadd_ps(one_minus_beta2 * g, g, beta2 * v);
   }
-  DOS_INLINE __m512 parameter(__m512 p, __m512 m, __m512 root) const {
-    return _mm512_fmadd_ps(minus_step_size, m / _mm512_fmadd_ps(root, inv_bias_correction2_sqrt, eps), p * decay);
+  DOS_INLINE __m512 quotient(__m512 m, __m512 root) const {
+    return m / _mm512_fmadd_ps(root, inv_bias_correction2_sqrt, eps);
+  }
+  DOS_INLINE __m512 parameter(__m512 p, __m512 quotient) const {
+    return _mm512_fmadd_ps(minus_step_size, quotient, p * decay);
   }
 
   const __m512 grad_scale, decay, one_minus_beta1, beta2, one_minus_beta2, inv_bias_correction2_sqrt, eps,
@@ -46,7 +49,7 @@ int64_t update_split(const AdamArrays& arrays, const AdamScalars& scalars, int64
     step.moments(g, m, v);
     _mm512_storeu_ps(exp_avg + i, canonical(m));
     _mm512_storeu_ps(exp_avg_sq + i, canonical(v));
-    return canonical(step.parameter(p, m, _mm512_sqrt_ps(v)));
+    return canonical(step.parameter(p, step.quotient(m, _mm512_sqrt_ps(v))));
   };
   int64_t block = begin;
   for (; block + kBlock <= end; block += kBlock) {

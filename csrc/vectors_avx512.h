@@ -21,20 +21,28 @@ DOS_INLINE __m512 float_of(__m512i x) { return _mm512_castsi512_ps(x); }
 DOS_INLINE __m512i upper_half(__m512i x) { return _mm512_srli_epi32(x, 16); }
 DOS_INLINE __m128i load16(const void* bytes) { return _mm_loadu_si128(static_cast<const __m128i*>(bytes)); }
 
-// Packing and unpacking work within each quarter of a vector. So that elements are in order, its
-// parts of 64 bits change places before and after.
-DOS_INLINE __m512i load_dealt(const void* halves) {
-  return _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), _mm512_loadu_si512(halves));
+// A constant of which the compiler does not know what it is, so that it does not make it anew where it is needed.
+DOS_INLINE __m512i kept(__m512i x) {
+  asm("" : "+v"(x));
+  return x;
 }
+
+// Packing and unpacking work within each quarter of a vector, so they deal elements out to two vectors in fours.
+// So that elements are in order, its parts of 64 bits change places before and after.
 DOS_INLINE Two joined(__m512i lower, __m512i upper) {
   return {float_of(_mm512_unpacklo_epi16(lower, upper)), float_of(_mm512_unpackhi_epi16(lower, upper))};
 }
-DOS_INLINE __m512i packed(__m512i a, __m512i b) {  // of numbers below 2**16
-  return _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), _mm512_packus_epi32(a, b));
+DOS_INLINE __m512i to_deal(__m512i halves) {
+  return _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), halves);
 }
+DOS_INLINE __m512i in_order(__m512i halves) {
+  return _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), halves);
+}
+DOS_INLINE Two dealt(Two x) { return {_mm512_shuffle_f32x4(x.a, x.b, 0x88), _mm512_shuffle_f32x4(x.a, x.b, 0xDD)}; }
 
+// Any NaN becomes the canonical one, all else stays.
 DOS_INLINE __m512 canonical(__m512 x) {
-  return _mm512_mask_mov_ps(x, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), all(canonical(__builtin_nanf(""))));
+  return _mm512_fixupimm_ps(all(canonical(__builtin_nanf(""))), x, all(0x11111100u), 0);
 }
 
 DOS_INLINE __m128i largest_of_each(const __m512i* four) {
@@ -59,9 +67,10 @@ struct Vectors<Float32> {
 
 template <>
 struct Vectors<BFloat16> {
-  static DOS_INLINE Two load(const uint16_t* from) { return joined(_mm512_setzero_si512(), load_dealt(from)); }
+  static DOS_INLINE Two load(const uint16_t* from) { return joined(_mm512_setzero_si512(), to_deal(_mm512_loadu_si512(from))); }
   static DOS_INLINE void store(uint16_t* to, Two x) {
-    _mm512_storeu_si512(to, packed(rounded(bits_of(x.a)), rounded(bits_of(x.b))));
+    const __m512i halves = _mm512_packus_epi32(rounded(bits_of(x.a)), rounded(bits_of(x.b)));
+    _mm512_storeu_si512(to, in_order(halves));
   }
   static DOS_INLINE __m512 off_tie(__m512 x) {
     const __m512i bits = bits_of(x), last = _mm512_and_si512(bits, all(0x1FFFFu));
@@ -92,22 +101,42 @@ struct Vectors<Float16> {
 template <>
 struct Vectors<Split> {
   static DOS_INLINE Two load(const uint16_t* param, const int16_t* rest) {
-    const __m512i upper = load_dealt(param), all_rests = load_dealt(rest);
-    const __mmask32 zero = _mm512_testn_epi16_mask(upper, _mm512_set1_epi16(0x7FFF));
-    const __m512i kept = _mm512_mask_max_epi16(all_rests, zero, all_rests, _mm512_setzero_si512());
-    return joined(kept, _mm512_add_epi16(upper, _mm512_srai_epi16(kept, 15)));
+    return join(to_deal(_mm512_loadu_si512(param)), to_deal(_mm512_loadu_si512(rest)));
   }
   static DOS_INLINE void store(uint16_t* param, int16_t* rest, Two x) {
+    const Halves halves = split(x);
+    _mm512_storeu_si512(param, in_order(halves.upper));
+    _mm512_storeu_si512(rest, in_order(halves.lower));
+  }
+  static DOS_INLINE Two load_dealt(const uint16_t* param, const int16_t* rest) {
+    return join(_mm512_loadu_si512(param), _mm512_loadu_si512(rest));
+  }
+  static DOS_INLINE void store_dealt(uint16_t* param, int16_t* rest, Two x) {
+    const Halves halves = split(x);
+    _mm512_storeu_si512(param, halves.upper);
+    _mm512_storeu_si512(rest, halves.lower);
+  }
+
+ private:
+  struct Halves {
+    __m512i upper, lower;
+  };
+
+  static DOS_INLINE Two join(__m512i upper, __m512i rests) {
+    const __mmask32 zero = _mm512_testn_epi16_mask(upper, _mm512_set1_epi16(0x7FFF));
+    const __m512i lower = _mm512_mask_max_epi16(rests, zero, rests, _mm512_setzero_si512());
+    return joined(lower, _mm512_add_epi16(upper, _mm512_srai_epi16(lower, 15)));
+  }
+  static DOS_INLINE Halves split(Two x) {
     const __m512i a = bits_of(x.a), b = bits_of(x.b), low = all(0xFFFFu);
-    const __m512i upper = packed(upper_half(a), upper_half(b));
-    __m512i lower = packed(_mm512_and_si512(a, low), _mm512_and_si512(b, low));
+    const __m512i upper = _mm512_packus_epi32(upper_half(a), upper_half(b));
+    __m512i lower = _mm512_packus_epi32(_mm512_and_si512(a, low), _mm512_and_si512(b, low));
     // A tie moves towards the even upper half.
     const __mmask32 tie = _mm512_cmpeq_epi16_mask(lower, _mm512_set1_epi16(-0x8000));
     const __mmask32 odd = _mm512_mask_test_epi16_mask(tie, upper, _mm512_set1_epi16(1));
     lower = _mm512_mask_mov_epi16(lower, tie, _mm512_set1_epi16(0x7FFF));
     lower = _mm512_mask_mov_epi16(lower, odd, _mm512_set1_epi16(-0x7FFF));
-    _mm512_storeu_si512(param, _mm512_sub_epi16(upper, _mm512_srai_epi16(lower, 15)));
-    _mm512_storeu_si512(rest, lower);
+    return {_mm512_sub_epi16(upper, _mm512_srai_epi16(lower, 15)), lower};
   }
 };
 
