@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -81,6 +82,7 @@ def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
+    gc.freeze()  # as in conftest.py
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
