@@ -111,17 +111,16 @@ def test_gradients_asked_for_without_accumulation_do_not_stop_the_offloading() -
 
 def test_attaching_anew_interrupted_anywhere() -> None:
     """Nothing is left in flight that nobody waits for, and no module loses anything."""
-    twin = mlp()
-    train(twin, DOSAdam(twin.parameters()), 4)
-    line, interrupted = 0, True
+    model, twin = mlp(), mlp()
+    device = EmulatedDevice(FAST, capacity=10**7)
+    optimizer = DOSAdam(model.parameters(), policy="cpu", subgroup_size=300, device=device)
+    on_host = DOSAdam(twin.parameters())
+    names = [set(vars(module)) for module in model.modules()]
+    line, step, interrupted = 0, 0, True
     while interrupted:
         line += 7
-        model = mlp()
-        names = [set(vars(module)) for module in model.modules()]
-        device = EmulatedDevice(FAST, capacity=10**7)
-        optimizer = DOSAdam(model.parameters(), policy="cpu", subgroup_size=300, device=device)
         optimizer.attach(model)
-        train(model, optimizer, 2)
+        train(model, optimizer, 1, first_step=step)
         try:
             with interrupted_at(line):
                 optimizer.attach(model)
@@ -129,8 +128,10 @@ def test_attaching_anew_interrupted_anywhere() -> None:
         except KeyboardInterrupt:
             pass
         assert all(name <= set(vars(module)) for name, module in zip(names, model.modules(), strict=True))
-        train(model, optimizer, 2, first_step=2)
+        train(model, optimizer, 1, first_step=step + 1)
         optimizer.synchronize()
+        train(twin, on_host, 2, first_step=step)
+        step += 2
         assert bits(model.parameters()) == bits(twin.parameters())
     assert line > 50
 
@@ -138,16 +139,15 @@ def test_attaching_anew_interrupted_anywhere() -> None:
 @pytest.mark.parametrize("policy", [0.0, "stride:1", "adaptive"])
 @pytest.mark.parametrize("what", ["state_dict", "synchronize", "release_memory"])
 def test_memory_is_accounted_for_after_interruptions(policy: str | float, what: str) -> None:
-    program = Program(policy)
-    line, interrupted = 1, True
+    training = Training(Program(policy))
+    optimizer, device = training.optimizer, training.optimizer._device
+    line, step, interrupted = 1, 0, True
     while interrupted:
         line += 11
-        training = Training(program)
-        optimizer, device = training.optimizer, training.optimizer._device
-        for step in range(2):
-            training.backward(step)
-            training.step()
-        training.backward(2)
+        training.backward(step)
+        training.step()
+        training.backward(step + 1)
+        step += 2
         try:
             with interrupted_at(line):
                 getattr(optimizer, what)()
@@ -194,9 +194,9 @@ def test_loading_interrupted_loads_all_or_nothing_or_is_refused(attribute: str) 
 
 
 def test_interrupted_enrolment_leaves_nothing_twice() -> None:
-    line, interrupted = 0, True
+    line, interrupted, enrolled = 0, True, False
     while interrupted:
-        line += 1 if EVERYWHERE else 17
+        line += 1 if EVERYWHERE else 67 if enrolled else 17
         model = mlp()
         optimizer = DOSAdam(model.parameters(), device=EmulatedDevice(FAST, 10**7), policy="cpu", subgroup_size=300)
         backward(model, 0)
@@ -206,10 +206,11 @@ def test_interrupted_enrolment_leaves_nothing_twice() -> None:
             interrupted = False
         except KeyboardInterrupt:
             pass
+        numel = sum(p.numel() for p in model.parameters())
+        enrolled = sum(subgroup.numel for subgroup in optimizer._registry.accelerated) == numel
         if optimizer._guard.broken:
             continue
         optimizer.step()
-        numel = sum(p.numel() for p in model.parameters())
         assert sum(subgroup.numel for subgroup in optimizer._registry.accelerated) == numel
 
 

@@ -19,7 +19,7 @@ def available_bytes() -> int | None:
     None where neither can be read.
     """
     machine = _of_machine()
-    return min([*([] if machine is None else [machine]), *_of_container()], default=None)
+    return min([*([] if machine is None else [machine]), *_of_container(machine)], default=None)
 
 
 def reserve(nbytes: int, purpose: str, *, processes: int = 1) -> None:
@@ -49,8 +49,11 @@ def _of_machine() -> int | None:
     return None if kibibytes is None else 1024 * kibibytes
 
 
-def _of_container() -> Iterator[int]:
-    """What each control group of this process and each group around it leave; droppable page cache does not count."""
+def _of_container(machine: int | None) -> Iterator[int]:
+    """What each control group of this process and each group around it leave; droppable page cache does not count.
+
+    How much of it that is takes long to read, and is not asked of a group that leaves more than the machine has.
+    """
     for line in _read(_PROC / "self/cgroup").splitlines():
         _, controllers, path = (*line.split(":", 2), "", "")[:3]
         if controllers == "":  # version 2
@@ -64,8 +67,10 @@ def _of_container() -> Iterator[int]:
         for folder in (group, *group.parents):
             most, used = _read(folder / limit).strip(), _read(folder / usage).strip()
             if most.isdigit() and used.isdigit():
-                droppable = sum(_field(folder / "memory.stat", name) or 0 for name in cache)
-                yield max(0, int(most) - int(used) + droppable)
+                left = int(most) - int(used)
+                if machine is None or left < machine:
+                    left += sum(_field(folder / "memory.stat", name) or 0 for name in cache)
+                yield max(0, left)
             if folder == mount:  # of a container, too, which does not see the path that is written there
                 break
 
