@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
-import signal
+import subprocess
 import sys
+import textwrap
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
 from conftest import FAST, bits, mlp, profile
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from dos import DOSAdam, EmulatedDevice
 
@@ -123,38 +124,46 @@ def test_forks_in_another_thread_change_nothing(policy: str | float, attached: b
         assert run(forks=True) == expected
 
 
-def test_a_data_loader_with_workers_started_from_a_thread() -> None:
+def test_a_data_loader_with_workers_started_from_a_thread(tmp_path: Path) -> None:
     """In a process of its own, so that nothing hangs here if it does there."""
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            signal.alarm(120)
-            train_beside_a_data_loader()
-            code = 0
-        finally:
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    program = tmp_path / "program.py"
+    program.write_text(
+        textwrap.dedent(
+            """
+            import sys, threading
+            sys.path.insert(0, sys.argv[1])
+            import torch
+            from conftest import FAST, bits, mlp
+            from torch.utils.data import DataLoader, TensorDataset
+            from dos import DOSAdam, EmulatedDevice
 
+            model = mlp()
+            device = EmulatedDevice(FAST, 10**7)
+            optimizer = DOSAdam(model.parameters(), policy="stride:2", subgroup_size=200, device=device)
+            data = TensorDataset(torch.randn(32, 24))
 
-def train_beside_a_data_loader() -> None:
-    model = mlp()
-    device = EmulatedDevice(FAST, 10**7)
-    optimizer = DOSAdam(model.parameters(), policy="stride:2", subgroup_size=200, device=device)
-    data = TensorDataset(torch.randn(32, 24))
-    read = 0
+            def load():
+                for _ in range(3):
+                    loader = DataLoader(data, batch_size=8, num_workers=2, multiprocessing_context="fork")
+                    assert sum(len(batch) for (batch,) in loader) == 32
 
-    def load() -> None:
-        nonlocal read
-        for _ in range(3):
-            loader = DataLoader(data, batch_size=8, num_workers=2, multiprocessing_context="fork")
-            read += sum(len(batch) for (batch,) in loader)
-
-    loading = threading.Thread(target=load)
-    loading.start()
-    while loading.is_alive():
-        optimizer.zero_grad()
-        model(torch.ones(8, 24)).square().mean().backward()
-        optimizer.step()
-    loading.join()
-    assert read == 3 * 32
+            loading = threading.Thread(target=load)
+            loading.start()
+            while loading.is_alive():
+                optimizer.zero_grad()
+                model(torch.ones(8, 24)).square().mean().backward()
+                optimizer.step()
+            loading.join()
+            print("ended well")
+            """
+        )
+    )
+    found = subprocess.run(
+        [sys.executable, "-W", "ignore", str(program), str(Path(__file__).parent)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=Path(__file__).parents[1],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])},
+    )
+    assert found.stdout.strip() == "ended well", found.stderr
