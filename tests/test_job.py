@@ -90,7 +90,6 @@ def test_no_resource_works_longer_than_the_iteration_lasts(drawn: dict[str, obje
     advice = advise(job(**drawn))
     assert all(lever.outcome.fits for lever in advice.levers)
     assert advice.remedies == () or not advice.situation.fits
-    assert (advice.largest_batch > 0) == advice.situation.fits
     if advice.best.iteration_s is None:
         assert advice.limit in ("memory on the device", "host memory")
         return
