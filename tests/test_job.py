@@ -88,6 +88,8 @@ def test_a_faster_network_never_costs_time(drawn: dict[str, object], factor: flo
 @settings(deadline=None, max_examples=40)
 def test_no_resource_works_longer_than_the_iteration_lasts(drawn: dict[str, object]) -> None:
     advice = advise(job(**drawn))
+    assert all(lever.outcome.fits for lever in advice.levers)
+    assert advice.remedies == () or not advice.situation.fits
     if advice.best.iteration_s is None:
         assert advice.limit in ("memory on the device", "host memory")
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,31 +23,57 @@ MOST = 2**24
 
 @dataclass(frozen=True)
 class Advice:
-    """The answer to a question.
-
-    outcomes: adaptive last; with parameters on the host, only the one there is. bound: of the update alone; None if
-        nothing fits, or the update is where it has to be.
-    largest: parameters of the largest model of the usual shape that would fit; 0 if none does.
-    largest_batch, largest_sequence: of this model, with the other as it is; 0 if nothing fits.
-    all_resident_bytes: device memory with which all optimizer state stays on the device; None if it never does.
-    remedies: if it does not fit, settings with which it does; or, if there are none, one for which only host memory
-        is missing.
-    """
+    """The answer to a question. Each part is computed when it is first asked for."""
 
     situation: Situation
-    outcomes: tuple[Outcome, ...]
-    bound: Bound | None
-    levers: tuple[Lever, ...]
-    largest: int
-    largest_batch: int
-    largest_sequence: int
-    all_resident_bytes: int | None
-    remedies: tuple[Remedy, ...]
+
+    @functools.cached_property
+    def outcomes(self) -> tuple[Outcome, ...]:
+        """Of all policies, adaptive last; with parameters on the host, only the one there is."""
+        return (*(baselines(self.situation) if self._placed else ()), self.best)
+
+    @functools.cached_property
+    def bound(self) -> Bound | None:
+        """Of the update alone; None if nothing fits, or the update is where it has to be."""
+        situation = self.situation
+        return lower_bound(situation.alone, situation.profile) if situation.fits and self._placed else None
+
+    @functools.cached_property
+    def levers(self) -> tuple[Lever, ...]:
+        """What would help."""
+        return tuple(levers(self.situation.question, self.best))
+
+    @functools.cached_property
+    def largest(self) -> int:
+        """Parameters of the largest model of the usual shape that would fit; 0 if none does."""
+        return largest(self.situation.question)
+
+    @functools.cached_property
+    def largest_batch(self) -> int:
+        """Of this model, with sequences as they are; 0 if nothing fits."""
+        return _most(self.situation.question, "batch")
+
+    @functools.cached_property
+    def largest_sequence(self) -> int:
+        """Of this model, with the batch as it is; 0 if nothing fits."""
+        question = self.situation.question
+        return _most(question, "sequence", question.model.longest)
 
     @property
+    def all_resident_bytes(self) -> int | None:
+        """Device memory with which all optimizer state stays on the device; None if it never does."""
+        situation = self.situation
+        return math.ceil((situation.peak + situation.alone.state_bytes) / (1 - MARGIN)) if self._placed else None
+
+    @functools.cached_property
+    def remedies(self) -> tuple[Remedy, ...]:
+        """If it does not fit, settings with which it does; if none do, one that only lacks host memory."""
+        return () if self.situation.fits else tuple(remedies(self.situation.question))
+
+    @functools.cached_property
     def best(self) -> Outcome:
         """The adaptive policy's."""
-        return self.outcomes[-1]
+        return adaptive_outcome(self.situation)
 
     @property
     def alternative(self) -> Outcome | None:
@@ -87,23 +114,15 @@ class Advice:
             return "host memory"
         return max(self.busy_s, key=self.busy_s.__getitem__, default="")
 
+    @property
+    def _placed(self) -> bool:
+        """Whether there is a choice of where to update."""
+        return not self.situation.question.offload_parameters
+
 
 def advise(question: Question) -> Advice:
     """Everything the planner has to say; every time in it is simulated, every size counted."""
-    situation = Situation(question)
-    now = adaptive_outcome(situation)
-    placed = not question.offload_parameters
-    return Advice(
-        situation,
-        (*baselines(situation), now) if placed else (now,),
-        lower_bound(situation.alone, situation.profile) if situation.fits and placed else None,
-        tuple(levers(question, now)),
-        largest(question),
-        _most(question, "batch"),
-        _most(question, "sequence", question.model.longest),
-        math.ceil((situation.peak + situation.alone.state_bytes) / (1 - MARGIN)) if placed else None,
-        () if situation.fits else tuple(remedies(question)),
-    )
+    return Advice(Situation(question))
 
 
 def largest(question: Question) -> int:
