@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -77,12 +76,8 @@ def serve(schedule: Schedule, workload: Workload, profile: HardwareProfile) -> T
     return Timeline.of(_spans(schedule, _served(schedule, workload, profile)))
 
 
-@functools.lru_cache(maxsize=512)
 def makespan(plan: Plan, workload: Workload, profile: HardwareProfile, scope: Scope = UPDATE_ALONE) -> float:
-    """Seconds that `simulate` would take from first start to last end, without its timeline.
-
-    Remembered, because planners come back to plans: what would help is asked with little changed.
-    """
+    """Seconds that `simulate` would take from first start to last end, without its timeline."""
     return max(_served(schedule(plan, workload, scope), workload, profile).end)
 
 
