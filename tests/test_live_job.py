@@ -12,7 +12,7 @@ from experiments.sweep.predict import Predictor
 
 
 def test_the_update_is_within_a_tenth_of_what_the_model_says() -> None:
-    for update_s in (1.0, 2.0, 4.0):  # what else the processors do counts less on a slower machine
+    for update_s in (2.0, 4.0):  # what else the processors do counts less on a slower machine
         (row,) = job.run(2, ["stride"], update_s=update_s)
         if row["measured_s"] == pytest.approx(row["modelled_s"], rel=0.1):
             break

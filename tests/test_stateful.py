@@ -276,8 +276,8 @@ class Lockstep(RuleBasedStateMachine):
         self.fresh, self.spent, self.clipped, self.amp = True, False, False, Amp.OFF
 
     @rule(
-        times=st.integers(1, 4),
-        micro_batches=st.lists(MICRO_BATCHES, min_size=1, max_size=4),
+        times=st.integers(1, 3),
+        micro_batches=st.lists(MICRO_BATCHES, min_size=1, max_size=2),
         replan=st.booleans(),
         scaling=st.sampled_from([(), ("scaled",), ("scaled", "unscale"), ("scaled", "overflow")]),
         edit=st.sampled_from(["nothing", "scale_a_gradient", "replace_gradients", "drop_a_gradient", "replan"]),
