@@ -77,11 +77,15 @@ def device() -> EmulatedDevice:
     return EmulatedDevice(FAST, capacity=10**9)
 
 
+TORCH_2_6 = torch.__version__.startswith("2.6.")
+needs_fsdp2 = pytest.mark.skipif(TORCH_2_6, reason="FSDP2 of torch 2.6 does not run on CPUs")
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
-    """WORLD gloo ranks. Most tests shard over them by FSDP2, which torch 2.6 does on GPUs alone."""
-    if not hasattr(torch.cpu.Stream, "record_event"):
-        pytest.skip(f"FSDP2 of torch {torch.__version__} does not run on CPUs")
+    """WORLD gloo ranks. Most tests shard over them by FSDP2."""
+    if TORCH_2_6:
+        pytest.skip(needs_fsdp2.kwargs["reason"])
     found = Ranks()
     yield found
     found.stop()

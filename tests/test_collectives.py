@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import needs_fsdp2
 from fake_ranks import fake_ranks
 from hypothesis import given
 from hypothesis import strategies as st
@@ -68,6 +69,7 @@ class _Watch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@needs_fsdp2
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_volumes_are_fsdp2_s_own(replicas: int) -> None:
     """Blocks exactly. What the root keeps gathered is gathered once and counted twice, to be cautious."""

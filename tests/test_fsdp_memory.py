@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from conftest import needs_fsdp2
 from fake_ranks import fake_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -47,6 +48,7 @@ def held_at_peak(layers: int, width: int, vocabulary: int, ranks: int) -> tuple[
         return memory.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"], numel
 
 
+@needs_fsdp2
 @pytest.mark.parametrize(
     ("layers", "width", "vocabulary", "ranks"), [(8, 256, 1000, 8), (4, 128, 200, 2), (16, 128, 400, 4)]
 )

@@ -8,10 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+from conftest import needs_fsdp2
+
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "larger_than_the_gpu.py"
 
 
+@needs_fsdp2
 def test_a_model_larger_than_the_device_learns() -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, str(EXAMPLE)], capture_output=True, text=True, env=environment, check=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from conftest import skip_if_the_clock_cannot_be_trusted
+from conftest import needs_fsdp2, skip_if_the_clock_cannot_be_trusted
 
 from experiments import job
 from experiments.ranks import DATA
@@ -11,6 +11,7 @@ from experiments.runs import read_runs
 from experiments.sweep.predict import Predictor
 
 
+@needs_fsdp2
 def test_the_update_is_within_a_tenth_of_what_the_model_says() -> None:
     for update_s in (2.0, 4.0):  # what else the processors do counts less on a slower machine
         (row,) = job.run(2, ["stride"], update_s=update_s)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from conftest import needs_fsdp2
 from ranks import DIED, Ranks
 from test_sharded import assert_equal, batch, dos_adam, model, train, values
 from torch import Tensor, nn
@@ -96,6 +97,7 @@ def resumes_in_a_new_group(folder: str, store: str) -> list[Tensor]:
     return resumes(folder)
 
 
+@needs_fsdp2
 def test_a_rank_that_hangs_and_one_that_dies(tmp_path: Path) -> None:
     checkpoint = str(tmp_path / "checkpoint")
     first, second = Ranks(WORLD), Ranks(WORLD)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import needs_fsdp2
 from ranks import Ranks
 
 import dos
@@ -82,6 +83,7 @@ def run_in(name: str, folder: str, *arguments: str) -> tuple[list[float], int]:
     return run_main(name, *arguments, folder=folder)
 
 
+@needs_fsdp2
 def test_fsdp2_runs_as_its_docstring_says(tmp_path: Path) -> None:
     """Beside a checkpoint that was interrupted, which is left alone."""
     command = re.search(r"^torchrun (.*)examples/fsdp2.py", (EXAMPLES / "fsdp2.py").read_text(), re.MULTILINE)
