@@ -67,7 +67,9 @@ struct Vectors<Float32> {
 
 template <>
 struct Vectors<BFloat16> {
-  static DOS_INLINE Two load(const uint16_t* from) { return joined(_mm512_setzero_si512(), to_deal(_mm512_loadu_si512(from))); }
+  static DOS_INLINE Two load(const uint16_t* from) {
+    return joined(_mm512_setzero_si512(), to_deal(_mm512_loadu_si512(from)));
+  }
   static DOS_INLINE void store(uint16_t* to, Two x) {
     const __m512i halves = _mm512_packus_epi32(rounded(bits_of(x.a)), rounded(bits_of(x.b)));
     _mm512_storeu_si512(to, in_order(halves));
