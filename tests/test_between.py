@@ -194,9 +194,9 @@ def test_loading_interrupted_loads_all_or_nothing_or_is_refused(attribute: str) 
 
 
 def test_interrupted_enrolment_leaves_nothing_twice() -> None:
-    line, interrupted, enrolled = 0, True, False
+    line, interrupted = 0, True
     while interrupted:
-        line += 1 if EVERYWHERE else 67 if enrolled else 17
+        line += 1 if EVERYWHERE else 17
         model = mlp()
         optimizer = DOSAdam(model.parameters(), device=EmulatedDevice(FAST, 10**7), policy="cpu", subgroup_size=300)
         backward(model, 0)
@@ -206,11 +206,10 @@ def test_interrupted_enrolment_leaves_nothing_twice() -> None:
             interrupted = False
         except KeyboardInterrupt:
             pass
-        numel = sum(p.numel() for p in model.parameters())
-        enrolled = sum(subgroup.numel for subgroup in optimizer._registry.accelerated) == numel
         if optimizer._guard.broken:
             continue
         optimizer.step()
+        numel = sum(p.numel() for p in model.parameters())
         assert sum(subgroup.numel for subgroup in optimizer._registry.accelerated) == numel
 
 
