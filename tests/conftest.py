@@ -68,7 +68,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @functools.cache
 def needs_ranks(file: Path) -> bool:
-    return "ranks: Ranks" in file.read_text()
+    return ": Ranks" in file.read_text()
 
 
 @pytest.fixture
@@ -83,10 +83,20 @@ needs_fsdp2 = pytest.mark.skipif(TORCH_2_6, reason="FSDP2 of torch 2.6 does not 
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
-    """WORLD gloo ranks. Most tests shard over them by FSDP2."""
+    """Four gloo ranks, for meshes of two dimensions and other numbers of ranks."""
+    yield from running(4)
+
+
+@pytest.fixture(scope="session")
+def pair() -> Iterator[Ranks]:
+    """Two gloo ranks, for all else that needs ranks: it takes half the time."""
+    yield from running(2)
+
+
+def running(world: int) -> Iterator[Ranks]:
     if TORCH_2_6:
         pytest.skip(needs_fsdp2.kwargs["reason"])
-    found = Ranks()
+    found = Ranks(world)
     yield found
     found.stop()
 

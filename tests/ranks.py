@@ -13,7 +13,6 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-WORLD = 4
 TIMEOUT_S = 120.0
 PRELOADED = ["torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp", "dos"]
 """Imported once for all ranks, because that takes seconds."""
@@ -25,7 +24,7 @@ DIED = "died"
 class Ranks:
     """Processes of one gloo group; started when first used, and again after a failure."""
 
-    def __init__(self, world: int = WORLD) -> None:
+    def __init__(self, world: int) -> None:
         self._world = world
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []

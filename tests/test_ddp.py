@@ -65,9 +65,9 @@ def as_with_adamw(policy: str, hook: bool, view: bool, attach: bool, micro_batch
         ("resident", False, True, True),
     ],
 )
-def test_steps_are_those_of_adamw(ranks: Ranks, policy: str, hook: bool, view: bool, attach: bool) -> None:
+def test_steps_are_those_of_adamw(pair: Ranks, policy: str, hook: bool, view: bool, attach: bool) -> None:
     for micro_batches in (1, 2):
-        ranks.run(as_with_adamw, policy, hook, view, attach, micro_batches)
+        pair.run(as_with_adamw, policy, hook, view, attach, micro_batches)
 
 
 def share_that_leaves_during_backward(registered: bool) -> float:
@@ -86,9 +86,9 @@ def share_that_leaves_during_backward(registered: bool) -> float:
 
 
 @compares_with_a_clock
-def test_gradients_leave_during_backward(ranks: Ranks) -> None:
-    assert min(ranks.run(share_that_leaves_during_backward, True)) > 0.5
-    assert max(ranks.run(share_that_leaves_during_backward, False)) == 0
+def test_gradients_leave_during_backward(pair: Ranks) -> None:
+    assert min(pair.run(share_that_leaves_during_backward, True)) > 0.5
+    assert max(pair.run(share_that_leaves_during_backward, False)) == 0
 
 
 def bad_input() -> None:
@@ -102,8 +102,8 @@ def bad_input() -> None:
         dos_adam(ddp.parameters()).register_ddp(ddp)
 
 
-def test_bad_input(ranks: Ranks) -> None:
-    ranks.run(bad_input)
+def test_bad_input(pair: Ranks) -> None:
+    pair.run(bad_input)
 
 
 def two_optimizers() -> None:
@@ -123,5 +123,5 @@ def two_optimizers() -> None:
     assert_equal(values(ddp.module), values(alone))
 
 
-def test_a_model_may_have_several_optimizers(ranks: Ranks) -> None:
-    ranks.run(two_optimizers)
+def test_a_model_may_have_several_optimizers(pair: Ranks) -> None:
+    pair.run(two_optimizers)

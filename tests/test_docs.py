@@ -45,17 +45,17 @@ def test_fragments_run(name: str, accelerated: bool, tmp_path: Path, monkeypatch
 
 
 def run_on_rank(page: str, folder: str) -> int:
-    """What `ranks` calls: the blocks of a page, in this rank's folder, where a checkpoint is everybody's."""
+    """What `pair` calls: the blocks of a page, in this rank's folder, where a checkpoint is everybody's."""
     os.chdir(folder)
     return pages.run(page, {})
 
 
-def test_code_for_many_gpus_runs(ranks: Ranks, tmp_path: Path) -> None:
-    assert all(ran > 4 for ran in ranks.run(run_on_rank, "many-gpus", str(tmp_path)))
+def test_code_for_many_gpus_runs(pair: Ranks, tmp_path: Path) -> None:
+    assert all(ran > 4 for ran in pair.run(run_on_rank, "many-gpus", str(tmp_path)))
 
 
 def run_readme_on_rank() -> int:
-    """What `ranks` calls: the README's blocks that need ranks, and a step with the optimizer they build."""
+    """What `pair` calls: the README's blocks that need ranks, and a step with the optimizer they build."""
     chosen = [block for block in pages.blocks("README") if block.note == pages.ON_RANKS]
     for block in chosen:
         namespace = {"DOSAdam": DOSAdam, "fully_shard": fully_shard, "model": pages.Answering()}
@@ -65,8 +65,8 @@ def run_readme_on_rank() -> int:
     return len(chosen)
 
 
-def test_code_of_the_readme_for_several_gpus_runs(ranks: Ranks) -> None:
-    assert all(ran == 1 for ran in ranks.run(run_readme_on_rank))
+def test_code_of_the_readme_for_several_gpus_runs(pair: Ranks) -> None:
+    assert all(ran == 1 for ran in pair.run(run_readme_on_rank))
 
 
 NAMES = ["README", *sorted(path.stem for path in DOCS.glob("*.md"))]

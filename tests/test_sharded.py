@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import FAST
-from ranks import WORLD, Ranks
+from ranks import Ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -51,9 +52,11 @@ def batch(step: int, width: int = 11, dtype: torch.dtype = torch.float32) -> Ten
 
 
 @functools.cache  # each mesh takes threads for good
-def mesh_of(size: int, replicas: int = 1) -> DeviceMesh:
-    """Of `size` ranks, or of `replicas` times as many; the other ranks have such meshes, too."""
-    shape = (WORLD // (size * replicas), replicas, size)
+def mesh_of(size: int | None = None, replicas: int = 1) -> DeviceMesh:
+    """Of `size` ranks or all, or of `replicas` times as many; the other ranks have such meshes, too."""
+    world = dist.get_world_size()
+    size = world if size is None else size
+    shape = (world // (size * replicas), replicas, size)
     whole = init_device_mesh("cpu", shape, mesh_dim_names=("copies", "replicate", "shard"))
     return whole["replicate", "shard"] if replicas > 1 else whole["shard"]
 
@@ -164,7 +167,7 @@ def test_bits_are_those_of_one_process(
 
 @functools.cache
 def parallel_mesh() -> DeviceMesh:
-    return init_device_mesh("cpu", (WORLD // 2, 2), mesh_dim_names=("shard", "parallel"))
+    return init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("shard", "parallel"))
 
 
 def with_tensor_parallel(policy: str | float, offload: bool, shards: int) -> None:
@@ -212,13 +215,13 @@ def with_tensor_parallel(policy: str | float, offload: bool, shards: int) -> Non
 @pytest.mark.parametrize(
     ("policy", "offload"), [("adaptive", False), ("cpu", True), ("cpu", False), ("resident", True)]
 )
-def test_tensor_and_sequence_parallel(ranks: Ranks, policy: str, offload: bool, shards: int) -> None:
-    ranks.run(with_tensor_parallel, policy, offload, shards)
+def test_tensor_and_sequence_parallel(ranks: Ranks, pair: Ranks, policy: str, offload: bool, shards: int) -> None:
+    (pair if shards == 1 else ranks).run(with_tensor_parallel, policy, offload, shards)
 
 
 def with_writes_that_count_nowhere(policy: str, what: str) -> None:
     def build() -> nn.Module:
-        return shard(model(), mesh_of(4))
+        return shard(model(), mesh_of())
 
     def run(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
         def change(step: int) -> None:
@@ -247,5 +250,5 @@ def with_writes_that_count_nowhere(policy: str, what: str) -> None:
     ("policy", "what"),
     [("cpu", "gradients"), ("cpu", "negated"), ("cpu", "clipped"), ("cpu", "parameters"), ("stride:2", "parameters")],
 )
-def test_writes_that_no_version_counts(ranks: Ranks, policy: str, what: str) -> None:
-    ranks.run(with_writes_that_count_nowhere, policy, what)
+def test_writes_that_no_version_counts(pair: Ranks, policy: str, what: str) -> None:
+    pair.run(with_writes_that_count_nowhere, policy, what)

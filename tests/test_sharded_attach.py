@@ -19,7 +19,7 @@ UPDATE_S = 0.1
 
 def slow() -> UpdatesAfterStep:
     """On which the host takes UPDATE_S for a rank's update: longer by far than forward."""
-    numel = sum(p.numel() for p in model().parameters()) // 4
+    numel = sum(p.numel() for p in model().parameters()) // 2
     return UpdatesAfterStep(profile(cpu_update_rate=numel / UPDATE_S), 1 << 24)
 
 
@@ -39,9 +39,9 @@ def ways_to_gather(divided: nn.Sequential, way: str) -> None:
 
 
 def old_weights(way: str, reshard: bool | int, policy: str) -> None:
-    quick = shard(model(blocks=3), mesh_of(4), reshard_after_forward=reshard)
+    quick = shard(model(blocks=3), mesh_of(), reshard_after_forward=reshard)
     train(quick, dos_adam(quick.parameters(), policy="cpu"), steps=range(3))
-    late = shard(model(blocks=3), mesh_of(4), reshard_after_forward=reshard)
+    late = shard(model(blocks=3), mesh_of(), reshard_after_forward=reshard)
     ways_to_gather(late, way)
     slow_device = slow()
     optimizer = dos_adam(late.parameters(), policy=policy, device=slow_device, subgroup_size=50)
@@ -62,20 +62,20 @@ def old_weights(way: str, reshard: bool | int, policy: str) -> None:
     ("way", "reshard"),
     [("plain", True), ("plain", False), ("plain", 2), ("prefetched", True), ("unsharded early", True)],
 )
-def test_no_layer_computes_with_old_weights(ranks: Ranks, way: str, reshard: bool | int) -> None:
-    ranks.run(old_weights, way, reshard, "cpu")
+def test_no_layer_computes_with_old_weights(pair: Ranks, way: str, reshard: bool | int) -> None:
+    pair.run(old_weights, way, reshard, "cpu")
 
 
 @pytest.mark.parametrize("policy", ["stride:2"])
-def test_nor_with_other_policies(ranks: Ranks, policy: str) -> None:
-    ranks.run(old_weights, "plain", True, policy)
+def test_nor_with_other_policies(pair: Ranks, policy: str) -> None:
+    pair.run(old_weights, "plain", True, policy)
 
 
 def evaluates_and_saves() -> None:
-    late = shard(model(), mesh_of(4))
+    late = shard(model(), mesh_of())
     optimizer = dos_adam(late.parameters(), policy="cpu", device=slow())
     optimizer.attach(late)
-    quick = shard(model(), mesh_of(4))
+    quick = shard(model(), mesh_of())
     plain = dos_adam(quick.parameters(), policy="cpu")
     for step in range(2):
         for each, its in ((late, optimizer), (quick, plain)):
@@ -90,23 +90,23 @@ def evaluates_and_saves() -> None:
         late.train()
 
 
-def test_evaluation_and_saving_wait(ranks: Ranks) -> None:
-    ranks.run(evaluates_and_saves)
+def test_evaluation_and_saving_wait(pair: Ranks) -> None:
+    pair.run(evaluates_and_saves)
 
 
 def detaches() -> None:
-    divided = shard(model(), mesh_of(4))
+    divided = shard(model(), mesh_of())
     groups = [layer._get_fsdp_state()._fsdp_param_group for layer in divided.modules() if hasattr(layer, "unshard")]
     before = [set(vars(group)) for group in groups]
     one, two = (DOSAdam(divided.parameters(), policy="cpu", device=slow()) for _ in range(2))
     one.attach(divided)
     two.attach(divided)
-    other = shard(model(), mesh_of(4))
+    other = shard(model(), mesh_of())
     for optimizer in (one, two):
         assert [set(vars(group)) for group in groups] != before
         optimizer.attach(other)
     assert [set(vars(group)) for group in groups] == before
 
 
-def test_attaching_another_model_leaves_nothing_behind(ranks: Ranks) -> None:
-    ranks.run(detaches)
+def test_attaching_another_model_leaves_nothing_behind(pair: Ranks) -> None:
+    pair.run(detaches)

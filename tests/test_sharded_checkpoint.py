@@ -23,7 +23,9 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 
-def build(size: int, dtype: torch.dtype, kind: str = "dos", **kwargs: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+def build(
+    size: int | None, dtype: torch.dtype, kind: str = "dos", **kwargs: Any
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     divided = shard(model(dtype=dtype), mesh_of(size))
     if kind == "adamw":
         return divided, torch.optim.AdamW(divided.parameters(), lr=1e-2)
@@ -45,7 +47,7 @@ def load(folder: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> Non
     set_optimizer_state_dict(model, optimizer, state["optimizer"])
 
 
-def resume(folder: str, before: int, after: int, dtype: torch.dtype, how: str, policy: str) -> None:
+def resume(folder: str, before: int | None, after: int | None, dtype: torch.dtype, how: str, policy: str) -> None:
     through, first = build(before, dtype, policy=policy)
     train(through, first, steps=range(2))
     # Groups of ranks of one mesh: those of the first one save.
@@ -59,8 +61,8 @@ def resume(folder: str, before: int, after: int, dtype: torch.dtype, how: str, p
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("policy", "how"), [("cpu", "async"), ("resident", "save"), ("adaptive", "async")])
-def test_resume_on_as_many_ranks(ranks: Ranks, tmp_path: Path, policy: str, dtype: torch.dtype, how: str) -> None:
-    ranks.run(resume, str(tmp_path), 4, 4, dtype, how, policy)
+def test_resume_on_as_many_ranks(pair: Ranks, tmp_path: Path, policy: str, dtype: torch.dtype, how: str) -> None:
+    pair.run(resume, str(tmp_path), None, None, dtype, how, policy)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -72,7 +74,7 @@ def test_resume_on_another_number_of_ranks(
 
 
 def as_full_state(cpu_offload: bool, broadcast: bool, dtype: torch.dtype) -> None:
-    through, first = build(4, dtype)
+    through, first = build(None, dtype)
     train(through, first, steps=range(2))
     options = StateDictOptions(full_state_dict=True, cpu_offload=cpu_offload)
     weights = get_model_state_dict(through, options=options)
@@ -82,7 +84,7 @@ def as_full_state(cpu_offload: bool, broadcast: bool, dtype: torch.dtype) -> Non
     if not broadcast and cpu_offload:
         return  # the other ranks have nothing to load from
     load_options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
-    resumed, second = build(2, dtype, policy="cpu")
+    resumed, second = build(1, dtype, policy="cpu")
     set_model_state_dict(resumed, weights, options=load_options)
     set_optimizer_state_dict(resumed, second, state, options=load_options)
     train(through, first, steps=range(2, 4))
@@ -94,42 +96,42 @@ def as_full_state(cpu_offload: bool, broadcast: bool, dtype: torch.dtype) -> Non
     ("cpu_offload", "broadcast", "dtype"),
     [(False, False, torch.float32), (True, True, torch.bfloat16), (False, True, torch.float32)],
 )
-def test_full_state_dicts(ranks: Ranks, cpu_offload: bool, broadcast: bool, dtype: torch.dtype) -> None:
-    ranks.run(as_full_state, cpu_offload, broadcast, dtype)
+def test_full_state_dicts(pair: Ranks, cpu_offload: bool, broadcast: bool, dtype: torch.dtype) -> None:
+    pair.run(as_full_state, cpu_offload, broadcast, dtype)
 
 
 def between_adamw_and_dos(folder: str, before: str, after: str) -> None:
-    through, first = build(4, torch.float32, before)
+    through, first = build(None, torch.float32, before)
     train(through, first, steps=range(2))
     save(folder, through, first, "save")
     train(through, first, steps=range(2, 4))
-    resumed, second = build(2, torch.float32, after)
+    resumed, second = build(1, torch.float32, after)
     load(folder, resumed, second)
     train(resumed, second, steps=range(2, 4))
     assert_close(values(resumed), values(through))
 
 
 @pytest.mark.parametrize(("before", "after"), [("adamw", "dos"), ("dos", "adamw")])
-def test_from_and_to_adamw(ranks: Ranks, tmp_path: Path, before: str, after: str) -> None:
-    ranks.run(between_adamw_and_dos, str(tmp_path), before, after)
+def test_from_and_to_adamw(pair: Ranks, tmp_path: Path, before: str, after: str) -> None:
+    pair.run(between_adamw_and_dos, str(tmp_path), before, after)
 
 
 def plain_state_dict(policy: str) -> list[Tensor]:
     """As torch.save writes them, each rank its own, and a whole one from a run that was not divided."""
-    through, first = build(4, torch.float32, policy=policy)
+    through, first = build(None, torch.float32, policy=policy)
     train(through, first, steps=range(2))
     state = copy.deepcopy(first.state_dict())
     for entry, parameter in zip(state["state"].values(), through.parameters(), strict=True):
         assert isinstance(entry["exp_avg"], DTensor)
         assert entry["exp_avg"].placements == parameter.placements
-    resumed, second = build(4, torch.float32, policy="cpu")
+    resumed, second = build(None, torch.float32, policy="cpu")
     resumed.load_state_dict(through.state_dict())
     second.load_state_dict(state)
     undivided = {
         "state": {i: {k: whole(v) for k, v in entry.items()} for i, entry in state["state"].items()},
         "param_groups": state["param_groups"],
     }
-    again, third = build(2, torch.float32, policy=policy)
+    again, third = build(1, torch.float32, policy=policy)
     for theirs, mine in zip(again.parameters(), values(through), strict=True):
         theirs.data.copy_(torch.distributed.tensor.distribute_tensor(mine, theirs.device_mesh, theirs.placements))
     third.load_state_dict(undivided)
@@ -140,29 +142,29 @@ def plain_state_dict(policy: str) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("policy", ["cpu", "resident"])
-def test_plain_state_dicts(ranks: Ranks, policy: str) -> None:
-    ranks.run(plain_state_dict, policy)
+def test_plain_state_dicts(pair: Ranks, policy: str) -> None:
+    pair.run(plain_state_dict, policy)
 
 
 def fresh_state(policy: str) -> None:
-    quiet, first = build(4, torch.float32, policy=policy)
+    quiet, first = build(None, torch.float32, policy=policy)
     train(quiet, first)
-    read, second = build(4, torch.float32, policy=policy)
+    read, second = build(None, torch.float32, policy=policy)
     assert all(float(entry["step"]) == 0 for entry in get_optimizer_state_dict(read, second)["state"].values())
     train(read, second)
     assert_equal(values(read), values(quiet))
 
 
 @pytest.mark.parametrize("policy", ["cpu", "resident"])
-def test_reading_the_state_of_a_fresh_optimizer_changes_nothing(ranks: Ranks, policy: str) -> None:
-    ranks.run(fresh_state, policy)
+def test_reading_the_state_of_a_fresh_optimizer_changes_nothing(pair: Ranks, policy: str) -> None:
+    pair.run(fresh_state, policy)
 
 
 def loads_into_place(folder: str, dtype: torch.dtype) -> None:
-    through, first = build(4, dtype, policy="cpu")
+    through, first = build(None, dtype, policy="cpu")
     train(through, first, steps=range(2))
     save(folder, through, first, "save")
-    resumed, second = build(4, dtype, policy="cpu")
+    resumed, second = build(None, dtype, policy="cpu")
     state = get_optimizer_state_dict(resumed, second)
     places = [v.to_local().data_ptr() for e in state["state"].values() for v in e.values() if isinstance(v, DTensor)]
     dcp.load({"optimizer": state}, checkpoint_id=folder)
@@ -175,14 +177,14 @@ def loads_into_place(folder: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_loaded_state_is_not_there_twice(ranks: Ranks, tmp_path: Path, dtype: torch.dtype) -> None:
-    ranks.run(loads_into_place, str(tmp_path), dtype)
+def test_loaded_state_is_not_there_twice(pair: Ranks, tmp_path: Path, dtype: torch.dtype) -> None:
+    pair.run(loads_into_place, str(tmp_path), dtype)
 
 
 def edits(policy: str, how: str) -> None:
     ends = []
     for kind in ("adamw", "dos"):
-        through, optimizer = build(4, torch.float32, kind, **({"policy": policy} if kind == "dos" else {}))
+        through, optimizer = build(None, torch.float32, kind, **({"policy": policy} if kind == "dos" else {}))
         train(through, optimizer, steps=range(2))
         averages = [entry["exp_avg"] for entry in optimizer.state_dict()["state"].values()]
         if how == "foreach":
@@ -196,5 +198,5 @@ def edits(policy: str, how: str) -> None:
 
 
 @pytest.mark.parametrize(("policy", "how"), [("adaptive", "each"), ("adaptive", "foreach"), ("resident", "each")])
-def test_what_is_written_to_a_state_dict_counts(ranks: Ranks, policy: str, how: str) -> None:
-    ranks.run(edits, policy, how)
+def test_what_is_written_to_a_state_dict_counts(pair: Ranks, policy: str, how: str) -> None:
+    pair.run(edits, policy, how)

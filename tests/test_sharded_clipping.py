@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import WORLD, Ranks
+from ranks import Ranks
 from test_sharded import Block, assert_close, batch, dos_adam, mesh_of, model, shard, train, values, whole
 from torch import Tensor, nn
 from torch.amp import GradScaler
@@ -47,7 +47,7 @@ def norms(policy: str, offload: bool) -> None:
         torch.testing.assert_close(optimizer.grad_norm(), expected, rtol=2e-7, atol=0)
         torch.testing.assert_close(optimizer.clip_grad_norm_(NORM), expected, rtol=2e-7, atol=0)
         torch.testing.assert_close(optimizer.grad_norm(), torch.tensor(NORM), rtol=1e-4, atol=0)
-        found = [torch.zeros(()) for _ in range(WORLD)]
+        found = [torch.zeros(()) for _ in range(dist.get_world_size())]
         dist.all_gather(found, optimizer.grad_norm())
         assert len({value.item() for value in found}) == 1
         optimizer.step()
@@ -60,7 +60,7 @@ def test_norms_are_over_all_meshes(ranks: Ranks, policy: str, offload: bool) -> 
 
 
 def clipped_training(way: str, policy: str) -> list[Tensor]:
-    divided = shard(model(), mesh_of(4))
+    divided = shard(model(), mesh_of())
     kwargs = {"max_grad_norm": NORM} if way == "argument" else {}
     optimizer = dos_adam(divided.parameters(), policy=policy, **kwargs)
 
@@ -78,7 +78,7 @@ def clipped_training(way: str, policy: str) -> list[Tensor]:
         train(divided, optimizer, before_step=clip)
     finally:
         dos.fold_clipping(False)
-    reference = shard(model(), mesh_of(4))
+    reference = shard(model(), mesh_of())
     train(
         reference,
         torch.optim.AdamW(reference.parameters(), lr=1e-2),
@@ -102,8 +102,8 @@ def clipped_training(way: str, policy: str) -> list[Tensor]:
         ("folded by its norm", "cpu"),
     ],
 )
-def test_clipped_training(ranks: Ranks, way: str, policy: str) -> None:
-    ranks.run(clipped_training, way, policy)
+def test_clipped_training(pair: Ranks, way: str, policy: str) -> None:
+    pair.run(clipped_training, way, policy)
 
 
 def infinite_on_one_rank(which: int, unscale: bool) -> None:
@@ -227,7 +227,7 @@ def test_clipping_twice_is_refused(folding: None) -> None:
 def noise_after_clipping() -> None:
     ends = []
     for ours in (False, True):
-        divided = shard(model(), mesh_of(4))
+        divided = shard(model(), mesh_of())
         parameters = list(divided.parameters())
         optimizer = dos_adam(parameters, policy="cpu") if ours else torch.optim.AdamW(parameters, lr=1e-2)
         for step in range(2):
@@ -245,5 +245,5 @@ def noise_after_clipping() -> None:
     assert_close(*ends)
 
 
-def test_dtensors_that_are_written_after_clipping_are_seen(ranks: Ranks) -> None:
-    ranks.run(noise_after_clipping)
+def test_dtensors_that_are_written_after_clipping_are_seen(pair: Ranks) -> None:
+    pair.run(noise_after_clipping)

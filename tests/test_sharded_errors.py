@@ -27,15 +27,15 @@ def built_too_early(how: str) -> None:
     if how == "parallelize_module":
         divided: nn.Module = nn.Sequential(nn.Linear(8, 8))
         optimizer = dos_adam(divided.parameters())
-        parallelize_module(divided, mesh_of(4), {"0": ColwiseParallel()})
+        parallelize_module(divided, mesh_of(), {"0": ColwiseParallel()})
     else:
         divided = model()
         chosen = divided[:-1] if how == "blocks alone" else divided
         optimizer = dos_adam(divided.parameters())
         for block in divided[:-1] if chosen is not divided else ():
-            shard(nn.Sequential(block, nn.Identity()), mesh_of(4))
+            shard(nn.Sequential(block, nn.Identity()), mesh_of())
         if chosen is divided:
-            shard(divided, mesh_of(4))
+            shard(divided, mesh_of())
     rows = torch.randn(4, 8) if how == "parallelize_module" else batch(0)
     divided(rows).pow(2).mean().backward()
     for _ in range(2):
@@ -46,23 +46,23 @@ def built_too_early(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["fully_shard", "blocks alone", "parallelize_module"])
-def test_an_optimizer_that_was_built_before_its_model_was_divided(ranks: Ranks, how: str) -> None:
-    ranks.run(built_too_early, how)
+def test_an_optimizer_that_was_built_before_its_model_was_divided(pair: Ranks, how: str) -> None:
+    pair.run(built_too_early, how)
 
 
 def idle() -> None:
     """A step without gradients is harmless: before the first backward, of another model, of parameters in no module."""
-    divided, plain = shard(model(), mesh_of(4)), model()
+    divided, plain = shard(model(), mesh_of()), model()
     loose = nn.Parameter(torch.ones(99))
     divided(batch(0)).pow(2).mean().backward()
-    for parameters in (shard(model(), mesh_of(4)).parameters(), plain.parameters(), [loose]):
+    for parameters in (shard(model(), mesh_of()).parameters(), plain.parameters(), [loose]):
         kept = list(parameters)
         with pytest.warns(UserWarning, match="found no gradient on any of its parameters"):
             dos_adam(kept).step()
 
 
-def test_a_step_without_gradients_only_warns(ranks: Ranks) -> None:
-    ranks.run(idle)
+def test_a_step_without_gradients_only_warns(pair: Ranks) -> None:
+    pair.run(idle)
 
 
 def exchanged() -> None:
@@ -72,24 +72,24 @@ def exchanged() -> None:
     optimizer = dos_adam(divided.parameters(), policy="cpu", max_grad_norm=0.05)
     names = [name for name, _ in divided.named_parameters()]
     optimizer.param_groups[0]["params"] = []
-    shard(divided, mesh_of(4))
+    shard(divided, mesh_of())
     named = dict(divided.named_parameters())
     optimizer.param_groups[0]["params"] = [named[name] for name in names]
     train(divided, optimizer, steps=range(2))
     gc.collect()
     assert before() is None, "the undivided parameters are kept alive"
-    reference = shard(model(), mesh_of(4))
+    reference = shard(model(), mesh_of())
     train(reference, dos_adam(reference.parameters(), policy="cpu", max_grad_norm=0.05), steps=range(2))
     assert_equal(values(divided), values(reference))
 
 
-def test_parameters_that_a_framework_exchanges(ranks: Ranks) -> None:
-    ranks.run(exchanged)
+def test_parameters_that_a_framework_exchanges(pair: Ranks) -> None:
+    pair.run(exchanged)
 
 
 def disagreeing(setting: str, values: tuple[Any, Any], message: str) -> None:
     first = dist.get_rank() == 0
-    divided = shard(model(), mesh_of(4))
+    divided = shard(model(), mesh_of())
     parameters = list(divided.parameters())
     kwargs = {setting: values[not first]} if setting else {}
     optimizer = dos_adam(parameters if setting or first else parameters[1:], **kwargs)
@@ -113,8 +113,8 @@ def disagreeing(setting: str, values: tuple[Any, Any], message: str) -> None:
         ("", (16, 15), r"the number of parameters: this one \(rank {rank}\) has {mine}, and from 15 to 16 were found"),
     ],
 )
-def test_ranks_that_disagree(ranks: Ranks, setting: str, values: tuple[Any, Any], message: str) -> None:
-    ranks.run(disagreeing, setting, values, message)
+def test_ranks_that_disagree(pair: Ranks, setting: str, values: tuple[Any, Any], message: str) -> None:
+    pair.run(disagreeing, setting, values, message)
 
 
 def saved(divided: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -122,9 +122,9 @@ def saved(divided: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any
 
 
 def checkpoint_of_another(folder: str, width: int, blocks: int, message: str) -> None:
-    other = shard(model(width, blocks), mesh_of(4))
+    other = shard(model(width, blocks), mesh_of())
     dcp.save(saved(other, dos_adam(other.parameters())), checkpoint_id=folder)
-    divided, quiet = shard(model(), mesh_of(4)), shard(model(), mesh_of(4))
+    divided, quiet = shard(model(), mesh_of()), shard(model(), mesh_of())
     optimizer = dos_adam(divided.parameters())
     with pytest.raises(CheckpointException, match=message):  # on every rank
         dcp.load(saved(divided, optimizer), checkpoint_id=folder)
@@ -137,12 +137,12 @@ def checkpoint_of_another(folder: str, width: int, blocks: int, message: str) ->
     ("width", "blocks", "message"),
     [(12, 2, r"Size mismatch between saved .* and current: .* for model\.0"), (11, 1, r"Missing key .* model\.1\.")],
 )
-def test_a_checkpoint_of_another_model(ranks: Ranks, tmp_path: Path, width: int, blocks: int, message: str) -> None:
-    ranks.run(checkpoint_of_another, str(tmp_path), width, blocks, message)
+def test_a_checkpoint_of_another_model(pair: Ranks, tmp_path: Path, width: int, blocks: int, message: str) -> None:
+    pair.run(checkpoint_of_another, str(tmp_path), width, blocks, message)
 
 
 def state_on_another_mesh() -> None:
-    elsewhere, divided = shard(model(), mesh_of(2)), shard(model(), mesh_of(4))
+    elsewhere, divided = shard(model(), mesh_of(1)), shard(model(), mesh_of())
     first, second = dos_adam(elsewhere.parameters()), dos_adam(divided.parameters())
     train(elsewhere, first, steps=range(2))
     train(divided, second, steps=range(2))
@@ -153,12 +153,12 @@ def state_on_another_mesh() -> None:
     alone = model()
     with pytest.raises(ValueError, match=r"'exp_avg' is divided over .*, the parameter over nothing; load it with"):
         dos_adam(alone.parameters()).load_state_dict(first.state_dict())
-    quiet = shard(model(), mesh_of(4))
+    quiet = shard(model(), mesh_of())
     third = dos_adam(quiet.parameters())
     train(quiet, third, steps=range(4))
     train(divided, second, steps=range(2, 4))
     assert_equal(values(divided), values(quiet))
 
 
-def test_state_on_another_mesh(ranks: Ranks) -> None:
-    ranks.run(state_on_another_mesh)
+def test_state_on_another_mesh(pair: Ranks) -> None:
+    pair.run(state_on_another_mesh)

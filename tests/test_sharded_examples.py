@@ -49,12 +49,12 @@ def run_main(name: str, *arguments: str, folder: str = "") -> tuple[list[float],
 
 
 @pytest.mark.parametrize("name", [name for name in NEEDS if name != "fsdp2"])
-def test_example(ranks: Ranks, name: str) -> None:
+def test_example(pair: Ranks, name: str) -> None:
     for module in NEEDS[name]:
         if importlib.util.find_spec(module) is None:
             pytest.skip(f"{module} is not installed: pip install {module}")
-    emulated = ranks.run(run_main, name, "--device", "emulated", "--steps", "12")
-    on_host = ranks.run(run_main, name, "--device", "cpu", "--steps", "12")
+    emulated = pair.run(run_main, name, "--device", "emulated", "--steps", "12")
+    on_host = pair.run(run_main, name, "--device", "cpu", "--steps", "12")
     for (losses, left_early), (same, _) in zip(emulated, on_host, strict=True):
         assert len(losses) == 12
         assert losses[-1] < losses[0]
@@ -62,10 +62,10 @@ def test_example(ranks: Ranks, name: str) -> None:
         assert left_early, "gradients leave during backward"
 
 
-def test_fsdp2_goes_on_from_its_newest_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
+def test_fsdp2_goes_on_from_its_newest_checkpoint(pair: Ranks, tmp_path: Path) -> None:
     def run(device: str, steps: int, folder: str) -> list[tuple[list[float], int]]:
         arguments = ("--device", device, "--steps", str(steps))
-        return ranks.run(run_in, "fsdp2", str(tmp_path / folder), *arguments)
+        return pair.run(run_in, "fsdp2", str(tmp_path / folder), *arguments)
 
     through, on_host = run("emulated", 8, "through"), run("cpu", 8, "host")
     begun, rest, after = run("emulated", 5, "cut"), run("emulated", 8, "cut"), run("emulated", 8, "cut")

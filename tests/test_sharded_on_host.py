@@ -22,11 +22,11 @@ from dos.step.work import SubgroupUpdate
 UPDATE_S = 0.02
 
 
-def offloaded(size: int = 4, dtype: torch.dtype = torch.float32, blocks: int = 2) -> nn.Sequential:
+def offloaded(size: int | None = None, dtype: torch.dtype = torch.float32, blocks: int = 2) -> nn.Sequential:
     return shard(model(dtype=dtype, blocks=blocks), mesh_of(size), offload_policy=CPUOffloadPolicy(pin_memory=False))
 
 
-def in_place_as_adamw(size: int, settings: dict[str, Any], dtype: torch.dtype) -> None:
+def in_place_as_adamw(size: int | None, settings: dict[str, Any], dtype: torch.dtype) -> None:
     ours, theirs = offloaded(size, dtype), offloaded(size, torch.float32)
     optimizer = DOSAdam(ours.parameters(), lr=1e-2, subgroup_size=100, **settings)
     assert not any(p._post_accumulate_grad_hooks for p in ours.parameters()), "their presence makes copies blocking"
@@ -55,12 +55,12 @@ def in_place_as_adamw(size: int, settings: dict[str, Any], dtype: torch.dtype) -
     [
         (1, {}, torch.float32),
         (1, {"max_grad_norm": 0.05}, torch.bfloat16),
-        (4, {}, torch.bfloat16),
-        (4, {"max_grad_norm": 0.05}, torch.float32),
+        (None, {}, torch.bfloat16),
+        (None, {"max_grad_norm": 0.05}, torch.float32),
     ],
 )
-def test_updates_in_place(ranks: Ranks, size: int, settings: dict[str, Any], dtype: torch.dtype) -> None:
-    ranks.run(in_place_as_adamw, size, settings, dtype)
+def test_updates_in_place(pair: Ranks, size: int | None, settings: dict[str, Any], dtype: torch.dtype) -> None:
+    pair.run(in_place_as_adamw, size, settings, dtype)
 
 
 plain_apply = in_place._apply
@@ -101,8 +101,8 @@ def late_updates() -> None:
     assert awaited
 
 
-def test_updates_run_into_the_next_forward(ranks: Ranks) -> None:
-    ranks.run(late_updates)
+def test_updates_run_into_the_next_forward(pair: Ranks) -> None:
+    pair.run(late_updates)
 
 
 def fails_part_way() -> None:
@@ -126,8 +126,8 @@ def fails_part_way() -> None:
         optimizer.step()
 
 
-def test_a_failure_is_said(ranks: Ranks) -> None:
-    ranks.run(fails_part_way)
+def test_a_failure_is_said(pair: Ranks) -> None:
+    pair.run(fails_part_way)
 
 
 def checkpoints(dtype: torch.dtype) -> None:
@@ -145,5 +145,5 @@ def checkpoints(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_checkpoints(ranks: Ranks, dtype: torch.dtype) -> None:
-    ranks.run(checkpoints, dtype)
+def test_checkpoints(pair: Ranks, dtype: torch.dtype) -> None:
+    pair.run(checkpoints, dtype)
