@@ -17,7 +17,7 @@ from torch import nn
 
 from dos import DOSAdam, EmulatedDevice
 
-pytestmark = pytest.mark.usefixtures("one_kernel_thread")
+pytestmark = pytest.mark.usefixtures("one_core")
 
 
 def backward(model: nn.Module, seed: int) -> None:

@@ -19,7 +19,7 @@ from dos import EmulatedDevice
 from dos.devices import Caller, Job, Memory
 from perfmodel import Op
 
-pytestmark = pytest.mark.usefixtures("one_kernel_thread")
+pytestmark = pytest.mark.usefixtures("one_core")
 
 FAULTS = int(os.environ.get("DOS_FAULTS", "400"))
 """How many, over all programs."""

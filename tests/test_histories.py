@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from dos import DOSAdam, EmulatedDevice
 
-pytestmark = pytest.mark.usefixtures("one_kernel_thread")
+pytestmark = pytest.mark.usefixtures("one_core")
 
 BY_HAND = os.environ.get("DOS_MEMORY_HISTORIES")
 """How many histories; without it always the same 120."""

@@ -24,7 +24,7 @@ from torch import nn
 import dos
 from dos import DOSAdam, EmulatedDevice
 
-pytestmark = pytest.mark.usefixtures("one_kernel_thread")
+pytestmark = pytest.mark.usefixtures("one_core")
 
 EVERYWHERE = os.environ.get("DOS_INTERRUPTS")
 """Set: interrupt at every line of every program, which takes an hour. Else at INTERRUPTS lines, evenly spread."""
@@ -86,6 +86,7 @@ def outcome_of(program: Program, line: int, first_step: int) -> str:
     return finish(training, step, stepping)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # where it comes in a finalizer
 @pytest.mark.timeout(7200 if EVERYWHERE else 300)
 @pytest.mark.parametrize("program", PROGRAMS, ids=str)
 def test_at_any_line(program: Program) -> None:

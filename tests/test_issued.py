@@ -22,7 +22,7 @@ from perfmodel.format import MIXED
 from perfmodel.lanes import Stream
 from perfmodel.schedule import Schedule, Task
 
-pytestmark = pytest.mark.usefixtures("one_kernel_thread")
+pytestmark = pytest.mark.usefixtures("one_core")
 
 STREAMS = {
     Op.GRADIENT: Stream.GRADIENT,

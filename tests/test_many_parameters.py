@@ -16,7 +16,7 @@ from dos import DOSAdam, EmulatedDevice
 from dos.state.record import ParameterRecord
 from dos.state.subgroup import Piece, Subgroup
 
-pytestmark = pytest.mark.usefixtures("one_kernel_thread")
+pytestmark = pytest.mark.usefixtures("one_core")
 
 
 @pytest.fixture

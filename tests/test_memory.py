@@ -22,7 +22,7 @@ from dos.memory.forecast import MARGIN
 from dos.memory.monitor import _REASONS, SHARE_AT_FIRST, SHARE_OF_TIME, Budget, MemoryMonitor, Reading, Source
 from perfmodel import Lane, Op, Placement, Plan, SubgroupLoad, Workload
 
-pytestmark = pytest.mark.usefixtures("one_kernel_thread")
+pytestmark = pytest.mark.usefixtures("one_core")
 
 GPU, TOTAL = "GPU-5f1c", 10**6
 STATE_BYTES = 12 * sum(p.numel() for p in mlp().parameters())

@@ -12,7 +12,7 @@ from torch.nn.utils import clip_grad_norm_ as clip_imported_before
 
 from dos import DOSAdam, EmulatedDevice
 
-pytestmark = pytest.mark.usefixtures("one_kernel_thread")
+pytestmark = pytest.mark.usefixtures("one_core")
 
 POLICIES = ["adaptive", "cpu", "stride:1", "stride:3", 0.5, 0.0]
 

@@ -17,7 +17,7 @@ from dos import DOSAdam, EmulatedDevice
 from dos.gradients.scaling import amp_scale
 from dos.sharding.meshes import Meshes
 
-pytestmark = pytest.mark.usefixtures("one_kernel_thread")
+pytestmark = pytest.mark.usefixtures("one_core")
 
 POLICIES = ["cpu", "stride:1", "stride:2", "stride:3", 0.0, 0.4, 1.0]
 

@@ -15,7 +15,7 @@ from dos import DOSAdam, EmulatedDevice
 from dos.step.iteration import Iteration
 from perfmodel import Placement, Plan, Workload
 
-pytestmark = pytest.mark.usefixtures("one_kernel_thread")
+pytestmark = pytest.mark.usefixtures("one_core")
 
 PLACES = ["host", "cpu", 0.0, "stride:1", "resident"]
 

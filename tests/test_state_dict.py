@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 
 from dos import DOSAdam, EmulatedDevice
 
-pytestmark = pytest.mark.usefixtures("one_kernel_thread")
+pytestmark = pytest.mark.usefixtures("one_core")
 
 
 def dos(model: nn.Module, **settings: object) -> DOSAdam:

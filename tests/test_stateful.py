@@ -537,7 +537,7 @@ class Lockstep(RuleBasedStateMachine):
             self.look()
 
 
-@pytest.mark.usefixtures("one_kernel_thread")
+@pytest.mark.usefixtures("one_core")
 @pytest.mark.filterwarnings("ignore:DOSAdam.step", "ignore:Detected call of")
 @pytest.mark.parametrize("offload_gradients", [False, True])
 def test_random_calls_agree_to_the_bit_and_with_adamw(offload_gradients: bool) -> None:

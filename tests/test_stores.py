@@ -20,7 +20,7 @@ from dos.state.stores import DeviceStore
 from dos.state.subgroup import split
 from perfmodel import Lane, Placement
 
-pytestmark = pytest.mark.usefixtures("one_kernel_thread")
+pytestmark = pytest.mark.usefixtures("one_core")
 
 STATE_BYTES = 12 * sum(p.numel() for p in mlp().parameters())
 STEPS = 12

@@ -23,7 +23,7 @@ from perfmodel.subgroups import LEAST_SIZE, MOST, SHARE, automatic_subgroup_size
 
 GIB = 2**30
 
-pytestmark = pytest.mark.usefixtures("one_kernel_thread")
+pytestmark = pytest.mark.usefixtures("one_core")
 
 
 @given(st.integers(0, 10**12), st.integers(0, 2**40))
