@@ -18,6 +18,8 @@ MAX_SLOTS = 8
 """Three keep both links busy; more let prefetches go on while the GPU updates resident subgroups."""
 SLOTS_TRIED = (0, 1, 2, 4)
 """Where memory for slots is taken from residents."""
+ENDS = 4
+"""What the steady state does not see is less than the time of so many subgroups: what comes closer is simulated."""
 FEW = 12
 """Up to this many subgroups every division is simulated."""
 SIMULATED = 50
@@ -35,20 +37,23 @@ def adaptive(workload: Workload, profile: HardwareProfile) -> Plan:
     2. The rest is divided between CPU and streamed; how many are on the CPU is the one number to find. It is found
        where lanes that work without pause end soonest (`_steady`).
     3. The pipeline's first and last operations, which that does not see, are simulated for some divisions of a
-       problem of at most SIMULATED subgroups, and the division moves to where the simulated time is least.
+       problem of at most SIMULATED subgroups, and the division moves to where the simulated time is least. So is what
+       hides behind a forward.
 
     Streamed and CPU subgroups alternate evenly, so that no lane waits, and parameters arrive evenly for the forward.
     Where slots take their memory from what could be resident, some divisions of it between both are compared.
     """
-    divisions = [_Division(work, profile) for work in _memory_divided(workload)]
-    if len(divisions) == 1:
-        return divisions[0].plan()
-    if len(workload.subgroups) > SIMULATED:  # long pipelines are near their steady state
-        divisions = [divisions[0], min(divisions[1:], key=lambda d: d.steady_s)]
-    elif len(workload.subgroups) > FEW:
-        divisions = sorted(divisions, key=lambda d: d.steady_s)[:2]
+    divisions = sorted((_Division(work, profile) for work in _memory_divided(workload)), key=lambda d: d.steady_s)
+    n = len(workload.subgroups)
+    if n > SIMULATED and workload.forward_s:
+        divisions = sorted(divisions, key=lambda d: d.sampled[1])[:2]
+    elif n > FEW:
+        divisions = [d for d in divisions[:2] if d.steady_s <= divisions[0].close_s]
+    plans = list(dict.fromkeys(plan for division in divisions for plan in division.plans()))
+    if len(plans) == 1:
+        return plans[0]
     scope = Scope.beside(workload)
-    return min((d.plan() for d in divisions), key=lambda plan: makespan(plan, workload, profile, scope))
+    return min(plans, key=lambda plan: makespan(plan, workload, profile, scope))
 
 
 def _memory_divided(workload: Workload) -> list[Workload]:
@@ -106,20 +111,27 @@ class _Division:
         held = sum(workload.subgroups[i].numel for i in self._resident)
         self._room = held / max(self._mean.numel, 1)
         self._least = 0.0 if self._slots else self._n - self._room
-        steady = _steady(workload, profile, Costs.of(self._mean, profile), self._room, self._slots)
-        self.steady = _lowest(steady, self._least, float(self._n))
-        self.steady_s = steady(self.steady)
+        self._steady_s = _steady(workload, profile, Costs.of(self._mean, profile), self._room, self._slots)
+        self.steady = _lowest(self._steady_s, self._least, float(self._n))
+        self.steady_s = self._steady_s(self.steady)
+        self.close_s = self.steady_s * (1 + ENDS / self._n)
 
-    def plan(self) -> Plan:
-        """The whole decision."""
+    def plans(self) -> list[Plan]:
+        """The whole decision, or what it is between."""
         if self._n <= SIMULATED:
-            return self._assign(self._simulated_best()[0])
+            return [self._assign(self._simulated_best()[0])]
         if not self._workload.forward_s:
-            moved = self.steady + self._sample().correction()
-            return self._assign(min(max(round(moved), self._least), float(self._n)))
-        # Where updates hide behind the forward, all on the CPU may be best: it takes no GPU time from it.
-        plans = [self._assign(on_cpu) for on_cpu in (round(self.steady), self._n) if on_cpu >= self._least]
-        return min(plans, key=lambda plan: makespan(plan, self._workload, self._profile, self._scope))
+            found = [round(self.steady + self._sample().correction())]
+        else:  # what hides behind it is a share of the subgroups, which the sample says to half of one of its own
+            each = self._n / SAMPLE
+            found = [round((self.sampled[0] + part) * each) for part in (-0.5, 0.0, 0.5)] + [self._n]
+        return [self._assign(min(max(on_cpu, self._least), float(self._n))) for on_cpu in found]
+
+    @functools.cached_property
+    def sampled(self) -> tuple[int, float]:
+        """The best number of a sample's subgroups on the CPU, and its simulated time."""
+        best, cost = self._sample()._simulated_best()
+        return best, cost(best)
 
     def correction(self) -> float:
         """How many more subgroups belong on the CPU than the steady state says, for the pipeline's ends."""
@@ -144,9 +156,12 @@ class _Division:
         lowest, highest = math.ceil(self._least - 1e-9), self._n
         if self._n <= FEW:
             return min(range(lowest, highest + 1), key=cost), cost
-        # Streaming all, or all but one, can be better still than the valley that the steady state is in.
         found = _descend(cost, min(max(round(self.steady), lowest), highest), lowest, highest)
-        return min((found, highest, lowest, min(lowest + 1, highest)), key=cost), cost
+        # Streaming all, or all but one, can be better still than the valley that the steady state is in.
+        ends: Sequence[int] = (highest, lowest, min(lowest + 1, highest))
+        if not self._workload.forward_s:  # of which the steady state knows nothing
+            ends = [x for x in ends if self._steady_s(x) <= self.close_s]
+        return min((found, *ends), key=cost), cost
 
     def _sample(self) -> _Division:
         """The same problem with SAMPLE mean subgroups."""

@@ -78,8 +78,9 @@ LANES = {
 LANE_OF_STREAM = {stream: lane for lane, service in LANES.items() for stream in service.streams}
 NEVER = len(Stream)
 """A stream without tasks, for the lane that only one feeds."""
-_FED = [(number, *(*service.streams, NEVER)[:2]) for number, service in enumerate(LANES.values())]
-"""Each lane's number and its two streams."""
+_FED = [(*service.streams, NEVER)[:2] for service in LANES.values()]
+"""Each lane's two streams, by its number."""
+_FEEDS: dict[int, int] = {stream: number for number, service in enumerate(LANES.values()) for stream in service.streams}
 
 
 class Tasks:
@@ -91,24 +92,19 @@ class Tasks:
         self.demand: list[float] = []
         self.start: list[float] = []
         self.end: list[float] = []
-        self._waits: list[int] = []
-        self._dependents: list[list[int]] = []
+        self._after: list[Sequence[int]] = []
 
-    def add(self, stream: Stream, seconds: float, traffic: float, after: Sequence[int] = ()) -> int:
+    def add(self, stream: int, seconds: float, traffic: float, after: Sequence[int] = ()) -> int:
         """Issue a task to a stream; returns its number.
 
         seconds: time it takes alone. traffic: bytes of host DRAM traffic it causes meanwhile.
         after: earlier tasks that must have ended, besides its predecessor in the stream.
         """
-        task = len(self.stream)
         self.stream.append(stream)
         self.seconds.append(seconds)
         self.demand.append(traffic / seconds if seconds > 0 else 0.0)
-        self._waits.append(len(after))
-        self._dependents.append([])
-        for other in after:
-            self._dependents[other].append(task)
-        return task
+        self._after.append(after)
+        return len(self._after) - 1
 
     def serve(self, profile: HardwareProfile) -> None:
         """Run all tasks, filling `start` and `end` in seconds from 0.
@@ -117,48 +113,53 @@ class Tasks:
         longest, then the one issued first. A copy beside one in the other direction runs at the duplex rate, and
         whatever touches host DRAM shares it by `shared_rates`.
         """
-        stream_of, seconds, demand, waits, dependents = (
-            self.stream, self.seconds, self.demand, self._waits, self._dependents
-        )  # fmt: skip
+        stream_of, seconds, demand, infinite = self.stream, self.seconds, self.demand, math.inf
+        waits = [len(after) for after in self._after]
+        dependents: list[list[int]] = [[] for _ in waits]
         queues: list[list[int]] = [[] for _ in range(NEVER + 1)]
-        for task in range(len(stream_of) - 1, -1, -1):
+        for task in range(len(waits) - 1, -1, -1):
             queues[stream_of[task]].append(task)  # in reverse: a stream's next task is popped from the end
+            for other in self._after[task]:
+                dependents[other].append(task)
         # Since when each stream's next task has been ready; infinite while it is not, or runs.
-        ready = [0.0 if queue and not waits[queue[-1]] else math.inf for queue in queues]
-        start = self.start = [math.nan] * len(stream_of)
-        end = self.end = [math.nan] * len(stream_of)
+        ready = [0.0 if queue and not waits[queue[-1]] else infinite for queue in queues]
+        start = self.start = [math.nan] * len(waits)
+        end = self.end = [math.nan] * len(waits)
         speeds_of: dict[tuple[float, ...], list[float]] = {}
         running, left, demands = [-1] * len(LANES), [0.0] * len(LANES), [-1.0] * len(LANES)
-        now, every, infinite = 0.0, range(len(LANES)), math.inf
+        now, busy = 0.0, list[int]()
+        free = list(range(len(LANES)))  # those that may begin something
         while True:
-            for lane, stream, other in _FED:
-                if running[lane] >= 0:
-                    continue
+            for lane in free:
+                stream, other = _FED[lane]
                 since = ready[stream]
                 if ready[other] < since or (
                     ready[other] == since < infinite and queues[other][-1] < queues[stream][-1]
                 ):
                     stream, since = other, ready[other]
-                if since < infinite:
+                if since < infinite and running[lane] < 0:
                     ready[stream] = infinite
                     running[lane] = task = queues[stream][-1]
                     left[lane], demands[lane], start[task] = seconds[task], demand[task], now
-            busy = [lane for lane in every if running[lane] >= 0]
+                    busy.append(lane)
+            if not busy:
+                return
             key = tuple(demands)
             speeds = speeds_of.get(key)
             if speeds is None:
                 speeds = speeds_of[key] = lane_speeds({lane: demands[lane] for lane in busy}, profile)
-            if not busy:
-                return
             step = min([left[lane] / speeds[lane] for lane in busy])
             now += step
-            ended = []
+            least = step * 1e-12
+            free = []
             for lane in busy:
                 left[lane] -= step * speeds[lane]
-                if left[lane] <= step * 1e-12:
-                    ended.append(running[lane])
-                    running[lane], demands[lane] = -1, -1.0
-            for task in ended:
+                if left[lane] <= least:
+                    free.append(lane)
+            for lane in free[:]:
+                busy.remove(lane)
+                task = running[lane]
+                running[lane], demands[lane] = -1, -1.0
                 end[task] = now
                 stream = stream_of[task]
                 queue = queues[stream]
@@ -171,6 +172,7 @@ class Tasks:
                         stream = stream_of[waiting]
                         if queues[stream][-1] == waiting:
                             ready[stream] = now
+                            free.append(_FEEDS[stream])
 
 
 def lane_speeds(demands: Mapping[int, float], profile: HardwareProfile) -> list[float]:

@@ -1,6 +1,7 @@
 """The policies: what the fixed ones place where, and that adaptive is as good as any of them."""
 
 import dataclasses
+import itertools
 import math
 
 import pytest
@@ -122,6 +123,31 @@ def test_memory_goes_to_residents_or_slots_as_is_better(name: str, n: int, share
                 rivals.append(stride(load, k, ratio=1 - resident / n, slots=slots))
     best = min(makespan(plan, load, profile) for plan in rivals)
     assert makespan(adaptive(load, profile), load, profile) <= 1.01 * best
+
+
+@pytest.mark.parametrize("name", ["h100", "a100_pcie_server", "gh200", "rtx_4090_desktop"])
+@pytest.mark.parametrize("n", [20, 100])
+@pytest.mark.parametrize("share", [0.1, 0.6])
+@pytest.mark.parametrize("shared", [False, True])
+def test_what_hides_behind_a_forward_is_seen(name: str, n: int, share: float, shared: bool) -> None:
+    profile, resident = MACHINES[name], math.floor(share * n + 1e-9)
+    free = resident * 12e8
+    alone = makespan(cpu_only(work(n, size=10**8)), work(n, size=10**8), profile)
+    load = Workload.of_sizes(
+        [10**8] * n,
+        backward_s=alone / 2,
+        forward_s=alone / 4,
+        peak_free_bytes=free,
+        **({"shared_free_bytes": free} if shared else {"update_free_bytes": 4 * 12e8}),
+    )
+    rivals = [cpu_only(load), static_ratio(load, 1 - resident / n)]
+    for k, slots in itertools.product((1, 2, 3), (1, 2, 4)):
+        left = resident - slots * shared
+        if left >= 0:
+            rivals.append(stride(load, k, ratio=1 - left / n, slots=slots))
+    scope = Scope.beside(load)
+    best = min(exposed(plan, load, profile, scope) for plan in rivals)
+    assert exposed(adaptive(load, profile), load, profile, scope) <= 1.06 * best
 
 
 def test_adaptive_with_all_the_memory_in_the_world_keeps_nearly_everything_resident() -> None:
