@@ -173,6 +173,7 @@ class Lockstep(RuleBasedStateMachine):
         self.clipped = False  # by the optimizer's own method, so the factor waits for the step
         self.spent = False  # the step left the gradients as they were, and AdamW did not
         self.saved: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self.copies_left = 2  # that is enough of what takes longest
 
     @initialize(
         group=st.fixed_dictionaries(
@@ -481,8 +482,10 @@ class Lockstep(RuleBasedStateMachine):
             if not weights_first:
                 run.model.load_state_dict(weights)
 
+    @precondition(lambda self: self.copies_left)
     @rule(pickled=st.booleans())
     def go_on_with_copies(self, pickled: bool) -> None:
+        self.copies_left -= 1
         self.zero_grad()  # copies of parameters have no gradients
         for run in self.runs:
             pair = run.model, run.optimizer
