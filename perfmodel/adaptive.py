@@ -25,7 +25,7 @@ FEW = 12
 SIMULATED = 50
 """Up to this many the divisions near the steady one are, beyond it those of a sample."""
 SAMPLE = 18
-"""Subgroups of that sample."""
+"""Subgroups of that sample, where no forward is beside it: then it has SIMULATED."""
 INSTANT = 1e-15
 """Seconds of an operation that has neither size nor fixed cost."""
 
@@ -44,10 +44,7 @@ def adaptive(workload: Workload, profile: HardwareProfile) -> Plan:
     Where slots take their memory from what could be resident, some divisions of it between both are compared.
     """
     divisions = sorted((_Division(work, profile) for work in _memory_divided(workload)), key=lambda d: d.steady_s)
-    n = len(workload.subgroups)
-    if n > SIMULATED and workload.forward_s:
-        divisions = sorted(divisions, key=lambda d: d.sampled[1])[:2]
-    elif n > FEW:
+    if len(workload.subgroups) > FEW:
         divisions = [d for d in divisions[:2] if d.steady_s <= divisions[0].close_s]
     plans = list(dict.fromkeys(plan for division in divisions for plan in division.plans()))
     if len(plans) == 1:
@@ -121,17 +118,11 @@ class _Division:
         if self._n <= SIMULATED:
             return [self._assign(self._simulated_best()[0])]
         if not self._workload.forward_s:
-            found = [round(self.steady + self._sample().correction())]
+            found = [round(self.steady + self._sample(SAMPLE).correction())]
         else:  # what hides behind it is a share of the subgroups, which the sample says to half of one of its own
-            each = self._n / SAMPLE
-            found = [round((self.sampled[0] + part) * each) for part in (-0.5, 0.0, 0.5)] + [self._n]
+            best, each = self._sample(SIMULATED)._simulated_best()[0], self._n / SIMULATED
+            found = [round((best + part) * each) for part in (-0.5, 0.0, 0.5)] + [self._n]
         return [self._assign(min(max(on_cpu, self._least), float(self._n))) for on_cpu in found]
-
-    @functools.cached_property
-    def sampled(self) -> tuple[int, float]:
-        """The best number of a sample's subgroups on the CPU, and its simulated time."""
-        best, cost = self._sample()._simulated_best()
-        return best, cost(best)
 
     def correction(self) -> float:
         """How many more subgroups belong on the CPU than the steady state says, for the pipeline's ends."""
@@ -163,12 +154,12 @@ class _Division:
             ends = [x for x in ends if self._steady_s(x) <= self.close_s]
         return min((found, *ends), key=cost), cost
 
-    def _sample(self) -> _Division:
-        """The same problem with SAMPLE mean subgroups."""
-        share = SAMPLE / self._n
+    def _sample(self, size: int) -> _Division:
+        """The same problem with so many mean subgroups."""
+        share = size / self._n
         work = self._workload
         smaller = Workload(
-            (self._mean,) * SAMPLE,
+            (self._mean,) * size,
             work.forward_s * share,
             work.backward_s * share,
             round(self._room * share) * self._mean.state_bytes,
