@@ -81,6 +81,7 @@ NEVER = len(Stream)
 _FED = [(*service.streams, NEVER)[:2] for service in LANES.values()]
 """Each lane's two streams, by its number."""
 _FEEDS: dict[int, int] = {stream: number for number, service in enumerate(LANES.values()) for stream in service.streams}
+"""The number of the lane that a stream feeds."""
 
 
 class Tasks:
