@@ -32,15 +32,12 @@ def test_the_update_is_within_a_tenth_of_what_the_model_says(pair: Ranks) -> Non
 
 @needs_fsdp2
 def test_the_command_runs_a_job() -> None:
-    (row,) = job.run(1, ["stride"], update_s=0.5)
-    assert row["ranks"] == 1
-    assert 0 < row["modelled_s"] < row["measured_s"]
-    job.show([job.beside_published(row, predictor())])
-
-
-def test_the_published_run_that_it_stands_for() -> None:
-    row = {"ranks": 2, "policy": "stride", "measured_s": 1.0, "modelled_s": 1.0}
-    assert job.beside_published(row, predictor())["published_update_s"] == pytest.approx(2.56, rel=0.05)
+    (row,) = job.run(2, ["stride"], update_s=0.5)
+    assert row["ranks"] == 2
+    assert 0 < row["modelled_s"] < 2 * row["measured_s"], "in steps that wait for the clock"
+    found = job.beside_published(row, predictor())
+    assert found["published_update_s"] == pytest.approx(2.56, rel=0.05)
+    job.show([found])
 
 
 def test_a_process_that_fails_is_said() -> None:

@@ -74,7 +74,7 @@ def test_resume_on_another_number_of_ranks(
 
 
 def as_full_state(cpu_offload: bool, broadcast: bool, dtype: torch.dtype) -> None:
-    through, first = build(None, dtype)
+    through, first = build(4, dtype)
     train(through, first, steps=range(2))
     options = StateDictOptions(full_state_dict=True, cpu_offload=cpu_offload)
     weights = get_model_state_dict(through, options=options)
@@ -84,7 +84,7 @@ def as_full_state(cpu_offload: bool, broadcast: bool, dtype: torch.dtype) -> Non
     if not broadcast and cpu_offload:
         return  # the other ranks have nothing to load from
     load_options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
-    resumed, second = build(1, dtype, policy="cpu")
+    resumed, second = build(2, dtype, policy="cpu")
     set_model_state_dict(resumed, weights, options=load_options)
     set_optimizer_state_dict(resumed, second, state, options=load_options)
     train(through, first, steps=range(2, 4))
@@ -96,42 +96,42 @@ def as_full_state(cpu_offload: bool, broadcast: bool, dtype: torch.dtype) -> Non
     ("cpu_offload", "broadcast", "dtype"),
     [(False, False, torch.float32), (True, True, torch.bfloat16), (False, True, torch.float32)],
 )
-def test_full_state_dicts(pair: Ranks, cpu_offload: bool, broadcast: bool, dtype: torch.dtype) -> None:
-    pair.run(as_full_state, cpu_offload, broadcast, dtype)
+def test_full_state_dicts(ranks: Ranks, cpu_offload: bool, broadcast: bool, dtype: torch.dtype) -> None:
+    ranks.run(as_full_state, cpu_offload, broadcast, dtype)
 
 
 def between_adamw_and_dos(folder: str, before: str, after: str) -> None:
-    through, first = build(None, torch.float32, before)
+    through, first = build(4, torch.float32, before)
     train(through, first, steps=range(2))
     save(folder, through, first, "save")
     train(through, first, steps=range(2, 4))
-    resumed, second = build(1, torch.float32, after)
+    resumed, second = build(2, torch.float32, after)
     load(folder, resumed, second)
     train(resumed, second, steps=range(2, 4))
     assert_close(values(resumed), values(through))
 
 
 @pytest.mark.parametrize(("before", "after"), [("adamw", "dos"), ("dos", "adamw")])
-def test_from_and_to_adamw(pair: Ranks, tmp_path: Path, before: str, after: str) -> None:
-    pair.run(between_adamw_and_dos, str(tmp_path), before, after)
+def test_from_and_to_adamw(ranks: Ranks, tmp_path: Path, before: str, after: str) -> None:
+    ranks.run(between_adamw_and_dos, str(tmp_path), before, after)
 
 
 def plain_state_dict(policy: str) -> list[Tensor]:
     """As torch.save writes them, each rank its own, and a whole one from a run that was not divided."""
-    through, first = build(None, torch.float32, policy=policy)
+    through, first = build(4, torch.float32, policy=policy)
     train(through, first, steps=range(2))
     state = copy.deepcopy(first.state_dict())
     for entry, parameter in zip(state["state"].values(), through.parameters(), strict=True):
         assert isinstance(entry["exp_avg"], DTensor)
         assert entry["exp_avg"].placements == parameter.placements
-    resumed, second = build(None, torch.float32, policy="cpu")
+    resumed, second = build(4, torch.float32, policy="cpu")
     resumed.load_state_dict(through.state_dict())
     second.load_state_dict(state)
     undivided = {
         "state": {i: {k: whole(v) for k, v in entry.items()} for i, entry in state["state"].items()},
         "param_groups": state["param_groups"],
     }
-    again, third = build(1, torch.float32, policy=policy)
+    again, third = build(2, torch.float32, policy=policy)
     for theirs, mine in zip(again.parameters(), values(through), strict=True):
         theirs.data.copy_(torch.distributed.tensor.distribute_tensor(mine, theirs.device_mesh, theirs.placements))
     third.load_state_dict(undivided)
@@ -142,8 +142,8 @@ def plain_state_dict(policy: str) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("policy", ["cpu", "resident"])
-def test_plain_state_dicts(pair: Ranks, policy: str) -> None:
-    pair.run(plain_state_dict, policy)
+def test_plain_state_dicts(ranks: Ranks, policy: str) -> None:
+    ranks.run(plain_state_dict, policy)
 
 
 def fresh_state(policy: str) -> None:
