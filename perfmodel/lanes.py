@@ -95,7 +95,7 @@ class Tasks:
         self.end: list[float] = []
         self._after: list[Sequence[int]] = []
 
-    def add(self, stream: int, seconds: float, traffic: float, after: Sequence[int] = ()) -> int:
+    def add(self, stream: Stream, seconds: float, traffic: float, after: Sequence[int] = ()) -> int:
         """Issue a task to a stream; returns its number.
 
         seconds: time it takes alone. traffic: bytes of host DRAM traffic it causes meanwhile.
