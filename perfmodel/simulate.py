@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from perfmodel.hardware import HardwareProfile
@@ -88,20 +88,19 @@ def exposed(plan: Plan, workload: Workload, profile: HardwareProfile, scope: Sco
 
 def _served(schedule: Schedule, workload: Workload, profile: HardwareProfile) -> Tasks:
     """The tasks with what they cost, served."""
-    served, numel, loads, known = Tasks(), max(workload.numel, 1), workload.subgroups, dict[Hashable, Cost]()
-    add, cpu, gpu = served.add, Stream.CPU, Stream.GPU
+    served, numel, loads, cpu = Tasks(), max(workload.numel, 1), workload.subgroups, Stream.CPU
+    costs: list[dict[int, Cost]] = [{} for _ in Stream]
     for op, stream, subgroup, size, after, _ in schedule.tasks:
         if subgroup is None:
-            add(stream, (workload.backward_s if op is Op.BACKWARD else workload.forward_s) * (size / numel), 0.0, after)
-            continue
-        updates = stream is cpu or stream is gpu
-        key = (stream, size, id(loads[subgroup])) if updates else (stream, size)
-        cost = known.get(key)
-        if cost is None:
-            update = _host_update if stream is cpu else _device_update
-            cost = update(size, loads[subgroup], profile) if updates else _cost(stream, size, profile)
-            known[key] = cost
-        add(stream, cost[0], cost[1], after)
+            cost = (workload.backward_s if op is Op.BACKWARD else workload.forward_s) * (size / numel), 0.0
+        elif stream is cpu:
+            cost = _host_update(size, loads[subgroup], profile)
+        elif stream is Stream.GPU:
+            cost = _device_update(size, loads[subgroup], profile)
+        else:
+            known = costs[stream].get(size)
+            cost = known or costs[stream].setdefault(size, _cost(stream, size, profile))
+        served.add(stream, *cost, after)
     served.serve(profile)
     return served
 
