@@ -14,6 +14,7 @@ import math
 import sys
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from perfmodel.adaptive import AdaptivePlanner, adaptive
 from perfmodel.bounds import lower_bound
@@ -25,8 +26,32 @@ from perfmodel.workload import Workload
 
 SUBGROUPS = (10, 50, 100, 1000)
 SUBGROUP_PARAMS = 50_000_000
-BUDGETS = {"slots": (0.0, 2), "tenth": (0.1, 4), "fifth": (0.2, 6)}
-"""Share of the state that may be resident, and slots that fit beside it."""
+
+
+class Budget(NamedTuple):
+    """What a plan may use.
+
+    share: of the state that may be resident. slots: that fit beside it; None: they take their memory from it.
+    forward: beside which the update ends, over the CPU-only update.
+    """
+
+    share: float
+    slots: int | None
+    forward: float = 0.0
+
+
+BUDGETS = {
+    "slot": Budget(0.0, 1),
+    "slots": Budget(0.0, 2),
+    "tenth": Budget(0.1, 4),
+    "fifth": Budget(0.2, 6),
+    "shared": Budget(0.2, None),
+    "forward": Budget(0.2, 6, forward=0.25),
+}
+LOOSE = ("slot", "shared", "forward")
+"""Where the bound is loose: a single slot's turns, two uses of one memory and the order of layers are not in it."""
+SIMULATED = ("slot", "forward")
+"""Where a plan takes simulations with all subgroups."""
 BACKWARD_SHARE = 0.5
 """Backward over the CPU-only update; about what the published runs have."""
 MAX_STRIDE = 12
@@ -34,31 +59,47 @@ PLAN_LIMIT_S = {100: 5e-3, 1000: 50e-3}
 CACHED_LIMIT_S = 50e-6
 
 
-def workload(profile: HardwareProfile, n: int, budget: str) -> Workload:
-    """n equal subgroups with the memory of a budget, beside a backward in proportion to the update."""
-    share, slots = BUDGETS[budget]
+def workload(profile: HardwareProfile, n: int, budget: Budget) -> Workload:
+    """n equal subgroups with the memory of a budget, beside compute in proportion to the update."""
     alone = Workload.of_sizes([SUBGROUP_PARAMS] * n)
     update_s = simulate(cpu_only(alone), alone, profile).makespan
+    free = budget.share * n * alone.slot_bytes
     return dataclasses.replace(
         alone,
+        forward_s=budget.forward * update_s,
         backward_s=BACKWARD_SHARE * update_s,
-        peak_free_bytes=share * n * alone.slot_bytes,
-        update_free_bytes=slots * alone.slot_bytes,
+        peak_free_bytes=free,
+        update_free_bytes=math.inf if budget.slots is None else budget.slots * alone.slot_bytes,
+        shared_free_bytes=free if budget.slots is None else math.inf,
     )
 
 
 def fits(plan: Plan, work: Workload) -> bool:
-    """Whether the plan's resident state fits into the memory free at the peak."""
-    resident = plan.served(Placement.GPU_RESIDENT)
-    return sum(work.subgroups[i].state_bytes for i in resident) <= work.peak_free_bytes
+    """Whether there is memory for the plan's resident state, and for its slots where they share it."""
+    held = sum(work.subgroups[i].state_bytes for i in plan.served(Placement.GPU_RESIDENT))
+    slots = plan.slots * work.slot_bytes
+    return held <= work.peak_free_bytes and slots <= work.update_free_bytes and held + slots <= work.shared_free_bytes
 
 
-def row(profile: HardwareProfile, n: int, budget: str) -> dict[str, str | int | float]:
-    """One comparison; times in seconds. Strides come with no and with all residents.
+def fixed_plans(work: Workload, budget: Budget) -> tuple[list[Plan], list[Plan]]:
+    """Strides and ratios that have the memory. Strides come with no and with all residents for which there is room."""
+    n = len(work.subgroups)
+    ratios = sorted({1.0, 1.0 - budget.share, *(tenth / 10 for tenth in range(11))})
+    strides = [
+        stride(work, k, ratio=ratio, slots=s)
+        for k in range(1, min(n, MAX_STRIDE) + 1)
+        for s in sorted({2, budget.slots or 4})
+        for ratio in {1.0, 1.0 - budget.share if budget.slots else min(1.0, 1.0 - budget.share + s / n)}
+    ]
+    return [p for p in strides if fits(p, work)], [p for p in (static_ratio(work, r) for r in ratios) if fits(p, work)]
+
+
+def row(profile: HardwareProfile, n: int, name: str) -> dict[str, str | int | float]:
+    """One comparison, with the budget of that name; times in seconds.
 
     Planning time is the least of 7: the one that other work on the machine disturbed least.
     """
-    work = workload(profile, n, budget)
+    work = workload(profile, n, BUDGETS[name])
     scope = Scope.beside(work)
 
     def seconds(plan: Plan) -> float:
@@ -69,30 +110,25 @@ def row(profile: HardwareProfile, n: int, budget: str) -> dict[str, str | int | 
         started = time.perf_counter()
         plan = adaptive(work, profile)
         spent.append(time.perf_counter() - started)
-    share, slots = BUDGETS[budget]
-    ratios = sorted({1.0, 1.0 - share, *(tenth / 10 for tenth in range(11))})
-    static = [p for p in (static_ratio(work, ratio) for ratio in ratios) if fits(p, work)]
-    strides = [
-        stride(work, k, ratio=ratio, slots=s)
-        for k in range(1, min(n, MAX_STRIDE) + 1)
-        for ratio in sorted({1.0, 1.0 - share})
-        for s in sorted({2, slots})
-    ]
+    strides, ratios = fixed_plans(work, BUDGETS[name])
     return {
         "profile": profile.name,
         "n": n,
-        "memory_budget": budget,
+        "memory_budget": name,
         "plan_s": min(spent),
         "adaptive_s": seconds(plan),
-        "best_stride_s": min(seconds(p) for p in strides if fits(p, work)),
-        "best_ratio_s": min(seconds(p) for p in static),
+        "best_stride_s": min(map(seconds, strides), default=math.inf),
+        "best_ratio_s": min(map(seconds, ratios)),
         "cpu_only_s": seconds(cpu_only(work)),
         "bound_s": lower_bound(work, profile, scope).seconds,
     }
 
 
 def misses(rows: Sequence[dict[str, str | int | float]]) -> list[str]:
-    """What does not hold of: within 1% of every other policy, 5% of the bound from 50 subgroups, planning times."""
+    """What does not hold of: within 1% of every other policy, 5% of a bound that is tight, planning times.
+
+    The bound is tight from 50 subgroups on. Planning times have no limit with SIMULATED budgets.
+    """
     found = []
     for r in rows:
         where = f"{r['profile']}, {r['n']} subgroups, {r['memory_budget']}"
@@ -100,9 +136,9 @@ def misses(rows: Sequence[dict[str, str | int | float]]) -> list[str]:
         for other in ("best_stride_s", "best_ratio_s", "cpu_only_s"):
             if mine > 1.01 * float(r[other]):
                 found.append(f"{where}: {mine / float(r[other]):.3f} x {other}")
-        if n >= 50 and mine > 1.05 * float(r["bound_s"]):
+        if n >= 50 and r["memory_budget"] not in LOOSE and mine > 1.05 * float(r["bound_s"]):
             found.append(f"{where}: {mine / float(r['bound_s']):.3f} x bound")
-        if float(r["plan_s"]) > PLAN_LIMIT_S.get(n, math.inf):
+        if r["memory_budget"] not in SIMULATED and float(r["plan_s"]) > PLAN_LIMIT_S.get(n, math.inf):
             found.append(f"{where}: planned in {1e3 * float(r['plan_s']):.1f} ms")
     return found
 
@@ -110,7 +146,7 @@ def misses(rows: Sequence[dict[str, str | int | float]]) -> list[str]:
 def cached_s() -> float:
     """Seconds in which unchanged inputs, of 1,000 subgroups, return the last plan."""
     profile = HardwareProfile.builtin("h100")
-    work = workload(profile, 1000, "slots")
+    work = workload(profile, 1000, BUDGETS["slots"])
     planner = AdaptivePlanner()
     planner(work, profile)
     spent = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -25,7 +24,7 @@ FEW = 12
 SIMULATED = 50
 """Up to this many the divisions near the steady one are, beyond it those of a sample."""
 SAMPLE = 18
-"""Subgroups of that sample, where no forward is beside it: then it has SIMULATED."""
+"""Subgroups of that sample, with several slots and no forward beside it: else it has SIMULATED."""
 INSTANT = 1e-15
 """Seconds of an operation that has neither size nor fixed cost."""
 
@@ -38,37 +37,26 @@ def adaptive(workload: Workload, profile: HardwareProfile) -> Plan:
        where lanes that work without pause end soonest (`_steady`).
     3. The pipeline's first and last operations, which that does not see, are simulated for some divisions of a
        problem of at most SIMULATED subgroups, and the division moves to where the simulated time is least. So is what
-       hides behind a forward.
+       hides behind a forward, and what takes turns in a single slot.
 
     Streamed and CPU subgroups alternate evenly, so that no lane waits, and parameters arrive evenly for the forward.
     Where slots take their memory from what could be resident, some divisions of it between both are compared.
     """
-    divisions = sorted((_Division(work, profile) for work in _memory_divided(workload)), key=lambda d: d.steady_s)
+    memory = _memory_divided(workload)
+    divisions = sorted((_Division(workload, profile, *each) for each in memory), key=lambda d: d.steady_s)
     if len(workload.subgroups) > FEW:
         divisions = [d for d in divisions[:2] if d.steady_s <= divisions[0].close_s]
-    plans = list(dict.fromkeys(plan for division in divisions for plan in division.plans()))
-    if len(plans) == 1:
-        return plans[0]
-    scope = Scope.beside(workload)
-    return min(plans, key=lambda plan: makespan(plan, workload, profile, scope))
+    return min((division.decided() for division in divisions), key=lambda found: found[1])[0]
 
 
-def _memory_divided(workload: Workload) -> list[Workload]:
-    """The workload with the memory that residents and slots share given to one or the other."""
-    shared = workload.shared_free_bytes
-    if math.isinf(shared) or min(workload.peak_free_bytes, shared) >= workload.state_bytes:
-        return [workload]
-    slot = max(workload.slot_bytes, 1)
-    return [
-        dataclasses.replace(
-            workload,
-            peak_free_bytes=min(workload.peak_free_bytes, shared - slots * slot),
-            update_free_bytes=min(workload.update_free_bytes, slots * slot),
-            shared_free_bytes=math.inf,
-        )
-        for slots in SLOTS_TRIED
-        if slots * slot <= shared
-    ]
+def _memory_divided(workload: Workload) -> list[tuple[float, int]]:
+    """Bytes for residents, with a number of slots beside them; several where both share their memory."""
+    peak, shared, slot = workload.peak_free_bytes, workload.shared_free_bytes, max(workload.slot_bytes, 1)
+    slots = int(min(MAX_SLOTS, workload.update_free_bytes / slot))
+    if math.isinf(shared) or min(peak, shared) >= workload.state_bytes:
+        return [(peak, slots)]
+    tried = sorted({min(slots, most) for most in SLOTS_TRIED if most * slot <= shared})
+    return [(min(peak, shared - count * slot), count) for count in tried]
 
 
 class AdaptivePlanner:
@@ -97,75 +85,91 @@ def _all_resident(workload: Workload) -> Plan:
 class _Division:
     """How many subgroups of one workload the CPU updates; the others are resident as far as they fit, then streamed."""
 
-    def __init__(self, workload: Workload, profile: HardwareProfile) -> None:
+    def __init__(self, workload: Workload, profile: HardwareProfile, resident_bytes: float, slots: int) -> None:
         self._workload = workload
         self._profile = profile
         self._n = len(workload.subgroups)
         self._mean = _mean(workload.subgroups)
         self._scope = Scope.beside(workload)
-        self._slots = int(min(MAX_SLOTS, workload.update_free_bytes / max(workload.slot_bytes, 1)))
-        self._resident = _fitting(workload)
+        self._slots = slots
+        self._resident = _fitting(workload, resident_bytes)
         held = sum(workload.subgroups[i].numel for i in self._resident)
         self._room = held / max(self._mean.numel, 1)
         self._least = 0.0 if self._slots else self._n - self._room
+        self._least_whole = math.ceil(self._least - 1e-9)
+        self._costs: dict[int, float] = {}
         self._steady_s = _steady(workload, profile, Costs.of(self._mean, profile), self._room, self._slots)
         self.steady = _lowest(self._steady_s, self._least, float(self._n))
         self.steady_s = self._steady_s(self.steady)
         self.close_s = self.steady_s * (1 + ENDS / self._n)
 
-    def plans(self) -> list[Plan]:
-        """The whole decision, or what it is between."""
+    def decided(self) -> tuple[Plan, float]:
+        """The plan and its seconds: simulated, or the steady state's with those that a sample has for the ends."""
         if self._n <= SIMULATED:
-            return [self._assign(self._simulated_best()[0])]
-        if not self._workload.forward_s:
-            found = [round(self.steady + self._sample(SAMPLE).correction())]
-        else:  # what hides behind it is a share of the subgroups, which the sample says to half of one of its own
-            best, each = self._sample(SIMULATED)._simulated_best()[0], self._n / SIMULATED
-            found = [round((best + part) * each) for part in (-0.5, 0.0, 0.5)] + [self._n]
-        return [self._assign(min(max(on_cpu, self._least), float(self._n))) for on_cpu in found]
+            best = self._simulated_best()
+            return self._assign(best), self._cost(best)
+        if self._workload.forward_s or self._slots == 1:
+            # What hides behind the forward, or what one slot's turns take, is a share of the subgroups.
+            each = self._n / SIMULATED
+            near = round(self._sample(SIMULATED)._simulated_best() * each)
+            best = min(self._descend(near, step=round(each / 2)), self._n, key=self._cost)
+            return self._assign(best), self._cost(best)
+        more, ends_s = self._sample(SAMPLE).ends()
+        on_cpu = min(max(round(self.steady + more), self._least), float(self._n))
+        return self._assign(on_cpu), self._steady_s(on_cpu) + ends_s
 
-    def correction(self) -> float:
-        """How many more subgroups belong on the CPU than the steady state says, for the pipeline's ends."""
-        best, cost = self._simulated_best()
+    def ends(self) -> tuple[float, float]:
+        """For the pipeline's ends: subgroups that belong on the CPU, and seconds, beyond those of the steady state."""
+        best, cost = self._simulated_best(), self._cost
+        ends_s = cost(best) - self._steady_s(best)
         if not self._least + 2 <= best <= self._n - 2:
-            return best - self.steady
+            return best - self.steady, ends_s
         below = (cost(best - 2), cost(best - 1))
         above = (cost(best + 1), cost(best + 2))
         fall, rise = below[1] - below[0], above[1] - above[0]
         if rise - fall <= 1e-9 * above[1]:
-            return best - self.steady
+            return best - self.steady, ends_s
         crossing = best + (below[1] + fall - above[0] + rise) / (rise - fall)
-        return min(max(crossing, best - 1.0), best + 1.0) - self.steady
+        return min(max(crossing, best - 1.0), best + 1.0) - self.steady, ends_s
 
-    def _simulated_best(self) -> tuple[int, Callable[[int], float]]:
-        """The number of subgroups on the CPU with the least simulated time, and that time by number."""
-
-        @functools.cache
-        def cost(on_cpu: int) -> float:
-            return makespan(self._assign(on_cpu), self._workload, self._profile, self._scope)
-
-        lowest, highest = math.ceil(self._least - 1e-9), self._n
+    def _simulated_best(self) -> int:
+        """The number of subgroups on the CPU with the least simulated time."""
+        lowest, highest = self._least_whole, self._n
         if self._n <= FEW:
-            return min(range(lowest, highest + 1), key=cost), cost
-        found = _descend(cost, min(max(round(self.steady), lowest), highest), lowest, highest)
+            return min(range(lowest, highest + 1), key=self._cost)
         # Streaming all, or all but one, can be better still than the valley that the steady state is in.
         ends: Sequence[int] = (highest, lowest, min(lowest + 1, highest))
         if not self._workload.forward_s:  # of which the steady state knows nothing
             ends = [x for x in ends if self._steady_s(x) <= self.close_s]
-        return min((found, *ends), key=cost), cost
+        return min((self._descend(round(self.steady)), *ends), key=self._cost)
+
+    def _descend(self, near: int, step: int = 1) -> int:
+        """The bottom of the valley of simulated times that `near` is in, by steps of so many subgroups."""
+        better = min(max(near, self._least_whole), self._n)
+        best = None
+        while best != better:
+            best = better
+            tried = [x for x in (best, best - step, best + step) if self._least_whole <= x <= self._n]
+            better = min(tried, key=self._cost)
+        return better
+
+    def _cost(self, on_cpu: int) -> float:
+        """Simulated seconds with so many subgroups on the CPU."""
+        known = self._costs.get(on_cpu)
+        if known is None:
+            plan = self._assign(on_cpu)
+            known = self._costs[on_cpu] = makespan(plan, self._workload, self._profile, self._scope)
+        return known
 
     def _sample(self, size: int) -> _Division:
         """The same problem with so many mean subgroups."""
         share = size / self._n
         work = self._workload
-        smaller = Workload(
-            (self._mean,) * size,
-            work.forward_s * share,
-            work.backward_s * share,
-            round(self._room * share) * self._mean.state_bytes,
-            self._slots * self._mean.state_bytes,
-        )
-        return _Division(smaller, self._profile)
+        held = round(self._room * share) * self._mean.state_bytes
+        spare = work.peak_free_bytes - sum(work.subgroups[i].state_bytes for i in self._resident)
+        times = work.forward_s * share, work.backward_s * share
+        smaller = Workload((self._mean,) * size, *times, held + spare, work.update_free_bytes)
+        return _Division(smaller, self._profile, held, self._slots)
 
     def _assign(self, on_cpu: float) -> Plan:
         """The plan with this many mean subgroups on the CPU."""
@@ -188,16 +192,6 @@ class _Division:
                 owed -= loads[i].numel
         count = placements.count(Placement.GPU_STREAMED)
         return Plan(tuple(placements), tuple(range(self._n)), min(self._slots, count))
-
-
-def _descend(cost: Callable[[int], float], best: int, lowest: int, highest: int) -> int:
-    """The bottom of the valley of `cost` that `best` is in."""
-    while True:
-        near = [x for x in (best, best - 1, best + 1) if lowest <= x <= highest]
-        better = min(near, key=cost)
-        if better == best:
-            return best
-        best = better
 
 
 def _steady(
@@ -277,9 +271,8 @@ def _mean(loads: Sequence[SubgroupLoad]) -> SubgroupLoad:
     return SubgroupLoad(*means, format=statistics.mode(load.format for load in loads))
 
 
-def _fitting(workload: Workload) -> list[int]:
-    """Subgroups whose state fits into the memory free at the peak, larger ones first."""
-    free = workload.peak_free_bytes
+def _fitting(workload: Workload, free: float) -> list[int]:
+    """Subgroups whose state fits into so many bytes, larger ones first."""
     loads = workload.subgroups
     found = []
     for i in sorted(range(len(loads)), key=lambda i: -loads[i].state_bytes):

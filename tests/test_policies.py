@@ -151,6 +151,19 @@ def test_what_hides_behind_a_forward_is_seen(name: str, n: int, share: float, sh
     assert exposed(adaptive(load, profile), load, profile, scope) <= 1.03 * best
 
 
+@pytest.mark.parametrize("name", ["a100_bound", "gh200", "h100", "l40s_server"])
+@pytest.mark.parametrize("n", [60, 130])
+@pytest.mark.parametrize("backward", [0.0, 0.5])
+def test_a_single_slot_s_turns_are_seen(name: str, n: int, backward: float) -> None:
+    alone = work(n, size=10**8)
+    backward_s = backward * makespan(cpu_only(alone), alone, MACHINES[name])
+    load = dataclasses.replace(alone, backward_s=backward_s, peak_free_bytes=0.0, update_free_bytes=alone.slot_bytes)
+    scope = Scope.beside(load)
+    plans = [cpu_only(load), *(stride(load, k, slots=1) for k in range(1, 7))]
+    best = min(makespan(plan, load, MACHINES[name], scope) for plan in plans)
+    assert makespan(adaptive(load, MACHINES[name]), load, MACHINES[name], scope) <= 1.01 * best
+
+
 def test_adaptive_with_all_the_memory_in_the_world_keeps_nearly_everything_resident() -> None:
     plan = adaptive(work(40, size=10**8), MACHINES["h100"])
     assert plan.placements.count(R) >= 36
