@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from perfmodel.hardware import HardwareProfile
 from perfmodel.lanes import CPU, D2H, H2D, lane_speeds
 from perfmodel.plan import Placement, Plan
-from perfmodel.simulate import Costs, Scope, makespan
+from perfmodel.simulate import Costs, Scope, exposed
 from perfmodel.workload import SubgroupLoad, Workload
 
 MAX_SLOTS = 8
@@ -104,7 +104,7 @@ class _Division:
         self.close_s = self.steady_s * (1 + ENDS / self._n)
 
     def decided(self) -> tuple[Plan, float]:
-        """The plan and its seconds: simulated, or the steady state's with those that a sample has for the ends."""
+        """The plan and its exposed seconds: simulated, or the steady state's and what a sample has for the ends."""
         if self._n <= SIMULATED:
             best = self._simulated_best()
             return self._assign(best), self._cost(best)
@@ -154,11 +154,11 @@ class _Division:
         return better
 
     def _cost(self, on_cpu: int) -> float:
-        """Simulated seconds with so many subgroups on the CPU."""
+        """Simulated seconds that are exposed with so many subgroups on the CPU."""
         known = self._costs.get(on_cpu)
         if known is None:
             plan = self._assign(on_cpu)
-            known = self._costs[on_cpu] = makespan(plan, self._workload, self._profile, self._scope)
+            known = self._costs[on_cpu] = exposed(plan, self._workload, self._profile, self._scope)
         return known
 
     def _sample(self, size: int) -> _Division:
