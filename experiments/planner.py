@@ -46,7 +46,7 @@ BUDGETS = {
     "tenth": Budget(0.1, 4),
     "fifth": Budget(0.2, 6),
     "shared": Budget(0.2, None),
-    "forward": Budget(0.2, 6, forward=0.25),
+    "forward": Budget(0.2, None, forward=0.25),
 }
 LOOSE = ("slot", "shared", "forward")
 """Where the bound is loose: a single slot's turns, two uses of one memory and the order of layers are not in it."""
