@@ -24,11 +24,11 @@ from dos.gradients.clipping import Clipping
 from dos.gradients.scaling import AmpScale, amp_scale
 from dos.gradients.torch_clipping import watch_clipping
 from dos.guard import Guard, exclusive
-from dos.kernels.masters import brought, whole_master
+from dos.kernels.masters import brought, follow, whole_master
 from dos.options import Options, check_settings
 from dos.parameters.admission import Group
 from dos.parameters.checkpoint import load_state_dict, makes_state
-from dos.parameters.hooks import Attachment, Hooks, watch_gradient
+from dos.parameters.hooks import Attachment, Hooks, taker, watch_gradient
 from dos.parameters.live_state import Entries, LiveState
 from dos.parameters.registry import Active, Registry
 from dos.sharding.ddp import CommHook, watch_buckets
@@ -278,6 +278,8 @@ class DOSAdam(Optimizer):
     ) -> tuple[Active, dict[Subgroup, SubgroupUpdate], Plan | None, Prepared | None]:
         """Look into everything that the step needs, and get the memory for it; nothing has changed if this raises."""
         registry = self._registry
+        if registry.offloaded is not None:
+            self._take_over()
         registry.place_gradients(self.param_groups)
         active = registry.active(self.param_groups, self._state, self._bring_home, seen=self._seen)
         self._meet_newcomers()
@@ -501,11 +503,15 @@ class DOSAdam(Optimizer):
             entry = {key: laid_out_as(moment, like) for key, moment in moments.items()} | others
         state = {key: torch.as_tensor(value).to("cpu", torch.float32, copy=True) for key, value in entry.items()}
         rest = brought(REST_KEY, entry) if state.pop(REST_KEY, None) is not None else None
+        record = self._registry.record(parameter)
+        written = record is None or record.changed()
         if rest is not None and parameter.dtype == torch.bfloat16:
-            record = self._registry.record(parameter)
-            written = record is None or record.changed()
             master = whole_master(local(parameter), local(rest), written=written)
             state[MASTER_KEY] = laid_out_as(master, parameter)
+        elif MASTER_KEY in state and written:
+            master = local(state[MASTER_KEY]).reshape(-1)
+            follow(master, local(parameter).detach().resolve_neg().cpu().reshape(-1))
+            state[MASTER_KEY] = laid_out_as(master.view(local(parameter).shape), parameter)
         return state
 
     @exclusive
@@ -637,6 +643,24 @@ class DOSAdam(Optimizer):
         self._warned_idle = False
         watch_clipping(self, offloads=options.offload_gradients)
 
+    def _take_over(self) -> None:
+        """Take gradients away again where another optimizer did so that is gone.
+
+        Raises RuntimeError if another one does that is still there.
+        """
+        takers = {parameter: taker(parameter) for parameter in self._watched}
+        lost = {p: reference() for p, reference in takers.items() if reference is not None and reference() is not self}
+        others = [parameter for parameter, other in lost.items() if other is not None]
+        if others:
+            raise RuntimeError(
+                f"another optimizer, built later with offload_gradients=True, takes away the gradients of "
+                f"{len(others)} of this one's parameters, the first of them of shape {tuple(others[0].shape)}; what is "
+                "taken away serves one optimizer alone, so build both with offload_gradients=False, or delete the other"
+            )
+        for parameter in lost:
+            self._watched.pop(parameter).remove()
+            self._watch(parameter, accelerated=True)
+
     def _take_remaining_gradients(self, active: Sequence[tuple[ParameterRecord, Group]]) -> None:
         """Offload gradients that no hook has seen, so that all of a subgroup are in one place."""
         if self._registry.offloaded is None or self._accelerator is None:
@@ -751,6 +775,8 @@ class DOSAdam(Optimizer):
             return
         if record.sharded and not same_layout(parameter.grad, parameter):
             return  # the step redistributes it first
+        if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+            return  # the step refuses it
         if self._registry.offloaded is None:
             accelerator.gradient_ready(record, attached=self._attachment is not None)
         elif parameter.grad is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,12 @@ class Options:
             raise TypeError(f"subgroup_size must be an int (parameters), found {size!r}")
         if size is not None and size < 1:
             raise ValueError(f"subgroup_size must be 1 or more parameters, found {size}")
+        if not isinstance(self.profile, HardwareProfile | str | Path | None):
+            raise TypeError(f"profile must be a HardwareProfile, a file, a name, or None, found {self.profile!r}")
+        for name in ("max_grad_norm", "memory_interval"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, numbers.Real | Tensor | None):
+                raise TypeError(f"{name} must be a number, or None, found {value!r}")
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise ValueError(f"max_grad_norm must be above 0, or None for no clipping, found {self.max_grad_norm}")
         if self.state_format not in STATE_FORMATS:
@@ -96,7 +102,7 @@ def check_settings(settings: Mapping[str, Any], where: str, state_format: str | 
         if not 0.0 <= value < math.inf:
             raise ValueError(f"{where}: {name} must be 0 or more and finite, found {value}")
     betas = settings["betas"]
-    if len(betas) != 2:
+    if not isinstance(betas, Sequence | Tensor) or len(betas) != 2:
         raise ValueError(f"{where}: betas must be two numbers, found {betas}")
     for i, beta in enumerate(betas):
         _check_number(beta, f"{where}: betas[{i}]")

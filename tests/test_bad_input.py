@@ -25,6 +25,7 @@ from perfmodel import Placement, Plan
         ({"betas": (1.0, 0.999)}, r"betas\[0\] must lie in \[0, 1\), found 1.0"),
         ({"betas": (0.9, -0.1)}, r"betas\[1\] must lie in \[0, 1\), found -0.1"),
         ({"betas": (0.9,)}, "betas must be two numbers"),
+        ({"betas": 0.9}, "betas must be two numbers, found 0.9"),
         ({"capturable": True}, "capturable=True is not supported"),
         ({"differentiable": True}, "differentiable=True is not supported"),
         ({"policy": "fastest"}, "policy: expected 'adaptive', 'cpu', 'stride:K'.* found 'fastest'"),
@@ -44,10 +45,22 @@ def test_settings(settings: dict, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{"policy": True}, {"policy": None}, {"subgroup_size": 2.5}, {"eps": "1e-8"}, {"lr": "1e-3"}], ids=str
+    "settings",
+    [
+        {"policy": True},
+        {"policy": None},
+        {"subgroup_size": 2.5},
+        {"eps": "1e-8"},
+        {"lr": "1e-3"},
+        {"max_grad_norm": "1"},
+        {"memory_interval": "a"},
+        {"memory_interval": True},
+        {"profile": 5},
+    ],
+    ids=str,
 )
 def test_settings_of_another_type(settings: dict) -> None:
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match=next(iter(settings))):
         DOSAdam(mlp().parameters(), **settings)
 
 
@@ -96,6 +109,35 @@ def test_sparse_gradients() -> None:
         optimizer.step()
     assert bits([embedding.weight, other]) == before
     assert not optimizer.state
+
+
+def test_sparse_gradients_are_not_offloaded() -> None:
+    embedding = nn.Embedding(5, 3, sparse=True)
+    optimizer = DOSAdam(embedding.parameters(), device=EmulatedDevice(FAST, 10**8), offload_gradients=True)
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(RuntimeError, match="DOSAdam does not support sparse gradients"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("policy", ["host", "cpu", "stride:1", "resident"])
+@pytest.mark.parametrize("numel", [3, 20])
+@pytest.mark.parametrize("steps", [0, 1])
+def test_gradients_of_another_shape(policy: str, numel: int, steps: int) -> None:
+    p = nn.Parameter(torch.ones(10))
+    settings = {} if policy == "host" else {"policy": policy, "device": EmulatedDevice(FAST, 10**8)}
+    optimizer = DOSAdam([p], **settings)  # type: ignore[arg-type]
+    for _ in range(steps):
+        p.grad = torch.ones(10)
+        optimizer.step()
+    before = p.detach().clone()
+    p.grad = torch.ones(10)
+    p.grad.data = torch.ones(numel)
+    with pytest.raises(RuntimeError, match=rf"has a gradient of shape \({numel},\), expected the parameter's"):
+        optimizer.step()
+    assert torch.equal(p, before)
+    p.grad = torch.ones(10)
+    optimizer.step()
+    assert optimizer.state[p]["step"] == steps + 1
 
 
 def test_parameters_converted_after_their_first_step(device: EmulatedDevice) -> None:

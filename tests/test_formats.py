@@ -193,6 +193,23 @@ def test_rests_are_live_views(make: Callable[[], EmulatedDevice] | None, policy:
         train(model, optimizer, 1)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("state_format", [None, "float32"])
+def test_masters_on_request_follow_what_was_written(dtype: torch.dtype, state_format: str | None) -> None:
+    """As the next step has them."""
+    model = mlp(dtype)
+    optimizer = DOSAdam(model.parameters(), state_format=state_format)
+    train(model, optimizer, 2)
+    weight = model[0].weight
+    kept = optimizer.adamw_state(weight)["master_param"]
+    with torch.no_grad():
+        weight[1:].mul_(3)
+    master = optimizer.adamw_state(weight)["master_param"]
+    assert torch.equal(master.to(dtype), weight)
+    assert torch.equal(master[0], kept[0]), "what was not written to"
+    assert not torch.equal(master[0], weight[0].float())
+
+
 def test_rests_load_with_the_model_that_they_belong_to() -> None:
     ends = []
     for reload in (False, True):

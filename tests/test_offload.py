@@ -165,3 +165,46 @@ def test_device_memory_without_room_for_gradients_falls_back_to_the_host() -> No
     accumulate(model, optimizer)
     accumulate(twin, DOSAdam(twin.parameters()))
     assert bits(model.parameters()) == bits(twin.parameters())
+
+
+def test_another_optimizer_that_takes_gradients_away_is_named() -> None:
+    model = mlp()
+    first = offloading(model)
+    second = offloading(model)
+    before = bits(model.parameters())
+    train(model, second, 1)
+    model(torch.randn(8, 24)).square().mean().backward()
+    changed = bits(model.parameters())
+    assert changed != before
+    with pytest.raises(RuntimeError, match="another optimizer, built later with offload_gradients=True, takes away"):
+        first.step()
+    assert bits(model.parameters()) == changed
+    second.step()
+    assert bits(model.parameters()) != changed
+
+
+def test_gradients_are_taken_away_again_once_another_optimizer_is_gone() -> None:
+    model, twin = mlp(), mlp()
+    optimizer = offloading(model)
+    other = offloading(model)
+    del other
+    accumulate(model, optimizer)
+    accumulate(twin, DOSAdam(twin.parameters()))
+    assert bits(model.parameters()) == bits(twin.parameters())
+    model(torch.randn(8, 24)).square().mean().backward()
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_an_optimizer_built_later_that_leaves_gradients_gets_its_own() -> None:
+    """As an actor and a critic with a common trunk: each has its backward before its step."""
+    model, twin = mlp(), mlp()
+    found = []
+    for net, first in ((model, offloading(model)), (twin, DOSAdam(twin.parameters()))):
+        second = DOSAdam(net.parameters(), lr=1e-2)
+        for number in range(6):
+            optimizer = (first, second)[number % 2]
+            optimizer.zero_grad()
+            net(torch.randn(8, 24, generator=torch.Generator().manual_seed(number))).square().mean().backward()
+            optimizer.step()
+        found.append(bits(net.parameters()))
+    assert found[0] == found[1]

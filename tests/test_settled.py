@@ -181,3 +181,22 @@ def test_skipped_steps_leave_nothing_behind() -> None:
         optimizer.found_inf, optimizer.grad_scale = torch.tensor(1.0), torch.tensor(1.0)  # type: ignore[attr-defined]
         optimizer.step()
     assert alive() <= before + 5
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("numel", [5, 50])
+def test_state_of_an_idle_parameter_that_is_dropped_after_amsgrad_came(place: str | float, numel: int) -> None:
+    """Its state on the device does not come back."""
+    found = []
+    for where in ("host", place):
+        p, q = (nn.Parameter(torch.ones(numel)) for _ in range(2))
+        optimizer = made(where, [p, q])
+        step(optimizer, p, q)
+        step(optimizer, p, q)
+        optimizer.param_groups[0]["amsgrad"] = True
+        step(optimizer, p)
+        optimizer.state.pop(q)
+        step(optimizer, p)
+        step(optimizer, p, q)
+        found.append(bits([p, q, *(optimizer.state[q][key] for key in ("step", "exp_avg", "exp_avg_sq"))]))
+    assert found[0] == found[1]

@@ -48,6 +48,11 @@ class Admission:
         if gradient is not None and gradient.dtype not in SUPPORTED_DTYPES:
             expected = ", ".join(map(str, SUPPORTED_DTYPES))
             raise TypeError(f"{name_of(parameter, group)}: expected a gradient of {expected}, found {gradient.dtype}")
+        if gradient is not None and gradient.shape != parameter.shape:
+            raise RuntimeError(
+                f"{name_of(parameter, group)} has a gradient of shape {tuple(gradient.shape)}, expected the "
+                "parameter's; the parameter or its gradient was given other data after backward, so call zero_grad()"
+            )
         now = _kind_of(parameter)
         # Put into the group by hand, or frozen until now; or, before it has state, moved or converted with its model.
         if parameter not in self._admitted or not enrolled:

@@ -31,9 +31,10 @@ class Watcher(Protocol):
 
 
 class Hooks(NamedTuple):
-    """Of one parameter."""
+    """Of one parameter, and to whom they report."""
 
     handles: tuple[RemovableHandle, ...]
+    watcher: weakref.ref[Watcher]
 
     def remove(self) -> None:
         """Take them off."""
@@ -49,7 +50,7 @@ def watch_gradient(parameter: Tensor, watcher: Watcher, *, takes: bool) -> Hooks
     """Report each time backward has accumulated into the parameter's gradient; None if it takes no gradient.
 
     takes: whether the watcher then takes the gradient away. If an earlier one does so, it no longer does: most likely
-    it is of an optimizer that was replaced, and that nobody has collected yet.
+    it is of an optimizer that was replaced, and that nobody has collected yet. See `taker`.
     """
     taker = _takers.pop(id(parameter), None)
     if taker is not None:
@@ -71,9 +72,15 @@ def watch_gradient(parameter: Tensor, watcher: Watcher, *, takes: bool) -> Hooks
     itself = weakref.ref(parameter)
     after = parameter.register_post_accumulate_grad_hook(accumulated)
     if not takes:
-        return Hooks((after,))
-    _takers[id(parameter)] = hooks = Hooks((parameter.register_hook(coming), after))
+        return Hooks((after,), reference)
+    _takers[id(parameter)] = hooks = Hooks((parameter.register_hook(coming), after), reference)
     return hooks
+
+
+def taker(parameter: Tensor) -> weakref.ref[Watcher] | None:
+    """Who was the last to be told to take the parameter's gradient away, though it may be gone; None: nobody does."""
+    hooks = _takers.get(id(parameter))
+    return None if hooks is None else hooks.watcher
 
 
 class Attachment:

@@ -209,7 +209,7 @@ class Registry:
             self.settle_layout(record, state, bring_home)
         # That of a newcomer is nowhere yet.
         known = [(record, state.get(record.parameter) or {}) for record, _ in found]
-        if any(not record.is_adopted(entry) for record, entry in known if entry or record.version >= 0):
+        if any(not record.is_adopted(entry) for record, entry in known if entry or not record.fresh):
             bring_home()  # what is put into the host state now must not be overwritten by what comes home later
         for record, _ in found:
             # A state that is another parameter's live view, as when two are exchanged, must not change under our hands.
