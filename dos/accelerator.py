@@ -202,6 +202,13 @@ class Accelerator:
         self._engine.abandon()
         self._departures.forget()
 
+    def let_go(self, subgroups: Sequence[Subgroup], records: Sequence[ParameterRecord]) -> None:
+        """Free what is held for parameters that were replaced; what backward has begun is sent anew."""
+        self.abandon()
+        self._engine.let_go(subgroups)
+        self._departures.forget_records(records)
+        self._now.plan, self._now.wanted = None, set()
+
     def make_room(self, plan: Plan, updates: Mapping[Subgroup, SubgroupUpdate], writes: int | None) -> Prepared:
         """Get the memory that the step takes. Raises MemoryError, and has changed nothing, if the host has too little.
 
@@ -250,6 +257,7 @@ class Accelerator:
         if skipped:
             self._engine.early.drop_prefetched()  # the next forward needs the memory more
         self._departures.finish(writes)
+        self._now.wanted = set()  # the iteration is kept for its times alone
         self._gradients_before = self._now.gradients
         self.memory.end_iteration()
 

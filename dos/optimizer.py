@@ -225,7 +225,7 @@ class DOSAdam(Optimizer):
     def _make_state(self) -> None:
         """Give every parameter the state that it has before its first step, and nothing else."""
         registry = self._registry
-        registry.active(self.param_groups, self._state, self._bring_home, seen=self._seen)
+        registry.active(self.param_groups, self._state, self._bring_home, self._let_go, seen=self._seen)
         self._meet_newcomers()
         registry.keep_beginners()
         self._seen = True
@@ -281,7 +281,7 @@ class DOSAdam(Optimizer):
         if registry.offloaded is not None:
             self._take_over()
         registry.place_gradients(self.param_groups)
-        active = registry.active(self.param_groups, self._state, self._bring_home, seen=self._seen)
+        active = registry.active(self.param_groups, self._state, self._bring_home, self._let_go, seen=self._seen)
         self._meet_newcomers()
         accelerator = self._accelerator
         self._warn_if_idle(active.members)
@@ -826,6 +826,13 @@ class DOSAdam(Optimizer):
         self.synchronize()
         if self._accelerator is not None:
             self._accelerator.copy_home()
+
+    def _let_go(self, subgroups: Sequence[Subgroup], records: Sequence[ParameterRecord]) -> None:
+        """Free what is held for parameters that were replaced, beside their records."""
+        for hooks in [self._watched.pop(r.parameter) for r in records if r.parameter in self._watched]:
+            hooks.remove()
+        if self._accelerator is not None:
+            self._accelerator.let_go(subgroups, records)
 
     def _meet_newcomers(self) -> None:
         """Watch the gradients of parameters that have just got state, and set up the accelerator if they are on it."""

@@ -246,6 +246,11 @@ class Departures:
         self._rewritten = set()
         self._fired = 0
 
+    def forget_records(self, records: Iterable[ParameterRecord]) -> None:
+        """Their parameters were replaced."""
+        for record in records:
+            self._seen.pop(record, None)
+
     def _expects(self, piece: Piece) -> bool:
         """Whether the subgroup waits for this piece before it goes: not if it was idle or changed last time."""
         seen = self._seen.get(piece.record)

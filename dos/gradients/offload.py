@@ -135,6 +135,11 @@ class OffloadedGradients:
         wanted = {id(p) for p in parameters}
         return any(id(record.parameter) in wanted for record in self._totals)
 
+    def forget(self, records: Iterable[ParameterRecord]) -> None:
+        """Forget the gradients of these, once nothing writes to them."""
+        for total in [self._totals.pop(record) for record in records if record in self._totals]:
+            total.arrived.exception()
+
     def clear(self) -> None:
         """Forget all gradients, once nothing writes to them."""
         forgotten, self._totals, self._torn = self._totals, {}, False

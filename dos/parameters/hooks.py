@@ -102,7 +102,7 @@ class Attachment:
         """Modules whose parameters FSDP2 gathers."""
         self._gathered: set[int] = set()
         """The ids of parameters that were seen to be gathered."""
-        self._first_use: list[Tensor] = []
+        self._first_use: list[weakref.ref[Tensor]] = []
         self.news = False
         self._attribute = f"_dos_wait_{id(self)}"  # a model may be attached to several optimizers
         self._handles: list[RemovableHandle] = []
@@ -117,7 +117,7 @@ class Attachment:
     def first_use(self) -> list[Tensor]:
         """The parameters in the order in which modules first used them. Reading it ends `news` of it."""
         self.news = False
-        return self._first_use
+        return [parameter for reference in self._first_use if (parameter := reference()) is not None]
 
     def covered(self) -> set[int]:
         """The ids of the parameters that a module waits for when it runs: those of modules that were seen to run."""
@@ -161,14 +161,14 @@ class Attachment:
         own = list(module.parameters(recurse=False))
         if module not in self._called:
             self._called.add(module)
-            self._first_use += own
+            self._first_use += map(weakref.ref, own)
             self.news = True
         self._finish(own)
 
     def _before_gathering(self, parameters: Sequence[Tensor]) -> None:
         if not self._gathered.issuperset(map(id, parameters)):
             self._gathered.update(map(id, parameters))
-            self._first_use += parameters
+            self._first_use += map(weakref.ref, parameters)
             self.news = True
         self._finish(parameters)
 

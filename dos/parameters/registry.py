@@ -33,6 +33,8 @@ from perfmodel import SubgroupLoad
 from perfmodel.format import STATE_KEYS
 
 StateDict = MutableMapping[Tensor, Any]
+LetGo = Callable[[Sequence[Subgroup], Sequence[ParameterRecord]], None]
+"""Lets go of what is held for subgroups, and for the records of all their parameters."""
 
 
 class Active(NamedTuple):
@@ -68,6 +70,8 @@ class Registry:
         self._allocation = Allocation(options, devices)
         self._records: dict[int, ParameterRecord] = {}
         """By the id of the parameter, which the record keeps alive."""
+        self._numbered = 0
+        """Records so far, those that are gone included."""
         self.accelerated: list[Subgroup] = []
         self.local: list[Subgroup] = []
         self.index: dict[Subgroup, int] = {}
@@ -146,11 +150,12 @@ class Registry:
                 parameter.grad = moved_to_layout(parameter.grad, parameter)
 
     def active(
-        self, groups: Sequence[Group], state: StateDict, bring_home: Callable[[], None], *, seen: bool
+        self, groups: Sequence[Group], state: StateDict, bring_home: Callable[[], None], let_go: LetGo, *, seen: bool
     ) -> Active:
         """The records of all parameters with a gradient, enrolled if new, and whose state is what `state` says.
 
-        bring_home: returns all resident state to the host. seen: whether users may have changed `state`.
+        bring_home: returns all resident state to the host. let_go: called for parameters that were replaced.
+        seen: whether users may have changed `state`.
         Raises before anything is changed if a parameter, a gradient, a setting or a state cannot be used.
         """
         if self.offloaded is not None:
@@ -158,13 +163,14 @@ class Registry:
         self._look_at_bits()
         settled: list[tuple[ParameterRecord, Group]] = []
         others: list[tuple[Tensor, Group]] = []
-        records = self._records
+        records, known = self._records, 0
         for number, group in enumerate(groups):
             checked = False
             amsgrad = group["amsgrad"]
             for p in group["params"]:
                 gradient = p.grad
                 record = records.get(id(p))
+                known += record is not None
                 if gradient is None and (self.offloaded is None or record not in self.offloaded):
                     continue
                 if not checked:
@@ -181,8 +187,31 @@ class Registry:
                     settled.append((record, group))
                 else:
                     others.append((p, group))
+        if known < len(records):
+            self._forget_replaced(groups, state, let_go)
         found = self._look_into(others, groups, state, bring_home) if others else []
         return Active(settled + found, len(settled))
+
+    def _forget_replaced(self, groups: Sequence[Group], state: StateDict, let_go: LetGo) -> None:
+        """Free arenas none of whose parameters is in a group any more, or has an entry in `state`."""
+        members = {id(p) for group in groups for p in group["params"]}
+        used = {r.arena for key, r in self._records.items() if key in members or r.parameter in state}
+        gone = [record for record in self._records.values() if record.arena not in used]
+        if not gone:
+            return
+
+        def forget() -> None:
+            let_go([s for s in (*self.accelerated, *self.local) if s.arena not in used], gone)
+            if self.offloaded is not None:
+                self.offloaded.forget(gone)
+            for record in gone:
+                del self._records[id(record.parameter)], self.places[record]
+            self.accelerated = [s for s in self.accelerated if s.arena in used]
+            self.local = [s for s in self.local if s.arena in used]
+            self.forget_all_but(members)
+            self._reindex()
+
+        self._guard.change(forget)
 
     def _look_at_bits(self) -> None:
         """See to which DTensors somebody wrote in a way that nothing else tells. Waits for the device if any."""
@@ -306,7 +335,7 @@ class Registry:
         there += sum(local(p).numel() for p, _ in newcomers if self._devices.holds(p))
         size = self._allocation.size_on_device(there)
         for run, group in runs:
-            made.append(self._allocation.make_room(run, group, len(self._records) + sum(len(r) for r, _ in made), size))
+            made.append(self._allocation.make_room(run, group, self._numbered + sum(len(r) for r, _ in made), size))
         if made:
             self._guard.change(lambda: self._publish(made))
 
@@ -320,7 +349,7 @@ class Registry:
 
     def updates(self, active: Active, scales: Iterable[float]) -> dict[Subgroup, SubgroupUpdate]:
         """What the step does to each subgroup that has a gradient. scales: what each gradient is multiplied by."""
-        given = Given(len(self._records))
+        given = Given(self._numbered)
         before: tuple[Group | None, float, float] = None, 0.0, 0.0
         known: dict[tuple[int, float, float], int] = {}
         setting = 0
@@ -449,6 +478,7 @@ class Registry:
                     self.places[piece.record].append((subgroup, piece))
                 (self.accelerated if subgroup.arena.accelerated else self.local).append(subgroup)
             self._newcomers += records
+            self._numbered += len(records)
             self._records.update({id(record.parameter): record for record in records})
         self._reindex()
 

@@ -230,6 +230,13 @@ class Engine:
         self.early.drop_prefetched()
         self.early.drop_arriving(list(self.early.arriving))
 
+    def let_go(self, subgroups: Iterable[Subgroup]) -> None:
+        """Free the state of these; nothing is in flight."""
+        for subgroup in subgroups:
+            self._copied.pop(subgroup, None)
+            if subgroup in self.device_store.resident:
+                self.device_store.drop(subgroup)
+
     def fetch(self, destination: Tensor, source: Tensor) -> None:
         """Copy from the device to the host, after what the caller has queued on the device. Blocks."""
         self.device.copy(Op.GRADIENT, 0, [(destination, source)], self.device.fence()).wait()
