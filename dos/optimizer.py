@@ -284,6 +284,11 @@ class DOSAdam(Optimizer):
         active = registry.active(self.param_groups, self._state, self._bring_home, self._let_go, seen=self._seen)
         self._meet_newcomers()
         accelerator = self._accelerator
+        if accelerator is not None and not threading.main_thread().is_alive():
+            raise RuntimeError(
+                "the main thread has ended, after which Python starts no more work in the background, such as this "
+                "step's; let the main thread join() the one that trains"
+            )
         self._warn_if_idle(active.members)
         self._take_remaining_gradients(active.members)
         if self._attachment is not None and self._attachment.news:
@@ -755,7 +760,9 @@ class DOSAdam(Optimizer):
                 return  # another thread may be adding to the gradient just now; its hook takes the sum
         if self._in_flight:
             self.synchronize()
-        if self._guard.broken or (self._accelerator is None and not self._accelerates(parameter)):
+        if self._guard.broken or not threading.main_thread().is_alive():
+            return  # the step says what is wrong
+        if self._accelerator is None and not self._accelerates(parameter):
             return
         assert self._accelerator is not None, "made for the first parameter on it"
         try:

@@ -583,11 +583,11 @@ def test_a_forked_child_reads_finished_parameters(in_flight: bool) -> None:
     train(model, optimizer, 1, first_step=3)
 
 
-@pytest.mark.parametrize("how", ["plain", "atexit", "exception"])
+@pytest.mark.parametrize("how", ["plain", "atexit", "exception", "thread"])
 def test_the_interpreter_ends_with_a_step_in_flight(how: str) -> None:
-    """No hang, and what is saved at exit is finished."""
+    """No hang, and what is saved at exit is finished. A thread that trains on is told why it cannot."""
     script = f"""
-import atexit, sys
+import atexit, sys, threading
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from test_overlap import *
 model, optimizer, expected = attached_after_a_step()
@@ -595,6 +595,11 @@ def save():
     print("finished" if bits(model.state_dict().values()) == expected else "half")
 if {how!r} == "atexit":
     atexit.register(save)
+if {how!r} == "thread":
+    def train_on():
+        threading.main_thread().join()
+        train(model, optimizer, 1)
+    threading.Thread(target=train_on).start()
 if {how!r} == "exception":
     raise SystemExit(3)
 """
@@ -602,3 +607,5 @@ if {how!r} == "exception":
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == (3 if how == "exception" else 0), done.stderr
     assert done.stdout == ("finished\n" if how == "atexit" else "")
+    assert ("RuntimeError: the main thread has ended" in done.stderr) == (how == "thread")
+    assert "failed part way" not in done.stderr
