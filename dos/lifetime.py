@@ -20,6 +20,7 @@ class Working(Protocol):
 
 
 _working: weakref.WeakSet[Working] = weakref.WeakSet()
+_over = threading.Event()
 
 
 def watch(working: Working) -> None:
@@ -27,7 +28,13 @@ def watch(working: Working) -> None:
     _working.add(working)
 
 
+def over() -> bool:
+    """Whether the main thread has ended, so that executors start no more work; other threads may run on."""
+    return _over.is_set()
+
+
 def _finish_all() -> None:
+    _over.set()
     for each in list(_working):
         each.finish()
 

@@ -24,24 +24,23 @@ from dos.gradients.clipping import Clipping
 from dos.gradients.scaling import AmpScale, amp_scale
 from dos.gradients.torch_clipping import watch_clipping
 from dos.guard import Guard, exclusive
-from dos.kernels.masters import brought, follow, whole_master
+from dos.lifetime import over
 from dos.options import Options, check_settings
+from dos.parameters.adamw_form import adamw_form
 from dos.parameters.admission import Group
 from dos.parameters.checkpoint import load_state_dict, makes_state
 from dos.parameters.hooks import Attachment, Hooks, taker, watch_gradient
 from dos.parameters.live_state import Entries, LiveState
 from dos.parameters.registry import Active, Registry
 from dos.sharding.ddp import CommHook, watch_buckets
-from dos.sharding.local import is_sharded, laid_out_as, local, same_layout
+from dos.sharding.local import is_sharded, same_layout
 from dos.sharding.meshes import Meshes
-from dos.state.coded import CODE_TYPES, decoded, has_codes
 from dos.state.record import ParameterRecord
 from dos.state.subgroup import Subgroup
 from dos.step.in_place import InPlace
 from dos.step.room import Prepared
 from dos.step.work import SubgroupUpdate
 from perfmodel import Op, Plan, Timeline
-from perfmodel.format import MASTER_KEY, REST_KEY
 from perfmodel.hardware import HardwareProfile
 
 if TYPE_CHECKING:
@@ -284,7 +283,7 @@ class DOSAdam(Optimizer):
         active = registry.active(self.param_groups, self._state, self._bring_home, self._let_go, seen=self._seen)
         self._meet_newcomers()
         accelerator = self._accelerator
-        if accelerator is not None and not threading.main_thread().is_alive():
+        if accelerator is not None and over():
             raise RuntimeError(
                 "the main thread has ended, after which Python starts no more work in the background, such as this "
                 "step's; let the main thread join() the one that trains"
@@ -500,24 +499,8 @@ class DOSAdam(Optimizer):
                 f"the parameter of shape {tuple(parameter.shape)} has no state: it is not the optimizer's, or has not "
                 "been updated yet"
             )
-        if has_codes(entry):
-            codes = {key: value for key, value in entry.items() if key in CODE_TYPES}
-            like = next(iter(codes.values()))
-            moments = decoded({key: local(value) for key, value in codes.items()})
-            others = {key: value for key, value in entry.items() if key not in codes}
-            entry = {key: laid_out_as(moment, like) for key, moment in moments.items()} | others
-        state = {key: torch.as_tensor(value).to("cpu", torch.float32, copy=True) for key, value in entry.items()}
-        rest = brought(REST_KEY, entry) if state.pop(REST_KEY, None) is not None else None
         record = self._registry.record(parameter)
-        written = record is None or record.changed()
-        if rest is not None and parameter.dtype == torch.bfloat16:
-            master = whole_master(local(parameter), local(rest), written=written)
-            state[MASTER_KEY] = laid_out_as(master, parameter)
-        elif MASTER_KEY in state and written:
-            master = local(state[MASTER_KEY]).reshape(-1)
-            follow(master, local(parameter).detach().resolve_neg().cpu().reshape(-1))
-            state[MASTER_KEY] = laid_out_as(master.view(local(parameter).shape), parameter)
-        return state
+        return adamw_form(parameter, entry, written=record is None or record.changed())
 
     @exclusive
     def _load(self, state: defaultdict[Tensor, Any], param_groups: list[Group]) -> None:
@@ -653,8 +636,7 @@ class DOSAdam(Optimizer):
 
         Raises RuntimeError if another one does that is still there.
         """
-        takers = {parameter: taker(parameter) for parameter in self._watched}
-        lost = {p: reference() for p, reference in takers.items() if reference is not None and reference() is not self}
+        lost = {p: there() for p in self._watched if (there := taker(p)) is not None and there() is not self}
         others = [parameter for parameter, other in lost.items() if other is not None]
         if others:
             raise RuntimeError(
@@ -760,7 +742,7 @@ class DOSAdam(Optimizer):
                 return  # another thread may be adding to the gradient just now; its hook takes the sum
         if self._in_flight:
             self.synchronize()
-        if self._guard.broken or not threading.main_thread().is_alive():
+        if self._guard.broken or over():
             return  # the step says what is wrong
         if self._accelerator is None and not self._accelerates(parameter):
             return

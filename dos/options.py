@@ -62,8 +62,8 @@ class Options:
             raise TypeError(f"profile must be a HardwareProfile, a file, a name, or None, found {self.profile!r}")
         for name in ("max_grad_norm", "memory_interval"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, numbers.Real | Tensor | None):
-                raise TypeError(f"{name} must be a number, or None, found {value!r}")
+            if value is not None:
+                _check_number(value, name, or_bool=False)
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise ValueError(f"max_grad_norm must be above 0, or None for no clipping, found {self.max_grad_norm}")
         if self.state_format not in STATE_FORMATS:
@@ -124,8 +124,8 @@ def _wraps_tensors(parameter: Tensor) -> bool:
     return is_traceable_wrapper_subclass(parameter)
 
 
-def _check_number(value: object, what: str) -> None:
-    if not isinstance(value, (numbers.Real, Tensor)):
+def _check_number(value: object, what: str, *, or_bool: bool = True) -> None:
+    if (isinstance(value, bool) and not or_bool) or not isinstance(value, (numbers.Real, Tensor)):
         raise TypeError(f"{what} must be a number, found {value!r}")
 
 

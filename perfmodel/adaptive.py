@@ -121,16 +121,15 @@ class _Division:
     def ends(self) -> tuple[float, float]:
         """For the pipeline's ends: subgroups that belong on the CPU, and seconds, beyond those of the steady state."""
         best, cost = self._simulated_best(), self._cost
-        ends_s = cost(best) - self._steady_s(best)
-        if not self._least + 2 <= best <= self._n - 2:
-            return best - self.steady, ends_s
-        below = (cost(best - 2), cost(best - 1))
-        above = (cost(best + 1), cost(best + 2))
-        fall, rise = below[1] - below[0], above[1] - above[0]
-        if rise - fall <= 1e-9 * above[1]:
-            return best - self.steady, ends_s
-        crossing = best + (below[1] + fall - above[0] + rise) / (rise - fall)
-        return min(max(crossing, best - 1.0), best + 1.0) - self.steady, ends_s
+        bottom = float(best)
+        if self._least + 2 <= best <= self._n - 2:
+            below = (cost(best - 2), cost(best - 1))
+            above = (cost(best + 1), cost(best + 2))
+            fall, rise = below[1] - below[0], above[1] - above[0]
+            if rise - fall > 1e-9 * above[1]:
+                crossing = best + (below[1] + fall - above[0] + rise) / (rise - fall)
+                bottom = min(max(crossing, best - 1.0), best + 1.0)
+        return bottom - self.steady, cost(best) - self._steady_s(best)
 
     def _simulated_best(self) -> int:
         """The number of subgroups on the CPU with the least simulated time."""
