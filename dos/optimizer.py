@@ -463,6 +463,7 @@ class DOSAdam(Optimizer):
         if self._copying:
             return
         self._bring_home()
+        self._registry.host_store.join_homes()
         self._registry.write_steps()
         self._seen = True  # whoever has it may change it from now on, whenever he likes
 
@@ -472,6 +473,7 @@ class DOSAdam(Optimizer):
         self._guard.check()
         with self._lock:
             self._copy_home()
+            self._registry.host_store.join_homes()
             self._registry.write_steps()
             self._seen = True
             self._copying = True

@@ -57,8 +57,11 @@ class Runtime:
     """Runs what streams have queued.
 
     recorded, made: how many events were. host: the host's clock in seconds. caller: the stream on which the user works.
-    contexts: the devices on which something has made a context.
+    contexts: the devices on which something has made a context. regions: pinned host memory, end by first byte.
+    refuses: errors of the next attempts to pin.
     """
+
+    cudaError = SimpleNamespace(success=0)  # noqa: N815
 
     def __init__(self, seed: int | None) -> None:
         self.lock = threading.RLock()
@@ -67,6 +70,8 @@ class Runtime:
         self.recorded = 0
         self.made = 0
         self.contexts: set[int] = set()
+        self.regions: dict[int, int] = {}
+        self.refuses: list[int] = []
         self.caller = self.caller_stream()
         self._of_thread = threading.local()
         self._random = None if seed is None else random.Random(seed)
@@ -128,6 +133,27 @@ class Runtime:
     def make_context(self) -> None:
         """What a call does that torch does not guard: it needs a context on the thread's current device."""
         self.contexts.add(self.current_device())
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802
+        self.make_context()
+        if self.refuses:
+            return self.refuses.pop(0)
+        assert all(end <= address or address + nbytes <= first for first, end in self.regions.items()), "pinned twice"
+        self.regions[address] = address + nbytes
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> None:  # noqa: N802
+        self.make_context()
+        del self.regions[address]
+
+    def cudaGetErrorString(self, error: int) -> str:  # noqa: N802
+        return {2: "out of memory"}[error]
+
+    def check_copy(self, tensor: Tensor) -> None:
+        """What the runtime does with one side of a copy: it must not begin in a pinned region and end elsewhere."""
+        first, last = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+        if any(begin <= first < end < last for begin, end in self.regions.items()):
+            raise RuntimeError("CUDA error: invalid argument")
 
     def _run_until(self, record: Record) -> None:
         while not record.done and self._random is not None:
@@ -272,12 +298,6 @@ class FakeCudaDevice(CudaDevice):
     def owns(self, tensor: Tensor) -> bool:
         return tensor.device.type == "cpu"
 
-    def host_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(numel, dtype=dtype)
-
-    def pin(self, tensor: Tensor) -> None:
-        pass
-
     def allocate(self, nbytes: int) -> Tensor:
         return torch.full((nbytes,), 0xFF, dtype=torch.uint8)  # NaN in every dtype
 
@@ -335,8 +355,25 @@ def install(monkeypatch: pytest.MonkeyPatch, seed: int | None) -> Runtime:
         "current_device": runtime.current_device,
         "stream": runtime.stream,
         "current_stream": runtime.current_stream,
+        "cudart": lambda: runtime,
         "get_device_properties": lambda device: SimpleNamespace(name="Fake 80GB", uuid="0-1-2-3"),
     }.items():
         monkeypatch.setattr(torch.cuda, name, replacement)
+    copy, to = Tensor.copy_, Tensor.to
+
+    def checked_copy(destination: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+        for tensor in (destination, source) if non_blocking else ():
+            runtime.check_copy(tensor)
+        return copy(destination, source)
+
+    def checked_to(tensor: Tensor, *args: Any, **settings: Any) -> Tensor:
+        if not any(str(value).startswith("cuda") for value in (*args, *settings.values())):
+            return to(tensor, *args, **settings)
+        runtime.check_copy(tensor)
+        return tensor.clone()
+
     monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: None)
+    monkeypatch.setattr(Tensor, "copy_", checked_copy)
+    monkeypatch.setattr(Tensor, "to", checked_to)
+    monkeypatch.setattr(Tensor, "cuda", lambda tensor: tensor.to("cuda"))
     return runtime

@@ -97,6 +97,29 @@ def test_offloaded_gradients(seed: int | None, monkeypatch: pytest.MonkeyPatch) 
     assert trained(device, policy="stride:2", offload_gradients=True) == expected
 
 
+@pytest.mark.parametrize("offload", [False, True], ids=["", "offload"])
+@pytest.mark.parametrize("policy", ["cpu", 0.5, "stride:2"])
+def test_no_copy_leaves_the_region_in_which_it_begins(policy: str | float, offload: bool, runtime: Runtime) -> None:
+    """Subgroups are pinned one by one, a parameter spans several, and users move views of its state as a whole."""
+    size = 1 << 11
+    parameter = nn.Parameter(torch.ones(5 * size // 2, dtype=torch.bfloat16))
+    device = FakeCudaDevice(runtime)
+    optimizer = DOSAdam([parameter], device=device, policy=policy, subgroup_size=size, offload_gradients=offload)
+    for value in (0.5, -0.25):
+        for _ in range(2):
+            (value * parameter).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len(runtime.regions) > 5, "each subgroup's was pinned apart"
+    for entry in (optimizer.state_dict()["state"][0], optimizer.state[parameter]):
+        for key in ("exp_avg", "exp_avg_sq", "master_rest"):
+            assert torch.equal(entry[key].cuda(), entry[key]), key
+    regions = len(runtime.regions)
+    (0.5 * parameter).sum().backward()
+    optimizer.step()
+    assert len(runtime.regions) == regions, "what has become one region stays one"
+
+
 @pytest.mark.parametrize("seed", [None, 0])
 @pytest.mark.parametrize("layouts", [False, True], ids=["", "layouts"])
 @pytest.mark.parametrize("offload", [False, True], ids=["", "offload"])

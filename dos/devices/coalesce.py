@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dos.devices.base import Copy
+from dos.devices.pinned import pinned_parts
 
 SMALL_BYTES = 1 << 17
 """Pieces below this share a copy: in the few microseconds that issuing a copy takes, a link moves about as much."""
@@ -40,8 +41,8 @@ def copy_pieces(copies: Iterable[Copy], *, to_host: bool) -> None:
     """Queue all copies on the current stream. Pieces that are neighbours on the host are copied together if small."""
     for run in runs(copies, host=0 if to_host else 1):
         if len(run) == 1 or not _copy_together(run, to_host=to_host):
-            for destination, source in run:
-                destination.copy_(source, non_blocking=True)
+            for each in run:
+                _copy_across(each, to_host=to_host)
 
 
 def runs(copies: Iterable[Copy], *, host: int) -> list[Sequence[Copy]]:
@@ -81,11 +82,18 @@ def _copy_together(run: Sequence[Copy], *, to_host: bool) -> bool:
     parts = list(staged.split([copy[host].numel() for copy in run]))
     if to_host:
         torch._foreach_copy_(parts, [copy[device] for copy in run])
-        whole.copy_(staged, non_blocking=True)
+        _copy_across((whole, staged), to_host=True)
     else:
-        staged.copy_(whole, non_blocking=True)
+        _copy_across((staged, whole), to_host=False)
         torch._foreach_copy_([copy[device] for copy in run], parts)
     return True
+
+
+def _copy_across(copy: Copy, *, to_host: bool) -> None:
+    """Queue one copy, cut where host memory that was pinned in one go ends."""
+    destination, source = copy
+    for part in pinned_parts(destination if to_host else source):
+        destination[part].copy_(source[part], non_blocking=True)
 
 
 def _follows(tensor: Tensor, other: Tensor) -> bool:

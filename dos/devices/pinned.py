@@ -5,13 +5,16 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import functools
+import itertools
 import logging
 import mmap
 import os
 import weakref
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,12 +29,19 @@ class _Pages(np.ndarray):
     """An array that can be referenced weakly. Its finaliser runs before the mapping under it goes."""
 
 
-class _Mapped(NamedTuple):
-    """Addresses, and the mapping in which they lie from `start` on."""
+class _Mapped:
+    """Addresses, and the mapping in which they lie from `start` on.
 
-    pages: weakref.ref[_Pages]
-    mapping: mmap.mmap
-    start: int
+    regions: what of them is pinned: by first byte, the end, and what unregisters it.
+    borders: where regions begin and end, in order; replaced as a whole, because copies read it on any thread.
+    """
+
+    def __init__(self, pages: _Pages, mapping: mmap.mmap, start: int) -> None:
+        self.pages = weakref.ref(pages)
+        self.mapping = mapping
+        self.start = start
+        self.regions: dict[int, tuple[int, Callable[[], object]]] = {}
+        self.borders: tuple[int, ...] = ()
 
 
 _mapped: dict[int, _Mapped] = {}
@@ -56,7 +66,7 @@ def lazy_zeros(numel: int, dtype: torch.dtype) -> Tensor:
             mapping.madvise(mmap.MADV_HUGEPAGE, start, whole)
     pages = everything[start : start + nbytes].view(_Pages)
     address = pages.ctypes.data
-    _mapped[address] = _Mapped(weakref.ref(pages), mapping, start)
+    _mapped[address] = _Mapped(pages, mapping, start)
     weakref.finalize(pages, _mapped.pop, address, None)
     return torch.from_numpy(pages).view(dtype)
 
@@ -65,32 +75,50 @@ def pin(tensor: Tensor, device: torch.device) -> None:
     """Let all CUDA devices copy to and from a part of what `lazy_zeros` gave by themselves.
 
     It is unregistered with the last view of the whole. Parts that are pinned one by one begin on
-    page boundaries. The pages are near the CPU on which the caller runs. A forked child, which
-    would have to copy them all, does not have them: touching the tensor there is a segmentation
-    fault. If pages cannot be pinned they are pageable, in children too, and one warning says so.
+    page boundaries. Parts that were pinned before and lie in this one become one with it; nothing
+    may use them meanwhile. The pages are near the CPU on which the caller runs. A forked child,
+    which would have to copy them all, does not have them: touching the tensor there is a
+    segmentation fault. If pages cannot be pinned they are pageable, in children too, and one
+    warning says so.
 
     device: any CUDA device that this process uses.
     """
     mapped = _mapped[tensor.untyped_storage().data_ptr()]
     pages = mapped.pages()
     assert pages is not None, "the tensor is a view of them"
-    runtime, address = torch.cuda.cudart(), tensor.data_ptr()
-    with torch.cuda.device(device):  # or this call would make a context on the first GPU
+    runtime, on, address = torch.cuda.cudart(), torch.cuda.device, tensor.data_ptr()
+    for first in [first for first in mapped.regions if address <= first < address + tensor.nbytes]:
+        mapped.regions.pop(first)[1]()
+    with on(device):  # or this call would make a context on the first GPU
         # The default flags pin for all devices where addresses are unified, as on all 64-bit systems.
         error = runtime.cudaHostRegister(address, tensor.nbytes, 0)
     if error == runtime.cudaError.success:
-        weakref.finalize(pages, _unregister, address, os.getpid(), device)
+        unregister = weakref.finalize(pages, _unregister, runtime, on, address, os.getpid(), device)
+        mapped.regions[address] = address + tensor.nbytes, unregister
         first = mapped.start + address - pages.ctypes.data
         mapped.mapping.madvise(mmap.MADV_DONTFORK, first, tensor.nbytes)
     else:
         _forget_error(device)
         _warn(runtime.cudaGetErrorString(error))  # the error itself prints as "cudaError.???"
+    mapped.borders = tuple(sorted({*mapped.regions, *(end for end, _ in mapped.regions.values())}))
 
 
-def _unregister(address: int, owner: int, device: torch.device) -> None:
+def pinned_parts(tensor: Tensor) -> list[slice]:
+    """A 1-D host tensor, cut where pinned regions begin and end, because CUDA refuses a copy that crosses a border."""
+    mapped = _mapped.get(tensor.untyped_storage().data_ptr())
+    first = tensor.data_ptr()
+    inside = () if mapped is None else mapped.borders
+    inside = inside[bisect.bisect_right(inside, first) : bisect.bisect_left(inside, first + tensor.nbytes)]
+    cuts = [0, *((border - first) // tensor.itemsize for border in inside), len(tensor)]
+    return [slice(*cut) for cut in itertools.pairwise(cuts)]
+
+
+def _unregister(
+    runtime: Any, on: Callable[[torch.device], Any], address: int, owner: int, device: torch.device
+) -> None:
     if os.getpid() == owner:  # a forked child has neither the pages nor CUDA
-        with torch.cuda.device(device):
-            torch.cuda.cudart().cudaHostUnregister(address)
+        with on(device):
+            runtime.cudaHostUnregister(address)
 
 
 def _forget_error(device: torch.device) -> None:

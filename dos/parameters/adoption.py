@@ -37,4 +37,5 @@ def fill(record: ParameterRecord, entry: Mapping[str, Any]) -> None:
         if value is None:
             local(view).zero_()
         elif value is not local(view):
-            local(view).copy_(value)
+            mine = local(view)
+            mine.copy_(value.to(mine.device))  # which may lie in several pinned regions

@@ -203,7 +203,7 @@ class Arena:
         if self._device is None:
             return host_zeros(self.numel // field.block, dtype)
         if self.tier is Tier.HOST:
-            self._homes[field.name] = HostTensor(self.numel, dtype, self._device, self._part, field.block)
+            self._homes[field.name] = HostTensor(self.numel, dtype, self._device, self._part, field.block, shown=True)
             return self._homes[field.name].tensor
         self._buffers.append(self._device.allocate(self.numel // field.block * dtype.itemsize))
         return self._buffers[-1].zero_().view(dtype)

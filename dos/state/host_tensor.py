@@ -12,10 +12,12 @@ from dos.devices import Device
 class HostTensor:
     """1-D zeros on the host whose memory is made part by part, each of them pinned.
 
-    nbytes: that were made.
+    nbytes: that were made. shown: whether users get views of it.
     """
 
-    def __init__(self, numel: int, dtype: torch.dtype, device: Device, part: int, block: int = 1) -> None:
+    def __init__(
+        self, numel: int, dtype: torch.dtype, device: Device, part: int, block: int = 1, *, shown: bool = False
+    ) -> None:
         """For so many parameters.
 
         part: parameters of each, the last shorter. Parts that share pages are made all together.
@@ -23,10 +25,12 @@ class HostTensor:
         """
         self.tensor = device.host_zeros(numel // block, dtype)
         self.nbytes = 0
+        self.shown = shown
         self._device = device
         self._block = block
         self._parted = part // block * dtype.itemsize % mmap.PAGESIZE == 0
         self._made: set[tuple[int, int]] = set()
+        self._pinned: list[tuple[int, int]] = []
 
     def part(self, start: int, stop: int) -> tuple[int, int]:
         """The elements that are made together with those of these parameters, from where to where."""
@@ -41,4 +45,17 @@ class HostTensor:
         made = self.tensor[first:last]
         self._device.pin(made)
         self._made.add((first, last))
+        self._pinned.append((first, last))
         self.nbytes += made.nbytes
+
+    def join(self) -> None:
+        """Pin neighbours anew as one, for users copy views across parts as a whole. Nothing in flight may use them."""
+        joined: list[tuple[int, int]] = []
+        for first, last in sorted(self._pinned):
+            if joined and joined[-1][1] == first:
+                joined[-1] = joined[-1][0], last
+            else:
+                joined.append((first, last))
+        for first, last in set(joined) - set(self._pinned):
+            self._device.pin(self.tensor[first:last])
+        self._pinned = joined

@@ -196,7 +196,7 @@ class ParameterRecord:
         for key, view in list(self.views.items()):
             if local(view).data_ptr() != self._addresses[key]:
                 fresh = local(self.make_views()[key])
-                fresh.copy_(local(view).detach())
+                fresh.copy_(local(view).detach().to(fresh.device))  # as `adoption.fill`
                 local(view).data = fresh
 
     def make_views(self) -> dict[str, Tensor]:

@@ -28,6 +28,8 @@ class HostStore:
 
     def __init__(self) -> None:
         self._tensors: weakref.WeakSet[HostTensor] = weakref.WeakSet()
+        self._apart: weakref.WeakSet[HostTensor] = weakref.WeakSet()
+        """State of which parts were pinned since users last got views of it."""
 
     @property
     def nbytes(self) -> int:
@@ -61,6 +63,11 @@ class HostStore:
         """Make room for one more field of the state of these. Raises as `take`."""
         self._make([(tensor, subgroup) for subgroup in subgroups])
 
+    def join_homes(self) -> None:
+        """Make state ready for users, who copy views of it that span subgroups. No step may be in flight."""
+        while self._apart:
+            self._apart.pop().join()
+
     def _make(self, wanted: Iterable[tuple[HostTensor, Subgroup]]) -> None:
         missing = {(t, *t.part(s.start, s.stop)): None for t, s in wanted if not t.has(s.start, s.stop)}
         if missing:
@@ -68,6 +75,8 @@ class HostStore:
             for tensor, first, last in missing:
                 tensor.make(first, last)
                 self._tensors.add(tensor)
+                if tensor.shown:
+                    self._apart.add(tensor)
 
 
 class DeviceStore:
