@@ -83,8 +83,8 @@ class DOSAdam(Optimizer):
             (docs/formats.md has the evidence), of parameters of at least 4,096 elements that are whole blocks of 128.
         offload_gradients: free each gradient on the accelerator once it is on the host, during backward, and add up
             those of further micro-batches there in float32. ``p.grad`` is then None, each ``step()`` uses the gradients
-            up, and what needs them goes through ``clip_grad_norm_`` and ``grad_norm`` of this class and ``zero_grad``.
-            Not with GradScaler, which cannot see them.
+            up, and what needs them goes through ``zero_grad``, ``grad_norm`` and ``clip_grad_norm_`` of this class, or
+            ``torch.nn.utils.clip_grad_norm_``. Not with GradScaler, which cannot see them.
         memory_budget: device memory for optimizer state. None: what is free, at the peak of the iteration and while
             updating, as NVML and the caching allocator say, less 2% of the device. An int caps it to so many bytes, a
             float to that share of the device's memory. A function is called at each iteration and replaces all that:
@@ -372,16 +372,36 @@ class DOSAdam(Optimizer):
 
     def has_offloaded(self, parameters: Sequence[Tensor]) -> bool:
         """Called by torch's clipping: whether a gradient of any of these is on the host."""
-        return self._registry.offloaded is not None and self._registry.offloaded.holds(parameters)
+        offloaded = self._registry.offloaded
+        return offloaded is not None and bool(offloaded.gradients({id(p) for p in parameters}))
+
+    def offloads(self, parameters: Sequence[Tensor]) -> bool:
+        """Called by torch's clipping: whether that may be so on some rank."""
+        divided = self._meshes and self._accelerator is not None and self._registry.offloaded is not None
+        return bool(self._own(parameters)) if divided else self.has_offloaded(parameters)
+
+    @exclusive
+    def offloaded_norm(self, parameters: Sequence[Tensor], norm_type: float) -> Tensor:
+        """Called by torch's clipping: the norm of their gradients on the host, once all are there."""
+        self._offload_the_rest()
+        return self._clipping.norm_away(parameters, norm_type)
+
+    @exclusive
+    def fold_offloaded(self, parameters: Sequence[Tensor], factor: Tensor) -> None:
+        """Called by torch's clipping: multiply their gradients on the host by the factor in the next step."""
+        self._clipping.fold_away(parameters, factor)
 
     @torch.no_grad()
     @exclusive
     def fold_factor(self, parameters: Sequence[Tensor], factor: Tensor) -> list[Tensor]:
         """Called by torch's clipping after ``dos.fold_clipping()``; returns those of them that are this optimizer's."""
-        known = {id(p) for group in self.param_groups for p in group["params"]}
-        own = [p for p in parameters if id(p) in known]
+        own = self._own(parameters)
         self._clipping.fold(own, factor)
         return own
+
+    def _own(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        known = {id(p) for group in self.param_groups for p in group["params"]}
+        return [p for p in parameters if id(p) in known]
 
     @exclusive
     def zero_grad(self, set_to_none: bool = True) -> None:

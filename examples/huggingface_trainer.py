@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer: pass `optimizers=(DOSAdam(...), scheduler)`. The rest is as with any optimizer.
+"""Hugging Face's Trainer: pass `optimizer_cls_and_kwargs=(DOSAdam, {...})`. The rest is as with any optimizer.
 
 python examples/huggingface_trainer.py
 """
@@ -11,14 +11,7 @@ from collections.abc import Sequence
 import tiny
 from torch import Tensor
 from torch.utils.data import Dataset
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    Trainer,
-    TrainingArguments,
-    get_cosine_schedule_with_warmup,
-    set_seed,
-)
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
 
 from dos import DOSAdam
 
@@ -45,15 +38,19 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
     )
     model = LlamaForCausalLM(config).to(tiny.place(options.device))
     numel = sum(p.numel() for p in model.parameters())
-    optimizer = DOSAdam(
-        model.parameters(), lr=3e-3, subgroup_size=numel // 8, device=tiny.accelerator(options.device, numel)
-    )
-    optimizer.attach(model)  # step() returns early; each module waits for its own parameters
-    scheduler = get_cosine_schedule_with_warmup(optimizer, num_warmup_steps=4, num_training_steps=options.steps)
+    settings = {
+        "lr": 3e-3,
+        "offload_gradients": True,  # gradients are freed in backward; Trainer clips them by torch, to 1.0
+        "subgroup_size": numel // 8,
+        "device": tiny.accelerator(options.device, numel),
+    }
     with tempfile.TemporaryDirectory() as folder:
         training = TrainingArguments(
             folder,
             max_steps=options.steps,
+            learning_rate=settings["lr"],
+            weight_decay=0.1,
+            lr_scheduler_type="cosine",
             per_device_train_batch_size=16,
             logging_steps=5,
             save_strategy="no",
@@ -61,9 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
             use_cpu=options.device != "cuda",
         )
         data = Progressions(16 * options.steps)
-        trainer = Trainer(model, training, train_dataset=data, optimizers=(optimizer, scheduler))
-        # Trainer clips to max_grad_norm=1.0. Done by DOSAdam, gradients can leave during backward; the result is equal.
-        trainer.accelerator.clip_grad_norm_ = lambda parameters, max_norm, **_: optimizer.clip_grad_norm_(max_norm)
+        trainer = Trainer(model, training, train_dataset=data, optimizer_cls_and_kwargs=(DOSAdam, settings))
+        optimizer = trainer.create_optimizer()  # with Trainer's groups: no weight decay for biases and norms
+        optimizer.attach(model)  # step() returns early; each module waits for its own parameters
         trainer.train()
     print(optimizer.explain())
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

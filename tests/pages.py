@@ -22,7 +22,7 @@ from dos import DOSAdam, EmulatedDevice
 from perfmodel.hardware import HardwareProfile
 
 ROOT = Path(__file__).parents[1]
-WHOLE = ("getting-started", "migrating", "formats")
+WHOLE = ("getting-started", "hugging-face", "migrating", "formats")
 """Pages whose blocks are one program, each going on where the last one ended."""
 FRAGMENTS = ("README", "index", "memory", "how-it-decides", "calibrating")
 """Pages whose blocks are parts of the reader's own program: each gets a model and the rest of it."""

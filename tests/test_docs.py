@@ -20,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 
 from dos import DOSAdam
 from experiments import decisions
+from perfmodel.footprint import host_footprint
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -78,6 +79,23 @@ def test_every_python_block_is_run() -> None:
     assert with_code == {*pages.WHOLE, *pages.FRAGMENTS, "many-gpus"}
     notes = {block.note for name in NAMES for block in pages.blocks(name) if block.language == "python"}
     assert all(note in ("", pages.ON_RANKS) or re.match(r"needs \w+$", note) for note in notes)
+
+
+@pytest.mark.parametrize("name", ["README", "formats"])
+def test_the_bytes_per_parameter_are_the_planners(name: str) -> None:
+    table = re.search(r"(?<=\|\n)(\| `split`.*?\n)(?!\|)", pages.page(name).read_text(), re.DOTALL)
+    assert table is not None
+    for row in table[1].splitlines():
+        kind, values, *found = (cell.strip(" `") for cell in row.strip("|").split("|"))
+        state_format = re.sub("split.*", "", kind.split("`")[0]) or None
+        for dtype in values.split(", "):
+            width = 4 if dtype == "float32" else 2
+            settings = {"values": dtype, "state_format": state_format}
+            host = host_footprint(10**6, width, **settings)
+            more = host_footprint(10**6, width, offload_gradients=True, **settings).total - host.total
+            expected = [2 * width, width, host.state / 10**6, host.total / 10**6]
+            assert [float(cell) for cell in found[:4]] == pytest.approx(expected, abs=3e-3), row
+            assert more == 4 * 10**6
 
 
 def commands(name: str) -> list[str]:

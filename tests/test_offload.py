@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
 from conftest import FAST, assert_close_ulp, bits, mlp, train
 from torch import nn
 from torch.nn.utils import clip_grad_norm_ as clip_imported_before
+from torch.nn.utils import clip_grad_value_ as clip_value_imported_before
 
 from dos import DOSAdam, EmulatedDevice
+from perfmodel import Op
 
 pytestmark = pytest.mark.usefixtures("one_core")
 
@@ -123,18 +126,72 @@ def test_clipping_agrees_with_torch(how: str) -> None:
 
 
 @pytest.mark.parametrize("clip", [nn.utils.clip_grad_norm_, clip_imported_before], ids=["now", "imported before"])
-def test_torch_clipping_is_explained_and_works_elsewhere(clip) -> None:
-    other = nn.Linear(3, 3)
-    model = mlp()
+@pytest.mark.parametrize("norm_type", [2.0, 1, math.inf, "inf", 3.0])
+def test_torch_clips_offloaded_gradients(clip, norm_type: float | str) -> None:
+    """Together with gradients that are not: of another optimizer of ours, of AdamW's, and of a layer of this one."""
+    found = {}
+    for ours in (True, False):
+        nets = [mlp() for _ in range(4)]
+        builders = [offloading, offloading, lambda net: DOSAdam(net.parameters())] if ours else []
+        optimizers = [build(net) for build, net in zip(builders, nets, strict=False)]
+        optimizers += [torch.optim.AdamW(net.parameters()) for net in nets[len(optimizers) :]]
+        parameters = [p for net in nets for p in net.parameters()]
+        norms = []
+        for step in range(4):
+            for micro in range(2):
+                inputs = torch.randn(8, 24, generator=torch.Generator().manual_seed(10 * step + micro))
+                torch.stack([net(inputs).square().mean() for net in nets]).sum().backward()
+            norms.append(clip(iter(parameters), 0.05, norm_type, error_if_nonfinite=True, foreach=None))
+            assert clip(parameters, 10.0, norm_type=norm_type) < 0.051, "the norm of what was clipped"
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        found[ours] = torch.stack(norms), parameters, optimizers[0]
+    sent = [span.start < 0 for span in found[True][2].timeline().spans if span.op is Op.GRADIENT]
+    assert any(sent), "gradients still leave during backward"
+    torch.testing.assert_close(found[True][0], found[False][0], rtol=1e-5, atol=0)
+    assert_close_ulp(found[True][1], found[False][1], ulps=512)
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_torch_clipping_of_what_is_not_finite(value: float) -> None:
+    ends = []
+    for ours in (True, False):
+        model = mlp()
+        optimizer = offloading(model) if ours else torch.optim.AdamW(model.parameters())
+        (model(torch.ones(2, 24)).sum() * value).backward()
+        with pytest.raises(
+            RuntimeError, match=r"total norm of order 2\.0 for gradients .* non-finite|is (nan|inf), so"
+        ):
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+        assert not nn.utils.clip_grad_norm_(model.parameters(), 1.0).isfinite()
+        optimizer.step()
+        ends.append([p.isnan() for p in model.parameters()])
+    assert all(map(torch.equal, *ends))
+
+
+def test_torch_clipping_that_does_not_see_offloaded_gradients_is_refused() -> None:
+    model, other = mlp(), nn.Linear(3, 3)
     optimizer = offloading(model)
     model(torch.ones(2, 24)).sum().backward()
-    with pytest.raises(RuntimeError, match=r"clip with optimizer\.clip_grad_norm_\(max_norm\)"):
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     other(torch.ones(1, 3)).sum().backward()
-    assert clip(other.parameters(), 0.1) > 0.1
-    assert nn.utils.get_total_norm([p.grad for p in other.parameters()]) < 0.11
+    norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    both = [*model.parameters(), *other.parameters()]
+    before = other.weight.grad.clone()
+    with pytest.raises(
+        RuntimeError, match=r"clip_grads_with_norm_ cannot .* norm with torch\.nn\.utils\.clip_grad_norm_"
+    ):
+        nn.utils.clip_grads_with_norm_(both, 0.1, norm)
+    for clip in (nn.utils.clip_grad_value_, clip_value_imported_before):
+        with pytest.raises(RuntimeError, match=r"clip_grad_value_ cannot clip gradients that DOSAdam"):
+            clip(both, 0.1)
+    assert torch.equal(before, other.weight.grad)
+    nn.utils.clip_grad_value_(other.parameters(), 0.1)
+    nn.utils.clip_grads_with_norm_(other.parameters(), 0.1, nn.utils.get_total_norm([other.weight.grad]))
     optimizer.step()
-    clip(model.parameters(), 1.0)  # no gradient is hidden now
+    nn.utils.clip_grad_value_(both, 1.0)  # no gradient is hidden now
+    with pytest.warns(UserWarning, match="empty generator"):
+        nn.utils.clip_grad_norm_((p for p in ()), 1.0)
 
 
 def test_grad_scaler_is_refused_with_a_reason() -> None:

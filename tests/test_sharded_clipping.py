@@ -44,6 +44,11 @@ def norms(policy: str, offload: bool) -> None:
         for each in (divided, reference):
             each(batch(step)).pow(2).mean().backward()
         expected = torch.tensor(exact_norm(reference), dtype=torch.float32)
+        if offload:  # which torch cannot find of several meshes at once
+            total = torch.nn.utils.clip_grad_norm_(divided.parameters(), math.inf)
+            torch.testing.assert_close(total.full_tensor(), expected, rtol=2e-7, atol=0)
+            with pytest.raises(ValueError, match=r"norm_type=1\) is not supported .* ranks divide .* use norm_type=2"):
+                torch.nn.utils.clip_grad_norm_(divided.parameters(), NORM, norm_type=1)
         torch.testing.assert_close(optimizer.grad_norm(), expected, rtol=2e-7, atol=0)
         torch.testing.assert_close(optimizer.clip_grad_norm_(NORM), expected, rtol=2e-7, atol=0)
         torch.testing.assert_close(optimizer.grad_norm(), torch.tensor(NORM), rtol=1e-4, atol=0)
@@ -61,8 +66,15 @@ def test_norms_are_over_all_meshes(ranks: Ranks, policy: str, offload: bool) -> 
 
 def clipped_training(way: str, policy: str) -> list[Tensor]:
     divided = shard(model(), mesh_of())
+    parameters = list(divided.parameters())
     kwargs = {"max_grad_norm": NORM} if way == "argument" else {}
-    optimizer = dos_adam(divided.parameters(), policy=policy, **kwargs)
+    if way.startswith("offloaded"):
+        kwargs["offload_gradients"] = True
+    others = parameters[::3] if way == "offloaded in part" else []  # which DOSAdam does not have
+    optimizer = dos_adam([p for p in parameters if all(p is not o for o in others)], policy=policy, **kwargs)
+    beside = torch.optim.AdamW(others or [torch.zeros(1)], lr=1e-2)
+
+    norms: list[Tensor] = []
 
     def clip(step: int) -> None:
         if way == "method":
@@ -70,8 +82,11 @@ def clipped_training(way: str, policy: str) -> list[Tensor]:
         elif way == "folded by its norm":  # as torchtitan does
             norm = torch.nn.utils.get_total_norm([p.grad for p in divided.parameters()]).full_tensor()
             torch.nn.utils.clip_grads_with_norm_(divided.parameters(), NORM, norm, foreach=True)
-        elif way in ("torch", "folded"):
-            torch.nn.utils.clip_grad_norm_(divided.parameters(), NORM, foreach=True)
+        elif way != "argument":
+            norm = torch.nn.utils.clip_grad_norm_(divided.parameters(), NORM, foreach=True)
+            norms.append(norm.full_tensor())
+        beside.step()
+        beside.zero_grad()
 
     dos.fold_clipping(way.startswith("folded"))
     try:
@@ -79,11 +94,16 @@ def clipped_training(way: str, policy: str) -> list[Tensor]:
     finally:
         dos.fold_clipping(False)
     reference = shard(model(), mesh_of())
+    expected: list[Tensor] = []
     train(
         reference,
         torch.optim.AdamW(reference.parameters(), lr=1e-2),
-        before_step=lambda step: torch.nn.utils.clip_grad_norm_(reference.parameters(), NORM),
+        before_step=lambda step: expected.append(
+            torch.nn.utils.clip_grad_norm_(reference.parameters(), NORM).full_tensor()
+        ),
     )
+    if norms:
+        torch.testing.assert_close(norms, expected, rtol=1e-5, atol=0)
     assert_close(values(divided), values(reference))
     sent = [span for span in optimizer.timeline().spans if span.op is Op.GRADIENT] if policy == "cpu" else []
     if sent and way != "torch":  # the last ones begin late where other programs take the processor
@@ -100,6 +120,9 @@ def clipped_training(way: str, policy: str) -> list[Tensor]:
         ("folded", "cpu"),
         ("folded", "stride:2"),
         ("folded by its norm", "cpu"),
+        ("offloaded", "cpu"),
+        ("offloaded", "stride:2"),
+        ("offloaded in part", "cpu"),
     ],
 )
 def test_clipped_training(pair: Ranks, way: str, policy: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 import warnings
 import weakref
@@ -125,19 +126,49 @@ class Clipping:
     def norm(self, parameters: Sequence[Tensor]) -> Tensor:
         """The 2-norm of their and all offloaded gradients as the step will use them: float32, shape ()."""
         gradients = _gradients(parameters)
+        away = self._squares_away()
         if not self._meshes:
-            elsewhere = [] if self._offloaded is None else [self._offloaded.norm(self._pending.as_float)]
+            elsewhere = [] if self._offloaded is None else [_root([square for _, square in away])]
             return global_norm(gradients, self._pending, elsewhere)
         squares = [(p, self._square(g)) for p, g in zip(parameters, gradients, strict=True)]
-        if self._offloaded is not None:
-            away = self._offloaded.squares(self._pending.as_float)
-            squares += [(r.parameter, torch.tensor(square, dtype=torch.float64, device="cpu")) for r, square in away]
-        return self._meshes.norm(squares).to(torch.float32)
+        return self._meshes.norm([*squares, *away]).to(torch.float32)
+
+    def norm_away(self, parameters: Sequence[Tensor], norm_type: float) -> Tensor:
+        """The norm of the offloaded gradients of these parameters as the step will use them, shape ().
+
+        Raises ValueError for another norm than the 2-norm where ranks divide the parameters.
+        """
+        assert self._offloaded is not None, "asked only where gradients are offloaded"
+        wanted = {id(p) for p in parameters}
+        if norm_type == 2:
+            squares = [(p, square) for p, square in self._squares_away() if id(p) in wanted]
+            return self._meshes.norm(squares) if self._meshes else _root([square for _, square in squares])
+        if self._meshes:
+            raise ValueError(
+                f"clip_grad_norm_(norm_type={norm_type:g}) is not supported for gradients that "
+                "DOSAdam(offload_gradients=True) keeps on the host, where ranks divide the parameters; use norm_type=2"
+            )
+        norms = []
+        for record, handle in self._offloaded.gradients(wanted):
+            flat, factor = self._offloaded.flat(record), self._pending.as_float(handle)
+            flat = flat if factor == 1 else flat * factor
+            norms.append(torch.linalg.vector_norm(flat, norm_type, dtype=torch.float64))
+        return torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
+
+    def _squares_away(self) -> list[tuple[Tensor, Tensor]]:
+        """The parameters of offloaded gradients with the sums of squares of these: float64, shape ()."""
+        if self._offloaded is None:
+            return []
+        squares = []
+        for record, handle in self._offloaded.gradients():
+            square = self._pending.as_float(handle) ** 2 * sum_of_squares(self._offloaded.flat(record))
+            squares.append((record.parameter, torch.tensor(square, dtype=torch.float64, device="cpu")))
+        return squares
 
     def clip(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
         """Let the step clip their and all offloaded gradients to `max_norm`; their norm before."""
         norm = self.norm(parameters)
-        handles = [] if self._offloaded is None else self._offloaded.handles()
+        handles = [] if self._offloaded is None else [handle for _, handle in self._offloaded.gradients()]
         self._pending.clip([*_gradients(parameters), *handles], clip_factor(norm, max_norm))
         return norm
 
@@ -153,6 +184,11 @@ class Clipping:
                 "which does not see what the first one folded into the step; clip once, or not with dos.fold_clipping()"
             )
         self._pending.fold(gradients, factor)
+
+    def fold_away(self, parameters: Iterable[Tensor], factor: Tensor) -> None:
+        """Let the step multiply their offloaded gradients by a factor of a norm with those, as they are now."""
+        assert self._offloaded is not None, "asked only where gradients are offloaded"
+        self._pending.fold([handle for _, handle in self._offloaded.gradients({id(p) for p in parameters})], factor)
 
     def _square(self, gradient: Tensor) -> Tensor:
         """The sum of squares of this rank's part: float64, shape ()."""
@@ -209,6 +245,12 @@ class Clipping:
 
 def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
     return [p.grad for p in parameters if p.grad is not None]
+
+
+def _root(squares: Sequence[Tensor]) -> Tensor:
+    """Of the sum of these: float32, shape ()."""
+    total = math.sqrt(math.fsum(float(square) for square in squares))
+    return torch.tensor(total, dtype=torch.float32, device="cpu")
 
 
 def global_norm(gradients: Sequence[Tensor], clip: PendingClip, elsewhere: Sequence[Tensor] = ()) -> Tensor:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from dos.devices import Copy, Job
-from dos.kernels.update import accumulate, sum_of_squares
+from dos.kernels.update import accumulate
 from dos.state.record import ParameterRecord
 from dos.state.stores import HostStore
 from dos.state.subgroup import Subgroup
@@ -116,24 +114,10 @@ class OffloadedGradients:
         total = self._totals.get(record)
         return None if total is None else total.arrived
 
-    def handles(self) -> list[Future[None]]:
-        """The handles of all gradients here."""
-        return [total.arrived for total in self._totals.values()]
-
-    def squares(self, factor: Callable[[Future[None]], float]) -> list[tuple[ParameterRecord, float]]:
-        """The sum of squares of each gradient here, times the factor of its handle before. Blocks."""
-        totals = self._totals.items()
-        return [(r, factor(total.arrived) ** 2 * sum_of_squares(self.flat(r))) for r, total in totals]
-
-    def norm(self, factor: Callable[[Future[None]], float]) -> Tensor:
-        """The 2-norm of all gradients here, each times the factor of its handle: float32, shape (). Blocks."""
-        squares = [square for _, square in self.squares(factor)]
-        return torch.tensor(math.sqrt(math.fsum(squares)), dtype=torch.float32, device="cpu")
-
-    def holds(self, parameters: Iterable[Tensor]) -> bool:
-        """Whether the gradient of any of these parameters is here."""
-        wanted = {id(p) for p in parameters}
-        return any(id(record.parameter) in wanted for record in self._totals)
+    def gradients(self, parameters: Collection[int] | None = None) -> list[tuple[ParameterRecord, Future[None]]]:
+        """What is here, each with its handle; of the parameters with these ids alone, if given."""
+        chosen = [r for r in self._totals if parameters is None or id(r.parameter) in parameters]
+        return [(record, self._totals[record].arrived) for record in chosen]
 
     def forget(self, records: Iterable[ParameterRecord]) -> None:
         """Forget the gradients of these, once nothing writes to them."""

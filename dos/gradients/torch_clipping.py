@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from dos.gradients.clipping import clip_factor
-from dos.sharding.local import is_sharded
+from dos.sharding.local import is_sharded, replicated_as, whole
 
 
 class Clips(Protocol):
@@ -19,6 +19,15 @@ class Clips(Protocol):
 
     def has_offloaded(self, parameters: Sequence[Tensor]) -> bool:
         """Whether a gradient of any of these is on the host, where torch does not see it."""
+
+    def offloads(self, parameters: Sequence[Tensor]) -> bool:
+        """Whether that may be so on some rank."""
+
+    def offloaded_norm(self, parameters: Sequence[Tensor], norm_type: float) -> Tensor:
+        """The norm, shape (), of their gradients on the host, to which all go now that the step would send there."""
+
+    def fold_offloaded(self, parameters: Sequence[Tensor], factor: Tensor) -> None:
+        """Let the next step multiply their gradients on the host."""
 
     def fold_factor(self, parameters: Sequence[Tensor], factor: Tensor) -> list[Tensor]:
         """Let the next step multiply the gradients of those that are its own; returns those."""
@@ -35,7 +44,7 @@ def fold_clipping(enabled: bool = True) -> None:
     ``clip_grads_with_norm_`` in each step (Accelerate, Trainer, torchtitan): the norm is torch's, and the factor goes
     into the next ``step()``, as that of ``optimizer.clip_grad_norm_`` does, so that gradients which left during
     backward still are what the step uses. ``p.grad`` then has the values from before clipping. Gradients of other
-    parameters are clipped as ever. False: as it was.
+    parameters are clipped as ever. False: as it was. Offloaded gradients are clipped so in any case.
     Clipping then raises RuntimeError for gradients that were clipped already, of which torch would find a wrong norm.
     """
     global _folds
@@ -52,31 +61,98 @@ def watch_clipping(optimizer: Clips, *, offloads: bool) -> None:
 
 @functools.cache
 def _wrap_torch() -> None:
-    """What does the clipping is wrapped, under the private name by which `clip_grad_norm_` calls it, so that whoever
-    imported that already gets this, too, and under its public one.
+    _wrap("clip_grad_norm_", _clip_grad_norm)
+    _wrap("_clip_grads_with_norm_", _clip_grads_with_norm)
+    _wrap("clip_grad_value_", _clip_grad_value)
+
+
+def _wrap(name: str, ours: Callable[..., Any]) -> None:
+    """Let torch's function of this name call ours, which gets what it called before as its first argument.
+
+    It is a wrapper that enters `no_grad`. What that calls is exchanged, because other modules may have imported the
+    wrapper under any name.
     """
-    module = torch.nn.utils.clip_grad
-    clip = module._clip_grads_with_norm_
+    wrapper = getattr(torch.nn.utils.clip_grad, name)
+    cells = [cell for cell in wrapper.__closure__ or () if cell.cell_contents is getattr(wrapper, "__wrapped__", None)]
+    if len(cells) != 1:
+        raise RuntimeError(
+            f"torch.nn.utils.clip_grad.{name} of torch {torch.__version__} is not what DOSAdam knows; clip with "
+            "max_grad_norm= or optimizer.clip_grad_norm_(), without offload_gradients= and dos.fold_clipping()"
+        )
+    cells[0].cell_contents = functools.wraps(wrapper.__wrapped__)(functools.partial(ours, wrapper.__wrapped__))
 
-    @functools.wraps(clip)
-    def wrapped(
-        parameters: Tensor | Iterable[Tensor], max_norm: float, total_norm: Tensor, *args: Any, **kwargs: Any
-    ) -> None:
-        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        optimizers = list(_live)
-        if any(optimizer.has_offloaded(parameters) for optimizer in optimizers):
-            raise RuntimeError(
-                "torch's gradient clipping found no gradients, because DOSAdam(offload_gradients=True) keeps them on "
-                "the host; clip with optimizer.clip_grad_norm_(max_norm) or DOSAdam(..., max_grad_norm=...)"
-            )
-        if _folds and optimizers:
-            whole = total_norm.full_tensor() if is_sharded(total_norm) else total_norm  # type: ignore[attr-defined]
-            factor = clip_factor(whole.to(torch.float32), max_norm)
-            # A parameter may be of several: of one that was replaced and is still referred to, too.
-            folded = {id(p) for optimizer in optimizers for p in optimizer.fold_factor(parameters, factor)}
-            parameters = [p for p in parameters if id(p) not in folded]
-        if parameters:
-            clip(parameters, max_norm, total_norm, *args, **kwargs)
 
-    module._clip_grads_with_norm_ = wrapped
-    torch.nn.utils.clip_grads_with_norm_ = wrapped
+def _clip_grad_norm(
+    clip: Callable[..., Tensor],
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """As torch's, of offloaded gradients, too: the factor of these is folded into the update."""
+    found = _listed(parameters)
+    optimizers = [optimizer for optimizer in list(_live) if optimizer.offloads(found)]
+    if not optimizers:
+        # torch warns of a generator that is empty.
+        return clip(found or parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+    norms = [optimizer.offloaded_norm(found, float(norm_type)) for optimizer in optimizers]
+    gradients = [p.grad for p in found if p.grad is not None]
+    if gradients:
+        norms.insert(0, whole(torch.nn.utils.get_total_norm(gradients, norm_type, foreach=foreach)))
+    norms = [norm.to(norms[0].device, torch.float32) for norm in norms]
+    total = torch.linalg.vector_norm(torch.stack(norms), float(norm_type))
+    if error_if_nonfinite and not total.isfinite():
+        raise RuntimeError(
+            f"the total norm of order {norm_type} for gradients from `parameters`, those on the host included, is "
+            f"{float(total)}, so they cannot be clipped; set error_if_nonfinite=False to multiply them all the same"
+        )
+    torch.nn.utils.clip_grads_with_norm_([p for p in found if p.grad is not None], max_norm, total, foreach)
+    for optimizer in optimizers:
+        optimizer.fold_offloaded(found, clip_factor(total, float(max_norm)))
+    return replicated_as(total, next(filter(is_sharded, found), None))
+
+
+def _clip_grads_with_norm(
+    clip: Callable[..., None],
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    total_norm: Tensor,
+    foreach: bool | None = None,
+) -> None:
+    """As torch's, or as `fold_clipping` says."""
+    found = _listed(parameters)
+    _refuse_offloaded(found, "clip_grads_with_norm_", "its norm was found without them")
+    optimizers = list(_live) if _folds else []
+    if optimizers:
+        factor = clip_factor(whole(total_norm).to(torch.float32), float(max_norm))
+        # A parameter may be of several: of one that was replaced and is still referred to, too.
+        folded = {id(p) for optimizer in optimizers for p in optimizer.fold_factor(found, factor)}
+        found = [p for p in found if id(p) not in folded]
+    if found:
+        clip(found, max_norm, total_norm, foreach)
+
+
+def _clip_grad_value(
+    clip: Callable[..., None],
+    parameters: Tensor | Iterable[Tensor],
+    clip_value: float,
+    foreach: bool | None = None,
+) -> None:
+    """As torch's, which does not see offloaded gradients."""
+    found = _listed(parameters)
+    _refuse_offloaded(found, "clip_grad_value_", "it does not see them")
+    clip(found, clip_value, foreach)
+
+
+def _listed(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
+    return [parameters] if isinstance(parameters, Tensor) else list(parameters)
+
+
+def _refuse_offloaded(parameters: Sequence[Tensor], function: str, why: str) -> None:
+    if any(optimizer.has_offloaded(parameters) for optimizer in list(_live)):
+        raise RuntimeError(
+            f"torch.nn.utils.{function} cannot clip gradients that DOSAdam(offload_gradients=True) keeps on the host, "
+            f"because {why}; clip their norm with torch.nn.utils.clip_grad_norm_, which does, or with "
+            "DOSAdam(..., max_grad_norm=...), or leave offload_gradients out"
+        )

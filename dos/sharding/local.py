@@ -49,18 +49,15 @@ def same_layout(one: Any, other: Any) -> bool:
     return one.device_mesh == other.device_mesh and one.placements == other.placements
 
 
-def moved_to_layout(tensor: Tensor, like: Any) -> Tensor:
+def moved_to_layout(tensor: Any, like: Any) -> Tensor:
     """The tensor divided as `like` is. A collective, unless each rank has all of it, or it is so already.
 
     Raises ValueError if it lies on other ranks than `like`.
     """
     if not is_sharded(like) or same_layout(tensor, like):
         return tensor
-    from torch.distributed.tensor import DTensor, Replicate
-
-    if not isinstance(tensor, DTensor):  # the whole, of which each rank takes its part
-        whole = [Replicate()] * like.device_mesh.ndim
-        tensor = DTensor.from_local(tensor, like.device_mesh, whole, run_check=False)
+    if not is_sharded(tensor):  # the whole, of which each rank takes its part
+        tensor = replicated_as(tensor, like)
     if tensor.device_mesh != like.device_mesh:
         raise ValueError(f"expected a tensor on {like.device_mesh}, found one on {tensor.device_mesh}")
     return tensor.redistribute(like.device_mesh, like.placements)
@@ -69,6 +66,15 @@ def moved_to_layout(tensor: Tensor, like: Any) -> Tensor:
 def whole(tensor: Any) -> Tensor:
     """All of a DTensor, by a collective; any other tensor itself."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor
+
+
+def replicated_as(tensor: Tensor, like: Any) -> Tensor:
+    """What is the same on each rank as a DTensor of the ranks of `like`; itself if that is none."""
+    if not is_sharded(like):
+        return tensor
+    from torch.distributed.tensor import DTensor, Replicate
+
+    return DTensor.from_local(tensor, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
 
 
 def to_host(tensor: Any) -> Tensor:
