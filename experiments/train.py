@@ -145,9 +145,9 @@ def accelerator_share(optimizer: Optimizer) -> float:
         return 1.0
     timeline = optimizer.timeline()
     assert timeline is not None, "asked after a step"
-    there = {span.subgroup for span in timeline.on(Lane.GPU)}
+    elsewhere = {span.subgroup for span in timeline.on(Lane.CPU)}  # several residents have one span
     sizes = [subgroup.numel for subgroup in optimizer._registry.accelerated]
-    return sum(size for i, size in enumerate(sizes) if i in there) / sum(sizes)
+    return sum(size for i, size in enumerate(sizes) if i not in elsewhere) / sum(sizes)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -69,6 +69,7 @@ def lower_bound(workload: Workload, profile: HardwareProfile, scope: Scope = UPD
         memory          sum z state                       <= free at the peak
         memory, shared  sum z state + what is in first    <= free at the peak and in the update together
 
+    Residents are launched together, so that a launch counts in none of them but in their upper limit, `residents`.
     `forward` and `backward` are the seconds of those that are overlapped. Beside a forward all goes on
     but updates on the GPU, which computes it. Speeds are the simulator's: `lanes.lane_speeds`.
     """
@@ -112,6 +113,7 @@ def _solve(workload: Workload, profile: HardwareProfile, scope: Scope) -> tuple[
     slowest = max(c.prefetch[0] for c in costs)
     fill = min(fitting, float(counts.sum())) * slowest
     gpu, flush, prefetch, gradient = (total(name) for name in ("gpu_update", "flush", "prefetch", "gradient"))
+    together = np.maximum(gpu - counts * profile.launch_latency_s, 0.0)  # residents have one launch
     # Each with what it may not exceed.
     rows = {
         "CPU": (row(x=total("cpu_update"), t=-cpu, u=-cpu), 0.0),
@@ -121,9 +123,9 @@ def _solve(workload: Workload, profile: HardwareProfile, scope: Scope) -> tuple[
         "streaming down": (row(y=flush, u=-d2h), 0.0),
         "early": (row(x=-gradient, early=1), 0.0),
         "residents": (row(z=-gpu, t=1), 0.0),
-        "others": (row(z=gpu, u=1, T=-1), after),
-        "GPU": (row(y=gpu, z=gpu, T=-1), 0.0),
-        "fetching": (row(y=prefetch, z=gpu, first=-1, T=-1), after),
+        "others": (row(z=together, u=1, T=-1), after),
+        "GPU": (row(y=gpu, z=together, T=-1), 0.0),
+        "fetching": (row(y=prefetch, z=together, first=-1, T=-1), after),
         "filling": (row(filling=1, first=-1), 0.0),
     }
     host = profile.host_bandwidth_per_rank
@@ -132,7 +134,7 @@ def _solve(workload: Workload, profile: HardwareProfile, scope: Scope) -> tuple[
         streamed = total("prefetch", "flush", part=1) / host
         up, down = profile.h2d_bandwidth / host, profile.d2h_bandwidth / host
         rows["host DRAM"] = row(x=on_cpu, y=streamed, early=-down, filling=-up, T=-1), after
-        rows["DRAM, others"] = row(y=streamed, z=gpu, first=-up, T=-1), after
+        rows["DRAM, others"] = row(y=streamed, z=together, first=-up, T=-1), after
     scale = max(float(counts @ state), 1.0)
     held = counts * state / scale
     if 0 < fitting < math.inf:

@@ -28,6 +28,7 @@ class Task(NamedTuple):
     subgroup: None for forward and backward. size: bytes of a copy; parameters of anything else.
     after: numbers of earlier tasks that must have ended, besides the one before it in its stream.
     slot: the staging slot that it fills, uses or empties, if any.
+    others: further subgroups that the same update updates.
     """
 
     op: Op
@@ -36,6 +37,7 @@ class Task(NamedTuple):
     size: int
     after: tuple[int, ...] = ()
     slot: int | None = None
+    others: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -203,19 +205,42 @@ class _Made:
     def step(self, found: Sequence[Found], backward: tuple[int, ...], vacated: list[tuple[int, ...]]) -> None:
         """What waits for no slot first, then all others as the plan orders them.
 
+        Residents of one format are updated together, behind what could hold up a transfer home: state that leaves, and
+        state that has come to a slot already.
         backward: what has to end before gradients are complete and parameters may be overwritten.
         vacated: by slot, what has to end before it is filled for the first time.
         """
-        others = []
+        others, arriving, residents = [], [], dict[str, list[int]]()
         for i in self._plan.order:
             gradient, stays = found[i].gradient, self._plan.placements[i] is RESIDENT
             if gradient is HOST or (found[i].state is HOST and not stays):
                 others.append(i)
+            elif gradient is DEVICE and not stays:
+                self._flush(i, (self._update(i, found[i], backward),))
+            elif gradient is DEVICE and found[i].state is DEVICE:
+                residents.setdefault(self._loads[i].format, []).append(i)
             elif gradient is DEVICE:
-                self._where_it_stays(i, found[i], stays, backward)
+                arriving.append(i)
             elif not stays:
                 self._flush(i, backward)
-        rank = 0
+        ahead = [i for i in others if i in self.fetched and self._plan.placements[i] is not RESIDENT]
+        self._others(ahead, 0, found, backward, vacated)
+        for together in residents.values():
+            self._updated |= dict.fromkeys(together, self._together(together, found, backward))
+        for i in arriving:
+            self._arriving(i, found[i], backward)
+        begun = set(ahead)
+        self._others([i for i in others if i not in begun], len(ahead), found, backward, vacated)
+
+    def _others(
+        self,
+        others: Sequence[int],
+        rank: int,
+        found: Sequence[Found],
+        backward: tuple[int, ...],
+        vacated: list[tuple[int, ...]],
+    ) -> None:
+        """What is updated on the host, or passes through slots; `rank` have done so before."""
         for i in others:
             if found[i].gradient is None:
                 continue
@@ -227,16 +252,19 @@ class _Made:
                 vacated[slot] = (self._staged(i, found[i], slot, vacated[slot], backward),)
                 rank += 1
 
-    def _where_it_stays(self, i: int, found: Found, stays: bool, backward: tuple[int, ...]) -> None:
-        """State that is on the device or comes to stay, with its gradient there; it may leave."""
-        ready = backward
-        if i in self.fetched:
-            ready = (self.fetched[i], *backward)
-        elif found.state is HOST:
-            ready = (self.add(PREFETCH, i, self._loads[i].state_bytes, backward), *backward)
-        update = self._update(i, found, ready)
-        if not stays:
-            self._flush(i, (update,))
+    def _together(self, residents: Sequence[int], found: Sequence[Found], backward: tuple[int, ...]) -> int:
+        """State and gradients that are on the device, where they stay: one update."""
+        first, *others = residents
+        numel = sum(found[i].numel for i in residents)
+        self.tasks.append(Task(*ON_DEVICE, first, numel, backward, None, tuple(others)))
+        return len(self.tasks) - 1
+
+    def _arriving(self, i: int, found: Found, backward: tuple[int, ...]) -> None:
+        """State that comes to stay, and its gradient is there."""
+        fetched = self.fetched.get(i)
+        if fetched is None:
+            fetched = self.add(PREFETCH, i, self._loads[i].state_bytes, backward)
+        self._update(i, found, (fetched, *backward))
 
     def _staged(self, i: int, found: Found, slot: int, vacated: tuple[int, ...], backward: tuple[int, ...]) -> int:
         """State, offloaded gradients or both come up for the update; what frees the slot again."""

@@ -90,7 +90,7 @@ def _served(schedule: Schedule, workload: Workload, profile: HardwareProfile) ->
     """The tasks with what they cost, served."""
     served, numel, loads, cpu = Tasks(), max(workload.numel, 1), workload.subgroups, Stream.CPU
     costs: list[dict[int, Cost]] = [{} for _ in Stream]
-    for op, stream, subgroup, size, after, _ in schedule.tasks:
+    for op, stream, subgroup, size, after, _, _ in schedule.tasks:
         if subgroup is None:
             cost = (workload.backward_s if op is Op.BACKWARD else workload.forward_s) * (size / numel), 0.0
         elif stream is cpu:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -25,6 +26,7 @@ def lines(made: Schedule) -> list[str]:
     names = []
     for number, task in enumerate(made.tasks):
         subgroup = "" if task.subgroup is None else f" {task.subgroup}"
+        subgroup += "".join(f"+{other}" for other in task.others)
         slot = "" if task.slot is None else f" slot {task.slot}"
         after = " after " + " ".join(map(str, task.after)) if task.after else ""
         names.append(f"{number} {task.op.value}{subgroup} {task.stream.name} {task.size}{slot}{after}")
@@ -65,6 +67,23 @@ def test_a_plan_that_finds_all_as_it_wants() -> None:
     assert lines(schedule(plan, work(4))) == expected
 
 
+def test_residents_of_one_format_are_one_task_which_holds_no_transfer_home_up() -> None:
+    """It comes behind state that leaves and state that has come to a slot, and before all that has yet to come."""
+    begun = (Task(Op.PREFETCH, Stream.PREFETCH, 1, 144, (), 0),)
+    finds = [found(DEVICE), found(HOST, fetched=0), found(HOST), *[found(DEVICE, numel=n) for n in (12, 5, 12, 12)]]
+    sizes = work(7)
+    loads = (*sizes.subgroups[:6], dataclasses.replace(sizes.subgroups[6], format="split"))
+    plan = Plan((R, S, S, R, R, C, R), tuple(range(7)), 2)
+    made = schedule_step(plan, dataclasses.replace(sizes, subgroups=loads), finds, begun)
+    assert [task for task in lines(made) if " update " in task] == [
+        "9 update 5 GPU 12 after 8",
+        "11 update 1 GPU 12 slot 0 after 7 8",
+        "13 update 0+3+4 GPU 29 after 8",
+        "14 update 6 GPU 12 after 8",
+        "16 update 2 GPU 12 slot 1 after 15 8",
+    ]
+
+
 def test_beside_compute() -> None:
     scope = Scope(Phase.OVERLAPPED, Phase.OVERLAPPED)
     assert lines(schedule(Plan((C, S), (0, 1), 1), work(2, forward_s=1.0, backward_s=1.0), scope)) == [
@@ -86,11 +105,11 @@ def test_state_comes_to_stay_and_leaves() -> None:
     finds = [found(HOST), found(DEVICE), found(DEVICE, None), found(HOST, None)]
     assert step((R, C, S, R), finds) == [
         "0 backward COMPUTE 0",
-        "1 prefetch 0 PREFETCH 144 after 0",
-        "2 update 0 GPU 12 after 1 0",
-        "3 update 1 GPU 12 after 0",
-        "4 flush 1 FLUSH 144 after 3",
-        "5 flush 2 FLUSH 144 after 0",
+        "1 update 1 GPU 12 after 0",
+        "2 flush 1 FLUSH 144 after 1",
+        "3 flush 2 FLUSH 144 after 0",
+        "4 prefetch 0 PREFETCH 144 after 0",
+        "5 update 0 GPU 12 after 4 0",
     ]
     plan = Plan((R, C, S, R), (3, 2, 1, 0), 1)
     assert (arriving(plan, finds), leaving(plan, finds), staged(plan, finds)) == ([0], [2, 1], [])
@@ -146,13 +165,13 @@ def test_what_is_under_way_is_not_issued_again() -> None:
         "4 gradient 1 GRADIENT 12 after 1",
         "5 gradient 0 GRADIENT 24 after 2",
         "6 backward COMPUTE 0",
-        "7 update 0 CPU 12 after 5 6",
-        "8 parameter 0 PARAMETER 24 after 7 6",
-        "9 gradient 1 GRADIENT 12 after 6",
-        "10 update 1 CPU 12 after 4 9 6",
-        "11 parameter 1 PARAMETER 24 after 10 6",
-        "12 update 2 GPU 12 slot 0 after 3 6",
-        "13 flush 2 FLUSH 144 slot 0 after 12",
+        "7 update 2 GPU 12 slot 0 after 3 6",
+        "8 flush 2 FLUSH 144 slot 0 after 7",
+        "9 update 0 CPU 12 after 5 6",
+        "10 parameter 0 PARAMETER 24 after 9 6",
+        "11 gradient 1 GRADIENT 12 after 6",
+        "12 update 1 CPU 12 after 4 11 6",
+        "13 parameter 1 PARAMETER 24 after 12 6",
     ]
 
 
@@ -211,7 +230,7 @@ def test_any_step_can_be_served_and_leaves_state_where_the_plan_wants_it(made: t
     timeline = serve(issued, load, machine())
     assert len([s for s in timeline.spans if s.subgroup is not None]) == len(issued.tasks) - 1
     for i, each in enumerate(finds):
-        ops = [task.op for task in issued.tasks if task.subgroup == i]
+        ops = [task.op for task in issued.tasks if i in (task.subgroup, *task.others)]
         assert (Op.UPDATE in ops) == (each.gradient is not None)
         if Op.UPDATE in ops or each.state is DEVICE:
             ups = Op.PREFETCH in ops and each.state is HOST

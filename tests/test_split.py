@@ -139,7 +139,7 @@ def test_a_batch_of_both_kinds(
     if where == "torch":
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(gpu_update, "_triton_kernel", lambda: None)
-            patch.setattr(batch, "_gpu", GpuBatch(runs, batch._table))
+            patch.setattr(batch, "_gpu", GpuBatch(runs[0].param.device))
             batch.update(STEPS, which)
     else:
         batch.update(STEPS, which, threads=threads, isa=where)

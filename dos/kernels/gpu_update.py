@@ -8,6 +8,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,35 +43,36 @@ def gpu_kernel_name() -> str:
 class GpuBatch:
     """Queues the updates of some runs: one launch for those of one setting, kind and alignment."""
 
-    def __init__(self, runs: Sequence[AdamArrays], table: np.ndarray) -> None:
-        self._runs = [run[1:] for run in runs]
-        self._device = runs[0].param.device
-        self._table = table
-        self._sent: defaultdict[int, SentTable] = defaultdict(functools.partial(SentTable, self._device))
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._sent: defaultdict[int, SentTable] = defaultdict(functools.partial(SentTable, device))
 
     @torch.no_grad()
-    def update(self, steps: Sequence[AdamStep]) -> None:
-        """Queue the updates of the runs that have a gradient, without waiting for them."""
-        for number, chosen in enumerate(_alike(self._table)):
-            step = steps[self._table[chosen[0], STEP]]
+    def update(self, steps: Sequence[AdamStep], table: np.ndarray, runs: Sequence[Sequence[Any]]) -> None:
+        """Queue the updates of the runs that have a gradient, without waiting for them.
+
+        runs: :class:`AdamArrays` without their gradients, one for each row of the table.
+        """
+        for number, chosen in enumerate(_alike(table)):
+            step = steps[table[chosen[0], STEP]]
             kernel = _triton_kernel()
             if kernel is not None:
                 try:
-                    rows = self._table[chosen]
-                    with torch.cuda.device_of(self._runs[0][0]):
-                        _launch(kernel, self._arrays(chosen[0], step), step, rows, self._sent[number].send)
+                    arrays = self._arrays(runs[chosen[0]], table[chosen[0]], step)
+                    with torch.cuda.device_of(arrays.param):
+                        _launch(kernel, arrays, step, table[chosen], self._sent[number].send)
                     continue
                 except Exception as error:  # raised before anything was queued
                     if not _can_be_of_the_compiler(error):
                         raise
                     _give_up_triton(error)
             for run in chosen:
-                _adam_update_torch(self._arrays(run, step), step)
+                _adam_update_torch(self._arrays(runs[run], table[run], step), step)
 
-    def _arrays(self, run: int, step: AdamStep) -> AdamArrays:
-        """A run with the gradient that the table points to."""
-        param, exp_avg, exp_avg_sq, max_exp_avg_sq, *others = self._runs[run]
-        address, dtype = int(self._table[run, GRAD]), FLOATS[self._table[run, GRAD_TYPE]]
+    def _arrays(self, run: Sequence[Any], row: np.ndarray, step: AdamStep) -> AdamArrays:
+        """A run with the gradient that its row of the table points to."""
+        param, exp_avg, exp_avg_sq, max_exp_avg_sq, *others = run
+        address, dtype = int(row[GRAD]), FLOATS[row[GRAD_TYPE]]
         storage = torch._C._construct_storage_from_data_pointer(address, self._device, param.numel() * dtype.itemsize)
         grad = torch.empty(0, dtype=dtype, device=self._device).set_(storage, 0, param.shape, (1,))
         return AdamArrays(grad, param, exp_avg, exp_avg_sq, max_exp_avg_sq if step.amsgrad else None, *others)

@@ -50,16 +50,18 @@ def adam_update(
     )
     lerp_from_grad = not one_minus_beta1 < 0.5
     numel, count, table, aligned = len(arrays.param), 0, None, False
+    blocks = triton.cdiv(numel, _BLOCK)
     if rows is not None and send is not None and len(rows) > 1:
         ends = np.cumsum(-(-rows[:, NUMEL] // _BLOCK))
         rows[1:, STEP], rows[0, STEP] = ends[:-1], 0
         aligned = not (rows[:, [*range(REST + 1), NUMEL]] & 15).any()
-        numel, count, table = int(ends[-1]) * _BLOCK, len(rows), send(rows)
+        # Each run has its own length; a number of the same type and alignment always, so that nothing compiles anew.
+        numel, blocks, count, table = _BLOCK, int(ends[-1]), len(rows), send(rows)
         # Only the types count, but Triton compiles anew for pointers of other alignment.
         arrays = AdamArrays._make(None if array is None else table.view(array.dtype) for array in arrays)
-    if numel == 0:
+    if blocks == 0:
         return  # there is no empty grid
-    launch: Any = adam_kernel[(triton.cdiv(numel, _BLOCK),)]  # whose signature is not that of the kernel
+    launch: Any = adam_kernel[(blocks,)]  # whose signature is not that of the kernel
     launch(
         *arrays,
         numel,

@@ -67,7 +67,7 @@ class AdamBatch:
         self._table = np.array(rows, np.int64).reshape(len(runs), STEP + 1)
         self.table = self._table.ctypes.data, len(runs)
         """Address and number of the rows of the table of runs, for the extension."""
-        self._gpu = None if not runs or runs[0].param.is_cpu else GpuBatch(runs, self._table)
+        self._gpu = None if not runs or runs[0].param.is_cpu else GpuBatch(runs[0].param.device)
 
     def point(self, addresses: Sequence[int], dtypes: Sequence[torch.dtype] | None = None) -> None:
         """Say where the gradients of the next update are, one for each run, 0 for none: that run is left as it is.
@@ -103,6 +103,11 @@ class AdamBatch:
                 another length or not within ``steps``.
         """
         steps = (steps,) if isinstance(steps, AdamStep) else steps
+        self.choose(steps, which)
+        update_together([self], steps, threads=threads, isa=isa)
+
+    def choose(self, steps: Sequence[AdamStep], which: Sequence[int] | None = None) -> None:
+        """Say which of ``steps`` each run takes, as in :meth:`update`, before batches are updated together."""
         chosen = self._table[:, STEP]
         chosen[:] = first = last = 0
         if which is not None and len(chosen):
@@ -115,15 +120,23 @@ class AdamBatch:
         updated = self._table[:, GRAD] != 0
         if any(amsgrad) and (np.array(amsgrad)[chosen] & ~self._has_max & updated).any():
             raise ValueError("max_exp_avg_sq: expected a tensor with amsgrad=True, found None")
-        if self._gpu is None:
-            scalars = [(*step.scalars, step.use_l2, step.amsgrad, step.seed) for step in steps]
-            _adam.adam_update(*self.table, scalars, _threads(threads), isa)
-        else:
-            self._gpu.update(steps)
 
     def _check_length(self, name: str, values: Sequence[object]) -> None:
         if len(values) != len(self._table):
             raise ValueError(f"{name}: expected {len(self._table)}, found {len(values)}")
+
+
+def update_together(
+    batches: Sequence[AdamBatch], steps: Sequence[AdamStep], *, threads: int = 0, isa: str | None = None
+) -> None:
+    """Update batches on one device, each of which has had its :meth:`AdamBatch.choose`, as if they were one."""
+    first = batches[0]
+    table = first._table if len(batches) == 1 else np.concatenate([batch._table for batch in batches])
+    if first._gpu is None:
+        scalars = [(*step.scalars, step.use_l2, step.amsgrad, step.seed) for step in steps]
+        _adam.adam_update(table.ctypes.data, len(table), scalars, _threads(threads), isa)
+    else:
+        first._gpu.update(steps, table, [run for batch in batches for run in batch._held])
 
 
 def adam_update(arrays: AdamArrays, *, step: AdamStep, threads: int = 0, isa: str | None = None) -> None:

@@ -13,7 +13,7 @@ import torch
 from dos.guard import Guard
 from dos.lifetime import watch
 from dos.state.subgroup import Subgroup
-from dos.step.work import SubgroupUpdate
+from dos.step.work import SubgroupUpdate, apply
 
 
 class InPlace:
@@ -75,4 +75,4 @@ class InPlace:
 
 def _apply(update: SubgroupUpdate) -> None:
     with torch.no_grad():
-        update.apply(update.subgroup.state)
+        apply([(update, update.subgroup.state)])

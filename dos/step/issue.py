@@ -12,7 +12,7 @@ from dos.state.arena import State
 from dos.state.stores import DeviceStore
 from dos.state.subgroup import Subgroup
 from dos.step.host_lane import Turn
-from dos.step.work import SubgroupUpdate, Subject
+from dos.step.work import SubgroupUpdate, Subject, apply
 from perfmodel import Op
 from perfmodel.lanes import Stream
 from perfmodel.plan import Tier
@@ -140,13 +140,16 @@ class Step:
         return self._device.copy(Op.PREFETCH, i, copies, after)
 
     def _update(self, task: Task, after: Sequence[Job]) -> Job:
-        i, subgroup, update = self._of(task)
-        state, lasting = self._state(task), self._store.has(subgroup)
-        reads = [] if update.offloaded else update.gradients
-        name = subgroup.arena.format.name
-        job = self._device.launch(i, lambda: update.apply(state, lasting=lasting), task.size, after, reads, name)
-        self.done[subgroup] = Future()
-        self.done[subgroup].set_result(job)
+        """Of one subgroup, or of residents together."""
+        i, first, _ = self._of(task)
+        lasting = self._store.has(first)
+        updates = [(self._of(each)[2], self._state(each)) for each in (task, *_others(task))]
+        reads = [gradient for update, _ in updates if not update.offloaded for gradient in update.gradients]
+        name = first.arena.format.name
+        job = self._device.launch(i, lambda: apply(updates, lasting=lasting), task.size, after, reads, name)
+        done: Future[Job] = Future()
+        done.set_result(job)
+        self.done |= {update.subgroup: done for update, _ in updates}
         return job
 
     def _flush(self, task: Task, after: Sequence[Job]) -> Job:
@@ -173,6 +176,11 @@ class Step:
                 assert task.slot is not None, "state that does not stay on the device passes through a slot"
                 self._states[task.subgroup] = subgroup.state.carve(self._store.slots[task.slot])
         return self._states[task.subgroup]
+
+
+def _others(task: Task) -> list[Task]:
+    """An update of several subgroups as further ones of one each."""
+    return [task._replace(subgroup=i) for i in task.others]
 
 
 def state_copies(destination: State, source: State) -> list[Copy]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from dos.devices import Copy, Job
 from dos.kernels.adam import AdamArrays, AdamStep
 from dos.kernels.masters import follow, settle
-from dos.kernels.update import AdamBatch
+from dos.kernels.update import AdamBatch, update_together
 from dos.state.arena import State
 from dos.state.record import ParameterRecord, flat_alias
 from dos.state.subgroup import Piece, Subgroup
@@ -47,7 +47,7 @@ class SubgroupUpdate:
     """What a step does to one subgroup.
 
     pieces: those that have a gradient. gradients: of the parameters to which they belong, as a whole.
-    numel: parameters updated.
+    numel: parameters updated. settings: those of the step that occur.
     offloaded: whether the gradients are on the host, although the parameters are not.
     """
 
@@ -68,7 +68,7 @@ class SubgroupUpdate:
         first = subgroup.pieces[0].parameter_start
         if first and self._addresses[0]:
             self._addresses[0] += first * self._types[0].itemsize
-        self._settings = given.settings
+        self.settings = given.settings
         self._which = [given.which[n] for n in numbers] if len(given.settings) > 1 else None
         self._follows = [p for p in self.pieces if p.record in given.follows] if given.follows else []
 
@@ -130,15 +130,19 @@ class SubgroupUpdate:
         assert staged is not None, "accelerated parameters have a master"
         return [(p.of_parameter(p.record.flat), staged[p.run]) for p in self.pieces]
 
-    def apply(self, state: State, *, lasting: bool = True) -> None:
-        """Update `state`, and the parameters in the memory where it is.
+    def prepare(self, state: State, *, lasting: bool = True) -> AdamBatch:
+        """The update of `state`, and of the parameters in the memory where it is, ready for `apply`.
 
         lasting: whether later steps find state in the same place.
         """
         self.follow(state)
         batch = self._batch("with parameters", state, lasting=lasting)
         batch.point(self._addresses, self._types)
-        batch.update(self._settings, self._which)
+        batch.choose(self.settings, self._which)
+        return batch
+
+    def finish(self, state: State) -> None:
+        """What is to be done after an update where the parameters are."""
         if self.subgroup.newest:
             self.subgroup.newest.difference_update(self.pieces)
         if state.master is not None and state.master.dtype != torch.float32:
@@ -162,7 +166,7 @@ class SubgroupUpdate:
                 for piece, address in zip(self.subgroup.pieces, self._addresses, strict=True)
             ]
             batch.point(places, [staged.dtype] * len(places))
-        batch.update(self._settings, self._which)
+        batch.update(self.settings, self._which)
         if state.rest is not None and len(self.subgroup.newest) < len(self.subgroup.pieces):
             self.subgroup.newest.update(self.pieces)
 
@@ -229,6 +233,17 @@ class SubgroupUpdate:
         staged = self.subgroup.parameter
         assert staged is not None, "what the host updates is staged"
         return staged[piece.run]
+
+
+def apply(updates: Sequence[tuple[SubgroupUpdate, State]], *, lasting: bool = True) -> None:
+    """Update subgroups together where their parameters are, with their states there.
+
+    lasting: whether later steps find the states in the same places.
+    """
+    batches = [update.prepare(state, lasting=lasting) for update, state in updates]
+    update_together(batches, updates[0][0].settings)
+    for update, state in updates:
+        update.finish(state)
 
 
 class Subject(NamedTuple):
