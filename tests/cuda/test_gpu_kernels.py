@@ -7,16 +7,29 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from coded import PARAMETERS, assert_same_bytes, coded_arrays
-from test_split import L2, assert_alike, mixed_arrays, splitting
-from test_ties import NOTHING, ties
-from test_update import FLOATS, STEP, STEPS, assert_same_bits, clone, random_arrays, random_bits, update
 from torch import Tensor
 
 from dos.devices.pinned import lazy_zeros, pin
 from dos.kernels import gpu_update as module
 from dos.kernels.gpu_update import gpu_kernel_name
 from dos.kernels.update import AdamArrays, AdamBatch, AdamStep
+from tests.support.arrays import (
+    FLOATS,
+    L2,
+    NOTHING,
+    STEP,
+    STEPS,
+    assert_alike,
+    assert_same_bits,
+    clone,
+    mixed_arrays,
+    random_arrays,
+    random_bits,
+    splitting,
+    ties,
+    update,
+)
+from tests.support.coded import PARAMETERS, assert_same_bytes, coded_arrays
 
 pytestmark = [
     pytest.mark.cuda,

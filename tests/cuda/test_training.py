@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import bits, plan_anew
-from test_invariance import RandomPlans
 from torch import Tensor, nn
 
 from dos import DOSAdam
@@ -21,6 +19,8 @@ from dos.devices.cuda import POOLS, CudaDevice
 from dos.memory.forecast import MARGIN
 from dos.memory.monitor import Nvml
 from experiments.checks.neighbour import Neighbour
+from tests.support.random_plans import RandomPlans
+from tests.support.training import bits, plan_anew
 
 pytestmark = [
     pytest.mark.cuda,

@@ -1,0 +1,302 @@
+"""The believed profile stays near the truth; what was not of the schedule teaches nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dos import DOSAdam, EmulatedDevice
+from dos.deciding.controller import Refinement
+from perfmodel import Lane, Op, Placement, Plan, Span, Timeline, Workload
+from perfmodel.hardware import HardwareProfile
+from perfmodel.policies import cpu_only, static_ratio, stride
+from perfmodel.schedule import Schedule, schedule
+from perfmodel.scope import UPDATE_ALONE, Phase, Scope
+from perfmodel.simulate import serve, simulate
+from tests.support.clock import compares_with_a_clock, skip_if_the_clock_cannot_be_trusted
+from tests.support.training import mlp, plan_anew, profile, train
+
+pytestmark = pytest.mark.usefixtures("one_kernel_thread")
+
+TRUTH = profile(
+    host_bandwidth=60e9,
+    cpu_update_rate=1e9,
+    h2d_bandwidth=10e9,
+    d2h_bandwidth=10e9,
+    h2d_bandwidth_duplex=6e9,
+    d2h_bandwidth_duplex=6e9,
+    gpu_update_rate=50e9,
+)
+WORK = Workload.of_sizes([10**7] * 12)
+PLAN = stride(WORK, 3)
+LEARNT = ("host_bandwidth", "cpu_update_rate", "h2d_bandwidth", "d2h_bandwidth", "gpu_update_rate")
+
+
+def believed_after(
+    timeline: Timeline, plan: Plan = PLAN, work: Workload = WORK, scope: Scope = UPDATE_ALONE
+) -> HardwareProfile:
+    """What is believed after 20 such steps, beginning with the truth."""
+    refinement, believed, issued = Refinement(), TRUTH, schedule(plan, work, scope)
+    for _ in range(20):
+        believed = refinement.correct(believed, issued, work, timeline)
+    return believed
+
+
+def sent_again(timeline: Timeline) -> Timeline:
+    """The gradients of every micro-batch, or gradients that were changed before the step."""
+    early = [
+        dataclasses.replace(s, start=s.start - n, end=s.end - n)
+        for s in timeline.spans
+        if s.op is Op.GRADIENT
+        for n in range(1, 8)
+    ]
+    return Timeline.of([*timeline.spans, *early])
+
+
+def fetched_with_gradients(timeline: Timeline) -> Timeline:
+    """Offloaded gradients come up again after their subgroup's state."""
+    return Timeline.of([*timeline.spans, *(s for s in timeline.spans if s.op is Op.PREFETCH)])
+
+
+def dropped(timeline: Timeline) -> Timeline:
+    """State that was prefetched for another plan, in vain."""
+    return Timeline.of([*timeline.spans, Span(Lane.H2D, Op.PREFETCH, 0, -3.0, -1.0)])
+
+
+def without_half(timeline: Timeline) -> Timeline:
+    """Half of the subgroups have no gradient."""
+    return Timeline.of(s for s in timeline.spans if s.subgroup is None or s.subgroup % 2)
+
+
+def updated_elsewhere(timeline: Timeline) -> Timeline:
+    """A streamed subgroup found no memory: the host updated it, for as long as ten others."""
+    first = PLAN.served(Placement.GPU_STREAMED)[0]
+    kept = [s for s in timeline.spans if s.subgroup != first]
+    return Timeline.of(
+        [*kept, Span(Lane.CPU, Op.UPDATE, first, 1.0, 1.1), Span(Lane.D2H, Op.GRADIENT, first, 1.0, 1.1)]
+    )
+
+
+@pytest.mark.parametrize("seen", [sent_again, fetched_with_gradients, dropped, without_half, updated_elsewhere])
+def test_what_was_not_predicted_teaches_nothing(seen: Callable[[Timeline], Timeline]) -> None:
+    assert believed_after(seen(simulate(PLAN, WORK, TRUTH))) is TRUTH
+
+
+def test_the_device_is_learnt_of_though_the_host_did_more_than_predicted() -> None:
+    """Nothing on the host slows the device's own lane; the host's lanes slow each other."""
+    slower = dataclasses.replace(TRUTH, gpu_update_rate=TRUTH.gpu_update_rate / 2, cpu_update_rate=2e8)
+    believed = believed_after(fetched_with_gradients(simulate(PLAN, WORK, slower)))
+    assert believed.gpu_update_rate == pytest.approx(slower.gpu_update_rate, rel=0.05)
+    assert dataclasses.replace(believed, gpu_update_rate=TRUTH.gpu_update_rate) == TRUTH
+
+
+def beside_backward(plan: Plan, backward_s: float) -> Timeline:
+    """What an engine sees when gradients leave beside a backward of that length."""
+    work = dataclasses.replace(WORK, backward_s=backward_s)
+    timeline = simulate(plan, work, TRUTH, Scope(Phase.OVERLAPPED))
+    return Timeline.of(
+        dataclasses.replace(s, start=s.start - backward_s, end=s.end - backward_s)
+        for s in timeline.spans
+        if s.subgroup is not None
+    )
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("plan", [PLAN, cpu_only(WORK)], ids=["stride", "cpu"])
+def test_gradients_that_leave_beside_backward_meet_no_other_copies(plan: Plan, known: bool) -> None:
+    """They run faster than beside uploads, which says nothing about the link."""
+    seen = beside_backward(plan, 0.5)
+    work = dataclasses.replace(WORK, backward_s=0.5 if known else 0.0)
+    assert believed_after(seen, plan, work, Scope(Phase.OVERLAPPED)) is TRUTH
+
+
+# On real threads and the wall clock.
+
+SLOW = profile(
+    cpu_update_rate=3e4,
+    h2d_bandwidth=4e5,
+    d2h_bandwidth=4e5,
+    h2d_bandwidth_duplex=4e5,
+    d2h_bandwidth_duplex=4e5,
+    gpu_update_rate=4e4,
+)
+"""Each copy and update of the small network takes milliseconds, more than a thread to wake up."""
+
+
+def adaptive(model: nn.Module, **settings: object) -> DOSAdam:
+    """With too little memory for all state, so that every lane has work."""
+    device = EmulatedDevice(SLOW, capacity=10**7)
+    defaults = {"subgroup_size": 150, "device": device, "memory_budget": 6_000}
+    return DOSAdam(model.parameters(), **{**defaults, **settings})  # type: ignore[arg-type]
+
+
+def assert_near(believed: HardwareProfile | None, truth: HardwareProfile, tolerance: float) -> None:
+    """Each learnt rate is the truth up to a factor; skipped if the machine is too busy to tell."""
+    assert believed is not None
+    for name in LEARNT[1:]:
+        ratio = getattr(believed, name) / getattr(truth, name)
+        if not 1 / tolerance < ratio < tolerance:
+            skip_if_the_clock_cannot_be_trusted()
+        assert 1 / tolerance < ratio < tolerance, f"{name}: {ratio:.2f} of the truth"
+
+
+@compares_with_a_clock
+def test_offloaded_gradients_of_many_micro_batches() -> None:
+    model = mlp(torch.bfloat16)
+    optimizer = adaptive(model, offload_gradients=True)
+    for _ in range(20):
+        optimizer.zero_grad()
+        for _ in range(8):
+            model(torch.ones(4, 24, dtype=torch.bfloat16)).float().square().mean().backward()
+        optimizer.step()
+    assert_near(optimizer.profile, SLOW, 1.3)
+
+
+@pytest.mark.parametrize("factor", [0.4, 2.5])
+@compares_with_a_clock
+def test_a_wrong_start_comes_near_the_truth(factor: float) -> None:
+    wrong = SLOW.scaled(factor)
+    model = mlp()
+    optimizer = adaptive(model, profile=dataclasses.replace(wrong, host_bandwidth=SLOW.host_bandwidth))
+    train(model, optimizer, 25)
+    assert_near(optimizer.profile, SLOW, 1.3)
+
+
+Step = tuple[Schedule, Workload, Timeline]
+
+
+def learnt_from(optimizer: DOSAdam, model: nn.Module, between: Callable[[], None]) -> list[Step]:
+    """Which of six steps after the first are learnt from, and what is compared then."""
+    seen: list[Step] = []
+    train(model, optimizer, 1)
+    accelerator = optimizer._accelerator
+    assert accelerator is not None
+    accelerator._controller.observe = lambda *step: seen.append(step)  # type: ignore[method-assign]
+    train(model, optimizer, 6, first_step=1, before_step=lambda _: between())
+    return seen
+
+
+def assert_as_predicted(steps: list[Step], tolerance: float = 1.3) -> None:
+    """Each lane did what was predicted, for as long in the best of like steps, up to a factor."""
+    ratios = defaultdict(list)
+    for issued, work, ran in steps:
+        predicted = Timeline.of(s for s in serve(issued, work, SLOW).spans if s.subgroup is not None)
+        for lane in Lane:
+            expected, found = (sorted(s.name for s in timeline.on(lane)) for timeline in (predicted, ran))
+            assert expected == found
+            if found:
+                ratios[lane, tuple(found)].append(ran.busy(lane) / predicted.busy(lane))
+    for (lane, _), times in ratios.items():
+        if len(times) == 1:
+            continue  # whatever else the machine did then
+        if not 1 / tolerance < min(times) < tolerance:
+            skip_if_the_clock_cannot_be_trusted()
+        assert 1 / tolerance < min(times) < tolerance, f"{lane}: {min(times):.2f} of what was predicted"
+
+
+@pytest.mark.parametrize("policy", ["adaptive", "cpu", "stride:1", 0.0])
+@compares_with_a_clock
+def test_pieces_without_a_gradient_make_an_update_cheaper_and_that_is_predicted(policy: str | float) -> None:
+    def forget() -> None:
+        model[0].bias.grad = None  # shares a subgroup with others
+
+    model = mlp()
+    whole = sum(p.numel() for p in model.parameters())
+    steps = learnt_from(adaptive(model, policy=policy, memory_budget=None), model, forget)
+    assert len(steps) == 6
+    for issued, _, _ in steps:
+        updated = sum(task.size for task in issued.tasks if task.op is Op.UPDATE)
+        assert updated == whole - model[0].bias.numel()
+    assert_as_predicted(steps)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+@pytest.mark.parametrize("policy", ["cpu", "stride:2", 0.0])
+@compares_with_a_clock
+def test_offloaded_gradients_are_predicted(policy: str | float, micro_batches: int) -> None:
+    model = mlp(torch.bfloat16)
+
+    def another_backward() -> None:
+        for _ in range(micro_batches - 1):
+            model(torch.ones(4, 24, dtype=torch.bfloat16)).float().square().mean().backward()
+
+    optimizer = adaptive(model, policy=policy, memory_budget=None, offload_gradients=True)
+    steps = learnt_from(optimizer, model, another_backward)
+    assert len(steps) == 6
+    assert not any(task.op is Op.GRADIENT for issued, _, _ in steps for task in issued.tasks)
+    assert_as_predicted(steps)
+
+
+@compares_with_a_clock
+def test_state_that_arrives_and_leaves_is_predicted() -> None:
+    model = mlp()
+    resident = itertools.cycle([True, False])
+
+    def policy(work: Workload) -> Plan:
+        n = len(work.subgroups)
+        return static_ratio(work, 0.0) if next(resident) else Plan((Placement.CPU,) * n, tuple(range(n)), 0)
+
+    optimizer = adaptive(model, policy=policy, memory_budget=None)
+    steps = learnt_from(optimizer, model, lambda: plan_anew(optimizer))
+    assert len(steps) == 6
+    done = [{task.op for task in issued.tasks} - {Op.BACKWARD, Op.UPDATE} for issued, _, _ in steps]
+    assert {Op.FLUSH} in done
+    assert {Op.PREFETCH} in done
+    assert_as_predicted(steps)
+
+
+@compares_with_a_clock
+def test_gradients_wider_than_their_parameters() -> None:
+    if not hasattr(torch.Tensor, "grad_dtype"):
+        pytest.skip("this torch has gradients in the parameters' dtype alone")
+    model = mlp(torch.bfloat16)
+    for parameter in model.parameters():
+        parameter.grad_dtype = torch.float32
+    steps = learnt_from(adaptive(model, policy="cpu"), model, lambda: None)
+    assert len(steps) == 6
+    assert_as_predicted(steps)
+
+
+def test_updates_of_parameters_on_the_host_run_beside_the_others() -> None:
+    on_host: list[Tensor] = []
+
+    class Half(EmulatedDevice):
+        def owns(self, tensor: Tensor) -> bool:
+            return all(tensor is not other for other in on_host)
+
+    for count in (0, 1):
+        model = mlp()
+        on_host[:] = list(model.parameters())[:count]
+        optimizer = adaptive(model, device=Half(SLOW, capacity=10**7))
+        assert bool(learnt_from(optimizer, model, lambda: None)) == (count == 0)
+
+
+def test_the_profile_is_there_once_it_is_asked_for(tmp_path: Path) -> None:
+    model = mlp()
+    optimizer = adaptive(model)
+    assert optimizer.profile is None
+    train(model, optimizer, 1)
+    assert optimizer.profile is not None
+    optimizer.profile.save(tmp_path / "profile.json")
+    model = mlp()
+    again = adaptive(model, profile=tmp_path / "profile.json")
+    train(model, again, 1)
+    assert again.profile == optimizer.profile
+
+
+def test_nothing_is_believed_without_the_adaptive_policy() -> None:
+    model = mlp()
+    optimizer = adaptive(model, policy="cpu")
+    train(model, optimizer, 2)
+    assert optimizer.profile is None
+    model = mlp()
+    optimizer = DOSAdam(model.parameters())
+    train(model, optimizer, 2)
+    assert optimizer.profile is None

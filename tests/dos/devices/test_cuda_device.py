@@ -1,0 +1,555 @@
+"""CudaDevice on a runtime that runs work as late as it may, or in any order: `fake_cuda`."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dos import DOSAdam
+from dos.devices.cuda import CudaDevice
+from dos.devices.ranges import named
+from dos.machine.threads import Cores, kernel_threads
+from dos.state.record import ParameterRecord
+from dos.step.host_lane import HostLane
+from dos.step.iteration import Iteration
+from perfmodel import Op
+from tests.support.fake_cuda import (
+    FakeCudaDevice,
+    FakeStream,
+    Record,
+    Runtime,
+    end_backward,
+    install,
+    queue_gradients,
+    use_virtual_time,
+)
+from tests.support.random_plans import RandomPlans
+from tests.support.ranks import TORCH_2_6
+from tests.support.training import bits, mlp, plan_anew, train
+
+POLICIES = ["cpu", 0.5, 0.0, "stride:2", "stride:1"]
+
+
+def trained(
+    device: FakeCudaDevice | None,
+    *,
+    attached: bool = False,
+    before_step: Callable[[DOSAdam], None] = lambda optimizer: None,
+    **options: object,
+) -> list[bytes]:
+    """Losses, parameters and state after some steps, to the bit. On a device all that the caller does is late, too."""
+    model = mlp(torch.bfloat16)
+    if device is not None:
+        queue_gradients(device.runtime, model.parameters())
+
+    def backward_is_issued(step: int) -> None:
+        before_step(optimizer)
+        if device is not None:
+            was = bits(model.parameters())
+            device.runtime.caller.enqueue(lambda: unchanged.append(bits(model.parameters()) == was))
+
+    unchanged: list[bool] = []
+    optimizer = DOSAdam(model.parameters(), lr=1e-2, device=device, subgroup_size=300, **options)  # type: ignore[arg-type]
+    if attached:
+        optimizer.attach(model)
+    losses = train(model, optimizer, 4, before_step=backward_is_issued)
+    optimizer.synchronize()
+    assert all(unchanged), "parameters were overwritten before the caller had read them"
+    state = optimizer.state
+    return bits([torch.tensor(losses), *model.parameters(), *(t for s in state.values() for t in s.values())])
+
+
+@pytest.mark.parametrize("seed", [None, 0])
+@pytest.mark.parametrize("attached", [False, True])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_no_order_of_work_changes_a_bit(
+    policy: str | float, attached: bool, seed: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = trained(None)
+    device = FakeCudaDevice(install(monkeypatch, seed))
+    assert trained(device, attached=attached, policy=policy) == expected
+
+
+@pytest.mark.parametrize("seed", [None, 0])
+@pytest.mark.parametrize("slots", [1, 3])
+def test_plans_that_change_every_step(slots: int, seed: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = trained(None)
+    policy = RandomPlans(seed or 0, slots)
+    device = FakeCudaDevice(install(monkeypatch, seed))
+    assert trained(device, attached=True, policy=policy, before_step=plan_anew) == expected
+
+
+@pytest.mark.parametrize("seed", [None, 0])
+def test_offloaded_gradients(seed: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = trained(None)
+    device = FakeCudaDevice(install(monkeypatch, seed))
+    assert trained(device, policy="stride:2", offload_gradients=True) == expected
+
+
+@pytest.mark.parametrize("offload", [False, True], ids=["", "offload"])
+@pytest.mark.parametrize("policy", ["cpu", 0.5, "stride:2"])
+def test_no_copy_leaves_the_region_in_which_it_begins(policy: str | float, offload: bool, runtime: Runtime) -> None:
+    """Subgroups are pinned one by one, a parameter spans several, and users move views of its state as a whole."""
+    size = 1 << 11
+    parameter = nn.Parameter(torch.ones(5 * size // 2, dtype=torch.bfloat16))
+    device = FakeCudaDevice(runtime)
+    optimizer = DOSAdam([parameter], device=device, policy=policy, subgroup_size=size, offload_gradients=offload)
+    for value in (0.5, -0.25):
+        for _ in range(2):
+            (value * parameter).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len(runtime.regions) > 5, "each subgroup's was pinned apart"
+    for entry in (optimizer.state_dict()["state"][0], optimizer.state[parameter]):
+        for key in ("exp_avg", "exp_avg_sq", "master_rest"):
+            assert torch.equal(entry[key].cuda(), entry[key]), key
+    regions = len(runtime.regions)
+    (0.5 * parameter).sum().backward()
+    optimizer.step()
+    assert len(runtime.regions) == regions, "what has become one region stays one"
+
+
+@pytest.mark.parametrize("seed", [None, 0])
+@pytest.mark.parametrize("layouts", [False, True], ids=["", "layouts"])
+@pytest.mark.parametrize("offload", [False, True], ids=["", "offload"])
+def test_a_backward_on_two_streams(
+    offload: bool, layouts: bool, seed: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pieces of one subgroup come from both. layouts: gradients lie otherwise than parameters, so they are copied."""
+
+    def trained_on(runtime: Runtime | None) -> list[bytes]:
+        model = mlp(torch.bfloat16)
+        parameters = list(model.parameters())
+        streams = [] if runtime is None else [runtime.caller_stream(), runtime.caller_stream()]
+        if layouts:
+            with torch.no_grad():
+                for parameter in parameters:
+                    parameter.set_(parameter.t().contiguous().t())
+                    parameter.register_post_accumulate_grad_hook(relaid)
+        if runtime is not None:
+            queue_gradients(runtime, parameters, streams)
+        device = None if runtime is None else FakeCudaDevice(runtime)
+        optimizer = DOSAdam(
+            parameters, lr=1e-2, device=device, policy="cpu", subgroup_size=700, offload_gradients=offload
+        )
+
+        def backward_ends(step: int) -> None:
+            if runtime is not None:
+                end_backward(runtime, streams)
+
+        train(model, optimizer, 4, before_step=backward_ends)
+        return bits(parameters)
+
+    def relaid(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad = parameter.grad.contiguous()
+
+    def flat_gradient(record: ParameterRecord, gradient: Tensor) -> Tensor:
+        flat = made(record, gradient)
+        if flat.data_ptr() != gradient.data_ptr():
+            runtime.current_stream().enqueue(lambda: flat.copy_(made(record, gradient)))
+        return flat
+
+    expected = trained_on(None)
+    runtime = install(monkeypatch, seed)
+    made = ParameterRecord.flat_gradient
+    monkeypatch.setattr(ParameterRecord, "flat_gradient", flat_gradient)
+    assert trained_on(runtime) == expected
+
+
+def test_a_weight_of_two_modules_is_waited_for_on_the_stream_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = install(monkeypatch, None)
+    first, second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+    second.weight = first.weight
+    model = nn.ModuleList([first, second])
+    device = FakeCudaDevice(runtime)
+    optimizer = DOSAdam(model.parameters(), policy="cpu", device=device)
+    optimizer.attach(model)
+    joined: list[object] = []
+    join = device.join
+    monkeypatch.setattr(device, "join", lambda job: (joined.append(device.caller()), join(job)))
+    streams = [runtime.caller_stream(), runtime.caller_stream()]
+    for _ in range(3):
+        joined.clear()
+        outputs = []
+        for module, stream in zip((first, second, first), (*streams, streams[0]), strict=True):
+            with runtime.stream(stream):
+                outputs.append(module(torch.ones(1, 4)))
+        in_forward = list(joined)
+        torch.stack(outputs).sum().backward()
+        optimizer.step()
+    assert in_forward == streams
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
+    return install(monkeypatch, None)
+
+
+def test_events_are_recorded_again(runtime: Runtime) -> None:
+    model = mlp()
+    optimizer = DOSAdam(model.parameters(), device=FakeCudaDevice(runtime), policy="stride:2", subgroup_size=100)
+    train(model, optimizer, 3)
+    made, recorded = runtime.made, runtime.recorded
+    train(model, optimizer, 10)
+    assert runtime.made <= 2 * made, "how many are in use at once depends a little on who is faster"
+    assert runtime.recorded > 3 * recorded
+
+
+def test_a_job_that_is_held_stays_readable(runtime: Runtime) -> None:
+    device = FakeCudaDevice(runtime)
+    first = device.launch(0, lambda: None, 1)
+    span = first.wait()
+    for i in range(20):
+        device.launch(i, lambda: None, 1).wait()
+    assert first.wait() == span
+    assert span.start < span.end
+
+
+def test_the_clock_follows_the_device(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device's clock runs 1% fast, and the host is interrupted in two of three looks at it."""
+    interruptions = itertools.cycle([5e-3, 1e-4, 8e-3])
+    complete = runtime.complete
+
+    def interrupted(record: Record) -> None:
+        complete(record)
+        if record.stream is device._idle_stream:
+            runtime.host += next(interruptions)
+
+    monkeypatch.setattr("dos.devices.cuda.time", SimpleNamespace(perf_counter=lambda: 0.99 * runtime.host))
+    device = FakeCudaDevice(runtime)
+    monkeypatch.setattr(runtime, "complete", interrupted)
+    for _ in range(100):
+        runtime.host += 0.3
+        span = device.launch(0, lambda: None, 1).wait()
+    assert span.end == pytest.approx(0.99 * runtime.host, abs=0.02), "off by what drifted in a minute"
+    for _ in range(3):
+        device._clock = device._start_clock()
+        assert device.launch(0, lambda: None, 1).wait().end == pytest.approx(0.99 * runtime.host, abs=2e-4)
+
+
+@pytest.mark.parametrize("attached", [False, True])
+def test_the_device_says_how_long_the_model_computes(
+    attached: bool, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forward and backward are issued in no time, and last."""
+    use_virtual_time(runtime, monkeypatch)
+    model = nn.Sequential(*(nn.Linear(10, 10, bias=False) for _ in range(5)))
+
+    def compute(seconds: float) -> None:
+        runtime.caller.enqueue(lambda: None, seconds)
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _: compute(0.03))
+    device = FakeCudaDevice(runtime)
+    optimizer = DOSAdam(model.parameters(), device=device, policy="cpu", subgroup_size=100)
+    if attached:
+        optimizer.attach(model)
+    for _ in range(4):
+        compute(0.05)
+        model(torch.ones(10)).sum().backward()
+        optimizer.step()
+        if not attached:
+            assert optimizer.metrics()["exposed_s"] < 0.02, "the backlog of the device is not the optimizer's"
+        optimizer.zero_grad()
+    pace = optimizer._accelerator._pace
+    assert pace.backward_s == pytest.approx(0.12, abs=0.01), "from the first of five gradients"
+    assert pace.forward_s == pytest.approx(0.08, abs=0.01), "until the first of them"
+
+
+def test_only_waits_that_hold_the_device_up_are_exposed(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_virtual_time(runtime, monkeypatch)
+    device = FakeCudaDevice(runtime)
+    iteration = Iteration(device)
+    runtime.caller.enqueue(lambda: None, 0.5)
+    with iteration.held_up():
+        runtime.host += 0.2
+    assert iteration.exposed_s == 0.0, "the device has not come so far"
+    device.fence()[0].wait()
+    assert iteration.exposed_s == 0.0, "the host was held up, and the device had work meanwhile"
+    with iteration.held_up():
+        device.fence()[0].wait()
+        runtime.host += 0.2
+    assert iteration.exposed_s == pytest.approx(0.2), "the device is held up still"
+    device.fence()[0].wait()
+    assert iteration.exposed_s == pytest.approx(0.2)
+
+
+def test_a_job_that_nobody_holds_keeps_its_host_memory_until_it_is_done(runtime: Runtime) -> None:
+    device = FakeCudaDevice(runtime)
+    source, destination = torch.arange(5.0), torch.zeros(5)
+    memory = weakref.ref(source.untyped_storage())
+    job = device.copy(Op.PREFETCH, 0, [(destination, source)])
+    del job, source
+    device.launch(0, lambda: None, 1).wait()  # another stream's end says nothing of this one's
+    device.launch(0, lambda: None, 1)
+    assert memory() is not None
+    assert not destination.any()
+    device.copy(Op.PREFETCH, 1, []).wait()
+    device.launch(0, lambda: None, 1)
+    gc.collect()
+    assert memory() is None
+    assert destination.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_gradients_are_not_kept_by_jobs(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The allocator knows by record_stream how long they are used, so that freeing them gives their memory back.
+    told: list[int] = []
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: told.append(tensor.data_ptr()))
+    device = FakeCudaDevice(runtime)
+    gradient, staged, state = torch.ones(5), torch.zeros(5), torch.ones(5)
+    jobs = [device.copy(Op.GRADIENT, 0, [(staged, gradient)]), device.copy(Op.FLUSH, 0, [(torch.zeros(5), state)])]
+    jobs.append(device.launch(0, lambda: None, 5, reads=[gradient]))
+    assert told == [gradient.data_ptr()] * 2
+    memory = weakref.ref(gradient.untyped_storage())
+    for job in jobs:
+        job.wait()
+    del gradient
+    assert memory() is None
+
+
+def test_updates_go_before_other_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = install(monkeypatch, None)
+    priorities = []
+
+    def stream(device: torch.device, priority: int = 0) -> FakeStream:
+        priorities.append(priority)
+        return FakeStream(runtime)
+
+    monkeypatch.setattr(torch.cuda, "Stream", stream)
+    FakeCudaDevice(runtime)
+    assert sorted(priorities) == [-1, 0, 0, 0, 0, 0]
+    FakeCudaDevice(runtime)
+    assert len(priorities) == 6, "torch has 32 of a priority and then gives the same ones again"
+
+
+@pytest.mark.parametrize("seed", [None, 0, 1])
+def test_two_optimizers_share_streams(seed: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def trained_together(runtime: Runtime | None) -> list[bytes]:
+        models = [mlp(torch.bfloat16, seed=0), mlp(torch.bfloat16, seed=1)]
+        optimizers = []
+        for model, policy in zip(models, ["stride:2", "cpu"], strict=True):
+            device = None if runtime is None else FakeCudaDevice(runtime)
+            optimizers.append(DOSAdam(model.parameters(), lr=1e-2, device=device, subgroup_size=300, policy=policy))
+            if device is not None:
+                optimizers[-1].attach(model)  # so that both are in flight at once
+        for step in range(3):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                train(model, optimizer, 1, first_step=step)
+        for optimizer in optimizers:
+            optimizer.synchronize()
+        return bits([p for model in models for p in model.parameters()])
+
+    expected = trained_together(None)
+    assert trained_together(install(monkeypatch, seed)) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "uuid"),
+    [("NVIDIA H100 80GB HBM3", "GPU-0-1-2-3"), ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "MIG-0-1-2-3")],
+)
+def test_uuid(name: str, uuid: str, runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = SimpleNamespace(name=name, uuid="0-1-2-3")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert FakeCudaDevice(runtime).uuid == uuid
+
+
+def test_memory(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    def current(nbytes: int) -> dict[str, dict[str, int]]:
+        return {"all": {"current": nbytes}}
+
+    stats = {"reserved_bytes": current(100), "allocated_bytes": current(30), "active_bytes": current(40)}
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: stats)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (7, 9))
+    device = CudaDevice(torch.device("cuda", 0))
+    assert device.unused() == 60
+    assert device.memory() == (7, 9)
+
+
+class Pool:
+    """A torch.cuda.MemPool. live: those that there are. current: in which allocations are made, if in any."""
+
+    live: ClassVar[weakref.WeakSet[Pool]] = weakref.WeakSet()
+    current: ClassVar[Pool | None] = None
+
+    def __init__(self) -> None:
+        self.device = torch.cuda.current_device()
+        Pool.live.add(self)
+
+
+@contextmanager
+def use_pool(pool: Pool, device: torch.device) -> Iterator[None]:
+    assert pool.device == device.index, "a pool is of one device"
+    Pool.current = pool
+    try:
+        yield
+    finally:
+        Pool.current = None
+
+
+@pytest.fixture
+def pools(monkeypatch: pytest.MonkeyPatch) -> None:
+    """State that stays is kept in pools of its own."""
+    monkeypatch.setenv("DOS_MEMORY_POOLS", "1")
+    monkeypatch.setattr(torch.cuda, "MemPool", Pool)
+    monkeypatch.setattr(torch.cuda, "use_mem_pool", use_pool)
+    Pool.live.clear()
+
+
+class Allocating(FakeCudaDevice):
+    """asked: the bytes of each allocation, and whether it was in a pool. failures: that are still to come."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        super().__init__(runtime, 1)
+        self.asked: list[tuple[int, bool]] = []
+        self.failures = 0
+
+    def allocate(self, nbytes: int) -> Tensor:
+        self.asked.append((nbytes, Pool.current is not None))
+        if self.failures:
+            self.failures -= 1
+            raise torch.OutOfMemoryError
+        return super().allocate(nbytes)
+
+
+def test_what_stays_has_a_pool_of_its_own(pools: None, runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    emptied: list[None] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(None))
+    device = Allocating(runtime)
+    buffer = device.allocate_lasting((10 << 20) + 1)
+    assert buffer.nbytes == (10 << 20) + 1
+    view = buffer[5:]
+    device.allocate_lasting(1000)
+    device.allocate(20 << 20)
+    assert device.asked == [(12 << 20, True), (1000, False), (20 << 20, False)]
+    assert len(Pool.live) == 1
+    CudaDevice.free(device, buffer)
+    assert view.untyped_storage().nbytes() == 0, "the memory goes before its pool does"
+    assert not Pool.live
+    device.trim()
+    assert not emptied, "what is cached now is the model's"
+    device.failures = 1
+    device.allocate_lasting(10 << 20)
+    assert len(emptied) == 1, "once more, after what is cached was given back"
+    device.failures = 2
+    with pytest.raises(torch.OutOfMemoryError):
+        device.allocate_lasting(10 << 20)
+    assert len(Pool.live) == 1
+
+
+@pytest.mark.parametrize("seed", [None, 0])
+def test_pools_come_and_go_with_what_stays(seed: int | None, pools: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dos.devices.cuda._POOL_FROM", 0)
+    expected = trained(None)
+    device = FakeCudaDevice(install(monkeypatch, seed))
+    counts: list[int] = []
+
+    def before_step(optimizer: DOSAdam) -> None:
+        plan_anew(optimizer)
+        counts.append(len(Pool.live))
+
+    assert trained(device, attached=True, policy=RandomPlans(seed or 0, 2), before_step=before_step) == expected
+    assert max(counts) > 1
+    gc.collect()
+    assert not Pool.live, "reading the state has brought all of it home"
+
+
+def test_host_updates_run_near_the_device(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = SimpleNamespace(name="", uuid="", pci_domain_id=0, pci_bus_id=0xAB, pci_device_id=1)
+    asked = []
+    everywhere = os.sched_getaffinity(0)
+    near = Cores(frozenset([min(everywhere)]), 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr("dos.devices.cuda.cores_near", lambda address: asked.append(address) or near)
+    device = CudaDevice(torch.device("cuda", 0))
+    assert asked == ["0000:ab:01.0"]
+    found: list[object] = []
+    lane = HostLane(device)
+    lane.submit(lambda: found.extend((os.sched_getaffinity(0), kernel_threads()))).result()
+    assert found == [near.cpus, 1]
+    assert os.sched_getaffinity(0) == everywhere
+    with device.host_update(5, 0) as start:
+        assert start <= time.perf_counter()
+
+
+@pytest.mark.parametrize("chosen", [False, True])
+def test_no_context_on_another_device(chosen: bool, runtime: Runtime) -> None:
+    """Whether the user has called torch.cuda.set_device or not, and in every thread."""
+    if chosen:
+        runtime.set_device(1)
+    model = mlp()
+    optimizer = DOSAdam(model.parameters(), device=FakeCudaDevice(runtime, 1), policy="stride:2", subgroup_size=100)
+    optimizer.attach(model)
+    train(model, optimizer, 3)
+    collector = threading.Thread(target=optimizer.synchronize)  # as a collection that happens to run there
+    collector.start()
+    collector.join()
+    assert runtime.contexts == {1}
+    devices: list[int] = []
+    HostLane(FakeCudaDevice(runtime, 1)).submit(lambda: devices.append(runtime.current_device())).result()
+    assert devices == [1]
+
+
+class OnGpu(nn.Parameter):
+    """A parameter that says that it is on a GPU."""
+
+    device = torch.device("cuda", 0)
+
+    @classmethod
+    def of(cls, index: int) -> OnGpu:
+        made = cls(torch.zeros(3))
+        made.device = torch.device("cuda", index)
+        return made
+
+
+class TwoGpus(FakeCudaDevice):
+    def owns(self, tensor: Tensor) -> bool:
+        return tensor.device == self.torch_device
+
+
+def test_parameters_on_two_gpus_are_refused(runtime: Runtime) -> None:
+    def message(name: str) -> str:
+        return rf"parameter {name} is on cuda:1 and .* is CudaDevice\(cuda:0\); .*device_map='auto'"
+
+    here, there = OnGpu.of(0), OnGpu.of(1)
+    device = TwoGpus(runtime)
+    with pytest.raises(ValueError, match=message("'b'")):
+        DOSAdam([("a", here), ("b", there)], device=device)
+    assert not here._post_accumulate_grad_hooks, "watched although there is no optimizer"
+    optimizer = DOSAdam([here, torch.nn.Parameter(torch.zeros(2))], device=device)
+    with pytest.raises(ValueError, match=message(r"0 of shape \(3,\)")):
+        optimizer.add_param_group({"params": [there]})
+    assert len(optimizer.param_groups) == 1
+    # Frozen parameters are not updated, wherever they are; unfrozen, they are refused at their first gradient.
+    optimizer.add_param_group({"params": [there.requires_grad_(False)]})
+    there.requires_grad_(True).grad = torch.zeros(3)
+    with pytest.raises(ValueError, match=message(r"0 of shape \(3,\)")):
+        optimizer.step()
+
+
+@pytest.mark.skipif(TORCH_2_6, reason="torch 2.6 profiles one thread alone")
+def test_profilers_see_lanes_and_subgroups(runtime: Runtime) -> None:
+    model = mlp()
+    optimizer = DOSAdam(model.parameters(), device=FakeCudaDevice(runtime), policy="stride:2", subgroup_size=600)
+    train(model, optimizer, 1)
+    assert named("a") is named("b"), "a range was made although nobody looks"
+    # Profiles are of one thread unless they are asked for all.
+    everywhere = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, experimental_config=everywhere) as profile:
+        train(model, optimizer, 1)
+    seen = {event.key for event in profile.key_averages() if event.key.startswith("dos ")}
+    assert {"dos H2D prefetch 0", "dos GPU update 0", "dos D2H flush 0"} <= seen
+    assert {"dos D2H gradient 1", "dos CPU update 600 parameters", "dos H2D parameter 1"} <= seen

@@ -1,0 +1,156 @@
+"""A batch of runs against the same runs one by one, to the bit, however it is run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dos.kernels import gpu_update
+from dos.kernels.gpu_update import GpuBatch, SentTable
+from dos.kernels.update import AdamArrays, AdamBatch, adam_update, instruction_sets
+from tests.support.arrays import FLOATS, STEP, STEPS, assert_same_bits, clone, random_arrays
+
+Run = list[Tensor | None]
+AMSGRAD = replace(STEP, amsgrad=True)
+
+kinds = st.tuples(
+    st.sampled_from([0, 1, 63, 64, 65, 300, 17_000, 40_001]),
+    st.sampled_from(FLOATS),
+    st.sampled_from(
+        [(torch.float32, out) for out in (None, *FLOATS)] + [(param, None) for param in (torch.bfloat16, torch.float16)]
+    ),
+    st.sampled_from(range(len(STEPS))),
+    st.booleans(),
+)
+
+
+def made(
+    numel: int, grad: torch.dtype, param: torch.dtype, out: torch.dtype | None, seed: int, amsgrad: bool = True
+) -> Run:
+    """A run, with room for amsgrad by default."""
+    return random_arrays(numel, AMSGRAD if amsgrad else STEP, grad, param, out, seed)
+
+
+def arrays(runs: list[Run]) -> list[AdamArrays]:
+    return [AdamArrays(*run) for run in runs]  # type: ignore[arg-type]
+
+
+def addresses(runs: list[Run]) -> list[int]:
+    return [run[0].data_ptr() for run in runs if run[0] is not None]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    drawn=st.lists(kinds, min_size=1, max_size=9),
+    threads=st.integers(1, 3),
+    where=st.sampled_from([*instruction_sets(), "torch"]),
+    seed=st.integers(0, 1000),
+)
+def test_a_batch_has_the_bits_of_its_runs(
+    drawn: list[tuple[int, torch.dtype, tuple[torch.dtype, torch.dtype | None], int, bool]],
+    threads: int,
+    where: str,
+    seed: int,
+) -> None:
+    which = [number for *_, number, _ in drawn]
+    runs = [made(numel, grad, *output, seed + i) for i, (numel, grad, output, _, _) in enumerate(drawn)]
+    expected, batch = clone_all(runs), AdamBatch(arrays(runs))
+    for repeat in range(2):
+        for run, (_, _, _, number, skipped) in zip(expected, drawn, strict=True):
+            if not (skipped and repeat):
+                adam_update(AdamArrays(*run), step=STEPS[number], threads=1, isa="portable")  # type: ignore[arg-type]
+        # The second time gradients are elsewhere, of another type, or missing.
+        batch.point([0 if repeat and skipped else a for a, (*_, skipped) in zip(addresses(runs), drawn, strict=True)])
+        if where == "torch":
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(gpu_update, "_triton_kernel", lambda: None)
+                patch.setattr(batch, "_gpu", GpuBatch(torch.device("cpu")))
+                batch.update(STEPS, which)
+        else:
+            batch.update(STEPS, which, threads=threads, isa=where)
+        for ours, theirs in zip(runs, expected, strict=True):
+            assert_same_bits(ours, theirs)
+            ours[0] = theirs[0] = torch.cat([torch.zeros(3), torch.ones(len(theirs[1]))])[3:]  # type: ignore[arg-type]
+        batch.point(addresses(runs), [torch.float32] * len(runs))
+
+
+def clone_all(runs: list[Run]) -> list[Run]:
+    return [clone(run) for run in runs]
+
+
+def test_what_amsgrad_needs_is_left_alone_without() -> None:
+    run = made(100, torch.float32, torch.float32, None, seed=0)
+    before = clone(run)
+    AdamBatch(arrays([run])).update(STEP)
+    assert_same_bits(run[4:5], before[4:5])
+    adam_update(AdamArrays(*before[:4]), step=STEP)  # type: ignore[arg-type]
+    assert_same_bits(run[:4], before[:4])
+
+
+def test_settings_of_the_step_before_are_forgotten() -> None:
+    runs = [made(70, torch.float32, torch.float32, None, seed) for seed in range(2)]
+    expected, batch = clone_all(runs), AdamBatch(arrays(runs))
+    batch.update([STEP, AMSGRAD], [1, 1])
+    batch.update(STEP)
+    for ours, theirs in zip(runs, expected, strict=True):
+        for step in (AMSGRAD, STEP):
+            adam_update(AdamArrays(*theirs), step=step)  # type: ignore[arg-type]
+        assert_same_bits(ours, theirs)
+
+
+def test_a_table_is_sent_where_it_changed() -> None:
+    sent, rows = SentTable(torch.device("cpu")), np.arange(22).reshape(2, 11)
+    first = sent.send(rows)
+    assert sent.send(rows.copy()) is first
+    assert sent.send(rows + 1).tolist() == (rows + 1).tolist()
+    assert first.tolist() == rows.tolist(), "what may still be read was written"
+
+
+def test_a_batch_of_nothing() -> None:
+    batch = AdamBatch([])
+    batch.point([])
+    batch.update(STEP)
+    batch.update([], [])
+
+
+def test_gradients_are_not_held() -> None:
+    run = made(8, torch.float32, torch.float32, None, seed=0)
+    assert run[0] is not None
+    batch, references = AdamBatch(arrays([run])), run[0]._use_count()  # type: ignore[attr-defined]
+    batch.update(STEP)
+    assert run[0]._use_count() == references == 1  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda batch: batch.point([0]), ValueError, "addresses: expected 2, found 1"),
+        (lambda batch: batch.point([0, 0], [torch.float32]), ValueError, "dtypes: expected 2, found 1"),
+        (lambda batch: batch.point([0, 0], [torch.float64] * 2), TypeError, "grad: expected .*, found torch.float64"),
+        (lambda batch: batch.update(STEP, [0]), ValueError, "which: expected 2, found 1"),
+        (lambda batch: batch.update([STEP], [0, 1]), ValueError, "which: expected 0 to 0, found 0 to 1"),
+        (lambda batch: batch.update([STEP], [-1, 0]), ValueError, "which: expected 0 to 0, found -1 to 0"),
+        (lambda batch: batch.update([]), ValueError, "which: expected 0 to -1, found 0 to 0"),
+        (lambda batch: batch.update([STEP, AMSGRAD], [0, 1]), ValueError, "expected a tensor with amsgrad=True"),
+        (lambda batch: batch.update(STEP, threads=-1), ValueError, "threads: expected at least 1, or 0"),
+    ],
+)
+def test_bad_input(call, error: type[Exception], message: str) -> None:  # type: ignore[no-untyped-def]
+    runs = [made(8, torch.float32, torch.float32, None, seed, amsgrad=False) for seed in range(2)]
+    before = clone_all(runs)
+    with pytest.raises(error, match=message):
+        call(AdamBatch(arrays(runs)))
+    for run, untouched in zip(runs, before, strict=True):
+        assert_same_bits(run, untouched)
+
+
+def test_runs_of_a_batch_are_on_one_device() -> None:
+    here, there = ([torch.zeros(8, device=device) for _ in range(4)] for device in ("cpu", "meta"))
+    with pytest.raises(ValueError, match="param: expected device cpu, found meta"):
+        AdamBatch([AdamArrays(*here), AdamArrays(*there)])

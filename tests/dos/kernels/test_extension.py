@@ -1,0 +1,89 @@
+"""The compiled part is found where `pip install .` has put it, and if not, the message says why."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dos.kernels import update
+from tests.support import ROOT
+
+COMPILED = Path(str(update._adam.__file__))
+PACKAGES = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+"""Where this Python has torch and the rest."""
+
+
+def sources(folder: Path) -> Path:
+    """A copy of the sources without the compiled part, as in a checkout; the folder that dos is in."""
+    shutil.copytree(ROOT / "dos", folder / "dos", ignore=shutil.ignore_patterns("_adam*", "__pycache__"))
+    shutil.copytree(ROOT / "perfmodel", folder / "perfmodel", ignore=shutil.ignore_patterns("__pycache__"))
+    return folder
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    return sources(tmp_path / "checkout")
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    """Where `pip install .` has installed the same sources, with the compiled part."""
+    site = sources(tmp_path / "site")
+    shutil.copy(COMPILED, site / "dos")
+    return site
+
+
+def python(folder: Path, *arguments: str, site: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run Python in the folder; `site` comes before the packages that this Python has."""
+    path = os.pathsep.join([*([] if site is None else [str(site)]), *PACKAGES])
+    # -S: no hooks of an editable installation.
+    return subprocess.run(
+        [sys.executable, "-S", *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_sources_that_shadow_the_installed_package_work(checkout: Path, site: Path) -> None:
+    """As after `pip install .`, from the checkout."""
+    done = python(checkout, "-c", "import dos.kernels.update as u; print(u.__file__, u._adam.__file__)", site=site)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [str(checkout / "dos/kernels/update.py"), str(site / "dos" / COMPILED.name)]
+    calibrate = python(checkout, "-m", "dos.calibrate", "--help", site=site)
+    assert calibrate.returncode == 0, calibrate.stderr
+
+
+@pytest.mark.parametrize("module", ["kernels/adam.py", "kernels/update.py"])
+def test_another_version_is_not_used(checkout: Path, site: Path, module: str) -> None:
+    with (site / "dos" / module).open("a") as file:
+        file.write("# another\n")
+    done = python(checkout, "-c", "import dos", site=site)
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert f"the source folder {checkout / 'dos'} shadows the installed package {site / 'dos'}" in last
+    assert "circular" not in done.stderr
+
+
+@pytest.mark.skipif(any((p / "dos/kernels/update.py").exists() for p in map(Path, PACKAGES)), reason="dos is installed")
+def test_without_any_compiled_part_the_message_says_so(checkout: Path) -> None:
+    done = python(checkout, "-c", "import dos")
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert f"the compiled part of dos is not in {checkout / 'dos'}" in last
+    assert "pip install ." in last
+    assert "circular" not in done.stderr
+
+
+def test_a_compiled_part_that_does_not_load(checkout: Path) -> None:
+    (checkout / "dos" / COMPILED.name).write_bytes(b"not a library")
+    done = python(checkout, "-c", "import dos")
+    assert done.returncode == 1
+    assert "the compiled part of dos cannot be loaded" in done.stderr.splitlines()[-1]

@@ -1,0 +1,278 @@
+"""The GPU kernel without a GPU: interpreted, compiled to PTX, and what happens where it cannot be used.
+
+Triton is no dependency of the tests: it comes with torch for CUDA, and is several hundred megabytes without that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dos.kernels import gpu_update as module
+from dos.kernels.gpu_update import GpuBatch, gpu_kernel_name
+from dos.kernels.update import AdamArrays, AdamBatch, AdamStep
+from perfmodel.format import BLOCK
+from tests.support import ROOT
+from tests.support.arrays import STEP, STEPS, assert_same_bits, clone, random_arrays, update
+
+
+def test_interpreted_it_has_the_bits_of_the_cpu_kernel() -> None:
+    semantic = pytest.importorskip("triton.language.semantic", reason="Triton is not installed")
+    if not hasattr(semantic, "TritonSemantic"):
+        pytest.skip("this Triton, which may be that of torch 2.6, has no TritonSemantic to interpret with")
+    program = [sys.executable, "-m", "tests.support.interpret_triton"]
+    done = subprocess.run(program, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert "596 updates compared" in done.stdout
+
+
+FULL = (torch.float32, torch.float32, None)
+Compile = Callable[[AdamStep, torch.dtype, torch.dtype, torch.dtype | None, bool, bool, int, int], str]
+
+
+@pytest.fixture(params=[80, 90])
+def compile_for_gpu(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[Compile]:
+    """Calls the kernel as an update on a GPU of this compute capability does, up to the launch; its PTX."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    from dos.kernels import triton_kernel
+
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+    class Driver:
+        def get_current_target(self) -> object:
+            return GPUTarget("cuda", request.param, 32)
+
+        def get_current_device(self) -> int:
+            return request.param
+
+        def get_current_stream(self, device: int) -> int:
+            return 0
+
+    kind = type(triton_kernel.adam_kernel)
+    run, compiled = kind.run, []
+
+    def warm_up(self: object, *args: Any, warmup: bool, **options: Any) -> None:
+        compiled.append(run(self, *args, warmup=True, **options))
+
+    def compile_(
+        step: AdamStep,
+        grad: torch.dtype,
+        param: torch.dtype,
+        out: torch.dtype | None,
+        split: bool,
+        coded: bool,
+        shift: int,
+        runs: int,
+    ) -> str:
+        arrays = random_arrays(4096 + shift, step, grad, param, out, seed=0)
+        arrays.append(torch.zeros(4096 + shift, dtype=torch.int16) if split else None)
+        if coded:
+            arrays[2:4] = (torch.zeros(4096 + shift, dtype=code) for code in (torch.int8, torch.uint8))
+            # Where loads of 16 bytes would not be possible.
+            arrays += [torch.zeros(4096 // BLOCK + 1 + shift)[1:]] * 2
+        on_gpu = [None if array is None else array[shift:].as_subclass(OnGpu) for array in arrays]
+        run = AdamArrays(*on_gpu)  # type: ignore[arg-type]
+        rows = AdamBatch([AdamArrays(*(a if a is None else a[shift:] for a in arrays))] * runs)._table  # type: ignore[arg-type]
+        triton_kernel.adam_update(run, step, rows, lambda rows: torch.from_numpy(rows).as_subclass(OnGpu))
+        return compiled[-1].asm["ptx"]
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(kind, "run", warm_up)
+    driver.set_active(Driver())
+    yield compile_
+    with contextlib.suppress(RuntimeError):  # there is no GPU to go back to
+        driver.reset_active()
+
+
+@pytest.mark.parametrize("runs", [1, 2])
+@pytest.mark.parametrize(
+    ("step", "dtypes", "split", "coded", "shift"),
+    [
+        (STEP, (torch.bfloat16, torch.float32, torch.bfloat16), False, False, 0),
+        (STEP, (torch.bfloat16, torch.float32, torch.bfloat16), False, False, 1),
+        (replace(STEP, lr=1.0, eps=1.0, weight_decay=1.0, step=1), FULL, False, False, 0),
+        (STEPS[1], (torch.float16, torch.float32, torch.float16), False, False, 0),
+        (STEPS[3], (torch.bfloat16, torch.bfloat16, None), False, False, 0),
+        (STEP, (torch.bfloat16, torch.bfloat16, None), True, False, 0),
+        (STEP, (torch.bfloat16, torch.bfloat16, None), True, False, 1),
+        (STEP, (torch.bfloat16, torch.bfloat16, None), True, True, 0),
+        (STEP, (torch.bfloat16, torch.float32, torch.bfloat16), False, True, 0),
+        (STEPS[4], (torch.float16, torch.float16, None), False, True, 1),
+    ],
+)
+def test_compiled_it_has_the_operations_of_the_formula(
+    compile_for_gpu: Compile,
+    step: AdamStep,
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None],
+    split: bool,
+    coded: bool,
+    shift: int,
+    runs: int,
+) -> None:
+    ptx = compile_for_gpu(step, *dtypes, split, coded, shift, runs)
+    found = re.findall(r"^\s*(?:@\S+ )?((?:mul|add|sub|fma|mad|div|rcp|sqrt|rsqrt|ex2)\.\S*f\d\S*)", ptx, re.MULTILINE)
+    elements = 8  # of one thread: 1024 in a program of 4 warps
+    # An operation that says how it rounds is not contracted: PTX ISA, section "Floating Point Instructions".
+    fmas = 4 + step.use_l2
+    formula = {"mul.rn.f32": 4, "sub.rn.f32": 1, "fma.rn.f32": fmas, "sqrt.rn.f32": 1, "div.rn.f32": 1}
+    if coded:
+        scales = 1 / elements if shift == 0 else 1  # of a thread's elements, each: neighbours or not
+        formula |= {"mul.rn.f32": 9 + scales, "add.rn.f32": 3, "div.rn.f32": 1 + 3 * scales}
+    assert {name: found.count(name) / elements for name in set(found)} == formula
+    assert not re.search(r"\.ftz|\.approx|\.full", ptx)
+    # The canonical NaN is written out, because the hardware's is another one.
+    assert ptx.count("2143289344") >= elements
+    # No scalar was folded into the code: another learning rate must not be compiled anew.
+    arrays = 4 + step.amsgrad + (dtypes[2] is not None) + split + 2 * coded
+    where = arrays + len(["numel"]) if runs == 1 else len(["table", "count"])
+    assert len(re.findall(r"ld\.param", ptx)) == where + 8 + step.use_l2 + coded
+    wide = r"ld\.global\S*\.v4\.b32"
+    assert bool(re.search(wide, ptx)) == (shift == 0), "loads are 16 bytes wide exactly where addresses allow it"
+
+
+# Where it cannot be used
+
+
+@pytest.fixture
+def afresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As a process that has not tried yet."""
+    monkeypatch.setattr(module, "_triton_failed", False)
+    cached = module._import_triton_kernel
+    cached.cache_clear()
+    yield
+    cached.cache_clear()
+
+
+def updated_by_gpu_code(arrays: list[torch.Tensor | None], step: AdamStep) -> None:
+    runs = [AdamArrays(*arrays)]  # type: ignore[arg-type]
+    GpuBatch(runs, AdamBatch(runs)._table).update([step])
+
+
+def test_without_triton_torch_does_the_same(
+    afresh: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.delitem(sys.modules, "dos.kernels.triton_kernel", raising=False)
+    with caplog.at_level(logging.WARNING):
+        for step in STEPS:
+            expected = random_arrays(3000, step, torch.bfloat16, torch.float32, torch.bfloat16, seed=0)
+            ours = clone(expected)
+            updated_by_gpu_code(ours, step)
+            update(expected, step)
+            assert_same_bits(ours, expected)
+    assert gpu_kernel_name() == "torch"
+    assert len(caplog.records) == 1
+    assert "Triton kernel cannot be used (ModuleNotFoundError" in caplog.text
+    assert "it needs the triton package" in caplog.text
+
+
+def test_a_kernel_that_does_not_compile_is_given_up(
+    afresh: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls = []
+
+    def fails(*arguments: object) -> None:
+        calls.append(arguments)
+        raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(module, "_import_triton_kernel", lambda: fails)
+    assert gpu_kernel_name() == "triton"
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            expected = random_arrays(100, STEP, torch.bfloat16, torch.float32, torch.bfloat16, seed=0)
+            ours = clone(expected)
+            updated_by_gpu_code(ours, STEP)
+            update(expected, STEP)
+            assert_same_bits(ours, expected)
+    assert gpu_kernel_name() == "torch"
+    assert len(calls) == 1
+    assert calls[0][1] == STEP
+    assert len(caplog.records) == 1
+    assert "(RuntimeError: Failed to find C compiler)" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        subprocess.CalledProcessError(1, "gcc"),
+        PermissionError("~/.triton/cache"),
+        ImportError("cuda_utils.so"),
+        RuntimeError("PassManager::run failed"),
+        RuntimeError("Triton Error [CUDA]: the provided PTX was compiled with an unsupported toolchain."),
+        RuntimeError("Triton Error [CUDA]: device kernel image is invalid"),
+    ],
+)
+def test_what_will_not_work_next_time_either(error: Exception, afresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*arguments: object) -> None:
+        raise error
+
+    monkeypatch.setattr(module, "_import_triton_kernel", lambda: fails)
+    updated_by_gpu_code(random_arrays(100, STEP, torch.bfloat16, torch.float32, torch.bfloat16, seed=0), STEP)
+    assert gpu_kernel_name() == "torch"
+
+
+NO_MEMORY = [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("Triton Error [CUDA]: out of memory")]
+
+
+@pytest.mark.parametrize("error", NO_MEMORY)
+def test_a_kernel_that_finds_no_memory_is_tried_again(
+    error: Exception, afresh: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls: list[str] = []
+
+    def loads(*arguments: object) -> None:
+        calls.append("load")
+        if "trim" not in calls:
+            raise error
+
+    monkeypatch.setattr(module, "_import_triton_kernel", lambda: loads)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("trim"))
+    arrays = random_arrays(100, STEP, torch.bfloat16, torch.float32, torch.bfloat16, seed=0)
+    untouched = clone(arrays)
+    updated_by_gpu_code(arrays, STEP)
+    assert calls == ["load", "trim", "load"]
+    assert_same_bits(arrays, untouched)
+    assert gpu_kernel_name() == "triton"
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    "error",
+    [*NO_MEMORY, MemoryError(), RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")],
+)
+def test_what_is_wrong_with_the_device_is_said_and_triton_stays(
+    error: Exception, afresh: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*arguments: object) -> None:
+        raise error
+
+    monkeypatch.setattr(module, "_import_triton_kernel", lambda: fails)
+    arrays = random_arrays(100, STEP, torch.bfloat16, torch.float32, torch.bfloat16, seed=0)
+    untouched = clone(arrays)
+    with pytest.raises(type(error)) as caught:
+        updated_by_gpu_code(arrays, STEP)
+    assert caught.value is error
+    assert_same_bits(arrays, untouched)
+    assert gpu_kernel_name() == "triton"
+
+
+def test_scalars_are_rounded_once() -> None:
+    exact = torch.tensor(STEP.scalars, dtype=torch.float64)
+    assert torch.tensor(STEP.float32_scalars, dtype=torch.float64).equal(exact.float().double())
+    assert STEP.float32_scalars != STEP.scalars

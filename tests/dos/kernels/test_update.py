@@ -1,0 +1,335 @@
+"""The Adam update: against torch, against an exact scalar reference, and against itself in every other arrangement."""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dos.kernels.adam import off_ties
+from dos.kernels.gpu_update import _adam_update_torch
+from dos.kernels.update import AdamArrays, AdamStep, accumulate, adam_update, instruction_sets, sum_of_squares
+from tests.support.arrays import FLOATS, STEP, STEPS, assert_same_bits, bits, clone, random_arrays, random_bits, update
+
+CANONICAL_NAN = {torch.float32: 0x7FC00000, torch.bfloat16: 0x7FC0, torch.float16: 0x7E00}
+
+
+# Against torch
+
+
+@pytest.mark.parametrize("grad_dtype", FLOATS)
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.4, 0.9), (0.0, 0.0)])
+@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.parametrize("amsgrad", [False, True])
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_matches_torch(
+    decoupled: bool, amsgrad: bool, maximize: bool, betas: tuple[float, float], grad_dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    start = torch.randn(1003)
+    theirs = torch.nn.Parameter(start.clone())
+    optimizer = (torch.optim.AdamW if decoupled else torch.optim.Adam)(
+        [theirs],
+        lr=1e-2,
+        betas=betas,
+        weight_decay=0.1,
+        amsgrad=amsgrad,
+        maximize=maximize,
+        foreach=False,
+    )
+    ours = [start.clone(), *(torch.zeros(1003) for _ in range(3))]
+    for count in range(1, 6):
+        grad = torch.randn(1003).to(grad_dtype)
+        theirs.grad = grad.float() * 0.25
+        optimizer.step()
+        step = AdamStep(1e-2, *betas, 1e-8, 0.1, count, amsgrad, maximize, decoupled, grad_scale=0.25)
+        update([grad, *ours[:3], ours[3] if amsgrad else None, None], step)
+    state = optimizer.state[theirs]
+    names = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if amsgrad else [])]
+    torch.testing.assert_close(ours[0], theirs.detach(), rtol=5e-7, atol=1e-7)
+    for name, array in zip(names, ours[1:], strict=False):
+        torch.testing.assert_close(array, state[name], rtol=1e-6, atol=3e-8)
+
+
+# Against an exact scalar reference
+
+SPECIAL = [0.0, -0.0, 1e-45, -1e-40, 1.17549435e-38, 1e-30, -6e-8, 1.0, -1.0, 65504.0, 65520.0, -1e30, 3.4028235e38]
+SPECIAL += [math.inf, -math.inf, math.nan]
+
+
+def nearest_float32(exact: Fraction) -> np.float32:
+    if abs(exact) >= 2**128 - 2**103:
+        return np.float32(math.copysign(math.inf, exact))
+    guess = np.float32(float(exact))
+    below, above = np.nextafter(guess, np.float32(-math.inf)), np.nextafter(guess, np.float32(math.inf))
+    candidates = [x for x in (guess, below, above) if np.isfinite(x)]
+    return min(candidates, key=lambda x: (abs(Fraction(float(x)) - exact), int(x.view(np.uint32)) & 1))
+
+
+def fma(a: np.float32, b: np.float32, c: np.float32) -> np.float32:
+    double = float(a) * float(b) + float(c)
+    if not math.isfinite(double) or double == 0:
+        return np.float32(double)
+    return nearest_float32(Fraction(float(a)) * Fraction(float(b)) + Fraction(float(c)))
+
+
+def scalar_update(
+    g: np.float32, p: np.float32, m: np.float32, v: np.float32, vmax: np.float32, step: AdamStep
+) -> tuple[np.float32, ...]:
+    """DESIGN's formula, written out again for one element."""
+    f = np.float32
+    g = g * f(-step.grad_scale if step.maximize else step.grad_scale)
+    if step.decoupled_weight_decay:
+        p = p * f(1 - step.lr * step.weight_decay)
+    elif step.weight_decay:
+        g = fma(f(step.weight_decay), p, g)
+    weight = f(1 - step.beta1)
+    m = fma(weight, g - m, m) if weight < 0.5 else fma(f(-step.beta1), g - m, g)
+    v = fma(f(1 - step.beta2) * g, g, f(step.beta2) * v)
+    vmax = np.maximum(vmax, v)
+    second = vmax if step.amsgrad else v
+    denom = fma(np.sqrt(second), f(1 / math.sqrt(1 - step.beta2**step.step)), f(step.eps))
+    return fma(f(-(step.lr / (1 - step.beta1**step.step))), m / denom, p), m, v, vmax
+
+
+def expected_bits(values: np.ndarray) -> np.ndarray:
+    return np.where(np.isnan(values), np.uint32(0x7FC00000), values.view(np.uint32))
+
+
+@pytest.mark.parametrize("isa", instruction_sets())
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_matches_exact_reference(step: AdamStep, isa: str) -> None:
+    rng = np.random.default_rng(0)
+    sane = rng.standard_normal((5, 300)) * 10.0 ** rng.integers(-12, 12, (5, 300))
+    mixed = np.where(rng.random((5, 300)) < 0.5, rng.choice(SPECIAL, (5, 300)), sane)
+    values = np.concatenate([sane, mixed], axis=1).astype(np.float32)
+    values[3:] = np.abs(values[3:])
+    expected = np.array([scalar_update(*column, step) for column in values.T], np.float32).T
+    arrays: list[Tensor | None] = [torch.from_numpy(row.copy()) for row in values]
+    update([*arrays[:4], arrays[4] if step.amsgrad else None, None], step, isa=isa)
+    for index, name in enumerate(["param", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"][: 4 if step.amsgrad else 3]):
+        ours = arrays[index + 1]
+        assert ours is not None
+        np.testing.assert_array_equal(ours.numpy().view(np.uint32), expected_bits(expected[index]), err_msg=name)
+
+
+@pytest.mark.parametrize("isa", instruction_sets())
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_is_rounded_to_nearest(dtype: torch.dtype, isa: str) -> None:
+    every = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
+    widened = torch.empty(2**16)
+    accumulate(every, widened, overwrite=True, isa=isa)
+    assert torch.equal(widened.nan_to_num(1.5), every.float().nan_to_num(1.5))
+
+    # Every value, every midpoint of two values, their neighbours, and random patterns.
+    finite = every.float()[every.isfinite()].sort().values
+    middle = (finite[1:] + finite[:-1]) / 2
+    around = torch.cat([middle, middle.nextafter(torch.tensor(math.inf)), middle.nextafter(torch.tensor(-math.inf))])
+    param = torch.cat([every.float(), around, random_bits(4096, torch.float32, torch.Generator().manual_seed(0))])
+    out, zeros = torch.empty(len(param), dtype=dtype), torch.zeros(len(param))
+    before = param.clone()
+    nothing = replace(STEP, lr=0.0, eps=1.0)
+    update([zeros, param, zeros.clone(), zeros.clone(), None, out], nothing, isa=isa)
+    kept = off_ties(before) if dtype == torch.bfloat16 else before
+    assert torch.equal(param.nan_to_num(), kept.nan_to_num())
+    nan = param.isnan()
+    assert torch.equal(bits(out)[~nan], bits(before.to(dtype))[~nan])
+    assert (bits(out)[nan] == CANONICAL_NAN[dtype]).all()
+
+
+# Against itself
+
+dtypes = st.sampled_from(FLOATS)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    numel=st.one_of(st.integers(0, 300), st.integers(30_000, 70_000)),
+    step=st.sampled_from(STEPS),
+    grad_dtype=dtypes,
+    output=st.sampled_from(
+        [
+            (torch.float32, None),
+            (torch.float32, torch.bfloat16),
+            (torch.float32, torch.float16),
+            (torch.float32, torch.float32),
+            (torch.bfloat16, None),
+            (torch.float16, None),
+        ]
+    ),
+    isa=st.sampled_from(instruction_sets()),
+    threads=st.integers(1, 5),
+    offsets=st.lists(st.integers(0, 40), min_size=6, max_size=6),
+    cuts=st.lists(st.floats(0, 1), max_size=3),
+    seed=st.integers(0, 2**32),
+)
+def test_same_bits_however_it_is_run(
+    numel: int,
+    step: AdamStep,
+    grad_dtype: torch.dtype,
+    output: tuple[torch.dtype, torch.dtype | None],
+    isa: str,
+    threads: int,
+    offsets: list[int],
+    cuts: list[float],
+    seed: int,
+) -> None:
+    start = random_arrays(numel, step, grad_dtype, *output, seed)
+    expected = clone(start)
+    update(expected, step, isa="portable", threads=1)
+
+    actual: list[Tensor | None] = []
+    for array, offset in zip(start, offsets, strict=True):
+        actual.append(None if array is None else torch.cat([array.new_zeros(offset), array])[offset:])
+    edges = [0, *sorted(int(cut * numel) for cut in cuts), numel]
+    for begin, end in itertools.pairwise(edges):
+        piece = [None if array is None else array[begin:end] for array in actual]
+        update(piece, step, isa=isa, threads=threads)
+    assert_same_bits(actual, expected)
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("out_dtype", FLOATS)
+def test_torch_reference_has_the_same_bits(step: AdamStep, out_dtype: torch.dtype) -> None:
+    start = random_arrays(5000, step, torch.bfloat16, torch.float32, out_dtype, seed=1)
+    ours, reference = clone(start), clone(start)
+    update(ours, step)
+    _adam_update_torch(AdamArrays(*reference), step)  # type: ignore[arg-type]
+    assert_same_bits(ours, reference)
+
+
+@pytest.fixture
+def flush_denormal() -> Iterator[None]:
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor cannot flush denormals")
+    yield
+    torch.set_flush_denormal(False)
+
+
+@pytest.mark.parametrize("isa", instruction_sets())
+@pytest.mark.parametrize("threads", [1, 2])
+def test_flushing_of_denormals_changes_nothing(isa: str, threads: int, flush_denormal: None) -> None:
+    tiny = torch.full((40_000,), 1 << 16, dtype=torch.int32).view(torch.float32)  # 9e-41
+    arrays: list[Tensor | None] = [tiny.clone(), tiny.clone(), tiny.clone(), tiny.clone(), None, None]
+    other = clone(arrays)
+    update(arrays, STEP, isa=isa, threads=threads)
+    assert (torch.ones(1) * 1e-39).item() == 0, "the caller's setting was not restored"
+    torch.set_flush_denormal(False)
+    update(other, STEP, isa=isa, threads=threads)
+    assert_same_bits(arrays, other)
+    assert arrays[2] is not None
+    assert (bits(arrays[2]) != 0).all()
+
+
+def test_two_python_threads_at_once() -> None:
+    start = [random_arrays(200_000, STEP, torch.float32, torch.float32, torch.bfloat16, seed) for seed in range(4)]
+    expected, actual = [clone(arrays) for arrays in start], [clone(arrays) for arrays in start]
+
+    def run(arrays: list[Tensor | None]) -> None:
+        for count in range(1, 6):
+            update(arrays, replace(STEP, step=count), threads=2)
+
+    for arrays in expected:
+        run(arrays)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(run, actual))
+    for ours, theirs in zip(actual, expected, strict=True):
+        assert_same_bits(ours, theirs)
+
+
+# The other two kernels
+
+
+@pytest.mark.parametrize("isa", instruction_sets())
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_accumulate(dtype: torch.dtype, isa: str) -> None:
+    torch.manual_seed(0)
+    for numel in (0, 1, 77, 50_001):
+        src, dst = torch.randn(numel + 3).to(dtype)[3:], torch.randn(numel + 1)[1:]
+        expected = dst + src.float()
+        accumulate(src, dst, threads=3, isa=isa)
+        assert torch.equal(dst, expected)
+        accumulate(src, dst, overwrite=True, threads=3, isa=isa)
+        assert torch.equal(dst, src.float())
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_sum_of_squares(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    for numel in (0, 1, 31, 4096, 4097, 70_003):
+        src = torch.randn(numel + 1).to(dtype)[1:]
+        exact = math.fsum(x * x for x in src.tolist())
+        sums = {sum_of_squares(src, threads=threads, isa=isa) for threads in (1, 2, 3) for isa in instruction_sets()}
+        assert len(sums) == 1
+        assert sums.pop() == pytest.approx(exact, rel=1e-14)
+    assert sum_of_squares(torch.full((10,), 1e30)) == pytest.approx(1e61, rel=1e-6)
+    assert math.isnan(sum_of_squares(torch.tensor([1.0, math.nan])))
+
+
+# What users get wrong
+
+
+def test_parameters_that_require_grad_are_accepted() -> None:
+    param = torch.nn.Parameter(torch.ones(8))
+    update([torch.ones(8), param, torch.zeros(8), torch.zeros(8)], STEP)
+    assert (param < 1).all()
+    assert param.requires_grad
+    accumulate(param, torch.zeros(8))
+    assert sum_of_squares(param) > 0
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"grad": torch.zeros(8, dtype=torch.float64)}, TypeError, "grad: expected torch.float32 or .*float64"),
+        ({"grad": None}, TypeError, "grad: expected a tensor, found NoneType"),
+        ({"grad": torch.zeros(8).to_sparse()}, TypeError, "grad: expected a dense tensor"),
+        ({"grad": torch.zeros(9)}, ValueError, "grad: expected 8 elements, found 9"),
+        ({"grad": torch.zeros(8, device="meta")}, ValueError, "grad: expected device cpu, found meta"),
+        ({"param": torch.zeros(2, 4)}, ValueError, r"param: expected 1 dimension, found shape \(2, 4\)"),
+        ({"param": torch.zeros(16)[::2]}, ValueError, "param: expected a contiguous tensor, found stride 2"),
+        ({"exp_avg": torch.zeros(8, dtype=torch.bfloat16)}, TypeError, "exp_avg: expected torch.float32, found"),
+        ({"exp_avg_sq": torch.zeros(7)}, ValueError, "exp_avg_sq: expected 8 elements, found 7"),
+        ({"step": replace(STEP, amsgrad=True)}, ValueError, "max_exp_avg_sq: expected a tensor with amsgrad=True"),
+        ({"out": torch.zeros(8, dtype=torch.float64)}, TypeError, "out: expected torch.float32 or"),
+        ({"threads": -1}, ValueError, "threads: expected at least 1, or 0"),
+        ({"isa": "mmx"}, ValueError, "'mmx' is not usable here; usable: .*portable"),
+    ],
+)
+def test_bad_input(change: dict[str, Any], error: type[Exception], message: str) -> None:
+    arguments: dict[str, Any] = {name: torch.zeros(8) for name in ("grad", "param", "exp_avg", "exp_avg_sq")}
+    options = {"step": STEP} | {key: value for key, value in change.items() if key not in AdamArrays._fields}
+    arrays = AdamArrays(**arguments | {key: value for key, value in change.items() if key in AdamArrays._fields})
+    with pytest.raises(error, match=message):
+        adam_update(arrays, **options)
+    assert all((arguments[name] == 0).all() for name in arguments)
+
+
+def test_out_needs_a_float32_param() -> None:
+    half = torch.zeros(8, dtype=torch.float16)
+    with pytest.raises(TypeError, match="out: expected only beside a float32 param"):
+        update([half, half, torch.zeros(8), torch.zeros(8), None, half.clone()], STEP)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: accumulate(torch.zeros(8), torch.zeros(7)), "src: expected 7 elements, found 8"),
+        (lambda: sum_of_squares(torch.zeros(2, 2)), "src: expected 1 dimension"),
+        (lambda: sum_of_squares(torch.zeros(2, device="meta")), "src: expected device cpu, found meta"),
+        (lambda: replace(STEP, step=0), "step: expected at least 1"),
+    ],
+)
+def test_other_bad_input(call: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()

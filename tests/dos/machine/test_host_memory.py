@@ -1,0 +1,218 @@
+"""Host memory as /proc and control groups tell it, in fake trees; and that nothing begins without enough of it."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from dos import DOSAdam, EmulatedDevice
+from dos.machine import host_memory
+from dos.machine.host_memory import available_bytes, reserve
+from tests.support.training import FAST, bits, mlp, train
+
+GIB = 2**30
+UNLIMITED_V1 = "9223372036854771712\n"
+
+
+class Host:
+    """A fake /proc and /sys/fs/cgroup."""
+
+    def __init__(self, root: Path) -> None:
+        self.proc, self.cgroup = root / "proc", root / "cgroup"
+
+    def meminfo(self, available: int) -> None:
+        lines = f"MemTotal:       99999999 kB\nMemFree:  12 kB\nMemAvailable:   {available // 1024} kB\n"
+        self._write(self.proc / "meminfo", lines)
+
+    def groups(self, *lines: str) -> None:
+        self._write(self.proc / "self/cgroup", "".join(f"{line}\n" for line in lines))
+
+    def group(self, path: str, files: Mapping[str, object]) -> None:
+        for name, content in files.items():
+            self._write(self.cgroup / path / name, f"{content}\n")
+
+    @staticmethod
+    def _write(path: Path, content: str) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+
+
+@pytest.fixture
+def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
+    fake = Host(tmp_path)
+    monkeypatch.setattr(host_memory, "_PROC", fake.proc)
+    monkeypatch.setattr(host_memory, "_CGROUP", fake.cgroup)
+    return fake
+
+
+def v2(most: int | str, used: int, inactive: int = 0, active: int = 0) -> dict[str, object]:
+    stat = f"anon 5\nactive_file {active}\ninactive_file {inactive}\nworkingset 3"
+    return {"memory.max": most, "memory.current": used, "memory.stat": stat}
+
+
+def v1(most: int | str, used: int, inactive: int = 0) -> dict[str, object]:
+    stat = f"inactive_file 77\ntotal_active_file 0\ntotal_inactive_file {inactive}"
+    return {"memory.limit_in_bytes": most, "memory.usage_in_bytes": used, "memory.stat": stat}
+
+
+def test_of_a_machine_that_says_nothing_nothing_is_known(host: Host) -> None:
+    assert available_bytes() is None
+    reserve(10**18, "anything")
+
+
+def test_a_machine_without_control_groups(host: Host) -> None:
+    host.meminfo(3 * GIB)
+    assert available_bytes() == 3 * GIB
+
+
+@pytest.mark.parametrize("content", ["", "MemAvailable:\n", "MemAvailable: many kB\n", "\x00\n"])
+def test_figures_that_are_none(content: str, host: Host) -> None:
+    host._write(host.proc / "meminfo", content)
+    host.groups("", "nonsense", "0", "0::")
+    host.group("", {"memory.max": "lots", "memory.current": "", "memory.stat": "active_file"})
+    assert available_bytes() is None
+
+
+def test_version_2(host: Host) -> None:
+    host.meminfo(100 * GIB)
+    host.groups("0::/job/task")
+    host.group("job/task", v2(8 * GIB, used=5 * GIB))
+    assert available_bytes() == 3 * GIB
+    host.group("job/task", v2(8 * GIB, used=5 * GIB, inactive=2 * GIB, active=GIB))
+    assert available_bytes() == 6 * GIB, "page cache can be dropped"
+    host.group("job/task", v2(8 * GIB, used=9 * GIB))
+    assert available_bytes() == 0
+    host.group("job/task", v2("max", used=5 * GIB))
+    assert available_bytes() == 100 * GIB
+    host.meminfo(2 * GIB)
+    host.group("job/task", v2(8 * GIB, used=5 * GIB))
+    assert available_bytes() == 2 * GIB, "the machine has less than the group may take"
+
+
+def test_a_limit_further_up_counts(host: Host) -> None:
+    """As batch systems set them: on the job, while the process is in a step's task."""
+    host.meminfo(100 * GIB)
+    host.groups("0::/slurm/job_7/step_0/task_0")
+    host.group("slurm/job_7", v2(16 * GIB, used=10 * GIB, inactive=GIB))
+    host.group("slurm/job_7/step_0", v2("max", used=10 * GIB))
+    host.group("slurm/job_7/step_0/task_0", v2(12 * GIB, used=2 * GIB))
+    assert available_bytes() == 7 * GIB
+
+
+@pytest.mark.parametrize("path", ["/", "/docker/0123abc", "/../../other"])
+def test_a_container_sees_its_own_group_as_the_root(path: str, host: Host) -> None:
+    host.meminfo(100 * GIB)
+    host.groups(f"0::{path}")
+    host.group("", v2(4 * GIB, used=GIB))
+    assert available_bytes() == 3 * GIB
+
+
+def test_version_1(host: Host) -> None:
+    host.meminfo(100 * GIB)
+    host.groups("12:cpu,cpuacct:/elsewhere", "9:hugetlb,memory:/job", "1:name=systemd:/job", "0::/job")
+    host.group("memory/job", v1(8 * GIB, used=5 * GIB, inactive=GIB))
+    host.group("memory", v1(UNLIMITED_V1.strip(), used=50 * GIB))
+    host.group("elsewhere", v1(GIB, used=GIB))
+    assert available_bytes() == 4 * GIB
+    host.group("memory/job", v1(UNLIMITED_V1.strip(), used=5 * GIB))
+    assert available_bytes() == 100 * GIB
+
+
+def test_what_is_needed_is_said_before_it_is_taken(host: Host, caplog: pytest.LogCaptureFixture) -> None:
+    host.meminfo(3 * GIB)
+    with caplog.at_level(logging.INFO, logger="dos"):
+        reserve(2 * GIB, "optimizer state")
+    assert [r.message for r in caplog.records] == [
+        "optimizer state: 2.00 GiB of host memory needed, 3.00 GiB available"
+    ]
+    with pytest.raises(MemoryError, match=r"optimizer state needs 4\.00 GiB of host memory and 3\.00 GiB are avail"):
+        reserve(4 * GIB, "optimizer state")
+
+
+def test_processes_of_one_host_share_it(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    host.meminfo(GIB)
+    parameters = [nn.Parameter(torch.zeros(GIB // 40))]  # 12 bytes of state and 8 beside it for each of them
+    device = EmulatedDevice(FAST, 10**9)
+    DOSAdam(parameters, device=device)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    with pytest.raises(MemoryError, match=r"needs 0\.\d+ GiB for each of 4 processes of host memory and 1\.00 GiB are"):
+        DOSAdam(parameters, device=device)
+
+
+def test_what_accelerate_will_divide_is_asked_for_once(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    host.meminfo(GIB)
+    for name, value in {"LOCAL_WORLD_SIZE": "4", "WORLD_SIZE": "8", "ACCELERATE_USE_FSDP": "true"}.items():
+        monkeypatch.setenv(name, value)
+    DOSAdam([nn.Parameter(torch.zeros(GIB // 40))], device=EmulatedDevice(FAST, 10**9))
+
+
+def test_this_machine_has_some() -> None:
+    available = available_bytes()
+    assert available is None or available > 0
+
+
+def test_that_the_host_could_hold_all_state_is_asked_at_once(host: Host) -> None:
+    """Wherever it is at first: one day it may have to leave the device."""
+    parameters = list(mlp().parameters())
+    needed = 16 * sum(p.numel() for p in parameters)
+    host.meminfo(needed // 1024 * 1024)
+    device = EmulatedDevice(FAST, capacity=10**6)
+    with pytest.raises(MemoryError, match=r"needs 0\.00 GiB of host memory.*policy='resident'"):
+        DOSAdam(parameters, device=device)
+    DOSAdam(parameters, device=device, policy="resident")
+    host.meminfo(needed + 1024)
+    optimizer = DOSAdam(parameters[:2], device=device)
+    with pytest.raises(MemoryError):
+        optimizer.add_param_group({"params": torch.zeros(100_000, requires_grad=True)})
+    optimizer.add_param_group({"params": parameters[2:]})
+
+
+@pytest.mark.parametrize("on_accelerator", [True, False])
+def test_without_enough_memory_nothing_is_changed_and_training_can_go_on_with_more(
+    on_accelerator: bool, host: Host
+) -> None:
+    model, twin = mlp(torch.bfloat16), mlp(torch.bfloat16)
+    device = EmulatedDevice(FAST, capacity=10**6) if on_accelerator else None
+    host.meminfo(GIB)
+    optimizer = DOSAdam(model.parameters(), policy="cpu", device=device, subgroup_size=100)
+    numel = sum(p.numel() for p in model.parameters())
+    host.meminfo(12 * numel // 1024 * 1024)  # the moments and masters, but no room to stage gradients
+    if not on_accelerator:
+        host.meminfo(12 * numel // 2)
+    before = bits(model.parameters()), copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(MemoryError, match=r"optimizer state \(DOSAdam\) needs 0\.00 GiB of host memory"):
+        train(model, optimizer, 1)
+    assert (bits(model.parameters()), optimizer.state_dict()) == before
+    assert not optimizer.state
+    if device is not None:
+        assert device.peak_bytes == 0
+
+    host.meminfo(GIB)
+    assert train(model, optimizer, 3) == train(twin, DOSAdam(twin.parameters()), 3)
+    optimizer.synchronize()
+    assert bits(model.parameters()) == bits(twin.parameters())
+
+
+def test_parameters_that_join_later_are_counted_alone(host: Host) -> None:
+    """What the others have is theirs already."""
+    model = mlp()
+    host.meminfo(GIB)
+    optimizer = DOSAdam(model[0].parameters(), policy="cpu", device=EmulatedDevice(FAST, capacity=10**6))
+    train(model, optimizer, 1)
+    few = 16 * sum(p.numel() for p in model[3].parameters())
+    host.meminfo(few + 1024)
+    optimizer.add_param_group({"params": model[3].parameters()})
+    host.meminfo(few // 1024 * 1024)
+    before = bits(model.parameters())
+    with pytest.raises(MemoryError):
+        train(model, optimizer, 1, first_step=1)
+    assert bits(model.parameters()) == before
+    host.meminfo(few + 1024)
+    train(model, optimizer, 1, first_step=1)
+    assert bits(model[3].parameters()) != before[-1:]

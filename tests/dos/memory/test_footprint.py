@@ -1,0 +1,193 @@
+"""Host memory on paper against what is allocated in fact, to the byte."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import mmap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dos import DOSAdam, EmulatedDevice
+from dos.state.arena import Arena
+from experiments.gpt import GPT, GPTConfig
+from perfmodel.footprint import host_bytes, host_footprint
+from perfmodel.planner.main import main
+from tests.support.training import FAST, bits
+
+
+class RecordingDevice(EmulatedDevice):
+    """Counts the host memory that is made."""
+
+    def __init__(self, capacity: int = 10**9) -> None:
+        super().__init__(FAST, capacity)
+        self.made = 0
+
+    def pin(self, tensor: Tensor) -> None:
+        self.made += tensor.nbytes
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SETTINGS = list(itertools.product((True, False), repeat=2))
+
+
+def kept(dtype: torch.dtype) -> dict[str, Any]:
+    """What tells `host_footprint` of two types as wide as each other."""
+    return {"state_format": "float32"} if dtype == torch.float16 else {}
+
+
+def trained(
+    device: EmulatedDevice, dtype: torch.dtype, micro_batches: int = 1, steps: int = 2, **settings: Any
+) -> tuple[DOSAdam, int]:
+    """An optimizer of a small model, and how many parameters that has."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(24, 40), nn.Linear(40, 7, bias=False)).to(dtype)
+    optimizer = DOSAdam(model.parameters(), subgroup_size=300, device=device, **settings)
+    for _ in range(steps):
+        for _ in range(micro_batches):
+            model(torch.ones(3, 24, dtype=dtype)).float().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer, sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("master_weights", "amsgrad"), SETTINGS)
+@pytest.mark.parametrize(("offload_gradients", "micro_batches"), [(False, 1), (False, 2), (True, 1), (True, 2)])
+def test_host_memory_of_an_optimizer_to_the_byte(
+    dtype: torch.dtype, master_weights: bool, amsgrad: bool, offload_gradients: bool, micro_batches: int
+) -> None:
+    device = RecordingDevice()
+    settings = {"master_weights": master_weights, "amsgrad": amsgrad}
+    optimizer, numel = trained(
+        device, dtype, micro_batches, policy="cpu", offload_gradients=offload_gradients, **settings
+    )
+    accumulates = offload_gradients and micro_batches > 1
+    expected = host_bytes(numel, dtype.itemsize, offload_gradients=accumulates, **settings, **kept(dtype))
+    assert device.made == expected
+    assert optimizer.metrics()["host_held_bytes"] == expected
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("master_weights", "amsgrad"), SETTINGS)
+@pytest.mark.parametrize("policy", [0.0, "adaptive"])
+def test_state_that_is_on_the_device_takes_no_host_memory_until_it_leaves(
+    dtype: torch.dtype, master_weights: bool, amsgrad: bool, policy: str | float
+) -> None:
+    device = RecordingDevice()
+    settings = {"master_weights": master_weights, "amsgrad": amsgrad}
+    optimizer, numel = trained(device, dtype, steps=3, policy=policy, **settings)
+    assert device.made == 0
+    assert len(optimizer.state.items()) == 3, "reading brings it home"
+    assert device.made == host_footprint(numel, dtype.itemsize, **settings, **kept(dtype)).state
+
+
+def test_host_memory_is_made_for_what_leaves() -> None:
+    """Subgroups that begin on a page each have memory of their own."""
+    page = mmap.PAGESIZE // 4
+    device = RecordingDevice()
+    parameter = nn.Parameter(torch.ones(4 * page))
+    optimizer = DOSAdam([parameter], policy=0.5, subgroup_size=page, device=device)
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert device.made == host_bytes(2 * page, 4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("offload_gradients", [False, True])
+def test_state_that_never_leaves(dtype: torch.dtype, offload_gradients: bool) -> None:
+    device = RecordingDevice()
+    settings = {"offload_gradients": offload_gradients, "max_grad_norm": 1.0}
+    optimizer, numel = trained(device, dtype, 2, policy="resident", **settings)
+    reference, _ = trained(RecordingDevice(), dtype, 2, policy="cpu", **settings)
+    held = device.usage().held
+    assert (
+        held == host_footprint(numel, dtype.itemsize, **kept(dtype)).state == optimizer.metrics()["memory_held_bytes"]
+    )
+    state = {p: entry["exp_avg_sq"] for p, entry in optimizer.state.items()}
+    assert device.usage().held == held, "reading gives what is on the device"
+    assert device.made == (numel * (dtype.itemsize + 4) if offload_gradients else 0)
+    assert optimizer.release_memory() == 0
+    for (p, there), (q, entry) in zip(state.items(), reference.state.items(), strict=True):
+        assert bits([p.data, there]) == bits([q.data, entry["exp_avg_sq"]])
+    saved = copy.deepcopy(optimizer.state_dict())
+    optimizer.load_state_dict(reference.state_dict())
+    for p, q in zip(state, reference.state, strict=True):
+        p.grad = torch.ones_like(p)
+        q.grad = torch.ones_like(q)
+    optimizer.step()
+    reference.step()
+    assert [bits([p.data]) for p in state] == [bits([q.data]) for q in reference.state]
+    assert saved["state"][0]["step"] == 2
+
+
+def test_a_device_without_room_for_state_that_never_leaves() -> None:
+    with pytest.raises(torch.OutOfMemoryError, match="policy='resident' keeps all optimizer state on the device"):
+        trained(RecordingDevice(capacity=4000), torch.float32, policy="resident")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("master_weights", "amsgrad", "accelerated"), list(itertools.product((True, False), repeat=3)))
+@pytest.mark.parametrize("gradient", [None, torch.float32, torch.float16], ids=str)
+def test_host_memory_of_an_arena_to_the_byte(
+    dtype: torch.dtype, master_weights: bool, amsgrad: bool, accelerated: bool, gradient: torch.dtype | None
+) -> None:
+    parameters = [torch.zeros(5, 3, dtype=dtype), torch.zeros(7, dtype=dtype)]
+    device = RecordingDevice() if accelerated else None
+    arena = Arena(parameters, device, master_weights=master_weights, amsgrad=amsgrad)
+    if gradient is not None:
+        arena.stage_gradients_as(gradient)
+    found = host_footprint(
+        22,
+        dtype.itemsize,
+        master_weights=master_weights,
+        amsgrad=amsgrad,
+        accelerated=accelerated,
+        other_gradient_dtype=gradient not in (None, dtype) and dtype != torch.float32,
+        **kept(dtype),
+    )
+    assert arena.state.nbytes == found.state
+    assert sum(t.tensor.nbytes for t in (*arena.incoming(), *arena.outgoing())) == found.total - found.state
+    assert sum(t.tensor.nbytes for t in arena.home()) == (found.state if accelerated else 0)
+
+
+@pytest.mark.parametrize("state_format", [None, "float32"])
+def test_bytes_of_a_bfloat16_parameter(state_format: str | None) -> None:
+    """14 on the host with a gradient to stage, 10 of them state; 4 of its own master are 2 more each."""
+    more = 0 if state_format is None else 2
+    found = host_footprint(1, 2, state_format=state_format, offload_gradients=True)
+    assert (found.total - found.accumulated, found.state) == (14 + more, 10 + more)
+    device = RecordingDevice()
+    _, numel = trained(device, torch.bfloat16, policy="cpu", state_format=state_format)
+    assert device.made == host_bytes(numel, 2, state_format=state_format) == (14 + more) * numel
+    there, numel = trained(RecordingDevice(), torch.bfloat16, policy="resident", state_format=state_format)
+    assert there.metrics()["memory_held_bytes"] == (10 + more) * numel
+
+
+def test_the_planner_says_what_an_optimizer_then_allocates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = {"n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 500, "n_positions": 128}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    assert main([str(path), "--gpu", "2GiB", "--seq", "16", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+
+    model = GPT(GPTConfig(2, width=64, heads=2, context=128, vocabulary=500), dtype=torch.bfloat16)
+    device = RecordingDevice()
+    optimizer = DOSAdam(model.parameters(), policy="cpu", device=device)
+    tokens = torch.zeros(1, 16, dtype=torch.int64)
+    model(tokens, tokens).backward()
+    optimizer.step()
+    assert answer["host"]["all_ranks"] == answer["host"]["per_rank"] == device.made
+
+
+def test_sizes_that_cannot_be() -> None:
+    with pytest.raises(ValueError, match="numel must be 0 or more, found -1"):
+        host_bytes(-1, 2)
+    with pytest.raises(ValueError, match=r"value_bytes must be 2 .bfloat16, float16. or 4 .float32., found 8"):
+        host_bytes(1, 8)
+    assert host_bytes(0, 2) == 0

@@ -1,0 +1,643 @@
+"""NVML in all its moods, budgets, hysteresis, and memory that lies: figures change where state is, never a bit."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import math
+import sys
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from dos import DOSAdam, EmulatedDevice
+from dos.devices import Memory
+from dos.memory.forecast import MARGIN
+from dos.memory.monitor import _REASONS, SHARE_AT_FIRST, SHARE_OF_TIME, Budget, MemoryMonitor, Reading, Source
+from perfmodel import Lane, Op, Placement, Plan, SubgroupLoad, Workload
+from tests.support.training import FAST, bits, mlp, train
+
+pytestmark = pytest.mark.usefixtures("one_core")
+
+GPU, TOTAL = "GPU-5f1c", 10**6
+STATE_BYTES = 12 * sum(p.numel() for p in mlp().parameters())
+STEPS = 12
+
+
+class Pynvml(ModuleType):
+    """`import pynvml` as nvidia-ml-py has it: errors of one class each, handles by UUID, a struct of figures.
+
+    figures: what the device has, or what is raised instead. fails_at: the function that raises; None: none does.
+    """
+
+    NVMLError = type("NVMLError", (Exception,), {})
+
+    def __init__(self) -> None:
+        super().__init__("pynvml")
+        self.figures: object = SimpleNamespace(free=600_000, used=400_000, total=TOTAL)
+        self.fails_at: str | None = None
+        self.error: Exception = self.error_of("Unknown")
+        self.calls: list[str] = []
+        self.known = {GPU, "MIG-77aa"}
+
+    @classmethod
+    def error_of(cls, name: str) -> Exception:
+        return type(f"NVMLError_{name}", (cls.NVMLError,), {})()
+
+    def nvmlInit(self) -> None:  # noqa: N802
+        self._called("nvmlInit")
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:  # noqa: N802
+        self._called("nvmlDeviceGetHandleByUUID")
+        if uuid not in self.known:
+            raise self.error_of("NotFound")
+        return f"handle of {uuid}"
+
+    def nvmlDeviceGetMemoryInfo(self, handle: str) -> object:  # noqa: N802
+        self._called("nvmlDeviceGetMemoryInfo")
+        assert handle.startswith("handle of ")
+        return self.figures
+
+    def _called(self, name: str) -> None:
+        self.calls.append(name)
+        if name == self.fails_at:
+            raise self.error
+
+
+class Card(EmulatedDevice):
+    """A device that NVML may know. says: what its runtime says of its memory; cached: reserved and not used."""
+
+    def __init__(self, uuid: str | None = GPU, free: int = 500_000, cached: int = 0) -> None:
+        super().__init__(FAST, TOTAL)
+        self.uuid = uuid  # type: ignore[misc]
+        self.says = Memory(free, TOTAL)
+        self.cached = cached
+        self.reads = 0
+
+    def memory(self) -> Memory:
+        self.reads += 1
+        return self.says
+
+    def unused(self) -> int:
+        return self.cached
+
+    def reserved(self) -> int:
+        return TOTAL  # whatever is not free is this process's own
+
+
+@pytest.fixture
+def nvml(monkeypatch: pytest.MonkeyPatch) -> Pynvml:
+    fake = Pynvml()
+    monkeypatch.setitem(sys.modules, "pynvml", fake)
+    return fake
+
+
+@pytest.fixture
+def said() -> Iterator[list[str]]:
+    """The texts of the warnings so far."""
+    texts: list[str] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = lambda message, *_, **__: texts.append(str(message))
+        yield texts
+
+
+def monitor_of(device: Card, budget: Budget = None) -> MemoryMonitor:
+    return MemoryMonitor(device, held=lambda: 0, budget=budget)
+
+
+# NVML.
+
+
+@pytest.mark.parametrize("uuid", [GPU, "MIG-77aa"])
+def test_what_nvml_says_counts_and_what_the_allocator_has_unused(uuid: str, nvml: Pynvml, said: list[str]) -> None:
+    monitor = monitor_of(Card(uuid, free=1, cached=50))
+    assert monitor.reading == Reading(Memory(600_050, TOTAL), Source.NVML)
+    monitor.sample(always=True)
+    assert nvml.calls.count("nvmlDeviceGetHandleByUUID") == 1, "the handle is kept"
+    assert not said
+
+
+def test_a_device_without_uuid_speaks_for_itself(nvml: Pynvml, said: list[str]) -> None:
+    assert monitor_of(Card(None, free=7)).reading == Reading(Memory(7, TOTAL), Source.DEVICE)
+    assert not nvml.calls
+    assert not said
+
+
+CALLS = ["nvmlInit", "nvmlDeviceGetHandleByUUID", "nvmlDeviceGetMemoryInfo"]
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(
+    ("error", "source", "advice"),
+    [
+        ("LibraryNotFound", Source.NO_NVML, "NVIDIA_DRIVER_CAPABILITIES=compute,utility"),
+        ("DriverNotLoaded", Source.NO_NVML, "Install nvidia-ml-py"),
+        ("NoPermission", Source.NOT_PERMITTED, "Let this user read it"),
+        ("NotFound", Source.NOT_FOUND, "nvidia-smi -L"),
+        ("NotSupported", Source.NOT_FOUND, "nvidia-smi -L"),
+        ("GpuIsLost", Source.LOST, "Xid"),
+        ("Uninitialized", Source.FAILED, "upgrade nvidia-ml-py"),
+        ("Unknown", Source.FAILED, "upgrade nvidia-ml-py"),
+    ],
+)
+def test_without_nvml_the_runtime_counts_and_one_warning_says_what_to_do(
+    call: str, error: str, source: Source, advice: str, nvml: Pynvml, said: list[str]
+) -> None:
+    nvml.fails_at, nvml.error = call, Pynvml.error_of(error)
+    monitor = monitor_of(Card(free=1234, cached=6))
+    for _ in range(3):
+        monitor.sample(always=True)
+        assert monitor.reading == Reading(Memory(1240, TOTAL), source)
+    assert len(said) == 1
+    assert source.value in said[0]
+    assert advice in said[0]
+    assert "memory_budget=" in said[0]
+
+
+def test_without_the_library_the_runtime_counts(monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monitor = monitor_of(Card(free=1234))
+    monitor.sample(always=True)
+    assert monitor.reading == Reading(Memory(1234, TOTAL), Source.NO_NVML)
+    assert len(said) == 1
+    assert "Install nvidia-ml-py" in said[0]
+
+
+def test_a_library_of_another_kind_does_no_harm(monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", ModuleType("pynvml"))
+    assert monitor_of(Card(free=1234)).reading == Reading(Memory(1234, TOTAL), Source.FAILED)
+    assert len(said) == 1
+
+
+def test_a_uuid_that_nvml_does_not_know(nvml: Pynvml, said: list[str]) -> None:
+    assert monitor_of(Card("GPU-0000", free=9)).reading == Reading(Memory(9, TOTAL), Source.NOT_FOUND)
+    assert len(said) == 1
+
+
+def test_a_device_that_is_lost_and_comes_back(nvml: Pynvml, said: list[str]) -> None:
+    monitor = monitor_of(Card(free=1234))
+    sources = [monitor.reading.source]
+    for fails_at in [None, "nvmlDeviceGetMemoryInfo", "nvmlInit", None, None, "nvmlDeviceGetMemoryInfo", None]:
+        nvml.fails_at, nvml.error = fails_at, Pynvml.error_of("GpuIsLost")
+        monitor.sample(always=True)
+        sources.append(monitor.reading.source)
+    there, lost = Source.NVML, Source.LOST
+    assert sources == [there, there, lost, lost, there, there, lost, there]
+    assert nvml.calls.count("nvmlDeviceGetHandleByUUID") == 3, "a handle from before is not trusted"
+    assert len(said) == 1, "of the same loss there is nothing new to say"
+
+
+@pytest.mark.parametrize(
+    "figures",
+    [
+        SimpleNamespace(free=TOTAL + 1, total=TOTAL),
+        SimpleNamespace(free=-1, total=TOTAL),
+        SimpleNamespace(free=0, total=0),
+        SimpleNamespace(free=-2, total=-1),
+        SimpleNamespace(free=1, total=TOTAL // 2),
+        SimpleNamespace(free=1, total=2 * TOTAL),
+        SimpleNamespace(free=2**64 - 1, total=2**64 - 1),
+    ],
+)
+def test_figures_that_cannot_be_those_of_this_device(figures: object, nvml: Pynvml, said: list[str]) -> None:
+    nvml.figures = figures
+    assert monitor_of(Card(free=1234)).reading == Reading(Memory(1234, TOTAL), Source.NONSENSE)
+    assert len(said) == 1
+    assert "cannot be those of this device" in said[0]
+
+
+@pytest.mark.parametrize("figures", [None, SimpleNamespace(free=None, total=TOTAL), SimpleNamespace(free=1)])
+def test_figures_that_are_none(figures: object, nvml: Pynvml, said: list[str]) -> None:
+    nvml.figures = figures
+    assert monitor_of(Card(free=1234)).reading == Reading(Memory(1234, TOTAL), Source.FAILED)
+    assert len(said) == 1
+
+
+def test_what_the_driver_reserves_is_no_contradiction(nvml: Pynvml) -> None:
+    nvml.figures = SimpleNamespace(free=1000, total=TOTAL + TOTAL // 50)
+    assert monitor_of(Card()).reading.source is Source.NVML
+
+
+def test_the_errors_are_those_of_the_real_library() -> None:
+    pynvml = pytest.importorskip("pynvml")
+    for name in _REASONS:
+        assert issubclass(getattr(pynvml, f"NVMLError_{name}"), pynvml.NVMLError)
+    for call in CALLS:
+        assert callable(getattr(pynvml, call))
+
+
+# The runtime's own figures.
+
+
+def test_a_runtime_that_cannot_be_read_leaves_no_room_until_it_can(said: list[str]) -> None:
+    device = Card(None)
+    monitor = monitor_of(device)
+    loads = [SubgroupLoad(100, 400, 400, 1200)] * 10
+
+    def room(says: object, iterations: int = 6) -> float:
+        device.memory = says  # type: ignore[method-assign, assignment]
+        for _ in range(iterations):
+            monitor.enter(Op.BACKWARD)
+            monitor.enter(Op.UPDATE)
+            work = monitor.workload(loads, update_overlaps_forward=False)
+            monitor.end_iteration()
+        return work.peak_free_bytes
+
+    assert room(lambda: Memory(500_000, TOTAL)) == 12_000
+    assert room(_fail, iterations=1) == 0
+    assert monitor.reading.source is Source.UNREADABLE
+    assert room(lambda: Memory(500_000, TOTAL), 10) == 12_000
+    for nonsense in (Memory(-5, TOTAL), Memory(TOTAL + 1, TOTAL), Memory(5, 0), Memory(-1, -1)):
+        assert room(functools.partial(tuple.__new__, Memory, nonsense), iterations=1) == 0
+        assert monitor.reading.source is Source.UNREADABLE
+        assert room(lambda: Memory(500_000, TOTAL), 10) == 12_000
+    assert len(said) == 1
+    assert "Optimizer state stays on the host" in said[0]
+
+
+def _fail() -> Memory:
+    raise RuntimeError("CUDA error: unknown error")
+
+
+# When samples are taken.
+
+
+class Clock:
+    """Stands for the module `time`; reading it takes no time."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+def test_sampling_takes_no_more_than_its_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr("dos.memory.monitor.time", clock)
+    took = 2e-3
+    device = Card(None)
+
+    def slow() -> Memory:
+        clock.now += took
+        device.reads += 1
+        return Memory(500_000, TOTAL)
+
+    device.memory = slow  # type: ignore[method-assign]
+    monitor = monitor_of(device)
+    # The first peak is looked at closely, for nothing is known of it.
+    for share in (SHARE_AT_FIRST, SHARE_OF_TIME):
+        device.reads, began = 0, clock.now
+        for _ in range(100_000):
+            clock.now += 1e-4
+            monitor.sample()
+        elapsed = clock.now - began
+        assert 0.5 * share < device.reads * took / elapsed <= share * 1.2
+        monitor.end_iteration()
+    before = device.reads
+    for phase in (Op.BACKWARD, Op.UPDATE, Op.FORWARD):
+        monitor.enter(phase)
+    assert device.reads == before + 3, "the phases' beginnings are always looked at"
+
+
+def test_the_thread_samples_and_ends_with_its_monitor() -> None:
+    device, enough = Card(None), threading.Event()
+    before = set(threading.enumerate())
+
+    def memory() -> Memory:
+        device.reads += 1
+        if device.reads > 5:
+            enough.set()
+        return device.says
+
+    device.memory = memory  # type: ignore[method-assign]
+    monitor = MemoryMonitor(device, held=lambda: 0, interval_s=1e-3)
+    (thread,) = set(threading.enumerate()) - before
+    assert thread.name == "dos-memory"
+    assert thread.daemon
+    assert enough.wait(60), "the thread samples"
+    gone = weakref.ref(monitor)
+    del monitor
+    gc.collect()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert gone() is None
+
+
+def test_the_thread_ends_with_its_optimizer_and_changes_no_bit() -> None:
+    before = set(threading.enumerate())
+    model = mlp()
+    device = EmulatedDevice(FAST, capacity=STATE_BYTES)
+    optimizer = DOSAdam(model.parameters(), device=device, subgroup_size=100, memory_interval=1e-3)
+    train(model, optimizer, STEPS)
+    assert bits(model.parameters()) == on_host()
+    (thread,) = (t for t in set(threading.enumerate()) - before if t.name == "dos-memory")
+    del optimizer
+    gc.collect()
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+# What becomes of the figures.
+
+
+LOADS = [SubgroupLoad(100, 400, 400, 1200)] * 10
+
+
+def follow(device: Card, free: list[int], attached: bool = False) -> list[Workload]:
+    """The workloads of iterations with so much free throughout; what is resident is seen as held."""
+    held = [0]
+    monitor = MemoryMonitor(device, held=lambda: held[0])
+    works = []
+    for nbytes in free:
+        for phase in (Op.BACKWARD, Op.UPDATE):
+            device.says = Memory(nbytes - held[0], TOTAL)
+            monitor.enter(phase)
+        works.append(monitor.workload(LOADS, update_overlaps_forward=attached))
+        held[0] = int(works[-1].peak_free_bytes)
+        device.says = Memory(nbytes - held[0], TOTAL)
+        monitor.end_iteration()
+    return works
+
+
+MARGIN_BYTES = int(MARGIN * TOTAL)
+
+
+def test_room_is_counted_in_whole_subgroups() -> None:
+    works = follow(Card(None), [MARGIN_BYTES + 4 * 1200 + 1100] * 3)
+    assert [w.peak_free_bytes for w in works] == [4800] * 3
+    works = follow(Card(None), [MARGIN_BYTES + 10**5] * 3)
+    assert [w.peak_free_bytes for w in works] == [12_000] * 3, "of all the state there is"
+    works = follow(Card(None), [MARGIN_BYTES] * 3)
+    assert [w.peak_free_bytes for w in works] == [0] * 3
+
+
+def test_noise_does_not_make_state_travel() -> None:
+    """At the edge of a subgroup: it goes home once, and comes back only for a quarter more than it needs."""
+    edge = MARGIN_BYTES + 4 * 1200
+    noise = [7, -5, 0, 120, -90, 30, 299, -299, 250, 1, -1, 180, -250, 299, 299, 299, 299, 299, 299, 299, 0, 299]
+    works = follow(Card(None), [edge + n for n in noise])
+    assert [w.peak_free_bytes for w in works] == [4800] + [3600] * (len(noise) - 1)
+    works = follow(Card(None), [edge - 1] + [edge + 300] * 6)
+    assert [w.peak_free_bytes for w in works] == [3600] * 5 + [4800] * 2
+
+
+def test_slots_may_use_what_is_free_while_updating_unless_the_update_runs_on() -> None:
+    device = Card(None)
+    monitor = monitor_of(device)
+    for phase, free in ((Op.BACKWARD, 4 * 1200 + 5), (Op.UPDATE, 7 * 1200 + 5)):
+        device.says = Memory(MARGIN_BYTES + free, TOTAL)
+        monitor.enter(phase)
+    alone = monitor.workload(LOADS, update_overlaps_forward=False)
+    assert (alone.peak_free_bytes, alone.shared_free_bytes) == (4800, 7 * 1200)
+    beside = monitor.workload(LOADS, update_overlaps_forward=True)
+    assert (beside.peak_free_bytes, beside.shared_free_bytes) == (4800, 4800)
+
+
+def budgeted(budget: Budget, free: int = 10_000 + MARGIN_BYTES) -> float:
+    monitor = monitor_of(Card(None, free=free), budget)
+    monitor.enter(Op.UPDATE)
+    return monitor.workload(LOADS, update_overlaps_forward=False).peak_free_bytes
+
+
+@pytest.mark.parametrize(
+    ("budget", "room"),
+    [
+        (None, 9600),
+        (0, 0),
+        (2400, 2400),
+        (2399, 1200),
+        (10**9, 9600),
+        (0.0, 0),
+        (0.0036, 3600),
+        (1.0, 9600),
+        (lambda: 4800, 4800),
+        (lambda: 4800.5, 4800),
+        (lambda: 10**12, 12_000),
+        (lambda: 0, 0),
+    ],
+)
+def test_numbers_cap_and_functions_replace_what_is_measured(budget: Budget, room: int) -> None:
+    assert budgeted(budget) == room
+
+
+@pytest.mark.parametrize(
+    ("gives", "error", "message"),
+    [
+        (None, TypeError, "the function must give bytes as an int, found None"),
+        ("4 GiB", TypeError, "found '4 GiB'"),
+        (True, TypeError, "found True"),
+        (-1, ValueError, "must give 0 or more bytes, found -1"),
+        (math.nan, ValueError, "found nan"),
+        (math.inf, ValueError, "found inf"),
+    ],
+)
+def test_functions_that_give_something_else(gives: object, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=rf"memory_budget: .*{message}"):
+        budgeted(lambda: gives)  # type: ignore[arg-type, return-value]
+    model = mlp()
+    before = bits(model.parameters())
+    optimizer = DOSAdam(
+        model.parameters(),
+        device=EmulatedDevice(FAST, capacity=10**6),
+        memory_budget=lambda: gives,  # type: ignore[arg-type, return-value]
+    )
+    with pytest.raises(error, match=rf"memory_budget: .*{message}"):
+        train(model, optimizer, 1)
+    assert bits(model.parameters()) == before
+
+
+@pytest.mark.parametrize(
+    ("budget", "error"),
+    [("1 GiB", TypeError), (True, TypeError), (-1, ValueError), (1.5, ValueError), (math.nan, ValueError)],
+)
+def test_budgets_that_are_none(budget: object, error: type[Exception]) -> None:
+    with pytest.raises(error, match=r"memory_budget must be .*found"):
+        DOSAdam(mlp().parameters(), memory_budget=budget)  # type: ignore[arg-type]
+
+
+# The whole optimizer.
+
+
+@functools.cache
+def on_host(steps: int = STEPS) -> list[bytes]:
+    model = mlp()
+    train(model, DOSAdam(model.parameters()), steps)
+    return bits(model.parameters())
+
+
+class Watched(EmulatedDevice):
+    """Remembers the most that state has held."""
+
+    def __init__(
+        self, capacity: int = 10**6, reports: Callable[[Memory], Memory] | None = None, occupied: int = 0
+    ) -> None:
+        super().__init__(FAST, capacity, occupied, reports=reports)
+        self.most = 0
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        buffer = super().allocate(nbytes)
+        self.most = max(self.most, self._held)
+        return buffer
+
+
+@pytest.mark.parametrize("attach", [False, True])
+@pytest.mark.parametrize("budget", [0, STATE_BYTES // 2, 0.01, 0.0, 10**9, 1.0])
+def test_no_more_is_held_than_the_budget(budget: float, attach: bool) -> None:
+    """Subgroups whose tensors fill whole 256-byte lines: nothing is lost to alignment."""
+    model, device = mlp(), Watched()
+    optimizer = DOSAdam(model.parameters(), device=device, subgroup_size=128, memory_budget=budget)
+    if attach:
+        optimizer.attach(model)
+    train(model, optimizer, STEPS)
+    optimizer.synchronize()
+    limit = int(budget * device.capacity) if isinstance(budget, float) else budget
+    assert device.most <= limit
+    assert (device.most >= STATE_BYTES) == (limit >= 2 * STATE_BYTES)
+    assert bits(model.parameters()) == on_host()
+
+
+def test_a_function_may_say_something_else_in_every_iteration() -> None:
+    model, device = mlp(), Watched()
+    given: list[int] = []
+
+    def budget() -> int:
+        given.append([STATE_BYTES, 0, STATE_BYTES // 3, 2 * STATE_BYTES, 5000][len(given) % 5])
+        return given[-1]
+
+    optimizer = DOSAdam(model.parameters(), device=device, subgroup_size=128, memory_budget=budget)
+    train(model, optimizer, STEPS)
+    assert len(given) >= STEPS
+    assert 0 < device.most <= 2 * STATE_BYTES
+    assert bits(model.parameters()) == on_host()
+
+
+@pytest.mark.parametrize("policy", [0.0, 0.5, "stride:2"])
+def test_fixed_policies_do_not_look_at_memory_and_what_fails_is_updated_on_the_host(policy: str | float) -> None:
+    model = mlp()
+    device = Watched(capacity=STATE_BYTES // 3)
+    optimizer = DOSAdam(model.parameters(), device=device, subgroup_size=100, policy=policy, memory_budget=0)
+    train(model, optimizer, STEPS)
+    assert any(p is not Placement.CPU for p in optimizer.plan().placements), "as the policy says"
+    assert optimizer.timeline().on(Lane.GPU)
+    assert optimizer.timeline().on(Lane.CPU)
+    assert device.most <= device.peak_bytes <= device.capacity
+    assert bits(model.parameters()) == on_host()
+
+
+def _nonsense() -> Callable[[Memory], Memory]:
+    figures = [Memory(-1, 10), Memory(10**18, 10**6), Memory(0, 0), Memory(10**6, 10**18), Memory(5, -5)]
+    seen = [0]
+
+    def reports(true: Memory) -> Memory:
+        seen[0] += 1
+        return true if seen[0] % 3 else figures[seen[0] % len(figures)]
+
+    return reports
+
+
+def _failing() -> Callable[[Memory], Memory]:
+    seen = [0]
+
+    def reports(true: Memory) -> Memory:
+        seen[0] += 1
+        if 10 < seen[0] < 40 or seen[0] % 7 == 0:
+            raise RuntimeError("CUDA error: unknown error")
+        return true
+
+    return reports
+
+
+LIES = {
+    "too much": lambda: lambda true: Memory(min(true.total, true.free + STATE_BYTES), true.total),
+    "all is free": lambda: lambda true: Memory(true.total, true.total),
+    "too little": lambda: lambda true: Memory(max(0, true.free - STATE_BYTES), true.total),
+    "nothing is free": lambda: lambda true: Memory(0, true.total),
+    "nonsense": _nonsense,
+    "failing": _failing,
+}
+
+
+@pytest.mark.parametrize("capacity", [STATE_BYTES // 2, 3 * STATE_BYTES])
+@pytest.mark.parametrize("attach", [False, True])
+@pytest.mark.parametrize("policy", ["adaptive", "stride:2"])
+@pytest.mark.parametrize("lie", LIES)
+def test_memory_that_lies_changes_no_bit(
+    lie: str, policy: str, attach: bool, capacity: int, said: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    model, device = mlp(), Watched(capacity, LIES[lie]())
+    optimizer = DOSAdam(model.parameters(), device=device, subgroup_size=100, policy=policy)
+    if attach:
+        optimizer.attach(model)
+    train(model, optimizer, STEPS)
+    optimizer.synchronize()
+    assert bits(model.parameters()) == on_host()
+    assert device.peak_bytes <= capacity
+    if lie in ("nonsense", "failing"):
+        assert len(said) == 1, "what the user can act upon"
+    if lie == "all is free" and capacity < STATE_BYTES and policy == "adaptive":
+        assert [r.levelname for r in caplog.records if "no device memory" in r.message] == ["WARNING"]
+
+
+def test_a_figure_that_is_too_high_makes_no_state_travel() -> None:
+    """What could not be allocated is tried again now and then; what is there stays there."""
+    model, device = mlp(), Watched(2 * STATE_BYTES, LIES["all is free"](), occupied=3 * STATE_BYTES // 2)
+    optimizer = DOSAdam(model.parameters(), device=device, subgroup_size=128, policy=_all_that_fit)
+    denied, flushes = [], 0
+    for step in range(60):
+        train(model, optimizer, 1, first_step=step)
+        denied.append(optimizer._accelerator._engine.device_store.denied is not None)
+        flushes += sum(span.op is Op.FLUSH for span in optimizer.timeline().spans)
+    assert 3 <= sum(denied) <= 6
+    assert flushes == 0
+    assert device._held == 5 * 12 * 128
+    assert bits(model.parameters()) == on_host(60)
+
+
+def _all_that_fit(work: Workload) -> Plan:
+    """Residents as far as there is room, the others on the host."""
+    n = len(work.subgroups)
+    resident = n if work.peak_free_bytes >= work.state_bytes else int(work.peak_free_bytes // work.slot_bytes)
+    return Plan((Placement.GPU_RESIDENT,) * resident + (Placement.CPU,) * (n - resident), tuple(range(n)), 0)
+
+
+@pytest.mark.parametrize("capacity", [STATE_BYTES // 2, STATE_BYTES, 2 * STATE_BYTES])
+def test_offloaded_gradients_have_room_to_come_up_beside_residents(capacity: int) -> None:
+    model, device = mlp(), Watched(capacity)
+    optimizer = DOSAdam(
+        model.parameters(), device=device, subgroup_size=128, policy=_all_that_fit, offload_gradients=True
+    )
+    train(model, optimizer, 1)
+    resident = len(optimizer.plan().served(Placement.GPU_RESIDENT))
+    assert resident == min(11, int(capacity * (1 - MARGIN) - 4 * 128) // (12 * 128))
+    for step in range(1, STEPS):
+        train(model, optimizer, 1, first_step=step)
+        moved = [span.subgroup for span in optimizer.timeline().spans if span.op is Op.PREFETCH]
+        assert len(moved) == resident, "one gradient each, and no state"
+        assert not any(span.op is Op.FLUSH for span in optimizer.timeline().spans)
+        assert optimizer._accelerator._engine.device_store.denied is None
+    assert bits(model.parameters()) == on_host()
+
+
+def test_an_iteration_that_is_tried_again_has_its_peak_sampled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = mlp()
+    optimizer = DOSAdam(model.parameters(), device=Watched(), subgroup_size=128)
+    train(model, optimizer, 2)
+    phases: list[Op] = []
+    monkeypatch.setattr(optimizer._accelerator.memory, "enter", phases.append)
+
+    def attempt() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(2, 24)).square().mean().backward()
+
+    attempt()
+    optimizer.release_memory()
+    attempt()
+    optimizer.step()
+    assert phases == [Op.BACKWARD, Op.BACKWARD, Op.UPDATE]

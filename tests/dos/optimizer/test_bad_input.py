@@ -1,0 +1,230 @@
+"""Every mistake gets a message that says what was found and what to do, and changes nothing."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from dos import DOSAdam, EmulatedDevice
+from perfmodel import Placement, Plan
+from tests.support.training import FAST, bits, mlp, train
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lr": -1.0}, "lr must be 0 or more and finite, found -1.0"),
+        ({"lr": math.nan}, "lr must be 0 or more and finite, found nan"),
+        ({"lr": torch.ones(2)}, "a tensor lr must have 1 element"),
+        ({"eps": -1e-8}, "eps must be 0 or more"),
+        ({"weight_decay": -0.1}, "weight_decay must be 0 or more"),
+        ({"betas": (1.0, 0.999)}, r"betas\[0\] must lie in \[0, 1\), found 1.0"),
+        ({"betas": (0.9, -0.1)}, r"betas\[1\] must lie in \[0, 1\), found -0.1"),
+        ({"betas": (0.9,)}, "betas must be two numbers"),
+        ({"betas": 0.9}, "betas must be two numbers, found 0.9"),
+        ({"capturable": True}, "capturable=True is not supported"),
+        ({"differentiable": True}, "differentiable=True is not supported"),
+        ({"policy": "fastest"}, "policy: expected 'adaptive', 'cpu', 'stride:K'.* found 'fastest'"),
+        ({"policy": "stride:0"}, "a stride is 1 or more"),
+        ({"policy": "stride:two"}, "a whole number after 'stride:'"),
+        ({"policy": 1.5}, r"lies in \[0, 1\], found 1.5"),
+        ({"policy": -0.1}, r"lies in \[0, 1\], found -0.1"),
+        ({"policy": math.nan}, "found nan"),
+        ({"subgroup_size": 0}, "subgroup_size must be 1 or more parameters, found 0"),
+        ({"max_grad_norm": 0.0}, "max_grad_norm must be above 0"),
+    ],
+    ids=str,
+)
+def test_settings(settings: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DOSAdam(mlp().parameters(), **settings)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"policy": True},
+        {"policy": None},
+        {"subgroup_size": 2.5},
+        {"eps": "1e-8"},
+        {"lr": "1e-3"},
+        {"max_grad_norm": "1"},
+        {"memory_interval": "a"},
+        {"memory_interval": True},
+        {"profile": 5},
+    ],
+    ids=str,
+)
+def test_settings_of_another_type(settings: dict) -> None:
+    with pytest.raises(TypeError, match=next(iter(settings))):
+        DOSAdam(mlp().parameters(), **settings)
+
+
+def test_empty_parameter_list() -> None:
+    with pytest.raises(ValueError, match="empty parameter list"):
+        DOSAdam([])
+
+
+def test_a_tensor_instead_of_a_list() -> None:
+    with pytest.raises(TypeError, match="iterable of Tensors"):
+        DOSAdam(torch.ones(3, requires_grad=True))
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
+def test_duplicate_parameters() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    with pytest.raises(ValueError, match="names a parameter twice"):
+        DOSAdam([weight, weight])
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        DOSAdam([{"params": [weight]}, {"params": [weight]}])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
+def test_dtypes_that_are_refused(dtype: torch.dtype) -> None:
+    with pytest.raises(TypeError, match=f"parameter 'w': expected a parameter of .*, found {dtype}"):
+        DOSAdam([("w", nn.Parameter(torch.ones(3, dtype=dtype)))])
+
+
+def test_a_bad_group_is_not_added() -> None:
+    model = mlp()
+    optimizer = DOSAdam(model[0].parameters())
+    with pytest.raises(ValueError, match="param group 1: lr must be"):
+        optimizer.add_param_group({"params": model[2].parameters(), "lr": -1.0})
+    assert len(optimizer.param_groups) == 1
+    optimizer.add_param_group({"params": model[2].parameters(), "lr": 1.0})
+
+
+def test_sparse_gradients() -> None:
+    embedding = nn.Embedding(5, 3, sparse=True)
+    other = nn.Parameter(torch.ones(2))
+    optimizer = DOSAdam([*embedding.named_parameters(), ("other", other)])
+    embedding(torch.tensor([1, 2])).sum().backward()
+    other.grad = torch.ones(2)
+    before = bits([embedding.weight, other])
+    with pytest.raises(RuntimeError, match="parameter 'weight': DOSAdam does not support sparse gradients"):
+        optimizer.step()
+    assert bits([embedding.weight, other]) == before
+    assert not optimizer.state
+
+
+def test_sparse_gradients_are_not_offloaded() -> None:
+    embedding = nn.Embedding(5, 3, sparse=True)
+    optimizer = DOSAdam(embedding.parameters(), device=EmulatedDevice(FAST, 10**8), offload_gradients=True)
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(RuntimeError, match="DOSAdam does not support sparse gradients"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("policy", ["host", "cpu", "stride:1", "resident"])
+@pytest.mark.parametrize("numel", [3, 20])
+@pytest.mark.parametrize("steps", [0, 1])
+def test_gradients_of_another_shape(policy: str, numel: int, steps: int) -> None:
+    p = nn.Parameter(torch.ones(10))
+    settings = {} if policy == "host" else {"policy": policy, "device": EmulatedDevice(FAST, 10**8)}
+    optimizer = DOSAdam([p], **settings)  # type: ignore[arg-type]
+    for _ in range(steps):
+        p.grad = torch.ones(10)
+        optimizer.step()
+    before = p.detach().clone()
+    p.grad = torch.ones(10)
+    p.grad.data = torch.ones(numel)
+    with pytest.raises(RuntimeError, match=rf"has a gradient of shape \({numel},\), expected the parameter's"):
+        optimizer.step()
+    assert torch.equal(p, before)
+    p.grad = torch.ones(10)
+    optimizer.step()
+    assert optimizer.state[p]["step"] == steps + 1
+
+
+def test_parameters_converted_after_their_first_step(device: EmulatedDevice) -> None:
+    model = mlp()
+    optimizer = DOSAdam(model.named_parameters(), device=device)
+    train(model, optimizer, 2)
+    model.to(torch.bfloat16)
+    before = bits(model.parameters())
+    with pytest.raises(
+        RuntimeError,
+        match=r"was torch\.float32 .* is torch\.bfloat16 .* now; move or convert the model before the first step",
+    ):
+        train(model, optimizer, 1)
+    assert bits(model.parameters()) == before
+    model.to(torch.float32)
+    train(model, optimizer, 1)
+
+
+@pytest.mark.parametrize("accelerated", [False, True])
+def test_a_model_may_be_converted_until_the_first_step(accelerated: bool, device: EmulatedDevice) -> None:
+    """As trainers do, which take an optimizer and then put the model where it shall be."""
+    model, other = mlp(), mlp(torch.bfloat16)
+    optimizer = DOSAdam(model.parameters(), device=device if accelerated else None)
+    model.to(torch.bfloat16)
+    train(model, optimizer, 3)
+    train(other, DOSAdam(other.parameters()), 3)
+    assert bits(model.parameters()) == bits(other.parameters())
+
+
+def test_a_device_too_small_for_a_slot_loses_nothing() -> None:
+    model, twin = mlp(), mlp()
+    device = EmulatedDevice(FAST, capacity=1000)
+    optimizer = DOSAdam(model.parameters(), policy="stride:2", subgroup_size=300, device=device)
+    before = bits(model.parameters())
+    with pytest.raises(ValueError, match=r"needs a staging slot of \d+ bytes and the device has 1000 bytes"):
+        train(model, optimizer, 1)
+    assert bits(model.parameters()) == before
+    assert all(entry["step"] == 0 for entry in optimizer.state.values())
+    optimizer = DOSAdam(model.parameters(), policy="stride:2", subgroup_size=20, device=device)
+    train(model, optimizer, 2)
+    train(twin, DOSAdam(twin.parameters()), 2)
+    assert bits(model.parameters()) == bits(twin.parameters())
+
+
+def test_policies_that_return_nonsense(device: EmulatedDevice) -> None:
+    model = mlp()
+    optimizer = DOSAdam(model.parameters(), policy=lambda workload: "cpu", device=device)
+    with pytest.raises(TypeError, match=r"must return a perfmodel\.Plan, found str"):
+        train(model, optimizer, 1)
+    short = Plan((Placement.CPU,), (0,), 0)
+    optimizer = DOSAdam(model.parameters(), policy=lambda workload: short, subgroup_size=100, device=device)
+    with pytest.raises(ValueError, match="a plan of 1 subgroups for a workload of"):
+        train(model, optimizer, 1)
+
+
+def test_a_state_of_another_shape_put_in_by_hand() -> None:
+    model = mlp()
+    optimizer = DOSAdam(model.parameters())
+    train(model, optimizer, 1)
+    twin, other = copy.deepcopy((model, optimizer))
+    optimizer.state[model[0].bias]["exp_avg"] = torch.zeros(3)
+    with pytest.raises(ValueError, match=r"its state 'exp_avg' must have shape \(40,\), found shape \(3,\)"):
+        train(model, optimizer, 1)
+    assert bits(model.parameters()) == bits(twin.parameters())
+    assert other.state[twin[0].bias]["step"] == 1
+
+
+def test_settings_spoilt_while_training_change_nothing() -> None:
+    model = mlp()
+    optimizer = DOSAdam(model.parameters())
+    train(model, optimizer, 1)
+    before = bits(model.parameters())
+    optimizer.param_groups[0]["betas"] = (1.0, 0.999)
+    with pytest.raises(ValueError, match=r"betas\[0\] must lie in \[0, 1\)"):
+        train(model, optimizer, 1)
+    assert bits(model.parameters()) == before
+    assert all(entry["step"] == 1 for entry in optimizer.state.values())
+
+
+def test_a_clip_factor_does_not_outlive_its_gradients() -> None:
+    model, twin = mlp(), mlp()
+    optimizer, plain = DOSAdam(model.parameters()), DOSAdam(twin.parameters())
+    for m, o in ((model, optimizer), (twin, plain)):
+        train(m, o, 1)
+    model(torch.full((1, 24), torch.nan)).sum().backward()
+    assert optimizer.clip_grad_norm_(1.0).isnan()
+    model.zero_grad()
+    for m, o in ((model, optimizer), (twin, plain)):
+        train(m, o, 1, first_step=1)
+    assert bits(model.parameters()) == bits(twin.parameters())

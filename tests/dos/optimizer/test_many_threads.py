@@ -1,0 +1,169 @@
+"""Callers in several threads: backward in many at once, and a fork in one while another trains."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from dos import DOSAdam, EmulatedDevice
+from tests.support import ROOT
+from tests.support.training import FAST, bits, mlp, profile
+
+pytestmark = pytest.mark.usefixtures("one_kernel_thread")
+
+THREADS = 4
+
+
+class Branches(nn.Module):
+    """A network for each thread, and an integer-valued shared one, so that the order of sums changes no bit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(mlp(seed=i) for i in range(THREADS))
+        self.shared = nn.Parameter(torch.zeros(50))
+
+
+def backward(model: Branches, step: int, thread: int) -> None:
+    for micro_batch in range(3):
+        generator = torch.Generator().manual_seed(1000 * step + 10 * thread + micro_batch)
+        inputs = torch.randn(8, 24, generator=generator)
+        weights = torch.randint(-4, 5, (50,), generator=generator).float()
+        loss = model.branches[thread](inputs).square().mean() + (model.shared * weights).sum()
+        loss.backward()
+
+
+def train(threaded: bool, **settings: object) -> list[bytes]:
+    model = Branches()
+    optimizer = DOSAdam(model.parameters(), lr=0.01, subgroup_size=300, **settings)  # type: ignore[arg-type]
+    for step in range(4):
+        optimizer.zero_grad()
+        threads = [threading.Thread(target=backward, args=(model, step, i)) for i in range(THREADS)]
+        for thread in threads:
+            if threaded:
+                thread.start()
+            else:
+                thread.run()
+        for thread in threads:
+            if threaded:
+                thread.join()
+        optimizer.step()
+    return bits([*model.parameters(), *(t for entry in optimizer.state.values() for t in entry.values())])
+
+
+@pytest.mark.parametrize("policy", ["cpu", "stride:2", 0.0])
+@pytest.mark.parametrize("offload", [True, False])
+def test_backward_in_several_threads(policy: str | float, offload: bool) -> None:
+    expected = train(threaded=False)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(5):
+            device = EmulatedDevice(FAST, capacity=10**7)
+            assert train(threaded=True, policy=policy, offload_gradients=offload, device=device) == expected
+    finally:
+        sys.setswitchinterval(interval)
+
+
+SLOW = profile(
+    h2d_bandwidth=5e6, d2h_bandwidth=5e6, h2d_bandwidth_duplex=5e6, d2h_bandwidth_duplex=5e6, cpu_update_rate=1e6
+)
+"""A step of the network takes some milliseconds, so that forks fall into it."""
+
+
+@pytest.mark.parametrize("attached", [False, True])
+@pytest.mark.parametrize("policy", ["cpu", "stride:2", 0.5])
+def test_forks_in_another_thread_change_nothing(policy: str | float, attached: bool) -> None:
+    """As a data loader started from a helper thread forks its workers."""
+
+    def run(forks: bool) -> list[bytes]:
+        model = mlp(torch.bfloat16)
+        optimizer = DOSAdam(
+            model.parameters(), lr=0.01, policy=policy, subgroup_size=200, device=EmulatedDevice(SLOW, 10**7)
+        )
+        if attached:
+            optimizer.attach(model)
+        done = threading.Event()
+        children: list[int] = []
+
+        def fork() -> None:
+            while not done.is_set():
+                child = os.fork()
+                if child == 0:
+                    os._exit(0)
+                children.append(os.waitpid(child, 0)[1])
+                time.sleep(1e-3)
+
+        forking = threading.Thread(target=fork)
+        if forks:
+            forking.start()
+        try:
+            for step in range(15):
+                time.sleep(2e-3)
+                optimizer.zero_grad()
+                inputs = torch.randn(8, 24, generator=torch.Generator().manual_seed(step)).bfloat16()
+                model(inputs).float().square().mean().backward()
+                optimizer.step()
+        finally:
+            done.set()
+            if forks:
+                forking.join()
+        assert bool(children) == forks
+        assert not any(children)
+        return bits([*model.parameters(), *(t for entry in optimizer.state.values() for t in entry.values())])
+
+    expected = run(forks=False)
+    for _ in range(2):
+        assert run(forks=True) == expected
+
+
+def test_a_data_loader_with_workers_started_from_a_thread(tmp_path: Path) -> None:
+    """In a process of its own, so that nothing hangs here if it does there."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        textwrap.dedent(
+            """
+            import threading
+            import torch
+            from torch.utils.data import DataLoader, TensorDataset
+            from dos import DOSAdam, EmulatedDevice
+            from tests.support.training import FAST, bits, mlp
+
+            model = mlp()
+            device = EmulatedDevice(FAST, 10**7)
+            optimizer = DOSAdam(model.parameters(), policy="stride:2", subgroup_size=200, device=device)
+            data = TensorDataset(torch.randn(32, 24))
+
+            def load():
+                for _ in range(3):
+                    loader = DataLoader(data, batch_size=8, num_workers=2, multiprocessing_context="fork")
+                    assert sum(len(batch) for (batch,) in loader) == 32
+
+            loading = threading.Thread(target=load)
+            loading.start()
+            while loading.is_alive():
+                optimizer.zero_grad()
+                model(torch.ones(8, 24)).square().mean().backward()
+                optimizer.step()
+            loading.join()
+            print("ended well")
+            """
+        )
+    )
+    found = subprocess.run(
+        [sys.executable, "-W", "ignore", str(program)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+    )
+    assert found.stdout.strip() == "ended well", found.stderr

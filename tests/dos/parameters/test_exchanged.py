@@ -1,0 +1,120 @@
+"""Parameters that are exchanged while training, as where a model is pruned or grows: bits, and memory."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dos import DOSAdam, EmulatedDevice
+from tests.support.training import FAST, bits
+
+pytestmark = pytest.mark.usefixtures("one_core")
+
+NUMEL = 30_000
+PLACES = ["host", "cpu", 0.0, 0.5, "stride:2", "adaptive", "resident"]
+
+
+class Points(nn.Module):
+    """Two tensors with a row for each point, and a layer that stays."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.places = nn.Parameter(torch.randn(NUMEL // 3, 3))
+        self.sizes = nn.Parameter(torch.randn(NUMEL // 3, 1))
+        self.last = nn.Linear(3, 1)
+
+    def forward(self) -> torch.Tensor:
+        return (self.last(self.places) * self.sizes).square().mean()
+
+
+def made(place: str | float, model: Points, **settings: Any) -> DOSAdam:
+    groups = [{"params": [model.places]}, {"params": [model.sizes]}, {"params": list(model.last.parameters())}]
+    if place == "host":
+        return DOSAdam(groups, lr=1e-2)
+    device = EmulatedDevice(FAST, 24 * NUMEL)
+    chosen = {"policy": place, "device": device, "profile": FAST, "subgroup_size": 3_000, **settings}
+    return DOSAdam(groups, lr=1e-2, **chosen)
+
+
+def exchange(model: Points, optimizer: torch.optim.Optimizer, kept: torch.Tensor) -> None:
+    """Keep some points, and their state, as programs for Gaussian splatting do."""
+    for group, name in zip(optimizer.param_groups, ("places", "sizes"), strict=False):
+        old = group["params"][0]
+        new = nn.Parameter(old.detach()[kept].clone())
+        entry = optimizer.state.pop(old)
+        for key in ("exp_avg", "exp_avg_sq"):
+            entry[key] = entry[key][kept]
+        group["params"][0] = new
+        optimizer.state[new] = entry
+        setattr(model, name, new)
+
+
+def trained(model: Points, optimizer: torch.optim.Optimizer) -> list[weakref.ref[nn.Parameter]]:
+    """Exchanged after every second step; the parameters that were there."""
+    seen = []
+    for step in range(9):
+        optimizer.zero_grad()
+        model().backward()
+        optimizer.step()
+        if step % 2:
+            if isinstance(optimizer, DOSAdam):
+                optimizer.synchronize()
+            seen.append(weakref.ref(model.places))
+            count = len(model.places)
+            exchange(model, optimizer, torch.randperm(count, generator=torch.Generator().manual_seed(step)))
+    return seen
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("offload_gradients", [False, True])
+@pytest.mark.parametrize("attach", [False, True])
+def test_bits_are_the_same_and_nothing_stays_behind(place: str | float, offload_gradients: bool, attach: bool) -> None:
+    twin = Points()
+    trained(twin, made("host", twin))
+    model = Points()
+    optimizer = made(place, model, offload_gradients=offload_gradients)
+    if attach:
+        optimizer.attach(model)
+    seen = trained(model, optimizer)
+    optimizer.synchronize()
+    assert bits(model.parameters()) == bits(twin.parameters())
+    gc.collect()
+    assert [old() for old in seen] == [None] * len(seen)
+    held = optimizer.metrics()
+    assert held.get("memory_held_bytes", 0) <= 24 * NUMEL
+    assert held.get("host_held_bytes", 0) <= 24 * NUMEL
+    plan = optimizer.plan()
+    assert plan is None or len(plan) <= 18
+
+
+def test_results_are_adamw_s() -> None:
+    twin = Points()
+    groups = [{"params": [twin.places]}, {"params": [twin.sizes]}, {"params": list(twin.last.parameters())}]
+    trained(twin, torch.optim.AdamW(groups, lr=1e-2))
+    model = Points()
+    trained(model, made("adaptive", model))
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("place", ["host", "stride:2", "resident"])
+def test_state_that_is_kept_stays(place: str | float) -> None:
+    """A parameter that leaves its group for a while, with its entry left in the state."""
+    found = []
+    for where in ("host", place):
+        model = Points()
+        optimizer = made(where, model)
+        for step in range(6):
+            optimizer.zero_grad()
+            model().backward()
+            optimizer.param_groups[1]["params"] = [] if step in (2, 3) else [model.sizes]
+            optimizer.step()
+        found.append(bits([*model.parameters(), optimizer.state[model.sizes]["exp_avg"]]))
+        assert optimizer.state[model.sizes]["step"] == 4
+    assert found[0] == found[1]

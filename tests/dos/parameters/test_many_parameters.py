@@ -1,0 +1,101 @@
+"""Thousands of parameters: the work on each does not grow with their number. Counted, not timed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dos import DOSAdam, EmulatedDevice
+from dos.state.record import ParameterRecord
+from dos.state.subgroup import Piece, Subgroup
+from tests.support.training import FAST, bits
+
+pytestmark = pytest.mark.usefixtures("one_core")
+
+
+@pytest.fixture
+def searches_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Comparisons run lines of Python: those of a search through a list, which is one line, are counted, too."""
+    for kind in (ParameterRecord, Piece, Subgroup):
+        monkeypatch.setattr(kind, "__eq__", lambda self, other: self is other)
+
+
+def lines_run(work: Callable[[], object]) -> int:
+    """Lines of Python that `work` runs, comprehensions' turns included."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, arg: object) -> Any:
+        nonlocal count
+        count += 1
+        return trace
+
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(None)
+    return count
+
+
+def parameters(count: int) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.full((3,), float(i % 7))) for i in range(count)]
+
+
+PLACES: dict[str, dict[str, Any]] = {
+    "host": {},
+    "cpu": {"policy": "cpu"},
+    "stride": {"policy": "stride:2", "subgroup_size": 100},
+    "resident": {"policy": 0.0},
+    "offloaded": {"policy": "cpu", "offload_gradients": True},
+}
+
+
+def phases(count: int, settings: dict[str, Any]) -> dict[str, int]:
+    """Lines of construction, and of the backwards and steps after it."""
+    ps, found = parameters(count), {}
+    optimizers = []
+    if settings:
+        settings = {**settings, "device": EmulatedDevice(FAST, capacity=10**8)}
+
+    def construct() -> None:
+        optimizers.append(DOSAdam(ps, **settings))
+
+    def backward() -> None:
+        sum(p.sum() for p in ps).backward()
+
+    found["construction"] = lines_run(construct)
+    for iteration in ("first", "second", "third"):
+        found[f"{iteration} backward"] = lines_run(backward)
+        found[f"{iteration} step"] = lines_run(optimizers[0].step)
+        found[f"{iteration} zero_grad"] = lines_run(optimizers[0].zero_grad)
+    return found
+
+
+@pytest.mark.usefixtures("searches_count")
+@pytest.mark.parametrize("place", PLACES)
+def test_the_work_is_linear(place: str) -> None:
+    few, many = phases(150, PLACES[place]), phases(600, PLACES[place])
+    # What costs the same whatever their number makes the ratio smaller; one search through all would make it 16.
+    over = {name: many[name] / few[name] for name in few if many[name] > 4.8 * few[name]}
+    assert not over
+
+
+def test_a_mixture_of_4_500_tensors() -> None:
+    """Two steps, of which the second uses every other expert, as two large tensors are updated."""
+    experts = parameters(4_500)
+    optimizer = DOSAdam(experts, lr=0.1, device=EmulatedDevice(FAST, capacity=10**8), **PLACES["offloaded"])
+    halves = [nn.Parameter(torch.stack(experts[first::2]).detach()) for first in (0, 1)]
+    twin = DOSAdam(halves, lr=0.1)
+    for used, used_halves in ((experts, halves), (experts[::2], halves[:1])):
+        torch.stack(used).square().sum().backward()
+        sum(half.square().sum() for half in used_halves).backward()
+        for each in (optimizer, twin):
+            each.step()
+            each.zero_grad()
+    assert bits([torch.stack(experts[first::2]) for first in (0, 1)]) == bits(halves)

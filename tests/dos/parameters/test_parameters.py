@@ -1,0 +1,176 @@
+"""Parameters of every shape and layout, on the host and accelerated."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dos import DOSAdam, EmulatedDevice
+from dos.state.arena import Arena
+from dos.state.record import make_records
+from dos.state.subgroup import split
+from tests.support.training import FAST, assert_close_ulp, bits
+
+
+def _channels_last() -> Tensor:
+    return torch.randn(4, 3, 5, 5).to(memory_format=torch.channels_last)
+
+
+MAKERS = {
+    "plain": lambda: torch.randn(6, 7),
+    "zero-dimensional": lambda: torch.tensor(1.5),
+    "empty": lambda: torch.empty(0, 4),
+    "one element": lambda: torch.randn(1),
+    "transposed": lambda: torch.randn(6, 7).t(),
+    "channels last": _channels_last,
+    "with gaps": lambda: torch.randn(6, 8)[:, ::2],
+    "a slice at an odd offset": lambda: torch.randn(50)[3:40],
+    "axes of length one": lambda: torch.randn(5, 1, 4).transpose(0, 1),
+}
+
+
+@pytest.mark.parametrize(("size", "cut"), [(1_100_001, 1_101_824), (2**20, 2**20), (999_999, 999_999)])
+def test_large_subgroups_begin_where_loads_are_wide(size: int, cut: int) -> None:
+    parameters = [torch.zeros(numel) for numel in (1_500_032, 1_280, 710_000)]
+    arena = Arena(parameters, EmulatedDevice(FAST, 10**9), master_weights=True, amsgrad=False)
+    subgroups = split(arena, make_records(parameters, arena), size)
+    assert [s.numel for s in subgroups] == [cut, cut, arena.numel - 2 * cut][: len(subgroups)]
+    aligned = [p.start % 128 == 0 and p.parameter_start % 128 == 0 for s in subgroups for p in s.pieces]
+    assert all(aligned) == (cut % 128 == 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("policy", [None, "cpu", "stride:1", "stride:2", 0.0], ids=str)
+@pytest.mark.parametrize("name", MAKERS)
+def test_layouts_agree_with_adamw(name: str, policy: str | float | None, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    parameter = nn.Parameter(MAKERS[name]().to(dtype))
+    reference = nn.Parameter(parameter.detach().float().clone())
+    neighbours = [nn.Parameter(torch.randn(5, dtype=dtype)) for _ in range(2)]
+    ours = {} if policy is None else {"policy": policy, "device": EmulatedDevice(FAST, 10**9), "subgroup_size": 11}
+    optimizer = DOSAdam([neighbours[0], parameter, neighbours[1]], lr=1e-2, **ours)
+    adamw = torch.optim.AdamW([reference], lr=1e-2)
+    layout = parameter.stride()
+    for step in range(4):
+        gradient = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(step)).to(dtype)
+        if step == 2:  # a gradient laid out otherwise than the parameter
+            gradient = gradient.t().contiguous().t() if gradient.ndim == 2 else gradient.contiguous()
+        parameter.grad, reference.grad = gradient, gradient.float()
+        for neighbour in neighbours:
+            neighbour.grad = torch.ones_like(neighbour)
+        optimizer.step()
+        adamw.step()
+    assert parameter.stride() == layout
+    expected = [reference.detach().to(dtype)]
+    assert_close_ulp([parameter], expected, ulps=64 if dtype == torch.float32 else 2)
+    state = optimizer.state[parameter]
+    assert state["exp_avg"].shape == parameter.shape
+    torch.testing.assert_close(state["exp_avg"], adamw.state[reference]["exp_avg"], rtol=1e-5, atol=1e-7)
+
+
+def test_tied_parameters_are_updated_once() -> None:
+    models = []
+    for make in (torch.optim.AdamW, lambda p: DOSAdam(p, policy="stride:2", device=EmulatedDevice(FAST, 10**9))):
+        torch.manual_seed(0)
+        embedding, head = nn.Embedding(9, 4), nn.Linear(4, 9, bias=False)
+        head.weight = embedding.weight
+        model = nn.Sequential(embedding, head)
+        optimizer = make(model.parameters())
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.arange(9)).square().sum().backward()
+            optimizer.step()
+        models.append(model)
+    assert len(list(models[1].parameters())) == 1
+    assert_close_ulp(models[1].parameters(), models[0].parameters())
+
+
+@pytest.mark.parametrize("policy", ["cpu", "stride:2", 0.5])
+def test_late_gradients_make_late_state(policy: str | float) -> None:
+    """An expert that is first used in the third step begins its own count there."""
+    a, b = nn.Parameter(torch.ones(10)), nn.Parameter(torch.ones(10))
+    optimizer = DOSAdam([a, b], policy=policy, subgroup_size=4, device=EmulatedDevice(FAST, 10**9))
+    for step in range(5):
+        a.grad = torch.full_like(a, 0.5)
+        b.grad = torch.full_like(b, 0.5) if step >= 2 else None
+        assert b in optimizer._state or step < 3
+        optimizer.step()
+    assert (optimizer.state[a]["step"].item(), optimizer.state[b]["step"].item()) == (5.0, 3.0)
+
+
+def test_mixed_dtypes_in_one_group() -> None:
+    parameters = [nn.Parameter(torch.ones(7, dtype=d)) for d in (torch.float32, torch.bfloat16, torch.float16)]
+    ends = []
+    for policy in ("cpu", "stride:1", 0.0):
+        run = copy.deepcopy(parameters)
+        optimizer = DOSAdam(run, policy=policy, subgroup_size=5, device=EmulatedDevice(FAST, 10**9))
+        for _ in range(3):
+            for p in run:
+                p.grad = torch.full_like(p, 0.1)
+            optimizer.step()
+        ends.append(bits(run))
+    assert ends[0] == ends[1] == ends[2]
+    assert all(before != after for before, after in zip(bits(parameters), ends[0], strict=True))
+
+
+@pytest.mark.parametrize("policy", [None, "cpu", "stride:1", 0.0], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layout_that_changes_while_training_takes_its_state_along(policy: str | float | None, dtype) -> None:
+    torch.manual_seed(0)
+    start = torch.randn(4, 3, 5, 5)
+    ours = {} if policy is None else {"policy": policy, "device": EmulatedDevice(FAST, 10**9), "subgroup_size": 11}
+    parameter, reference = nn.Parameter(start.to(dtype)), nn.Parameter(start.to(dtype).float())
+    optimizer, adamw = DOSAdam([parameter], lr=1e-2, **ours), torch.optim.AdamW([reference], lr=1e-2)
+    for step in range(6):
+        gradient = torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(step)).to(dtype)
+        if step == 2:
+            parameter.data = parameter.data.to(memory_format=torch.channels_last)
+        if step == 4:
+            parameter.data = parameter.data.contiguous()
+        parameter.grad, reference.grad = gradient, gradient.float()
+        optimizer.step()
+        adamw.step()
+    assert_close_ulp([parameter], [reference.detach().to(dtype)], ulps=64 if dtype == torch.float32 else 2)
+    torch.testing.assert_close(
+        optimizer.state[parameter]["exp_avg"], adamw.state[reference]["exp_avg"], rtol=1e-5, atol=1e-7
+    )
+
+
+def test_parameters_put_into_a_group_by_hand() -> None:
+    ends = []
+    for make in (torch.optim.AdamW, lambda p: DOSAdam(p, policy="stride:2", device=EmulatedDevice(FAST, 10**9))):
+        old, new, more = (nn.Parameter(torch.full((4,), v)) for v in (1.0, 2.0, 3.0))
+        optimizer = make([old])
+        for step in range(4):
+            if step == 1:
+                optimizer.param_groups[0]["params"].append(more)
+            if step == 2:
+                optimizer.param_groups[0]["params"][0] = new
+                optimizer.state[new] = optimizer.state.pop(old)
+            for p in (old, new, more):
+                p.grad = torch.full_like(p, 0.5)
+            optimizer.step()
+        ends.append([old.detach(), new.detach(), more.detach()])
+    assert_close_ulp(ends[1], ends[0])
+
+
+def test_frozen_parameters_may_be_of_any_kind() -> None:
+    frozen = nn.Parameter(torch.ones(3, dtype=torch.int64), requires_grad=False)
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = DOSAdam([frozen, weight])
+    weight.grad = torch.ones(3)
+    optimizer.step()
+    DOSAdam(nn.LazyLinear(3).parameters())
+
+
+def test_a_default_device_elsewhere_does_not_matter() -> None:
+    weight = nn.Parameter(torch.ones(300))
+    optimizer = DOSAdam([weight], policy="stride:1", device=EmulatedDevice(FAST, 10**9), max_grad_norm=1.0)
+    with torch.device("meta"):
+        for _ in range(3):
+            weight.grad = torch.ones(300, device="cpu")
+            optimizer.step()
+    assert weight.mean() < 1

@@ -1,0 +1,202 @@
+"""What a step remembers of parameters, gradients and state, and what makes it look again."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dos import DOSAdam, EmulatedDevice
+from dos.step.iteration import Iteration
+from perfmodel import Placement, Plan, Workload
+from tests.support.training import FAST, bits, plan_anew
+
+pytestmark = pytest.mark.usefixtures("one_core")
+
+PLACES = ["host", "cpu", 0.0, "stride:1", "resident"]
+
+
+def made(place: str | float, parameters: Any, **settings: Any) -> DOSAdam:
+    if place == "host":
+        return DOSAdam(parameters, lr=0.1, **settings)
+    return DOSAdam(parameters, lr=0.1, policy=place, device=EmulatedDevice(FAST, 10**9), **settings)
+
+
+def both(place: str | float, work: Callable[[list[nn.Parameter], Any], None], numel: int = 40, **settings: Any) -> None:
+    """The same with DOSAdam and AdamW; their parameters agree in the end."""
+    found = []
+    for make in (lambda ps: made(place, ps, **settings), lambda ps: torch.optim.AdamW(ps, lr=0.1, **settings)):
+        torch.manual_seed(0)
+        parameters = [nn.Parameter(torch.randn(numel)) for _ in range(3)]
+        work(parameters, make(parameters))
+        found.append([p.detach().clone() for p in parameters])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def step(optimizer: Any, *parameters: Tensor) -> None:
+    optimizer.zero_grad()
+    for p in parameters:
+        p.grad = torch.sin(torch.arange(p.numel(), dtype=torch.float32)).view(p.shape)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_group_with_amsgrad_and_one_with_an_idle_parameter(place: str | float) -> None:
+    torch.manual_seed(0)
+    a, b, c = (nn.Parameter(torch.randn(8)) for _ in range(3))
+    optimizer = made(place, [{"params": [a], "amsgrad": True}, {"params": [b, c]}])
+    step(optimizer, a, b, c)
+    step(optimizer, a, b)
+    assert [float(optimizer.state[p]["step"]) for p in (a, b, c)] == [2, 2, 1]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_amsgrad_switched_on_while_a_parameter_is_idle(place: str | float) -> None:
+    """The same whether state is read never, once or always."""
+    found = []
+    for read in (frozenset(), frozenset({1}), frozenset(range(4))):
+        torch.manual_seed(0)
+        ps = [nn.Parameter(torch.randn(40)) for _ in range(3)]
+        optimizer = made(place, ps)
+        for _ in range(2):
+            step(optimizer, *ps)
+        optimizer.param_groups[0]["amsgrad"] = True
+        step(optimizer, *ps[1:])
+        for number in range(4):
+            optimizer.zero_grad()
+            for p in ps:
+                p.grad = torch.full_like(p, 1.0 / (1 + number))
+            optimizer.step()
+            if number in read:
+                assert "max_exp_avg_sq" in optimizer.state[ps[0]]
+        assert "max_exp_avg_sq" in optimizer.state[ps[0]]
+        found.append(bits(ps))
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize("place", ["host", "cpu"])
+def test_state_whose_storage_was_moved_is_found_there(place: str) -> None:
+    def work(ps: list[nn.Parameter], optimizer: Any) -> None:
+        step(optimizer, *ps)
+        optimizer.state[ps[0]]["exp_avg"].share_memory_()
+        gc.collect()
+        for _ in range(3):
+            step(optimizer, *ps)
+
+    both(place, work, numel=5000)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("write", ["data", "numpy", "fill", "replace"])
+def test_steps_that_users_write(place: str | float, write: str) -> None:
+    def work(ps: list[nn.Parameter], optimizer: Any) -> None:
+        for _ in range(3):
+            step(optimizer, *ps)
+        entry = optimizer.state[ps[0]]
+        if write == "data":
+            entry["step"].data.fill_(0)
+        elif write == "numpy":
+            entry["step"].numpy()[()] = 0
+        elif write == "fill":
+            entry["step"].fill_(0)
+        else:
+            entry["step"] = torch.tensor(0.0)
+        step(optimizer, *ps)
+        assert float(optimizer.state[ps[0]]["step"]) == 1
+        assert float(optimizer.state[ps[1]]["step"]) == 4
+
+    both(place, work)
+
+
+@pytest.mark.parametrize("place", ["host", "cpu", 0.0])
+def test_a_parameter_whose_sign_is_in_no_memory(place: str | float) -> None:
+    def work(ps: list[nn.Parameter], optimizer: Any) -> None:
+        step(optimizer, *ps)
+        ps[0].data = torch._neg_view(ps[0].data)
+        step(optimizer, *ps)
+
+    both(place, work)
+
+
+def test_memory_that_was_another_for_a_failed_step_only() -> None:
+    def policy(workload: Workload) -> Plan:
+        if fails:
+            raise ValueError("not now")
+        n = len(workload.subgroups)
+        return Plan((Placement.GPU_RESIDENT,) * n, tuple(range(n)), 0)
+
+    fails = False
+    p, q = nn.Parameter(torch.ones(10)), nn.Parameter(torch.ones(10))
+    optimizer, reference = made(policy, [p]), torch.optim.AdamW([q], lr=0.1)  # type: ignore[arg-type]
+    step(optimizer, p)
+    before, fails = p.data, True
+    p.data = before.clone()
+    plan_anew(optimizer)
+    with pytest.raises(ValueError, match="not now"):
+        step(optimizer, p)
+    p.data, fails = before, False
+    step(optimizer, p)
+    for _ in range(2):
+        step(reference, q)
+    torch.testing.assert_close(p, q)
+
+
+@pytest.mark.skipif(not hasattr(Tensor, "grad_dtype"), reason="this torch takes no gradient of another dtype")
+def test_staged_gradients_outlive_a_wider_staging() -> None:
+    numel = 1 << 16
+    found = []
+    for widened in (False, True):
+        torch.manual_seed(0)
+        ps = [nn.Parameter(torch.randn(numel).bfloat16()) for _ in range(3)]
+        optimizer = made("cpu", ps, offload_gradients=True, subgroup_size=numel)
+        for last in (False, True):
+            sum((p.float() * p.float()).sum() for p in ps[: 2 if last else 3]).backward()  # type: ignore[union-attr]
+            if last:
+                if widened:
+                    ps[2].grad_dtype = None
+                ps[2].grad = torch.ones(numel, dtype=torch.float32 if widened else torch.bfloat16)
+            optimizer.step()
+            gc.collect()
+        found.append([p.detach().clone() for p in ps])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_skipped_steps_leave_nothing_behind() -> None:
+    p = nn.Parameter(torch.ones(10))
+    optimizer = made("cpu", [p])
+    step(optimizer, p)
+
+    def alive() -> int:
+        gc.collect()
+        return sum(isinstance(o, Iteration) for o in gc.get_objects())
+
+    before = alive()
+    for _ in range(50):
+        p.grad = torch.ones(10)
+        optimizer.found_inf, optimizer.grad_scale = torch.tensor(1.0), torch.tensor(1.0)  # type: ignore[attr-defined]
+        optimizer.step()
+    assert alive() <= before + 5
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("numel", [5, 50])
+def test_state_of_an_idle_parameter_that_is_dropped_after_amsgrad_came(place: str | float, numel: int) -> None:
+    """Its state on the device does not come back."""
+    found = []
+    for where in ("host", place):
+        p, q = (nn.Parameter(torch.ones(numel)) for _ in range(2))
+        optimizer = made(where, [p, q])
+        step(optimizer, p, q)
+        step(optimizer, p, q)
+        optimizer.param_groups[0]["amsgrad"] = True
+        step(optimizer, p)
+        optimizer.state.pop(q)
+        step(optimizer, p)
+        step(optimizer, p, q)
+        found.append(bits([p, q, *(optimizer.state[q][key] for key in ("step", "exp_avg", "exp_avg_sq"))]))
+    assert found[0] == found[1]

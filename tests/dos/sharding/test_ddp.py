@@ -1,0 +1,128 @@
+"""DistributedDataParallel: gradients leave when their bucket was reduced, and the bits stay those of step()."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dos import DOSAdam, EmulatedDevice
+from perfmodel import Op
+from tests.support.clock import compares_with_a_clock
+from tests.support.ranks import Ranks
+from tests.support.sharded import assert_close, assert_equal, batch, dos_adam, model, values
+from tests.support.training import profile
+
+
+def halves(state, bucket):  # without annotations, which DDP compares with types
+    """A hook of the user's own, which is not DDP's reduction."""
+    state.append(bucket.index())
+    buffer = bucket.buffer().div_(2 * dist.get_world_size())
+    return dist.all_reduce(buffer, async_op=True).get_future().then(lambda future: future.value()[0])
+
+
+def run(optimizer_of: Any, hook: bool, view: bool, attach: bool, micro_batches: int) -> tuple[list[Tensor], Any]:
+    ddp = DistributedDataParallel(model(), bucket_cap_mb=0.001, gradient_as_bucket_view=view)
+    optimizer = optimizer_of(ddp.parameters())
+    calls: list[int] = []
+    if isinstance(optimizer, DOSAdam):
+        optimizer.register_ddp(ddp, *((halves, calls) if hook else ()))
+        if attach:
+            optimizer.attach(ddp)
+    elif hook:
+        ddp.register_comm_hook(calls, halves)
+    for step in range(4):
+        for micro_batch in range(micro_batches):
+            ddp.require_backward_grad_sync = micro_batch == micro_batches - 1
+            rows = batch(10 * step + micro_batch) + dist.get_rank()
+            ddp(rows).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=not view)
+    if isinstance(optimizer, DOSAdam):
+        optimizer.synchronize()
+    assert bool(calls) == hook
+    return values(ddp.module), optimizer
+
+
+def as_with_adamw(policy: str, hook: bool, view: bool, attach: bool, micro_batches: int) -> None:
+    expected, _ = run(lambda p: torch.optim.AdamW(p, lr=1e-2), hook, view, attach, micro_batches)
+    found, _ = run(lambda p: dos_adam(p, policy=policy), hook, view, attach, micro_batches)
+    assert_close(found, expected)
+    quiet, _ = run(lambda p: dos_adam(p, policy="cpu", max_grad_norm=1e9), hook, view, False, micro_batches)
+    assert_equal(found, quiet)
+
+
+@pytest.mark.parametrize(
+    ("policy", "hook", "view", "attach"),
+    [
+        ("cpu", False, False, False),
+        ("cpu", False, True, True),
+        ("cpu", True, True, False),
+        ("stride:2", True, False, True),
+        ("resident", False, True, True),
+    ],
+)
+def test_steps_are_those_of_adamw(pair: Ranks, policy: str, hook: bool, view: bool, attach: bool) -> None:
+    for micro_batches in (1, 2):
+        pair.run(as_with_adamw, policy, hook, view, attach, micro_batches)
+
+
+def share_that_leaves_during_backward(registered: bool) -> float:
+    """Of the transfers; where other programs take the processor, the last ones begin late."""
+    ddp = DistributedDataParallel(model(), bucket_cap_mb=0.001)
+    device = EmulatedDevice(profile(), 1 << 24)
+    optimizer = DOSAdam(ddp.parameters(), policy="cpu", subgroup_size=100, device=device)
+    if registered:
+        optimizer.register_ddp(ddp)
+    for step in range(3):
+        ddp(batch(step)).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    spans = [span for span in optimizer.timeline().spans if span.op is Op.GRADIENT]
+    return sum(span.start < 0 for span in spans) / len(spans)
+
+
+@compares_with_a_clock
+def test_gradients_leave_during_backward(pair: Ranks) -> None:
+    assert min(pair.run(share_that_leaves_during_backward, True)) > 0.5
+    assert max(pair.run(share_that_leaves_during_backward, False)) == 0
+
+
+def bad_input() -> None:
+    plain = model()
+    optimizer = dos_adam(plain.parameters())
+    with pytest.raises(TypeError, match="expected a DistributedDataParallel model, found Sequential"):
+        optimizer.register_ddp(plain)
+    ddp = DistributedDataParallel(nn.Linear(2, 2))
+    ddp.register_comm_hook([], halves)
+    with pytest.raises(RuntimeError, match="one communication hook, and this model has one already"):
+        dos_adam(ddp.parameters()).register_ddp(ddp)
+
+
+def test_bad_input(pair: Ranks) -> None:
+    pair.run(bad_input)
+
+
+def two_optimizers() -> None:
+    ddp = DistributedDataParallel(model())
+    parameters = list(ddp.parameters())
+    both = [dos_adam(half, policy="cpu") for half in (parameters[::2], parameters[1::2])]
+    for optimizer in both:
+        optimizer.register_ddp(ddp)
+    alone = model()
+    other = dos_adam(alone.parameters(), policy="cpu")
+    for step in range(3):
+        for each in (ddp, alone):
+            each(batch(step)).pow(2).mean().backward()
+        for optimizer in (*both, other):
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_equal(values(ddp.module), values(alone))
+
+
+def test_a_model_may_have_several_optimizers(pair: Ranks) -> None:
+    pair.run(two_optimizers)

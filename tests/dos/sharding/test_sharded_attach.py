@@ -1,0 +1,115 @@
+"""attach() under FSDP2: updates run into the next forward, and no layer ever computes with old weights."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dos import DOSAdam
+from tests.support.devices import UpdatesAfterStep
+from tests.support.ranks import Ranks
+from tests.support.sharded import assert_equal, batch, dos_adam, mesh_of, model, shard, train, values
+from tests.support.training import profile
+
+UPDATE_S = 0.1
+
+
+def slow() -> UpdatesAfterStep:
+    """On which the host takes UPDATE_S for a rank's update: longer by far than forward."""
+    numel = sum(p.numel() for p in model().parameters()) // dist.get_world_size()
+    return UpdatesAfterStep(profile(cpu_update_rate=numel / UPDATE_S), 1 << 24)
+
+
+def ways_to_gather(divided: nn.Sequential, way: str) -> None:
+    layers: Sequence[nn.Module] = list(divided)[:-1]
+    if way == "prefetched":
+        for layer, following in itertools.pairwise(layers):
+            layer.set_modules_to_forward_prefetch([following])
+    elif way == "unsharded early":
+
+        def gather_all(module: nn.Module, _: object) -> None:
+            handles = [layer.unshard(async_op=True) for layer in layers]
+            for handle in handles:
+                handle.wait()
+
+        divided.register_forward_pre_hook(gather_all, prepend=True)
+
+
+def old_weights(way: str, reshard: bool | int, policy: str) -> None:
+    quick = shard(model(blocks=3), mesh_of(), reshard_after_forward=reshard)
+    train(quick, dos_adam(quick.parameters(), policy="cpu"), steps=range(3))
+    late = shard(model(blocks=3), mesh_of(), reshard_after_forward=reshard)
+    ways_to_gather(late, way)
+    slow_device = slow()
+    optimizer = dos_adam(late.parameters(), policy=policy, device=slow_device, subgroup_size=50)
+    optimizer.attach(late)
+
+    for step in range(3):
+        late(batch(10 * step)).pow(2).mean().backward()
+        if policy == "cpu" and step > 0:  # the first step cannot know which layers will wait
+            slow_device.returned.clear()
+        optimizer.step()
+        slow_device.returned.set()
+        optimizer.zero_grad()
+    optimizer.synchronize()
+    assert_equal(values(late), values(quick))
+
+
+@pytest.mark.parametrize(
+    ("way", "reshard"),
+    [("plain", True), ("plain", False), ("plain", 2), ("prefetched", True), ("unsharded early", True)],
+)
+def test_no_layer_computes_with_old_weights(ranks: Ranks, pair: Ranks, way: str, reshard: bool | int) -> None:
+    divides = type(reshard) is int  # two of four ranks
+    (ranks if divides else pair).run(old_weights, way, reshard, "cpu")
+
+
+@pytest.mark.parametrize("policy", ["stride:2"])
+def test_nor_with_other_policies(pair: Ranks, policy: str) -> None:
+    pair.run(old_weights, "plain", True, policy)
+
+
+def evaluates_and_saves() -> None:
+    late = shard(model(), mesh_of())
+    optimizer = dos_adam(late.parameters(), policy="cpu", device=slow())
+    optimizer.attach(late)
+    quick = shard(model(), mesh_of())
+    plain = dos_adam(quick.parameters(), policy="cpu")
+    for step in range(2):
+        for each, its in ((late, optimizer), (quick, plain)):
+            train(each, its, steps=[step])
+        saved = {name: value.full_tensor() for name, value in late.state_dict().items()}
+        assert_equal(list(saved.values()), values(quick))
+        train(late, optimizer, steps=[step + 10])
+        train(quick, plain, steps=[step + 10])
+        late.eval()
+        with torch.no_grad():
+            assert torch.equal(late(batch(1)), quick(batch(1)))
+        late.train()
+
+
+def test_evaluation_and_saving_wait(pair: Ranks) -> None:
+    pair.run(evaluates_and_saves)
+
+
+def detaches() -> None:
+    divided = shard(model(), mesh_of())
+    groups = [layer._get_fsdp_state()._fsdp_param_group for layer in divided.modules() if hasattr(layer, "unshard")]
+    before = [set(vars(group)) for group in groups]
+    one, two = (DOSAdam(divided.parameters(), policy="cpu", device=slow()) for _ in range(2))
+    one.attach(divided)
+    two.attach(divided)
+    other = shard(model(), mesh_of())
+    for optimizer in (one, two):
+        assert [set(vars(group)) for group in groups] != before
+        optimizer.attach(other)
+    assert [set(vars(group)) for group in groups] == before
+
+
+def test_attaching_another_model_leaves_nothing_behind(pair: Ranks) -> None:
+    pair.run(detaches)

@@ -1,0 +1,165 @@
+"""What a newcomer gets wrong with several ranks: a clear message on every rank, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+from tests.support.ranks import Ranks
+from tests.support.sharded import assert_equal, batch, dos_adam, mesh_of, model, shard, train, values
+
+BUILT_TOO_EARLY = (
+    r"parameters are in no model any more, the first of them parameter 0 .* build the optimizer after fully_shard"
+)
+
+
+def built_too_early(how: str) -> None:
+    if how == "parallelize_module":
+        divided: nn.Module = nn.Sequential(nn.Linear(8, 8))
+        optimizer = dos_adam(divided.parameters())
+        parallelize_module(divided, mesh_of(), {"0": ColwiseParallel()})
+    else:
+        divided = model()
+        chosen = divided[:-1] if how == "blocks alone" else divided
+        optimizer = dos_adam(divided.parameters())
+        for block in divided[:-1] if chosen is not divided else ():
+            shard(nn.Sequential(block, nn.Identity()), mesh_of())
+        if chosen is divided:
+            shard(divided, mesh_of())
+    rows = torch.randn(4, 8) if how == "parallelize_module" else batch(0)
+    divided(rows).pow(2).mean().backward()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=BUILT_TOO_EARLY):
+            optimizer.step()
+    with pytest.raises(RuntimeError, match=BUILT_TOO_EARLY):
+        optimizer.clip_grad_norm_(1.0)
+
+
+@pytest.mark.parametrize("how", ["fully_shard", "blocks alone", "parallelize_module"])
+def test_an_optimizer_that_was_built_before_its_model_was_divided(pair: Ranks, how: str) -> None:
+    pair.run(built_too_early, how)
+
+
+def idle() -> None:
+    """A step without gradients is harmless: before the first backward, of another model, of parameters in no module."""
+    divided, plain = shard(model(), mesh_of()), model()
+    loose = nn.Parameter(torch.ones(99))
+    divided(batch(0)).pow(2).mean().backward()
+    for parameters in (shard(model(), mesh_of()).parameters(), plain.parameters(), [loose]):
+        kept = list(parameters)
+        with pytest.warns(UserWarning, match="found no gradient on any of its parameters"):
+            dos_adam(kept).step()
+
+
+def test_a_step_without_gradients_only_warns(pair: Ranks) -> None:
+    pair.run(idle)
+
+
+def exchanged() -> None:
+    """As Accelerate does when it prepares: the parameters of an optimizer that is there become DTensors."""
+    divided = model()
+    before = weakref.ref(divided[0].up.weight)
+    optimizer = dos_adam(divided.parameters(), policy="cpu", max_grad_norm=0.05)
+    names = [name for name, _ in divided.named_parameters()]
+    optimizer.param_groups[0]["params"] = []
+    shard(divided, mesh_of())
+    named = dict(divided.named_parameters())
+    optimizer.param_groups[0]["params"] = [named[name] for name in names]
+    train(divided, optimizer, steps=range(2))
+    gc.collect()
+    assert before() is None, "the undivided parameters are kept alive"
+    reference = shard(model(), mesh_of())
+    train(reference, dos_adam(reference.parameters(), policy="cpu", max_grad_norm=0.05), steps=range(2))
+    assert_equal(values(divided), values(reference))
+
+
+def test_parameters_that_a_framework_exchanges(pair: Ranks) -> None:
+    pair.run(exchanged)
+
+
+def disagreeing(setting: str, values: tuple[Any, Any], message: str) -> None:
+    first = dist.get_rank() == 0
+    divided = shard(model(), mesh_of())
+    parameters = list(divided.parameters())
+    kwargs = {setting: values[not first]} if setting else {}
+    optimizer = dos_adam(parameters if setting or first else parameters[1:], **kwargs)
+    divided(batch(0)).pow(2).mean().backward()
+    mine = message.format(rank=dist.get_rank(), mine=values[not first])
+    with pytest.raises(RuntimeError, match=mine):
+        optimizer.step()
+    dist.barrier()  # nobody is waiting in another collective
+
+
+@pytest.mark.parametrize(
+    ("setting", "values", "message"),
+    [
+        (
+            "max_grad_norm",
+            (1.0, None),
+            r"disagree on max_grad_norm: this one \(rank {rank}\) has {mine}, and others have",
+        ),
+        ("policy", ("cpu", "adaptive"), r"disagree on policy: this one \(rank {rank}\) has {mine}, and others have"),
+        ("offload_gradients", (True, False), r"on offload_gradients: this one \(rank {rank}\) has {mine}, and others"),
+        ("", (16, 15), r"the number of parameters: this one \(rank {rank}\) has {mine}, and from 15 to 16 were found"),
+    ],
+)
+def test_ranks_that_disagree(pair: Ranks, setting: str, values: tuple[Any, Any], message: str) -> None:
+    pair.run(disagreeing, setting, values, message)
+
+
+def saved(divided: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {"model": get_model_state_dict(divided), "optimizer": get_optimizer_state_dict(divided, optimizer)}
+
+
+def checkpoint_of_another(folder: str, width: int, blocks: int, message: str) -> None:
+    other = shard(model(width, blocks), mesh_of())
+    dcp.save(saved(other, dos_adam(other.parameters())), checkpoint_id=folder)
+    divided, quiet = shard(model(), mesh_of()), shard(model(), mesh_of())
+    optimizer = dos_adam(divided.parameters())
+    with pytest.raises(CheckpointException, match=message):  # on every rank
+        dcp.load(saved(divided, optimizer), checkpoint_id=folder)
+    train(divided, optimizer)
+    train(quiet, dos_adam(quiet.parameters()))
+    assert_equal(values(divided), values(quiet))
+
+
+@pytest.mark.parametrize(
+    ("width", "blocks", "message"),
+    [(12, 2, r"Size mismatch between saved .* and current: .* for model\.0"), (11, 1, r"Missing key .* model\.1\.")],
+)
+def test_a_checkpoint_of_another_model(pair: Ranks, tmp_path: Path, width: int, blocks: int, message: str) -> None:
+    pair.run(checkpoint_of_another, str(tmp_path), width, blocks, message)
+
+
+def state_on_another_mesh() -> None:
+    elsewhere, divided = shard(model(), mesh_of(1)), shard(model(), mesh_of())
+    first, second = dos_adam(elsewhere.parameters()), dos_adam(divided.parameters())
+    train(elsewhere, first, steps=range(2))
+    train(divided, second, steps=range(2))
+    with pytest.raises(
+        ValueError, match=r"parameter 0 .* its state 'exp_avg' is divided over .*, the parameter over .*"
+    ):
+        second.load_state_dict(first.state_dict())
+    alone = model()
+    with pytest.raises(ValueError, match=r"'exp_avg' is divided over .*, the parameter over nothing; load it with"):
+        dos_adam(alone.parameters()).load_state_dict(first.state_dict())
+    quiet = shard(model(), mesh_of())
+    third = dos_adam(quiet.parameters())
+    train(quiet, third, steps=range(4))
+    train(divided, second, steps=range(2, 4))
+    assert_equal(values(divided), values(quiet))
+
+
+def test_state_on_another_mesh(pair: Ranks) -> None:
+    pair.run(state_on_another_mesh)

@@ -1,0 +1,224 @@
+"""Gradients under FSDP2 in all the ways in which they come, or do not come."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+
+from dos import DOSAdam, EmulatedDevice
+from dos.devices import Copy
+from perfmodel import Op
+from tests.support.clock import eventually
+from tests.support.ranks import Ranks
+from tests.support.sharded import Block, assert_close, batch, dos_adam, mesh_of, model, shard, values
+from tests.support.training import FAST
+
+STEPS, MICRO_BATCHES = 3, 2
+
+
+class Sometimes(nn.Sequential):
+    """Whose second block runs only where and when it is `wanted`."""
+
+    wanted: Callable[[int], bool] = staticmethod(lambda step: True)
+    step = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for i, layer in enumerate(self):
+            if i != 1 or type(self).wanted(self.step):
+                x = layer(x)
+        return x
+
+
+def without_sync(divided: FSDPModule, micro_batch: int) -> None:
+    divided.set_requires_gradient_sync(micro_batch == MICRO_BATCHES - 1)
+
+
+def without_all_reduce(divided: FSDPModule, micro_batch: int) -> None:
+    divided.set_requires_all_reduce(micro_batch == MICRO_BATCHES - 1)
+
+
+def nothing(divided: FSDPModule, micro_batch: int) -> None:
+    pass
+
+
+def prepared(kind: str, dtype: torch.dtype) -> nn.Sequential:
+    found = model(dtype=dtype, blocks=3)
+    if kind == "checkpointed":
+        found = nn.Sequential(*(checkpoint_wrapper(layer) for layer in found))
+    if kind in ("unused", "sometimes"):
+        found = Sometimes(*found)
+    if kind == "frozen":
+        found[0].requires_grad_(False)
+        found[1].up.requires_grad_(False)
+    return found
+
+
+def trained(make: Callable[[Any], torch.optim.Optimizer], kind: str, dtype: torch.dtype) -> list[torch.Tensor]:
+    before = {"unsynchronised": without_sync, "not all-reduced": without_all_reduce}.get(kind, nothing)
+    more: dict[str, Any] = {}
+    if kind == "mixed":
+        more = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
+    divided = shard(prepared(kind, dtype), mesh_of(2, 2) if kind == "not all-reduced" else mesh_of(), **more)
+    optimizer = make(divided.parameters())
+    for step in range(STEPS):
+        if isinstance(divided, Sometimes):
+            divided.step = step
+            type(divided).wanted = staticmethod({"unused": lambda _: False, "sometimes": lambda step: step != 1}[kind])
+        for micro_batch in range(MICRO_BATCHES):
+            before(divided, micro_batch)
+            divided(batch(10 * step + micro_batch, dtype=dtype)).float().pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return values(divided)
+
+
+def as_adamw(kind: str, settings: dict[str, Any], dtype: torch.dtype) -> None:
+    found = trained(lambda p: dos_adam(p, **settings), kind, dtype)
+    assert_close(found, trained_by_adamw(kind, dtype))
+
+
+@functools.cache
+def trained_by_adamw(kind: str, dtype: torch.dtype) -> list[torch.Tensor]:
+    return trained(lambda p: torch.optim.AdamW(p, lr=1e-2), kind, dtype)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["unsynchronised", "not all-reduced", "checkpointed", "frozen", "unused", "sometimes", "mixed"],
+)
+def test_all_ways_in_which_gradients_come(ranks: Ranks, pair: Ranks, kind: str) -> None:
+    for settings in ({"policy": "cpu"}, {"policy": "stride:2", "offload_gradients": True}):
+        (ranks if kind == "not all-reduced" else pair).run(as_adamw, kind, settings, torch.float32)
+
+
+class CountsCopies(EmulatedDevice):
+    """Remembers how many runs of memory each transfer of gradients was made of."""
+
+    def copy(self, op: Op, subgroup: int, copies: list[Copy], after: Any = ()) -> Any:
+        if op is Op.GRADIENT and copies:
+            self.gradient_jobs = [*getattr(self, "gradient_jobs", []), len(copies)]
+        return super().copy(op, subgroup, copies, after)
+
+
+def one_copy_for_a_group() -> list[int]:
+    divided = shard(nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)) for _ in range(3))), mesh_of())
+    device = CountsCopies(FAST, 1 << 24)
+    optimizer = DOSAdam(divided.parameters(), policy="cpu", subgroup_size=10**6, device=device)
+    for step in range(3):
+        device.gradient_jobs = []
+        divided(batch(step, width=16)).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return device.gradient_jobs
+
+
+def test_neighbours_in_the_buffer_leave_together(pair: Ranks) -> None:
+    """FSDP2's reduced gradients lie one after the other, as their staging does."""
+    for jobs in pair.run(one_copy_for_a_group):
+        assert sum(jobs) <= 3, jobs
+
+
+def gradients_of_unknown_blocks() -> None:
+    """A block that only some ranks use: FSDP2 fills in zeros on the others if it is told to."""
+    divided = shard(Sometimes(*model()), mesh_of())
+    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        return
+    for layer in divided.modules():
+        if isinstance(layer, FSDPModule):
+            layer.set_reduce_scatter_unused_params(True)
+    twin = shard(Sometimes(*model()), mesh_of())
+    for layer in twin.modules():
+        if isinstance(layer, FSDPModule):
+            layer.set_reduce_scatter_unused_params(True)
+    Sometimes.wanted = staticmethod(lambda step: True)
+    ours, theirs = dos_adam(divided.parameters(), policy="cpu"), torch.optim.AdamW(twin.parameters(), lr=1e-2)
+    for step in range(3):
+        for each, optimizer in ((divided, ours), (twin, theirs)):
+            each(batch(step)).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_close(values(divided), values(twin))
+
+
+def test_unused_parameters_that_fsdp_fills_in(pair: Ranks) -> None:
+    pair.run(gradients_of_unknown_blocks)
+
+
+def test_block_has_all_sizes() -> None:
+    """What the tests above rely on: shards that are even, uneven and empty."""
+    sizes = {p.shape[0] % 2 if p.shape[0] >= 2 else "fewer than ranks" for p in Block(11).parameters()}
+    assert sizes == {0, 1, "fewer than ranks"}
+
+
+class SaysWhenItPins(EmulatedDevice):
+    """Remembers whether backward was running each time memory was pinned."""
+
+    in_backward = False
+    pinned_in_backward = pinned = 0
+
+    def pin(self, tensor: torch.Tensor) -> None:
+        self.pinned += 1
+        self.pinned_in_backward += self.in_backward
+
+
+def pins_nothing_in_backward() -> None:
+    divided = shard(model(), mesh_of())
+    device = SaysWhenItPins(FAST, 1 << 24)
+    settings = {"policy": "stride:2", "subgroup_size": 50, "offload_gradients": True}
+    optimizer = DOSAdam(divided.parameters(), device=device, **settings)
+    for step in range(3):
+        for micro_batch in range(2):
+            loss = divided(batch(10 * step + micro_batch)).pow(2).mean()
+            device.in_backward = True
+            loss.backward()
+            device.in_backward = False
+        optimizer.step()
+        optimizer.zero_grad()
+        assert device.pinned > 0
+    assert device.pinned_in_backward == 0
+
+
+def test_nothing_is_pinned_in_backward(pair: Ranks) -> None:
+    pair.run(pins_nothing_in_backward)
+
+
+def leaves_nothing_behind() -> None:
+    divided = shard(model(), mesh_of())
+    optimizer = dos_adam(divided.parameters(), policy="cpu")
+    alive: list[weakref.ref[torch.Tensor]] = []
+    counts: list[tuple[int, int]] = []
+
+    def count() -> tuple[int, int]:
+        gc.collect()
+        return sum(isinstance(each, torch.Tensor) for each in gc.get_objects()), threading.active_count()
+
+    def nothing_alive() -> bool:
+        gc.collect()
+        return not any(reference() is not None for reference in alive)
+
+    def no_more_than_before() -> bool:
+        return all(now <= most for now, most in zip(count(), map(max, zip(*counts, strict=True)), strict=True))
+
+    for step in range(4):
+        divided(batch(step)).pow(2).mean().backward()
+        alive += [weakref.ref(p.grad._local_tensor) for p in divided.parameters() if p.grad is not None]
+        optimizer.step()
+        optimizer.zero_grad()
+        assert eventually(nothing_alive)
+        if step < 3:
+            counts.append(count())
+    assert eventually(no_more_than_before), "neither tensors nor threads"
+
+
+def test_gradients_that_left_leave_nothing_behind(pair: Ranks) -> None:
+    pair.run(leaves_nothing_behind)

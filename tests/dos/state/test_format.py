@@ -1,0 +1,146 @@
+"""What state consists of: the formats' figures, and that nothing else has to know which fields there are."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from dos import DOSAdam, EmulatedDevice
+from dos.state import arena as arena_module
+from dos.state import subgroup
+from dos.state.arena import Arena
+from dos.state.record import ParameterRecord
+from perfmodel import SubgroupLoad, Workload
+from perfmodel.format import (
+    CODED,
+    MIXED,
+    NEEDED_KEYS,
+    SPLIT,
+    STATE_KEYS,
+    Field,
+    Format,
+    float32,
+    format_of,
+    int8,
+    split,
+)
+from tests.support.training import FAST, mlp, train
+
+
+@pytest.mark.parametrize(
+    ("state", "state_bytes", "held", "traffic"),
+    [
+        (MIXED, 12, 16, 28),
+        (SPLIT, 10, 14, 26),
+        (split(amsgrad=True), 14, 18, 34),
+        (float32("float32"), 12, 16, 28),
+        (float32("float16", amsgrad=True), 16, 20, 36),
+        (float32("bfloat16", accelerated=False), 12, 16, 28),
+        (float32("float32", accelerated=False), 8, 12, 20),
+    ],
+)
+def test_bytes_per_parameter(state: Format, state_bytes: int, held: int, traffic: int) -> None:
+    assert (state.state_bytes, state.held_bytes, state.update_traffic) == (state_bytes, held, traffic)
+    load = SubgroupLoad.of(7, state)
+    assert load.cpu_traffic == 7 * traffic
+    assert (
+        dataclasses.replace(load, format=MIXED.name)
+        == Workload.of_sizes(
+            [7],
+            gradient_bytes=state.gradient_bytes,
+            parameter_bytes=state.parameter_bytes,
+            state_bytes=state.state_bytes,
+            upper_bytes=state.upper_bytes,
+        ).subgroups[0]
+    )
+
+
+def test_names_in_a_state_dict() -> None:
+    codes = {f"{moment}_{what}" for moment in ("exp_avg", "exp_avg_sq") for what in ("codes", "scales")}
+    assert set(STATE_KEYS) == {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master_param", "master_rest", *codes}
+    assert set(NEEDED_KEYS) == {"exp_avg", "exp_avg_sq"}
+    assert [field.key for field in SPLIT.fields] == ["exp_avg", "exp_avg_sq", "master_rest"]
+    assert [field.key for field in float32("float32").fields] == ["exp_avg", "exp_avg_sq", None]
+    assert [field.key for field in float32("bfloat16", master_weights=False).fields][-1] is None
+
+
+@pytest.mark.parametrize("accelerated", [True, False])
+@pytest.mark.parametrize(
+    ("values", "settings", "name"),
+    [
+        ("bfloat16", {}, "split"),
+        ("bfloat16", {"state_format": "float32"}, "float32"),
+        ("bfloat16", {"master_weights": False}, "float32"),
+        ("float16", {}, "float32"),
+        ("float32", {}, "float32"),
+        ("bfloat16", {"state_format": "int8"}, "int8"),
+        ("float32", {"state_format": "int8"}, "int8"),
+    ],
+)
+def test_which_format_parameters_get(values: str, settings: dict[str, Any], name: str, accelerated: bool) -> None:
+    found = format_of(values, accelerated=accelerated, **settings)
+    assert (found.name, found.values) == (name, values)
+    parameter = torch.ones(256, dtype=getattr(torch, values))
+    device = EmulatedDevice(FAST, 10**9) if accelerated else None
+    assert Arena([parameter], device, **{"master_weights": True, "amsgrad": False} | settings).format == found
+
+
+def test_a_field_more_is_allocated_moved_and_exported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wider(values: str, **options: Any) -> Format:
+        del options["state_format"]
+        known = float32(values, **options)
+        return Format("wider", values, (*known.fields, Field("age", "float16", "age")))
+
+    monkeypatch.setattr(arena_module, "format_of", wider)
+    parameter = torch.ones(6, 2, dtype=torch.bfloat16)
+    arena = Arena([parameter], EmulatedDevice(FAST, 10**9), master_weights=True, amsgrad=False)
+    record = ParameterRecord(parameter, arena, 0)
+    (whole,) = subgroup.split(arena, [record], 100)
+    assert whole.load().state_bytes == arena.state.nbytes == 12 * 14
+    arena.state.fields["age"].fill_(3)
+    assert torch.equal(record.views["age"], torch.full((6, 2), 3, dtype=torch.float16))
+
+    there = whole.state.carve(torch.zeros(whole.state.carved_bytes, dtype=torch.uint8))
+    for to, of in zip(there.tensors(), whole.state.tensors(), strict=True):
+        to.copy_(of)
+    assert torch.equal(there.slice(2, 5).fields["age"], torch.full((3,), 3, dtype=torch.float16))
+
+    arena.add_amsgrad(lambda tensor: None)
+    assert list(arena.state.fields) == ["exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master", "age"]
+    assert arena.state.fields["age"].sum() == 36, "what was there is kept"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "settings", "traffic"),
+    [
+        (torch.bfloat16, {}, 26),
+        (torch.bfloat16, {"state_format": "float32"}, 28),
+        (torch.float16, {}, 28),
+        (torch.bfloat16, {"master_weights": False}, 24),
+        (torch.float32, {"amsgrad": True}, 36),
+    ],
+)
+def test_the_device_is_told_the_traffic_of_an_update(
+    dtype: torch.dtype, settings: dict[str, Any], traffic: int
+) -> None:
+    model, device = mlp(dtype), EmulatedDevice(FAST, capacity=10**8)
+    told: list[tuple[int, int, str]] = []
+    surround = device.host_update
+    device.host_update = lambda *asked: told.append(asked) or surround(*asked)
+    train(model, DOSAdam(model.parameters(), policy="cpu", device=device, **settings), steps=1)
+    name = format_of(str(dtype).removeprefix("torch."), **settings).name
+    assert told == [(numel, traffic * numel, name) for numel, *_ in told]
+    assert sum(numel for numel, *_ in told) == sum(p.numel() for p in model.parameters())
+
+
+def test_moments_in_codes() -> None:
+    assert (CODED.state_bytes, CODED.block) == (2 + 2 * (1 + 4 / 128), 128)
+    assert [field.name for field in CODED.fields][-1] == "rest"
+    load = SubgroupLoad.of(256, CODED)
+    assert (load.state_bytes, load.format) == (256 * 4 + 4 * 4, "int8")
+    assert load.cpu_traffic == 2 * load.state_bytes + 3 * 512  # gradient, parameter read, parameter written
+    with pytest.raises(ValueError, match="amsgrad"):
+        int8(split(amsgrad=True))

@@ -1,0 +1,289 @@
+"""Split masters and whole ones: the same bits in any plan, whatever users do to parameters and state."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from dos import DOSAdam, EmulatedDevice
+from dos.devices import Copy, Job
+from dos.kernels.adam import joined
+from dos.kernels.masters import follow
+from perfmodel import Op, Placement, Plan, Workload
+from tests.support.random_plans import GROUPS, SHAPES, RandomPlans
+from tests.support.training import FAST, bits, mlp, plan_anew, train
+
+FORMATS = [None, "float32"]
+STEPS = 7
+
+
+def edit(parameter: nn.Parameter, rng: random.Random) -> None:
+    """What users do to parameters between steps, in place or not."""
+    some = torch.rand(parameter.shape, generator=torch.Generator().manual_seed(rng.randrange(100))) < 0.3
+    with torch.no_grad():
+        match rng.randrange(7):
+            case 0:
+                parameter[some] = 0.0
+            case 1:
+                parameter.mul_(-some.to(parameter.dtype))
+            case 2:
+                parameter.lerp_(torch.ones_like(parameter), 0.01)
+            case 3:
+                parameter.data = (parameter + 0.5).clone()
+            case 4:
+                values = [torch.inf, -torch.inf, torch.nan, torch.finfo(parameter.dtype).max, 1e-40]
+                parameter[some] = rng.choice(values)
+            case 5:
+                parameter.add_(1e-4)
+            case 6 if parameter.ndim > 1:
+                parameter.data = parameter.transpose(0, -1).contiguous().transpose(0, -1)
+
+
+def run(
+    shapes: Sequence[tuple[int, ...]],
+    groups: list[dict[str, Any]],
+    seed: int,
+    formats: Sequence[str | None],
+    **options: Any,
+) -> list[bytes]:
+    """Steps on given gradients, with edits between them; at some the state moves into another optimizer.
+
+    formats: of the optimizers, in turn. Parameters and state, as AdamW would have it, in bits.
+    """
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    dtypes = [rng.choice([torch.bfloat16, torch.bfloat16, torch.float16]) for _ in shapes]
+    parameters = [nn.Parameter(torch.randn(s, generator=generator).to(d)) for s, d in zip(shapes, dtypes, strict=True)]
+    buckets = [parameters[i :: len(groups)] for i in range(len(groups))]
+
+    def optimizer_of(number: int) -> DOSAdam:
+        params = [{"params": bucket, **group} for bucket, group in zip(buckets, groups, strict=True)]
+        return DOSAdam(params, state_format=formats[number % len(formats)], **options)
+
+    number, optimizer = 0, optimizer_of(0)
+    for step in range(STEPS):
+        plan_anew(optimizer)
+        for parameter in parameters:
+            gradient = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+            # The last step has all, for a master follows its parameter when that has a gradient.
+            parameter.grad = None if rng.random() < 0.2 and step < STEPS - 1 else gradient
+        optimizer.step()
+        if rng.random() < 0.3:
+            number += 1
+            saved = optimizer.state_dict()
+            if rng.random() < 0.5:
+                for index, parameter in enumerate(p for bucket in buckets for p in bucket):
+                    if index in saved["state"]:
+                        saved["state"][index] = optimizer.adamw_state(parameter)
+            optimizer = optimizer_of(number)
+            optimizer.load_state_dict(saved)
+        for parameter in parameters:
+            if step < STEPS - 1 and rng.random() < 0.2 and parameter.numel():
+                edit(parameter, rng)
+    state = [value for p in parameters if optimizer.state.get(p) for value in optimizer.adamw_state(p).values()]
+    return bits(parameters) + bits(state)
+
+
+@pytest.mark.filterwarnings("ignore:DOSAdam.step")  # examples may have no gradient at all
+@settings(
+    max_examples=20,
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],  # an example as found says more than one shrunk for minutes
+    suppress_health_check=[HealthCheck.too_slow],
+)
+@given(
+    shapes=st.lists(SHAPES, min_size=1, max_size=8),
+    groups=st.lists(GROUPS, min_size=1, max_size=3),
+    formats=st.lists(st.sampled_from(FORMATS), min_size=1, max_size=3),
+    subgroup_size=st.integers(1, 120),
+    slots=st.integers(1, 4),
+    seed=st.integers(0, 2**16),
+)
+def test_any_format_in_any_plan_gives_the_same_bits(
+    shapes: list[tuple[int, ...]],
+    groups: list[dict[str, Any]],
+    formats: list[str | None],
+    subgroup_size: int,
+    slots: int,
+    seed: int,
+) -> None:
+    device = EmulatedDevice(FAST, capacity=10**8)
+    options = {"policy": RandomPlans(seed, slots), "subgroup_size": subgroup_size, "device": device}
+    whole = run(shapes, groups, seed, ["float32"])
+    assert run(shapes, groups, seed, formats, **options) == whole
+    assert run(shapes, groups, seed, formats) == whole
+
+
+class Counting(EmulatedDevice):
+    """Adds up the bytes of each kind of copy."""
+
+    def __init__(self) -> None:
+        super().__init__(FAST, capacity=10**9)
+        self.moved: Counter[Op] = Counter()
+
+    def copy(self, op: Op, subgroup: int, copies: Sequence[Copy], after: Sequence[Job] = ()) -> Job:
+        self.moved[op] += sum(source.nbytes for _, source in copies)
+        return super().copy(op, subgroup, copies, after)
+
+
+CPU, STREAMED, RESIDENT = Placement.CPU, Placement.GPU_STREAMED, Placement.GPU_RESIDENT
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "moved"),
+    [
+        (CPU, CPU, {Op.GRADIENT: 2, Op.PARAMETER: 2}),
+        (STREAMED, CPU, {Op.GRADIENT: 2 + 2, Op.PARAMETER: 2}),
+        (CPU, STREAMED, {Op.PREFETCH: 10, Op.FLUSH: 10}),
+        (STREAMED, STREAMED, {Op.PREFETCH: 10, Op.FLUSH: 10}),
+        (CPU, RESIDENT, {Op.PREFETCH: 10}),
+        (RESIDENT, RESIDENT, {}),
+        (RESIDENT, CPU, {Op.FLUSH: 10}),
+    ],
+)
+@pytest.mark.parametrize("offload_gradients", [False, True])
+def test_bytes_that_are_moved(before: Placement, now: Placement, moved: dict[Op, int], offload_gradients: bool) -> None:
+    """Per parameter, in the second step; offloaded gradients leave in any case, and come up to be used there."""
+    placements = [before, now]
+
+    def policy(workload: Workload) -> Plan:
+        n = len(workload.subgroups)
+        return Plan((placements[0],) * n, tuple(range(n)), 2)
+
+    model, device = mlp(torch.bfloat16), Counting()
+    settings_ = {"policy": policy, "device": device, "offload_gradients": offload_gradients}
+    optimizer = DOSAdam(model.parameters(), subgroup_size=300, **settings_)  # type: ignore[arg-type]
+    train(model, optimizer, 2)
+    del placements[0]
+    plan_anew(optimizer)
+    device.moved.clear()
+    train(model, optimizer, 1)
+    optimizer.synchronize()
+    expected = Counter(moved)
+    if offload_gradients:
+        on_host = now is CPU and before is not RESIDENT
+        expected[Op.GRADIENT] += 0 if on_host else 2
+        expected[Op.PREFETCH] += 0 if on_host else 2
+    numel = sum(p.numel() for p in model.parameters())
+    assert +device.moved == {op: nbytes * numel for op, nbytes in (+expected).items()}
+
+
+@pytest.mark.parametrize("make", [None, lambda: EmulatedDevice(FAST, 10**9)])
+@pytest.mark.parametrize("policy", ["cpu", "stride:1", "resident"])
+def test_rests_are_live_views(make: Callable[[], EmulatedDevice] | None, policy: str) -> None:
+    model = mlp(torch.bfloat16)
+    optimizer = DOSAdam(model.parameters(), policy=policy, device=make() if make else None)
+    train(model, optimizer, 3)
+    weight = model[0].weight
+    for _ in range(2):
+        rest = optimizer.state[weight]["master_rest"]
+        assert (rest.dtype, rest.shape) == (torch.bfloat16, weight.shape), "whose bits are of int16"
+        master = optimizer.adamw_state(weight)["master_param"]
+        assert torch.equal(master, joined(weight.detach(), rest.view(torch.int16)))
+        assert torch.equal(master.bfloat16(), weight)
+        assert not torch.equal(master, weight.float()), "rests say something"
+        optimizer.state[weight]["master_rest"].zero_()
+        assert torch.equal(optimizer.adamw_state(weight)["master_param"], weight.float())
+        train(model, optimizer, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("state_format", [None, "float32"])
+def test_masters_on_request_follow_what_was_written(dtype: torch.dtype, state_format: str | None) -> None:
+    """As the next step has them."""
+    model = mlp(dtype)
+    optimizer = DOSAdam(model.parameters(), state_format=state_format)
+    train(model, optimizer, 2)
+    weight = model[0].weight
+    kept = optimizer.adamw_state(weight)["master_param"]
+    with torch.no_grad():
+        weight[1:].mul_(3)
+    master = optimizer.adamw_state(weight)["master_param"]
+    assert torch.equal(master.to(dtype), weight)
+    assert torch.equal(master[0], kept[0]), "what was not written to"
+    assert not torch.equal(master[0], weight[0].float())
+
+
+def test_rests_load_with_the_model_that_they_belong_to() -> None:
+    ends = []
+    for reload in (False, True):
+        model = mlp(torch.bfloat16)
+        optimizer = DOSAdam(model.parameters(), policy="stride:2", device=EmulatedDevice(FAST, 10**9))
+        train(model, optimizer, 3)
+        if reload:
+            saved, weights = optimizer.state_dict(), model.state_dict()
+            model = mlp(torch.bfloat16, seed=1)
+            optimizer = DOSAdam(model.parameters(), policy="cpu", device=EmulatedDevice(FAST, 10**9))
+            optimizer.load_state_dict(saved)
+            model.load_state_dict(weights)
+        train(model, optimizer, 3, first_step=3)
+        ends.append(bits(model.parameters()))
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize("settings_", [{"master_weights": False}, {}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_rests_mean_nothing_to_parameters_of_another_kind(dtype: torch.dtype, settings_: dict[str, bool]) -> None:
+    """The parameters are what counts, and moments are loaded."""
+    source = mlp(torch.bfloat16)
+    saved = DOSAdam(source.parameters())
+    train(source, saved, 3)
+    ends = []
+    for without in (False, True):
+        model = mlp(dtype, seed=1)
+        optimizer = DOSAdam(model.parameters(), lr=0.1, **settings_)
+        state = saved.state_dict()
+        state["param_groups"][0]["lr"] = 0.1
+        if without or (dtype is torch.bfloat16 and not settings_):
+            state["state"] = {i: {k: v for k, v in e.items() if k != "master_rest"} for i, e in state["state"].items()}
+        optimizer.load_state_dict(state)
+        train(model, optimizer, 1)
+        assert {"step", "exp_avg", "exp_avg_sq"} <= optimizer.state[model[0].weight].keys()
+        assert len(optimizer.state[model[0].weight]) <= 4
+        ends.append(bits(model.parameters()))
+    assert ends[0] == ends[1]
+
+
+def test_a_write_that_nobody_sees_makes_no_nan() -> None:
+    """`.data` does not tell; where the parameter is half of its master, 0 with a rest of something else is 0."""
+    model = mlp(torch.bfloat16)
+    optimizer = DOSAdam(model.parameters())
+    train(model, optimizer, 3)
+    for parameter in model.parameters():
+        parameter.data.mul_(torch.rand(parameter.shape) < 0.5)
+    train(model, optimizer, 1)
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("found", ["int4", "split", "", 0, torch.float32])
+def test_a_format_that_does_not_exist(found: object) -> None:
+    with pytest.raises(ValueError, match="state_format must be None, 'float32' or 'int8', found"):
+        DOSAdam(mlp().parameters(), state_format=found)  # type: ignore[arg-type]
+
+
+VALUES = [0.0, -0.0, 1.0, -1.5, torch.inf, -torch.inf, torch.nan, 2.0**-133]
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_a_whole_master_follows_by_the_same_rule(value: float) -> None:
+    """Any rest beside a value that was written: kept, unless it would make another number of it."""
+    rest = torch.arange(-(2**15) + 1, 2**15, dtype=torch.int32).to(torch.int16)
+    master: Tensor = joined(torch.full((len(rest),), 0.7, dtype=torch.bfloat16), rest)
+    parameter = torch.full((len(rest),), value, dtype=torch.bfloat16)
+    follow(master, parameter)
+    number = not parameter[0].isnan()
+    assert torch.equal(master.bfloat16(), parameter) or not number
+    kept = master.view(torch.int32).to(torch.int16) == rest
+    if parameter[0].isinf():
+        assert torch.equal(kept, rest == 0)
+    elif value == 0:
+        assert torch.equal(kept, rest >= 0)
+        assert torch.equal(master.signbit(), parameter.signbit())
+    else:
+        assert kept.all()

@@ -1,0 +1,429 @@
+"""State that leaves and comes back: AdamW's state dict, both ways; copies, files, DCP; what does not fit."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+from dos import DOSAdam, EmulatedDevice
+from tests.support.training import FAST, assert_close_ulp, bits, mlp, train
+
+pytestmark = pytest.mark.usefixtures("one_core")
+
+
+def dos(model: nn.Module, **settings: object) -> DOSAdam:
+    device = EmulatedDevice(FAST, capacity=10**9)
+    return DOSAdam(model.parameters(), **{"policy": "stride:2", "subgroup_size": 300, "device": device, **settings})
+
+
+@pytest.mark.parametrize("policy", ["cpu", "stride:2", 0.5])
+@pytest.mark.parametrize("amsgrad", [False, True])
+def test_adamw_to_dosadam_and_back(policy: str | float, amsgrad: bool) -> None:
+    """50 steps AdamW, 50 DOSAdam, 50 AdamW, against 150 steps of AdamW."""
+    reference, model = mlp(), mlp()
+    train(reference, torch.optim.AdamW(reference.parameters(), amsgrad=amsgrad), 150)
+
+    first = torch.optim.AdamW(model.parameters(), amsgrad=amsgrad)
+    train(model, first, 50)
+    second = dos(model, policy=policy)
+    second.load_state_dict(first.state_dict())
+    assert second.param_groups[0]["amsgrad"] is amsgrad
+    train(model, second, 50, first_step=50)
+    third = torch.optim.AdamW(model.parameters())
+    third.load_state_dict(second.state_dict())
+    train(model, third, 50, first_step=100)
+    assert third.state[model[0].weight]["step"].item() == 150
+    assert_close_ulp(model.parameters(), reference.parameters(), ulps=256)
+
+
+def test_keys_are_those_of_adamw() -> None:
+    model = mlp()
+    adamw, optimizer = torch.optim.AdamW(model.parameters()), dos(model)
+    train(model, adamw, 1)
+    train(model, optimizer, 1)
+    theirs, ours = adamw.state_dict(), optimizer.state_dict()
+    # torch 2.6 has no `decoupled_weight_decay`.
+    assert ours["param_groups"] == [{**group, "decoupled_weight_decay": True} for group in theirs["param_groups"]]
+    assert ours["state"].keys() == theirs["state"].keys()
+    for key, entry in theirs["state"].items():
+        assert list(ours["state"][key]) == list(entry)
+        for name, value in entry.items():
+            assert ours["state"][key][name].shape == value.shape
+            assert ours["state"][key][name].dtype == value.dtype
+
+
+def test_state_is_readable_and_writable_as_in_adamw() -> None:
+    for policy in ("cpu", "stride:1", 0.0):
+        model = mlp()
+        optimizer = dos(model, policy=policy)
+        train(model, optimizer, 2)
+        weight = model[0].weight
+        assert optimizer.state[weight]["exp_avg"].shape == weight.shape
+        assert optimizer.state[weight]["exp_avg"].abs().max() > 0
+        optimizer.state[weight]["exp_avg"].zero_()
+        optimizer.param_groups[0]["betas"] = (0.999999, 0.999)
+        train(model, optimizer, 1)
+        assert optimizer.state[weight]["exp_avg"].abs().max() < 1e-5
+
+
+def test_resetting_the_state_starts_over() -> None:
+    model, fresh = mlp(), mlp()
+    optimizer = dos(model)
+    start = copy.deepcopy(model.state_dict())
+    train(model, optimizer, 5)
+    model.load_state_dict(start)
+    optimizer.state = defaultdict(dict)
+    train(model, optimizer, 3)
+    train(fresh, dos(fresh), 3)
+    assert bits(model.parameters()) == bits(fresh.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("policy", ["cpu", "stride:2", 0.0])
+def test_resume_is_exact_to_the_bit(dtype: torch.dtype, policy: str | float) -> None:
+    through, model = mlp(dtype), mlp(dtype)
+    train(through, dos(through, policy=policy), 8)
+
+    optimizer = dos(model, policy=policy)
+    train(model, optimizer, 4)
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    resumed = mlp(dtype, seed=5)
+    after = dos(resumed, policy=policy)
+    after.load_state_dict(saved["optimizer"])  # before the model's weights: the order must not matter
+    resumed.load_state_dict(saved["model"])
+    train(resumed, after, 4, first_step=4)
+    assert bits(resumed.parameters()) == bits(through.parameters())
+
+
+def test_loading_does_not_tie_the_optimizer_to_the_state_dict() -> None:
+    model = mlp()
+    optimizer = dos(model)
+    train(model, optimizer, 2)
+    saved = copy.deepcopy(optimizer.state_dict())
+    other = mlp()
+    loaded = dos(other)
+    loaded.load_state_dict(saved)
+    before = bits(t for entry in saved["state"].values() for t in entry.values())
+    train(other, loaded, 2)
+    assert bits(t for entry in saved["state"].values() for t in entry.values()) == before
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_copies_of_model_and_optimizer_go_their_own_way(how: str, dtype: torch.dtype) -> None:
+    model = mlp(dtype)
+    optimizer = dos(model, policy=0.5)
+    train(model, optimizer, 3)
+    pair = (model, optimizer)
+    other, twin = copy.deepcopy(pair) if how == "deepcopy" else pickle.loads(pickle.dumps(pair))
+    assert twin.param_groups[0]["params"][0] is other[0].weight
+    train(other, twin, 3, first_step=3)
+    assert bits(model.parameters()) != bits(other.parameters())
+    train(model, optimizer, 3, first_step=3)
+    assert bits(model.parameters()) == bits(other.parameters())
+
+
+def test_hooks_on_state_dict_and_on_loading() -> None:
+    model = mlp()
+    optimizer = dos(model)
+    train(model, optimizer, 1)
+    log = []
+    optimizer.register_state_dict_pre_hook(lambda _: log.append("saving"))
+    optimizer.register_state_dict_post_hook(lambda _, state: {**state, "extra": 1})
+    optimizer.register_load_state_dict_pre_hook(lambda _, state: log.append(state.pop("extra")))
+    optimizer.register_load_state_dict_post_hook(lambda _: log.append("loaded"))
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert log == ["saving", 1, "loaded"]
+
+
+def test_an_older_state_dict_without_newer_keys() -> None:
+    model, reference = mlp(), mlp()
+    for m in (model, reference):
+        train(m, torch.optim.AdamW(m.parameters()), 0)
+    donor = torch.optim.AdamW(model.parameters())
+    train(model, donor, 2)
+    old = copy.deepcopy(donor.state_dict())
+    for key in ("foreach", "maximize", "capturable", "differentiable", "fused", "decoupled_weight_decay"):
+        old["param_groups"][0].pop(key, None)
+    for entry in old["state"].values():
+        entry["step"] = int(entry["step"])
+    optimizer = dos(model)
+    optimizer.load_state_dict(old)
+    assert optimizer.param_groups[0]["maximize"] is False
+    train(model, optimizer, 2, first_step=2)
+    train(reference, torch.optim.AdamW(reference.parameters()), 4)
+    assert_close_ulp(model.parameters(), reference.parameters())
+
+
+def test_a_bfloat16_run_may_pass_through_adamw_and_return() -> None:
+    """AdamW keeps our master rounded and does not update it; the parameter it did update must win on return."""
+    model = mlp(torch.bfloat16)
+    optimizer = dos(model)
+    train(model, optimizer, 3)
+    adamw = torch.optim.AdamW(model.parameters(), lr=0.1)
+    adamw.load_state_dict(optimizer.state_dict())
+    adamw.param_groups[0]["lr"] = 0.1
+    train(model, adamw, 3, first_step=3)
+    before = [p.detach().clone() for p in model.parameters()]
+    back = dos(model)
+    back.load_state_dict(adamw.state_dict())
+    back.param_groups[0]["lr"] = 0.0
+    train(model, back, 1, first_step=6)
+    assert bits(model.parameters()) == bits(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_distributed_checkpoint_helpers(dtype: torch.dtype) -> None:
+    model = mlp(dtype)
+    optimizer = dos(model)
+    train(model, optimizer, 3)
+    state = copy.deepcopy(get_optimizer_state_dict(model, optimizer))
+    assert state["state"]["0.weight"]["exp_avg"].shape == model[0].weight.shape
+    other = mlp(dtype)
+    other.load_state_dict(model.state_dict())
+    loaded = dos(other)
+    set_optimizer_state_dict(other, loaded, state)
+    train(other, loaded, 3, first_step=3)
+    train(model, optimizer, 3, first_step=3)
+    assert bits(model.parameters()) == bits(other.parameters())
+
+
+def _break_group_count(state: dict) -> None:
+    state["param_groups"].append(copy.deepcopy(state["param_groups"][0]))
+
+
+def _break_parameter_count(state: dict) -> None:
+    state["param_groups"][0]["params"].pop()
+
+
+def _break_shape(state: dict) -> None:
+    state["state"][2]["exp_avg"] = torch.zeros(3, 3)
+
+
+def _break_kind(state: dict) -> None:
+    state["state"][1] = {"momentum_buffer": torch.zeros(40)}
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_break_group_count, "2 param groups, the optimizer has 1"),
+        (_break_parameter_count, r"4 parameters in the state dict and 5"),
+        (_break_shape, r"parameter '2\.weight': its state 'exp_avg' must have shape \(40,\), found shape \(3, 3\)"),
+        (_break_kind, r"parameter '0\.bias': its state has \['momentum_buffer'\] but no 'step'"),
+    ],
+)
+def test_a_state_dict_that_does_not_match_changes_nothing(damage, message: str) -> None:
+    model = mlp()
+    device = EmulatedDevice(FAST, capacity=10**9)
+    optimizer = DOSAdam(model.named_parameters(), policy="stride:2", subgroup_size=300, device=device)
+    train(model, optimizer, 2)
+    twin, twin_optimizer = copy.deepcopy((model, optimizer))
+    bad = copy.deepcopy(optimizer.state_dict())
+    damage(bad)
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(bad)
+    train(model, optimizer, 2, first_step=2)
+    train(twin, twin_optimizer, 2, first_step=2)
+    assert bits(model.parameters()) == bits(twin.parameters())
+
+
+@pytest.mark.parametrize("policy", ["cpu", "stride:1", 0.0])
+def test_states_exchanged_between_parameters_are_exchanged(policy: str | float) -> None:
+    ends = []
+    for make in (torch.optim.AdamW, lambda p: DOSAdam(p, policy=policy, device=EmulatedDevice(FAST, 10**8))):
+        a, b = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
+        optimizer = make([a, b])
+        for sign in (1.0, None, 0.5):
+            if sign is None:
+                optimizer.state[a], optimizer.state[b] = optimizer.state[b], optimizer.state[a]
+                continue
+            a.grad, b.grad = torch.full((3,), sign), torch.full((3,), -sign)
+            optimizer.step()
+        ends.append([t.clone() for p in (a, b) for t in (optimizer.state[p]["exp_avg"], p.detach())])
+    torch.testing.assert_close(ends[1], ends[0])
+
+
+def test_state_tensors_whose_data_was_replaced_count() -> None:
+    model = mlp()
+    optimizer = dos(model)
+    train(model, optimizer, 2)
+    for entry in optimizer.state.values():
+        for value in entry.values():
+            value.data = value.data.clone().zero_() if value.ndim else value.data.clone()
+    optimizer.param_groups[0]["betas"] = (0.999999, 0.999)
+    train(model, optimizer, 1)
+    assert all(entry["exp_avg"].abs().max() < 1e-5 for entry in optimizer.state.values())
+    assert all(entry["step"] == 3 for entry in optimizer.state.values())
+
+
+def test_what_others_keep_in_the_state_stays() -> None:
+    model = mlp()
+    optimizer = dos(model)
+    train(model, optimizer, 1)
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"][0]["mine"] = "a note"
+    optimizer.load_state_dict(saved)
+    train(model, optimizer, 1)
+    assert optimizer.state[model[0].weight]["mine"] == "a note"
+
+
+def test_how_to_decay_is_not_taken_from_a_checkpoint() -> None:
+    model = mlp()
+    adam = torch.optim.Adam(model.parameters())
+    train(model, adam, 1)
+    optimizer = dos(model)
+    optimizer.load_state_dict(adam.state_dict())
+    assert optimizer.param_groups[0]["decoupled_weight_decay"] is True
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_parameters_state_as_adamw_has_it(dtype: torch.dtype) -> None:
+    model = mlp(dtype)
+    optimizer = DOSAdam(model.parameters(), amsgrad=True, device=EmulatedDevice(FAST, 10**9), policy="resident")
+    with pytest.raises(KeyError, match="has no state"):
+        optimizer.adamw_state(model[0].weight)
+    train(model, optimizer, 2)
+    copies = {p: optimizer.adamw_state(p) for p in model.parameters()}
+    for p, entry in copies.items():
+        kept = {"master_rest": "master_param"}
+        assert set(entry) == {kept.get(key, key) for key in optimizer.state[p]}
+        assert all(value.dtype == torch.float32 for value in entry.values())
+        assert bits([entry["exp_avg"]]) == bits([optimizer.state[p]["exp_avg"]])
+        entry["exp_avg"].add_(1)
+        assert bits([entry["exp_avg"]]) != bits([optimizer.state[p]["exp_avg"]]), "a copy"
+
+
+def resident(model: nn.Module) -> tuple[DOSAdam, EmulatedDevice]:
+    device = EmulatedDevice(FAST, capacity=10**8)
+    return DOSAdam(model.parameters(), policy=0.0, subgroup_size=300, device=device), device
+
+
+def test_asking_whether_there_is_state_moves_nothing() -> None:
+    model = mlp()
+    optimizer, device = resident(model)
+    assert not optimizer.state
+    train(model, optimizer, 2)
+    held = device.usage().held
+    assert optimizer.state
+    assert len(optimizer.state) == len(list(model.parameters()))
+    assert model[0].weight in optimizer.state
+    assert set(optimizer.state) == set(model.parameters())
+    assert device.usage().held == held > 0
+    assert optimizer.state[model[0].weight]["exp_avg"].any()
+    assert device.usage().held == 0
+
+
+def test_a_checkpoint_leaves_state_on_the_device() -> None:
+    model = mlp()
+    optimizer, device = resident(model)
+    train(model, optimizer, 2)
+    held = device.usage().held
+    saved = copy.deepcopy(optimizer.state_dict())
+    assert device.usage().held == held > 0
+    other = copy.deepcopy(model)
+    loaded, _ = resident(other)
+    loaded.load_state_dict(saved)
+    train(model, optimizer, 3, first_step=2)
+    train(other, loaded, 3, first_step=2)
+    assert bits(model.parameters()) == bits(other.parameters())
+
+
+def test_what_is_written_to_a_state_dict_counts() -> None:
+    ends = []
+    for make in (lambda model: torch.optim.AdamW(model.parameters()), lambda model: resident(model)[0]):
+        model = mlp()
+        optimizer = make(model)
+        train(model, optimizer, 2)
+        state = optimizer.state_dict()["state"]
+        state[0]["exp_avg"].zero_()
+        state[1]["exp_avg_sq"].fill_(1.0)
+        train(model, optimizer, 2, first_step=2)
+        state = optimizer.state_dict()["state"]
+        state[2]["exp_avg"].zero_()
+        assert not optimizer.state[list(model.parameters())[2]]["exp_avg"].any()
+        train(model, optimizer, 2, first_step=4)
+        ends.append([p.detach().clone() for p in model.parameters()])
+    torch.testing.assert_close(ends[0], ends[1])
+
+
+@pytest.mark.parametrize("policy", ["cpu", 0.0, "resident"])
+def test_reading_the_state_of_a_fresh_optimizer_changes_nothing(policy: str | float) -> None:
+    ends = []
+    for read in (False, True):
+        model = mlp()
+        optimizer = DOSAdam(model.parameters(), policy=policy, device=EmulatedDevice(FAST, 10**8))
+        if read:
+            state = get_optimizer_state_dict(model, optimizer)
+            assert all(entry["step"] == 0 and not entry["exp_avg"].any() for entry in state["state"].values())
+            assert optimizer.param_groups[0]["lr"] == 1e-3
+        train(model, optimizer, 3)
+        ends.append(bits(model.parameters()))
+        assert all(entry["step"] == 3 for entry in optimizer.state.values())
+    assert ends[0] == ends[1]
+
+
+def test_a_first_step_that_changes_nothing_counts() -> None:
+    model = mlp()
+    optimizer, _ = resident(model)
+    optimizer.param_groups[0]["lr"] = 0.0  # as warm-ups begin
+    train(model, optimizer, 2)
+    assert all(entry["step"] == 2 and entry["exp_avg"].any() for entry in optimizer.state.values())
+
+
+def test_a_warm_up_that_begins_with_nothing_counts_as_in_adamw() -> None:
+    for make in (lambda model: torch.optim.AdamW(model.parameters()), lambda model: resident(model)[0]):
+        model = mlp()
+        optimizer = make(model)
+        optimizer.param_groups[0]["lr"] = 0.0
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        optimizer.step()
+        assert all(entry["step"] == 1 for entry in optimizer.state.values())
+
+
+@pytest.mark.parametrize("write", [lambda t: t.data.mul_(-3.0), lambda t: np.negative(t.numpy(), out=t.numpy())])
+@pytest.mark.parametrize("policy", [0.0, "stride:1", "cpu"])
+@pytest.mark.parametrize("late", [False, True])
+def test_any_write_to_a_state_dict_counts(write: Any, policy: str | float, late: bool) -> None:
+    ends = []
+    for make in (torch.optim.AdamW, lambda p: DOSAdam(p, policy=policy, subgroup_size=300, device=device())):
+        model = mlp()
+        optimizer = make(model.parameters())
+        train(model, optimizer, 2)
+        state = optimizer.state_dict()["state"]
+        if late:
+            model(torch.ones(1, next(model.parameters()).shape[1])).pow(2).sum().backward()
+        for entry in state.values():
+            write(entry["exp_avg"])
+        if late:
+            optimizer.step()
+        train(model, optimizer, 2, first_step=2)
+        ends.append([p.detach().clone() for p in model.parameters()])
+    torch.testing.assert_close(ends[0], ends[1])
+
+
+def device() -> EmulatedDevice:
+    return EmulatedDevice(FAST, capacity=10**8)
+
+
+def test_a_dict_of_the_state_is_up_to_date() -> None:
+    model = mlp()
+    optimizer, _ = resident(model)
+    train(model, optimizer, 3)
+    for found in (dict(optimizer.state), {**optimizer.state}, optimizer.state | {}, {} | optimizer.state):
+        assert all(entry["step"] == 3 and entry["exp_avg"].any() for entry in found.values())
+    dict(optimizer.state)[model[0].weight]["exp_avg"].zero_()
+    assert not optimizer.state[model[0].weight]["exp_avg"].any()

@@ -1,0 +1,222 @@
+"""What state holds of a device's memory, and what happens when there is none: other places, never other bits."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import logging
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dos import DOSAdam, EmulatedDevice
+from dos.state.arena import Arena
+from dos.state.record import make_records
+from dos.state.stores import DeviceStore
+from dos.state.subgroup import split
+from perfmodel import Lane, Placement
+from tests.support.training import FAST, bits, mlp, train
+
+pytestmark = pytest.mark.usefixtures("one_core")
+
+STATE_BYTES = 12 * sum(p.numel() for p in mlp().parameters())
+STEPS = 12
+
+
+class Unreliable(EmulatedDevice):
+    """Fails to allocate with this probability, whatever is free."""
+
+    def __init__(self, failing: float, capacity: int = 10**6, seed: int = 0) -> None:
+        super().__init__(FAST, capacity)
+        self.failing = failing
+        self.random = random.Random(seed)
+        self.failures = 0
+
+    def allocate(self, nbytes: int) -> Tensor:
+        if self.random.random() < self.failing:
+            self.failures += 1
+            raise torch.OutOfMemoryError("so it was rolled")
+        return super().allocate(nbytes)
+
+
+def held(device: EmulatedDevice) -> int:
+    """Bytes of the device that state has, where nobody else has any."""
+    return device.capacity - device.memory().free
+
+
+def trained(model: nn.Module, steps: int = STEPS, **settings: object) -> DOSAdam:
+    optimizer = DOSAdam(model.parameters(), **{"subgroup_size": 100, **settings})  # type: ignore[arg-type]
+    train(model, optimizer, steps)
+    return optimizer
+
+
+@functools.cache
+def on_host(dtype: torch.dtype = torch.float32, steps: int = STEPS) -> list[bytes]:
+    model = mlp(dtype)
+    trained(model, steps, policy="cpu")
+    return bits(model.parameters())
+
+
+def test_accounts_for_residents_and_slots() -> None:
+    device = EmulatedDevice(FAST, capacity=10**5)
+    parameters = [nn.Parameter(torch.zeros(300))]
+    arena = Arena(parameters, device, master_weights=True, amsgrad=False)
+    first, second, third = split(arena, make_records(parameters, arena), 100)
+    each = first.state.carved_bytes
+    holdings = DeviceStore(device)
+    for subgroup in (first, second):
+        state = holdings.take(subgroup)
+        assert state is not None
+        assert holdings.resident[subgroup] is state
+        assert [t.numel() for t in state.tensors()] == [100, 100, 100]
+    holdings.get_slots(3, 1000)
+    assert [slot.nbytes for slot in holdings.slots] == [1000] * 3
+    assert holdings.nbytes == held(device) == 2 * each + 3000
+    holdings.drop(first)
+    assert list(holdings.resident) == [second]
+    assert holdings.nbytes == held(device) == each + 3000
+    holdings.free_slots()
+    holdings.drop(second)
+    assert holdings.nbytes == held(device) == 0
+    assert holdings.denied is None
+    assert third not in holdings.resident
+
+
+def test_a_failed_allocation_is_an_answer_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    device = EmulatedDevice(FAST, capacity=2500)
+    holdings = DeviceStore(device)
+    with caplog.at_level(logging.DEBUG, logger="dos"):
+        holdings.get_slots(4, 1000)
+        assert len(holdings.slots) == 2, "as many as there is memory for"
+        assert holdings.nbytes == held(device) == 2000
+        assert holdings.denied == 2000
+        holdings.expect_denials(False)
+        assert holdings.denied is None
+        holdings.get_slots(1, 1000)
+        assert holdings.denied == 2000
+    assert [r.levelname for r in caplog.records] == ["WARNING", "DEBUG"]
+    assert "updating on the host instead" in caplog.records[0].message
+    assert "1000 bytes asked for, 500 of 2500 free" in caplog.records[0].message
+
+
+def test_failures_beside_state_that_leaves_say_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    holdings = DeviceStore(EmulatedDevice(FAST, capacity=500))
+    with caplog.at_level(logging.WARNING, logger="dos"):
+        holdings.expect_denials(True)
+        holdings.get_slots(1, 1000)
+    assert holdings.denied is None
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(("attach", "offload_gradients"), [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize("policy", ["adaptive", "stride:2", 0.5])
+@pytest.mark.parametrize("failing", [0.01, 0.1, 1.0])
+def test_allocations_that_fail_at_random_change_no_bit(
+    failing: float, policy: str | float, attach: bool, offload_gradients: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, device = mlp(), Unreliable(failing)
+    optimizer = DOSAdam(
+        model.parameters(), policy=policy, subgroup_size=50, device=device, offload_gradients=offload_gradients
+    )
+    if attach:
+        optimizer.attach(model)
+    with caplog.at_level(logging.WARNING, logger="dos"):
+        train(model, optimizer, STEPS)
+        optimizer.synchronize()
+    assert bits(model.parameters()) == on_host()
+    warned = [r.message for r in caplog.records if "no device memory" in r.message]
+    assert len(warned) == (1 if device.failures else 0)
+    if failing == 1.0:
+        assert device.failures
+        assert device.peak_bytes == 0
+    optimizer.release_memory()
+    assert held(device) == 0
+
+
+def test_after_failures_state_comes_to_the_device_again() -> None:
+    model, device = mlp(), Unreliable(1.0)
+    optimizer = trained(model, device=device)
+    assert optimizer.metrics()["share_gpu_resident"] == 0
+    device.failing = 0.0
+    train(model, optimizer, 20, first_step=STEPS)
+    assert held(device) >= STATE_BYTES
+    assert optimizer.plan().served(Placement.GPU_RESIDENT) == tuple(range(len(optimizer.plan())))
+
+
+@pytest.mark.parametrize("attach", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_with_enough_memory_nothing_travels_after_the_first_iteration(attach: bool, dtype: torch.dtype) -> None:
+    model, device = mlp(dtype), EmulatedDevice(FAST, capacity=10**6)
+    optimizer = DOSAdam(model.parameters(), device=device, subgroup_size=100)
+    if attach:
+        optimizer.attach(model)
+    train(model, optimizer, 1)
+    for step in range(1, STEPS):
+        train(model, optimizer, 1, first_step=step)
+        optimizer.synchronize()
+        lanes = {span.lane for span in optimizer.timeline().spans}
+        assert lanes == {Lane.GPU}
+    assert bits(model.parameters()) == on_host(dtype)
+
+
+@pytest.mark.parametrize("attach", [False, True])
+@pytest.mark.parametrize("offload_gradients", [False, True])
+def test_without_any_memory_the_host_does_all_and_nothing_is_ever_allocated(
+    attach: bool, offload_gradients: bool
+) -> None:
+    model, device = mlp(), EmulatedDevice(FAST, capacity=10**5, occupied=10**5)
+    device.allocate = _never  # type: ignore[method-assign]
+    optimizer = DOSAdam(model.parameters(), device=device, subgroup_size=100, offload_gradients=offload_gradients)
+    if attach:
+        optimizer.attach(model)
+    train(model, optimizer, STEPS)
+    optimizer.synchronize()
+    assert set(optimizer.plan().placements) == {Placement.CPU}
+    assert device.peak_bytes == 10**5
+    assert bits(model.parameters()) == on_host()
+
+
+def _never(nbytes: int) -> Tensor:
+    raise AssertionError(f"{nbytes} bytes asked for")
+
+
+@pytest.mark.parametrize(
+    "end", [lambda optimizer: optimizer.release_memory(), lambda optimizer: optimizer.state.items()]
+)
+@pytest.mark.parametrize("attach", [False, True])
+def test_all_is_given_back_on_request(end: Callable[[DOSAdam], object], attach: bool) -> None:
+    model, device = mlp(), EmulatedDevice(FAST, capacity=10**6)
+    optimizer = DOSAdam(model.parameters(), device=device, subgroup_size=100)
+    if attach:
+        optimizer.attach(model)
+    train(model, optimizer, 3)
+    assert held(device) >= STATE_BYTES
+    end(optimizer)
+    assert held(device) == 0
+    train(model, optimizer, STEPS - 3, first_step=3)
+    optimizer.synchronize()
+    assert bits(model.parameters()) == on_host()
+
+
+def test_release_says_how_much_it_gave_back() -> None:
+    model, device = mlp(), EmulatedDevice(FAST, capacity=10**6)
+    optimizer = trained(model, 3, device=device)
+    before = held(device)
+    assert optimizer.release_memory() == before > 0
+    assert optimizer.release_memory() == 0
+    assert DOSAdam(mlp().parameters()).release_memory() == 0
+
+
+@pytest.mark.parametrize("capacity", [10**6, STATE_BYTES // 2])
+def test_an_optimizer_that_is_gone_holds_nothing(capacity: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Not even through log records of what did not fit, which somebody keeps."""
+    model, device = mlp(), EmulatedDevice(FAST, capacity)
+    optimizer = trained(model, 3, policy=0.0, device=device)
+    assert held(device) > 0
+    assert len(caplog.records) == (capacity < STATE_BYTES)
+    del optimizer
+    gc.collect()
+    assert held(device) == 0

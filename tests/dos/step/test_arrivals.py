@@ -1,0 +1,185 @@
+"""State that comes to stay travels during backward: in time, in order, and interrupted."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from dos import DOSAdam, EmulatedDevice
+from dos.deciding.controller import AdaptivePolicy
+from dos.devices import Copy, Job
+from perfmodel import Op, Placement, Plan, Workload
+from tests.support.devices import JitteryDevice
+from tests.support.training import FAST, bits, mlp, profile, train
+
+pytestmark = pytest.mark.usefixtures("one_kernel_thread")
+
+CPU, STREAMED, RESIDENT = Placement
+
+
+class Changes(AdaptivePolicy):
+    """Another plan at every call, of which there are two in an iteration: as backward begins, and in the update."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.random = random.Random(seed)
+
+    def __call__(self, workload: Workload) -> Plan:
+        n = len(workload.subgroups)
+        placements = tuple(self.random.choices(list(Placement), [1, 1, 2], k=n))
+        return Plan(placements, tuple(range(n)), slots=2)
+
+
+class InTurn(AdaptivePolicy):
+    """All subgroups in one place, at each call the next; the last one stays."""
+
+    def __init__(self, *placements: Placement) -> None:
+        super().__init__()
+        self.placements = list(placements)
+
+    def __call__(self, workload: Workload) -> Plan:
+        n = len(workload.subgroups)
+        placement = self.placements.pop(0) if len(self.placements) > 1 else self.placements[0]
+        return Plan((placement,) * n, tuple(range(n)), slots=2)
+
+
+class Late(EmulatedDevice):
+    """One kind of copies begins 20 ms after all that it waits for."""
+
+    def __init__(self, op: Op) -> None:
+        super().__init__(FAST, 10**9)
+        self.op = op
+
+    def _queue(self, op: Op, subgroup: int, work: Callable[[], None], *rest: Any) -> Job:
+        def late() -> None:
+            time.sleep(20e-3)
+            work()
+
+        return super()._queue(op, subgroup, late if op is self.op else work, *rest)
+
+
+class Announcing(EmulatedDevice):
+    """Says when its first prefetch has begun, whose start lies in the past then."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.prefetching = threading.Event()
+
+    def _queue(self, op: Op, subgroup: int, work: Callable[[], None], *rest: Any) -> Job:
+        def announced() -> None:
+            if op is Op.PREFETCH:
+                self.prefetching.set()
+            work()
+
+        return super()._queue(op, subgroup, announced, *rest)
+
+
+class Interrupted(EmulatedDevice):
+    """Ctrl-C at the nth prefetch from now on."""
+
+    left = 0
+
+    def copy(self, op: Op, subgroup: int, copies: Sequence[Copy], after: Sequence[Job] = ()) -> Job:
+        if op is Op.PREFETCH:
+            self.left -= 1
+            if self.left == 0:
+                raise KeyboardInterrupt
+        return super().copy(op, subgroup, copies, after)
+
+
+def test_state_that_comes_to_stay_travels_before_the_step() -> None:
+    device = Announcing(profile(h2d_bandwidth=1e6, h2d_bandwidth_duplex=1e6), 10**9)
+    model = mlp()
+    optimizer = DOSAdam(model.parameters(), policy=InTurn(CPU, RESIDENT), subgroup_size=150, device=device)
+
+    def wait(step: int) -> None:
+        assert step == 0 or device.prefetching.wait(10), "nothing has been issued during backward"
+
+    train(model, optimizer, 2, before_step=wait)
+    timeline = optimizer.timeline()
+    assert timeline is not None
+    arrived = [span for span in timeline.spans if span.op is Op.PREFETCH]
+    assert {span.subgroup for span in arrived} == set(range(len(optimizer.plan() or ())))
+    assert arrived[0].start < 0, "before step()"
+
+
+@pytest.mark.parametrize("attached", [False, True])
+@pytest.mark.parametrize("unused", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_plans_that_change_between_backward_and_step_change_no_bit(seed: int, unused: bool, attached: bool) -> None:
+    """What arrives may have to leave in the same step, with an update or, where there is no gradient, without one."""
+    model, twin = mlp(), mlp()
+    device = JitteryDevice(seed)
+    optimizer = DOSAdam(model.parameters(), policy=Changes(seed), subgroup_size=150, device=device)
+    reference = DOSAdam(twin.parameters(), policy="cpu", subgroup_size=150, device=EmulatedDevice(FAST, 10**9))
+    if attached:
+        optimizer.attach(model)
+    for step in range(8):
+        for network, adam in ((model, optimizer), (twin, reference)):
+
+            def forget(step: int, network: torch.nn.Sequential = network) -> None:
+                if unused and step % 2:
+                    network[0].weight.grad = None
+
+            train(network, adam, 1, first_step=step, before_step=forget)
+    optimizer.synchronize()
+    assert bits(model.parameters()) == bits(twin.parameters())
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert bits([optimizer.state[p]["exp_avg_sq"]]) == bits([reference.state[q]["exp_avg_sq"]])
+    assert device._held == 0
+
+
+def test_state_that_is_still_arriving_does_not_go_home_before_it_is_there() -> None:
+    model, twin = mlp(), mlp()
+    policy = InTurn(CPU, RESIDENT, CPU)
+    optimizer = DOSAdam(model.parameters(), policy=policy, subgroup_size=150, device=Late(Op.PREFETCH))
+    reference = DOSAdam(twin.parameters(), policy="cpu", subgroup_size=150, device=EmulatedDevice(FAST, 10**9))
+    for network, adam in ((model, optimizer), (twin, reference)):
+
+        def forget(step: int, network: torch.nn.Sequential = network) -> None:
+            if step == 1:
+                network[0].weight.grad = None  # it leaves without an update, behind which it would wait anyway
+
+        train(network, adam, 3, before_step=forget)
+    assert bits(model.parameters()) == bits(twin.parameters())
+
+
+def test_state_that_is_still_on_its_way_home_is_not_sent_back() -> None:
+    """Attached, the last step may still flush when backward begins, which therefore waits for it first."""
+    model, twin = mlp(), mlp()
+    policy = InTurn(STREAMED, RESIDENT)
+    optimizer = DOSAdam(model.parameters(), policy=policy, subgroup_size=150, device=Late(Op.FLUSH))
+    optimizer.attach(model)
+    train(model, optimizer, 3)
+    optimizer.synchronize()
+    reference = DOSAdam(twin.parameters(), policy="cpu", subgroup_size=150, device=EmulatedDevice(FAST, 10**9))
+    train(twin, reference, 3)
+    assert bits(model.parameters()) == bits(twin.parameters())
+
+
+@pytest.mark.parametrize("nth", [1, 2, 5])
+@pytest.mark.parametrize("before", ["step", "state", "release"])
+def test_an_interruption_leaves_no_memory_that_only_looks_like_state(nth: int, before: str) -> None:
+    model, twin = mlp(), mlp()
+    device = Interrupted(FAST, 10**9)
+    optimizer = DOSAdam(model.parameters(), policy=InTurn(CPU, RESIDENT), subgroup_size=150, device=device)
+    reference = DOSAdam(twin.parameters(), policy="cpu", subgroup_size=150, device=EmulatedDevice(FAST, 10**9))
+    train(model, optimizer, 1)
+    train(twin, reference, 3)
+    device.left = nth
+    with pytest.raises(KeyboardInterrupt):
+        train(model, optimizer, 1, first_step=1)
+    device.left = 0
+    if before == "state":
+        assert all(bool(torch.isfinite(entry["exp_avg"]).all()) for entry in optimizer.state.values())
+    elif before == "release":
+        optimizer.release_memory()
+        assert device._held == 0
+    train(model, optimizer, 2, first_step=1)
+    assert bits(model.parameters()) == bits(twin.parameters())

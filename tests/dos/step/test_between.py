@@ -1,0 +1,266 @@
+"""What users do between backward and step, and around it: layouts, reading, attaching anew, and interruptions there."""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from dos import DOSAdam, EmulatedDevice
+from tests.support.interruptions import EVERYWHERE, interrupted_at
+from tests.support.programs import REFUSED, Program, Training
+from tests.support.training import FAST, assert_close_ulp, bits, mlp, train
+
+pytestmark = pytest.mark.usefixtures("one_core")
+
+
+def backward(model: nn.Module, seed: int) -> None:
+    inputs = torch.randn(8, 24, generator=torch.Generator().manual_seed(seed))
+    model(inputs.to(next(model.parameters()).dtype)).float().square().mean().backward()
+
+
+def write(model: nn.Module, optimizer: DOSAdam) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+
+
+READS: dict[str, Callable[[nn.Module, DOSAdam], object]] = {
+    "state_dict": lambda model, optimizer: optimizer.state_dict(),
+    "release_memory": lambda model, optimizer: optimizer.release_memory(),
+    "copy": lambda model, optimizer: copy.deepcopy(optimizer),
+    "write": write,
+}
+
+
+@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize("policy", ["adaptive", 0.0, "stride:2"])
+def test_state_that_is_read_while_it_is_on_its_way(policy: str | float, read: str) -> None:
+    ends = []
+    for settings in ({}, {"policy": policy, "subgroup_size": 300, "device": EmulatedDevice(FAST, capacity=10**7)}):
+        model = mlp(torch.bfloat16)
+        optimizer = DOSAdam(model.parameters(), lr=0.01, **settings)
+        for step in range(4):
+            optimizer.zero_grad()
+            backward(model, step)
+            READS[read](model, optimizer)  # between backward and step
+            optimizer.step()
+            optimizer.state_dict()  # state goes home
+        ends.append(bits(model.parameters()))
+    assert ends[0] == ends[1]
+
+
+def relaid(parameter: nn.Parameter) -> None:
+    parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("policy", ["host", "cpu", "stride:1", 0.0, "adaptive"])
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("change", ["module", "data", "between micro-batches"])
+def test_a_layout_that_changes_before_the_step(policy: str | float, offload: bool, change: str) -> None:
+    torch.manual_seed(0)
+    models = [nn.Conv2d(3, 4, 3)]
+    models.append(copy.deepcopy(models[0]))
+    place = {} if policy == "host" else {"policy": policy, "device": EmulatedDevice(FAST, capacity=10**7)}
+    ours = DOSAdam(models[0].parameters(), lr=0.1, subgroup_size=50, offload_gradients=offload, **place)
+    optimizers = ours, torch.optim.AdamW(models[1].parameters(), lr=0.1)
+    for model, optimizer in zip(models, optimizers, strict=True):
+        for step in range(4):
+            optimizer.zero_grad()
+            for micro_batch in range(2):
+                inputs = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(10 * step + micro_batch))
+                model(inputs).square().mean().backward()
+                if step == 2 and change == "between micro-batches" and not micro_batch:
+                    relaid(model.weight)
+            if step == 2 and change == "module":
+                model.to(memory_format=torch.channels_last)
+            elif step == 2 and change == "data":
+                relaid(model.weight)
+            optimizer.step()
+    assert_close_ulp(models[0].parameters(), models[1].parameters())
+
+
+def test_memory_that_is_shared_by_other_strides_at_the_same_address() -> None:
+    buffer = torch.arange(8.0)
+    a, b = nn.Parameter(buffer[:4]), nn.Parameter(buffer[4:])
+    optimizer = DOSAdam([a, b])
+    for parameter in (a, b):
+        parameter.grad = torch.ones(4)
+    optimizer.step()
+    a.data = buffer[::2]
+    with pytest.raises(RuntimeError, match="share memory"):
+        optimizer.step()
+
+
+def test_gradients_asked_for_without_accumulation_do_not_stop_the_offloading() -> None:
+    model = mlp(torch.bfloat16)
+    optimizer = DOSAdam(model.parameters(), offload_gradients=True, device=EmulatedDevice(FAST, capacity=10**7))
+    for _ in range(2):
+        loss = model(torch.ones(2, 24, dtype=torch.bfloat16)).float().sum()
+        torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+        loss.backward()
+        assert all(p.grad is None for p in model.parameters())
+    assert optimizer.grad_norm() > 0
+
+
+def test_attaching_anew_interrupted_anywhere() -> None:
+    """Nothing is left in flight that nobody waits for, and no module loses anything."""
+    model, twin = mlp(), mlp()
+    device = EmulatedDevice(FAST, capacity=10**7)
+    optimizer = DOSAdam(model.parameters(), policy="cpu", subgroup_size=300, device=device)
+    on_host = DOSAdam(twin.parameters())
+    names = [set(vars(module)) for module in model.modules()]
+    line, step, interrupted = 0, 0, True
+    while interrupted:
+        line += 7
+        optimizer.attach(model)
+        train(model, optimizer, 1, first_step=step)
+        try:
+            with interrupted_at(line):
+                optimizer.attach(model)
+            interrupted = False
+        except KeyboardInterrupt:
+            pass
+        assert all(name <= set(vars(module)) for name, module in zip(names, model.modules(), strict=True))
+        train(model, optimizer, 1, first_step=step + 1)
+        optimizer.synchronize()
+        train(twin, on_host, 2, first_step=step)
+        step += 2
+        assert bits(model.parameters()) == bits(twin.parameters())
+    assert line > 50
+
+
+@pytest.mark.parametrize("policy", [0.0, "stride:1", "adaptive"])
+@pytest.mark.parametrize("what", ["state_dict", "synchronize", "release_memory"])
+def test_memory_is_accounted_for_after_interruptions(policy: str | float, what: str) -> None:
+    training = Training(Program(policy))
+    optimizer, device = training.optimizer, training.optimizer._device
+    line, step, interrupted = 1, 0, True
+    while interrupted:
+        line += 11
+        training.backward(step)
+        training.step()
+        training.backward(step + 1)
+        step += 2
+        try:
+            with interrupted_at(line):
+                getattr(optimizer, what)()
+            interrupted = False
+        except KeyboardInterrupt:
+            pass
+        optimizer.step()
+        optimizer.release_memory()
+        accelerator = optimizer._accelerator
+        assert accelerator is not None
+        assert accelerator.held_bytes == device._held == 0
+    assert line > 20
+
+
+@pytest.mark.parametrize("attribute", ["state", "param_groups"])
+def test_loading_interrupted_loads_all_or_nothing_or_is_refused(attribute: str) -> None:
+    saved: dict[str, object] = {}
+    line, interrupted, outcomes = 0, True, set()
+    while interrupted:
+        line += 1
+        p = nn.Parameter(torch.ones(3))
+        optimizer = DOSAdam([p], lr=0.01)
+        p.grad = torch.ones(3)
+        optimizer.step()
+        if not saved:
+            saved = copy.deepcopy(optimizer.state_dict())
+            saved["param_groups"][0]["lr"] = 0.5
+            saved["state"][0]["step"] = torch.tensor(77.0)
+        try:
+            with interrupted_at(line):
+                optimizer.load_state_dict(saved)
+            interrupted = False
+        except KeyboardInterrupt:
+            pass
+        lr = optimizer.param_groups[0]["lr"]
+        try:
+            step = float(optimizer.state[p]["step"])
+        except RuntimeError as error:
+            outcomes.add(str(error)[: len(REFUSED)])
+            continue
+        outcomes.add((step, lr))
+    assert outcomes <= {REFUSED, (1.0, 0.01), (77.0, 0.5)}
+    assert (77.0, 0.5) in outcomes
+
+
+def test_interrupted_enrolment_leaves_nothing_twice() -> None:
+    line, interrupted = 0, True
+    while interrupted:
+        line += 1 if EVERYWHERE else 17
+        model = mlp()
+        optimizer = DOSAdam(model.parameters(), device=EmulatedDevice(FAST, 10**7), policy="cpu", subgroup_size=300)
+        backward(model, 0)
+        try:
+            with interrupted_at(line):
+                optimizer.step()
+            interrupted = False
+        except KeyboardInterrupt:
+            pass
+        if optimizer._guard.broken:
+            continue
+        optimizer.step()
+        numel = sum(p.numel() for p in model.parameters())
+        assert sum(subgroup.numel for subgroup in optimizer._registry.accelerated) == numel
+
+
+def test_two_threads_that_fork_at_once() -> None:
+    optimizers = []
+    for seed in range(3):
+        model = mlp(seed=seed)
+        device = EmulatedDevice(FAST, capacity=10**7)
+        optimizers.append((model, DOSAdam(model.parameters(), policy="stride:2", subgroup_size=300, device=device)))
+    done = threading.Event()
+
+    def fork() -> None:
+        while not done.is_set():
+            child = os.fork()
+            if child == 0:
+                os._exit(0)
+            os.waitpid(child, 0)
+
+    threads = [threading.Thread(target=fork) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        for step in range(10):
+            for model, optimizer in optimizers:
+                backward(model, step)
+                optimizer.step()
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def test_a_child_forked_beside_steps_on_the_host_can_use_its_optimizer() -> None:
+    p = nn.Parameter(torch.zeros(10_000))
+    optimizer = DOSAdam([p])
+    statuses: list[int] = []
+
+    def fork() -> None:
+        for _ in range(5):
+            child = os.fork()
+            if child == 0:
+                signal.alarm(10)
+                optimizer.zero_grad()
+                os._exit(0)
+            statuses.append(os.waitpid(child, 0)[1])
+
+    forking = threading.Thread(target=fork)
+    p.grad = torch.ones(10_000)
+    optimizer.step()
+    forking.start()
+    while forking.is_alive():
+        optimizer.step()
+    assert statuses == [0] * 5

@@ -1,0 +1,247 @@
+"""The engine under pressure: races, scarce memory, failures in every lane."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from dos import DOSAdam, EmulatedDevice
+from dos.devices import Job
+from perfmodel import Lane, Op, Placement, Plan, Workload
+from perfmodel.simulate import simulate
+from tests.support.clock import compares_with_a_clock, eventually, skip_if_the_clock_cannot_be_trusted
+from tests.support.devices import JitteryDevice
+from tests.support.training import FAST, bits, mlp, plan_anew, profile, train
+
+pytestmark = pytest.mark.usefixtures("one_kernel_thread")
+
+SLOW_LINK = profile(h2d_bandwidth=2e6, d2h_bandwidth=2e6, h2d_bandwidth_duplex=2e6, d2h_bandwidth_duplex=2e6)
+
+
+class FailingDevice(EmulatedDevice):
+    """The nth operation of one kind raises, counted from when `left` is set to n."""
+
+    def __init__(self, op: Op) -> None:
+        super().__init__(FAST, capacity=10**9)
+        self.op, self.left = op, 0
+
+    def _queue(self, op: Op, subgroup: int, work: Callable[[], None], *rest: Any) -> Job:
+        if op is self.op:
+            self.left -= 1
+            if self.left == 0:
+                return super()._queue(op, subgroup, self.fail, *rest)
+        return super()._queue(op, subgroup, work, *rest)
+
+    def fail(self) -> None:
+        raise ValueError("the cable came off")
+
+
+def wide(seed: int = 0) -> nn.Sequential:
+    """Layers with next to no arithmetic: elementwise scales, so that an update is nearly all transfer."""
+    torch.manual_seed(seed)
+
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(24))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.weight
+
+    return nn.Sequential(*(Scale() for _ in range(12)))
+
+
+@pytest.mark.parametrize("policy", ["stride:2", "stride:1", "cpu"])
+def test_race(policy: str) -> None:
+    """Little arithmetic, slow link, tiny subgroups, 200 steps: a copy that is not waited for would change bits."""
+    serial, raced = wide(), wide()
+    expected = train(serial, DOSAdam(serial.parameters()), 200)
+    optimizer = DOSAdam(
+        raced.parameters(), policy=policy, subgroup_size=20, device=EmulatedDevice(SLOW_LINK, capacity=10**6)
+    )
+    assert train(raced, optimizer, 200) == expected
+    assert bits(raced.parameters()) == bits(serial.parameters())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_lanes_that_overtake_each_other(seed: int) -> None:
+    serial, raced = mlp(), mlp()
+    train(serial, DOSAdam(serial.parameters()), 8)
+
+    rng = random.Random(seed)
+
+    def policy(workload: Workload) -> Plan:
+        n = len(workload.subgroups)
+        return Plan(tuple(rng.choices(list(Placement), k=n)), tuple(rng.sample(range(n), n)), slots=2)
+
+    optimizer = DOSAdam(raced.parameters(), policy=policy, subgroup_size=150, device=JitteryDevice(seed))
+
+    train(raced, optimizer, 8, before_step=lambda _: plan_anew(optimizer))
+    assert bits(raced.parameters()) == bits(serial.parameters())
+
+
+@pytest.mark.parametrize("op", [Op.GRADIENT, Op.PREFETCH, Op.UPDATE, Op.FLUSH, Op.PARAMETER])
+@pytest.mark.parametrize("nth", [1, 3])
+def test_a_failing_lane_is_reported_with_its_cause_and_does_not_hang(op: Op, nth: int) -> None:
+    model = mlp()
+    device = FailingDevice(op)
+    optimizer = DOSAdam(model.parameters(), policy="stride:2", subgroup_size=150, device=device)
+    train(model, optimizer, 1)
+    device.left = nth
+    with pytest.raises(RuntimeError, match="failed part way") as raised:
+        train(model, optimizer, 3)
+    assert str(raised.value.__cause__) == "the cable came off"
+
+
+def test_without_room_for_slots_or_residents_the_host_updates_and_says_so_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model, twin = mlp(), mlp()
+    device = EmulatedDevice(FAST, capacity=5000, occupied=4999)
+    optimizer = DOSAdam(model.parameters(), policy="stride:2", subgroup_size=100, device=device)
+    with caplog.at_level(logging.WARNING, logger="dos"):
+        train(model, optimizer, 3)
+    train(twin, DOSAdam(twin.parameters()), 3)
+    assert bits(model.parameters()) == bits(twin.parameters())
+    assert [r.message for r in caplog.records if "no device memory" in r.message] == [caplog.records[0].message]
+    assert not optimizer.timeline().on(Lane.GPU)
+
+
+def test_slots_are_given_back_and_residents_stay() -> None:
+    model = mlp()
+    device = EmulatedDevice(FAST, capacity=10**6)
+    optimizer = DOSAdam(model.parameters(), policy="stride:2", subgroup_size=100, device=device)
+    train(model, optimizer, 2)
+    assert device.memory().free == 10**6
+    assert device.peak_bytes >= 2 * 1200
+
+    del optimizer  # it would go on prefetching for steps that do not come
+    gc.collect()
+    resident = DOSAdam(model.parameters(), policy=0.0, subgroup_size=100, device=device)
+    train(model, resident, 2)
+    assert 10**6 - device.memory().free >= 12 * sum(p.numel() for p in model.parameters())
+    assert len(resident.timeline().on(Lane.H2D)) == len(resident.timeline().on(Lane.D2H)) == 0
+    assert len(resident.state.items()) == 5
+    assert device.memory().free == 10**6, "reading the state brings it home"
+
+
+@compares_with_a_clock
+def test_order_of_operations_on_each_lane_is_the_simulated_one() -> None:
+    """Five subgroups, every second one streamed through one slot: which lane does what, in which order."""
+
+    parameter = nn.Parameter(torch.ones(500))
+    slow = profile(
+        h2d_bandwidth=1e5, d2h_bandwidth=1e5, h2d_bandwidth_duplex=1e5, d2h_bandwidth_duplex=1e5, cpu_update_rate=2e4
+    )
+    optimizer = DOSAdam(
+        [parameter],
+        policy=lambda w: Plan(
+            tuple(Placement.CPU if i % 2 else Placement.GPU_STREAMED for i in range(5)), tuple(range(5)), 1
+        ),
+        subgroup_size=100,
+        device=EmulatedDevice(slow, capacity=10**6),
+    )
+    parameter.grad = torch.ones(500)
+    optimizer.step()
+    timeline = optimizer.timeline()
+    simulated = simulate(optimizer.plan(), Workload.of_sizes([100] * 5, gradient_bytes=4, parameter_bytes=4), slow)
+    orders = [[[s.name for s in line.on(lane)] for lane in Lane] for line in (timeline, simulated)]
+    if orders[0] != orders[1]:  # a lane that wakes up late is overtaken
+        skip_if_the_clock_cannot_be_trusted()
+    assert orders[0] == orders[1]
+    assert [s.name for s in timeline.on(Lane.CPU)] == ["update 1", "update 3"]
+    assert [s.name for s in timeline.on(Lane.GPU)] == ["update 0", "update 2", "update 4"]
+    assert [s.name for s in timeline.on(Lane.D2H)] == ["gradient 1", "gradient 3", "flush 0", "flush 2", "flush 4"]
+    assert [s.name for s in timeline.on(Lane.H2D)] == [
+        "prefetch 0", "parameter 1", "parameter 3", "prefetch 2", "prefetch 4",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("attached", [False, True])
+def test_state_that_leaves_is_updated_where_it_is_and_flushed_beside_the_rest(attached: bool) -> None:
+    """Its memory is free again without another step, and the bits are those of the host's update."""
+    resident = [True]
+
+    def policy(work: Workload) -> Plan:
+        n = len(work.subgroups)
+        placement = Placement.GPU_RESIDENT if resident[0] else Placement.CPU
+        return Plan((placement,) * n, tuple(range(n)), 0)
+
+    device = EmulatedDevice(FAST, capacity=10**9)
+    trimmed: list[int] = []
+    device.trim = lambda: trimmed.append(device.memory().free)  # type: ignore[method-assign]
+    model, reference = mlp(), mlp()
+    optimizer = DOSAdam(model.parameters(), policy=policy, subgroup_size=300, device=device)
+    expected = DOSAdam(reference.parameters(), policy="cpu", subgroup_size=300, device=EmulatedDevice(FAST, 10**9))
+    if attached:
+        optimizer.attach(model)
+    for step, stays in enumerate([True, True, False, False, True]):
+        resident[0] = stays
+        plan_anew(optimizer)
+        train(model, optimizer, 1, first_step=step)
+        train(reference, expected, 1, first_step=step)
+        optimizer.synchronize()
+        timeline = optimizer.timeline()
+        assert timeline is not None
+        found = {span.op for span in timeline.spans} - {Op.UPDATE}
+        on_device = [span.subgroup for span in timeline.on(Lane.GPU)]
+        if step == 2:  # leaving
+            assert found == {Op.FLUSH}
+            assert sorted(i for i in on_device if i is not None) == list(range(len(optimizer.plan() or ())))
+        else:
+            arriving = {Op.PREFETCH} if step == 4 else set()  # in step 0 it begins there
+            assert found == (arriving if stays else {Op.GRADIENT, Op.PARAMETER})
+        assert (device.memory().free < device.capacity) == stays
+        assert bits(model.parameters()) == bits(reference.parameters())
+    assert trimmed == [device.capacity], "what has left is given back to other processes, once"
+
+
+def test_idle_state_leaves_too() -> None:
+    """A resident subgroup without a gradient in the step in which its memory is wanted."""
+    resident = [True]
+
+    def policy(work: Workload) -> Plan:
+        n = len(work.subgroups)
+        placement = Placement.GPU_RESIDENT if resident[0] else Placement.CPU
+        return Plan((placement,) * n, tuple(range(n)), 0)
+
+    device = EmulatedDevice(FAST, capacity=10**9)
+    model = mlp()
+    optimizer = DOSAdam(model.parameters(), policy=policy, subgroup_size=300, device=device)
+    train(model, optimizer, 1)
+    before = bits(optimizer.state[model[0].weight].values())
+    train(model, optimizer, 1)
+    resident[0] = False
+    plan_anew(optimizer)
+    kept = model[0].weight.detach().clone()
+    for parameter in model.parameters():
+        parameter.grad = None
+    model[3].weight.grad = torch.ones_like(model[3].weight)
+    optimizer.step()
+    assert device.memory().free == device.capacity
+    assert torch.equal(model[0].weight, kept)
+    assert bits(optimizer.state[model[0].weight].values()) != before
+
+
+@pytest.mark.parametrize("policy", ["cpu", "stride:2", 0.0])
+def test_gradients_are_held_no_longer_than_the_update_needs_them(policy: str | float) -> None:
+    """Not until somebody waits: their memory is for the next forward."""
+    model = mlp()
+    optimizer = DOSAdam(model.parameters(), policy=policy, subgroup_size=300, device=EmulatedDevice(FAST, 10**9))
+    optimizer.attach(model)
+    train(model, optimizer, 2)
+    optimizer.zero_grad()
+    model(torch.ones(2, 24)).sum().backward()
+    gradients = [StorageWeakRef(p.grad.untyped_storage()) for p in model.parameters()]
+    optimizer.step()
+    optimizer.zero_grad()
+    assert eventually(lambda: all(gradient.expired() for gradient in gradients))
+    assert optimizer._in_flight

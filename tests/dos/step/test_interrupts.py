@@ -1,0 +1,128 @@
+"""Interrupted anywhere, a step has happened wholly or not at all, or else state and the next step are refused."""
+
+from __future__ import annotations
+
+import random
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from dos import DOSAdam, EmulatedDevice
+from tests.support.interruptions import EVERYWHERE, interrupted_at
+from tests.support.programs import PROGRAMS, STEPS, Program, Training, finish, is_whole
+from tests.support.training import mlp, profile
+
+pytestmark = pytest.mark.usefixtures("one_core")
+
+INTERRUPTS = 1000
+
+
+def lines_of(program: Program, first_step: int) -> int:
+    """Lines that the last steps of a program run."""
+    training = program.start()
+    for step in range(first_step):
+        training.backward(step)
+        training.step()
+    with interrupted_at(-1) as count:
+        for step in range(first_step, STEPS):
+            training.backward(step)
+            training.step()
+    return count[0]
+
+
+def outcome_of(program: Program, line: int, first_step: int) -> str:
+    """Interrupt a program, check what must hold then, and say what has happened to the step."""
+    training = program.start()
+    for step in range(first_step):
+        training.backward(step)
+        training.step()
+    step, stepping = first_step, False
+    try:
+        with interrupted_at(line):
+            for step in range(first_step, STEPS):
+                stepping = False
+                training.backward(step)
+                stepping = True
+                training.step()
+        return "not interrupted"
+    except KeyboardInterrupt:
+        pass
+    return finish(training, step, stepping)
+
+
+@pytest.mark.timeout(7200 if EVERYWHERE else 300)
+@pytest.mark.parametrize("program", PROGRAMS, ids=str)
+def test_at_any_line(program: Program) -> None:
+    outcomes: Counter[str] = Counter()
+    for first_step, share in ((STEPS - 1, 0.7), (0, 0.3)):
+        total = lines_of(program, first_step)
+        count = total if EVERYWHERE else min(total, int(INTERRUPTS * share / len(PROGRAMS)) + 1)
+        lines = [1 + int((i + random.Random(i).random()) * total / count) for i in range(count)]
+        for line in (*lines, total - 1):  # what is drawn may miss the few lines after the update
+            outcomes[outcome_of(program, line, first_step)] += 1
+    assert outcomes["not at all"] > 0
+    assert outcomes["wholly"] > 0
+
+
+SLOW = profile(
+    h2d_bandwidth=2e6, d2h_bandwidth=2e6, h2d_bandwidth_duplex=2e6, d2h_bandwidth_duplex=2e6, cpu_update_rate=3e5
+)
+"""A step of the network takes some milliseconds."""
+
+
+@pytest.mark.skipif(not EVERYWHERE, reason="real signals come when they like: set DOS_INTERRUPTS=1 to send them")
+@pytest.mark.parametrize("program", PROGRAMS, ids=str)
+def test_ctrl_c_leaves_a_state_that_can_be_saved(program: Program) -> None:
+    """Which the signal does at any moment; what is read then is what a whole number of steps has made."""
+    drawn = random.Random(0)
+    for _ in range(4):
+        training = Training(program, EmulatedDevice(SLOW, capacity=10**7))
+        timer = threading.Timer(drawn.uniform(0.0, 0.05), signal.raise_signal, [signal.SIGINT])
+        done = 0
+        try:
+            timer.start()
+            for done in range(STEPS + 1):
+                training.backward(done)
+                training.step()
+            while timer.is_alive():
+                time.sleep(1e-3)
+        except KeyboardInterrupt:
+            is_whole(program, training.read(), done)
+        timer.join()
+
+
+def test_a_handler_of_the_programs_own_is_left_alone() -> None:
+    seen = []
+    before = signal.signal(signal.SIGINT, lambda *_: seen.append(1))
+    try:
+        model = mlp()
+        optimizer = DOSAdam(model.parameters())
+        handlers = []
+        optimizer.register_step_post_hook(lambda *_: handlers.append(signal.getsignal(signal.SIGINT)))
+        model(torch.ones(2, 24)).sum().backward()
+        optimizer.step()
+        signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert seen == [1]
+    assert handlers[0] is not before
+
+
+def in_a_thread(work: Callable[[], object]) -> None:
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+
+
+def test_steps_in_another_thread_leave_signals_alone() -> None:
+    model = nn.Linear(3, 3)
+    optimizer = DOSAdam(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    in_a_thread(optimizer.step)
+    assert next(iter(optimizer.state.values()))["step"] == 1

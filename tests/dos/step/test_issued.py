@@ -1,0 +1,296 @@
+"""What the engine asks of a device is the schedule, task by task, whatever has happened before."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dos import DOSAdam, EmulatedDevice
+from dos.devices import Caller, Copy, Job
+from perfmodel import Lane, Op, Span
+from perfmodel.format import MIXED
+from perfmodel.lanes import Stream
+from perfmodel.schedule import Schedule, Task
+from tests.support.random_plans import RandomPlans
+from tests.support.training import FAST, bits, mlp, plan_anew
+
+pytestmark = pytest.mark.usefixtures("one_core")
+
+STREAMS = {
+    Op.GRADIENT: Stream.GRADIENT,
+    Op.PREFETCH: Stream.PREFETCH,
+    Op.FLUSH: Stream.FLUSH,
+    Op.PARAMETER: Stream.PARAMETER,
+}
+
+
+class Seen:
+    """A job; the host's lane is seen to wait for it."""
+
+    def __init__(self, job: Job | None, device: Recording) -> None:
+        self.job, self.device = job, device
+
+    def wait(self) -> Span:
+        if _on_host_lane():
+            self.device.waited.append(self)
+        return Span(Lane.GPU, Op.BACKWARD, None, 0.0, 0.0) if self.job is None else self.job.wait()
+
+
+class Asked(NamedTuple):
+    """One thing that a device was asked for. slot: that a copy fills or empties."""
+
+    op: Op
+    stream: Stream
+    subgroup: int | None
+    size: int
+    after: tuple[Seen, ...]
+    slot: int | None
+    job: Seen | None
+
+
+class Recording(EmulatedDevice):
+    """Writes down what the caller and the host's lane ask for. failing: share of allocations."""
+
+    def __init__(self, seed: int, failing: float) -> None:
+        super().__init__(FAST, capacity=10**9)
+        self.random, self.failing, self.failures = random.Random(seed), failing, 0
+        self.by_caller: list[Asked] = []
+        self.by_host: list[Asked] = []
+        self.waited: list[Seen] = []
+        self.slots: list[Tensor] = []
+
+    def allocate_lasting(self, nbytes: int) -> Tensor:
+        if self.random.random() < self.failing:
+            self.failures += 1
+            raise torch.OutOfMemoryError("so it was rolled")
+        return super().allocate(nbytes)
+
+    def allocate(self, nbytes: int) -> Tensor:
+        self.slots.append(self.allocate_lasting(nbytes))
+        return self.slots[-1]
+
+    def free(self, buffer: Tensor) -> None:
+        self.slots = [slot for slot in self.slots if slot is not buffer]
+        super().free(buffer)
+
+    def fence(self, callers: Collection[Caller] = ()) -> Sequence[Job]:
+        return (Seen(None, self),)
+
+    def copy(self, op: Op, subgroup: int, copies: Sequence[Copy], after: Sequence[Job] = ()) -> Job:
+        job = Seen(super().copy(op, subgroup, copies, after), self)
+        slot = None
+        for number, buffer in enumerate(self.slots):
+            memory = range(buffer.data_ptr(), buffer.data_ptr() + buffer.nbytes)
+            if any(tensor.data_ptr() in memory for pair in copies for tensor in pair):
+                slot = number
+        size = sum(source.nbytes for _, source in copies)
+        self._log().append(Asked(op, STREAMS[op], subgroup, size, tuple(after), slot, job))
+        return job
+
+    def launch(
+        self,
+        subgroup: int,
+        update: Callable[[], None],
+        numel: int,
+        after: Sequence[Job] = (),
+        reads: Sequence[Tensor] = (),
+        state_format: str = MIXED.name,
+    ) -> Job:
+        job = Seen(super().launch(subgroup, update, numel, after, reads, state_format), self)
+        self._log().append(Asked(Op.UPDATE, Stream.GPU, subgroup, numel, tuple(after), None, job))
+        return job
+
+    @contextmanager
+    def host_update(self, numel: int, traffic: int, state_format: str = MIXED.name) -> Iterator[float]:
+        self.by_host.append(Asked(Op.UPDATE, Stream.CPU, None, numel, tuple(self.waited), None, None))
+        self.waited.clear()
+        with super().host_update(numel, traffic, state_format) as start:
+            yield start
+
+    def _log(self) -> list[Asked]:
+        return self.by_host if _on_host_lane() else self.by_caller
+
+
+def _on_host_lane() -> bool:
+    return threading.current_thread().name.startswith("dos-cpu")
+
+
+def compare(schedule: Schedule, device: Recording, early: int) -> None:
+    """Requests with tasks. early: how many of the caller's came before those of the step."""
+    tasks, begun = schedule.tasks, schedule.begun
+    assert tasks[begun].op is Op.BACKWARD
+    numbers: dict[Seen, object] = {}
+
+    # Under way: the last of each kind, in the order in which they were asked for.
+    left = list(device.by_caller[:early])
+    for task in reversed(tasks[:begun]):
+        if task.op is Op.BACKWARD:
+            continue
+        while _what(left[-1]) != _what(task):
+            left.pop()
+        asked = left.pop()
+        assert asked.job is not None
+        numbers[asked.job] = "under way", *_what(task)
+
+    def waits(task: Task) -> set[object]:
+        return {("under way", *_what(tasks[n])) if n < begun else n for n in task.after}
+
+    # Before the step, the host's lane has added up what came of offloaded gradients.
+    added = {asked.job for asked in device.by_caller[:early]} - numbers.keys()
+
+    def waited(asked: Asked) -> set[object]:
+        return {begun if job.job is None else numbers[job] for job in asked.after if job not in added}
+
+    issued = [n for n in range(begun + 1, len(tasks)) if tasks[n].stream not in (Stream.CPU, Stream.PARAMETER)]
+    for number, asked in zip(issued, device.by_caller[early:], strict=True):
+        task = tasks[number]
+        assert _what(asked) == _what(task)
+        assert waited(asked) == waits(task)
+        if task.op is not Op.UPDATE and not (task.op is Op.PREFETCH and task.slot is None):
+            assert asked.slot == task.slot
+        assert asked.job is not None
+        numbers[asked.job] = number
+    on_host = [n for n in range(begun + 1, len(tasks)) if tasks[n].stream in (Stream.CPU, Stream.PARAMETER)]
+    for number, asked in zip(on_host, device.by_host, strict=True):
+        task = tasks[number]
+        if task.stream is Stream.CPU:
+            assert (asked.op, asked.stream, asked.size) == (task.op, task.stream, task.size)
+            # The host called step(), so it need not wait for that.
+            assert waited(asked) == waits(task) - {begun}
+        else:
+            assert _what(asked) == _what(task)
+            assert task.after[0] == number - 1, "parameters go up at the end of their update"
+            assert waited(asked) == waits(task) - {number - 1}
+
+
+def _what(made: Asked | Task) -> tuple[Op, Stream, int | None, int]:
+    return made.op, made.stream, made.subgroup, made.size
+
+
+def kinds(schedule: Schedule, early: int, device: Recording) -> Iterator[str]:
+    """The ways that subgroups took in a step, and what else came by."""
+    ways: dict[int | None, list[str]] = {}
+    for task in schedule.tasks[schedule.begun + 1 :]:
+        ways.setdefault(task.subgroup, []).append(task.op.value)
+    begun = [task for task in schedule.tasks[: schedule.begun] if task.op is not Op.BACKWARD]
+    for task in begun:
+        ways.setdefault(task.subgroup, []).insert(0, f"({task.op.value})")
+    for way in ways.values():
+        yield " ".join(way)
+    if early > len(begun):
+        yield "in vain"
+    if device.failures:
+        yield "no memory"
+
+
+def history(seed: int, *, dtype: torch.dtype, offload_gradients: bool, failing: float, attached: bool) -> Counter[str]:
+    """Train a small network in every odd way, comparing each step; what has come by."""
+    rng = random.Random(seed)
+    model, twin = mlp(dtype), mlp(dtype)
+    device = Recording(seed, failing)
+    optimizer = DOSAdam(
+        model.parameters(),
+        policy=RandomPlans(seed, rng.randint(1, 4)),
+        subgroup_size=rng.choice([100, 150, 400]),
+        device=device,
+        offload_gradients=offload_gradients,
+    )
+    # Gradients of bfloat16 parameters add up in float32 where they are offloaded.
+    plain = {"policy": "cpu", "offload_gradients": True, "device": EmulatedDevice(FAST, capacity=10**9)}
+    reference = DOSAdam(twin.parameters(), state_format="float32", **(plain if offload_gradients else {}))
+    if attached:
+        optimizer.attach(model)
+    found: Counter[str] = Counter()
+    for step in range(10):
+        if step:
+            optimizer.synchronize()
+        device.by_caller.clear()
+        device.by_host.clear()
+        device.waited.clear()
+        device.failures = 0
+        if rng.random() < 0.5:
+            plan_anew(optimizer)
+        # In the first step all have a gradient: when state is made later, what is under way is
+        # waited for and let go of.
+        backward(rng, model, twin, change=step > 0 and not offload_gradients)
+        if rng.random() < 0.5:
+            plan_anew(optimizer)
+        early = len(device.by_caller)
+        optimizer.step()
+        reference.step()
+        optimizer.synchronize()
+        accelerator = optimizer._accelerator
+        assert accelerator is not None
+        schedule = accelerator._engine.schedule
+        assert schedule is not None
+        if step:  # the first reads the parameters before it issues anything
+            compare(schedule, device, early)
+            found.update(kinds(schedule, early, device))
+    optimizer.synchronize()
+    assert bits(model.parameters()) == bits(twin.parameters())
+    return found
+
+
+def backward(rng: random.Random, model: nn.Module, twin: nn.Module, *, change: bool) -> None:
+    """Backward, once or twice, in both. change: one gradient may be dropped or changed then."""
+    number, one, drop = rng.randint(1, 2), rng.randrange(10), rng.random() < 0.5
+    seed = rng.randrange(1000)
+    for network in (model, twin):
+        for parameter in network.parameters():
+            parameter.grad = None
+        for micro_batch in range(number):
+            inputs = torch.randn(8, 24, generator=torch.Generator().manual_seed(seed + micro_batch))
+            inputs = inputs.to(next(network.parameters()).dtype)
+            network(inputs).square().mean().backward()
+        if change and one < 5:
+            parameter = list(network.parameters())[one]
+            assert parameter.grad is not None
+            parameter.grad = None if drop else parameter.grad.mul_(0.5)
+
+
+def histories(count: int, dtype: torch.dtype, *, offload_gradients: bool, failing: float) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for seed in range(count):
+        settings = {"offload_gradients": offload_gradients, "failing": failing, "attached": bool(seed % 2)}
+        found += history(seed, dtype=dtype, **settings)  # type: ignore[arg-type]
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("failing", [0.0, 0.2])
+def test_gradients_on_the_device(failing: float, dtype: torch.dtype) -> None:
+    found = histories(14, dtype, offload_gradients=False, failing=failing)
+    on_host = {
+        "gradient update parameter", "(gradient) update parameter", "(gradient) gradient update parameter",
+    }  # fmt: skip
+    streamed = {"prefetch update flush", "(prefetch) update flush"}
+    resident = {"prefetch update", "update", "update flush", "flush"}
+    assert on_host | streamed | resident <= found.keys()
+    assert ("no memory" in found) == (failing > 0)
+    assert "in vain" in found
+
+
+@pytest.mark.parametrize("failing", [0.0, 0.2])
+def test_offloaded_gradients(failing: float) -> None:
+    found = histories(14, torch.float32, offload_gradients=True, failing=failing)
+    ways = {"update parameter", "prefetch update flush", "prefetch update"}
+    if failing:
+        ways.add("flush update parameter")
+    assert found.keys() == {*ways, "in vain", *(("no memory",) if failing else ())}
+
+
+@pytest.mark.parametrize("failing", [0.0, 0.2])
+def test_split_masters_and_offloaded_gradients(failing: float) -> None:
+    """The host fetches parameters that were updated on the device; gradients it has."""
+    found = histories(14, torch.bfloat16, offload_gradients=True, failing=failing)
+    ways = {"update parameter", "gradient update parameter", "prefetch update flush", "prefetch update"}
+    assert ways <= found.keys()
+    assert ("gradient flush update parameter" in found) == (failing > 0)

@@ -1,0 +1,193 @@
+"""Memory that runs short in a step: nothing has changed then, and going on with more is as if it had not."""
+
+from __future__ import annotations
+
+import mmap
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dos import DOSAdam, EmulatedDevice
+from dos.machine import host_memory
+from perfmodel import Placement, Plan, Workload
+from tests.support.training import FAST, bits, plan_anew
+
+pytestmark = pytest.mark.usefixtures("one_kernel_thread")
+
+CPU, STREAMED, RESIDENT = Placement
+PAGE = mmap.PAGESIZE // 4
+"""Elements of float32."""
+
+
+class Chosen:
+    """A policy that is told."""
+
+    def __init__(self, *placements: Placement) -> None:
+        self.now = placements
+
+    def __call__(self, workload: Workload) -> Plan:
+        return Plan(self.now, tuple(range(len(self.now))), slots=1)
+
+
+def started(policy: Any, **settings: Any) -> tuple[nn.Parameter, DOSAdam]:
+    parameter = nn.Parameter(torch.ones(2 * PAGE))
+    device = EmulatedDevice(FAST, settings.pop("capacity", 10**9))
+    return parameter, DOSAdam([parameter], policy=policy, subgroup_size=PAGE, device=device, **settings)
+
+
+def step(parameter: Tensor, optimizer: DOSAdam, value: float = 0.5) -> None:
+    parameter.grad = torch.full_like(parameter, value)
+    optimizer.step()
+
+
+def test_what_was_to_arrive_is_not_taken_for_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One subgroup comes, another has to leave, and there is no home for it."""
+    policy = Chosen(CPU, RESIDENT)
+    parameter, optimizer = started(policy)
+    other, reference = started("cpu")
+    for p, o in ((parameter, optimizer), (other, reference)):
+        step(p, o)
+    policy.now = RESIDENT, CPU
+    plan_anew(optimizer)
+    held = optimizer._device.usage().held
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 0)
+    with pytest.raises(MemoryError):
+        step(parameter, optimizer)
+    assert optimizer._device.usage().held == held
+    monkeypatch.undo()
+    step(parameter, optimizer)
+    step(other, reference)
+    assert bits([parameter]) == bits([other])
+    assert bits([optimizer.state[parameter]["exp_avg"]]) == bits([reference.state[other]["exp_avg"]])
+
+
+@pytest.mark.parametrize("policy", ["cpu", "stride:1", 0.5, 0.0, "resident"])
+def test_state_that_was_deleted_begins_anew_with_amsgrad(policy: str | float) -> None:
+    parameter, optimizer = started(policy)
+    other = nn.Parameter(torch.ones(2 * PAGE))
+    reference = torch.optim.AdamW([other])
+    for p, o in ((parameter, optimizer), (other, reference)):
+        step(p, o, 3.0)  # type: ignore[arg-type]
+        o.state.clear()
+        o.param_groups[0]["amsgrad"] = True
+        step(p, o)  # type: ignore[arg-type]
+    for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
+        torch.testing.assert_close(optimizer.state[parameter][name], reference.state[other][name])
+
+
+def test_a_first_step_that_failed_leaves_no_state() -> None:
+    def policy(workload: Workload) -> Plan:
+        if fails:
+            raise ValueError("not now")
+        return Plan((RESIDENT,) * len(workload.subgroups), tuple(range(len(workload.subgroups))), 0)
+
+    fails = True
+    parameter, optimizer = started(policy)
+    with pytest.raises(ValueError, match="not now"):
+        step(parameter, optimizer)
+    assert not optimizer.state
+    fails = False
+    step(parameter, optimizer)
+    assert optimizer.state[parameter]["step"] == 1
+
+
+def test_amsgrad_for_which_there_is_no_memory() -> None:
+    parameter, optimizer = started("resident", capacity=2 * PAGE * 13)
+    step(parameter, optimizer)
+    optimizer.param_groups[0]["amsgrad"] = True
+    for _ in range(2):
+        with pytest.raises(torch.OutOfMemoryError, match="policy='resident' keeps all"):
+            step(parameter, optimizer)
+    optimizer.param_groups[0]["amsgrad"] = False
+    step(parameter, optimizer)
+    assert optimizer.state[parameter]["step"] == 2
+
+
+def test_memory_that_lasts_is_counted_with_amsgrad() -> None:
+    parameter, optimizer = started("resident")
+    step(parameter, optimizer)
+    optimizer.param_groups[0]["amsgrad"] = True
+    step(parameter, optimizer)
+    assert optimizer.metrics()["memory_held_bytes"] == optimizer._device.usage().held == 2 * PAGE * 16
+
+
+@pytest.mark.parametrize("size", [PAGE, PAGE // 2, 3 * PAGE // 4])
+def test_no_page_is_pinned_twice(size: int) -> None:
+    pinned: list[tuple[int, int]] = []
+
+    class Device(EmulatedDevice):
+        def pin(self, tensor: Tensor) -> None:
+            pages = tensor.data_ptr() // mmap.PAGESIZE, -(-(tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE)
+            assert all(pages[1] <= first or last <= pages[0] for first, last in pinned)
+            pinned.append(pages)
+
+    parameter = nn.Parameter(torch.ones(4 * PAGE + 100))
+    optimizer = DOSAdam([parameter], policy=0.5, subgroup_size=size, device=Device(FAST, 10**9))
+    for _ in range(2):
+        step(parameter, optimizer)
+        assert len(optimizer.state) == 1
+
+
+def test_parameters_on_the_host_are_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    parameter = nn.Parameter(torch.ones(1000))
+    optimizer = DOSAdam([parameter])
+    step(parameter, optimizer)
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 4000)
+    optimizer.add_param_group({"params": nn.Parameter(torch.ones(10))})
+
+
+def test_offloading_without_memory_takes_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    parameter, optimizer = started("cpu", offload_gradients=True)
+    other, reference = started("cpu")
+    parameter.grad = torch.ones_like(parameter)
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 0)
+    with pytest.raises(MemoryError):
+        optimizer.step()
+    monkeypatch.undo()
+    optimizer.step()
+    step(other, reference, 1.0)
+    assert bits([parameter]) == bits([other])
+
+
+@pytest.mark.parametrize(("dtype", "micro_batches", "nbytes"), [(torch.bfloat16, 1, 2), (torch.bfloat16, 2, 6)])
+def test_host_memory_of_offloaded_gradients(dtype: torch.dtype, micro_batches: int, nbytes: int) -> None:
+    parameter = nn.Parameter(torch.ones(PAGE, dtype=dtype))
+    device = EmulatedDevice(FAST, 10**9)
+    optimizer = DOSAdam([parameter], policy="resident", offload_gradients=True, device=device)
+    for _ in range(micro_batches):
+        parameter.sum().backward()
+    optimizer.step()
+    assert optimizer.metrics()["host_held_bytes"] == nbytes * PAGE
+
+
+@pytest.mark.skipif(not hasattr(Tensor, "grad_dtype"), reason="this torch takes no gradient of another dtype")
+def test_staging_that_was_widened_counts_once() -> None:
+    parameter = nn.Parameter(torch.ones(PAGE, dtype=torch.bfloat16))
+    optimizer = DOSAdam([parameter], policy="cpu", device=EmulatedDevice(FAST, 10**9))
+    for dtype in (torch.bfloat16, torch.float32):
+        parameter.grad = None
+        parameter.grad_dtype = dtype
+        parameter.grad = torch.ones(PAGE, dtype=dtype)
+        optimizer.step()
+    assert optimizer.metrics()["host_held_bytes"] == (10 + 2 + 4) * PAGE
+
+
+def test_what_came_and_found_no_slot_is_given_back_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """State fits, its offloaded gradient does not, and the host has no room for new parameters."""
+    occupied = [0]
+    parameter = nn.Parameter(torch.ones(PAGE, dtype=torch.bfloat16))
+    device = EmulatedDevice(FAST, 20 * PAGE, lambda: occupied[0])
+    policy = Chosen(STREAMED)
+    optimizer = DOSAdam([parameter], policy=policy, subgroup_size=PAGE, offload_gradients=True, device=device)
+    step(parameter, optimizer)
+    policy.now, occupied[0] = (RESIDENT,), 7 * PAGE
+    plan_anew(optimizer)
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 0)
+    with pytest.raises(MemoryError):
+        step(parameter, optimizer)
+    assert device.usage().held == 0
+    monkeypatch.undo()
+    optimizer.step()
+    assert optimizer.state[parameter]["step"] == 2

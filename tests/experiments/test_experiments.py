@@ -1,0 +1,133 @@
+"""The experiments' own logic, on little work: what they report is right, and bad arguments are said in one line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from experiments import emulation, formats, kernel, overhead, overlap
+from experiments.corpus import Corpus, standard_library
+from experiments.gpt import GPT, GPTConfig
+from perfmodel.format import CODED, MIXED, SPLIT
+from tests.support import ROOT
+from tests.support.clock import compares_with_a_clock, skip_if_the_clock_cannot_be_trusted
+
+
+def test_a_row_of_the_overlap_experiment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overlap, "CONFIG", GPTConfig(layers=1, width=64, heads=2, context=16))
+    monkeypatch.setattr(overlap, "SUBGROUPS", 4)
+    start = GPT(overlap.CONFIG).state_dict()
+    batches = Corpus(standard_library(), 16).batches(2 * overlap.BLOCK, 2, seed=0)
+    row = overlap.measure(start, batches, ratio=1.0)
+    assert row["bits_equal"] is True
+    seconds = [row[f"{name}_s"] for name in ("forward", "backward", "update_bound", *overlap.SCHEDULES)]
+    assert min(seconds) > 0
+    assert row["serial_s"] > row["forward_s"] + row["update_bound_s"]
+
+
+def test_the_slowed_machine_has_the_wanted_bound() -> None:
+    start = GPT(overlap.CONFIG).state_dict()
+    for ratio in overlap.UPDATE_OVER_FORWARD:
+        slow = overlap.slow_machine(start, ratio, forward_s=0.2, backward_s=0.4)
+        assert slow.bound_s == pytest.approx(ratio * 0.2, rel=0.02)
+
+
+def test_emulated_machines_take_as_long_as_wanted_and_plans_differ() -> None:
+    machines = emulation.machines()
+    assert sum(len(emulation.plans(machine)) for machine in machines) >= 12
+    for machine in machines:
+        work = machine.workload()
+        assert emulation.makespan(emulation.cpu_only(work), work, machine.profile) == pytest.approx(emulation.UPDATE_S)
+        assert len(set(emulation.plans(machine).values())) >= 6
+
+
+@pytest.mark.parametrize("where", ["host", "device"])
+def test_a_row_of_the_overhead_experiment(where: str) -> None:
+    row = overhead.measure(5, 8, where, rounds=2)
+    assert (row.parameters, row.elements, row.where) == (5, 8, where)
+    assert min(row.step_us_per_parameter, row.adamw_fused_us_per_parameter, row.adamw_foreach_us_per_parameter) > 0
+    assert row.hooks_us_per_parameter >= 0
+    assert overhead.table([row]).row_count == 1
+
+
+def test_rates_of_the_kernels() -> None:
+    """Every contender runs, and the split update moves what `mixed` does but for two bytes."""
+    contenders = kernel.build_contenders(10_240, threads=1)
+    assert list(contenders) == ["fp32", "mixed", "split", "int8", "accumulate"]
+    for name, each in contenders.items():
+        found = kernel.summarise(kernel.measure(each, 2, name), 10_240)
+        assert set(found) >= {"gparams_per_s", "ratio_to_bandwidth"}
+        assert min(found.values()) > 0
+    assert set(contenders["split"]) == {"ours", "bandwidth", "mixed"}
+    assert kernel._BYTES_MOVED["mixed"] == MIXED.update_traffic
+    assert kernel._BYTES_MOVED["split"] == SPLIT.update_traffic
+    assert kernel._BYTES_MOVED["int8"] == CODED.update_traffic
+
+
+def test_misordered_policies_are_found() -> None:
+    def row(policy: str, measured: float, simulated: float) -> dict[str, str | float]:
+        return {"machine": "m", "policy": policy, "measured_s": measured, "simulated_s": simulated}
+
+    assert emulation.misordered([row("a", 1.0, 1.0), row("b", 2.0, 2.0)], 0.05) == []
+    assert emulation.misordered([row("a", 2.1, 1.0), row("b", 2.0, 2.0)], 0.05) == ["m: a before b"]
+    assert emulation.misordered([row("a", 2.0, 1.0), row("b", 1.9, 1.04)], 0.05) == []
+    assert emulation.errors([row("a", 1.1, 1.0)]) == pytest.approx([0.1])
+
+
+COMMANDS = {"overlap": overlap.main, "emulation": emulation.main, "kernel": kernel.main, "overhead": overhead.main}
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "message"),
+    [
+        ("overlap", ["--rounds", "0"], "expected a whole number of 1 or more, found '0'"),
+        ("emulation", ["--steps", "x"], "expected a whole number of 1 or more, found 'x'"),
+        ("kernel", ["--numel", "-3"], "--numel"),
+        ("overhead", ["--rounds", "0"], "expected a whole number of 1 or more, found '0'"),
+    ],
+)
+def test_bad_arguments_get_one_line_and_status_2(
+    command: str,
+    arguments: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", [command, *arguments])
+    with pytest.raises(SystemExit) as ended:
+        COMMANDS[command]()
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.count("\n") == 1
+
+
+def test_a_command_says_so_as_a_process() -> None:
+    command = [sys.executable, "-m", "experiments.overlap", "--rounds", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+
+
+@compares_with_a_clock
+def test_formats_in_brief(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes and speeds are those of the long run; training is too short to say anything."""
+    for name, value in (("TIMED_NUMEL", 1 << 18), ("TIMED_S", 0.3), ("HARD_STEPS", 20)):
+        monkeypatch.setattr(formats, name, value)
+    brief = ["--steps", "2", "--seeds", "1", "--width", "32", "--layers", "1", "--processes", "1", "--json"]
+    assert formats.main([*brief, "--out", str(tmp_path)]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    rows = {row["format"]: row for row in found["rows"]}
+    assert {"AdamW", "float32", "split", "int8"} <= rows.keys()
+    assert rows["float32"]["final_loss"] == rows["split"]["final_loss"], "the same bits"
+    assert [rows[name]["host_bytes_per_parameter"] for name in ("float32", "split", "int8")] == [14, 12, 6.0625]
+    assert [rows[name]["link_bytes_each_way"] for name in ("float32", "split", "int8")] == [12, 10, 4.0625]
+    assert all(losses["int8 of a float32 model"] == pytest.approx(1, abs=0.1) for losses in found["hard"].values())
+    if any(rows["split"][what] < 1.6 * rows["int8"][what] for what in ("update_s_cpu", "update_s_streamed")):
+        skip_if_the_clock_cannot_be_trusted()
+        pytest.fail(f"an update in int8 is not as fast as its bytes: {rows}")
+    assert (tmp_path / "formats.png").stat().st_size > 10_000

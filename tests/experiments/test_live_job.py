@@ -1,0 +1,45 @@
+"""Ranks of a sharded job, each with an emulated accelerator, take the time that the model says."""
+
+from __future__ import annotations
+
+import pytest
+
+from experiments import job
+from experiments.ranks import DATA
+from experiments.runs import read_runs
+from experiments.sweep.predict import Predictor
+from tests.support.clock import skip_if_the_clock_cannot_be_trusted
+from tests.support.ranks import Ranks, needs_fsdp2
+
+
+def predictor() -> Predictor:
+    return Predictor(read_runs(DATA / "published_runs.csv"))
+
+
+def live(update_s: float) -> dict[str, float]:
+    return job.train(job.configuration(2, "stride"), predictor(), update_s)
+
+
+def test_the_update_is_within_a_tenth_of_what_the_model_says(pair: Ranks) -> None:
+    for update_s in (2.0, 4.0):  # what else the processors do counts less on a slower machine
+        found = pair.run(live, update_s)
+        measured, modelled = (max(rank[name] for rank in found) for name in ("measured_s", "modelled_s"))
+        if measured == pytest.approx(modelled, rel=0.1):
+            return
+    skip_if_the_clock_cannot_be_trusted()
+    pytest.fail(f"{measured} s, the model says {modelled} s")
+
+
+@needs_fsdp2
+def test_the_command_runs_a_job() -> None:
+    (row,) = job.run(2, ["stride"], update_s=0.5)
+    assert row["ranks"] == 2
+    assert 0 < row["modelled_s"] < 2 * row["measured_s"], "in steps that wait for the clock"
+    found = job.beside_published(row, predictor())
+    assert found["published_update_s"] == pytest.approx(2.56, rel=0.05)
+    job.show([found])
+
+
+def test_a_process_that_fails_is_said() -> None:
+    with pytest.raises(RuntimeError, match="a job of 1 processes failed"):
+        job.run(1, ["no such policy"])

@@ -1,0 +1,437 @@
+"""Sweeps: what a file asks for, what is run and kept, what comes out, and every mistake said in one line."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import experiments.sweep.__main__ as sweep
+import experiments.sweep.report as sweep_report
+from experiments import emulation
+from experiments.published import DATA
+from experiments.runs import read_runs
+from experiments.sweep.compare import compare, listing, markdown, tick
+from experiments.sweep.evidence import interleavings
+from experiments.sweep.plots import COLOURS
+from experiments.sweep.predict import Predictor
+from experiments.sweep.published import KEYS_OF_RUNS
+from experiments.sweep.rows import COLUMNS, Rows
+from experiments.sweep.spec import Configuration, read_sweep
+from perfmodel.hardware import HardwareProfile
+from tests.support import ROOT
+
+SMALL = """
+axis = "ratio"
+[run]
+machine = "h100"
+model = "7B"
+ratio = [0.5, 1.0]
+policy = ["zero3_offload", "dos", "adaptive"]
+memory = ["ratio", "trace"]
+"""
+
+
+@pytest.fixture(scope="module")
+def predictor() -> Predictor:
+    return Predictor(read_runs(DATA))
+
+
+def written(folder: Path, text: str, name: str = "small") -> Path:
+    path = folder / f"{name}.toml"
+    path.write_text(text)
+    return path
+
+
+def configuration(**values: object) -> Configuration:
+    return Configuration.of({"machine": "h100", "model": "20B", "policy": "adaptive", **values})
+
+
+# What a file asks for
+
+
+def test_lists_are_combined_and_runs_that_do_not_differ_are_one(tmp_path: Path) -> None:
+    found = read_sweep(written(tmp_path, SMALL))
+    assert [(c.policy, c.ratio, c.memory) for c in found.configurations] == [
+        ("zero3_offload", 0.5, None),
+        ("dos", 0.5, None),
+        ("adaptive", 0.5, "ratio"),
+        ("adaptive", None, "trace"),
+        ("zero3_offload", 1.0, None),
+        ("dos", 1.0, None),
+        ("adaptive", 1.0, "ratio"),
+    ]
+    assert (found.name, found.axis, found.facets) == ("small", "ratio", ())
+
+
+def test_columns_that_go_together(tmp_path: Path) -> None:
+    text = """
+    axis = "ranks"
+    [run]
+    machine = ["h100", "gh200"]
+    model = "7B"
+    policy = "cpu"
+    [[together]]
+    ranks = [1, 16]
+    micro_batch = [4, 1]
+    """
+    found = read_sweep(written(tmp_path, text))
+    pairs = [(c.machine, c.ranks, c.micro_batch, c.ranks_per_node) for c in found.configurations]
+    assert pairs == [("h100", 1, 4, 1), ("h100", 16, 1, 4), ("gh200", 1, 4, 1), ("gh200", 16, 1, 4)]
+    assert found.facets == ("machine",)
+
+
+def test_equal_runs_have_equal_keys() -> None:
+    one = configuration(model="7.0B", policy="dos", ratio=1, subgroup_size=1e8, memory=4)
+    other = configuration(model="7B", policy="dos", ratio=1.0, subgroup_size=100_000_000, attach=True)
+    assert one == other
+    assert one.key() == other.key()
+    assert configuration(memory=4) == configuration(memory=4.0, ratio=0.3, stride=7)
+    others = [configuration(), configuration(memory=4), configuration(attach=True), configuration(ratio=0.5)]
+    assert len({c.key() for c in others}) == len(others)
+
+
+def test_the_ready_sweeps_are_the_papers_experiments() -> None:
+    swept = {path.stem: read_sweep(path) for path in sweep.SWEEPS.glob("*.toml")}
+    assert set(sweep_report.READY) < set(swept)
+
+    def axis(name: str) -> list[object]:
+        found = swept[name]
+        assert found.axis is not None
+        values = [getattr(c, found.axis) for c in found.configurations if c.policy == "dos"]
+        return list(dict.fromkeys(values))
+
+    assert axis("model_size") == ["7B", "8.3B", "10B", "13B", "20B", "30B"]
+    assert axis("ratio") == [0.5, 0.6, 0.7, 0.8, 0.9, 1.0]
+    assert axis("stride") == list(range(2, 11))
+    assert axis("data_parallel") == axis("accumulation") == [1, 2, 4, 8, 16]
+    sizes = axis("subgroup_size")
+    assert (min(sizes), max(sizes)) == (10**7, 3 * 10**9)  # type: ignore[type-var]
+    assert {c.device for c in swept["emulated"].configurations} == {"emulated"}
+    assert {c.model for c in swept["machines"].configurations} == {"7B", "13B", "30B", "70B"}
+
+
+# What is run and kept
+
+
+def test_an_interrupted_sweep_goes_on_where_it_was(
+    tmp_path: Path, predictor: Predictor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Configuration] = []
+
+    def outcome(config: Configuration, real: Callable = predictor.outcome) -> object:
+        asked.append(config)
+        return real(config)
+
+    monkeypatch.setattr(predictor, "outcome", outcome)
+    small, path = read_sweep(written(tmp_path, SMALL)), tmp_path / "small.csv"
+    done: list[int] = []
+
+    def stop_after_three() -> None:
+        done.append(1)
+        if len(done) == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        sweep.run(small, Rows(path, "v1"), predictor, stop_after_three)
+    rows = list(csv.DictReader(path.open(newline="")))
+    assert [row["policy"] for row in rows] == ["zero3_offload", "dos", "adaptive"]
+    assert tuple(rows[0]) == COLUMNS
+
+    half = path.read_text().rsplit("\n", 2)[0] + "\nv1,h100,7B,adapt"  # as if killed while writing the third
+    path.write_text(half)
+    results = sweep.run(small, Rows(path, "v1"), predictor, lambda: None)
+    assert asked == list(small.configurations[:3]) + list(small.configurations[2:])
+    assert len(list(csv.DictReader(path.open(newline="")))) == len(results) == len(small.configurations)
+
+    again = sweep.run(small, Rows(path, "v1"), predictor, lambda: None)
+    assert len(asked) == len(small.configurations) + 1
+    assert again == results
+
+    sweep.run(small, Rows(path, "v2"), predictor, lambda: None)  # the model has changed
+    assert len(asked) == 2 * len(small.configurations) + 1
+    assert {row["version"] for row in csv.DictReader(path.open(newline=""))} == {"v2"}
+
+
+def test_a_file_of_something_else_is_not_overwritten(tmp_path: Path) -> None:
+    path = tmp_path / "small.csv"
+    path.write_text("my,own,data\n1,2,3\n")
+    with pytest.raises(ValueError, match="has no rows of a sweep"):
+        Rows(path, "v1")
+    assert path.read_text() == "my,own,data\n1,2,3\n"
+
+
+def test_the_command_is_deterministic_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = str(written(tmp_path, SMALL))
+    assert sweep.main([file, "--out", str(tmp_path / "a")]) == 0
+    printed = capsys.readouterr().out
+    assert sweep.main([file, "--out", str(tmp_path / "b")]) == 0
+    first, second = ((tmp_path / folder / "small.csv").read_bytes() for folder in "ab")
+    assert first == second
+    assert (tmp_path / "a" / "small.png").stat().st_size > 10_000
+    assert "speedup over ZeRO-Offload" in printed
+    before = (tmp_path / "a" / "small.csv").stat().st_mtime_ns
+    assert sweep.main([file, "--out", str(tmp_path / "a")]) == 0
+    assert (tmp_path / "a" / "small.csv").stat().st_mtime_ns == before
+    assert sweep.main([file, "--out", str(tmp_path / "a"), "--fresh"]) == 0
+    assert (tmp_path / "a" / "small.csv").stat().st_mtime_ns > before
+    assert (tmp_path / "a" / "small.csv").read_bytes() == first
+
+
+# What comes out
+
+
+def test_published_runs_are_found_again_and_fit(predictor: Predictor) -> None:
+    for run in predictor.published.runs:
+        values = {key: of(run) for key, of in KEYS_OF_RUNS.items() if key != "stride" or run.run.stride}
+        config = Configuration.of(values)
+        outcome = predictor.outcome(config)
+        same = [r for r in predictor.published.runs if r.config == run.config and r.run.mode is run.run.mode]
+        assert outcome.published_runs == sum(r.run.stride == run.run.stride for r in same)
+        assert outcome.note == ""
+        assert outcome.update_s is not None
+        assert outcome.iteration_s is not None
+        if run.machine_class != "a100_unbound":
+            assert outcome.update_s == pytest.approx(run.update_s, rel=0.04)
+            assert outcome.iteration_s == pytest.approx(run.iteration_s, rel=0.05)
+
+
+@pytest.mark.parametrize("ratio", [0.5, 0.7, 0.9, 1.0])
+def test_adaptive_takes_no_more_memory_than_the_papers_schedule(predictor: Predictor, ratio: float) -> None:
+    run = predictor.run_of(configuration(policy="dos", ratio=ratio))
+    found = predictor.simulation(configuration(ratio=ratio))
+    resident = predictor.outcome(configuration(ratio=ratio)).resident
+    assert resident is not None
+    assert resident + found.plan.slots <= run.subgroups - run.offloaded + 1
+
+
+def test_more_memory_is_never_slower_and_is_what_was_asked_for(predictor: Predictor) -> None:
+    outcomes = [predictor.outcome(configuration(memory=gib)) for gib in (0, 2, 8, 20, 46)]
+    updates = [o.update_s for o in outcomes]
+    assert None not in updates
+    assert updates == sorted(updates, reverse=True)  # type: ignore[type-var]
+    assert (outcomes[0].resident, outcomes[0].streamed) == (0, 0)
+    assert outcomes[-1].resident == outcomes[-1].subgroups
+    for o in outcomes:
+        assert o.bound_s is not None
+        assert o.update_s is not None
+        assert o.update_s >= 0.999 * o.bound_s
+        assert None not in (o.resident, o.streamed, o.on_cpu)
+        assert o.resident + o.streamed + o.on_cpu == o.subgroups  # type: ignore[operator]
+
+
+def test_what_does_not_fit_has_a_note_and_no_time(predictor: Predictor) -> None:
+    for policy in ("zero3_offload", "dos", "adaptive"):
+        outcome = predictor.outcome(configuration(model="70B", policy=policy, memory="trace"))
+        assert "the model alone needs" in outcome.note
+        assert outcome.update_s is None
+    slot = predictor.outcome(
+        configuration(machine="a100_unbound", model="7B", policy="dos", ranks=1, micro_batch=4, subgroup_size=1e9)
+    )
+    assert re.fullmatch(r"needs \d+\.\d GiB, 8\.5 GiB are free", slot.note)
+
+
+def test_the_next_forward_hides_updates_of_an_attached_model(predictor: Predictor) -> None:
+    alone, attached = (predictor.outcome(configuration(model="30B", memory="trace", attach=a)) for a in (False, True))
+    assert alone.update_s is not None
+    assert attached.update_s is not None
+    assert attached.update_s < alone.update_s
+
+
+def test_machines_without_published_runs_have_updates_alone(predictor: Predictor) -> None:
+    outcome = predictor.outcome(configuration(machine="gh200", model="13B", memory=4, ranks=1))
+    assert outcome.update_s is not None
+    assert (outcome.iteration_s, outcome.forward_s) == (None, None)
+
+
+def test_speedups_are_over_zero_offload_of_the_same_kind(tmp_path: Path, predictor: Predictor) -> None:
+    small = read_sweep(written(tmp_path, SMALL.replace("[0.5, 1.0]", "[0.8, 1.0]")))
+    results = {c: predictor.outcome(c) for c in small.configurations}
+    (comparison,) = compare(small, results)
+    assert comparison.ticks == ("0.8", "1")
+    zero, dos, _, free = comparison.series
+    published = comparison.speedups(dos, "published", "iteration")
+    assert published[0] == pytest.approx(2533.5 / 1349.1)  # as in the published table
+    assert published[1] is None
+    assert comparison.speedups(zero, "simulated", "update") == [1.0, 1.0]
+    assert free.values("simulated", "update")[0] == free.values("simulated", "update")[1]
+    table = comparison.table("iteration")
+    assert table[1][1] == "2.53 s"
+    assert table[1][3] == "1.35 s (1.88×)"
+    assert table[2][3] == "-"
+    assert markdown(table).count("\n") == 3
+    assert "update" in listing(small, results)[0]
+
+
+def test_every_series_has_a_colour_of_its_own() -> None:
+    assert len(set(COLOURS.values())) == len(COLOURS)
+    assert tick(3_000_000_000) == "3B"
+    assert tick(10_000_000) == "10M"
+
+
+def test_published_runs_that_interleaving_did_not_help_are_found(predictor: Predictor) -> None:
+    found = interleavings(predictor.published.runs)
+    assert all(item.gain > 0 for item in found)
+    doubtful = {(i.interleaved.model, predictor.published.ranks(i.interleaved)) for i in found if i.doubtful}
+    assert doubtful == {("7B", 16), ("7B", 8), ("13B", 1)}
+    clear = dataclasses.replace(found[0], cpu_s=2.0, interleaved_s=1.0, overlap=False, backward_added_s=0.0)
+    assert not clear.doubtful
+    assert dataclasses.replace(clear, overlap=True).doubtful
+    assert dataclasses.replace(clear, interleaved_s=1.99).doubtful
+    assert dataclasses.replace(clear, backward_added_s=clear.update_saved_s).doubtful
+
+
+def test_the_report_is_what_the_model_says_now(predictor: Predictor) -> None:
+    found = {}
+    for name in sweep_report.READY:
+        one = read_sweep(sweep.SWEEPS / f"{name}.toml")
+        found[name] = (one, {c: predictor.outcome(c) for c in one.configurations})
+    fresh = sweep_report.report(found, predictor, sweep_report.left_out(predictor))
+    committed = (ROOT / sweep.REPORT).read_text()
+    number = re.compile(r"\d+(?:\.\d+)?")
+    assert number.sub("#", fresh) == number.sub("#", committed), "run `make experiments` and look at what has changed"
+    for new, old in zip(number.findall(fresh), number.findall(committed), strict=True):
+        last_digit = 10.0 ** -len(new.partition(".")[2]) if "." in new else 0.0
+        assert abs(float(new) - float(old)) <= 1.01 * last_digit, "run `make experiments`, look at what has changed"
+    for picture in re.findall(r"\]\((images/.*?)\)", committed):
+        assert (ROOT / "docs" / picture).stat().st_size < 200_000
+
+
+# On a device
+
+
+def test_a_small_model_trains_on_an_emulated_device(predictor: Predictor, monkeypatch: pytest.MonkeyPatch) -> None:
+    from experiments.sweep.device import run_on_device, small_model
+
+    monkeypatch.setattr(emulation, "UPDATE_S", 0.1)
+    common = {"model": "7B", "device": "emulated", "parameters": 2e5, "ratio": 0.5}
+    cpu, ours = (configuration(policy=policy, **common) for policy in ("cpu", "adaptive"))
+    assert small_model(ours).numel == pytest.approx(2e5, rel=0.05)
+    slow, fast = run_on_device(cpu, predictor), run_on_device(ours, predictor)
+    assert slow.update_s == pytest.approx(0.1)
+    run = predictor.run_of(ours)
+    assert (slow.resident, slow.on_cpu) == (0, run.subgroups)
+    assert fast.resident is not None
+    assert 0 < fast.resident <= run.subgroups - run.offloaded
+    for outcome in (slow, fast):
+        assert outcome.update_s is not None
+        assert outcome.measured_update_s is not None
+        assert outcome.measured_update_s > 0.9 * outcome.update_s  # an emulated device is never faster than it says
+
+
+def test_a_device_that_is_not_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from experiments.sweep.device import check_device
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="there is no CUDA device here"):
+        check_device("cuda")
+    check_device("emulated")
+
+
+# Mistakes
+
+RUN = '[run]\nmachine = "h100"\nmodel = "7B"\npolicy = "adaptive"\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[run\n", "small.toml: "),
+        ("", "needs a table [run]"),
+        ("[run]\n", "a run needs 'machine'"),
+        ('[run]\nmachine = "h100"\nmodel = "7B"\n', "a run needs 'policy'"),
+        (RUN + "colour = 1\n", "unknown key 'colour'"),
+        ("speed = 1\n" + RUN, "unknown key 'speed'"),
+        ("title = 3\n" + RUN, "title must be text, found 3"),
+        ('axis = "ratio"\n' + RUN, "axis must be a key of the runs"),
+        (RUN.replace('"h100"', '"h900"'), "'h900' is neither a built-in profile"),
+        (RUN.replace('"h100"', "7"), "machine must be the name of a profile or a file, found 7"),
+        (RUN.replace('"7B"', '"large"'), "model must be a size in billions of parameters such as '7B', found 'large'"),
+        (RUN.replace('"7B"', '"0B"'), "found '0B'"),
+        (RUN.replace('"adaptive"', '"best"'), "policy must be one of zero3_offload"),
+        (RUN + "ranks = -4\n", "ranks must be a whole number of 1 or more, found -4"),
+        (RUN + "ranks = [4, -1]\n", "found -1"),
+        (RUN + "ranks = 6\nranks_per_node = 4\n", "ranks must be a multiple of ranks_per_node, found 6 and 4"),
+        (RUN + "subgroup_size = 1.5\n", "subgroup_size must be a whole number of 1 or more, found 1.5"),
+        (RUN + "subgroup_size = inf\n", "subgroup_size must be a whole number of 1 or more, found inf"),
+        (RUN + "micro_batch = true\n", "micro_batch must be a whole number of 1 or more, found True"),
+        (RUN + "accumulation = 0\n", "accumulation must be a whole number of 1 or more, found 0"),
+        (RUN + "stride = []\n", "stride is an empty list"),
+        (RUN + "ratio = 1.2\n", "must lie in [0, 1], found 1.2"),
+        (RUN + "ratio = nan\n", "must lie in [0, 1], found nan"),
+        (RUN + "ratio = {a = 1}\n", "must lie in [0, 1], found {'a': 1}"),
+        (RUN + "memory = -1\n", "memory must be 'ratio', 'trace' or 0 GiB or more, found -1"),
+        (RUN + 'memory = "all"\n', "found 'all'"),
+        (RUN + 'attach = "yes"\n', "attach must be true or false, found 'yes'"),
+        (RUN + 'device = "tpu"\n', "device must be one of simulated, emulated, cuda, found 'tpu'"),
+        (RUN.replace("h100", "gh200") + 'memory = "trace"\n', "memory 'trace' needs a published machine"),
+        (RUN.replace("h100", "gh200").replace("adaptive", "dos"), "policy 'dos' needs a published machine"),
+        (
+            RUN.replace("adaptive", "dos") + 'device = "emulated"\n',
+            "DeepSpeed's loop and cannot run on device 'emulated'",
+        ),
+        (RUN + "[[together]]\nranks = [1, 2]\nratio = [1.0]\n", "must have one length, found {'ranks': 2, 'ratio': 1}"),
+        (RUN + "[[together]]\nmodel = ['13B']\n", "'model' is given twice"),
+        (RUN + "[together]\nranks = [1]\n", "together must be tables [[together]]"),
+    ],
+    ids=lambda value: value if "\n" not in value else "",
+)
+def test_a_mistake_in_a_file_gets_one_line_and_status_2(
+    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        sweep.main([str(written(tmp_path, text)), "--out", str(tmp_path / "out")])
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere.toml"], "nowhere.toml"),
+        (["ratio", "--report"], "--report is of all ready sweeps; leave out ratio"),
+        (["ratio", "ratio"], "two sweeps are called 'ratio'"),
+        (["--faster"], "unrecognized arguments: --faster"),
+        (["ratio", "--out", "Makefile"], "Makefile"),
+    ],
+)
+def test_a_mistake_in_the_arguments(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit) as stopped:
+        sweep.main(arguments)
+    assert stopped.value.code == 2
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert last.startswith("python -m experiments.sweep: ")
+    assert message in last
+
+
+def test_a_broken_profile_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    profile = tmp_path / "mine.json"
+    profile.write_text("{")
+    path = written(tmp_path, RUN.replace("h100", str(profile)))
+    with pytest.raises(SystemExit) as stopped:
+        sweep.main([str(path)])
+    assert stopped.value.code == 2
+    assert "mine.json: " in capsys.readouterr().err
+    HardwareProfile.builtin("gh200").save(profile)
+    assert sweep.main([str(path), "--out", str(tmp_path / "out")]) == 0
+
+
+def test_from_the_shell() -> None:
+    command = [sys.executable, "-m", "experiments.sweep", "nowhere.toml"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.count("\n") == 1

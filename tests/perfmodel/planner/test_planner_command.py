@@ -1,0 +1,355 @@
+"""`python -m perfmodel`: what it prints, and one line with exit status 2 for whatever a user can get wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from perfmodel.hardware import HardwareProfile
+from perfmodel.planner.datasheets import ALIASES, CARDS, GPUS, LINKS
+from perfmodel.planner.main import main
+from perfmodel.subgroups import automatic_subgroup_size
+from tests.support import ROOT
+from tests.support.planner import answer, refused
+
+LLAMA_2_7B = {
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "vocab_size": 32000,
+}
+
+
+def test_a_newcomer_s_question(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--params", "7e9", "--machine", "a100_bound", "--host", "128GiB", "--checkpointing"]) == 0
+    text = capsys.readouterr().out
+    assert "7B parameters in bf16, a100_bound: fits" in text
+    assert "98,000,000,000" in text, "host memory to the byte"
+    for policy in ("fused AdamW", "CPU only", "best ratio", "stride 3", "adaptive", "bound of any plan"):
+        assert policy in text
+    assert "does not fit" in text
+    assert "What limits the update is CPU" in text
+    assert "1 GiB more GPU memory" in text
+    assert "links twice as fast" in text
+    assert "40% of the A100 40 GB's data sheet" in text
+    assert max(len(line.rstrip()) for line in text.splitlines() if "  " in line.strip()) <= 80, "tables fit a terminal"
+
+
+def test_a_7b_model_on_a_desktop(capsys: pytest.CaptureFixture[str]) -> None:
+    """Full fine-tuning on a GPU of 24 GB: exactly with a host of 128 GiB, with moments in codes on one of 64."""
+    desktop = ["--params", "7e9", "--machine", "rtx_4090_desktop"]
+    (remedy,) = answer(capsys, *desktop, "--host", "64GiB")["remedies"]
+    assert remedy["change"] == "with --checkpointing --offload-gradients --no-accumulation --state-format int8"
+    less = ["--checkpointing", "--offload-gradients", "--no-accumulation"]
+    for settings, host, most in ((less, "128GiB", 14), ([*less, "--state-format", "int8"], "64GiB", 8.5)):
+        found = answer(capsys, *desktop, "--host", host, *settings)
+        assert found["fits"]
+        assert found["host"]["per_rank"] <= most * 7e9
+
+
+def test_a_gpu_too_small(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--params", "7e9", "--machine", "rtx_4090_desktop", "--host", "48GiB", "--checkpointing"]) == 0
+    text = capsys.readouterr().out
+    assert "DOES NOT FIT. Without any optimizer state the GPU needs 28.5 GiB, 4.9 GiB more than it has." in text
+    assert "It fits" not in text
+    assert "large enough with --offload-gradients (15.5 GiB), the host would not: 117.3 GiB instead of 48.0" in text
+    assert "need 91.3 GiB of host memory, 43.3 GiB more than there is." in text
+    assert "The largest model of the usual shape that fits with these settings: about 3.67B parameters." in text
+
+
+def test_a_host_too_small_for_what_fused_adamw_does_not_need(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--params", "1e9", "--machine", "h100", "--host", "8GiB"]
+    assert main(asked) == 0
+    text = capsys.readouterr().out
+    assert "5.0 GiB more than there is." in text
+    assert "The state of fused AdamW fits on the GPU, which needs none of that on the host." in text
+    assert answer(capsys, *asked)["alternative"] == {"policy": "fused AdamW", "speedup": None}
+    whole = answer(capsys, *asked[:-2])
+    assert whole["alternative"] == {"policy": "fused AdamW", "speedup": pytest.approx(1.0)}
+
+
+def test_what_something_else_must_divide_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    job = ["--params", "7e9", "--machine", "h100", "--ranks", "4"]
+    for stage in (1, 2):
+        assert main([*job, "--zero", str(stage)]) == 0
+        assert "With --zero 1 or 2 something else must divide it" in capsys.readouterr().out
+    for divided in (["--zero", "3"], ["--fsdp"]):
+        assert main([*job, *divided]) == 0
+        assert capsys.readouterr().out.startswith("7B parameters in bf16 on 4 GPUs, h100: fits;")
+
+
+def commands(page: str) -> list[list[str]]:
+    """The planner's command lines in a page that need no file."""
+    found = re.findall(r"python -m perfmodel( --[^`\n]*)", (ROOT / page).read_text())
+    return [line.split() for line in found]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/planning.md"])
+def test_documented_commands_give_what_the_page_promises(page: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Among others how long an iteration takes under each policy, where anything fits at all."""
+    lines = commands(page)
+    assert lines
+    for line in lines:
+        found = answer(capsys, *line)
+        fitting = [row for row in found["policies"] if row["fits"]]
+        assert all(row["iteration_s"] is not None for row in fitting), f"{line} gives no times"
+        assert fitting or page != "README.md"
+
+
+def examples() -> list[tuple[list[str], str]]:
+    """The planner's command lines in its page whose output is shown, and that output."""
+    text = (ROOT / "docs/planning.md").read_text()
+    found = re.findall(r"```\n\$ python -m perfmodel (.*)\n((?:.*\n)*?)```", text)
+    return [(line.split(), shown) for line, shown in found]
+
+
+def test_documented_output_is_the_command_s(capsys: pytest.CaptureFixture[str]) -> None:
+    """If it is not, run the command and paste what it prints."""
+    shown = examples()
+    assert shown
+    for line, output in shown:
+        assert main(line) == 0
+        printed = capsys.readouterr().out
+        assert [row.rstrip() for row in output.splitlines()] == [row.rstrip() for row in printed.splitlines()]
+
+
+def test_json_has_it_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA_2_7B))
+    found = answer(capsys, str(path), "--machine", "h100", "--batch", "2", "--seq", "1024", "--checkpointing")
+    numel = 6_738_415_616
+    assert found["fits"] is True
+    assert found["model"]["numel"] == numel
+    assert found["settings"]["batch"] == 2
+    assert found["settings"]["subgroup_size"] == automatic_subgroup_size(numel, found["settings"]["device_bytes"])
+    assert found["host"]["per_rank"] == found["host"]["all_ranks"] == 14 * numel
+    assert found["host"]["available"] is None
+    assert found["device"]["weights"] == 2 * numel
+    assert 0 < found["device"]["resident_state"] <= found["device"]["room_for_state"] < found["device"]["state"]
+    policies = {row["policy"].split(",")[0].split()[0]: row for row in found["policies"]}
+    assert list(policies) == ["fused", "CPU", "best", "stride", "adaptive"]
+    assert policies["fused"]["update_s"] is None
+    assert found["bound"]["update_s"] <= policies["adaptive"]["update_s"]
+    assert found["compute_s"] == pytest.approx(8 * numel * 2048 / (0.4 * 989e12))
+    assert policies["adaptive"]["iteration_s"] == pytest.approx(found["compute_s"] + policies["adaptive"]["exposed_s"])
+    assert {"1 GiB more GPU memory", "links twice as fast"} <= {lever["change"] for lever in found["levers"]}
+    assert any("assumption" in line for line in found["assumptions"])
+
+
+def test_a_machine_of_one_s_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "mine.json"
+    HardwareProfile.builtin("h100").save(path)
+    mine = ("--params", "1B", "--machine", str(path), "--gpu", "16GiB")
+    assumed = answer(capsys, *mine)
+    assert assumed["compute_s"] == pytest.approx(6e9 * 2048 / (0.4 * 71e12))
+    assert any("of the RTX 3090's data sheet, 71, for no GPU was named" in line for line in assumed["assumptions"])
+    given = answer(capsys, *mine, "--tflops", "100")
+    assert given["compute_s"] == pytest.approx(6e9 * 2048 / 100e12)
+    half = answer(capsys, *mine, "--tflops", "100", "--utilisation", "0.5")
+    assert half["compute_s"] == pytest.approx(2 * given["compute_s"])
+    assert answer(capsys, "--params", "1e8", "--gpu", "4GiB")["machine"]["name"] == "unknown"
+
+
+@pytest.mark.parametrize(
+    ("machine", "profile", "device_gib"),
+    [
+        ("--machine A100-40", "a100_bound", 39.4),
+        ("--machine a100-80GB", "a100_pcie_server", 79.1),
+        ("--machine H100", "h100", 79.6),
+        ("--machine rtx_4090_desktop --gpu 24GB", "rtx_4090_desktop", 23.6),
+        ("--machine rtx4090 --gpu 20GiB", "rtx_4090_desktop", 20),
+        ("--machine RTX-5090", "RTX 5090", 31.3),
+        ("--gpu 24GB", "unknown", 0.98 * 24),
+        ("--gpu 24e9", "unknown", 24e9 / 2**30),
+    ],
+)
+def test_what_is_meant_by_a_machine(
+    machine: str, profile: str, device_gib: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A GPU by its name; `24GB` of one as its data sheet says; and times for any of them."""
+    found = answer(capsys, "--params", "1e9", "--host", "64GB", *machine.split())
+    assert found["machine"]["name"] == profile
+    assert found["settings"]["device_bytes"] == int(device_gib * 2**30)
+    assert found["host"]["available"] == 64 * 2**30
+    assert "--host 64GB: 64.0 GiB, as memory modules are sold" in found["assumptions"]
+    assert any(line.startswith("--gpu 24GB") for line in found["assumptions"]) == ("24GB" in machine)
+    assert all(row["iteration_s"] is not None for row in found["policies"] if row["fits"])
+
+
+def test_gpus_of_a_data_sheet_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    """Their own links and memory; of the host, what is assumed where nothing is known."""
+    guesses = HardwareProfile.builtin("unknown")
+    for name, card in CARDS.items():
+        found = answer(capsys, "--params", "1e8", "--machine", name, "--dtype", "fp16")
+        rates = found["machine"]
+        assert (rates["h2d_bandwidth"], rates["h2d_bandwidth_duplex"]) == LINKS[card.pcie]
+        assert rates["gpu_update_rate"] == 0.8 * card.bandwidth / 28
+        assert rates["cpu_update_rate"] == guesses.cpu_update_rate
+        assert any("the host's are cautious guesses" in line for line in found["assumptions"])
+        assert 0.9 * card.gpu.nominal_gib < card.gpu.memory_gib < card.gpu.nominal_gib
+
+
+def test_gpus_of_the_page_are_those_that_are_known() -> None:
+    page = (ROOT / "docs/planning.md").read_text()
+    assert all(f"`{name}`" in page for name in CARDS)
+    assert all(f"`{name}`" in page for name in ALIASES)
+    for gpu in (*GPUS.values(), *(card.gpu for card in CARDS.values())):
+        assert re.search(rf"{gpu.memory_gib}\b", page), f"memory of {gpu.name}"
+
+
+@pytest.mark.parametrize("reference", [True, False])
+def test_a_model_by_its_name_on_the_hub(
+    reference: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From huggingface_hub's cache, of which the commit of `main` is the current one."""
+    model = tmp_path / "hub" / "models--meta-llama--Llama-2-7b-hf"
+    for commit, values in (("1111", {**LLAMA_2_7B, "vocab_size": 1000}), ("2222", LLAMA_2_7B)):
+        (model / "snapshots" / commit).mkdir(parents=True)
+        (model / "snapshots" / commit / "config.json").write_text(json.dumps(values))
+    os.utime(model / "snapshots" / "1111" / "config.json", (0, 0) if not reference else None)
+    if reference:
+        (model / "refs").mkdir()
+        (model / "refs" / "main").write_text("2222")
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    name = "meta-llama/Llama-2-7b-hf"
+    assert answer(capsys, name, "--machine", "h100")["model"]["numel"] == 6_738_415_616
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "elsewhere"))
+    refused(
+        capsys, f"{name} --machine h100", f"in {tmp_path / 'elsewhere'}; get it with hf download {name} config.json"
+    )
+
+
+def test_what_is_assumed_of_accumulation_and_the_loss(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("--params", "1e9", "--gpu", "24GB")
+    several, one, fused = (answer(capsys, *asked, *more) for more in ([], ["--no-accumulation"], ["--fused-loss"]))
+    assert several["device"]["peak"] > one["device"]["peak"]
+    assert any(line.startswith("gradient accumulation: steps of several") for line in several["assumptions"])
+    assert any(line.startswith("one micro-batch in each step") for line in one["assumptions"])
+    assert several["device"]["logits"] == 2048 * 32000 * 14 > 3 * fused["device"]["logits"]
+    assert several["largest_sequence"] < fused["largest_sequence"]
+
+
+@pytest.mark.parametrize("gpu", ["79GiB", "24GiB", "79GiB --fsdp --offload-parameters"])
+def test_a_picture(gpu: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "plan.png"
+    assert main(["--params", "7e9", "--machine", "h100", "--gpu", *gpu.split(), "--plot", str(path)]) == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert path.stat().st_size > 10_000
+
+
+def bad_files(folder: Path) -> None:
+    texts = {
+        "torn": '{"hidden_size": 4096, ',
+        "list": "[1]",
+        "empty": "{}",
+        "half": '{"n_embd": 768}',
+        "experts": json.dumps({**LLAMA_2_7B, "num_local_experts": 8}),
+        "negative": json.dumps({**LLAMA_2_7B, "num_hidden_layers": -1}),
+        "text": json.dumps({**LLAMA_2_7B, "vocab_size": "many"}),
+        "heads": json.dumps({**LLAMA_2_7B, "num_attention_heads": 33}),
+        "gpt2": json.dumps({"n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257, "n_positions": 1024}),
+        "rates": json.dumps({**HardwareProfile.builtin("h100").to_json(), "h2d_bandwidth": -1.0}),
+    }
+    for name, text in texts.items():
+        (folder / f"{name}.json").write_text(text)
+    (folder / "binary.json").write_bytes(b"\xff\xfe\x00")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("", "expected a model: --params 7e9, or a Hugging Face config.json or name such as"),
+        ("gpt2.json --params 7e9", "and not both"),
+        ("none.json", "cannot read none.json: No such file or directory"),
+        (".", "cannot read .: Is a directory"),
+        ("torn.json --gpu 9GiB", "torn.json: Expecting property name"),
+        ("list.json --gpu 9GiB", "list.json: a model's configuration is a JSON object, found list"),
+        ("empty.json --gpu 9GiB", "empty.json: missing hidden_size, intermediate_size, num_hidden_layers"),
+        ("half.json --gpu 9GiB", "half.json: missing n_layer, n_head, vocab_size; expected the config.json of"),
+        ("binary.json --gpu 9GiB", "binary.json: "),
+        ("experts.json --gpu 9GiB", "mixtures of experts are not supported, found num_local_experts"),
+        ("negative.json --gpu 9GiB", "num_hidden_layers must be a whole number of 1 or more, found -1"),
+        ("text.json --gpu 9GiB", "vocab_size must be a whole number of 1 or more, found 'many'"),
+        ("heads.json --gpu 9GiB", "num_attention_heads must divide hidden_size, found 33 and 4096"),
+        ("gpt2.json --gpu 9GiB --seq 4096", "the model takes 1024 tokens at most, found sequences of 4096"),
+        ("--params 7e9", "how much memory the GPU of unknown has is not known: pass --gpu"),
+        ("--params 7e9 --machine abacus", "no machine 'abacus'; there are a100-40, a100-80"),
+        ("--params 7e9 --machine none.json", "cannot read none.json: No such file or directory"),
+        ("--params 7e9 --machine torn.json", "torn.json: Expecting property name"),
+        ("--params 7e9 --machine empty.json", "empty.json: hardware profile of version None"),
+        ("--params 7e9 --machine rates.json", "rates.json: profile 'h100': h2d_bandwidth must be a positive number"),
+        ("--params 7e9 --machine binary.json", "binary.json"),
+        ("--params 1e300 --gpu 9GiB", "argument --params: expected a number of 1 or more (and 1e+18 at most)"),
+        ("--params seven --gpu 9GiB", "argument --params: expected a number such as 7e9, 7B or 350M, found 'seven'"),
+        ("--params -7e9 --gpu 9GiB", "argument --params: expected"),
+        ("--params 7e9 --gpu 24GiBs", "argument --gpu: expected a size such as 24GiB, in B, KB"),
+        (
+            "--params 7e9 --gpu=-24GiB",
+            "argument --gpu: expected a size of 1 byte or more (and 1e+18 at most), found '-24GiB'",
+        ),
+        ("--params 7e9 --gpu 0", "argument --gpu: expected a size of 1 byte or more (and 1e+18 at most), found '0'"),
+        ("--params 7e9 --gpu 1000GiB --machine h100", "--gpu 1000GiB is more than the H100 80 GB of h100 has"),
+        ("--params 7e9 --machine h100 --host 12XB", "argument --host: expected a size"),
+        ("--params 7e9 --gpu 512MiB", "1.0 GiB of device memory are reserved, and there are 512.0 MiB"),
+        (
+            "--params 7e9 --machine h100 --batch=-1",
+            "argument --batch: expected a number of 1 or more (and 1e+18 at most), found '-1'",
+        ),
+        (
+            "--params 7e9 --machine h100 --ranks 0",
+            "argument --ranks: expected a number of 1 or more (and 1e+18 at most), found '0'",
+        ),
+        ("--params 7e9 --machine h100 --seq x", "argument --seq: expected a number"),
+        ("--params 7e9 --machine h100 --dtype fp8", "argument --dtype: invalid choice: 'fp8'"),
+        ("--params 7e9 --machine h100 --zero 4", "argument --zero: invalid choice: 4"),
+        (
+            "--params 7e9 --machine h100 --tflops=-3",
+            "argument --tflops: expected a number above 0 (1e-6 to 1e9), found '-3'",
+        ),
+        (
+            "--params 7e9 --machine h100 --tflops nan",
+            "argument --tflops: expected a number above 0 (1e-6 to 1e9), found 'nan'",
+        ),
+        ("--params 7e9 --machine h100 --utilisation 1.5", "expected a number in (0, 1], found '1.5'"),
+        ("--params 7e9 --machine t4", "the T4 does not compute in bfloat16; choose --dtype fp16 or fp32"),
+        ("org/no-model --gpu 24GB", "no file 'org/no-model', and no configuration of a model of that name in "),
+        (
+            "--params 7e9 --machine h100 --subgroup-size 1e4",
+            "make 700,000 of them, more than 5,000; choose 1.4M or more",
+        ),
+        ("--params 7e9 --machine h100 --plot none/plan.png", "cannot write none/plan.png: No such file or directory"),
+        ("--params 7e9 --machine h100 --plot plan.xyz", "cannot write plan.xyz: Format 'xyz' is not supported"),
+        ("--params 7e9 --machine h100 --frobnicate", "unrecognized arguments: --frobnicate"),
+    ],
+)
+def test_what_a_user_can_get_wrong(
+    arguments: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if "--plot" in arguments:
+        pytest.importorskip("matplotlib")
+    bad_files(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    refused(capsys, arguments, message)
+
+
+def test_the_command_needs_no_torch(tmp_path: Path) -> None:
+    """As a user runs it, with a torch that cannot be imported."""
+    (tmp_path / "torch.py").write_text("raise ImportError('the planner must not need torch')\n")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    command = [sys.executable, "-m", "perfmodel", "--params", "1e9", "--machine", "rtx_3090_desktop"]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "1B parameters in bf16, rtx_3090_desktop: fits; 100% of the optimizer state" in done.stdout

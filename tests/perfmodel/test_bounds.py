@@ -1,0 +1,86 @@
+"""The lower bound: by hand where one lane binds, and below every plan."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from perfmodel import Placement, Plan
+from perfmodel.bounds import lower_bound
+from perfmodel.hardware import HardwareProfile, builtin_profiles
+from perfmodel.simulate import UPDATE_ALONE, Phase, Scope, exposed
+from perfmodel.workload import Workload
+from tests.support.machines import machine, work
+
+C, S, R = Placement.CPU, Placement.GPU_STREAMED, Placement.GPU_RESIDENT
+FAST_LINKS = dict.fromkeys(("h2d_bandwidth", "d2h_bandwidth", "h2d_bandwidth_duplex", "d2h_bandwidth_duplex"), 1e6)
+
+
+@pytest.mark.parametrize(
+    ("rates", "memory", "seconds", "binding", "share"),
+    [
+        # No memory on the device: all 48 parameters on the CPU, 1 s each.
+        ({}, {"peak_free_bytes": 0.0, "update_free_bytes": 0.0}, 48.0, "CPU", {C: 1.0}),
+        # All of it resident but what the CPU does meanwhile: 1 in 5, as the GPU is 4 times as fast.
+        (FAST_LINKS, {}, 48 / 5, "GPU", {C: 0.2, R: 0.8}),
+        # No residents, a slow H2D link (1 byte/s): the CPU's parameters cost 2 s, more than its update.
+        (
+            {"h2d_bandwidth": 1.0, "h2d_bandwidth_duplex": 1.0, "cpu_update_rate": 1e6},
+            {"peak_free_bytes": 0.0},
+            96.0,
+            "H2D",
+            {C: 1.0},
+        ),
+        # 32 bytes per parameter through 8 bytes/s of host DRAM, no slot.
+        (
+            {"host_bandwidth": 8.0, "cpu_update_rate": 1e6, **FAST_LINKS},
+            {"peak_free_bytes": 0.0, "update_free_bytes": 0.0},
+            48 * 32 / 8,
+            "host DRAM",
+            {C: 1.0},
+        ),
+    ],
+)
+def test_one_lane_binds(
+    rates: dict[str, float], memory: dict[str, float], seconds: float, binding: str, share: dict[Placement, float]
+) -> None:
+    bound = lower_bound(work(4, **memory), machine(**rates))
+    assert bound.seconds == pytest.approx(seconds, rel=1e-3)
+    assert bound.binding == binding
+    assert {p: s for p, s in bound.shares.items() if s > 1e-3} == pytest.approx(share, abs=1e-3)
+
+
+def test_forward_hides_what_fits_beside_it() -> None:
+    load = work(4, forward_s=100.0, peak_free_bytes=0.0, update_free_bytes=0.0)
+    bound = lower_bound(load, machine(), Scope(forward=Phase.OVERLAPPED))
+    assert (bound.seconds, bound.binding) == (0.0, "nothing")
+
+
+def test_memory_of_half_the_state() -> None:
+    load = work(4, peak_free_bytes=2 * work().slot_bytes, update_free_bytes=0.0)
+    assert lower_bound(load, machine()).shares == pytest.approx({C: 0.5, S: 0.0, R: 0.5})
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Plan, Workload, HardwareProfile]:
+    sizes = draw(st.lists(st.integers(1, 10).map(lambda m: m * 10_000_000), min_size=1, max_size=8))
+    placements = tuple(draw(st.lists(st.sampled_from(Placement), min_size=len(sizes), max_size=len(sizes))))
+    slots = draw(st.integers(1, 3))
+    resident = sum(12 * n for n, p in zip(sizes, placements, strict=True) if p is R)
+    load = Workload.of_sizes(
+        sizes,
+        peak_free_bytes=draw(st.sampled_from([resident, math.inf])),
+        update_free_bytes=slots * 12 * max(sizes),
+        backward_s=draw(st.sampled_from([0.0, 0.05, 2.0])),
+        forward_s=draw(st.sampled_from([0.0, 0.05, 2.0])),
+    )
+    order = tuple(draw(st.permutations(range(len(sizes)))))
+    return Plan(placements, order, slots), load, draw(st.sampled_from(list(builtin_profiles().values())))
+
+
+@given(cases(), st.booleans())
+def test_no_plan_is_faster(case: tuple[Plan, Workload, HardwareProfile], alone: bool) -> None:
+    plan, load, profile = case
+    scope = UPDATE_ALONE if alone else Scope.beside(load)
+    assert exposed(plan, load, profile, scope) >= lower_bound(load, profile, scope).seconds * (1 - 1e-6) - 1e-9

@@ -1,0 +1,253 @@
+"""The step as data, against schedules written out by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from perfmodel import Op, Placement, Plan
+from perfmodel.lanes import Stream
+from perfmodel.plan import Tier
+from perfmodel.schedule import Found, Schedule, Task, arriving, leaving, schedule, schedule_step, staged
+from perfmodel.scope import UPDATE_ALONE, Phase, Scope
+from perfmodel.simulate import serve
+from tests.support.machines import machine, work
+
+C, S, R = Placement.CPU, Placement.GPU_STREAMED, Placement.GPU_RESIDENT
+DEVICE, HOST = Tier.DEVICE, Tier.HOST
+
+
+def lines(made: Schedule) -> list[str]:
+    """One for each task: number, what, stream, size, what it waits for, slot."""
+    names = []
+    for number, task in enumerate(made.tasks):
+        subgroup = "" if task.subgroup is None else f" {task.subgroup}"
+        subgroup += "".join(f"+{other}" for other in task.others)
+        slot = "" if task.slot is None else f" slot {task.slot}"
+        after = " after " + " ".join(map(str, task.after)) if task.after else ""
+        names.append(f"{number} {task.op.value}{subgroup} {task.stream.name} {task.size}{slot}{after}")
+    return names
+
+
+def found(
+    state: Tier,
+    gradient: Tier | None = DEVICE,
+    numel: int = 12,
+    gradient_bytes: int | None = 24,
+    departed: tuple[int, ...] = (),
+    fetched: int | None = None,
+    stale_bytes: int = 0,
+) -> Found:
+    return Found(state, gradient, numel, gradient_bytes, 2 * numel, departed, fetched, stale_bytes)
+
+
+def step(placements: tuple[Placement, ...], finds: list[Found], slots: int = 1, begun: tuple[Task, ...] = ()) -> list:
+    plan = Plan(placements, tuple(range(len(placements))), slots)
+    return lines(schedule_step(plan, work(len(placements)), finds, begun))
+
+
+def test_a_plan_that_finds_all_as_it_wants() -> None:
+    plan = Plan((C, S, R, S), (1, 0, 2, 3), 1)
+    expected = [
+        "0 update 2 GPU 12",
+        "1 prefetch 1 PREFETCH 144 slot 0",
+        "2 update 1 GPU 12 slot 0 after 1",
+        "3 flush 1 FLUSH 144 slot 0 after 2",
+        "4 gradient 0 GRADIENT 24",
+        "5 update 0 CPU 12 after 4",
+        "6 parameter 0 PARAMETER 24 after 5",
+        "7 prefetch 3 PREFETCH 144 slot 0 after 3",
+        "8 update 3 GPU 12 slot 0 after 7",
+        "9 flush 3 FLUSH 144 slot 0 after 8",
+    ]
+    assert lines(schedule(plan, work(4))) == expected
+
+
+def test_residents_of_one_format_are_one_task_which_holds_no_transfer_home_up() -> None:
+    """It comes behind state that leaves and state that has come to a slot, and before all that has yet to come."""
+    begun = (Task(Op.PREFETCH, Stream.PREFETCH, 1, 144, (), 0),)
+    finds = [found(DEVICE), found(HOST, fetched=0), found(HOST), *[found(DEVICE, numel=n) for n in (12, 5, 12, 12)]]
+    sizes = work(7)
+    loads = (*sizes.subgroups[:6], dataclasses.replace(sizes.subgroups[6], format="split"))
+    plan = Plan((R, S, S, R, R, C, R), tuple(range(7)), 2)
+    made = schedule_step(plan, dataclasses.replace(sizes, subgroups=loads), finds, begun)
+    assert [task for task in lines(made) if " update " in task] == [
+        "9 update 5 GPU 12 after 8",
+        "11 update 1 GPU 12 slot 0 after 7 8",
+        "13 update 0+3+4 GPU 29 after 8",
+        "14 update 6 GPU 12 after 8",
+        "16 update 2 GPU 12 slot 1 after 15 8",
+    ]
+
+
+def test_beside_compute() -> None:
+    scope = Scope(Phase.OVERLAPPED, Phase.OVERLAPPED)
+    assert lines(schedule(Plan((C, S), (0, 1), 1), work(2, forward_s=1.0, backward_s=1.0), scope)) == [
+        "0 backward COMPUTE 12",
+        "1 backward COMPUTE 12",
+        "2 gradient 0 GRADIENT 24 after 1",
+        "3 update 0 CPU 12 after 2 1",
+        "4 parameter 0 PARAMETER 24 after 3 1",
+        "5 prefetch 1 PREFETCH 144 slot 0",
+        "6 update 1 GPU 12 slot 0 after 5 1",
+        "7 flush 1 FLUSH 144 slot 0 after 6",
+        "8 forward COMPUTE 12 after 4",
+        "9 forward COMPUTE 12 after 6",
+    ]
+
+
+def test_state_comes_to_stay_and_leaves() -> None:
+    """The third leaves without an update, the fourth has no gradient and stays where it is."""
+    finds = [found(HOST), found(DEVICE), found(DEVICE, None), found(HOST, None)]
+    assert step((R, C, S, R), finds) == [
+        "0 backward COMPUTE 0",
+        "1 update 1 GPU 12 after 0",
+        "2 flush 1 FLUSH 144 after 1",
+        "3 flush 2 FLUSH 144 after 0",
+        "4 prefetch 0 PREFETCH 144 after 0",
+        "5 update 0 GPU 12 after 4 0",
+    ]
+    plan = Plan((R, C, S, R), (3, 2, 1, 0), 1)
+    assert (arriving(plan, finds), leaving(plan, finds), staged(plan, finds)) == ([0], [2, 1], [])
+
+
+def test_offloaded_gradients_come_up_through_slots_or_are_used_where_they_are() -> None:
+    """One of each placement, one that arrives and one that leaves, through one slot."""
+    finds = [found(state, HOST, 12, 48) for state in (HOST, HOST, DEVICE, HOST, DEVICE)]
+    assert step((C, S, R, R, C), finds) == [
+        "0 backward COMPUTE 0",
+        "1 update 0 CPU 12 after 0",
+        "2 parameter 0 PARAMETER 24 after 1 0",
+        "3 prefetch 1 PREFETCH 192 slot 0 after 0",
+        "4 update 1 GPU 12 slot 0 after 3 0",
+        "5 flush 1 FLUSH 144 slot 0 after 4",
+        "6 prefetch 2 PREFETCH 48 slot 0 after 5",
+        "7 update 2 GPU 12 slot 0 after 6 0",
+        "8 prefetch 3 PREFETCH 192 slot 0 after 7",
+        "9 update 3 GPU 12 slot 0 after 8 0",
+        "10 prefetch 4 PREFETCH 48 slot 0 after 9",
+        "11 update 4 GPU 12 slot 0 after 10 0",
+        "12 flush 4 FLUSH 144 after 11",
+    ]
+    assert staged(Plan((C, S, R, R, C), (0, 1, 2, 3, 4), 1), finds) == [1, 2, 3, 4]
+
+
+def test_without_a_slot_state_goes_home_to_be_updated_with_offloaded_gradients() -> None:
+    assert step((R,), [found(DEVICE, HOST, 12, 48)], slots=0) == [
+        "0 backward COMPUTE 0",
+        "1 flush 0 FLUSH 144 after 0",
+        "2 update 0 CPU 12 after 1 0",
+        "3 parameter 0 PARAMETER 24 after 2 0",
+    ]
+
+
+def test_what_is_under_way_is_not_issued_again() -> None:
+    """All gradients of the first have left, half of the second; state of the third is in a slot."""
+    begun = (
+        Task(Op.PREFETCH, Stream.PREFETCH, 2, 144, (), 0),
+        Task(Op.GRADIENT, Stream.GRADIENT, 1, 12),
+        Task(Op.GRADIENT, Stream.GRADIENT, 0, 24),
+    )
+    finds = [
+        found(HOST, gradient_bytes=None, departed=(2,)),
+        found(HOST, gradient_bytes=12, departed=(1,)),
+        found(HOST, fetched=0),
+    ]
+    assert step((C, C, S), finds, begun=begun) == [
+        "0 backward COMPUTE 12",
+        "1 backward COMPUTE 12",
+        "2 backward COMPUTE 12",
+        "3 prefetch 2 PREFETCH 144 slot 0 after 1",
+        "4 gradient 1 GRADIENT 12 after 1",
+        "5 gradient 0 GRADIENT 24 after 2",
+        "6 backward COMPUTE 0",
+        "7 update 2 GPU 12 slot 0 after 3 6",
+        "8 flush 2 FLUSH 144 slot 0 after 7",
+        "9 update 0 CPU 12 after 5 6",
+        "10 parameter 0 PARAMETER 24 after 9 6",
+        "11 gradient 1 GRADIENT 12 after 6",
+        "12 update 1 CPU 12 after 4 11 6",
+        "13 parameter 1 PARAMETER 24 after 12 6",
+    ]
+
+
+def test_the_host_fetches_what_it_lacks_of_the_parameters() -> None:
+    """With the gradient, after one that has left, beside an offloaded one; an update on the device has them."""
+    begun = (Task(Op.GRADIENT, Stream.GRADIENT, 1, 24),)
+    finds = [
+        found(HOST, stale_bytes=24),
+        found(HOST, gradient_bytes=None, departed=(0,), stale_bytes=6),
+        found(HOST, HOST, stale_bytes=24),
+        found(HOST, stale_bytes=24),
+        found(DEVICE, stale_bytes=24),
+    ]
+    assert step((C, C, C, S, R), finds, begun=begun)[7:] == [
+        "7 update 4 GPU 12 after 6",
+        "8 gradient 0 GRADIENT 48 after 6",
+        "9 update 0 CPU 12 after 8 6",
+        "10 parameter 0 PARAMETER 24 after 9 6",
+        "11 gradient 1 GRADIENT 6 after 6",
+        "12 update 1 CPU 12 after 5 11 6",
+        "13 parameter 1 PARAMETER 24 after 12 6",
+        "14 gradient 2 GRADIENT 24 after 6",
+        "15 update 2 CPU 12 after 14 6",
+        "16 parameter 2 PARAMETER 24 after 15 6",
+        "17 prefetch 3 PREFETCH 144 slot 0 after 6",
+        "18 update 3 GPU 12 slot 0 after 17 6",
+        "19 flush 3 FLUSH 144 slot 0 after 18",
+    ]
+
+
+def test_pieces_without_a_gradient_are_not_updated() -> None:
+    assert step((C,), [found(HOST, numel=5, gradient_bytes=10)]) == [
+        "0 backward COMPUTE 0",
+        "1 gradient 0 GRADIENT 10 after 0",
+        "2 update 0 CPU 5 after 1 0",
+        "3 parameter 0 PARAMETER 10 after 2 0",
+    ]
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> tuple[Plan, list[Found]]:
+    placements = tuple(draw(st.lists(st.sampled_from(Placement), min_size=1, max_size=10)))
+    plan = Plan(placements, draw(st.permutations(range(len(placements)))), draw(st.integers(1, 4)))
+    one = st.builds(
+        found, st.sampled_from(Tier), st.sampled_from([DEVICE, HOST, None]), stale_bytes=st.sampled_from([0, 24])
+    )
+    return plan, draw(st.lists(one, min_size=len(placements), max_size=len(placements)))
+
+
+@given(steps())
+def test_any_step_can_be_served_and_leaves_state_where_the_plan_wants_it(made: tuple[Plan, list[Found]]) -> None:
+    plan, finds = made
+    load = work(len(plan))
+    issued = schedule_step(plan, load, finds, ())
+    assert all(other < number for number, task in enumerate(issued.tasks) for other in task.after)
+    timeline = serve(issued, load, machine())
+    assert len([s for s in timeline.spans if s.subgroup is not None]) == len(issued.tasks) - 1
+    for i, each in enumerate(finds):
+        ops = [task.op for task in issued.tasks if i in (task.subgroup, *task.others)]
+        assert (Op.UPDATE in ops) == (each.gradient is not None)
+        if Op.UPDATE in ops or each.state is DEVICE:
+            ups = Op.PREFETCH in ops and each.state is HOST
+            assert (each.state is DEVICE or ups) - (Op.FLUSH in ops) == (plan.placements[i] is R)
+    for slot in range(plan.slots):
+        used = [s for s in issued.tasks if s.slot == slot]
+        # Whoever fills a slot waits for the one who emptied it.
+        for one, other in itertools.pairwise(used):
+            if one.subgroup != other.subgroup:
+                assert issued.tasks.index(one) in other.after
+
+
+@pytest.mark.parametrize("scope", [UPDATE_ALONE, Scope(Phase.SERIAL)])
+def test_a_step_that_finds_all_as_planned_is_the_plan(scope: Scope) -> None:
+    """But for its first task, where `step()` is called."""
+    plan = Plan((C, S, R, S, C), (1, 0, 4, 2, 3), 2)
+    finds = [found(DEVICE if p is R else HOST) for p in plan.placements]
+    issued = schedule_step(plan, work(5), finds, ()).tasks[1:]
+    planned = schedule(plan, work(5), scope).tasks
+    assert [task[:4] for task in issued] == [task[:4] for task in planned if task.op is not Op.BACKWARD]

@@ -1,0 +1,192 @@
+"""The simulator against timelines worked out by hand, and properties of any of them."""
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from perfmodel import Lane, Op, Placement, Plan, Timeline
+from perfmodel.hardware import HardwareProfile
+from perfmodel.lanes import shared_rates
+from perfmodel.policies import cpu_only, static_ratio, stride
+from perfmodel.simulate import UPDATE_ALONE, Phase, Scope, exposed, makespan, simulate
+from perfmodel.workload import Workload
+from tests.support.machines import machine, work
+
+C, S, R = Placement.CPU, Placement.GPU_STREAMED, Placement.GPU_RESIDENT
+WHOLE = Scope(Phase.OVERLAPPED, Phase.OVERLAPPED)
+
+
+def spans(timeline: Timeline) -> list[tuple[str, str, float, float]]:
+    return [(s.lane.value, s.name, round(s.start, 9), round(s.end, 9)) for s in timeline.spans]
+
+
+def test_cpu_subgroups_in_plan_order() -> None:
+    plan = Plan((C, C), (1, 0), 0)
+    assert spans(simulate(plan, work(2), machine())) == [
+        ("D2H", "gradient 1", 0, 2),
+        ("D2H", "gradient 0", 2, 4),
+        ("CPU", "update 1", 2, 14),
+        ("H2D", "parameter 1", 14, 16),
+        ("CPU", "update 0", 14, 26),
+        ("H2D", "parameter 0", 26, 28),
+    ]
+
+
+def test_slots_are_reused_when_their_flush_has_ended() -> None:
+    plan = Plan((S, S, S), (0, 1, 2), 2)
+    assert spans(simulate(plan, work(3), machine())) == [
+        ("H2D", "prefetch 0", 0, 12),
+        ("GPU", "update 0", 12, 15),
+        ("H2D", "prefetch 1", 12, 24),
+        ("D2H", "flush 0", 15, 27),
+        ("GPU", "update 1", 24, 27),
+        ("D2H", "flush 1", 27, 39),
+        ("H2D", "prefetch 2", 27, 39),
+        ("GPU", "update 2", 39, 42),
+        ("D2H", "flush 2", 42, 54),
+    ]
+
+
+def test_residents_go_first_and_move_nothing() -> None:
+    assert spans(simulate(Plan((S, R, R), (0, 1, 2), 1), work(3), machine(gpu_update_rate=1.0))) == [
+        ("H2D", "prefetch 0", 0, 12),
+        ("GPU", "update 1", 0, 24),
+        ("GPU", "update 0", 24, 36),
+        ("D2H", "flush 0", 36, 48),
+    ]
+
+
+def test_streams_take_turns_on_a_link() -> None:
+    """Gradients are all there from the start, yet a flush that is ready goes before the second next of them."""
+    profile = machine(d2h_bandwidth=1.0, h2d_bandwidth=1e6, gpu_update_rate=1e6, h2d_bandwidth_duplex=1e6,
+                      d2h_bandwidth_duplex=1.0)  # fmt: skip
+    timeline = simulate(Plan((C, C, C, S), (0, 1, 2, 3), 1), work(4), profile)
+    assert [s.name for s in timeline.on(Lane.D2H)] == ["gradient 0", "flush 3", "gradient 1", "gradient 2"]
+
+
+def test_fixed_costs() -> None:
+    profile = machine(copy_latency_s=0.5, launch_latency_s=0.25)
+    assert [s.duration for s in simulate(Plan((C,), (0,), 0), work(1), profile).spans] == [2.5, 12.25, 2.5]
+    assert [s.duration for s in simulate(Plan((S,), (0,), 1), work(1), profile).spans] == [12.5, 3.25, 12.5]
+
+
+def test_both_directions_at_once_are_slower() -> None:
+    profile = machine(h2d_bandwidth_duplex=6.0, d2h_bandwidth_duplex=4.0, gpu_update_rate=1e9)
+    timeline = simulate(Plan((S, S), (0, 1), 2), work(2), profile)
+    # From 12 both copy: 12 s of prefetch at half speed; flush has done a third of its own 12 s per 12 s.
+    assert timeline.on(Lane.H2D)[1].end == pytest.approx(36)
+    assert timeline.on(Lane.D2H)[0].end == pytest.approx(40)
+
+
+@pytest.mark.parametrize(
+    ("demands", "capacity", "rates"),
+    [
+        ([30.0, 10.0], 50.0, [30.0, 10.0]),
+        ([30.0, 10.0], 30.0, [20.0, 10.0]),
+        ([30.0, 10.0], 12.0, [6.0, 6.0]),
+        ([9.0, 30.0, 0.0, 30.0], 29.0, [9.0, 10.0, 0.0, 10.0]),
+        ([], 1.0, []),
+    ],
+)
+def test_shared_rates(demands: list[float], capacity: float, rates: list[float]) -> None:
+    assert shared_rates(demands, capacity) == pytest.approx(rates)
+
+
+def test_host_bandwidth_is_shared() -> None:
+    """The CPU alone would cause 26 bytes/s, a copy 12: of 18 in all, each gets 9 until the copy has ended."""
+    load = Workload.of_sizes([12, 12], gradient_bytes=0, parameter_bytes=2)
+    timeline = simulate(Plan((S, C), (0, 1), 1), load, machine(host_bandwidth=18.0, gpu_update_rate=1e9))
+    assert timeline.on(Lane.H2D)[0].end == pytest.approx(144 / 9)
+    flushed = 144 / 9  # the flush competes as the prefetch did, by which time the CPU has moved 2 x 144 of its 312
+    assert timeline.on(Lane.D2H)[-1].end == pytest.approx(144 / 9 + flushed, rel=1e-6)
+    assert timeline.on(Lane.CPU)[0].end == pytest.approx(32 + (312 - 288) / 18, rel=1e-6)
+
+
+def test_ranks_and_traffic_factor_reduce_what_the_cpu_gets() -> None:
+    alone = makespan(cpu_only(work(1)), work(1), machine(host_bandwidth=56.0))
+    shared = makespan(cpu_only(work(1)), work(1), machine(host_bandwidth=56.0, ranks_per_host=4))
+    remote = makespan(cpu_only(work(1)), work(1), machine(host_bandwidth=56.0, cpu_traffic_factor=4.0))
+    assert alone == pytest.approx(2 + 12 + 2)
+    assert shared == pytest.approx(2 + 24 + 2)
+    assert remote == pytest.approx(2 + 24 + 2)
+
+
+def test_whole_iteration_overlaps_both_ends() -> None:
+    load = work(2, forward_s=20.0, backward_s=10.0)
+    timeline = simulate(Plan((R, C), (0, 1), 0), load, machine(), WHOLE)
+    assert spans(timeline) == [
+        ("GPU", "backward", 0, 10),
+        ("D2H", "gradient 1", 5, 7),
+        ("GPU", "update 0", 10, 13),
+        ("CPU", "update 1", 10, 22),
+        ("GPU", "forward", 13, 23),
+        ("H2D", "parameter 1", 22, 24),
+        ("GPU", "forward", 24, 34),
+    ]
+    assert exposed(Plan((R, C), (0, 1), 0), load, machine(), WHOLE) == pytest.approx(4)
+
+
+def test_serial_phases_add_up() -> None:
+    load = work(2, forward_s=20.0, backward_s=10.0)
+    alone = makespan(cpu_only(load), load, machine())
+    serial = Scope(Phase.SERIAL, Phase.SERIAL)
+    assert makespan(cpu_only(load), load, machine(), serial) == pytest.approx(30 + alone)
+    assert exposed(cpu_only(load), load, machine(), serial) == pytest.approx(alone)
+
+
+def test_prefetch_waits_for_the_memory_that_backward_frees() -> None:
+    """Half of the slot's bytes are free at the peak, all of them when backward is half done."""
+    slot = work().slot_bytes
+    load = work(4, backward_s=40.0, peak_free_bytes=slot / 2, update_free_bytes=1.5 * slot)
+    timeline = simulate(stride(load, 4, slots=1), load, machine(), Scope(Phase.OVERLAPPED))
+    assert timeline.on(Lane.H2D)[0].start == pytest.approx(20)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    placements = tuple(draw(st.lists(st.sampled_from(Placement), min_size=1, max_size=12)))
+    order = tuple(draw(st.permutations(range(len(placements)))))
+    return Plan(placements, order, draw(st.integers(1, 4)))
+
+
+@given(plans(), st.floats(10.0, 100.0), st.sampled_from([UPDATE_ALONE, WHOLE, Scope(Phase.SERIAL, Phase.OVERLAPPED)]))
+def test_every_plan_keeps_the_engines_rules(plan: Plan, host: float, scope: Scope) -> None:
+    load = work(len(plan), forward_s=7.0, backward_s=5.0)
+    profile = machine(host_bandwidth=host, h2d_bandwidth_duplex=8.0)
+    timeline = simulate(plan, load, profile, scope)
+    assert timeline == simulate(plan, load, profile, scope)
+    ends = {(s.op, s.subgroup): s for s in timeline.spans}
+    for lane in Lane:
+        for before, after in itertools.pairwise(timeline.on(lane)):
+            assert after.start >= before.end - 1e-9
+    for i in {*plan.served(C), *plan.served(S), *plan.served(R)[:1]}:  # residents are updated together
+        operations = {C: [Op.GRADIENT, Op.UPDATE, Op.PARAMETER], S: [Op.PREFETCH, Op.UPDATE, Op.FLUSH], R: [Op.UPDATE]}
+        chain = [ends[op, i] for op in operations[plan.placements[i]]]
+        assert all(b.start >= a.end - 1e-9 for a, b in itertools.pairwise(chain))
+    streamed = plan.served(S)
+    for i, later in zip(streamed, streamed[plan.slots :], strict=False):
+        assert ends[Op.PREFETCH, later].start >= ends[Op.FLUSH, i].end - 1e-9
+    moved = sum(s.duration for s in timeline.spans if s.lane in (Lane.H2D, Lane.D2H))
+    assert moved >= (4 * plan.placements.count(C) + 24 * len(streamed)) * 12 / 12 - 1e-6
+
+
+@pytest.mark.parametrize("n", [1, 7, 40])
+def test_bound_by_one_lane_takes_that_lanes_time(n: int) -> None:
+    slow_gpu = machine(gpu_update_rate=0.5, h2d_bandwidth=1e6, d2h_bandwidth=1e6, h2d_bandwidth_duplex=1e6,
+                       d2h_bandwidth_duplex=1e6)  # fmt: skip
+    load = work(n)
+    assert makespan(static_ratio(load, 0.0), load, slow_gpu) == pytest.approx(24 * n)
+
+
+def test_bad_input() -> None:
+    with pytest.raises(ValueError, match="plan is for 2 subgroups, the workload has 4"):
+        simulate(Plan((C, C), (0, 1), 0), work(4), machine())
+
+
+def test_operations_without_size_take_no_time() -> None:
+    load = Workload.of_sizes([0, 12, 0])
+    assert math.isfinite(makespan(cpu_only(load), load, machine()))
+    assert makespan(stride(load, 1), load, HardwareProfile.builtin("h100")) > 0

@@ -1,0 +1,224 @@
+"""The documentation: it builds, its code runs, its tables are what the programs say, and no message is missing."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from dos import DOSAdam
+from experiments import decisions
+from perfmodel.footprint import host_footprint
+from tests.support import ROOT, pages
+from tests.support.messages import messages, plain
+from tests.support.ranks import Ranks
+
+DOCS = ROOT / "docs"
+
+
+@pytest.mark.parametrize("name", pages.WHOLE)
+def test_code_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("logging.basicConfig", lambda **_: None)  # which would last beyond the test
+    assert pages.run(name, {}) > 0
+
+
+@pytest.mark.parametrize("accelerated", [True, False])
+@pytest.mark.parametrize("name", pages.FRAGMENTS)
+def test_fragments_run(name: str, accelerated: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of the reader's program, with parameters on an emulated accelerator and on the host."""
+    if name == "calibrating" and not accelerated:
+        pytest.skip("a profile is of an accelerator")
+    monkeypatch.chdir(tmp_path)
+    shows_nothing = name == "README" and not accelerated
+    with pytest.warns(UserWarning, match="shows nothing") if shows_nothing else contextlib.nullcontext():
+        assert pages.run_fragments(name, accelerated=accelerated) > 0
+
+
+def run_on_rank(page: str, folder: str) -> int:
+    """What `pair` calls: the blocks of a page, in this rank's folder, where a checkpoint is everybody's."""
+    os.chdir(folder)
+    return pages.run(page, {})
+
+
+def test_code_for_many_gpus_runs(pair: Ranks, tmp_path: Path) -> None:
+    assert all(ran > 4 for ran in pair.run(run_on_rank, "many-gpus", str(tmp_path)))
+
+
+def run_readme_on_rank() -> int:
+    """What `pair` calls: the README's blocks that need ranks, and a step with the optimizer they build."""
+    chosen = [block for block in pages.blocks("README") if block.note == pages.ON_RANKS]
+    for block in chosen:
+        namespace = {"DOSAdam": DOSAdam, "fully_shard": fully_shard, "model": pages.Answering()}
+        exec(block.code, namespace)
+        namespace["model"](torch.randn(2, 4)).backward()  # type: ignore[operator]
+        namespace["optimizer"].step()  # type: ignore[attr-defined]
+    return len(chosen)
+
+
+def test_code_of_the_readme_for_several_gpus_runs(pair: Ranks) -> None:
+    assert all(ran == 1 for ran in pair.run(run_readme_on_rank))
+
+
+NAMES = ["README", *sorted(path.stem for path in DOCS.glob("*.md"))]
+
+
+def test_every_python_block_is_run() -> None:
+    """By the tests above; if not: add the page to tests/support/pages.py."""
+    with_code = {name for name in NAMES if any(block.language == "python" for block in pages.blocks(name))}
+    assert with_code == {*pages.WHOLE, *pages.FRAGMENTS, "many-gpus"}
+    notes = {block.note for name in NAMES for block in pages.blocks(name) if block.language == "python"}
+    assert all(note in ("", pages.ON_RANKS) or re.match(r"needs \w+$", note) for note in notes)
+
+
+@pytest.mark.parametrize("name", ["README", "formats"])
+def test_the_bytes_per_parameter_are_the_planners(name: str) -> None:
+    table = re.search(r"(?<=\|\n)(\| `split`.*?\n)(?!\|)", pages.page(name).read_text(), re.DOTALL)
+    assert table is not None
+    for row in table[1].splitlines():
+        kind, values, *found = (cell.strip(" `") for cell in row.strip("|").split("|"))
+        state_format = re.sub("split.*", "", kind.split("`")[0]) or None
+        for dtype in values.split(", "):
+            width = 4 if dtype == "float32" else 2
+            settings = {"values": dtype, "state_format": state_format}
+            host = host_footprint(10**6, width, **settings)
+            more = host_footprint(10**6, width, offload_gradients=True, **settings).total - host.total
+            expected = [2 * width, width, host.state / 10**6, host.total / 10**6]
+            assert [float(cell) for cell in found[:4]] == pytest.approx(expected, abs=3e-3), row
+            assert more == 4 * 10**6
+
+
+def commands(name: str) -> list[str]:
+    """The command lines of a page's blocks, and those within its text."""
+    lines = [line for block in pages.blocks(name) if block.language in ("", "sh") for line in block.code.splitlines()]
+    text = pages.page(name).read_text()
+    lines += [" ".join(code.split()) for code in re.findall(r"(?<!`)`([^`]+)`(?!`)", text)]
+    return [
+        found[1] for line in lines if (found := re.match(r"(?:\$ )?((?:python|make|torchrun|pip) .*?)(?:\s+#|$)", line))
+    ]
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if commands(name)])
+def test_documented_commands_are_there(name: str) -> None:
+    """Their make targets, modules and options; what they do is tested beside each, pip in test_package.py."""
+    for command in commands(name):
+        program, *words = command.replace("[", "").replace("]", "").split()
+        if program == "make":
+            targets = [word for word in words if "=" not in word]
+            makefile = (ROOT / "Makefile").read_text()
+            assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in targets), command
+        elif "-m" in words:
+            module, options = words[words.index("-m") + 1], words[words.index("-m") + 2 :]
+            if module.split(".")[0] in ("dos", "perfmodel", "experiments"):
+                path = ROOT / module.replace(".", "/")
+                files = list(path.rglob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
+                known = "".join(file.read_text() for file in (*files, *(ROOT / "dos/calibration").glob("*.py")))
+                assert all(f'"{o}"' in known or f'"{o[2:]}"' in known for o in options if o.startswith("--")), command
+
+
+def test_a_state_dict_of_torchao_is_taken_over() -> None:
+    """By the code in docs/migrating.md; the state dict is built as in torchao/optim/cpu_offload.py."""
+    namespace: dict[str, Any] = {}
+    pages.run("migrating", namespace)
+    torch.manual_seed(0)
+    parameters = [nn.Parameter(torch.randn(n)) for n in (5000, 10, 7000, 20)]
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    large = [torch.optim.AdamW([p], lr=1e-3) for p in parameters if p.numel() >= 4096]
+    small = torch.optim.AdamW([p for p in parameters if p.numel() < 4096], lr=1e-3)
+    for optimizer in (*large, small):
+        optimizer.step()
+    ours = DOSAdam(parameters, lr=1e-3)
+    namespace["load_from_torchao"](
+        ours, {"offloaded": [o.state_dict() for o in large], "on-device": small.state_dict()}
+    )
+    for parameter in parameters:
+        theirs = next(o.state[parameter] for o in (*large, small) if parameter in o.state)
+        assert torch.equal(ours.state[parameter]["exp_avg"], theirs["exp_avg"])
+        assert ours.state[parameter]["step"] == 1
+
+
+def test_tables_of_how_it_decides_are_what_the_simulation_says() -> None:
+    """If they are not: `python -m experiments.decisions` draws the pictures anew and prints the tables."""
+    page = (DOCS / "how-it-decides.md").read_text()
+    assert decisions.policy_table() in page
+    assert decisions.room_table() in page
+
+
+def test_decisions_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert decisions.main(["--output", str(tmp_path)]) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"decide_policies.png", "decide_memory.png"}
+    with pytest.raises(SystemExit) as stopped:
+        decisions.main(["--output", str(tmp_path / "nowhere")])
+    assert stopped.value.code == 2
+    assert "is not a folder that exists" in capsys.readouterr().err
+
+
+EARLY = ("README", "index", "getting-started", "many-gpus", "benchmarks", "choosing", "formats", "exactness", "limits")
+
+
+@pytest.mark.parametrize("name", EARLY)
+def test_newcomers_read_early_that_no_gpu_has_run_this(name: str) -> None:
+    """Until one has: then the pages and this test change together."""
+    early = " ".join(pages.page(name).read_text().replace("\n> ", " ").split()[:160])
+    assert re.search(r"No GPU has run (this|DOSAdam|the Triton kernel)", early)
+
+
+def test_the_readme_is_short() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.split()) <= 900
+    assert all(len(line) <= 100 for line in text.splitlines() if not line.startswith(("|", "!")))
+
+
+@pytest.mark.parametrize("package", ["dos", "perfmodel"])
+def test_every_message_is_in_troubleshooting(package: str) -> None:
+    page = plain((DOCS / "troubleshooting.md").read_text())
+    found = list(messages(ROOT / package))
+    assert len(found) > 40
+    missing = [f"{m.where}: {m.essence}" for m in found if m.essence not in page]
+    assert not missing, "messages that docs/troubleshooting.md does not have:\n" + "\n".join(missing)
+
+
+def test_messages_are_found(tmp_path: Path) -> None:
+    source = tmp_path / "program" / "module.py"
+    source.parent.mkdir()
+    source.write_text(
+        'KNOWN = "this or that, and nothing else"\n'
+        "def f(x):\n"
+        '    logger.info("took %d s of `time`", x)\n'
+        "    warnings.warn(f'{x} was a very bad idea', stacklevel=2)\n"
+        "    assert x, 'not for users'\n"
+        "    raise ValueError(f'expected {KNOWN}, found {x}') from OSError(x)\n"
+    )
+    found = {m.where: m.essence for m in messages(source.parent)}
+    assert found == {
+        "program/module.py:3": "s of time",
+        "program/module.py:4": "was a very bad idea",
+        "program/module.py:6": "this or that, and nothing else",
+    }
+
+
+def test_pages_build_without_warnings(tmp_path: Path) -> None:
+    for package in ("mkdocs", "material", "mkdocstrings"):
+        pytest.importorskip(package, reason=f"{package} is not installed: pip install '.[docs]'")
+    build = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert build.returncode == 0, build.stdout + build.stderr
+    api = (tmp_path / "api" / "index.html").read_text()
+    assert "clip_grad_norm_" in api
+    assert "<li><code>subgroups</code>: at least one.</li>" in api  # fields of docstrings are lists

@@ -1,0 +1,102 @@
+"""The examples run, learn, and come to the same losses wherever state is; frameworks that are missing are skipped."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import re
+import runpy
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+
+import pytest
+
+from dos import DOSAdam
+from dos.devices import Caller, Copy, Job
+from dos.step.engine import Engine
+from tests.support import ROOT
+
+EXAMPLES = ROOT / "examples"
+NEEDS = {
+    "plain": (),
+    "tensorboard_metrics": ("tensorboard",),
+    "huggingface_trainer": ("transformers", "accelerate"),
+    "accelerate_loop": ("accelerate",),
+    "lightning_fit": ("pytorch_lightning",),
+}
+Main = Callable[..., list[float]]
+
+
+@pytest.fixture
+def optimizers(monkeypatch: pytest.MonkeyPatch) -> list[DOSAdam]:
+    """All that are built during the test."""
+    built: list[DOSAdam] = []
+    set_up = DOSAdam._set_up
+
+    def remember(self: DOSAdam, *arguments: object) -> None:
+        built.append(self)
+        set_up(self, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(DOSAdam, "_set_up", remember)
+    return built
+
+
+def _main(name: str, monkeypatch: pytest.MonkeyPatch) -> Main:
+    for module in NEEDS[name]:
+        if importlib.util.find_spec(module) is None:
+            pytest.skip(f"{module} is not installed: pip install '.[examples]'")
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
+    main: Main = runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"]
+    return main
+
+
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning:pytorch_lightning"
+)
+@pytest.mark.parametrize("name", NEEDS)
+def test_example(name: str, optimizers: list[DOSAdam], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    left_early: list[int] = []
+    send_gradients = Engine.send_gradients
+
+    def send(self: Engine, index: int, copies: Sequence[Copy], callers: Collection[Caller] = ()) -> Job:
+        left_early.append(index)
+        return send_gradients(self, index, copies, callers)
+
+    monkeypatch.setattr(Engine, "send_gradients", send)
+    main = _main(name, monkeypatch)
+    losses = main(["--device", "emulated", "--steps", "12"])
+    assert losses[-1] < losses[0]
+    on_host = main(["--device", "cpu", "--steps", "12"])
+    # Where state is changes no bit. Trainer clips by torch, which rounds gradients that are not offloaded.
+    assert losses == (pytest.approx(on_host, rel=1e-5) if name == "huggingface_trainer" else on_host)
+
+    emulated, on_cpu = optimizers
+    assert left_early, "gradients leave during backward"
+    assert (
+        0
+        < emulated.metrics()["memory_for_state_bytes"]
+        < 12 * sum(p.numel() for group in emulated.param_groups for p in group["params"])
+    )
+    assert not on_cpu.timeline()
+    if name == "tensorboard_metrics":
+        assert _scalars(tmp_path / "out" / "tensorboard") > {"loss", "optimizer/update_s", "optimizer/share_cpu"}
+        assert (tmp_path / "out" / "tensorboard" / "trace.json").stat().st_size > 1000
+
+
+def _scalars(folder: Path) -> set[str]:
+    """The names of the curves that TensorBoard would show."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return set(events.Tags()["scalars"])
+
+
+def test_every_example_is_tested() -> None:
+    """By its name in a test; `tiny` is what the others share."""
+    tests = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*example*.py"))
+    names = {path.stem for path in EXAMPLES.glob("*.py")} - {"tiny"}
+    assert {name for name in names if re.search(rf'"{name}(\.py)?"', tests)} == names

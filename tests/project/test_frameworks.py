@@ -1,0 +1,132 @@
+"""Trainer, Accelerate and Lightning with offloaded gradients, which they clip as they always do: AdamW's results."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+
+from dos import DOSAdam, EmulatedDevice
+from perfmodel import Op
+from tests.support.training import FAST, mlp
+
+pytestmark = [
+    pytest.mark.usefixtures("one_core"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
+]
+ADAMW: tuple[type[Optimizer], dict[str, Any]] = (AdamW, {"lr": 1e-2})
+BATCHES = [torch.randn(8, 24, generator=torch.Generator().manual_seed(seed)) for seed in range(8)]
+
+
+def dos_adam() -> tuple[type[Optimizer], dict[str, Any]]:
+    """Ours, with all gradients on the host."""
+    device = EmulatedDevice(FAST, capacity=10**7)
+    settings = {"policy": "cpu", "subgroup_size": 500, "device": device, "offload_gradients": True}
+    return DOSAdam, {"lr": 1e-2, **settings}
+
+
+def check(optimizer: Optimizer) -> None:
+    """Gradients left during backward."""
+    if isinstance(optimizer, DOSAdam):
+        assert any(span.start < 0 for span in optimizer.timeline().spans if span.op is Op.GRADIENT)
+
+
+class Regression(nn.Module):
+    """As Trainer wants a model: it returns its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, inputs: Tensor) -> dict[str, Tensor]:
+        return {"loss": self.net(inputs).square().mean()}
+
+
+def by_trainer(choice: tuple[type[Optimizer], dict[str, Any]], folder: Path, **settings: Any) -> tuple[Any, ...]:
+    transformers = pytest.importorskip("transformers")
+    arguments = transformers.TrainingArguments(
+        str(folder), learning_rate=1e-2, weight_decay=0.1, max_steps=3, per_device_train_batch_size=1,
+        gradient_accumulation_steps=2, logging_steps=1, save_strategy="no", report_to="none", use_cpu=True,
+        disable_tqdm=True, **settings,
+    )  # fmt: skip
+    data = [{"inputs": batch} for batch in BATCHES]
+    trainer = transformers.Trainer(Regression(), arguments, train_dataset=data, optimizer_cls_and_kwargs=choice)
+    trainer.train()
+    check(trainer.optimizer.optimizer)
+    groups = [
+        (group["weight_decay"], group["initial_lr"], len(group["params"])) for group in trainer.optimizer.param_groups
+    ]
+    norms = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
+    return norms, groups, list(trainer.model.parameters())
+
+
+@pytest.mark.parametrize("max_grad_norm", [None, 0.01, 0], ids=["by default", "tightly", "not at all"])
+def test_trainer(max_grad_norm: float | None, tmp_path: Path) -> None:
+    settings = {} if max_grad_norm is None else {"max_grad_norm": max_grad_norm}
+    norms, groups, ends = by_trainer(dos_adam(), tmp_path, **settings)
+    expected, their_groups, their_ends = by_trainer(ADAMW, tmp_path, **settings)
+    assert norms == pytest.approx(expected, rel=1e-5)
+    assert groups == their_groups
+    assert {(decay, lr) for decay, lr, _ in groups} == {(0.1, 1e-2), (0.0, 1e-2)}
+    torch.testing.assert_close(ends, their_ends, rtol=1e-4, atol=1e-6)
+
+
+def by_accelerate(choice: tuple[type[Optimizer], dict[str, Any]]) -> tuple[list[Tensor], list[Tensor]]:
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = mlp()
+    kind, settings = choice
+    optimizer = kind(model.parameters(), **settings)  # type: ignore[call-arg]
+    model, wrapped = accelerator.prepare(model, optimizer)
+    norms = []
+    for batch in BATCHES:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(batch).square().mean())
+            if accelerator.sync_gradients:
+                norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.01))
+            wrapped.step()
+            wrapped.zero_grad()
+    check(optimizer)
+    return norms, list(model.parameters())
+
+
+def test_accelerate() -> None:
+    torch.testing.assert_close(by_accelerate(dos_adam()), by_accelerate(ADAMW), rtol=1e-4, atol=1e-6)
+
+
+def by_lightning(choice: tuple[type[Optimizer], dict[str, Any]], algorithm: str) -> list[Tensor]:
+    lightning = pytest.importorskip("pytorch_lightning")
+    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
+    kind, settings = choice
+
+    class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = mlp()
+
+        def configure_optimizers(self) -> Optimizer:
+            return kind(self.parameters(), **settings)  # type: ignore[call-arg]
+
+        def training_step(self, batch: Tensor) -> Tensor:
+            return self.net(batch).square().mean()
+
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = lightning.Trainer(
+        accelerator="cpu", max_steps=4, accumulate_grad_batches=2, gradient_clip_val=0.01,
+        gradient_clip_algorithm=algorithm, enable_model_summary=False, **quiet,
+    )  # fmt: skip
+    module = Module()
+    trainer.fit(module, torch.utils.data.DataLoader(BATCHES, batch_size=None))
+    check(trainer.optimizers[0])
+    return list(module.parameters())
+
+
+def test_lightning() -> None:
+    torch.testing.assert_close(by_lightning(dos_adam(), "norm"), by_lightning(ADAMW, "norm"), rtol=1e-4, atol=1e-6)
+    with pytest.raises(RuntimeError, match="clip_grad_value_ cannot clip gradients that DOSAdam"):
+        by_lightning(dos_adam(), "value")

@@ -1,0 +1,114 @@
+"""A wheel is built, installed where nothing else of this project is, and does what README and docs show."""
+
+from __future__ import annotations
+
+import email
+import fcntl
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import dos
+from tests.support import ROOT
+
+PACKAGES = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+"""Where this Python has torch and the rest."""
+
+
+def _can_build() -> bool:
+    """Whether what the build asks for is installed, so that it needs no network."""
+    have = [sys.executable, "-c", "import scikit_build_core, nanobind, pip"]
+    return shutil.which("c++") is not None and subprocess.run(have, capture_output=True, check=False).returncode == 0
+
+
+pytestmark = pytest.mark.skipif(not _can_build(), reason="a wheel needs C++, pip, scikit-build-core and nanobind")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built by what `make wheel` calls. Half a minute; seconds where the checkout has been built before."""
+    folder = tmp_path_factory.mktemp("dist")
+    (ROOT / "build").mkdir(exist_ok=True)
+    with (ROOT / "build" / "wheel.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # tests may run in several processes, and share the folder of the build
+        done = subprocess.run(
+            ["bash", "scripts/wheel.sh", "--no-build-isolation"],
+            cwd=ROOT,
+            env={**os.environ, "PYTHON": sys.executable, "DIST": str(folder)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 0, done.stdout + done.stderr
+    [built] = folder.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the wheel installed and nothing else."""
+    folder = tmp_path_factory.mktemp("site")
+    install = ["-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(folder), str(wheel)]
+    subprocess.run([sys.executable, *install], check=True)
+    return folder
+
+
+def python(site: Path, folder: Path, *arguments: str) -> str:
+    """What Python prints, run in the folder, with the installed package before all others and no editable one."""
+    done = subprocess.run(
+        [sys.executable, "-S", *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(site), *PACKAGES])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_wheel_has_what_it_should(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        [path] = [name for name in names if name.endswith("METADATA")]
+        metadata = email.message_from_bytes(archive.read(path))
+    assert metadata["Version"] == dos.__version__
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert {"dos/py.typed", "perfmodel/py.typed", "perfmodel/profiles/h100.json"} <= names
+    assert {name.split("/")[0] for name in names} <= {"dos", "perfmodel", path.split("/")[0]} | {
+        name.split("/")[0] for name in names if ".libs/" in name
+    }
+    [compiled] = [name for name in names if name.startswith("dos/_adam")]
+    tag = "cp312-abi3" if sys.version_info >= (3, 12) else f"cp3{sys.version_info.minor}-cp3{sys.version_info.minor}"
+    assert f"-{tag}-" in wheel.name
+    assert compiled.endswith(".abi3.so") == (sys.version_info >= (3, 12))
+
+
+def test_the_version_stands_in_one_place(site: Path, tmp_path: Path) -> None:
+    show = (
+        "import dos, importlib.metadata as m; print(dos.__version__, m.version('deep-optimizer-states'), dos.__file__)"
+    )
+    inside, outside, file = python(site, tmp_path, "-c", show).split()
+    assert inside == outside == dos.__version__
+    assert Path(file).is_relative_to(site)
+    for name in ("CHANGELOG.md", "CITATION.cff"):
+        assert re.search(rf"\b{re.escape(dos.__version__)}\b", (ROOT / name).read_text()), f"{name} has another version"
+
+
+def test_code_of_the_pages_runs_with_the_installed_package(site: Path, tmp_path: Path) -> None:
+    """Outside the checkout; tests/project/test_docs.py runs it inside."""
+    *_, last = python(site, tmp_path, str(ROOT / "tests" / "support" / "pages.py")).splitlines()
+    count, package = re.fullmatch(r"(\d+) blocks ran with (.*)", last).groups()  # type: ignore[union-attr]
+    assert int(count) > 20
+    assert Path(package).is_relative_to(site)
+
+
+@pytest.mark.parametrize("module", ["dos.calibrate", "perfmodel"])
+def test_the_installed_commands_start(site: Path, tmp_path: Path, module: str) -> None:
+    assert "usage" in python(site, tmp_path, "-m", module, "--help")

@@ -1,0 +1,47 @@
+"""Emulated devices that are late."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from dos import EmulatedDevice
+from dos.devices import Job
+from perfmodel import Op
+from perfmodel.hardware import HardwareProfile
+from tests.support.training import FAST
+
+
+class UpdatesAfterStep(EmulatedDevice):
+    """Begins no update on the host before `returned` is set: a `step` that waits for one never returns."""
+
+    def __init__(self, profile: HardwareProfile, capacity: int) -> None:
+        super().__init__(profile, capacity)
+        self.returned = threading.Event()
+        self.returned.set()
+
+    def host_update(self, numel: int, traffic: int, *state_format: str) -> AbstractContextManager[float]:
+        assert self.returned.wait(60), "step() waits for its updates"
+        return super().host_update(numel, traffic, *state_format)
+
+
+class JitteryDevice(EmulatedDevice):
+    """Delays every copy and update by a random time, so that lanes overtake each other in every way."""
+
+    def __init__(self, seed: int, longest_s: float = 2e-3) -> None:
+        super().__init__(FAST, capacity=10**9)
+        self.random = random.Random(seed)
+        self.longest_s = longest_s
+
+    def _queue(self, op: Op, subgroup: int, work: Callable[[], None], *rest: Any) -> Job:
+        delay = self.random.uniform(0, self.longest_s)
+
+        def late() -> None:
+            time.sleep(delay)
+            work()
+
+        return super()._queue(op, subgroup, late, *rest)

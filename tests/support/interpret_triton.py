@@ -1,0 +1,120 @@
+"""Compares the Triton kernel under Triton's interpreter with the C++ kernels, to the bit; a program of its own.
+
+The interpreter computes with numpy, which rounds to nearest even as GPUs do, but has no fused
+multiply-add and makes 0.0 of an argument of -0.0. It is given the one and cured of the other, so
+that what is compared is the kernel: every operation, its order, and what becomes of special values.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import numpy as np
+import torch
+from torch import Tensor
+from triton import language as tl
+from triton.language.semantic import TritonSemantic
+from triton.runtime import interpreter
+
+from dos.kernels.gpu_update import GpuBatch, _fma, gpu_kernel_name
+from dos.kernels.update import AdamArrays, AdamBatch, AdamStep
+from tests.support.arrays import (
+    FLOATS,
+    L2,
+    NOTHING,
+    STEPS,
+    assert_alike,
+    assert_same_bits,
+    clone,
+    mixed_arrays,
+    random_arrays,
+    splitting,
+    ties,
+    update,
+)
+from tests.support.coded import PARAMETERS, assert_same_bytes, cloned, coded_arrays
+
+
+def exact_fma(builder: Any, x: Any, y: Any, z: Any) -> Any:
+    x_, y_, z_ = (torch.from_numpy(np.ascontiguousarray(t.data)) for t in (x, y, z))
+    return interpreter.TensorHandle(_fma(x_, y_, z_).numpy(), x.dtype.scalar)
+
+
+scalar_constant = TritonSemantic.scalar_constant
+
+
+def signed_constant(semantic: Any, value: Any, dtype: tl.dtype) -> Any:
+    if dtype == tl.float32:
+        return semantic.tensor(semantic.builder.get_fp32(value), dtype)
+    return scalar_constant(semantic, value, dtype)
+
+
+def interpreted(runs: list[list[Tensor | None]], step: AdamStep) -> None:
+    batch = [AdamArrays(*run) for run in runs]  # type: ignore[arg-type]
+    GpuBatch(batch, AdamBatch(batch)._table).update([step])
+    assert gpu_kernel_name() == "triton"
+
+
+def compare(
+    ours: list[AdamArrays], theirs: list[AdamArrays], step: AdamStep, same: Callable[[AdamArrays, AdamArrays], None]
+) -> None:
+    """One launch for all runs here, against the C++ kernel on their twins."""
+    interpreted([list(run) for run in ours], step)
+    for run, expected in zip(ours, theirs, strict=True):
+        update(list(expected), step)
+        same(run, expected)
+
+
+def main() -> None:
+    np.seterr(all="ignore")
+    interpreter.InterpreterBuilder.create_fma = exact_fma
+    TritonSemantic.scalar_constant = signed_constant
+    low = [torch.bfloat16, torch.float16]
+    outputs = [(torch.float32, out) for out in (*low, torch.float32, None)] + [(param, None) for param in low]
+    compared = 0
+    for seed, step in enumerate(STEPS):
+        for grad in FLOATS:
+            for param, out in outputs:
+                for numel in (0, 1, 1024, 2500):
+                    start = random_arrays(numel, step, grad, param, out, seed)
+                    ours, expected = clone(start), clone(start)
+                    interpreted([ours], step)
+                    update(expected, step)
+                    assert_same_bits(ours, expected)
+                    compared += 1
+                batch = [random_arrays(n, step, grad, param, out, seed) for n in (3, 0, 1024, 48, 2500, 1, 1025, 4096)]
+                ours = [clone(run) for run in batch]
+                interpreted(ours, step)
+                for mine, expected in zip(ours, batch, strict=True):
+                    update(expected, step)
+                    assert_same_bits(mine, expected)
+                compared += 1
+    for out in low:
+        start = [torch.zeros(2**16), ties(), torch.zeros(2**16), torch.zeros(2**16), None]
+        start.append(torch.zeros(2**16, dtype=out))
+        ours, expected = clone(start), clone(start)
+        interpreted([ours], NOTHING)
+        update(expected, NOTHING)
+        assert_same_bits(ours, expected)
+        compared += 1
+    for seed, step in enumerate([*STEPS, L2]):
+        for grad in FLOATS:
+            mixed = [mixed_arrays(n, step, grad, seed) for n in (2500, 3, 0, 1024, 48, 1, 1025, 4096)]
+            for chosen in (mixed[:1], mixed[1:]):
+                compare([splitting(run) for run in chosen], chosen, step, assert_alike)
+                compared += 1
+    for seed, step in enumerate(step for step in [*STEPS, L2] if not step.amsgrad):
+        for grad in FLOATS:
+            for kind in PARAMETERS:
+                coded = [coded_arrays(n, grad, *kind, seed) for n in (8192, 128, 0, 1024, 384, 1152, 4096)]
+                for chosen in (coded[:1], coded[1:]):
+                    compare([cloned(run) for run in chosen], chosen, step, assert_same_bytes)
+                    compared += 1
+    print(f"{compared} updates compared")
+
+
+main()

@@ -1,0 +1,150 @@
+"""Small trainings of many kinds, and what must hold once one has been cut short."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from dos import DOSAdam, EmulatedDevice
+from tests.support.training import FAST, bits, mlp
+
+REFUSED = "an earlier step failed part way, so parameters and state do not match"
+INCOMPLETE = "moving a gradient to the host was interrupted or failed"
+
+
+@dataclass(frozen=True)
+class Program:
+    """How a small network is trained. policy: None for parameters on the host."""
+
+    policy: str | float | None
+    attached: bool = False
+    offload_gradients: bool = False
+    clipped: bool = False
+    dtype: torch.dtype = torch.bfloat16
+    amsgrad: bool = False
+
+    def start(self) -> Training:
+        return Training(self)
+
+
+class Training:
+    """One run of a program."""
+
+    def __init__(self, program: Program, device: EmulatedDevice | None = None) -> None:
+        self.program = program
+        self.model = mlp(program.dtype)
+        settings: dict[str, Any] = {}
+        if program.policy is not None:
+            settings = {
+                "policy": program.policy,
+                "device": device or EmulatedDevice(FAST, capacity=10**7),
+                "subgroup_size": 300,
+                "offload_gradients": program.offload_gradients,
+            }
+        self.optimizer = DOSAdam(self.model.parameters(), lr=0.01, amsgrad=program.amsgrad, **settings)
+        if program.attached:
+            self.optimizer.attach(self.model)
+
+    def backward(self, step: int) -> None:
+        self.optimizer.zero_grad()
+        for micro_batch in range(2 if self.program.offload_gradients else 1):
+            generator = torch.Generator().manual_seed(10 * step + micro_batch)
+            inputs = torch.randn(8, 24, generator=generator).to(self.program.dtype)
+            self.model(inputs).float().square().mean().backward()
+
+    def step(self) -> None:
+        if self.program.clipped:
+            self.optimizer.clip_grad_norm_(0.05)
+        self.optimizer.step()
+
+    def read(self) -> list[bytes]:
+        """Parameters and state, to the bit."""
+        states = self.optimizer.state_dict()["state"].values()
+        tensors = [entry[key] for entry in states for key in sorted(entry)]
+        return bits([*self.model.parameters(), *tensors])
+
+
+PROGRAMS = [
+    Program(None),
+    Program(None, dtype=torch.float32, clipped=True),
+    Program("cpu"),
+    Program("cpu", attached=True, clipped=True),
+    Program("stride:2", attached=True),
+    Program("stride:1", dtype=torch.float32, amsgrad=True),
+    Program(0.0),
+    Program(0.5, attached=True, amsgrad=True),
+    Program("adaptive", clipped=True),
+    Program("cpu", offload_gradients=True),
+    Program("stride:2", offload_gradients=True, attached=True, clipped=True),
+    Program(0.0, offload_gradients=True),
+]
+STEPS = 3
+
+
+@functools.cache
+def expected(program: Program) -> tuple[list[bytes], ...]:
+    """What is read after 0 to STEPS + 1 steps without an interruption."""
+    training = program.start()
+    found = [training.read()]
+    for step in range(STEPS + 1):
+        training.backward(step)
+        training.step()
+        found.append(training.read())
+    return tuple(found)
+
+
+def is_whole(program: Program, state: list[bytes], step: int) -> bool:
+    """Whether what was read is of after the step. If not it must be of before."""
+    before, after = expected(program)[step : step + 2]
+    if state == after:
+        return True
+    # The first step makes its zeros before anything else.
+    zeros = step == 0 and not any(any(tensor) for tensor in state[len(before) :])
+    assert state == before or (zeros and state[: len(before)] == before)
+    return False
+
+
+def finish(training: Training, step: int, stepping: bool) -> str:
+    """What has happened to a step that raised, after checking that it is whole, has not happened, or is refused.
+
+    stepping: whether it raised in clipping or step(), not before. If the step is whole or has not happened, training
+    goes on and must end as if nothing had been.
+    """
+    program = training.program
+    optimizer = training.optimizer
+    try:
+        state = training.read()
+    except RuntimeError as error:
+        if REFUSED not in str(error):
+            raise
+        with pytest.raises(RuntimeError, match=REFUSED):
+            optimizer.step()
+        with pytest.raises(RuntimeError, match=REFUSED):
+            optimizer.state_dict()
+        optimizer.zero_grad()
+        optimizer.synchronize()
+        return "refused"
+    happened = is_whole(program, state, step)
+    after = expected(program)[step + 1]
+    outcome = "wholly" if happened else "not at all"
+    if stepping and not happened:
+        try:
+            optimizer.step()  # with the gradients that are still there
+        except RuntimeError as error:
+            if INCOMPLETE not in str(error):
+                raise
+        else:
+            happened = True
+            assert training.read() == after or program.clipped  # the interruption may have come before clipping
+            if program.clipped:
+                return outcome
+    first = step + happened
+    for again in range(first, STEPS + 1):
+        training.backward(again)
+        training.step()
+    assert training.read() == expected(program)[STEPS + 1]
+    return outcome

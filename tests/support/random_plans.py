@@ -1,0 +1,36 @@
+"""Hypothesis strategies for what is trained, and plans that change at every step."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import strategies as st
+
+from perfmodel import Placement, Plan, Workload
+
+SHAPES = st.lists(st.integers(0, 9), max_size=3).map(tuple)
+
+GROUPS = st.fixed_dictionaries(
+    {
+        "lr": st.floats(0, 1),
+        "betas": st.tuples(st.floats(0, 0.99), st.floats(0, 0.999)),
+        "eps": st.sampled_from([0.0, 1e-8, 1e-3]),
+        "weight_decay": st.sampled_from([0.0, 0.01, 1.0]),
+        "amsgrad": st.booleans(),
+        "maximize": st.booleans(),
+    }
+)
+
+
+class RandomPlans:
+    """A policy that answers every workload with another plan; the same sequence for the same seed."""
+
+    def __init__(self, seed: int, slots: int) -> None:
+        self.random = random.Random(seed)
+        self.slots = slots
+
+    def __call__(self, workload: Workload) -> Plan:
+        n = len(workload.subgroups)
+        order = list(range(n))
+        self.random.shuffle(order)
+        return Plan(tuple(self.random.choices(list(Placement), k=n)), tuple(order), self.slots)

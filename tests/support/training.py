@@ -1,0 +1,84 @@
+"""A machine that costs no time, a small network and how it is trained, and comparisons to the bit."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+
+from dos import DOSAdam
+from perfmodel.hardware import HardwareProfile
+
+FAST = HardwareProfile(
+    name="fast",
+    host_bandwidth=1e15,
+    cpu_update_rate=1e13,
+    h2d_bandwidth=1e14,
+    d2h_bandwidth=1e14,
+    h2d_bandwidth_duplex=1e14,
+    d2h_bandwidth_duplex=1e14,
+    gpu_update_rate=1e13,
+    gpu_bandwidth=1e15,
+    cast_rate=1e13,
+    copy_latency_s=0.0,
+    launch_latency_s=0.0,
+)
+"""So fast that emulating it costs no time."""
+
+
+def profile(**rates: float) -> HardwareProfile:
+    """A fast machine but for these rates."""
+    return dataclasses.replace(FAST, **rates)
+
+
+def mlp(dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Sequential:
+    """A small network of several kinds of parameters; the same for the same seed."""
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed keeps a stack trace of each call
+    return nn.Sequential(nn.Linear(24, 40), nn.GELU(), nn.LayerNorm(40), nn.Linear(40, 7, bias=False)).to(dtype)
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    steps: int,
+    *,
+    first_step: int = 0,
+    before_step: Callable[[int], None] | None = None,
+) -> list[float]:
+    """Train on batches that depend on the step number alone; the losses."""
+    dtype = next(model.parameters()).dtype
+    losses = []
+    for step in range(first_step, first_step + steps):
+        generator = torch.Generator().manual_seed(1000 + step)
+        inputs = torch.randn(8, 24, generator=generator).to(dtype)
+        targets = torch.randint(0, 7, (8,), generator=generator)
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(inputs).float(), targets)
+        loss.backward()
+        if before_step is not None:
+            before_step(step)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def plan_anew(optimizer: DOSAdam) -> None:
+    """Make the controller ask its policy again although nothing has changed."""
+    if optimizer._accelerator is not None:
+        optimizer._accelerator._controller._last = None
+
+
+def bits(tensors: Iterable[Tensor]) -> list[bytes]:
+    """The tensors' contents for comparing bit by bit, NaN and signed zero included."""
+    return [t.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for t in tensors]
+
+
+def assert_close_ulp(actual: Iterable[Tensor], expected: Iterable[Tensor], ulps: int = 64) -> None:
+    """Fail unless all values agree to so many units in the last place of the largest value of each tensor."""
+    for a, e in zip(actual, expected, strict=True):
+        scale = e.detach().abs().max().item() if e.numel() else 0.0
+        torch.testing.assert_close(
+            a.detach(), e.detach(), rtol=0, atol=ulps * torch.finfo(e.dtype).eps * max(scale, 1e-6)
+        )
