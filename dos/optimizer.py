@@ -26,15 +26,15 @@ from dos.gradients.torch_clipping import watch_clipping
 from dos.guard import Guard, exclusive
 from dos.lifetime import over
 from dos.options import Options, check_settings
-from dos.parameters.adamw_form import adamw_form
 from dos.parameters.admission import Group
-from dos.parameters.checkpoint import load_state_dict, makes_state
 from dos.parameters.hooks import Attachment, Hooks, taker, watch_gradient
 from dos.parameters.live_state import Entries, LiveState
+from dos.parameters.loading import load_state_dict, loads_full_state, makes_state, to_be_filled
 from dos.parameters.registry import Active, Registry
 from dos.sharding.ddp import CommHook, watch_buckets
 from dos.sharding.local import is_sharded, same_layout
 from dos.sharding.meshes import Meshes
+from dos.state.entries import adamw_form
 from dos.state.record import ParameterRecord
 from dos.state.subgroup import Subgroup
 from dos.step.in_place import InPlace
@@ -498,7 +498,8 @@ class DOSAdam(Optimizer):
             self._seen = True
             self._copying = True
             try:
-                return super().state_dict()
+                found = super().state_dict()
+                return to_be_filled(self, found) if loads_full_state() else found
             finally:
                 self._copying = False
 
@@ -530,6 +531,7 @@ class DOSAdam(Optimizer):
 
         def load() -> None:
             self._hold(state)
+            self._registry.let_masters_follow()
             super(DOSAdam, self).__setstate__({"param_groups": param_groups})
 
         self._guard.change(load)

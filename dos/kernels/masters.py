@@ -7,16 +7,12 @@ parameter's own precision. So elements that were not touched keep their masters 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from dos.kernels.adam import joined, off_ties, rest_of
-from perfmodel.format import MASTER_KEY, REST_KEY
 
-_INFINITE, _TIE = 0x7F80, -0x8000
+_INFINITE, TIE = 0x7F80, -0x8000
 _CHUNK = 1 << 20  # elements; bounds the memory of intermediates
 
 
@@ -49,29 +45,7 @@ def settle(rest: Tensor, parameter: Tensor) -> None:
         magnitude = now.view(torch.int16) & 0x7FFF
         mine.masked_fill_(((magnitude == 0) & (mine < 0)) | (magnitude == _INFINITE), 0)
         # No update leaves a tie; one that somebody wrote is moved towards the parameter.
-        mine.masked_fill_(mine == _TIE, _TIE + 1)
-
-
-def brought(key: str, entry: Mapping[str, Any]) -> Tensor | None:
-    """The value of one state tensor in an entry that a user or a checkpoint has filled; None if it says nothing.
-
-    Of a master in either format. A rest becomes a master that is right once it has followed the
-    parameter. The bits of a rest are there as bfloat16, for collectives know no int16; one of another
-    type was cast, as torch's optimizers do with what they load, and says nothing.
-    """
-    value: Tensor | None = entry.get(key)
-    rest: Tensor | None = entry.get(REST_KEY)
-    if rest is not None and rest.dtype != torch.bfloat16:
-        rest = None
-    if key == REST_KEY:
-        master: Tensor | None = entry.get(MASTER_KEY)
-        if rest is not None or master is None:
-            return rest
-        return rest_of(off_ties(master.float().resolve_neg())).view(torch.bfloat16)
-    if key == MASTER_KEY and value is None and rest is not None:
-        bits = rest.view(torch.int16).to(torch.int32)
-        return (bits.masked_fill(bits == _TIE, _TIE + 1) & 0xFFFF).view(torch.float32)
-    return value
+        mine.masked_fill_(mine == TIE, TIE + 1)
 
 
 def whole_master(parameter: Tensor, rest: Tensor, *, written: bool) -> Tensor:

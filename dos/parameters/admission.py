@@ -13,7 +13,7 @@ from dos.devices import DeviceFinder
 from dos.options import SUPPORTED_DTYPES, parameter_problem
 from dos.parameters.aliasing import find_overlap
 from dos.sharding.local import is_sharded, local
-from dos.state.coded import CODE_TYPES, has_codes, in_blocks, scale_shape
+from dos.state.entries import CODE_TYPES, has_codes, in_blocks, scale_shape
 from perfmodel.format import BLOCK, NEEDED_KEYS, STATE_KEYS
 
 Group = dict[str, Any]

@@ -14,7 +14,7 @@ from dos.options import Options
 from dos.parameters.admission import Group
 from dos.sharding.local import local
 from dos.state.arena import Arena
-from dos.state.coded import can_be_coded
+from dos.state.entries import keeps_blocks
 from dos.state.record import ParameterRecord, make_records
 from dos.state.subgroup import Subgroup, rounded, split
 from perfmodel import footprint
@@ -25,6 +25,14 @@ from perfmodel.subgroups import automatic_subgroup_size
 HOST_SIZE, SHARDED_SIZE = 100_000_000, 1 << 24
 """Parameters of a subgroup on the host unless the user chooses, and at most where they are DTensors: a layer waits for
 its own, and an update of so many takes some milliseconds, beside which starting it is nothing."""
+
+LEAST_CODED = 4096
+"""Elements of a parameter from which its moments are kept in codes, as in torchao and bitsandbytes."""
+
+
+def can_be_coded(parameter: Tensor) -> bool:
+    """Whether the parameter is whole blocks of elements that lie in a row, on each rank."""
+    return parameter.numel() >= LEAST_CODED and local(parameter).is_contiguous() and keeps_blocks(parameter)
 
 
 class Allocation:

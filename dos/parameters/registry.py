@@ -18,13 +18,13 @@ from dos.machine.host_memory import reserve
 from dos.machine.profiles import local_ranks, ranks_that_will_divide
 from dos.options import Options, check_settings
 from dos.parameters.admission import Admission, Group, check_overlaps, name_of
-from dos.parameters.adoption import fill, step_of
 from dos.parameters.allocation import Allocation, said
 from dos.sharding.fingerprint import still
 from dos.sharding.local import count_write, is_sharded, laid_out_as, local, moved_to_layout
 from dos.sharding.meshes import Meshes
 from dos.sharding.replaced import replaced
 from dos.state.arena import Arena
+from dos.state.entries import step_of, write_entry
 from dos.state.record import ParameterRecord, in_logical_order
 from dos.state.stores import HostStore
 from dos.state.subgroup import Piece, Subgroup
@@ -303,6 +303,11 @@ class Registry:
             for record, _ in active.members:
                 record.saw_step()
 
+    def let_masters_follow(self) -> None:
+        """Have all masters follow their parameters in the next step, because state was loaded."""
+        for record in self._records.values():
+            record.version = -1
+
     def write_steps(self) -> None:
         """Bring what was counted to what `optimizer.state` has."""
         for record in self._records.values():
@@ -443,7 +448,7 @@ class Registry:
             self._beginners.append(record)
         else:
             self.host_store.take(subgroup for subgroup, _ in self.places[record])
-            fill(record, entry)
+            write_entry(entry, record.parameter, record.views)
         # In an order that can be interrupted: what the entry says is lost at no point.
         for key in STATE_KEYS:
             if key not in record.views:

@@ -11,7 +11,7 @@ from torch import Tensor
 from dos.sharding.fingerprint import fingerprint
 from dos.sharding.local import is_sharded, laid_out_as, local, version
 from dos.state.arena import Arena, State, carried
-from dos.state.coded import scale_shape
+from dos.state.entries import scale_shape
 from perfmodel.format import STATE_KEYS
 
 
@@ -196,7 +196,7 @@ class ParameterRecord:
         for key, view in list(self.views.items()):
             if local(view).data_ptr() != self._addresses[key]:
                 fresh = local(self.make_views()[key])
-                fresh.copy_(local(view).detach().to(fresh.device))  # as `adoption.fill`
+                fresh.copy_(local(view).detach().to(fresh.device))  # as `write_entry` does
                 local(view).data = fresh
 
     def make_views(self) -> dict[str, Tensor]:

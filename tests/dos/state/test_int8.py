@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from dos import DOSAdam, EmulatedDevice
 from dos.kernels.codes import encode
-from dos.state.coded import LEAST, can_be_coded, scale_shape
+from dos.parameters.allocation import LEAST_CODED, can_be_coded
+from dos.state.entries import scale_shape
 from perfmodel import Placement, Plan, Workload
 from perfmodel.footprint import host_footprint
 from perfmodel.format import BLOCK
@@ -74,9 +75,9 @@ def test_which_parameters_have_codes(dtype: torch.dtype) -> None:
 
 
 def test_what_cannot_be_coded() -> None:
-    assert can_be_coded(torch.empty(LEAST))
-    assert not can_be_coded(torch.empty(LEAST - BLOCK))
-    assert not can_be_coded(torch.empty(LEAST + 1))
+    assert can_be_coded(torch.empty(LEAST_CODED))
+    assert not can_be_coded(torch.empty(LEAST_CODED - BLOCK))
+    assert not can_be_coded(torch.empty(LEAST_CODED + 1))
     assert not can_be_coded(torch.empty(64, 128).t())
 
 

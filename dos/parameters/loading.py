@@ -9,12 +9,15 @@ from collections import defaultdict
 from types import FrameType
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from dos.options import check_settings
 from dos.parameters.admission import Group, name_of, state_problem
-from dos.sharding.local import to_host
+from dos.sharding.local import to_host, version
+from dos.state.entries import CODE_TYPES, empty_for, in_blocks
+from perfmodel.format import STATE_KEYS
 
 
 def makes_state() -> bool:
@@ -23,13 +26,53 @@ def makes_state() -> bool:
     It gives all parameters zeros for gradients, and lr is 0. AdamW counts it, and corrects the next step's bias for it.
     Who calls is asked, for values do not tell: those of a warm-up's first step may be the same, on some ranks.
     """
+    return _called_by("_init_optim_state")
+
+
+def loads_full_state() -> bool:
+    """Whether the state dict that the caller makes is what torch merges with the full one that it is loading.
+
+    What only one of them has would stay: moments in one format beside fresh ones in the other, and with
+    `broadcast_from_rank0` on rank 0 alone.
+    """
+    return _called_by("_load_optim_state_dict")
+
+
+def _called_by(function: str) -> bool:
+    """Whether this function of torch.distributed.checkpoint.state_dict is running on this thread."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        known = frame.f_code.co_name == "_init_optim_state"
+        known = frame.f_code.co_name == function
         if known and frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
             return True
         frame = frame.f_back
     return False
+
+
+def to_be_filled(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """The state dict with room for all formats in place of the state, for torch to merge with a full one.
+
+    What torch has not filled, `load_state_dict` leaves out.
+    """
+    state = dict(state_dict["state"])
+    parameters = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    numbers = itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+    for number, parameter in zip(numbers, parameters, strict=True):
+        if parameter.requires_grad:
+            room = {"step": torch.zeros((), dtype=torch.float32, device="cpu")}
+            for key in STATE_KEYS:
+                if key not in CODE_TYPES or in_blocks(parameter.shape):
+                    room[key] = empty_for(key, parameter)
+            for tensor in room.values():
+                tensor._dos_version = version(tensor)  # type: ignore[attr-defined]
+            state[number] = {**state.get(number, {}), **room}
+    return {**state_dict, "state": state}
+
+
+def _is_unfilled(value: object) -> bool:
+    """Whether it is from `to_be_filled`, and as it was there."""
+    given = getattr(value, "_dos_version", None)
+    return given is not None and given == version(value)
 
 
 def load_state_dict(optimizer: Optimizer, state_dict: dict[str, Any], state_format: str | None = None) -> None:
@@ -69,11 +112,16 @@ def load_state_dict(optimizer: Optimizer, state_dict: dict[str, Any], state_form
         by_id.update(zip(ids, zip(group["params"], itertools.repeat(group)), strict=False))
 
     state: defaultdict[Any, Any] = defaultdict(dict)
-    for saved_id, entry in state_dict["state"].items():
+    for saved_id, loaded in state_dict["state"].items():
         if saved_id not in by_id:
-            state[saved_id] = entry
+            state[saved_id] = loaded
             continue
         parameter, group = by_id[saved_id]
+        entry = {key: value for key, value in loaded.items() if not _is_unfilled(value)}
+        if len(entry) < len(loaded) and entry.keys().isdisjoint(("step", *STATE_KEYS)):
+            entry = optimizer.state.get(parameter) or {}  # torch loads nothing for this parameter
+            if not entry:
+                continue
         problem = state_problem(entry, parameter)
         if problem:
             raise ValueError(f"{name_of(parameter, group)}: {problem}")

@@ -1,0 +1,152 @@
+"""State that is saved in one format and loaded into another: full state dicts and torch.distributed.checkpoint."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from dos import DOSAdam
+from tests.support.ranks import Ranks
+from tests.support.sharded import assert_equal, mesh_of, whole
+
+KINDS: dict[str, dict[str, Any]] = {
+    "split": {},
+    "float32": {"state_format": "float32"},
+    "int8": {"state_format": "int8"},
+    "amsgrad": {"amsgrad": True},
+    "without masters": {"master_weights": False},
+}
+EXACT = "split", "float32", "amsgrad"
+"""Between these a run goes on with the same bits (amsgrad: as a target, which takes the setting of what it loads)."""
+PAIRS = [(a, b) for a, b in itertools.product([*KINDS, "adamw"], KINDS) if (a, b) != ("amsgrad", "int8")]
+
+SHAPES = [
+    ((128, 128), torch.bfloat16),
+    ((96, 200), torch.bfloat16),  # whole blocks, which ranks divide
+    ((7, 11), torch.bfloat16),
+    ((67, 128), torch.float32),
+    ((4480,), torch.float16),
+    ((1,), torch.bfloat16),
+    ((5,), torch.bfloat16),
+]
+BROADCAST = {"broadcast_from_rank0": True}
+FROZEN = len(SHAPES) - 1
+
+
+def weights(size: int | None) -> nn.ParameterList:
+    """Divided over so many ranks, some of them only if there are any; None: whole."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(shape, generator=generator).to(dtype) for shape, dtype in SHAPES]
+    if size is not None:
+        tensors = [t if i == 2 else distribute_tensor(t, mesh_of(size), [Shard(0)]) for i, t in enumerate(tensors)]
+    return nn.ParameterList(nn.Parameter(t, requires_grad=i != FROZEN) for i, t in enumerate(tensors))
+
+
+def build(kind: str, model: nn.Module) -> torch.optim.Optimizer:
+    if kind == "adamw":
+        return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)  # not 0 in float16
+    return DOSAdam(model.parameters(), lr=1e-2, eps=1e-4, subgroup_size=5000, **KINDS[kind])
+
+
+def learn(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        for parameter in model.parameters():
+            gradient = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+            if hasattr(parameter, "placements"):
+                gradient = distribute_tensor(gradient, parameter.device_mesh, parameter.placements)
+            parameter.grad = gradient if parameter.requires_grad else None
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def values(model: nn.Module) -> list[Tensor]:
+    return [whole(p) for p in model.parameters()]
+
+
+def copy_of(model: nn.Module, size: int | None) -> nn.ParameterList:
+    found = weights(size)
+    for mine, value in zip(found, values(model), strict=True):
+        divided = hasattr(mine, "placements")
+        mine.data.copy_(distribute_tensor(value, mine.device_mesh, mine.placements) if divided else value)
+    return found
+
+
+def goes_on(
+    pair: tuple[str, str],
+    through: nn.Module,
+    first: torch.optim.Optimizer,
+    resumed: nn.Module,
+    second: torch.optim.Optimizer,
+    size: int | None,
+) -> None:
+    """What was loaded is what a plain state dict of whole tensors gives, and for exact formats the run itself."""
+    state = first.state_dict()
+    undivided = {i: {k: whole(v) for k, v in entry.items()} for i, entry in state["state"].items()}
+    plain = copy_of(through, size)
+    third = build(pair[1], plain)
+    third.load_state_dict({**copy.deepcopy(state), "state": undivided})
+    for one, other in zip(resumed.parameters(), plain.parameters(), strict=True):
+        if one.requires_grad:
+            mine, theirs = second.adamw_state(one), third.adamw_state(other)
+            assert mine.keys() == theirs.keys(), pair
+            assert_equal([whole(v) for v in mine.values()], [whole(v) for v in theirs.values()])
+    runs = [(resumed, second), (plain, third), *[(through, first)] * (pair[0] in EXACT and pair[1] in EXACT)]
+    for model, optimizer in runs:
+        learn(model, optimizer, range(3, 5))
+    for model, _ in runs:
+        assert_equal(values(resumed), values(model))
+
+
+def as_full_state(pair: tuple[str, str], before: int | None, after: int | None, trained: bool, **options: bool) -> None:
+    through = weights(before)
+    first = build(pair[0], through)
+    learn(through, first, range(3))
+    broadcast = options.get("broadcast_from_rank0", False)
+    whole_state = StateDictOptions(full_state_dict=True, cpu_offload=broadcast)
+    state = copy.deepcopy(get_optimizer_state_dict(through, first, options=whole_state))
+    assert not broadcast or dist.get_rank() == 0 or not state
+    resumed = weights(after)
+    second = build(pair[1], resumed)
+    if trained:
+        learn(resumed, second, range(7, 9))
+    for mine, value in zip(resumed, copy_of(through, after), strict=True):
+        mine.data.copy_(value)
+    set_optimizer_state_dict(resumed, second, state, options=StateDictOptions(full_state_dict=True, **options))
+    goes_on(pair, through, first, resumed, second, after)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("pair", PAIRS)
+def test_a_full_state_dict_loads_into_any_format(pair: tuple[str, str], trained: bool) -> None:
+    as_full_state(pair, None, None, trained)
+
+
+ON_RANKS = [("split", "float32"), ("float32", "split"), ("float32", "int8"), ("int8", "float32"), ("adamw", "split")]
+
+
+def full_states(trained: bool, options: dict[str, bool]) -> None:
+    for each in [*ON_RANKS, ("amsgrad", "float32")]:
+        as_full_state(each, 2, 1 if trained else 2, trained, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "trained"),
+    [({}, True), ({"cpu_offload": True}, False), (BROADCAST, False), (BROADCAST, True)],
+)
+def test_a_full_state_dict_loads_into_any_format_on_ranks(
+    pair: Ranks, one_kernel_thread: None, trained: bool, options: dict[str, bool]
+) -> None:
+    pair.run(full_states, trained, options)
