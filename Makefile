@@ -25,7 +25,8 @@ docs: $(COMPLETE)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 test: $(COMPLETE)
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -m "not clock" -n 2 --dist loadfile --no-loadscope-reorder
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -m clock
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -20,6 +20,7 @@ def live(update_s: float) -> dict[str, float]:
     return job.train(job.configuration(2, "stride"), predictor(), update_s)
 
 
+@pytest.mark.clock
 def test_the_update_is_within_a_tenth_of_what_the_model_says(pair: Ranks) -> None:
     for update_s in (2.0, 4.0):  # what else the processors do counts less on a slower machine
         found = pair.run(live, update_s)

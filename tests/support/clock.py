@@ -23,7 +23,10 @@ def eventually(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
 
 
 def compares_with_a_clock(test: Callable[..., None]) -> Callable[..., None]:
-    """Run a test up to three times. What else the machine does spoils a figure now and then, a wrong formula always."""
+    """Mark a test `clock`, and run it up to three times.
+
+    What else the machine does spoils a figure now and then, a wrong formula always.
+    """
 
     @functools.wraps(test)
     def run(*args: Any, **kwargs: Any) -> None:
@@ -32,7 +35,7 @@ def compares_with_a_clock(test: Callable[..., None]) -> Callable[..., None]:
                 return test(*args, **kwargs)
         return test(*args, **kwargs)
 
-    return run
+    return pytest.mark.clock(run)
 
 
 def skip_if_the_clock_cannot_be_trusted() -> None:

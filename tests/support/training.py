@@ -33,6 +33,12 @@ def profile(**rates: float) -> HardwareProfile:
     return dataclasses.replace(FAST, **rates)
 
 
+SLOW = profile(
+    h2d_bandwidth=2e6, d2h_bandwidth=2e6, h2d_bandwidth_duplex=2e6, d2h_bandwidth_duplex=2e6, cpu_update_rate=3e5
+)
+"""An update of the small network takes some milliseconds, much longer than its forward. Streaming does not pay."""
+
+
 def mlp(dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Sequential:
     """A small network of several kinds of parameters; the same for the same seed."""
     torch.default_generator.manual_seed(seed)  # torch.manual_seed keeps a stack trace of each call

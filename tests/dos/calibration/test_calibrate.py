@@ -23,7 +23,7 @@ from perfmodel.hardware import SPEEDS, HardwareProfile, Provenance
 from tests.support.clock import skip_if_the_clock_cannot_be_trusted
 from tests.support.training import profile
 
-SLOW = profile(
+MACHINE = profile(
     host_bandwidth=150e6,
     ranks_per_host=2,
     cpu_update_rate=2e6,
@@ -58,7 +58,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def measured(**changes: object) -> HardwareProfile:
     """A profile of this machine with `GPU`."""
     machine = Provenance("measured", "2026-01-01", profiles.machine_name(GPU))
-    return dataclasses.replace(SLOW, **{"provenance": machine, **changes})  # type: ignore[arg-type]
+    return dataclasses.replace(MACHINE, **{"provenance": machine, **changes})  # type: ignore[arg-type]
 
 
 def assert_measures_as(machine: HardwareProfile, expected: dict[str, float]) -> None:
@@ -83,14 +83,16 @@ def assert_measures_as(machine: HardwareProfile, expected: dict[str, float]) -> 
     raise AssertionError(f"measured {missed}, expected {expected}")
 
 
+@pytest.mark.clock
 def test_an_emulated_machine_measures_as_itself() -> None:
-    names = [f.name for f in dataclasses.fields(SLOW) if f.name.endswith(("_rate", "_duplex", "2d_bandwidth", "_s"))]
+    names = [f.name for f in dataclasses.fields(MACHINE) if f.name.endswith(("_rate", "_duplex", "2d_bandwidth", "_s"))]
     names += ["d2h_bandwidth", "host_bandwidth_per_rank", *SPEEDS]
-    assert_measures_as(SLOW, {name: getattr(SLOW, name) for name in names})
+    assert_measures_as(MACHINE, {name: getattr(MACHINE, name) for name in names})
 
 
+@pytest.mark.clock
 def test_without_contention_the_model_predicts_none() -> None:
-    roomy = dataclasses.replace(SLOW, host_bandwidth=1e12, copy_latency_s=0.0, launch_latency_s=0.0)
+    roomy = dataclasses.replace(MACHINE, host_bandwidth=1e12, copy_latency_s=0.0, launch_latency_s=0.0)
     assert_measures_as(roomy, {"host_bandwidth": 28 * 2e6 + 36e6 + 24e6})
 
 
@@ -134,9 +136,9 @@ def test_the_host_alone() -> None:
 
 def test_the_minimum_on_a_full_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "MINIMUM", TINY)
-    device = EmulatedDevice(SLOW, capacity=5000)
+    device = EmulatedDevice(MACHINE, capacity=5000)
     found = measure.measure_minimum(device)
-    assert found.h2d_bandwidth == SLOW.h2d_bandwidth
+    assert found.h2d_bandwidth == MACHINE.h2d_bandwidth
     assert "h2d_bandwidth" in found.provenance.note
     assert device.memory().free == 5000
 
@@ -225,7 +227,7 @@ def test_broken_profiles(how: str, tmp_path: Path) -> None:
 
 
 def test_what_can_be_asked_for(tmp_path: Path) -> None:
-    assert profiles.resolve_profile(SLOW, GPU) is SLOW
+    assert profiles.resolve_profile(MACHINE, GPU) is MACHINE
     assert profiles.resolve_profile("h100", GPU) == HardwareProfile.builtin("h100")
     measured().save(tmp_path / "mine.json")
     assert profiles.resolve_profile(tmp_path / "mine.json", GPU) == measured()

@@ -119,7 +119,7 @@ def test_gradients_that_leave_beside_backward_meet_no_other_copies(plan: Plan, k
 
 # On real threads and the wall clock.
 
-SLOW = profile(
+MACHINE = profile(
     cpu_update_rate=3e4,
     h2d_bandwidth=4e5,
     d2h_bandwidth=4e5,
@@ -132,7 +132,7 @@ SLOW = profile(
 
 def adaptive(model: nn.Module, **settings: object) -> DOSAdam:
     """With too little memory for all state, so that every lane has work."""
-    device = EmulatedDevice(SLOW, capacity=10**7)
+    device = EmulatedDevice(MACHINE, capacity=10**7)
     defaults = {"subgroup_size": 150, "device": device, "memory_budget": 6_000}
     return DOSAdam(model.parameters(), **{**defaults, **settings})  # type: ignore[arg-type]
 
@@ -156,17 +156,17 @@ def test_offloaded_gradients_of_many_micro_batches() -> None:
         for _ in range(8):
             model(torch.ones(4, 24, dtype=torch.bfloat16)).float().square().mean().backward()
         optimizer.step()
-    assert_near(optimizer.profile, SLOW, 1.3)
+    assert_near(optimizer.profile, MACHINE, 1.3)
 
 
 @pytest.mark.parametrize("factor", [0.4, 2.5])
 @compares_with_a_clock
 def test_a_wrong_start_comes_near_the_truth(factor: float) -> None:
-    wrong = SLOW.scaled(factor)
+    wrong = MACHINE.scaled(factor)
     model = mlp()
-    optimizer = adaptive(model, profile=dataclasses.replace(wrong, host_bandwidth=SLOW.host_bandwidth))
+    optimizer = adaptive(model, profile=dataclasses.replace(wrong, host_bandwidth=MACHINE.host_bandwidth))
     train(model, optimizer, 25)
-    assert_near(optimizer.profile, SLOW, 1.3)
+    assert_near(optimizer.profile, MACHINE, 1.3)
 
 
 Step = tuple[Schedule, Workload, Timeline]
@@ -187,7 +187,7 @@ def assert_as_predicted(steps: list[Step], tolerance: float = 1.3) -> None:
     """Each lane did what was predicted, for as long in the best of like steps, up to a factor."""
     ratios = defaultdict(list)
     for issued, work, ran in steps:
-        predicted = Timeline.of(s for s in serve(issued, work, SLOW).spans if s.subgroup is not None)
+        predicted = Timeline.of(s for s in serve(issued, work, MACHINE).spans if s.subgroup is not None)
         for lane in Lane:
             expected, found = (sorted(s.name for s in timeline.on(lane)) for timeline in (predicted, ran))
             assert expected == found
@@ -274,7 +274,7 @@ def test_updates_of_parameters_on_the_host_run_beside_the_others() -> None:
     for count in (0, 1):
         model = mlp()
         on_host[:] = list(model.parameters())[:count]
-        optimizer = adaptive(model, device=Half(SLOW, capacity=10**7))
+        optimizer = adaptive(model, device=Half(MACHINE, capacity=10**7))
         assert bool(learnt_from(optimizer, model, lambda: None)) == (count == 0)
 
 

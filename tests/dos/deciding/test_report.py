@@ -25,18 +25,12 @@ from perfmodel.hardware import HardwareProfile
 from perfmodel.policies import cpu_only
 from tests.support.clock import eventually
 from tests.support.devices import UpdatesAfterStep
-from tests.support.training import bits, mlp, profile, train
+from tests.support.training import SLOW, bits, mlp, profile, train
 
 pytestmark = pytest.mark.usefixtures("one_kernel_thread")
 
 CAPACITY = 10**6
 STATE = 12 * sum(p.numel() for p in mlp().parameters())
-
-
-SLOW = profile(
-    cpu_update_rate=1e6, h2d_bandwidth=2e6, d2h_bandwidth=2e6, h2d_bandwidth_duplex=2e6, d2h_bandwidth_duplex=2e6
-)
-"""An update takes long enough to be seen, and streaming does not pay."""
 
 
 def slow(**options: object) -> tuple[torch.nn.Module, DOSAdam, EmulatedDevice]:

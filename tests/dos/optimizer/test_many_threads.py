@@ -16,7 +16,7 @@ from torch import nn
 
 from dos import DOSAdam, EmulatedDevice
 from tests.support import ROOT
-from tests.support.training import FAST, bits, mlp, profile
+from tests.support.training import FAST, SLOW, bits, mlp
 
 pytestmark = pytest.mark.usefixtures("one_kernel_thread")
 
@@ -71,12 +71,6 @@ def test_backward_in_several_threads(policy: str | float, offload: bool) -> None
             assert train(threaded=True, policy=policy, offload_gradients=offload, device=device) == expected
     finally:
         sys.setswitchinterval(interval)
-
-
-SLOW = profile(
-    h2d_bandwidth=5e6, d2h_bandwidth=5e6, h2d_bandwidth_duplex=5e6, d2h_bandwidth_duplex=5e6, cpu_update_rate=1e6
-)
-"""A step of the network takes some milliseconds, so that forks fall into it."""
 
 
 @pytest.mark.parametrize("attached", [False, True])

@@ -20,12 +20,7 @@ from torch import Tensor, nn
 
 from dos import DOSAdam, EmulatedDevice
 from tests.support.random_plans import RandomPlans
-from tests.support.training import FAST, assert_close_ulp, bits, plan_anew, profile
-
-SLOW = profile(
-    h2d_bandwidth=2e6, d2h_bandwidth=2e6, h2d_bandwidth_duplex=2e6, d2h_bandwidth_duplex=2e6, cpu_update_rate=3e5
-)
-"""An update of the network takes about a millisecond: it lasts into what is called next."""
+from tests.support.training import FAST, SLOW, assert_close_ulp, bits, plan_anew
 
 ULPS = 64
 SEQUENCES = int(os.environ.get("DOS_CALLS", "200"))

@@ -16,7 +16,7 @@ from torch import nn
 from dos import DOSAdam, EmulatedDevice
 from tests.support.interruptions import EVERYWHERE, interrupted_at
 from tests.support.programs import PROGRAMS, STEPS, Program, Training, finish, is_whole
-from tests.support.training import mlp, profile
+from tests.support.training import SLOW, mlp
 
 pytestmark = pytest.mark.usefixtures("one_core")
 
@@ -68,12 +68,6 @@ def test_at_any_line(program: Program) -> None:
             outcomes[outcome_of(program, line, first_step)] += 1
     assert outcomes["not at all"] > 0
     assert outcomes["wholly"] > 0
-
-
-SLOW = profile(
-    h2d_bandwidth=2e6, d2h_bandwidth=2e6, h2d_bandwidth_duplex=2e6, d2h_bandwidth_duplex=2e6, cpu_update_rate=3e5
-)
-"""A step of the network takes some milliseconds."""
 
 
 @pytest.mark.skipif(not EVERYWHERE, reason="real signals come when they like: set DOS_INTERRUPTS=1 to send them")

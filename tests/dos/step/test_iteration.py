@@ -18,7 +18,7 @@ from tests.support.training import FAST, mlp, profile
 
 pytestmark = pytest.mark.usefixtures("one_kernel_thread")
 
-SLOW = profile(cpu_update_rate=5e3)
+VERY_SLOW = profile(cpu_update_rate=5e3)
 """An update on the host takes long enough for another forward to begin meanwhile, however late that is."""
 FORWARD_S, BACKWARD_S = 0.02, 0.03
 
@@ -60,7 +60,7 @@ def test_an_iteration_and_the_forward_after_it(attach: bool) -> None:
     optimizer = DOSAdam(model.parameters(), policy="cpu", device=device)
     if attach:
         optimizer.attach(model)
-    for device.profile in (FAST, FAST, SLOW):
+    for device.profile in (FAST, FAST, VERY_SLOW):
         iterate(model, optimizer)
     optimizer.synchronize()
     forward, backward = timeline(optimizer).beside

@@ -22,14 +22,9 @@ from dos import DOSAdam, EmulatedDevice
 from perfmodel import Op
 from tests.support import ROOT
 from tests.support.devices import UpdatesAfterStep
-from tests.support.training import bits, mlp, profile, train
+from tests.support.training import SLOW, bits, mlp, profile, train
 
 pytestmark = pytest.mark.usefixtures("one_kernel_thread")
-
-SLOW = profile(
-    h2d_bandwidth=2e6, d2h_bandwidth=2e6, h2d_bandwidth_duplex=2e6, d2h_bandwidth_duplex=2e6, cpu_update_rate=2e5
-)
-"""A CPU-only update of the small network takes about 10 ms on this machine, much longer than its forward."""
 
 
 def accelerated(model: nn.Module, *, attach: bool = False, **settings: object) -> DOSAdam:
