@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import multiprocessing
 import os
@@ -83,6 +84,7 @@ def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world))
     import torch.distributed as dist
 
+    faulthandler.enable()  # a crash says where
     gc.freeze()  # as in tests/conftest.py
     torch.set_num_threads(1)
     dist.init_process_group(
