@@ -56,11 +56,13 @@ def encode(exp_avg: Tensor, exp_avg_sq: Tensor, root: Tensor | None = None, seed
     most, most_root = _largest(exp_avg), _largest(root)
     finite = (most < _TOO_LARGE) & (most_root < _INFINITE)
 
-    scale = ((most.view(torch.float32) / 127).view(torch.int32) + 0x7F & ~0x7F).view(torch.float32)
+    # By a tensor: on CUDA, division by a number is multiplication by its reciprocal.
+    scale = most.view(torch.float32) / torch.full_like(finite, 127, dtype=torch.float32)
+    scale = (scale.view(torch.int32) + 0x7F & ~0x7F).view(torch.float32)
     scale = torch.where(finite, torch.where(scale < _LEAST_SCALE, 0.0, scale), torch.nan)
     levels = _parts(exp_avg, scale, 128) + (drawn >> 16 & 0x7F) >> 7
 
-    root_scale = torch.where(finite, most_root.view(torch.float32) / 256, torch.nan)
+    root_scale = torch.where(finite, most_root.view(torch.float32) * 2**-8, torch.nan)
     root_levels = _parts(root, root_scale, 4096) + (drawn >> 20) >> 12
     return Codes(levels.to(torch.int8), scale, (root_levels.clamp_(min=1) - 1).to(torch.uint8), root_scale)
 

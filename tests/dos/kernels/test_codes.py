@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dos.kernels.adam import AdamArrays, AdamStep
 from dos.kernels.codes import Codes, decode_mean, decode_square, encode
@@ -70,6 +71,23 @@ def clones(run: AdamArrays) -> AdamArrays:
     return AdamArrays(*(None if a is None else a.clone() for a in run))  # type: ignore[arg-type]
 
 
+class CudaArithmetic(TorchDispatchMode):
+    """Computes as torch does on CUDA: divides by a Python number with its reciprocal.
+
+    Refuses what compilers for GPUs contract or approximate there.
+    """
+
+    contracted = ("add", "addcdiv", "addcmul", "exp", "lerp", "log", "pow", "rsqrt", "rsub", "sub")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = func.overloadpacket.__name__.rstrip("_"), kwargs or {}
+        if name == "div" and not isinstance(args[1], Tensor):
+            reciprocal = torch.ones((), dtype=args[0].dtype) / args[1]
+            return torch.ops.aten.mul.Tensor(args[0], reciprocal)
+        assert name not in self.contracted or (name in ("add", "sub", "rsub") and kwargs.get("alpha", 1) == 1), name
+        return func(*args, **kwargs)
+
+
 def written(run: AdamArrays) -> list[Tensor]:
     return [array for array in run[1:] if array is not None]
 
@@ -85,6 +103,18 @@ def test_kernels_write_what_the_definition_says(isa: str, kind: str, step: AdamS
         adam_update(ours, step=now, isa=isa)
         _adam_update_torch(theirs, now)
         assert_same_bits(written(ours), written(theirs))
+
+
+@pytest.mark.parametrize("step", [STEP, L2, WARM])
+@pytest.mark.parametrize("kind", KINDS)
+def test_torch_operations_give_the_same_bits_with_the_arithmetic_of_cuda(kind: str, step: AdamStep) -> None:
+    expected = arrays(kind, 500, seed=3)
+    ours = clones(expected)
+    with CudaArithmetic():
+        _adam_update_torch(ours, step)
+    _adam_update_torch(expected, step)
+    for mine, theirs in zip(written(ours), written(expected), strict=True):
+        assert_same_bits([mine], [theirs])
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
