@@ -87,7 +87,8 @@ def adam_update(
     )
 
 
-@triton.jit(do_not_specialize=["count", "exp_avg_scale", "exp_avg_sq_scale"])
+# What differs between steps must not be compiled anew, as multiples of 16 and 1 are.
+@triton.jit(do_not_specialize=["count", "seed", "exp_avg_scale", "exp_avg_sq_scale"])
 def adam_kernel(
     grad: tl.tensor,
     param: tl.tensor,

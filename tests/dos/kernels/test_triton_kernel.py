@@ -37,14 +37,14 @@ def test_interpreted_it_has_the_bits_of_the_cpu_kernel() -> None:
 
 
 FULL = (torch.float32, torch.float32, None)
-Compile = Callable[[AdamStep, torch.dtype, torch.dtype, torch.dtype | None, bool, bool, int, int], str]
+Compile = Callable[[AdamStep, torch.dtype, torch.dtype, torch.dtype | None, bool, bool, int, int], Any]
 
 
 @pytest.fixture(params=[80, 90])
 def compile_for_gpu(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> Iterator[Compile]:
-    """Calls the kernel as an update on a GPU of this compute capability does, up to the launch; its PTX."""
+    """Calls the kernel as an update on a GPU of this compute capability does, up to the launch; the compiled kernel."""
     pytest.importorskip("triton", reason="Triton is not installed")
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
@@ -79,7 +79,7 @@ def compile_for_gpu(
         coded: bool,
         shift: int,
         runs: int,
-    ) -> str:
+    ) -> Any:
         arrays = random_arrays(4096 + shift, step, grad, param, out, seed=0)
         arrays.append(torch.zeros(4096 + shift, dtype=torch.int16) if split else None)
         if coded:
@@ -90,7 +90,7 @@ def compile_for_gpu(
         run = AdamArrays(*on_gpu)  # type: ignore[arg-type]
         rows = AdamBatch([AdamArrays(*(a if a is None else a[shift:] for a in arrays))] * runs)._table  # type: ignore[arg-type]
         triton_kernel.adam_update(run, step, rows, lambda rows: torch.from_numpy(rows).as_subclass(OnGpu))
-        return compiled[-1].asm["ptx"]
+        return compiled[-1]
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(kind, "run", warm_up)
@@ -125,7 +125,7 @@ def test_compiled_it_has_the_operations_of_the_formula(
     shift: int,
     runs: int,
 ) -> None:
-    ptx = compile_for_gpu(step, *dtypes, split, coded, shift, runs)
+    ptx = compile_for_gpu(step, *dtypes, split, coded, shift, runs).asm["ptx"]
     found = re.findall(r"^\s*(?:@\S+ )?((?:mul|add|sub|fma|mad|div|rcp|sqrt|rsqrt|ex2)\.\S*f\d\S*)", ptx, re.MULTILINE)
     elements = 8  # of one thread: 1024 in a program of 4 warps
     # An operation that says how it rounds is not contracted: PTX ISA, section "Floating Point Instructions".
@@ -144,6 +144,14 @@ def test_compiled_it_has_the_operations_of_the_formula(
     assert len(re.findall(r"ld\.param", ptx)) == where + 8 + step.use_l2 + coded
     wide = r"ld\.global\S*\.v4\.b32"
     assert bool(re.search(wide, ptx)) == (shift == 0), "loads are 16 bytes wide exactly where addresses allow it"
+
+
+@pytest.mark.parametrize("runs", [(1, 1), (2, 17)])
+def test_it_is_compiled_once_for_all_steps(compile_for_gpu: Compile, runs: tuple[int, int]) -> None:
+    steps = [replace(STEP, step=number) for number in range(1, 21)]
+    assert {step.seed % 16 == 0 for step in steps} == {True, False}
+    kind = (torch.bfloat16, torch.float32, torch.bfloat16, False, True, 0)
+    assert len({id(compile_for_gpu(step, *kind, count)) for step in steps for count in runs}) == 1
 
 
 # Where it cannot be used
