@@ -78,9 +78,11 @@ class ParameterRecord:
         """Follow the parameter's memory if it was replaced, and read it if only a stand-in can be updated."""
         if self.moved():
             self.data_ptr = -1  # until it was updated there
-            alias = flat_alias(self.local.detach())
+            # Held, so that no other memory can have its address, by which `moved` knows it.
+            self._memory = self.local.detach()
+            alias = flat_alias(self._memory)
             self.stand_in = alias is None
-            self.flat = self.local.detach().resolve_neg().contiguous().view(-1) if alias is None else alias
+            self.flat = self._memory.resolve_neg().contiguous().view(-1) if alias is None else alias
         elif self.stand_in:
             self.flat.copy_(self.local.detach().contiguous().view(-1))
 

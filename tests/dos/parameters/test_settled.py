@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -144,6 +146,23 @@ def test_memory_that_was_another_for_a_failed_step_only() -> None:
     for _ in range(2):
         step(reference, q)
     torch.testing.assert_close(p, q)
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("place", PLACES)
+def test_memory_at_the_address_of_that_which_it_replaces(place: str | float, stride: int) -> None:
+    def work(ps: list[nn.Parameter], optimizer: Any) -> None:
+        memory = np.linspace(0, 1, 60 * stride, dtype=np.float32)
+        unused = sys.getrefcount(memory)
+        ps[0].data = torch.from_numpy(memory)[::stride]
+        step(optimizer, *ps)
+        ps[0].data = torch.empty(0)
+        if sys.getrefcount(memory) > unused:  # an allocator gives out again only what has no owner any more
+            memory = memory.copy()
+        ps[0].data = torch.from_numpy(memory)[::stride].copy_(torch.linspace(-1, 1, 60))
+        step(optimizer, *ps)
+
+    both(place, work)
 
 
 @pytest.mark.skipif(not hasattr(Tensor, "grad_dtype"), reason="this torch takes no gradient of another dtype")
