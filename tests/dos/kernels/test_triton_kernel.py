@@ -169,7 +169,7 @@ def afresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def updated_by_gpu_code(arrays: list[torch.Tensor | None], step: AdamStep) -> None:
     runs = [AdamArrays(*arrays)]  # type: ignore[arg-type]
-    GpuBatch(runs, AdamBatch(runs)._table).update([step])
+    GpuBatch(torch.device("cpu")).update([step], AdamBatch(runs)._table, [run[1:] for run in runs])
 
 
 def test_without_triton_torch_does_the_same(
