@@ -11,7 +11,7 @@ EXTENSION_SOURCES := CMakeLists.txt pyproject.toml $(wildcard csrc/*)
 # The tests and the demo use the cores that this process may use, whatever a launcher has set.
 unexport OMP_NUM_THREADS
 
-.PHONY: demo experiments docs test lint format wheel clean
+.PHONY: demo experiments docs test test-slow lint format wheel clean
 
 demo: $(STAMP)
 	$(BIN)/python -m experiments.train
@@ -25,8 +25,12 @@ docs: $(COMPLETE)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 test: $(COMPLETE)
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -m "not clock" -n 2 --dist loadfile --no-loadscope-reorder
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -m "not clock and not slow" -n 2 --dist loadfile --no-loadscope-reorder
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -m clock
+
+# What takes minutes: documented commands at their smallest size.
+test-slow: $(COMPLETE)
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -m slow
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import NoReturn
 
 
@@ -11,6 +12,25 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
+
+    def add_count(self, name: str, default: int | None, what: str, *, formerly: str = "") -> None:
+        """An option that is a whole number of 1 or more. formerly: what it was called, which still works."""
+        shown = what if default is None else f"{what} ({default})"
+        self.add_argument(f"--{name}", type=positive, default=default, help=shown)
+        if formerly:
+            suppressed = argparse.SUPPRESS
+            self.add_argument(f"--{formerly}", dest=name, type=positive, default=suppressed, help=suppressed)
+
+    def add_out(self, default: str | None, what: str = "folder for what is written", *, formerly: str = "") -> None:
+        """The option `--out`. formerly: what it was called, which still works."""
+        shown = f"{what} ({default})" if default else what
+        self.add_argument("--out", type=Path, default=default and Path(default), help=shown)
+        if formerly:
+            self.add_argument(f"--{formerly}", dest="out", type=Path, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+
+    def add_json(self) -> None:
+        """The option `--json`."""
+        self.add_argument("--json", action="store_true", help="end with one line of JSON")
 
 
 def positive(text: str) -> int:

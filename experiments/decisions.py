@@ -7,14 +7,13 @@ Nothing is measured: simulations of one iteration by `perfmodel.simulate`, which
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from experiments.command import Parser
-from experiments.plots import save_timelines
+from experiments.plots import can_draw, save_timelines
 from perfmodel import Placement, Plan, Timeline, Workload
 from perfmodel.adaptive import AdaptivePlanner
 from perfmodel.format import SPLIT
@@ -113,18 +112,13 @@ def _times(timeline: Timeline) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Draw, and print the table."""
     parser = Parser(prog="experiments.decisions", description="The pictures and the tables of docs/how-it-decides.md.")
-    parser.add_argument("--output", type=_folder, default=Path("docs/images"), help="folder for the pictures")
+    parser.add_out("docs/images", "folder for the pictures", formerly="output")
     options = parser.parse_args(arguments)
-    draw(options.output)
+    if not can_draw():
+        return 2
+    draw(options.out)
     print(policy_table(), room_table(), sep="\n", end="")
     return 0
-
-
-def _folder(text: str) -> Path:
-    path = Path(text)
-    if not path.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a folder that exists")
-    return path
 
 
 if __name__ == "__main__":

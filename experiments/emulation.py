@@ -22,7 +22,7 @@ from rich.table import Table
 from torch import nn
 
 from dos import DOSAdam, EmulatedDevice
-from experiments.command import Parser, positive
+from experiments.command import Parser
 from perfmodel import Placement, Plan, Workload
 from perfmodel.adaptive import adaptive
 from perfmodel.bounds import lower_bound
@@ -157,13 +157,13 @@ def misordered(rows: Sequence[dict[str, str | float]], tolerance: float) -> list
 def main() -> int:
     """Measure and print; the last line is one JSON object with --json. Exit status 1 if the two disagree."""
     parser = Parser(prog="python -m experiments.emulation", description="The engine against the simulator.")
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
-    parser.add_argument("--steps", type=positive, default=3, help="measured for each plan")
+    parser.add_json()
+    parser.add_count("rounds", 3, "steps measured for each plan", formerly="steps")
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # one core for the lanes' real work, one for the threads that keep time
     console = Console(stderr=arguments.json)
     with console.status("") as status:
-        rows = [row for machine in machines() for row in run(machine, arguments.steps, status.update)]
+        rows = [row for machine in machines() for row in run(machine, arguments.rounds, status.update)]
     off = errors(rows)
     table = Table(title="Seconds of an update: engine on the emulated accelerator, simulator, bound")
     for heading in ("machine", "policy", "measured", "simulated", "error", "bound"):

@@ -168,11 +168,11 @@ def _available_memory() -> int | None:
 
 def main() -> None:
     parser = Parser(prog="experiments.kernel", description="How fast is the CPU update?")
-    parser.add_argument("--json", action="store_true", help="the last line of output is one JSON object")
+    parser.add_json()
     parser.add_argument(
         "--numel", type=_count, default=64 * 2**20, help="parameters, in whole blocks of 128 (default 64Mi)"
     )
-    parser.add_argument("--repeats", type=_count, default=11, help="rounds (default 11)")
+    parser.add_count("rounds", 11, "of all in turn", formerly="repeats")
     parser.add_argument("--threads", type=_count, default=torch.get_num_threads(), help="default: as many as torch")
     arguments = parser.parse_args()
     numel, threads = -(-arguments.numel // BLOCK) * BLOCK, arguments.threads
@@ -185,13 +185,13 @@ def main() -> None:
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     results = {
-        name: summarise(measure(contenders, arguments.repeats, name), numel)
+        name: summarise(measure(contenders, arguments.rounds, name), numel)
         for name, contenders in build_contenders(numel, threads).items()
     }
     conditions = {
         "numel": numel,
         "threads": threads,
-        "repeats": arguments.repeats,
+        "repeats": arguments.rounds,
         "instruction_set": instruction_sets()[0],
         "load_average": round(os.getloadavg()[0], 2),
     }

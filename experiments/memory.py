@@ -87,23 +87,23 @@ class Row:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print; the last line is one JSON object with --json. Exit status 1 if something was missed."""
     parser = Parser(prog="python -m experiments.memory", description="Adaptive residency while device memory changes.")
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    parser.add_json()
     parser.add_argument("--simulate", action="store_true", help="the published 20B run on an H100 node, simulated")
     parser.add_argument("--virtual", action="store_true", help="judge the neighbours in virtual time, with many seeds")
     parser.add_argument("--seeds", type=positive, default=memory_virtual.SEEDS, help="with --virtual: how many")
     parser.add_argument("--picture", type=Path, help="with --simulate: write it here, too, as PNG")
-    parser.add_argument("--iterations", type=positive, default=ITERATIONS, help="of each run with a neighbour")
+    parser.add_count("steps", ITERATIONS, "of each run with a neighbour", formerly="iterations")
     parser.add_argument("--only", metavar="NAMES", help="these rows alone, separated by commas")
     arguments = parser.parse_args(argv)
     console = Console(stderr=arguments.json)
     if arguments.simulate:
         return memory_h100.report(console, arguments.picture, as_json=arguments.json)
     if arguments.virtual:
-        return memory_virtual.report(console, arguments.iterations, arguments.seeds, as_json=arguments.json)
+        return memory_virtual.report(console, arguments.steps, arguments.seeds, as_json=arguments.json)
     torch.set_num_threads(1)  # one core for the model and the lanes' real work, one for the threads that keep time
     with console.status("") as status:
         try:
-            rows = measure(arguments.iterations, status.update, arguments.only and arguments.only.split(","))
+            rows = measure(arguments.steps, status.update, arguments.only and arguments.only.split(","))
         except ValueError as error:
             parser.error(str(error))
     show(rows, console)

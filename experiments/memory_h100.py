@@ -130,7 +130,6 @@ def report(console: Console, picture: Path | None, *, as_json: bool) -> int:
     console.print(table)
     if picture is not None:
         draw(rank, picture)
-        console.print(f"Written: {picture}")
     if as_json:
         print(json.dumps({"rows": [asdict(r) for r in rows]}))
     return 0

@@ -22,7 +22,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from dos import DOSAdam, EmulatedDevice
-from experiments.command import Parser, positive
+from experiments.command import Parser
 from perfmodel.hardware import HardwareProfile
 
 SIZES = ((100, 64), (600, 64), (4000, 64), (100, 4096), (600, 4096), (4000, 4096), (100, 1 << 20))
@@ -74,9 +74,9 @@ class Give(torch.autograd.Function):
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print; the last line is one JSON object with --json."""
     parser = Parser(prog="python -m experiments.overhead", description="What a step costs the host, per parameter.")
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
-    parser.add_argument("--rounds", type=positive, default=15, help="that figures are medians of (15)")
-    parser.add_argument("--most", type=positive, help="leave out what has more parameters")
+    parser.add_json()
+    parser.add_count("rounds", 15, "that figures are medians of")
+    parser.add_count("most", None, "leave out what has more parameters")
     arguments = parser.parse_args(argv)
     console = Console(stderr=arguments.json)
     sizes = [size for size in SIZES if size[0] <= (arguments.most or size[0])]

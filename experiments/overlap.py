@@ -24,7 +24,7 @@ from rich.table import Table
 from torch import Tensor
 
 from dos import DOSAdam, EmulatedDevice
-from experiments.command import Parser, positive
+from experiments.command import Parser
 from experiments.corpus import Corpus, standard_library
 from experiments.gpt import GPT, GPTConfig
 from perfmodel import Workload
@@ -74,9 +74,9 @@ class Run:
 def main() -> int:
     """Measure and print; the last line is one JSON object with --json."""
     parser = Parser(prog="python -m experiments.overlap", description=__doc__.partition("\n")[0])
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
-    parser.add_argument("--rounds", type=positive, default=2, help="of all schedules in turn, for each size of update")
-    parser.add_argument("--batch", type=positive, default=32, help=f"sequences of {CONFIG.context} bytes")
+    parser.add_json()
+    parser.add_count("rounds", 2, "of all schedules in turn, for each size of update")
+    parser.add_count("batch", 32, f"sequences of {CONFIG.context} bytes")
     arguments = parser.parse_args()
 
     # The host of a GPU is idle during forward and backward; here one core computes for the GPU, one is the host.

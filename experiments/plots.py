@@ -1,21 +1,23 @@
-"""Pictures of losses, timelines and device memory, for all experiments."""
+"""Pictures of losses, timelines and device memory, and what all pictures of experiments share.
+
+matplotlib is imported when something is drawn: experiments run without it, and then draw nothing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+import importlib.util
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import matplotlib
-
-matplotlib.use("Agg")
-
-import matplotlib.pyplot as plt
-from matplotlib.axes import Axes
-from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec
 
 from perfmodel import Lane, Op, Timeline
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 OP_COLOURS = {
     Op.FORWARD: "#c9ced6",
@@ -41,10 +43,11 @@ OP_LABELS = {
 LANE_LABELS = {Lane.GPU: "device", Lane.CPU: "host CPU", Lane.H2D: "host → device", Lane.D2H: "device → host"}
 """From top to bottom of a panel."""
 
-CURVE_COLOURS = ("#2f6fb0", "#d1603d", "#2a9d6f", "#8a5fb0", "#e0a100", "#5b6470")
+CURVE_COLOURS = ("#2f6fb0", "#d1603d", "#2a9d6f", "#8a5fb0", "#e0a100", "#5b6470", "#c2549d", "#3aa6b9")
 
-MEMORY_COLOURS = {"the model's own": "#c9ced6", "optimizer state": "#2f6fb0", "a neighbour's": "#e0a100"}
-"""From the bottom of a picture of memory upwards; what is free stays white."""
+MEMORY_COLOURS = {"the model's own": "#dccfb8", "optimizer state": "#7b58a6", "a neighbour's": "#9c6b4f"}
+"""From the bottom of a picture of memory upwards; what is free stays white. None is an operation's colour, because
+there are pictures of both."""
 
 
 class MemorySample(NamedTuple):
@@ -67,11 +70,64 @@ STYLE: Any = {
     "axes.titlesize": 10.5,
     "axes.titlelocation": "left",
     "legend.frameon": False,
-    "savefig.dpi": 150,
 }
 """Of all pictures."""
 
+P = ParamSpec("P")
 
+
+@functools.cache
+def can_draw() -> bool:
+    """Whether pictures can be drawn here; if not, what to install is said once."""
+    found = importlib.util.find_spec("matplotlib") is not None
+    if not found:
+        print("matplotlib is not installed, so no picture is drawn: pip install matplotlib", file=sys.stderr)
+    return found
+
+
+def drawn(save: Callable[P, None]) -> Callable[P, None]:
+    """For functions that save a picture: they do nothing where none can be drawn."""
+
+    @functools.wraps(save)
+    def save_if_possible(*args: P.args, **kwargs: P.kwargs) -> None:
+        if can_draw():
+            save(*args, **kwargs)
+
+    return save_if_possible
+
+
+@contextmanager
+def picture(path: Path, title: str = "", *, dpi: int = 150, **subplots: Any) -> Iterator[tuple[Figure, Any]]:
+    """A figure in the style of all, and its axes as `plt.subplots` gives them; saved when the block ends."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(layout="constrained", **subplots)
+        yield figure, axes
+        if title:
+            figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=dpi)
+        plt.close(figure)
+
+
+def grid(axes: Axes, axis: Any = "both") -> None:
+    """Faint lines behind what is drawn."""
+    axes.grid(axis=axis, color="#e6e8ec", linewidth=0.8)
+    axes.set_axisbelow(True)
+
+
+def swatches(colours: Mapping[str, str]) -> list[Any]:
+    """Entries of a legend."""
+    from matplotlib.patches import Patch
+
+    return [Patch(color=colour, label=name) for name, colour in colours.items()]
+
+
+@drawn
 def save_losses(losses: Mapping[str, Sequence[float]], path: Path, *, reference: str) -> None:
     """Losses by step: the curves, and below how far each is from the curve `reference`.
 
@@ -80,16 +136,13 @@ def save_losses(losses: Mapping[str, Sequence[float]], path: Path, *, reference:
     """
     others = [name for name in losses if name != reference]
     steps = range(1, len(losses[reference]) + 1)
-    with plt.rc_context(STYLE):
-        figure, (above, below) = plt.subplots(
-            2, 1, sharex=True, figsize=(8, 5.6), height_ratios=(3, 1.2), layout="constrained"
-        )
+    with picture(path, nrows=2, sharex=True, figsize=(8, 5.6), height_ratios=(3, 1.2)) as (_, (above, below)):
         above.plot(steps, losses[reference], color="#c9ced6", linewidth=7, label=reference, solid_capstyle="round")
         every = max(len(others), len(steps) // 12)
         for rank, name in enumerate(others):
             look = {
                 "color": CURVE_COLOURS[rank % len(CURVE_COLOURS)],
-                "marker": "osD^vP"[rank % 6],
+                "marker": "osD^vPX"[rank % 7],
                 "markevery": (rank * every // len(others), every),
                 "markersize": 5,
                 "linewidth": 1,
@@ -97,72 +150,67 @@ def save_losses(losses: Mapping[str, Sequence[float]], path: Path, *, reference:
             above.plot(steps, losses[name], label=f"DOSAdam {name}", **look)
             gaps = [abs(a - b) for a, b in zip(losses[name], losses[reference], strict=True)]
             below.plot(steps, gaps, **look)
-        above.set_ylabel("loss (nats per byte)")
-        above.set_title("Training loss: all policies follow the same curve")
+        above.set(ylabel="loss (nats per byte)", title="Training loss: all policies follow the same curve")
         above.legend()
         below.ticklabel_format(axis="y", scilimits=(-2, 2))
         below.set_ylim(bottom=0)
-        below.set_ylabel(f"|loss − {reference}|")
-        below.set_xlabel("step")
+        below.set(ylabel=f"|loss − {reference}|", xlabel="step")
         for axes in (above, below):
-            axes.grid(axis="y", color="#e6e8ec", linewidth=0.8)
-        figure.savefig(path)
-        plt.close(figure)
+            grid(axes, "y")
 
 
+@drawn
 def save_spread(curves: Mapping[str, Sequence[Sequence[float]]], path: Path, *, window: int = 50) -> None:
     """Losses by step of several runs each, as bands from the least to the greatest of means over `window` steps."""
-    with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
-        for rank, (name, runs) in enumerate(curves.items()):
+    with picture(path, figsize=(8, 4.5)) as (_, axes):
+        for (name, runs), colour in zip(curves.items(), CURVE_COLOURS[: len(curves)], strict=True):
             smooth = [_means(run, window) for run in runs]
             steps = [window * (i + 1) for i in range(len(smooth[0]))]
-            colour = CURVE_COLOURS[rank % len(CURVE_COLOURS)]
             low, high = ([pick(values) for values in zip(*smooth, strict=True)] for pick in (min, max))
             axes.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
             middle = [sum(values) / len(values) for values in zip(*smooth, strict=True)]
             axes.plot(steps, middle, color=colour, linewidth=1, label=name)
         axes.set_title(f"Training loss, mean over {window} steps; bands: from the least to the greatest of the seeds")
-        axes.set_ylabel("loss (nats per byte)")
-        axes.set_xlabel("step")
-        axes.grid(axis="y", color="#e6e8ec", linewidth=0.8)
+        axes.set(ylabel="loss (nats per byte)", xlabel="step")
+        grid(axes, "y")
         axes.legend()
-        figure.savefig(path)
-        plt.close(figure)
 
 
 def _means(values: Sequence[float], window: int) -> list[float]:
     return [sum(part) / len(part) for part in (values[i : i + window] for i in range(0, len(values), window))]
 
 
+@drawn
 def save_timelines(timelines: Mapping[str, Timeline], path: Path, *, title: str = "") -> None:
     """Timelines under each other on one time axis: a panel for each, a track for each lane, a colour for each op."""
-    end = max((span.end for timeline in timelines.values() for span in timeline.spans), default=0.0)
+    end = _end(timelines.values())
     scale, unit = (1e3, "ms") if end < 2 else (1.0, "s")
-    with plt.rc_context(STYLE):
-        figure, panels = plt.subplots(
-            len(timelines),
-            1,
-            sharex=True,
-            squeeze=False,
-            figsize=(10, 0.8 + 1.55 * len(timelines)),
-            layout="constrained",
-        )
+    rows = len(timelines)
+    with picture(path, title, nrows=rows, sharex=True, squeeze=False, figsize=(10, 0.8 + 1.55 * rows)) as (
+        figure,
+        panels,
+    ):
         for axes, (name, timeline) in zip(panels[:, 0], timelines.items(), strict=True):
-            _draw(axes, timeline, scale, narrow_s=end / 300)
-            total = max((span.end for span in timeline.spans), default=0.0) * scale
+            _draw_lanes(axes, timeline, scale, narrow_s=end / 300)
+            total = _end([timeline]) * scale
             axes.set_title(f"{name}: {total:.0f} ms" if unit == "ms" else f"{name}: {total:.1f} s")
         axes.set_xlim(0, end * scale * 1.01)
         axes.set_xlabel(f"time ({unit})")
-        shown = {span.op for timeline in timelines.values() for span in timeline.spans}
-        handles = [Patch(color=colour, label=OP_LABELS[op]) for op, colour in OP_COLOURS.items() if op in shown]
+        handles = swatches(_colours_of(timelines.values()))
         figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), handlelength=1.2)
-        figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
-        figure.savefig(path)
-        plt.close(figure)
 
 
-def _draw(axes: Axes, timeline: Timeline, scale: float, narrow_s: float) -> None:
+def _end(timelines: Iterable[Timeline]) -> float:
+    return max((span.end for timeline in timelines for span in timeline.spans), default=0.0)
+
+
+def _colours_of(timelines: Iterable[Timeline]) -> dict[str, str]:
+    """Of the operations in the timelines, by their labels."""
+    shown = {span.op for timeline in timelines for span in timeline.spans}
+    return {OP_LABELS[op]: colour for op, colour in OP_COLOURS.items() if op in shown}
+
+
+def _draw_lanes(axes: Axes, timeline: Timeline, scale: float, narrow_s: float) -> None:
     """One panel: bars edged in white, to tell neighbours apart, unless they are too narrow for that."""
     for row, lane in enumerate(LANE_LABELS):
         spans = timeline.on(lane)
@@ -176,10 +224,10 @@ def _draw(axes: Axes, timeline: Timeline, scale: float, narrow_s: float) -> None
     axes.set_yticks(range(len(LANE_LABELS)), LANE_LABELS.values())
     axes.set_ylim(len(LANE_LABELS) - 0.5, -0.5)
     axes.tick_params(axis="y", length=0)
-    axes.grid(axis="x", color="#e6e8ec", linewidth=0.8)
-    axes.set_axisbelow(True)
+    grid(axes, "x")
 
 
+@drawn
 def save_memory(
     samples: Sequence[MemorySample], capacity: int, changes: Sequence[float], path: Path, *, title: str = ""
 ) -> None:
@@ -187,55 +235,41 @@ def save_memory(
 
     changes: when the plan changed, in seconds.
     """
-    with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(figsize=(10, 4.2), layout="constrained")
+    from matplotlib.lines import Line2D
+
+    with picture(path, figsize=(10, 4.2)) as (figure, axes):
         _draw_memory(axes, samples, capacity)
         axes.plot(changes, [capacity * _scale(capacity)[0] * 1.02] * len(changes), "v", color="#d1603d", clip_on=False)
         for change in changes:
             axes.axvline(change, color="#d1603d", linewidth=0.7, alpha=0.5)
         axes.set_xlabel("time (s)")
-        handles = [Patch(color=colour, label=name) for name, colour in MEMORY_COLOURS.items()]
-        handles.append(Patch(facecolor="white", edgecolor="#8d97a5", label="free"))
         marker = Line2D([], [], color="#d1603d", marker="v", linewidth=0.7, label="the plan changes")
-        figure.legend(handles=[*handles, marker], loc="outside lower center", ncols=5, handlelength=1.2)
+        handles = [*swatches(MEMORY_COLOURS), marker]
+        figure.legend(handles=handles, loc="outside lower center", ncols=5, handlelength=1.2)
         axes.set_title(title, pad=14)
-        figure.savefig(path)
-        plt.close(figure)
 
 
+@drawn
 def save_memory_and_lanes(
     panels: Mapping[str, tuple[Sequence[MemorySample], Timeline]], capacity: int, path: Path, *, title: str = ""
 ) -> None:
     """A column for each plan: memory over one iteration, and below what the lanes do, on the same time axis."""
-    end = max((span.end for _, timeline in panels.values() for span in timeline.spans), default=0.0)
-    with plt.rc_context(STYLE):
-        figure, grid = plt.subplots(
-            2,
-            len(panels),
-            sharex=True,
-            sharey="row",
-            squeeze=False,
-            figsize=(5.6 * len(panels), 5.2),
-            height_ratios=(1.3, 1),
-            layout="constrained",
-        )
-        for (above, below), (name, (samples, timeline)) in zip(grid.T, panels.items(), strict=True):
+    timelines = [timeline for _, timeline in panels.values()]
+    end, columns = _end(timelines), len(panels)
+    shape: dict[str, Any] = {"nrows": 2, "ncols": columns, "squeeze": False, "height_ratios": (1.3, 1)}
+    with picture(path, title, sharex=True, sharey="row", figsize=(5.6 * columns, 5.2), **shape) as (figure, table):
+        for (above, below), (name, (samples, timeline)) in zip(table.T, panels.items(), strict=True):
             _draw_memory(above, samples, capacity)
             above.set_title(name)
-            _draw(below, timeline, 1.0, narrow_s=end / 300)
+            _draw_lanes(below, timeline, 1.0, narrow_s=end / 300)
             below.set_xlim(0, end * 1.01)
             below.set_xlabel("time (s)")
-        for axes in grid[:, 1:].flat:
+        for axes in table[:, 1:].flat:
             axes.set_ylabel("")
-        shown = {span.op for _, timeline in panels.values() for span in timeline.spans}
         every = [sample for samples, _ in panels.values() for sample in samples]
-        names = [name for part, name in enumerate(MEMORY_COLOURS, start=1) if any(sample[part] for sample in every)]
-        handles = [Patch(color=MEMORY_COLOURS[name], label=name) for name in names]
-        handles += [Patch(color=colour, label=OP_LABELS[op]) for op, colour in OP_COLOURS.items() if op in shown]
+        held = (name for part, name in enumerate(MEMORY_COLOURS, start=1) if any(sample[part] for sample in every))
+        handles = swatches({name: MEMORY_COLOURS[name] for name in held} | _colours_of(timelines))
         figure.legend(handles=handles, loc="outside lower center", ncols=5, handlelength=1.2)
-        figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
-        figure.savefig(path)
-        plt.close(figure)
 
 
 def _draw_memory(axes: Axes, samples: Sequence[MemorySample], capacity: int) -> None:

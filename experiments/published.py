@@ -7,7 +7,6 @@ python -m experiments.published --write-profiles     # the built-in profiles of 
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import statistics
@@ -18,7 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from experiments.command import Parser
 from experiments.fit import UNCERTAINTY, backward_seconds, fit_backward, fit_rest, fit_runs, rest_seconds
+from experiments.plots import can_draw, drawn, grid, picture
 from experiments.runs import DATA_SHEETS, PublishedRun, read_runs
 from experiments.zero3 import BackwardRates, Mode, Run, update_seconds
 from perfmodel.hardware import HardwareProfile, changed
@@ -27,7 +28,6 @@ K = TypeVar("K")
 T = TypeVar("T")
 
 DATA = Path(__file__).parent / "data" / "published_runs.csv"
-PICTURES = Path("out/published")
 MEASURED_AS_BEST = {"h100": 0.01, "a100_bound": 0.01, "a100_unbound": 0.03}
 """Strides whose measured updates are this close to the fastest count as fastest: what runs of the class repeat to."""
 
@@ -198,23 +198,15 @@ MODES = {
 """Labels, colours and markers of pictures."""
 
 
+@drawn
 def draw(title: str, predictions: dict[str, list[Prediction]], path: Path) -> None:
     """Predicted against published update times, one panel per class; on the line they are equal."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
     from matplotlib.lines import Line2D
 
-    from experiments.plots import STYLE
-
-    def seconds(number: float, _: int = 0) -> str:
-        return f"{number:g} s"
-
-    with plt.rc_context(STYLE):
-        figure, panels = plt.subplots(
-            1, len(predictions), figsize=(4.2 * len(predictions), 4.6), squeeze=False, layout="constrained"
-        )
+    columns = len(predictions)
+    with picture(
+        path, f"Predicted against published, {title}", ncols=columns, figsize=(4.2 * columns, 4.6), squeeze=False
+    ) as (figure, panels):
         for panel, name in zip(panels[0], (name for name in CLASSES if name in predictions), strict=True):
             of_class = predictions[name]
             both = [s for p in of_class for s in (p.published.update_s, p.update_s)]
@@ -222,25 +214,17 @@ def draw(title: str, predictions: dict[str, list[Prediction]], path: Path) -> No
             panel.plot(ends, ends, color="#c9ced6", linewidth=1.5, zorder=1)
             for mode, (_, colour, marker) in MODES.items():
                 chosen = [p for p in of_class if p.published.run.mode is mode]
+                published, predicted = [p.published.update_s for p in chosen], [p.update_s for p in chosen]
                 panel.scatter(
-                    [p.published.update_s for p in chosen],
-                    [p.update_s for p in chosen],
-                    26,
-                    colour,
-                    marker=marker,
-                    edgecolors="white",
-                    linewidths=0.5,
-                    zorder=2,
+                    published, predicted, 26, colour, marker=marker, edgecolors="white", linewidths=0.5, zorder=2
                 )
             panel.set(xscale="log", yscale="log", xlim=ends, ylim=ends, aspect="equal", title=CLASSES[name])
-            ticks = [tick for tick in (0.25, 0.5, 1, 2, 4, 8, 16) if ends[0] <= tick <= ends[1]]
             for axis in (panel.xaxis, panel.yaxis):
-                axis.set_ticks(ticks)
-                axis.set_major_formatter(seconds)
+                axis.set_ticks([tick for tick in (0.25, 0.5, 1, 2, 4, 8, 16) if ends[0] <= tick <= ends[1]])
+                axis.set_major_formatter("{x:g} s")
                 axis.set_minor_formatter("")
                 axis.set_ticks([], minor=True)
-            panel.grid(color="#e6e8ec", linewidth=0.8)
-            panel.set_axisbelow(True)
+            grid(panel)
             panel.set_xlabel("published update")
         panels[0][0].set_ylabel("predicted update")
         handles = [
@@ -248,10 +232,6 @@ def draw(title: str, predictions: dict[str, list[Prediction]], path: Path) -> No
             for label, colour, marker in MODES.values()
         ]
         figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
-        figure.suptitle(f"Predicted against published, {title}", x=0.01, ha="left", fontweight="bold")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path)
-        plt.close(figure)
 
 
 def write_profiles(runs: Sequence[PublishedRun], folder: Path) -> None:
@@ -298,11 +278,12 @@ def _median(values: Sequence[float]) -> float | None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit status, 2 for input it cannot use."""
-    parser = argparse.ArgumentParser(prog="python -m experiments.published", description=__doc__.splitlines()[0])
+    parser = Parser(prog="python -m experiments.published", description=__doc__.splitlines()[0])
     parser.add_argument("--fit", type=Path, default=DATA, help="CSV file of runs to fit to")
     parser.add_argument("--test", type=Path, help="CSV file of runs to predict; without it, cross-validation")
     parser.add_argument("--json", action="store_true", help="print the errors per class as JSON on the last line")
     parser.add_argument("--write-profiles", action="store_true", help="store the fits as built-in profiles")
+    parser.add_out("out/published", "folder for pictures")
     options = parser.parse_args(arguments)
     try:
         runs = read_runs(options.fit)
@@ -322,9 +303,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for title, predictions in report.items():
         print_table(title, predictions)
         if not options.test:
-            draw(title, predictions, PICTURES / f"{title.replace(' ', '_')}.png")
-    if not options.test:
-        print(f"\npictures in {PICTURES}")
+            draw(title, predictions, options.out / f"{title.replace(' ', '_')}.png")
+    if not options.test and can_draw():
+        print(f"\npictures in {options.out}")
     if options.json:
         last = next(iter(report.values()))
         print(json.dumps({name: summary(name, of_class) for name, of_class in last.items()}))

@@ -132,7 +132,7 @@ def report(results: Mapping[str, Result], machine: Machine, out: Path, console: 
         console.print(
             f"What policy {DEFAULT!r} says of its last step:\n{results[DEFAULT].explanation}", highlight=False
         )
-    console.print(f"Written to {out}: summary.json, losses.png, timeline.png")
+    console.print(f"Written to {out}")
 
 
 def report_neighbour(beside: Result, alone: Result, machine: Machine, out: Path, console: Console) -> None:
@@ -149,7 +149,7 @@ def report_neighbour(beside: Result, alone: Result, machine: Machine, out: Path,
         f"{DEFAULT} while another process takes memory in the middle third: an iteration takes {before * 1e3:.0f} ms, "
         f"{during * 1e3:.0f} ms beside it, and {after * 1e3:.0f} ms when it has left. At most {fullest / 2**20:.0f} of "
         f"{machine.capacity / 2**20:.0f} MiB were held; the losses are "
-        f"{'the same' if beside.losses == alone.losses else 'NOT the same'} to the bit. Drawn in {out / 'memory.png'}.",
+        f"{'the same' if beside.losses == alone.losses else 'NOT the same'} to the bit.",
         soft_wrap=True,
         highlight=False,
     )

@@ -6,16 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
-
 from experiments.checks.base import Record
 from experiments.checks.report import CONTESTS
-from experiments.plots import CURVE_COLOURS, save_timelines
+from experiments.plots import CURVE_COLOURS, MEMORY_COLOURS, can_draw, picture, save_timelines
 from perfmodel import Lane, Op, Span, Timeline
 
 
 def save_pictures(out: Path, records: Sequence[Record]) -> list[str]:
     """Draw all for which there are figures; what went wrong, a line each."""
+    if not can_draw():
+        return []
     found = {record.name: record.figures for record in records}
     problems = []
 
@@ -40,17 +40,14 @@ def save_comparison(figures: Mapping[str, Any], path: Path) -> None:
     """A bar for each contender: seconds of an iteration, and a tick for each round."""
     scores = {name: s for name, s in figures["contenders"].items() if s["iteration_s"] is not None}
     names = list(scores)
-    with plt.rc_context({"axes.spines.top": False, "axes.spines.right": False, "savefig.dpi": 150}):
-        figure, axes = plt.subplots(figsize=(9, 1.2 + 0.36 * len(names)), layout="constrained")
+    with picture(path, figsize=(9, 1.2 + 0.36 * len(names))) as (_, axes):
         axes.barh(names, [scores[n]["iteration_s"] * 1e3 for n in names], color=[_colour(n) for n in names], height=0.7)
         for row, name in enumerate(names):
             times = [1e3 * seconds for turn in scores[name]["rounds_s"] for seconds in turn]
             axes.plot(times, [row] * len(times), "|", color="#1c2430", markersize=7)
         axes.invert_yaxis()
         axes.set_xlabel("iteration (ms): median, and each one measured")
-        axes.set_title(f"{figures['machine']}, {figures['parameters'] / 1e6:,.1f}M parameters", loc="left", fontsize=10)
-        figure.savefig(path)
-        plt.close(figure)
+        axes.set_title(f"{figures['machine']}, {figures['parameters'] / 1e6:,.1f}M parameters")
 
 
 def save_updates(figures: Mapping[str, Any], path: Path) -> None:
@@ -65,16 +62,13 @@ def save_updates(figures: Mapping[str, Any], path: Path) -> None:
 def save_memory(figures: Mapping[str, Any], path: Path) -> None:
     """What optimizer state and the neighbour held, iteration by iteration."""
     rows = figures["beside_a_neighbour"]
-    with plt.rc_context({"axes.spines.top": False, "axes.spines.right": False, "savefig.dpi": 150}):
-        figure, axes = plt.subplots(figsize=(8, 3.4), layout="constrained")
-        curves = {"neighbour_bytes": "neighbour", "held_bytes": "optimizer state", "free_bytes": "free"}
-        for (key, label), colour in zip(curves.items(), CURVE_COLOURS[1:], strict=False):
+    model, state, neighbour = MEMORY_COLOURS.values()
+    curves = {"neighbour": ("neighbour_bytes", neighbour), "optimizer state": ("held_bytes", state)}
+    with picture(path, figsize=(8, 3.4)) as (_, axes):
+        for label, (key, colour) in (curves | {"free": ("free_bytes", model)}).items():
             axes.step(range(1, len(rows) + 1), [r[key] / 2**20 for r in rows], where="mid", label=label, color=colour)
-        axes.set_xlabel("iteration")
-        axes.set_ylabel("MiB of device memory")
-        axes.legend(frameon=False)
-        figure.savefig(path)
-        plt.close(figure)
+        axes.set(xlabel="iteration", ylabel="MiB of device memory")
+        axes.legend()
 
 
 def _colour(name: str) -> str:

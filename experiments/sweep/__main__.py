@@ -4,13 +4,14 @@
     python -m experiments.sweep ratio mine.toml     # a ready one, and one of yours
     python -m experiments.sweep --report            # all ready ones, and docs/results.md with their pictures
 
-A sweep is a TOML file; `experiments/sweep/ready/` has examples. Each run is a row of OUT/NAME.csv. Rows that are there
-already are not run again, so an interrupted sweep goes on where it was.
+A sweep is a TOML file; `experiments/sweep/ready/` has examples. Each run is a row of OUT/NAME.csv.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
+import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,6 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from experiments.command import Parser
+from experiments.plots import can_draw
 from experiments.published import DATA
 from experiments.runs import read_runs
 from experiments.sweep.compare import METRICS, compare, listing
@@ -28,25 +30,34 @@ from experiments.sweep.compare import Table as Cells
 from experiments.sweep.plots import save_comparison
 from experiments.sweep.predict import Outcome, Predictor
 from experiments.sweep.report import READY, write_report
-from experiments.sweep.rows import Rows, version
 from experiments.sweep.spec import Configuration, Sweep, read_sweep
 
 SWEEPS = Path(__file__).parent / "ready"
 REPORT = Path("docs/results.md")
 FILE_WIDTH = 170
 """Columns of tables that do not go to a terminal."""
+COLUMNS = tuple(f.name for kind in (Configuration, Outcome) for f in dataclasses.fields(kind))
 
 
-def run(sweep: Sweep, rows: Rows, predictor: Predictor, done: Callable[[], None]) -> dict[Configuration, Outcome]:
-    """The outcomes of a sweep's configurations, those without a row run and added to it. done: told of each."""
-    results = {}
-    for config in sweep.configurations:
-        outcome = rows.get(config)
-        if outcome is None:
-            outcome = _run_one(config, predictor)
-            rows.add(config, outcome)
-        results[config] = outcome
-        done()
+def run(sweep: Sweep, path: Path, predictor: Predictor, done: Callable[[], None]) -> dict[Configuration, Outcome]:
+    """The outcomes of a sweep's configurations, each a row of the file as soon as it is known. done: told of each.
+
+    Raises ValueError if the file is there and has other columns, OSError if it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a+", newline="") as file:
+        file.seek(0)
+        if (before := file.readline()) and not {"machine", "update_s"} <= set(before.strip().split(",")):
+            raise ValueError(f"{path} has no rows of a sweep in it; remove it or choose another folder with --out")
+        file.truncate(0)
+        rows = csv.writer(file, lineterminator="\n")
+        rows.writerow(COLUMNS)
+        results = {}
+        for config in sweep.configurations:
+            results[config] = _run_one(config, predictor)
+            rows.writerow((*dataclasses.astuple(config), *dataclasses.astuple(results[config])))
+            file.flush()
+            done()
     return results
 
 
@@ -81,14 +92,11 @@ def _print(title: str, cells: Cells, console: Console) -> None:
     console.print(table)
 
 
-def draw(sweep: Sweep, results: dict[Configuration, Outcome], folder: Path, prefix: str = "") -> list[Path]:
-    """The charts of a sweep, one for each facet; where they are."""
-    paths = []
+def draw(sweep: Sweep, results: dict[Configuration, Outcome], folder: Path, prefix: str = "") -> None:
+    """The charts of a sweep, one for each facet."""
     for number, comparison in enumerate(compare(sweep, results)):
         title = ", ".join(filter(None, (sweep.title, comparison.facet)))
-        paths.append(folder / f"{prefix}{sweep.name}{f'_{number}' if number else ''}.png")
-        save_comparison(comparison, title, paths[-1])
-    return paths
+        save_comparison(comparison, title, folder / f"{prefix}{sweep.name}{f'_{number}' if number else ''}.png")
 
 
 def find(name: str) -> Path:
@@ -109,13 +117,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ready = ", ".join(sorted(path.stem for path in SWEEPS.glob("*.toml")))
     parser.add_argument("sweeps", nargs="*", metavar="SWEEP", help=f"a TOML file, or one of {ready}")
     parser.add_argument("--out", type=Path, default=Path("out/sweep"), help="folder for rows and charts (%(default)s)")
-    parser.add_argument("--fresh", action="store_true", help="run again what has a row")
+    parser.add_argument("--fresh", action="store_true", help=argparse.SUPPRESS)  # what every run is now
     parser.add_argument(
         "--report", type=Path, nargs="?", const=REPORT, help=f"write the results of all ready sweeps ({REPORT})"
     )
     options = parser.parse_args(arguments)
     if options.report and options.sweeps:
         parser.error(f"--report is of all ready sweeps; leave out {' '.join(options.sweeps)}")
+    if options.report and not can_draw():
+        return 2
     try:
         sweeps = [read_sweep(find(name)) for name in options.sweeps or READY]
         names = [sweep.name for sweep in sweeps]
@@ -123,7 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ValueError(f"two sweeps are called {max(names, key=names.count)!r}; rename one of the files")
         _check_devices(sweeps)
         predictor = Predictor(read_runs(DATA))
-        results = _run_all(sweeps, options.out, options.fresh, predictor)
+        results = _run_all(sweeps, options.out, predictor)
         console = Console(width=None if sys.stdout.isatty() else FILE_WIDTH)
         for sweep in sweeps:
             show(sweep, results[sweep.name], console)
@@ -138,7 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         parser.error(str(error))
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on where this one was", file=sys.stderr)
+        print(f"interrupted; {options.out} has the rows until here", file=sys.stderr)
         return 130
     return 0
 
@@ -152,19 +162,14 @@ def _check_devices(sweeps: Sequence[Sweep]) -> None:
             check_device(device)
 
 
-def _run_all(
-    sweeps: Sequence[Sweep], out: Path, fresh: bool, predictor: Predictor
-) -> dict[str, dict[Configuration, Outcome]]:
+def _run_all(sweeps: Sequence[Sweep], out: Path, predictor: Predictor) -> dict[str, dict[Configuration, Outcome]]:
     columns = (TextColumn("{task.description:>16}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     results = {}
     with Progress(*columns, console=Console(stderr=True)) as progress:
         for sweep in sweeps:
-            path = out / f"{sweep.name}.csv"
-            if fresh:
-                path.unlink(missing_ok=True)
-            rows = Rows(path, version(sweep.configurations))
             task = progress.add_task(sweep.name, total=len(sweep.configurations))
-            results[sweep.name] = run(sweep, rows, predictor, partial(progress.advance, task))
+            done = partial(progress.advance, task)
+            results[sweep.name] = run(sweep, out / f"{sweep.name}.csv", predictor, done)
     return results
 
 

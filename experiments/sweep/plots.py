@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from matplotlib import pyplot as plt
-from matplotlib.axes import Axes
-from matplotlib.lines import Line2D
-
-from experiments.plots import CURVE_COLOURS
+from experiments.plots import CURVE_COLOURS, drawn, grid, picture
 from experiments.published import MEASURED_AS_BEST, Prediction
 from experiments.sweep.compare import KINDS, METRICS, Comparison, Series
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 COLOURS: dict[tuple[str, str], str] = {
     ("zero3_offload", ""): "#8d97a5",
@@ -34,27 +33,23 @@ AXIS_LABELS = {
     "accumulation": "micro-batches per update",
     "subgroup_size": "nominal subgroup size (parameters)",
     "memory": "GPU memory for state (GiB)",
-}
-
-_STYLE: Any = {
-    "font.size": 10,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.titlesize": 10.5,
-    "axes.titlelocation": "left",
-    "legend.frameon": False,
+    "micro_batch": "micro-batch (sequences)",
+    "contention": "share of links and host memory that others take",
 }
 
 
+@drawn
 def save_comparison(comparison: Comparison, title: str, path: Path) -> None:
     """Update and iteration times along the axis; metrics that no series has are left out."""
+    from matplotlib.lines import Line2D
+
     metrics = [m for m in METRICS if any(s.has(kind, m) for s in comparison.series for kind in KINDS)]
-    with plt.rc_context(_STYLE):
-        figure, panels = plt.subplots(1, len(metrics), figsize=(9, 4.2), squeeze=False, layout="constrained")
+    looks = colours(comparison.series)
+    with picture(path, title, ncols=len(metrics), figsize=(9, 4.2), dpi=100, squeeze=False) as (figure, panels):
         for panel, metric in zip(panels[0], metrics, strict=True):
-            _draw(panel, comparison, metric)
+            _draw(panel, comparison, metric, looks)
         kinds = [k for k in KINDS if any(s.has(k, m) for s in comparison.series for m in metrics)]
-        handles = [Line2D([], [], color=colour(s), linewidth=2.5, label=s.name) for s in comparison.series]
+        handles = [Line2D([], [], color=looks[s], linewidth=2.5, label=s.name) for s in comparison.series]
         handles += [
             Line2D([], [], color="#5b6470", linewidth=1.5, label=f"line: {kind}")
             if kind == "simulated"
@@ -62,51 +57,49 @@ def save_comparison(comparison: Comparison, title: str, path: Path) -> None:
             for kind in kinds
         ]
         figure.legend(handles=handles, loc="outside lower center", ncols=3)
-        figure.suptitle(title, x=0.01, ha="left", fontweight="bold", fontsize=11)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=100)
-        plt.close(figure)
 
 
-def _draw(panel: Axes, comparison: Comparison, metric: str) -> None:
+def _draw(panel: Axes, comparison: Comparison, metric: str, looks: Mapping[Series, str]) -> None:
     places = range(len(comparison.ticks))
     for series in comparison.series:
         values = [float("nan") if v is None else v for v in series.values("simulated", metric)]
-        panel.plot(places, values, color=colour(series), linewidth=2, marker=".", markersize=5)
+        panel.plot(places, values, color=looks[series], linewidth=2, marker=".", markersize=5)
         for kind in ("published", "measured"):
             seen = [(x, v) for x, v in zip(places, series.values(kind, metric), strict=True) if v is not None]
             if len(set(series.outcomes)) == 1:
                 seen = seen[:1]  # one run, whatever the axis
             if seen:
-                panel.plot(*zip(*seen, strict=True), **_marker(colour(series)), linestyle="none", zorder=3)
+                panel.plot(*zip(*seen, strict=True), **_marker(looks[series]), linestyle="none", zorder=3)
     panel.set_xticks(places, comparison.ticks)
     panel.set_ylim(bottom=0)
     panel.set_xlabel(AXIS_LABELS.get(comparison.axis, comparison.axis.replace("_", " ")))
     panel.set_title(f"{metric} (seconds)")
-    panel.grid(axis="y", color="#e6e8ec", linewidth=0.8)
-    panel.set_axisbelow(True)
+    grid(panel, "y")
 
 
-def colour(series: Series) -> str:
-    """The same for the same policy and memory in every chart."""
-    memory = series.memory if isinstance(series.memory, str) else ""
-    if (series.policy, memory) in COLOURS:
-        return COLOURS[series.policy, memory]
-    return CURVE_COLOURS[int(float(series.memory or 0)) % len(CURVE_COLOURS)]
+def colours(series: Sequence[Series]) -> dict[Series, str]:
+    """Each series' own colour: the same in every chart for those of COLOURS, one of the others for the rest."""
+    found: dict[Series, str] = {}
+    for one in series:
+        memory = one.memory if isinstance(one.memory, str) else ""
+        usual = [COLOURS[one.policy, memory]] if (one.policy, memory) in COLOURS else []
+        free = (c for c in (*usual, *CURVE_COLOURS, *COLOURS.values()) if c not in found.values())
+        found[one] = next(free)
+    return found
 
 
 def _marker(edge: str) -> dict[str, Any]:
     return {"marker": "o", "markersize": 8, "markerfacecolor": "white", "markeredgecolor": edge, "markeredgewidth": 2}
 
 
+@drawn
 def save_speedups(predictions: Mapping[str, Sequence[Prediction]], path: Path) -> None:
     """Simulated against published speedups of the iteration over ZeRO-Offload, a colour for each machine.
 
     predictions: by machine, of runs that were not fitted.
     """
     looks = dict(zip(MEASURED_AS_BEST, (("#2f6fb0", "o"), ("#2a9d6f", "s"), ("#d1603d", "^")), strict=True))
-    with plt.rc_context(_STYLE):
-        figure, panel = plt.subplots(figsize=(5.6, 4.6), layout="constrained")
+    with picture(path, figsize=(5.6, 4.6), dpi=100) as (_, panel):
         ends: list[float] = []
         for name, of_class in predictions.items():
             published, simulated = speedup_pairs(of_class)
@@ -118,12 +111,8 @@ def save_speedups(predictions: Mapping[str, Sequence[Prediction]], path: Path) -
         panel.annotate("equal", (line[1], line[1]), textcoords="offset points", xytext=(-8, -14), color="#5b6470")
         panel.set(xlabel="published speedup over ZeRO-Offload (×)", ylabel="simulated speedup (×)")
         panel.set_title("Iteration speedups of runs the model was not fitted to")
-        panel.grid(color="#e6e8ec", linewidth=0.8)
-        panel.set_axisbelow(True)
+        grid(panel)
         panel.legend()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=100)
-        plt.close(figure)
 
 
 def speedup_pairs(predictions: Sequence[Prediction]) -> tuple[list[float], list[float]]:

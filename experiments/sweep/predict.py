@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.fit import rest_seconds
+from experiments.fit import backward_seconds, rest_seconds
 from experiments.published import ClassModel
 from experiments.runs import PublishedRun
 from experiments.sweep.published import Published
 from experiments.sweep.spec import PUBLISHED_LOOPS, Configuration
-from experiments.zero3 import Mode, Run
+from experiments.zero3 import Mode, Run, update_seconds
 from perfmodel.adaptive import adaptive
 from perfmodel.bounds import lower_bound
 from perfmodel.format import MIXED
@@ -142,7 +142,7 @@ class Predictor:
         work = Workload.of_sizes(
             [int(run.subgroup_params)] * run.subgroups,
             forward_s=run.forward_s / run.micro_batches if config.attach else 0.0,
-            backward_s=model.backward_s(left) / run.micro_batches if model else 0.0,
+            backward_s=self._backward_s(config, left) / run.micro_batches if model else 0.0,
             peak_free_bytes=peak,
             shared_free_bytes=shared,
         )
@@ -173,12 +173,19 @@ class Predictor:
 
     def _loop(self, config: Configuration, run: Run) -> dict[str, float]:
         model = self._models[config.machine]
+        backward_s, update_s = self._backward_s(config, run), update_seconds(run, config.left_of(model.profile))
         return {
             "forward_s": run.forward_s,
-            "backward_s": model.backward_s(run),
-            "update_s": model.update_s(run),
-            "iteration_s": model.iteration_s(run),
+            "backward_s": backward_s,
+            "update_s": update_s,
+            "iteration_s": run.forward_s + backward_s + update_s + rest_seconds(run, model.rest),
         }
+
+    def _backward_s(self, config: Configuration, run: Run) -> float:
+        """The fitted model's, in which what moves gradients has what contention leaves."""
+        rates, left = self._models[config.machine].backward, 1 - config.contention
+        moving = {name: getattr(rates, name) / left for name in ("gradient", "blocking", "blocking_shared")}
+        return backward_seconds(run, dataclasses.replace(rates, **moving))
 
     def _ours(self, config: Configuration, run: Run) -> dict[str, float]:
         found = self.simulation(config)

@@ -51,7 +51,7 @@ class Published:
 
     def repeats(self, config: Configuration) -> list[PublishedRun]:
         """Published runs of this very configuration."""
-        if config.policy not in PUBLISHED_LOOPS:
+        if config.policy not in PUBLISHED_LOOPS or config.contention:
             return []
         return self.like(config, *(key for key in KEYS_OF_RUNS if key != "stride" or config.stride is not None))
 

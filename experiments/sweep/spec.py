@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import re
@@ -15,9 +14,7 @@ from typing import Any
 
 from experiments.runs import DATA_SHEETS
 from experiments.zero3 import Mode
-from perfmodel.hardware import HardwareProfile, builtin_profiles
-
-_toml: Any = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+from perfmodel.hardware import HardwareProfile, builtin_profiles, changed
 
 PUBLISHED_LOOPS = tuple(mode.value for mode in Mode)
 """Policies that are DeepSpeed's loops, as in the published runs."""
@@ -38,6 +35,7 @@ class Configuration:
     memory: of the GPU, free for optimizer state: `ratio` for the share 1 - ratio and one staging slot (what the
         published schedule takes), `trace` for what the published memory traces leave, or GiB.
     attach: whether updates run on beside the next forward.
+    contention: share of the links and of the host's memory bandwidth that others take.
     device: where it runs. parameters: of the small model that stands for a rank's part on a device.
     """
 
@@ -53,6 +51,7 @@ class Configuration:
     ratio: float | None
     memory: str | float | None
     attach: bool | None
+    contention: float
     device: str
     parameters: int | None
 
@@ -78,12 +77,15 @@ class Configuration:
     def profile(self) -> HardwareProfile:
         """The machine's rates."""
         builtin = builtin_profiles()
-        return builtin[self.machine] if self.machine in builtin else HardwareProfile.load(self.machine)
+        return self.left_of(builtin[self.machine] if self.machine in builtin else HardwareProfile.load(self.machine))
 
-    def key(self) -> tuple[str, ...]:
-        """The fields as text, in order."""
-        return tuple("" if value is None else str(value) for value in dataclasses.astuple(self))
+    def left_of(self, profile: HardwareProfile) -> HardwareProfile:
+        """What contention leaves of a machine's rates."""
+        return changed(profile, {rate: getattr(profile, rate) * (1 - self.contention) for rate in CONTENDED})
 
+
+CONTENDED = ("host_bandwidth", "h2d_bandwidth", "d2h_bandwidth", "h2d_bandwidth_duplex", "d2h_bandwidth_duplex")
+"""Rates that others take a share of."""
 
 DEFAULTS: dict[str, Any] = {
     "ranks": 4,
@@ -94,6 +96,7 @@ DEFAULTS: dict[str, Any] = {
     "ratio": 1.0,
     "memory": "ratio",
     "attach": False,
+    "contention": 0.0,
     "device": "simulated",
     "parameters": 2_000_000,
 }
@@ -137,6 +140,12 @@ def _whole(key: str, value: object) -> int:
 def _ratio(key: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
         raise ValueError(f"{key} is the share on the host and must lie in [0, 1], found {value!r}")
+    return float(value)
+
+
+def _contention(key: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
+        raise ValueError(f"{key} is the share that others take and must lie in [0, 1), found {value!r}")
     return float(value)
 
 
@@ -195,6 +204,7 @@ KEYS: dict[str, Callable[[str, object], Any]] = {
     "ratio": _ratio,
     "memory": _memory,
     "attach": _attach,
+    "contention": _contention,
     "device": _one_of(*DEVICES),
     "parameters": _whole,
 }
@@ -229,7 +239,10 @@ def read_sweep(path: Path) -> Sweep:
     the file and the key for whatever is wrong with it.
     """
     try:
-        return _read(path.stem, _toml.loads(path.read_text()))
+        toml: Any = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+        return _read(path.stem, toml.loads(path.read_text()))
+    except ModuleNotFoundError as error:
+        raise ValueError(f"sweeps are TOML files, which need {error.name} to be read: pip install tomli") from None
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 

@@ -9,12 +9,14 @@ from types import SimpleNamespace
 
 import matplotlib.image
 import numpy as np
+import pytest
 from matplotlib.colors import to_rgb
 from torch import nn
 
 from dos import DOSAdam
 from experiments.memory_log import MemoryLog
 from experiments.plots import (
+    CURVE_COLOURS,
     LANE_LABELS,
     MEMORY_COLOURS,
     OP_COLOURS,
@@ -23,6 +25,7 @@ from experiments.plots import (
     save_losses,
     save_memory,
     save_memory_and_lanes,
+    save_spread,
     save_timelines,
 )
 from perfmodel import Lane, Op, Span, Timeline
@@ -39,6 +42,14 @@ def test_every_operation_and_lane_has_a_look_of_its_own() -> None:
     assert set(OP_COLOURS) == set(OP_LABELS) == set(Op)
     assert len(set(OP_COLOURS.values())) == len(set(OP_LABELS.values())) == len(Op)
     assert set(LANE_LABELS) == set(Lane)
+    together = [*OP_COLOURS.values(), *MEMORY_COLOURS.values()]
+    assert len(set(together)) == len(together), "there are pictures of operations and memory"
+
+
+def test_as_many_curves_as_formats_has_rows_differ(tmp_path: Path) -> None:
+    assert len(set(CURVE_COLOURS)) == len(CURVE_COLOURS) >= 7
+    with pytest.raises(ValueError, match="shorter"):
+        save_spread({str(i): [[1.0] * 50] for i in range(len(CURVE_COLOURS) + 1)}, tmp_path / "spread.png")
 
 
 def test_timelines_show_their_operations_in_proportion(tmp_path: Path) -> None:

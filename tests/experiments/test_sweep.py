@@ -7,7 +7,6 @@ import dataclasses
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,10 +18,9 @@ from experiments.published import DATA
 from experiments.runs import read_runs
 from experiments.sweep.compare import compare, listing, markdown, tick
 from experiments.sweep.evidence import interleavings
-from experiments.sweep.plots import COLOURS
+from experiments.sweep.plots import COLOURS, colours
 from experiments.sweep.predict import Predictor
 from experiments.sweep.published import KEYS_OF_RUNS
-from experiments.sweep.rows import COLUMNS, Rows
 from experiments.sweep.spec import Configuration, read_sweep
 from perfmodel.hardware import HardwareProfile
 from tests.support import ROOT
@@ -91,10 +89,9 @@ def test_equal_runs_have_equal_keys() -> None:
     one = configuration(model="7.0B", policy="dos", ratio=1, subgroup_size=1e8, memory=4)
     other = configuration(model="7B", policy="dos", ratio=1.0, subgroup_size=100_000_000, attach=True)
     assert one == other
-    assert one.key() == other.key()
     assert configuration(memory=4) == configuration(memory=4.0, ratio=0.3, stride=7)
     others = [configuration(), configuration(memory=4), configuration(attach=True), configuration(ratio=0.5)]
-    assert len({c.key() for c in others}) == len(others)
+    assert len(set(others)) == len(others)
 
 
 def test_the_ready_sweeps_are_the_papers_experiments() -> None:
@@ -111,6 +108,8 @@ def test_the_ready_sweeps_are_the_papers_experiments() -> None:
     assert axis("ratio") == [0.5, 0.6, 0.7, 0.8, 0.9, 1.0]
     assert axis("stride") == list(range(2, 11))
     assert axis("data_parallel") == axis("accumulation") == [1, 2, 4, 8, 16]
+    assert axis("micro_batch") == [1, 2, 4, 8, 16, 32, 64], "`mbs_all` in the authors' script"
+    assert axis("contention") == [0, 0.1, 0.2, 0.4, 0.6, 0.8], "none, and its `hogging_ratios`"
     sizes = axis("subgroup_size")
     assert (min(sizes), max(sizes)) == (10**7, 3 * 10**9)  # type: ignore[type-var]
     assert {c.device for c in swept["emulated"].configurations} == {"emulated"}
@@ -120,16 +119,7 @@ def test_the_ready_sweeps_are_the_papers_experiments() -> None:
 # What is run and kept
 
 
-def test_an_interrupted_sweep_goes_on_where_it_was(
-    tmp_path: Path, predictor: Predictor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[Configuration] = []
-
-    def outcome(config: Configuration, real: Callable = predictor.outcome) -> object:
-        asked.append(config)
-        return real(config)
-
-    monkeypatch.setattr(predictor, "outcome", outcome)
+def test_rows_are_written_as_they_are_known(tmp_path: Path, predictor: Predictor) -> None:
     small, path = read_sweep(written(tmp_path, SMALL)), tmp_path / "small.csv"
     done: list[int] = []
 
@@ -139,31 +129,19 @@ def test_an_interrupted_sweep_goes_on_where_it_was(
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        sweep.run(small, Rows(path, "v1"), predictor, stop_after_three)
+        sweep.run(small, path, predictor, stop_after_three)
     rows = list(csv.DictReader(path.open(newline="")))
     assert [row["policy"] for row in rows] == ["zero3_offload", "dos", "adaptive"]
-    assert tuple(rows[0]) == COLUMNS
-
-    half = path.read_text().rsplit("\n", 2)[0] + "\nv1,h100,7B,adapt"  # as if killed while writing the third
-    path.write_text(half)
-    results = sweep.run(small, Rows(path, "v1"), predictor, lambda: None)
-    assert asked == list(small.configurations[:3]) + list(small.configurations[2:])
+    assert tuple(rows[0]) == sweep.COLUMNS
+    results = sweep.run(small, path, predictor, lambda: None)
     assert len(list(csv.DictReader(path.open(newline="")))) == len(results) == len(small.configurations)
 
-    again = sweep.run(small, Rows(path, "v1"), predictor, lambda: None)
-    assert len(asked) == len(small.configurations) + 1
-    assert again == results
 
-    sweep.run(small, Rows(path, "v2"), predictor, lambda: None)  # the model has changed
-    assert len(asked) == 2 * len(small.configurations) + 1
-    assert {row["version"] for row in csv.DictReader(path.open(newline=""))} == {"v2"}
-
-
-def test_a_file_of_something_else_is_not_overwritten(tmp_path: Path) -> None:
+def test_a_file_of_something_else_is_not_overwritten(tmp_path: Path, predictor: Predictor) -> None:
     path = tmp_path / "small.csv"
     path.write_text("my,own,data\n1,2,3\n")
     with pytest.raises(ValueError, match="has no rows of a sweep"):
-        Rows(path, "v1")
+        sweep.run(read_sweep(written(tmp_path, SMALL)), path, predictor, lambda: None)
     assert path.read_text() == "my,own,data\n1,2,3\n"
 
 
@@ -176,12 +154,6 @@ def test_the_command_is_deterministic_and_draws(tmp_path: Path, capsys: pytest.C
     assert first == second
     assert (tmp_path / "a" / "small.png").stat().st_size > 10_000
     assert "speedup over ZeRO-Offload" in printed
-    before = (tmp_path / "a" / "small.csv").stat().st_mtime_ns
-    assert sweep.main([file, "--out", str(tmp_path / "a")]) == 0
-    assert (tmp_path / "a" / "small.csv").stat().st_mtime_ns == before
-    assert sweep.main([file, "--out", str(tmp_path / "a"), "--fresh"]) == 0
-    assert (tmp_path / "a" / "small.csv").stat().st_mtime_ns > before
-    assert (tmp_path / "a" / "small.csv").read_bytes() == first
 
 
 # What comes out
@@ -224,6 +196,16 @@ def test_more_memory_is_never_slower_and_is_what_was_asked_for(predictor: Predic
         assert o.update_s >= 0.999 * o.bound_s
         assert None not in (o.resident, o.streamed, o.on_cpu)
         assert o.resident + o.streamed + o.on_cpu == o.subgroups  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("policy", ["zero3_offload", "dos", "adaptive"])
+def test_contention_slows_what_moves_and_nothing_of_it_was_published(predictor: Predictor, policy: str) -> None:
+    outcomes = [predictor.outcome(configuration(policy=policy, ratio=0.9, contention=c)) for c in (0, 0.4, 0.8)]
+    for slower in ("update_s", "backward_s"):
+        times = [getattr(o, slower) for o in outcomes]
+        assert times == sorted(times)
+        assert times[0] < times[-1]
+    assert [o.published_runs > 0 for o in outcomes] == [policy != "adaptive", False, False]
 
 
 def test_what_does_not_fit_has_a_note_and_no_time(predictor: Predictor) -> None:
@@ -269,8 +251,13 @@ def test_speedups_are_over_zero_offload_of_the_same_kind(tmp_path: Path, predict
     assert "update" in listing(small, results)[0]
 
 
-def test_every_series_has_a_colour_of_its_own() -> None:
+def test_every_series_has_a_colour_of_its_own(predictor: Predictor) -> None:
     assert len(set(COLOURS.values())) == len(COLOURS)
+    machines = dataclasses.replace(read_sweep(sweep.SWEEPS / "machines.toml"), axis="model")
+    results = {c: predictor.outcome(c) for c in machines.configurations}
+    for comparison in compare(machines, results):
+        assert len(comparison.series) > 3
+        assert len(set(colours(comparison.series).values())) == len(comparison.series)
     assert tick(3_000_000_000) == "3B"
     assert tick(10_000_000) == "10M"
 
@@ -370,6 +357,7 @@ RUN = '[run]\nmachine = "h100"\nmodel = "7B"\npolicy = "adaptive"\n'
         (RUN + "ratio = {a = 1}\n", "must lie in [0, 1], found {'a': 1}"),
         (RUN + "memory = -1\n", "memory must be 'ratio', 'trace' or 0 GiB or more, found -1"),
         (RUN + 'memory = "all"\n', "found 'all'"),
+        (RUN + "contention = 1\n", "contention is the share that others take and must lie in [0, 1), found 1"),
         (RUN + 'attach = "yes"\n', "attach must be true or false, found 'yes'"),
         (RUN + 'device = "tpu"\n', "device must be one of simulated, emulated, cuda, found 'tpu'"),
         (RUN.replace("h100", "gh200") + 'memory = "trace"\n', "memory 'trace' needs a published machine"),

@@ -59,6 +59,16 @@ def blocks(name: str) -> Iterator[Block]:
         yield Block(found["language"], found["code"], text.count("\n", 0, found.start("code")), found["note"] or "")
 
 
+def commands(name: str) -> list[str]:
+    """The command lines of a page's blocks, and those within its text."""
+    lines = [line for block in blocks(name) if block.language in ("", "sh") for line in block.code.splitlines()]
+    text = page(name).read_text().replace("\n> ", " ")
+    lines += [" ".join(code.split()) for code in re.findall(r"(?<!`)`([^`]+)`(?!`)", text)]
+    return [
+        found[1] for line in lines if (found := re.match(r"(?:\$ )?((?:python|make|torchrun|pip) .*?)(?:\s+#|$)", line))
+    ]
+
+
 def run(name: str, namespace: dict[str, Any]) -> int:
     """Run the Python blocks of a page one after the other; how many ran."""
     namespace.setdefault("CPUOffloadOptimizer", torchao_stand_in)

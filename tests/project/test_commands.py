@@ -1,0 +1,104 @@
+"""Every command that README and docs show starts, at its smallest, with no more installed than README says."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.support import pages
+
+ROOT = pages.ROOT
+ABSENT = (
+    *("matplotlib", "tomli", "pytest", "_pytest", "hypothesis", "xdist", "ruff", "mypy", "mkdocs", "transformers"),
+    *("accelerate", "pytorch_lightning", "lightning", "tensorboard", "torchao", "bitsandbytes", "deepspeed"),
+)
+"""What `pip install .` leaves out: all of the extras in pyproject.toml, and the peers."""
+NEEDS_MATPLOTLIB = "matplotlib is not installed, so no picture is drawn: pip install matplotlib"
+TRAIN = "--steps 2 --layers 1 --width 32 --heads 2 --context 16 --batch 2 --policies cpu"
+FORMATS = "--steps 2 --seeds 1 --width 32 --layers 1 --processes 1"
+
+QUICK = {
+    "experiments.gpu_check": "--size tiny --minutes 1 --only environment,host",
+    "experiments.kernel": "--numel 1k --rounds 1 --threads 1",
+    "experiments.memory --only": "none --steps 2",
+    "experiments.memory --simulate": "--picture memory.png",
+    "experiments.published": "",
+    "experiments.sweep": "ratio",
+    "experiments.train": TRAIN,
+    "perfmodel": "--params 7e9 --gpu 24GB --host 128GB --checkpointing",
+    "perfmodel --fsdp": "--params 70e9 --machine h100 --ranks 8 --nodes 2 --checkpointing --host 1TiB",
+}
+SLOW = {
+    "dos.calibrate": "--quick --output profile.json",
+    "experiments.emulation": "--rounds 1",
+    "experiments.formats": FORMATS,
+    "experiments.job": "--ranks 1",
+    "experiments.memory": "--steps 2",
+    "experiments.overhead": "--most 100 --rounds 1",
+    "experiments.overlap": "--rounds 1 --batch 1",
+    "experiments.planner": "--profile h100",
+    "experiments.sweep emulated": "",
+}
+REFUSED = {"experiments.decisions": "", "experiments.sweep --report": "results.md"}
+"""They draw what docs show, and say what to install for that."""
+
+
+@pytest.fixture
+def installation(tmp_path: Path) -> dict[str, str]:
+    """The environment variables of a Python that has nothing of ABSENT, in this process's children and in theirs."""
+    code = f"import sys\nsys.modules.update(dict.fromkeys({ABSENT}))\n"
+    (tmp_path / "sitecustomize.py").write_text(code)
+    paths = (str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", ""))
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_WAIT_POLICY": "passive"}
+
+
+def run(command: str, arguments: str, folder: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-m", *command.split(), *arguments.split()]
+    return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+def starts(command: str, arguments: str, folder: Path, environment: dict[str, str]) -> None:
+    done = run(command, arguments, folder, environment)
+    assert "Traceback" not in done.stdout + done.stderr
+    # 1: it ran, and a figure is not what it should be, which so small a size says nothing about.
+    assert done.returncode in (0, 1), done.stderr
+
+
+@pytest.mark.parametrize("command", QUICK)
+def test_it_starts(command: str, installation: dict[str, str], tmp_path: Path) -> None:
+    starts(command, QUICK[command], tmp_path, installation)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("command", SLOW)
+def test_it_starts_and_takes_long(command: str, installation: dict[str, str], tmp_path: Path) -> None:
+    starts(command, SLOW[command], tmp_path, installation)
+
+
+@pytest.mark.parametrize("command", REFUSED)
+def test_it_says_in_one_line_what_to_install(command: str, installation: dict[str, str], tmp_path: Path) -> None:
+    done = run(command, REFUSED[command], tmp_path, installation)
+    assert (done.returncode, done.stderr) == (2, NEEDS_MATPLOTLIB + "\n")
+    assert not (tmp_path / "results.md").exists()
+
+
+def told_apart(words: Sequence[str]) -> set[str]:
+    """The module, and those words after it that make another command of it."""
+    return {words[0], *(w for w in words[1:] if w in ("--only", "--simulate", "--report", "--fsdp", "emulated"))}
+
+
+def test_every_documented_command_is_tried() -> None:
+    """With `make`: the targets call these, pytest, or tools; `pip` and examples have tests of their own."""
+    tried = [told_apart(command.split()) for command in (*QUICK, *SLOW, *REFUSED)]
+    names = ["README", *sorted(path.stem for path in (ROOT / "docs").glob("*.md"))]
+    documented = [words for name in names for command in pages.commands(name) if "-m" in (words := command.split())]
+    modules = [words[words.index("-m") + 1 :] for words in documented]
+    assert len(modules) > 30
+    missing = [words for words in modules if words[0] != "pytest" and told_apart(words) not in tried]
+    assert not missing
