@@ -27,7 +27,7 @@ from dos.guard import Guard, exclusive
 from dos.lifetime import over
 from dos.options import Options, check_settings
 from dos.parameters.admission import Group
-from dos.parameters.hooks import Attachment, Hooks, taker, watch_gradient
+from dos.parameters.hooks import Attachment, Hooks, hook_again, taker, watch_gradient
 from dos.parameters.live_state import Entries, LiveState
 from dos.parameters.loading import load_state_dict, loads_full_state, makes_state, to_be_filled
 from dos.parameters.registry import Active, Registry
@@ -109,7 +109,7 @@ class DOSAdam(Optimizer):
 
     _accelerator: Accelerator | None
     _watched: dict[Tensor, Hooks]
-    _coming: dict[Tensor, set[int]]
+    _coming: dict[int, set[int]]
     _attachment: Attachment | None
     _unfinished: dict[ParameterRecord, None]
     _joined: dict[ParameterRecord, set[Caller]]
@@ -277,6 +277,7 @@ class DOSAdam(Optimizer):
     ) -> tuple[Active, dict[Subgroup, SubgroupUpdate], Plan | None, Prepared | None]:
         """Look into everything that the step needs, and get the memory for it; nothing has changed if this raises."""
         registry = self._registry
+        hook_again(self._watched)
         if registry.offloaded is not None:
             self._take_over()
         registry.place_gradients(self.param_groups)
@@ -747,8 +748,8 @@ class DOSAdam(Optimizer):
             )
 
     @exclusive
-    def gradient_coming(self, parameter: Tensor) -> None:
-        """Called by a hook when backward is about to add to ``parameter.grad``, if gradients are offloaded."""
+    def gradient_coming(self, parameter: int) -> None:
+        """Called by a hook when backward adds to the ``grad`` of the parameter with this id, if it is offloaded."""
         self._coming.setdefault(parameter, set()).add(threading.get_ident())
 
     def gradient_ready(self, parameter: Tensor) -> None:
@@ -760,7 +761,7 @@ class DOSAdam(Optimizer):
     @exclusive
     def _gradient_ready(self, parameter: Tensor) -> None:
         if self._registry.offloaded is not None:
-            coming = self._coming.get(parameter, set())
+            coming = self._coming.get(id(parameter), set())
             coming.discard(threading.get_ident())
             if coming:
                 return  # another thread may be adding to the gradient just now; its hook takes the sum

@@ -11,14 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from dos.sharding.ddp import wait_before_broadcasts
 from dos.sharding.fsdp import sharded_groups
 
 
 class Watcher(Protocol):
     """What the hooks report to."""
 
-    def gradient_coming(self, parameter: Tensor) -> None:
-        """Backward is about to add to `parameter.grad`. Asked for by watchers that take gradients away."""
+    def gradient_coming(self, parameter: int) -> None:
+        """Backward is about to add to the `grad` of the parameter with this id, which the watcher takes away."""
 
     def gradient_ready(self, parameter: Tensor) -> None:
         """Backward has written to `parameter.grad`."""
@@ -31,10 +32,11 @@ class Watcher(Protocol):
 
 
 class Hooks(NamedTuple):
-    """Of one parameter, and to whom they report."""
+    """Of one parameter, and to whom they report. implementation: the address of torch's tensor that calls them."""
 
     handles: tuple[RemovableHandle, ...]
     watcher: weakref.ref[Watcher]
+    implementation: int
 
     def remove(self) -> None:
         """Take them off."""
@@ -64,17 +66,31 @@ def watch_gradient(parameter: Tensor, watcher: Watcher, *, takes: bool) -> Hooks
         if alive is not None:
             alive.gradient_ready(parameter)
 
-    def coming(gradient: Tensor | None) -> None:
-        alive, here = reference(), itself()
-        if alive is not None and here is not None and gradient is not None:
-            alive.gradient_coming(here)
+    key = id(parameter)  # tensors with weak references cannot be swapped, as model.to() does under FSDP2
 
-    itself = weakref.ref(parameter)
+    def coming(gradient: Tensor | None) -> None:
+        alive = reference()
+        if alive is not None and gradient is not None:
+            alive.gradient_coming(key)
+
     after = parameter.register_post_accumulate_grad_hook(accumulated)
     if not takes:
-        return Hooks((after,), reference)
-    _takers[id(parameter)] = hooks = Hooks((parameter.register_hook(coming), after), reference)
+        return Hooks((after,), reference, parameter._cdata)
+    _takers[key] = hooks = Hooks((parameter.register_hook(coming), after), reference, parameter._cdata)
     return hooks
+
+
+def hook_again(watched: dict[Tensor, Hooks]) -> None:
+    """Let torch call all hooks of these parameters again where it has swapped the tensor that calls them.
+
+    So `model.to()` does with DTensors: their hooks are still listed, and never called.
+    """
+    for parameter in [p for p, hooks in watched.items() if hooks.implementation != p._cdata]:
+        for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+            listed = getattr(parameter, name)
+            if listed:
+                setattr(parameter, name, listed)
+        watched[parameter] = watched[parameter]._replace(implementation=parameter._cdata)
 
 
 def taker(parameter: Tensor) -> weakref.ref[Watcher] | None:
@@ -102,7 +118,7 @@ class Attachment:
         """Modules whose parameters FSDP2 gathers."""
         self._gathered: set[int] = set()
         """The ids of parameters that were seen to be gathered."""
-        self._first_use: list[weakref.ref[Tensor]] = []
+        self._first_use: dict[int, None] = {}
         self.news = False
         self._attribute = f"_dos_wait_{id(self)}"  # a model may be attached to several optimizers
         self._handles: list[RemovableHandle] = []
@@ -111,13 +127,14 @@ class Attachment:
         for group in groups:
             self._sharded.update(group.modules)
             self._ends.append(group.before_gathering(_weak(self._before_gathering)))
+        self._ends.append(wait_before_broadcasts(self))
         self._add(model)
 
     @property
-    def first_use(self) -> list[Tensor]:
-        """The parameters in the order in which modules first used them. Reading it ends `news` of it."""
+    def first_use(self) -> list[int]:
+        """The ids of the parameters in the order in which modules first used them. Reading it ends `news` of it."""
         self.news = False
-        return [parameter for reference in self._first_use if (parameter := reference()) is not None]
+        return list(self._first_use)
 
     def covered(self) -> set[int]:
         """The ids of the parameters that a module waits for when it runs: those of modules that were seen to run."""
@@ -161,14 +178,18 @@ class Attachment:
         own = list(module.parameters(recurse=False))
         if module not in self._called:
             self._called.add(module)
-            self._first_use += map(weakref.ref, own)
+            self._first_use |= dict.fromkeys(map(id, own))
             self.news = True
         self._finish(own)
+
+    def before_broadcast(self, parameters: Iterable[Tensor]) -> None:
+        """DistributedDataParallel is about to broadcast them, in place."""
+        self._finish(parameters)
 
     def _before_gathering(self, parameters: Sequence[Tensor]) -> None:
         if not self._gathered.issuperset(map(id, parameters)):
             self._gathered.update(map(id, parameters))
-            self._first_use += map(weakref.ref, parameters)
+            self._first_use |= dict.fromkeys(map(id, parameters))
             self.news = True
         self._finish(parameters)
 

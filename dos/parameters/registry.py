@@ -344,12 +344,12 @@ class Registry:
         if made:
             self._guard.change(lambda: self._publish(made))
 
-    def order_by_use(self, first_use: Iterable[Tensor]) -> None:
-        """Put the subgroups in the order in which their parameters are first used; those not named come last."""
+    def order_by_use(self, first_use: Iterable[int]) -> None:
+        """Put the subgroups in the order in which their parameters, by id, are first used; others come last."""
         rank = {parameter: i for i, parameter in enumerate(first_use)}
         last = len(rank)
         for subgroups in (self.accelerated, self.local):
-            subgroups.sort(key=lambda s: min(rank.get(piece.record.parameter, last) for piece in s.pieces))
+            subgroups.sort(key=lambda s: min(rank.get(id(piece.record.parameter), last) for piece in s.pieces))
         self._reindex()
 
     def updates(self, active: Active, scales: Iterable[float]) -> dict[Subgroup, SubgroupUpdate]:

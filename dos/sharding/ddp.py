@@ -1,9 +1,10 @@
-"""DistributedDataParallel: when the gradients of a bucket have been reduced, and what they are then."""
+"""DistributedDataParallel: when the gradients of a bucket have been reduced, and when it broadcasts parameters."""
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -47,6 +48,42 @@ def watch_buckets(model: DistributedDataParallel, watcher: Reduced, hook: CommHo
             f"but pass it on: optimizer.register_ddp(model, comm_hook, comm_state) ({error})"
         ) from error
     _watchers[model] = watchers
+
+
+class Waits(Protocol):
+    """What is asked to wait."""
+
+    def before_broadcast(self, parameters: Iterable[Tensor]) -> None:
+        """Return when these parameters may be read and overwritten."""
+
+
+_waiting: weakref.WeakSet[Waits] = weakref.WeakSet()
+
+
+def wait_before_broadcasts(waits: Waits) -> Callable[[], None]:
+    """Ask it to wait whenever DDP broadcasts a model: when one is wrapped, and at the end of `join()`.
+
+    It passes no hook of the model then. Returns what ends that.
+    """
+    _wrap_broadcast()
+    _waiting.add(waits)
+    return lambda: _waiting.discard(waits)
+
+
+@functools.cache
+def _wrap_broadcast() -> None:
+    implementation = torch.nn.parallel.distributed
+    broadcast = getattr(implementation, "_sync_module_states", None)
+    if broadcast is None:  # torch without torch.distributed
+        return
+
+    @functools.wraps(broadcast)
+    def waiting(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        for waits in list(_waiting):
+            waits.before_broadcast(module.parameters())
+        return broadcast(module, *args, **kwargs)
+
+    implementation._sync_module_states = waiting
 
 
 def _all_reduce(group: Any, bucket: Any) -> torch.futures.Future[Any]:

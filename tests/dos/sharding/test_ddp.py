@@ -126,3 +126,33 @@ def two_optimizers() -> None:
 
 def test_a_model_may_have_several_optimizers(pair: Ranks) -> None:
     pair.run(two_optimizers)
+
+
+def uneven_inputs(inner: bool) -> None:
+    ends = []
+    for slow in (False, True):
+        inside = model()
+        ddp = DistributedDataParallel(inside)
+        numel = sum(p.numel() for p in inside.parameters())
+        rates = profile(cpu_update_rate=numel / 0.2) if slow else profile()
+        optimizer = dos_adam(inside.parameters(), policy="cpu", device=EmulatedDevice(rates, 1 << 24))
+        if slow:
+            optimizer.attach(inside if inner else ddp)
+        for epoch in range(2):
+            with ddp.join():
+                for step in range(2 + dist.get_rank()):
+                    ddp(batch(10 * epoch + step)).pow(2).mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+        inside(batch(0)).pow(2).mean().backward()
+        optimizer.step()
+        DistributedDataParallel(inside)  # broadcasts, too
+        optimizer.synchronize()
+        ends.append(values(inside))
+    assert_equal(*ends)
+
+
+@pytest.mark.parametrize("inner", [False, True])
+def test_join_broadcasts_what_updates_have_left(pair: Ranks, inner: bool) -> None:
+    """Leaving the block broadcasts the parameters of the rank that went on for longest, to which updates may write."""
+    pair.run(uneven_inputs, inner)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from dos import DOSAdam
 from tests.support.devices import UpdatesAfterStep
@@ -113,3 +114,49 @@ def detaches() -> None:
 
 def test_attaching_another_model_leaves_nothing_behind(pair: Ranks) -> None:
     pair.run(detaches)
+
+
+def divided_by(way: str) -> nn.Sequential:
+    found = model()
+    if way == "FSDP2":
+        return shard(found, mesh_of())
+    plan = {
+        "0.up": ColwiseParallel(),
+        "0.down": RowwiseParallel(),
+        "1.up": ColwiseParallel(),
+        "1.down": RowwiseParallel(),
+    }
+    return parallelize_module(found, mesh_of(), plan)
+
+
+def swapped(way: str, offload: bool) -> None:
+    """torch swaps DTensors in `model.to()`, even where nothing changes, and forgets hooks on what it swaps."""
+    ends, early = [], []
+    for moves in (False, True):
+        divided = divided_by(way)
+        optimizer = dos_adam(divided.parameters(), policy="cpu", offload_gradients=offload)
+        optimizer.attach(divided)
+        send = optimizer._accelerator._engine.send_gradients
+
+        def sends(*args: object, send=send, **kwargs: object) -> object:
+            early[-1] += 1
+            return send(*args, **kwargs)
+
+        optimizer._accelerator._engine.send_gradients = sends
+        for step in range(5):
+            early.append(0)
+            if moves and step in (0, 2):
+                divided.to("cpu", torch.float32)
+            divided(batch(step)).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.synchronize()
+        ends.append(values(divided))
+    assert_equal(*ends)
+    assert early[9] == early[4] > 0, "gradients leave during backward again"
+
+
+@pytest.mark.parametrize("way", ["FSDP2", "tensor parallel"])
+@pytest.mark.parametrize("offload", [False, True])
+def test_models_move_after_attach(pair: Ranks, way: str, offload: bool) -> None:
+    pair.run(swapped, way, offload)
