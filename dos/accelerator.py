@@ -263,6 +263,7 @@ class Accelerator:
 
     def step_returns(self) -> None:
         """The caller goes on, with the next forward: another iteration begins."""
+        self._engine.trim()
         self._now = Iteration(self.device, self._now)
 
     def wait(self) -> None:

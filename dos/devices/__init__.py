@@ -1,12 +1,13 @@
 """Accelerators behind one small protocol."""
 
-from dos.devices.base import LANES, Caller, Copy, Device, Job, Mark, Memory, pinned_zeros
+from dos.devices.base import LANES, Cached, Caller, Copy, Device, Job, Mark, Memory, pinned_zeros
 from dos.devices.emulated import EmulatedDevice
 from dos.devices.occupancy import Script, read_trace
 from dos.devices.select import DeviceFinder, device_for, host_zeros
 
 __all__ = [
     "LANES",
+    "Cached",
     "Caller",
     "Copy",
     "Device",

@@ -34,6 +34,13 @@ class Memory(NamedTuple):
     total: int
 
 
+class Cached(NamedTuple):
+    """Bytes of device memory that this process has reserved, and what of them state could have though others cannot."""
+
+    reserved: int
+    unused: int
+
+
 class Job(Protocol):
     """Work in flight."""
 
@@ -86,26 +93,23 @@ class Device(Protocol):
         Parts that are pinned one by one begin on page boundaries.
         """
 
+    owner: Caller
+    """The queue of the caller's from whose memory `allocate` takes: that of `step()`, whoever calls it."""
+
     def allocate(self, nbytes: int) -> Tensor:
         """1-D uint8 device memory, uninitialised. Raises torch.OutOfMemoryError."""
 
-    def allocate_lasting(self, nbytes: int) -> Tensor:
-        """As `allocate`, for what stays over many iterations and may be kept apart from what comes and goes."""
-
     def free(self, buffer: Tensor) -> None:
-        """Give back what either of them gave. No work in flight may use it."""
+        """Give back what `allocate` gave. No work in flight may use it."""
 
     def memory(self) -> Memory:
         """Free and total device memory as the runtime sees it."""
 
-    def unused(self) -> int:
-        """Bytes that this process has reserved and does not use: not free to others, but to us."""
-
-    def reserved(self) -> int:
-        """Bytes that this process has, used or not: what else is not free is others'."""
+    def cached(self) -> Cached:
+        """What this process has reserved, used or not: what else is not free is others'."""
 
     def trim(self) -> None:
-        """Give what is reserved and not used back to all."""
+        """Give what is reserved and not used back to all. May wait for the device."""
 
     def join(self, job: Job) -> None:
         """Order what the caller queues on the device from now on behind `job`. Raises what the job raised."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections import deque
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from dos.devices.base import LANES, Caller, Copy, Job, Mark, Memory
+from dos.devices.base import LANES, Cached, Caller, Copy, Job, Mark, Memory
 from dos.devices.coalesce import copy_pieces
 from dos.devices.pinned import lazy_zeros, pin
 from dos.devices.ranges import named
@@ -21,21 +22,15 @@ from dos.machine.threads import bind, bound_to, cores_near
 from perfmodel import Lane, Op, Span
 from perfmodel.format import MIXED
 
+logger = logging.getLogger(__name__)
+
 _CLOCK_S = 1.0
 """Seconds after which a new clock is started: in that time the host's and the device's part by some microseconds."""
 _BRACKETS = 3
 """How often the host looks when the device is; whoever is not interrupted in between knows best."""
 
-POOLS = "DOS_MEMORY_POOLS"
-"""The environment variable that, set to 1, keeps state that stays on the device in memory pools of its own.
-
-No GPU has run this yet, so it is not the default. Without it, state that leaves stays with the caching allocator until
-`trim`, which empties the model's cache, too. Slots are in the general pool all the same: forward and backward take
-their memory over within the iteration.
-"""
-_POOL_FROM, _SEGMENT = 10 << 20, 2 << 20
-"""Bytes from which the caching allocator makes a segment for one allocation alone, and of which that is a multiple."""
-
+_GENERAL = (0, 0)
+"""The id of the caching allocator's own pool."""
 _HIGH, _NORMAL = -1, 0
 """Priorities of streams. They hold for kernels alone: an update that the next forward waits for goes before others."""
 
@@ -49,12 +44,13 @@ class CudaDevice:
     def __init__(self, device: torch.device) -> None:
         self.torch_device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         self._streams, self._idle_stream = _streams_of(self.torch_device)
-        self._timers = _Events()
         self._leftovers: deque[_Leftover] = deque()
         self._clock = self._start_clock()
         self._cores = cores_near(self._pci_address)
-        self._with_pools = os.environ.get(POOLS) == "1"
-        self._pools: dict[int, torch.cuda.MemPool] = {}  # by the address of what was allocated in it
+        self._segments = _Segments()
+        self.owner: Caller = self.caller()
+        if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+            _warn_of_one_connection()
 
     def __repr__(self) -> str:
         return f"CudaDevice({self.torch_device})"
@@ -88,52 +84,46 @@ class CudaDevice:
             pin(tensor, self.torch_device)
 
     def allocate(self, nbytes: int) -> Tensor:
+        # The allocator keeps what is freed for the queue that took it; of a framework's it would be lost to the model.
+        with torch.cuda.stream(cast(torch.cuda.Stream, self.owner)):
+            buffer = self._empty(nbytes)
+        if self.caller() != self.owner:
+            # What the caller queues next may write there, where the owner's work may still read.
+            self.join(self._mark(self.owner))
+        return buffer
+
+    def _empty(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
 
-    def allocate_lasting(self, nbytes: int) -> Tensor:
-        """From a pool of its own where that was asked for. What is too small for a segment of its own is not."""
-        if not self._with_pools or nbytes < _POOL_FROM:
-            return self.allocate(nbytes)
-        # A whole segment, so that the pool has nothing that `unused` would count and nobody else could use.
-        whole = -(-nbytes // _SEGMENT) * _SEGMENT
-        try:
-            buffer, pool = self._allocate_in_pool(whole)
-        except torch.OutOfMemoryError:
-            # For a pool, the allocator does not give up what it has cached for others before it fails.
-            with self.current():
-                torch.cuda.empty_cache()
-            buffer, pool = self._allocate_in_pool(whole)
-        self._pools[buffer.data_ptr()] = pool
-        return buffer[:nbytes]
-
-    def _allocate_in_pool(self, nbytes: int) -> tuple[Tensor, torch.cuda.MemPool]:
-        with self.current():  # to which a new pool belongs
-            pool = torch.cuda.MemPool()
-            with torch.cuda.use_mem_pool(pool, self.torch_device):
-                return self.allocate(nbytes), pool
-
     def free(self, buffer: Tensor) -> None:
-        """The caching allocator takes the memory when the last view goes; the device, that of a pool at once."""
-        pool = self._pools.pop(buffer.data_ptr(), None)
-        if pool is not None:
-            buffer.untyped_storage().resize_(0)  # before the pool goes, or the block would outlive it in the cache
-            del pool
+        pass  # the caching allocator takes the memory when the last view goes
 
     def memory(self) -> Memory:
         return Memory(*torch.cuda.mem_get_info(self.torch_device))
 
-    def unused(self) -> int:
+    def cached(self) -> Cached:
         stats = torch.cuda.memory_stats_as_nested_dict(self.torch_device)
         # "active" still counts what was freed while other streams use it.
-        reserved, active = (stats[key]["all"]["current"] for key in ("reserved_bytes", "active_bytes"))
-        return max(0, reserved - active)
+        reserved, active, split = (
+            stats[f"{name}_bytes"]["all"]["current"] for name in ("reserved", "active", "inactive_split")
+        )
+        self._look_at_segments(stats["reserved_bytes"]["all"]["allocated"])
+        segments = self._segments
+        return Cached(reserved, max(0, reserved - active - segments.private - (0 if segments.expandable else split)))
 
-    def reserved(self) -> int:
-        return torch.cuda.memory_reserved(self.torch_device)
+    def _look_at_segments(self, allocated: int) -> None:
+        """Learn what the counts do not tell, if segments were made since; it takes milliseconds, so once a second."""
+        now, known = time.perf_counter(), self._segments
+        if allocated == known.allocated or now - known.seconds < _CLOCK_S:
+            return
+        mine = [each for each in torch.cuda.memory_snapshot() if each["device"] == self.torch_device.index]
+        expandable = any(each.get("is_expandable") for each in mine)
+        private = [each for each in mine if tuple(each.get("segment_pool_id", _GENERAL)) != _GENERAL]
+        # Of others the free parts are among those of split segments.
+        idle = sum(s["total_size"] - s["active_size"] for s in private if expandable or not s["active_size"])
+        self._segments = _Segments(allocated, now, expandable, idle)
 
     def trim(self) -> None:
-        if self._with_pools:
-            return  # `free` has given back what was state's, and the rest is the model's
         with self.current():
             torch.cuda.empty_cache()
 
@@ -152,7 +142,7 @@ class CudaDevice:
         return self._mark(self.caller())
 
     def _mark(self, stream: Caller) -> _CudaJob:
-        event = self._timers.take()
+        event = _event()
         event.record(cast(torch.cuda.Stream, stream))
         return _CudaJob(self, None, event, Op.BACKWARD, None, ())
 
@@ -239,7 +229,7 @@ class CudaDevice:
             torch.no_grad(),
         ):
             self._drop_leftovers()
-            start, end = self._timers.take(), self._timers.take()
+            start, end = _event(), _event()
             for job in after:
                 assert isinstance(job, _CudaJob)
                 # Closes the hazards between streams: what `job` writes, `work` reads or overwrites; what `job` reads,
@@ -263,10 +253,6 @@ class CudaDevice:
             if not leftover.end.query():
                 self._leftovers.appendleft(leftover)
                 return
-            self._give_back(leftover)
-
-    def _give_back(self, leftover: _Leftover) -> None:
-        self._timers.give(*(event for event in (leftover.start, leftover.end) if event is not None))
 
 
 @cache
@@ -292,27 +278,35 @@ class _Clock(NamedTuple):
         return self.seconds + self.event.elapsed_time(event) / 1e3
 
 
-class _Events:
-    """Timing events that are recorded again once nobody can read or wait for what they recorded before."""
+class _Segments(NamedTuple):
+    """What the caching allocator's segments are like.
 
-    def __init__(self) -> None:
-        self._idle: deque[torch.cuda.Event] = deque()  # whose append and pop are atomic
+    allocated: bytes of all that it ever made when this was read, at so many seconds of time.perf_counter.
+    expandable: whether it can give back parts of them. private: bytes that are free in the pools of CUDA graphs and of
+    user code, where state cannot be.
+    """
 
-    def take(self) -> torch.cuda.Event:
-        try:
-            return self._idle.pop()
-        except IndexError:
-            # Blocking: the CPU lane must not spin while it waits.
-            return torch.cuda.Event(enable_timing=True, blocking=True)
+    allocated: int = 0
+    seconds: float = -_CLOCK_S
+    expandable: bool = False
+    private: int = 0
 
-    def give(self, *events: torch.cuda.Event) -> None:
-        self._idle.extend(events)
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True, blocking=True)  # the CPU lane must not spin while it waits
+
+
+@cache
+def _warn_of_one_connection() -> None:
+    logger.warning(
+        "CUDA_DEVICE_MAX_CONNECTIONS=1 puts the work of all streams into one queue of the device, so that transfers of "
+        "optimizer state can hold up forward and backward; unset it unless your framework needs that order"
+    )
 
 
 class _Leftover(NamedTuple):
     """What a job leaves when nobody holds it any more."""
 
-    start: torch.cuda.Event | None
     end: torch.cuda.Event
     keeps: Sequence[Tensor]
 
@@ -320,8 +314,7 @@ class _Leftover(NamedTuple):
 class _CudaJob:
     """Work on a stream between two events; a fence or mark has no start.
 
-    While somebody holds it, its events are not recorded again, so that it can be waited for any number of times. The
-    host memory that it uses stays until the device is done with it, held or not.
+    The host memory that it uses stays until the device is done with it, whether the job is held or not.
     """
 
     def __init__(
@@ -355,5 +348,5 @@ class _CudaJob:
         return self._ended_at
 
     def __del__(self) -> None:
-        # Streams that wait for the end have been told to, and wait for this record of it even if there is another.
-        self._device._leftovers.append(_Leftover(self._start, self.end, self._keeps))
+        if self._keeps:
+            self._device._leftovers.append(_Leftover(self.end, self._keeps))

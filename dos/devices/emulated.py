@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dos.devices.base import LANES, Caller, Copy, Job, Mark, Memory
+from dos.devices.base import LANES, Cached, Caller, Copy, Job, Mark, Memory
 from dos.devices.occupancy import Occupancy
 from dos.devices.pacer import Pacer
 from dos.devices.pinned import lazy_zeros
@@ -52,6 +52,7 @@ class EmulatedDevice:
     """
 
     uuid = None  # NVML does not know it
+    owner: Caller = None
 
     def __init__(
         self,
@@ -119,18 +120,8 @@ class EmulatedDevice:
     def pin(self, tensor: Tensor) -> None:
         pass
 
-    def allocate(self, nbytes: int) -> Tensor:
-        return self._take(nbytes)
-
-    def allocate_lasting(self, nbytes: int) -> Tensor:
-        return self.allocate(nbytes)
-
-    def free(self, buffer: Tensor) -> None:
-        self._live.pop(id(buffer), None)  # it may be gone already, if somebody was interrupted while freeing it
-        self._free()
-
     @exclusive
-    def _take(self, nbytes: int) -> Tensor:
+    def allocate(self, nbytes: int) -> Tensor:
         free = self._free()
         if nbytes > free:
             raise torch.OutOfMemoryError(
@@ -143,6 +134,10 @@ class EmulatedDevice:
         self._free()
         return buffer
 
+    def free(self, buffer: Tensor) -> None:
+        self._live.pop(id(buffer), None)  # it may be gone already, if somebody was interrupted while freeing it
+        self._free()
+
     @property
     def _held(self) -> int:
         return sum(list(self._live.values()))
@@ -151,12 +146,9 @@ class EmulatedDevice:
         true = Memory(self._free(), self.capacity)
         return true if self.reports is None else self.reports(true)
 
-    def unused(self) -> int:
-        return 0  # what `memory` calls free includes it
-
-    def reserved(self) -> int:
+    def cached(self) -> Cached:
         usage = self.usage()
-        return usage.occupied + usage.held
+        return Cached(usage.occupied + usage.held, 0)  # what `memory` calls free includes what is unused
 
     def trim(self) -> None:
         pass

@@ -272,7 +272,7 @@ class MemoryMonitor:
     def _read(self) -> Reading:
         """Memory as it is now, from NVML where possible; free is what is free or in the caching allocator, unused."""
         try:
-            reserved, memory, unused = self._device.reserved(), self._device.memory(), self._device.unused()
+            (reserved, unused), memory = self._device.cached(), self._device.memory()
             source = Source.DEVICE
         except Exception as error:  # whatever it is, training need not end for it here
             logger.debug("device memory: %s", repr(error))

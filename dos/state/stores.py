@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -117,7 +117,7 @@ class DeviceStore:
     def take(self, subgroup: Subgroup) -> State | None:
         """Room for a subgroup's state, uninitialised; None if there is none."""
         host = subgroup.state
-        buffer = self._allocate(host.carved_bytes, self._device.allocate_lasting)
+        buffer = self._allocate(host.carved_bytes)
         if buffer is None:
             return None
         self._buffers[subgroup] = buffer
@@ -134,7 +134,7 @@ class DeviceStore:
     def get_slots(self, count: int, nbytes: int) -> None:
         """Allocate up to `count` slots of `nbytes`, fewer if memory runs out."""
         for _ in range(count):
-            slot = self._allocate(nbytes, self._device.allocate)
+            slot = self._allocate(nbytes)
             if slot is None:
                 break
             self.slots.append(slot)
@@ -145,9 +145,9 @@ class DeviceStore:
             self._device.free(self.slots[-1])
             self.slots.pop()  # not before: what is interrupted here is done again
 
-    def _allocate(self, nbytes: int, allocate: Callable[[int], Tensor]) -> Tensor | None:
+    def _allocate(self, nbytes: int) -> Tensor | None:
         try:
-            return allocate(nbytes)
+            return self._device.allocate(nbytes)
         except torch.OutOfMemoryError as error:
             level = logging.DEBUG if self._logged or self._expected else logging.WARNING
             if not self._expected:

@@ -38,6 +38,7 @@ class Engine:
     schedule: of the last step that was issued; None before the first.
     ran: when its tasks ran, and nothing else.
     origin: the 0 of the last timeline, on the clock of time.perf_counter.
+    trims: whether state has left the device and its memory is cached there.
     """
 
     def __init__(self, device: Device, host_store: HostStore, guard: Guard) -> None:
@@ -55,6 +56,7 @@ class Engine:
         self._lane_done: Future[None] | None = None
         self._started = 0.0
         self.origin = 0.0
+        self.trims = False
         guard.drains.append(weakref.WeakMethod(self.drain))
         watch(self)
 
@@ -87,6 +89,7 @@ class Engine:
     def make_room(self, plan: Plan, subjects: Sequence[Subject]) -> Prepared:
         """See `dos.step.room.make_room`."""
         self._started = time.perf_counter()
+        self.device.owner = self.device.caller()
         return make_room(plan, subjects, self.early)
 
     def start(self, prepared: Prepared, workload: Workload) -> None:
@@ -259,8 +262,13 @@ class Engine:
         self.device_store.free_slots()
         for subgroup in step.leaving:
             self.device_store.drop(subgroup)
-        if step.leaving:
-            self.device.trim()  # another process may be waiting for it
+        self.trims |= bool(step.leaving)
+
+    def trim(self) -> None:
+        """Give what has left the device to other processes, which may be waiting. It waits, so never in a hook."""
+        if self.trims:
+            self.trims = False
+            self.device.trim()
 
 
 def _spans(jobs: Iterable[Job], errors: list[Exception]) -> list[Span]:

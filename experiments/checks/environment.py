@@ -33,7 +33,7 @@ _VARIABLES = (
     "LOCAL_WORLD_SIZE",
     "PYTORCH_CUDA_ALLOC_CONF",
     "PYTORCH_ALLOC_CONF",  # what later versions of torch call it
-    "DOS_MEMORY_POOLS",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
 )
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dos import DOSAdam
-from dos.devices.cuda import POOLS, CudaDevice
+from dos.devices.cuda import CudaDevice
 from dos.memory.forecast import MARGIN
 from dos.memory.monitor import Nvml
 from experiments.checks.neighbour import Neighbour
@@ -178,33 +178,6 @@ def test_device_memory_is_given_back() -> None:
     run(with_policy("stride:1"), steps=2)
     free_memory()
     assert torch.cuda.memory_allocated() == before
-
-
-# Pools of our own: not the default before this has passed on a GPU
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_plans_that_change_every_step_with_pools(
-    seed: int, expected: list[bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(POOLS, "1")
-    policy = with_policy(RandomPlans(seed, 2), 2_000_000)  # 24 MB of state in a subgroup
-    assert run(policy, attached=True, between=lambda o, _: plan_anew(o)) == expected
-
-
-def test_state_that_leaves_gives_its_own_memory_back_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(POOLS, "1")
-    device = CudaDevice(torch.device("cuda"))
-    torch.cuda.empty_cache()
-    theirs = torch.empty(50 << 20, dtype=torch.uint8, device=DEVICE)
-    del theirs  # and stays cached, as the model's memory between iterations
-    cached, unused = torch.cuda.memory_reserved(), device.unused()
-    buffer = device.allocate_lasting((100 << 20) + 1)
-    assert torch.cuda.memory_reserved() == cached + (102 << 20)
-    assert device.unused() == unused, "what is left of a pool is nobody else's"
-    device.free(buffer)
-    device.trim()
-    assert torch.cuda.memory_reserved() == cached
 
 
 # No synchronisation

@@ -28,7 +28,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dos.devices import Job, Memory
+from dos.devices import Cached, Job, Memory
 from dos.devices.cuda import CudaDevice, _streams_of
 from perfmodel import Op
 
@@ -58,7 +58,7 @@ class Runtime:
 
     recorded, made: how many events were. host: the host's clock in seconds. caller: the stream on which the user works.
     contexts: the devices on which something has made a context. regions: pinned host memory, end by first byte.
-    refuses: errors of the next attempts to pin.
+    refuses: errors of the next attempts to pin. allocated: the streams of whose memory something was allocated.
     """
 
     cudaError = SimpleNamespace(success=0)  # noqa: N815
@@ -72,6 +72,7 @@ class Runtime:
         self.contexts: set[int] = set()
         self.regions: dict[int, int] = {}
         self.refuses: list[int] = []
+        self.allocated: set[FakeStream] = set()
         self.caller = self.caller_stream()
         self._of_thread = threading.local()
         self._random = None if seed is None else random.Random(seed)
@@ -299,20 +300,26 @@ class FakeCudaDevice(CudaDevice):
         return tensor.device.type == "cpu"
 
     def allocate(self, nbytes: int) -> Tensor:
-        return torch.full((nbytes,), 0xFF, dtype=torch.uint8)  # NaN in every dtype
+        self._foreign = self.runtime.current_stream() is not self.owner
+        return super().allocate(nbytes)
+
+    def _empty(self, nbytes: int) -> Tensor:
+        """What its owner still does with the memory leaves NaN there in every dtype; it is late if others allocate."""
+        buffer, owner = torch.empty(nbytes, dtype=torch.uint8), self.runtime.current_stream()
+        self.runtime.allocated.add(owner)
+        if self._foreign:
+            owner.enqueue(lambda: buffer.fill_(0xFF))
+            return buffer
+        return buffer.fill_(0xFF)
 
     def free(self, buffer: Tensor) -> None:
         buffer.fill_(0xFF)
-        super().free(buffer)
 
     def memory(self) -> Memory:
         return Memory(10**9, 10**9)
 
-    def unused(self) -> int:
-        return 0
-
-    def reserved(self) -> int:
-        return 0
+    def cached(self) -> Cached:
+        return Cached(0, 0)
 
     def trim(self) -> None:
         pass

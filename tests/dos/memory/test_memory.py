@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from dos import DOSAdam, EmulatedDevice
-from dos.devices import Memory
+from dos.devices import Cached, Memory
 from dos.memory.forecast import MARGIN
 from dos.memory.monitor import _REASONS, SHARE_AT_FIRST, SHARE_OF_TIME, Budget, MemoryMonitor, Reading, Source
 from perfmodel import Lane, Op, Placement, Plan, SubgroupLoad, Workload
@@ -70,24 +70,21 @@ class Pynvml(ModuleType):
 
 
 class Card(EmulatedDevice):
-    """A device that NVML may know. says: what its runtime says of its memory; cached: reserved and not used."""
+    """A device that NVML may know. says: what its runtime says of its memory; unused: reserved and not used."""
 
-    def __init__(self, uuid: str | None = GPU, free: int = 500_000, cached: int = 0) -> None:
+    def __init__(self, uuid: str | None = GPU, free: int = 500_000, unused: int = 0) -> None:
         super().__init__(FAST, TOTAL)
         self.uuid = uuid  # type: ignore[misc]
         self.says = Memory(free, TOTAL)
-        self.cached = cached
+        self.unused = unused
         self.reads = 0
 
     def memory(self) -> Memory:
         self.reads += 1
         return self.says
 
-    def unused(self) -> int:
-        return self.cached
-
-    def reserved(self) -> int:
-        return TOTAL  # whatever is not free is this process's own
+    def cached(self) -> Cached:
+        return Cached(TOTAL, self.unused)  # whatever is not free is this process's own
 
 
 @pytest.fixture
@@ -116,7 +113,7 @@ def monitor_of(device: Card, budget: Budget = None) -> MemoryMonitor:
 
 @pytest.mark.parametrize("uuid", [GPU, "MIG-77aa"])
 def test_what_nvml_says_counts_and_what_the_allocator_has_unused(uuid: str, nvml: Pynvml, said: list[str]) -> None:
-    monitor = monitor_of(Card(uuid, free=1, cached=50))
+    monitor = monitor_of(Card(uuid, free=1, unused=50))
     assert monitor.reading == Reading(Memory(600_050, TOTAL), Source.NVML)
     monitor.sample(always=True)
     assert nvml.calls.count("nvmlDeviceGetHandleByUUID") == 1, "the handle is kept"
@@ -150,7 +147,7 @@ def test_without_nvml_the_runtime_counts_and_one_warning_says_what_to_do(
     call: str, error: str, source: Source, advice: str, nvml: Pynvml, said: list[str]
 ) -> None:
     nvml.fails_at, nvml.error = call, Pynvml.error_of(error)
-    monitor = monitor_of(Card(free=1234, cached=6))
+    monitor = monitor_of(Card(free=1234, unused=6))
     for _ in range(3):
         monitor.sample(always=True)
         assert monitor.reading == Reading(Memory(1240, TOTAL), source)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from dos import DOSAdam, EmulatedDevice
 from dos.devices import Caller, Copy, Job
+from dos.state.stores import DeviceStore
 from perfmodel import Lane, Op, Span
 from perfmodel.format import MIXED
 from perfmodel.lanes import Stream
@@ -65,21 +66,13 @@ class Recording(EmulatedDevice):
         self.by_caller: list[Asked] = []
         self.by_host: list[Asked] = []
         self.waited: list[Seen] = []
-        self.slots: list[Tensor] = []
+        self.store: DeviceStore | None = None
 
-    def allocate_lasting(self, nbytes: int) -> Tensor:
+    def allocate(self, nbytes: int) -> Tensor:
         if self.random.random() < self.failing:
             self.failures += 1
             raise torch.OutOfMemoryError("so it was rolled")
         return super().allocate(nbytes)
-
-    def allocate(self, nbytes: int) -> Tensor:
-        self.slots.append(self.allocate_lasting(nbytes))
-        return self.slots[-1]
-
-    def free(self, buffer: Tensor) -> None:
-        self.slots = [slot for slot in self.slots if slot is not buffer]
-        super().free(buffer)
 
     def fence(self, callers: Collection[Caller] = ()) -> Sequence[Job]:
         return (Seen(None, self),)
@@ -87,7 +80,7 @@ class Recording(EmulatedDevice):
     def copy(self, op: Op, subgroup: int, copies: Sequence[Copy], after: Sequence[Job] = ()) -> Job:
         job = Seen(super().copy(op, subgroup, copies, after), self)
         slot = None
-        for number, buffer in enumerate(self.slots):
+        for number, buffer in enumerate([] if self.store is None else self.store.slots):
             memory = range(buffer.data_ptr(), buffer.data_ptr() + buffer.nbytes)
             if any(tensor.data_ptr() in memory for pair in copies for tensor in pair):
                 slot = number
@@ -203,6 +196,8 @@ def history(seed: int, *, dtype: torch.dtype, offload_gradients: bool, failing: 
         device=device,
         offload_gradients=offload_gradients,
     )
+    assert optimizer._accelerator is not None
+    device.store = optimizer._accelerator._engine.device_store
     # Gradients of bfloat16 parameters add up in float32 where they are offloaded.
     plain = {"policy": "cpu", "offload_gradients": True, "device": EmulatedDevice(FAST, capacity=10**9)}
     reference = DOSAdam(twin.parameters(), state_format="float32", **(plain if offload_gradients else {}))
