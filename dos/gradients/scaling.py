@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+import sys
+import warnings
 from typing import Any, NamedTuple
 
 import torch
+from torch.amp import GradScaler
 
 from dos.sharding.meshes import Meshes
 
@@ -28,8 +31,8 @@ def amp_scale(optimizer: Any, meshes: Meshes, *, offloaded: bool) -> AmpScale:
     """Read the attributes that GradScaler.step() sets on an optimizer during the call, in one transfer.
 
     meshes: the ranks over which gradients are divided. What is infinite on one is so on all; GradScaler looks at the
-        mesh of the first gradient only.
-    Raises RuntimeError if gradients are offloaded, because GradScaler has not seen them.
+        mesh of the first gradient only, so it is told, as torch's ShardedGradScaler is: all scales stay equal.
+    Raises RuntimeError if gradients are offloaded, because GradScaler has not seen them, or if ranks' scales differ.
     """
     found_inf = getattr(optimizer, "found_inf", None)
     if found_inf is None:
@@ -41,16 +44,46 @@ def amp_scale(optimizer: Any, meshes: Meshes, *, offloaded: bool) -> AmpScale:
         )
     grad_scale = getattr(optimizer, "grad_scale", None)
     if grad_scale is None:  # unscale_() was called, which no version counter tells
-        return AmpScale(1.0, None, _anywhere(bool(float(found_inf)), 1.0, meshes))
+        return AmpScale(1.0, None, _anywhere(bool(float(found_inf)), None, optimizer, meshes))
     # Each number read by itself would wait for the device once more. Without any gradient, found_inf is 0, no tensor.
     found_inf = torch.as_tensor(found_inf, dtype=grad_scale.dtype, device=grad_scale.device)
     scale, infinite = torch.stack([grad_scale.view(()), found_inf.view(())]).tolist()
     # Its check for inf multiplied every gradient by 1, in place.
-    return AmpScale(1.0 / scale, versions_of_a_check(), _anywhere(bool(infinite), scale, meshes))
+    return AmpScale(1.0 / scale, versions_of_a_check(), _anywhere(bool(infinite), scale, optimizer, meshes))
 
 
-def _anywhere(infinite: bool, scale: float, meshes: Meshes) -> bool:
-    return meshes.any_infinite(infinite, scale) if meshes else infinite
+def _anywhere(infinite: bool, scale: float | None, optimizer: Any, meshes: Meshes) -> bool:
+    """Whether a gradient is infinite on any rank. scale: the loss scale; None: the scaler's."""
+    if not meshes:
+        return infinite
+    scaler = _calling_scaler()
+    if scale is None:
+        scale = 1.0 if scaler is None else scaler.get_scale()
+    anywhere = meshes.any_infinite(infinite, scale)
+    if scaler is not None:
+        found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        for each in found.values():
+            each.fill_(anywhere)
+        if not found:  # without any gradient here
+            device = torch.device(scaler._device)
+            found[device] = torch.full((1,), float(anywhere), dtype=torch.float32, device=device)
+    elif anywhere != infinite:
+        warnings.warn(
+            "gradients are infinite on another rank, of which this rank's loss scaler does not know: all ranks skip the "
+            "step, and from now on their loss scales differ; use torch.amp.GradScaler, or reduce the scale on every rank",
+            stacklevel=2,
+        )
+    return anywhere
+
+
+def _calling_scaler() -> GradScaler | None:
+    """The scaler whose step() called the optimizer's; it gives its results alone, and not itself."""
+    frame = sys._getframe().f_back
+    while frame is not None:
+        if frame.f_code.co_name == "step" and isinstance(frame.f_locals.get("self"), GradScaler):
+            return frame.f_locals["self"]
+        frame = frame.f_back
+    return None
 
 
 @functools.cache

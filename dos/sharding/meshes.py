@@ -64,9 +64,8 @@ class Meshes:
         anywhere, most, least = self._most([float(infinite), scale, -scale])
         if most != -least:
             raise RuntimeError(
-                f"ranks have loss scales from {-least:g} to {most:g}: GradScaler looks for infinite gradients on the "
-                "device mesh of the first gradient only, and some ranks saw none; give the optimizer a parameter first "
-                "whose mesh has all ranks"
+                f"ranks have loss scales from {-least:g} to {most:g}, so their gradients cannot be added up; build "
+                "GradScaler with the same settings on every rank, and call its step() and update() on all of them"
             )
         return anywhere > 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import warnings
 from collections.abc import Iterator
@@ -199,26 +200,55 @@ def test_folding_leaves_other_optimizers_alone(folding: None) -> None:
     assert_close(*ends)
 
 
-def scales_that_differ() -> None:
+def scales(unscale: bool, known: bool) -> None:
+    """An infinity on one rank, of a mesh that GradScaler does not look at on the others."""
     divided = mixed_meshes(head=False)
     pairs = divided[2]  # of two ranks each
     optimizer = dos_adam([*pairs.parameters(), *divided[0].parameters()], policy="cpu")
     scaler = GradScaler("cpu", init_scale=8.0)
-    for step in range(2):
+    for step in range(3):
+        before = values(divided[0])
         scaler.scale(divided(batch(step)).pow(2).mean()).backward()
-        if step == 0 and dist.get_rank() == 0:
+        if step == 1 and dist.get_rank() == 0:
             dos.sharding.local.local(pairs.down.weight.grad).view(-1)[:1] = math.inf
-        if step == 1:
-            with pytest.raises(RuntimeError, match="ranks have loss scales from 4 to 8"):
-                scaler.step(optimizer)
-            return
-        scaler.step(optimizer)
+        if unscale:
+            scaler.unscale_(optimizer)
+        if known:
+            scaler.step(optimizer)
+        else:  # as a scaler of another library
+            state = scaler._per_optimizer_states[id(optimizer)]
+            optimizer.found_inf = sum(state["found_inf_per_device"].values())
+            apart = step == 1 and dist.get_rank() >= 2
+            with pytest.warns(UserWarning, match="infinite on another rank") if apart else contextlib.nullcontext():
+                optimizer.step()
+            del optimizer.found_inf
+        skipped = all(torch.equal(a, b) for a, b in zip(values(divided[0]), before, strict=True))
+        assert skipped == (step == 1)
         scaler.update()
         optimizer.zero_grad()
+        expected = 8.0 if step < 1 or (not known and dist.get_rank() >= 2) else 4.0
+        assert scaler.get_scale() == expected
 
 
-def test_scales_that_differ_are_said_on_every_rank(ranks: Ranks) -> None:
-    ranks.run(scales_that_differ)
+@pytest.mark.parametrize(("unscale", "known"), [(False, True), (True, True), (True, False)])
+def test_scales_stay_equal(ranks: Ranks, unscale: bool, known: bool) -> None:
+    ranks.run(scales, unscale, known)
+
+
+def scales_that_differ(unscale: bool) -> None:
+    divided = mixed_meshes(head=False)
+    optimizer = dos_adam(divided.parameters(), policy="cpu")
+    scaler = GradScaler("cpu", init_scale=8.0 if dist.get_rank() else 4.0)
+    scaler.scale(divided(batch(0)).pow(2).mean()).backward()
+    if unscale:
+        scaler.unscale_(optimizer)
+    with pytest.raises(RuntimeError, match="ranks have loss scales from 4 to 8"):
+        scaler.step(optimizer)
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+def test_scales_that_differ_are_said_on_every_rank(ranks: Ranks, unscale: bool) -> None:
+    ranks.run(scales_that_differ, unscale)
 
 
 def test_an_optimizer_that_was_replaced_takes_no_factor_away(folding: None) -> None:
