@@ -69,8 +69,9 @@ def _anywhere(infinite: bool, scale: float | None, optimizer: Any, meshes: Meshe
             found[device] = torch.full((1,), float(anywhere), dtype=torch.float32, device=device)
     elif anywhere != infinite:
         warnings.warn(
-            "gradients are infinite on another rank, of which this rank's loss scaler does not know: all ranks skip the "
-            "step, and from now on their loss scales differ; use torch.amp.GradScaler, or reduce the scale on every rank",
+            "gradients are infinite on another rank, of which this rank's loss scaler does not know: all ranks skip "
+            "the step, and from now on their loss scales differ; use torch.amp.GradScaler, or reduce the scale on "
+            "every rank",
             stacklevel=2,
         )
     return anywhere
