@@ -58,7 +58,7 @@ INNER: dict[str, set[str]] = {
     "kernels": {"machine"},
     "state": {"devices", "kernels", "machine", "sharding"},
     "gradients": {"devices", "kernels", "sharding", "state"},
-    "step": {"devices", "guard", "kernels", "lifetime", "sharding", "state"},
+    "step": {"devices", "guard", "kernels", "lifetime", "machine", "sharding", "state"},
     "memory": {"devices", "guard"},
     "deciding": {"memory"},
     "options": {"deciding", "sharding"},

@@ -18,7 +18,7 @@ from dos.devices.base import LANES, Cached, Caller, Copy, Job, Mark, Memory
 from dos.devices.coalesce import copy_pieces
 from dos.devices.pinned import lazy_zeros, pin
 from dos.devices.ranges import named
-from dos.machine.threads import bind, bound_to, cores_near
+from dos.machine.threads import bind, bound_to, cores_near, leave_a_core
 from perfmodel import Lane, Op, Span
 from perfmodel.format import MIXED
 
@@ -167,6 +167,7 @@ class CudaDevice:
 
     def settle_host_thread(self) -> None:
         bind(self._cores)
+        leave_a_core()
         torch.cuda.set_device(self.torch_device)
 
     def current(self) -> AbstractContextManager[Any]:

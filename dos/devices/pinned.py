@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import ctypes
 import functools
 import itertools
 import logging
@@ -14,15 +15,24 @@ import mmap
 import os
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from dos.machine.threads import kernel_threads
+
 logger = logging.getLogger(__name__)
 
 _HUGE_PAGE = 2 << 20
+_SHARE_BYTES = 32 << 20
+"""Bytes of which a thread makes the pages at a time."""
+_POPULATE_WRITE = 23
+"""Linux's MADV_POPULATE_WRITE."""
+
+_libc = ctypes.CDLL(None)
 
 
 class _Pages(np.ndarray):
@@ -87,8 +97,11 @@ def pin(tensor: Tensor, device: torch.device) -> None:
     pages = mapped.pages()
     assert pages is not None, "the tensor is a view of them"
     runtime, on, address = torch.cuda.cudart(), torch.cuda.device, tensor.data_ptr()
-    for first in [first for first in mapped.regions if address <= first < address + tensor.nbytes]:
+    pinned_before = [first for first in mapped.regions if address <= first < address + tensor.nbytes]
+    for first in pinned_before:
         mapped.regions.pop(first)[1]()
+    if not pinned_before:
+        _make_pages(address, tensor.nbytes)
     with on(device):  # or this call would make a context on the first GPU
         # The default flags pin for all devices where addresses are unified, as on all 64-bit systems.
         error = runtime.cudaHostRegister(address, tensor.nbytes, 0)
@@ -111,6 +124,21 @@ def pinned_parts(tensor: Tensor) -> list[slice]:
     inside = inside[bisect.bisect_right(inside, first) : bisect.bisect_left(inside, first + tensor.nbytes)]
     cuts = [0, *((border - first) // tensor.itemsize for border in inside), len(tensor)]
     return [slice(*cut) for cut in itertools.pairwise(cuts)]
+
+
+def _make_pages(address: int, nbytes: int) -> None:
+    """Make pages on several threads, because registering does so on one. It changes nothing of what is there.
+
+    Linux before 5.14 does not know how, and leaves it to registering.
+    """
+    starts = range(address, address + nbytes, _SHARE_BYTES)
+    if len(starts) == 1:
+        return
+    threads = ThreadPoolExecutor(min(len(starts), kernel_threads()))
+    with contextlib.suppress(RuntimeError), threads as pool:  # once the interpreter ends, it starts none
+        for start in starts:
+            length = min(_SHARE_BYTES, address + nbytes - start)
+            pool.submit(_libc.madvise, ctypes.c_void_p(start), ctypes.c_size_t(length), _POPULATE_WRITE)
 
 
 def _unregister(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
@@ -19,6 +21,9 @@ Send = Callable[[Sequence[Copy]], Job]
 Run = Callable[[Callable[[], None]], "Future[None]"]
 """Runs work on the host beside the caller, in order."""
 
+
+MOST_LEAVING = 256 << 20
+"""Bytes of gradients that may be on their way to the host at once, or one gradient if that alone is larger."""
 
 _INCOMPLETE = (
     "moving a gradient to the host was interrupted or failed, so the gradients are not complete; call "
@@ -45,6 +50,8 @@ class OffloadedGradients:
         self._store = store
         self._totals: dict[ParameterRecord, _Total] = {}
         self._torn = False
+        self._leaving: deque[tuple[Job, int]] = deque()
+        """What is on its way, with its bytes, in order."""
 
     def take(
         self, record: ParameterRecord, subgroups: Collection[Subgroup], send: Send, run: Run, *, pin: bool
@@ -69,12 +76,14 @@ class OffloadedGradients:
                 arena.accumulate()
         if pin and not all(map(self._store.stages, subgroups)):
             self._store.take(incoming=subgroups)
+        self._wait_for_link(gradient.nbytes)
         self._torn = True
         staged, total = arena.gradient, arena.accumulated
         assert staged is not None, "the parameter is on the accelerator"
         if before is not None and before.staged and total is not None:
             accumulate(before.values, total[place], overwrite=True)
         job = send([(staged[place], record.flat_gradient(gradient))])
+        self._leaving.append((job, gradient.nbytes))
         record.parameter.grad = None
 
         def arrive() -> None:
@@ -85,6 +94,13 @@ class OffloadedGradients:
 
         self._totals[record] = _Total(run(arrive), (staged if total is None else total)[place], total is None)
         self._torn = False
+
+    def _wait_for_link(self, nbytes: int) -> None:
+        """Hold backward up while gradients that it has freed take MOST_LEAVING bytes of the device, with these."""
+        while self._leaving and sum(size for _, size in self._leaving) + nbytes > MOST_LEAVING:
+            with contextlib.suppress(Exception):  # of which `arrived` tells
+                self._leaving[0][0].wait()
+            self._leaving.popleft()
 
     def check(self) -> None:
         """Raise RuntimeError if the gradients are not what backward has made."""
@@ -127,5 +143,6 @@ class OffloadedGradients:
     def clear(self) -> None:
         """Forget all gradients, once nothing writes to them."""
         forgotten, self._totals, self._torn = self._totals, {}, False
+        self._leaving.clear()
         for total in forgotten.values():
             total.arrived.exception()  # waits; what went wrong with gradients that nobody wants is of no interest

@@ -31,7 +31,7 @@ class Cores(NamedTuple):
     threads: int
 
 
-_bound = threading.local()  # .threads: of the cores that this thread is bound to
+_bound = threading.local()  # .threads: of the cores that this thread is bound to; .beside: whether it leaves one
 _wanted = 0
 
 
@@ -53,7 +53,7 @@ def kernel_threads() -> int:
     OMP_NUM_THREADS=1 from a launcher is ignored, because kernels that wait for memory need more threads than one.
     """
     if _wanted:
-        return min(_wanted, len(usable_cores()))
+        return _beside(min(_wanted, len(usable_cores())))
     threads = torch.get_num_threads()
     share = getattr(_bound, "threads", 0)
     if "LOCAL_WORLD_SIZE" in os.environ:
@@ -61,8 +61,22 @@ def kernel_threads() -> int:
         if os.environ.get("OMP_NUM_THREADS") == "1" and threads == 1:
             if share > 1:
                 _note_override(share)
-            return share
-    return min(threads, share) if share else threads
+            return _beside(share)
+    threads = min(threads, share) if share else threads
+    return threads if "OMP_NUM_THREADS" in os.environ else _beside(threads)
+
+
+def leave_a_core() -> None:
+    """From now on kernels called by this thread leave a core to the thread that issues forward and backward.
+
+    Where there are more than two, and unless OMP_NUM_THREADS says how many threads there are to be.
+    """
+    _bound.beside = True
+
+
+def _beside(threads: int) -> int:
+    cores = getattr(_bound, "threads", 0) or _share_of_process()
+    return min(threads, cores - 1) if getattr(_bound, "beside", False) and cores > 2 else threads
 
 
 def cores_near(pci_address: str | None, sysfs: Path = _SYSFS) -> Cores | None:

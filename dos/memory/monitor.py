@@ -33,6 +33,8 @@ SHARE_AT_FIRST = 0.1
 """The same in the first iteration: nothing is known of its peak, which would be missed between two rare samples."""
 SPARE_TO_GROW = 0.25
 """Share of a subgroup's state that must be free beyond it before more state becomes resident."""
+NEAR = 0.1
+"""Share of the device's memory below which state counts as about to leave where memory falls."""
 OF_THIS_DEVICE = 0.1
 """NVML and the runtime may differ by this share of the device's memory: the driver reserves some."""
 
@@ -130,6 +132,7 @@ class MemoryMonitor:
     reading: the last one.
     withheld: of the memory that was free or state's own when the last workload was made, the bytes that state may not
         use at the peak of the iteration, with the reasons. Empty if there is room for all state.
+    grows_short: whether there was less then than in the iteration before, so that state may soon have to leave.
     """
 
     def __init__(
@@ -156,6 +159,9 @@ class MemoryMonitor:
         self._lock = threading.RLock()
         self._resident: int | None = None
         self._offered: int | None = None
+        self._peak: int | None = None
+        self._peak_before: int | None = None
+        self.grows_short = False
         self.withheld: tuple[tuple[int, str], ...] = ()
         self.reading = self._read()
         _monitors.add(self)
@@ -211,6 +217,7 @@ class MemoryMonitor:
         self._forecast.end_iteration()
         if self._offered is not None:
             self._resident, self._offered = self._offered, None
+        self._peak_before = self._peak
         self._phase, self._late, self._seen = Op.FORWARD, False, True
         self._due_next()
 
@@ -244,6 +251,8 @@ class MemoryMonitor:
         if self._resident is not None and resident > self._resident:
             resident = max(self._resident, whole(peak - SPARE_TO_GROW * slot))
         self._offered = resident
+        falls, self._peak = self._peak_before is not None and peak < self._peak_before, peak
+        self.grows_short = falls and peak - resident < NEAR * self.reading.memory.total
         limits = (
             (room.resident + room.margin, room.why),
             (room.resident, "as the margin"),

@@ -6,7 +6,9 @@ subgroup knows where its state is. Only on the device is room given back, with `
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import time
 import weakref
 from collections.abc import Iterable
 
@@ -21,6 +23,9 @@ from dos.state.subgroup import Subgroup
 from perfmodel.plan import Tier
 
 logger = logging.getLogger(__name__)
+
+TELL_S = 5.0
+"""Seconds between two messages about memory that is being pinned."""
 
 
 class HostStore:
@@ -59,6 +64,15 @@ class HostStore:
         wanted += [(tensor, s) for s in incoming for tensor in s.arena.incoming()]
         self._make([*wanted, *((tensor, s) for s in outgoing for tensor in s.arena.outgoing())])
 
+    def prepare(self, subgroups: Iterable[Subgroup]) -> None:
+        """Make one more part of what these need once their state leaves the device, if the host has memory for it."""
+        for s in subgroups:
+            for tensor in (*s.arena.home(), *s.arena.incoming(), *s.arena.outgoing()):
+                if not tensor.has(s.start, s.stop):
+                    with contextlib.suppress(MemoryError):
+                        self._make([(tensor, s)])
+                    return
+
     def take_field(self, tensor: HostTensor, subgroups: Iterable[Subgroup]) -> None:
         """Make room for one more field of the state of these. Raises as `take`."""
         self._make([(tensor, subgroup) for subgroup in subgroups])
@@ -71,9 +85,21 @@ class HostStore:
     def _make(self, wanted: Iterable[tuple[HostTensor, Subgroup]]) -> None:
         missing = {(t, *t.part(s.start, s.stop)): None for t, s in wanted if not t.has(s.start, s.stop)}
         if missing:
-            reserve(sum((last - first) * t.tensor.itemsize for t, first, last in missing), "optimizer state (DOSAdam)")
+            total = sum((last - first) * t.tensor.itemsize for t, first, last in missing)
+            reserve(total, "optimizer state (DOSAdam)")
+            began = told = time.perf_counter()
+            done = 0
             for tensor, first, last in missing:
+                if time.perf_counter() - told > TELL_S:
+                    told = time.perf_counter()
+                    logger.warning(
+                        "pinning host memory for optimizer state, once: %d of %d GiB after %d s",
+                        done >> 30,
+                        total >> 30,
+                        told - began,
+                    )
                 tensor.make(first, last)
+                done += (last - first) * tensor.tensor.itemsize
                 self._tensors.add(tensor)
                 if tensor.shown:
                     self._apart.add(tensor)

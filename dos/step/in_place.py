@@ -12,6 +12,7 @@ import torch
 
 from dos.guard import Guard
 from dos.lifetime import watch
+from dos.machine.threads import leave_a_core
 from dos.state.subgroup import Subgroup
 from dos.step.work import SubgroupUpdate, apply
 
@@ -35,7 +36,7 @@ class InPlace:
     def start(self, updates: Iterable[SubgroupUpdate]) -> None:
         """Update these one after the other, beside the caller."""
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="dos-in-place")
+            self._thread = _thread()
             self._guard.drains.append(weakref.WeakMethod(self.finish))
             watch(self)
         for update in updates:
@@ -70,7 +71,11 @@ class InPlace:
     def after_fork(self) -> None:
         """Renew what a forked child does not inherit: the thread."""
         if self._thread is not None:
-            self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="dos-in-place")
+            self._thread = _thread()
+
+
+def _thread() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="dos-in-place", initializer=leave_a_core)
 
 
 def _apply(update: SubgroupUpdate) -> None:

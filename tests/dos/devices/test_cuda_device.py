@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import gc
 import itertools
+import logging
 import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from dos import DOSAdam
+from dos.devices import Copy, Job
 from dos.devices.cuda import CudaDevice
 from dos.devices.ranges import named
 from dos.machine.threads import Cores, kernel_threads
@@ -415,6 +419,38 @@ def test_memory_that_hooks_take_is_of_the_stream_of_step(
     assert runtime.allocated == {runtime.caller}
 
 
+def test_backward_waits_for_the_link(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it outruns the link, gradients that it has freed do not pile up on the device."""
+    limit = 3 * 10 * 10 * 4
+    monkeypatch.setattr("dos.gradients.offload.MOST_LEAVING", limit)
+    most, copy, submit = [0], FakeCudaDevice.copy, HostLane.submit
+    under_way: list[tuple[Any, int]] = []
+    lane_goes_on = threading.Event()  # which waits for gradients, too
+
+    def counted(device: FakeCudaDevice, op: Op, subgroup: int, copies: Sequence[Copy], *after: Any) -> Job:
+        job = copy(device, op, subgroup, copies, *after)
+        if op is Op.GRADIENT:
+            under_way.append((job, sum(source.nbytes for _, source in copies)))
+            running = [nbytes for job, nbytes in under_way if job.at() is None]
+            most[0] = max(most[0], sum(running) if len(running) > 1 else 0)
+        return job
+
+    def late(lane: HostLane, work: Callable[[], None]) -> Future[None]:
+        return submit(lane, lambda: (lane_goes_on.wait(), work())[1])
+
+    monkeypatch.setattr(FakeCudaDevice, "copy", counted)
+    monkeypatch.setattr(HostLane, "submit", late)
+    lane_goes_on.set()
+    model = nn.Sequential(*(nn.Linear(10, 10, bias=False) for _ in range(8)), nn.Linear(10, 100, bias=False))
+    optimizer = DOSAdam(model.parameters(), policy="cpu", device=FakeCudaDevice(runtime), offload_gradients=True)
+    for _ in range(2):
+        lane_goes_on.clear()
+        model(torch.ones(10)).sum().backward()
+        lane_goes_on.set()
+        optimizer.step()
+    assert most[0] == limit, "as much as may be, but for one that is larger by itself"
+
+
 def test_what_has_left_is_given_to_others_between_steps(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not on the CPU lane's thread, where the allocator would be locked while forward runs, and not in hooks."""
     trimmed: list[tuple[int, str]] = []
@@ -450,6 +486,17 @@ def test_host_updates_run_near_the_device(runtime: Runtime, monkeypatch: pytest.
     assert os.sched_getaffinity(0) == everywhere
     with device.host_update(5, 0) as start:
         assert start <= time.perf_counter()
+
+
+def test_one_connection_is_warned_of(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    FakeCudaDevice(runtime)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            FakeCudaDevice(runtime)
+    assert [r.message.split()[0] for r in caplog.records] == ["CUDA_DEVICE_MAX_CONNECTIONS=1"]
 
 
 @pytest.mark.parametrize("chosen", [False, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import logging
 import mmap
@@ -78,6 +79,28 @@ def test_exactly_as_many_bytes_as_asked_for(runtime: Runtime, nbytes: int) -> No
     assert runtime.registered == {tensor.data_ptr(): nbytes}
     assert tensor.data_ptr() % (HUGE if nbytes >= HUGE else mmap.PAGESIZE) == 0
     tensor.fill_(7)
+
+
+def test_pages_are_made_by_several_threads_before_they_are_registered(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pinned, "_SHARE_BYTES", HUGE)
+    monkeypatch.setattr(pinned, "kernel_threads", lambda: 2)
+    tensor = lazy_zeros(8 * HUGE + 4096, torch.uint8)
+    tensor[5] = 7
+    there: list[bool] = []
+    register = runtime.cudaHostRegister
+
+    def seen(address: int, nbytes: int, flags: int) -> int:
+        resident = (ctypes.c_ubyte * (nbytes // mmap.PAGESIZE))()
+        assert ctypes.CDLL(None).mincore(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), resident) == 0
+        there.append(all(page & 1 for page in resident))
+        return register(address, nbytes, flags)
+
+    monkeypatch.setattr(runtime, "cudaHostRegister", seen)
+    pin(tensor, DEVICE)
+    assert there == [True]
+    assert tensor[:8].tolist() == [0, 0, 0, 0, 0, 7, 0, 0]
 
 
 def test_unregistered_with_the_last_view(runtime: Runtime) -> None:

@@ -5,13 +5,22 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
 from dos.machine import threads
-from dos.machine.threads import Cores, bound_to, cores_near, kernel_threads, physical_cores, set_kernel_threads
+from dos.machine.threads import (
+    Cores,
+    bound_to,
+    cores_near,
+    kernel_threads,
+    leave_a_core,
+    physical_cores,
+    set_kernel_threads,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -141,6 +150,19 @@ def test_ranks_do_not_take_each_others_cores(node: Path, monkeypatch: pytest.Mon
     threads._share_of_process.cache_clear()
     monkeypatch.setattr(threads, "usable_cores", lambda: frozenset([8, 9, 10, 11]))
     assert kernel_threads() == 4, "a mask of this rank's own is not shared"
+
+
+@pytest.mark.parametrize(("cores", "expected"), [(1, 1), (2, 2), (3, 2), (16, 15)])
+def test_the_cpu_lane_leaves_a_core_to_the_caller(cores: int, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def on_lane() -> int:
+        with ThreadPoolExecutor(1, initializer=leave_a_core) as pool:
+            return pool.submit(kernel_threads).result()
+
+    monkeypatch.setattr(threads, "_share_of_process", lambda: cores)
+    torch.set_num_threads(cores)
+    assert (on_lane(), kernel_threads()) == (expected, cores)
+    monkeypatch.setenv("OMP_NUM_THREADS", str(cores))
+    assert on_lane() == cores, "as the user has chosen"
 
 
 def test_a_profile_decides(monkeypatch: pytest.MonkeyPatch) -> None:

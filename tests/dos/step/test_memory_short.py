@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -191,3 +192,50 @@ def test_what_came_and_found_no_slot_is_given_back_once(monkeypatch: pytest.Monk
     monkeypatch.undo()
     optimizer.step()
     assert optimizer.state[parameter]["step"] == 2
+
+
+def test_homes_are_pinned_part_by_part_before_state_leaves() -> None:
+    """While memory grows short, one part a step; the step in which state leaves then pins nothing."""
+    pinned = [0]
+
+    class Device(EmulatedDevice):
+        def pin(self, tensor: Tensor) -> None:
+            pinned[0] += 1
+
+    parameter = nn.Parameter(torch.ones(4 * PAGE))
+    each, budget = 12 * PAGE, [0]
+    device = Device(FAST, 100 * each)
+    optimizer = DOSAdam([parameter], subgroup_size=PAGE, device=device, memory_budget=lambda: budget[0])
+
+    def pins(nbytes: int) -> int:
+        budget[0], before = nbytes, pinned[0]
+        step(parameter, optimizer)
+        return pinned[0] - before
+
+    assert [pins(4 * each + nbytes) for nbytes in (50 * each, 40 * each, 40 * each)] == [0, 0, 0], "there is plenty"
+    parts = 4 * (3 + 1)  # three fields and a gradient
+    assert [pins(5 * each - i) for i in range(parts + 2)] == [1] * parts + [0] * 2
+    assert pins(2 * each) == 0
+    assert optimizer.plan().placements.count(RESIDENT) == 2  # type: ignore[union-attr]
+    assert pins(2 * each) == 0
+
+
+def test_pinning_that_lasts_tells_how_far_it_is(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = [0.0]
+
+    class Device(EmulatedDevice):
+        def pin(self, tensor: Tensor) -> None:
+            now[0] += 2.0
+
+    for patched, lines in (False, 0), (True, 5):
+        if patched:
+            monkeypatch.setattr("dos.state.stores.time", SimpleNamespace(perf_counter=lambda: now[0]))
+        parameter = nn.Parameter(torch.ones(4 * PAGE))
+        optimizer = DOSAdam([parameter], policy="cpu", subgroup_size=PAGE, device=Device(FAST, 10**9))
+        caplog.clear()
+        step(parameter, optimizer)
+        told = [r.message for r in caplog.records if r.name == "dos.state.stores"]
+        assert len(told) == lines
+    assert told[0] == "pinning host memory for optimizer state, once: 0 of 0 GiB after 6 s"
