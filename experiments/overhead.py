@@ -38,8 +38,6 @@ INSTANT = HardwareProfile(
     h2d_bandwidth_duplex=_ENDLESS,
     d2h_bandwidth_duplex=_ENDLESS,
     gpu_update_rate=_ENDLESS,
-    gpu_bandwidth=_ENDLESS,
-    cast_rate=_ENDLESS,
     copy_latency_s=0.0,
     launch_latency_s=0.0,
 )

@@ -20,7 +20,7 @@ from typing import TypeVar
 from experiments.command import Parser
 from experiments.fit import UNCERTAINTY, backward_seconds, fit_backward, fit_rest, fit_runs, rest_seconds
 from experiments.plots import can_draw, drawn, grid, picture
-from experiments.runs import DATA_SHEETS, PublishedRun, read_runs
+from experiments.runs import DATA_SHEETS, DEVICE_BANDWIDTHS, PublishedRun, read_runs
 from experiments.zero3 import BackwardRates, Mode, Run, update_seconds
 from perfmodel.hardware import HardwareProfile, changed
 
@@ -241,8 +241,8 @@ def write_profiles(runs: Sequence[PublishedRun], folder: Path) -> None:
         sheet = DATA_SHEETS[name]
         note = (
             f"least squares over {len(same)} published DeepSpeed runs; from the data sheet: links in both directions "
-            f"at once, device bandwidth, and gpu_update_rate as 80% of it over 28 bytes (DeepSpeed's own update fits "
-            f"{fitted.gpu_update_rate:.3g}/s); cast_rate is what host_bandwidth leaves one rank; DeepSpeed's "
+            f"at once, and gpu_update_rate as 80% of the device's bandwidth over 28 bytes (DeepSpeed's own update fits "
+            f"{fitted.gpu_update_rate:.3g}/s); DeepSpeed's "
             f"{fitted.launch_latency_s * 1e3:.1f} ms per subgroup are left out"
         )
         duplex = sheet.h2d_bandwidth_duplex / sheet.h2d_bandwidth
@@ -252,8 +252,7 @@ def write_profiles(runs: Sequence[PublishedRun], folder: Path) -> None:
             d2h_bandwidth=fitted.h2d_bandwidth,
             h2d_bandwidth_duplex=fitted.h2d_bandwidth * duplex,
             d2h_bandwidth_duplex=fitted.h2d_bandwidth * duplex,
-            gpu_update_rate=0.8 * sheet.gpu_bandwidth / 28,
-            cast_rate=fitted.host_bandwidth_per_rank / 6,
+            gpu_update_rate=0.8 * DEVICE_BANDWIDTHS[name] / 28,
             launch_latency_s=10e-6,
             provenance=dataclasses.replace(sheet.provenance, source="fitted", date="2024-04", note=note),
         )

@@ -113,8 +113,6 @@ _A100 = HardwareProfile(
     h2d_bandwidth_duplex=20e9,
     d2h_bandwidth_duplex=20e9,
     gpu_update_rate=15.5e9,
-    gpu_bandwidth=1555e9,
-    cast_rate=12e9,
     launch_latency_s=4e-3,
     ranks_per_host=4,
     provenance=Provenance("data sheet", "", "4 x A100 40 GB, PCIe 4.0 x16, one EPYC 7543P with 8 x DDR4-3200"),
@@ -128,8 +126,6 @@ _H100 = HardwareProfile(
     h2d_bandwidth_duplex=42e9,
     d2h_bandwidth_duplex=42e9,
     gpu_update_rate=33.5e9,
-    gpu_bandwidth=3350e9,
-    cast_rate=12e9,
     launch_latency_s=4e-3,
     ranks_per_host=4,
     provenance=Provenance("data sheet", "", "4 x H100 80 GB, PCIe 5.0 x16, two Xeon 8468 with 16 x DDR5-4800"),
@@ -137,3 +133,5 @@ _H100 = HardwareProfile(
 DATA_SHEETS = {"h100": _H100, "a100_bound": _A100, "a100_unbound": _A100}
 """Where a fit starts: 75% of the peak of the memory channels, a link's usual pinned rate, 100 bytes of device memory
 traffic per parameter of an update that is not fused."""
+DEVICE_BANDWIDTHS = {"h100": 3350e9, "a100_bound": 1555e9, "a100_unbound": 1555e9}
+"""Bytes/s of their GPUs' memory."""

@@ -19,6 +19,9 @@ VERSION = 1
 
 _FEWER_BYTES = MIXED.update_traffic / CODED.update_traffic
 
+_RETIRED = ("gpu_bandwidth", "cast_rate")
+"""Rates in files of earlier versions that no plan reads."""
+
 SOURCES = ("measured", "fitted", "data sheet")
 
 
@@ -52,8 +55,6 @@ class HardwareProfile:
     h2d_bandwidth, d2h_bandwidth: bytes/s of one direction alone, pinned memory.
     h2d_bandwidth_duplex, d2h_bandwidth_duplex: bytes/s of each direction while both run.
     gpu_update_rate: parameters/s that the GPU updates.
-    gpu_bandwidth: bytes/s of device memory.
-    cast_rate: parameters/s that the CPU casts from fp32 to 16 bits, alone.
     copy_latency_s: fixed cost of a copy.
     launch_latency_s: fixed cost of an update, on either processor.
     ranks_per_host: ranks that share the host's DRAM in equal parts.
@@ -75,8 +76,6 @@ class HardwareProfile:
     h2d_bandwidth_duplex: float
     d2h_bandwidth_duplex: float
     gpu_update_rate: float
-    gpu_bandwidth: float
-    cast_rate: float
     copy_latency_s: float = 10e-6
     launch_latency_s: float = 10e-6
     ranks_per_host: int = 1
@@ -142,13 +141,13 @@ class HardwareProfile:
             )
         fields = {f.name: f for f in dataclasses.fields(cls)}
         missing = [n for n, f in fields.items() if n not in values and _required(f)]
-        unknown = sorted(values.keys() - fields.keys() - {"version"})
+        unknown = sorted(values.keys() - fields.keys() - {"version", *_RETIRED})
         if missing or unknown:
             found = [f"missing {', '.join(missing)}"] * bool(missing) + [f"unknown {', '.join(unknown)}"] * bool(
                 unknown
             )
             raise ValueError(f"hardware profile {values.get('name', '')!r}: {'; '.join(found)}")
-        arguments = {name: value for name, value in values.items() if name != "version"}
+        arguments = {name: value for name, value in values.items() if name in fields}
         if arguments["host_bandwidth"] is None:
             arguments["host_bandwidth"] = math.inf
         if "provenance" in arguments:

@@ -140,24 +140,6 @@ class Bench:
         """Of the time that so many threads wanted to run, the share for which other programs let them."""
         return min(f.value for f in self._exchange(Figure.of(self._granted[threads])))
 
-    def cast(self, threads: int) -> dict[str, Figure]:
-        """Parameters/s from fp32 to bf16, alone."""
-
-        master, parameter = self._host[MIXED].param, self._host[MIXED].out
-        assert parameter is not None
-
-        def run() -> float:
-            start = time.perf_counter()
-            parameter.copy_(master)
-            return time.perf_counter() - start
-
-        before = torch.get_num_threads()
-        torch.set_num_threads(threads)
-        try:
-            return {"cast_rate": self._timed(lambda: [run()]).rate(self._effort.host_numel)}
-        finally:
-            torch.set_num_threads(before)
-
     def copies(self) -> dict[str, Figure]:
         """Bytes/s of each direction alone, and seconds of fixed cost of a copy: the mean of both directions."""
         figures, fixed = {}, []
@@ -201,16 +183,6 @@ class Bench:
             return [max(s - fixed, s / 2) for s in seconds]
 
         return self._speeds("gpu", run)
-
-    def device_memory(self) -> dict[str, Figure]:
-        """Bytes/s read and written, by copying within the device."""
-        target, source = self._ends[Op.PREFETCH][0], self._ends[Op.FLUSH][1]
-
-        def copy() -> None:
-            target.copy_(source)
-
-        seconds = self._timed(lambda: _durations(lambda: self._accelerator.launch(0, copy, len(source))))
-        return {"gpu_bandwidth": seconds.rate(2 * source.nbytes)}
 
     @property
     def _accelerator(self) -> Device:

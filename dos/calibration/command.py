@@ -34,7 +34,6 @@ _ROWS = {
     "cpu_update_rate_beside": ("  beside copies both ways", "param/s"),
     "cpu_speed_split": ("  split state", "times"),
     "cpu_speed_int8": ("  int8 state", "times"),
-    "cast_rate": ("cast fp32 to bf16", "param/s"),
     "host_bandwidth": ("host memory, per rank", "B/s"),
     "h2d_bandwidth": ("host to device", "B/s"),
     "h2d_bandwidth_duplex": ("  while both ways run", "B/s"),
@@ -47,7 +46,6 @@ _ROWS = {
     "gpu_speed_split": ("  split state on the device", "times"),
     "gpu_speed_int8": ("  int8 state on the device", "times"),
     "launch_latency_s": ("fixed cost of a launch", "s"),
-    "gpu_bandwidth": ("device memory", "B/s"),
 }
 """Figures in the order of the table: what they are called there, and their unit."""
 

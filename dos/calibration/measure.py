@@ -112,8 +112,6 @@ def measure(
     threads: numbers of threads to try. exchange: among ranks that measure together, of which every figure is the mean.
     ranks: that share the host's memory.
 
-    Neither casts nor device memory are measured on an emulated device, which does not emulate them.
-
     **Host bandwidth.** The model (`perfmodel.lanes.shared_rates`) lets CPU update and transfers run at their own
     rates until the bytes/s they cause together reach the host bandwidth, and from there on slows all by one factor. So
     it is the sum of the bytes/s of a CPU update (`MIXED.update_traffic` per parameter) and of transfers both ways (one
@@ -134,8 +132,6 @@ def measure(
         stages: list[tuple[str, Callable[[], dict[str, Figure]]]] = []
         if effort.formats:
             stages.append(("CPU updates by format", lambda: bench.cpu_speeds(chosen)))
-        if not emulated:
-            stages.append(("casts", lambda: bench.cast(chosen)))
         if device is not None:
             stages += [
                 ("copies", bench.copies),
@@ -145,8 +141,6 @@ def measure(
             ]
             if effort.formats:
                 stages.append(("device updates by format", lambda: bench.device_speeds(figures)))
-            if not emulated:
-                stages.append(("device memory", bench.device_memory))
         for done, (label, stage) in enumerate(stages, 1):
             progress(label, done / (len(stages) + 1))
             figures |= stage()

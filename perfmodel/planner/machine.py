@@ -139,7 +139,6 @@ def _profile_of(card: Card, guesses: HardwareProfile) -> HardwareProfile:
         d2h_bandwidth=alone,
         h2d_bandwidth_duplex=duplex,
         d2h_bandwidth_duplex=duplex,
-        gpu_bandwidth=card.bandwidth,
         gpu_update_rate=0.8 * card.bandwidth / MIXED.update_traffic,
         provenance=Provenance("data sheet", machine=f"the GPU (PCIe {card.pcie}.0); the host's are cautious guesses"),
     )

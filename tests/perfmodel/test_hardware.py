@@ -65,6 +65,10 @@ def test_a_bad_file_is_refused_by_name(tmp_path: Path, change: dict[str, object]
     assert str(path) in str(error.value)
 
 
+def test_files_with_rates_of_earlier_versions_load() -> None:
+    assert HardwareProfile.from_json({**H100.to_json(), "cast_rate": 1e9, "gpu_bandwidth": 1e12}) == H100
+
+
 def test_missing_rates_and_files_that_are_no_profile(tmp_path: Path) -> None:
     values = H100.to_json()
     del values["cpu_update_rate"]

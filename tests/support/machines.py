@@ -15,8 +15,6 @@ ROUND = HardwareProfile(
     h2d_bandwidth_duplex=12.0,
     d2h_bandwidth_duplex=12.0,
     gpu_update_rate=4.0,
-    gpu_bandwidth=1e3,
-    cast_rate=10.0,
     copy_latency_s=0.0,
     launch_latency_s=0.0,
 )

@@ -20,8 +20,6 @@ FAST = HardwareProfile(
     h2d_bandwidth_duplex=1e14,
     d2h_bandwidth_duplex=1e14,
     gpu_update_rate=1e13,
-    gpu_bandwidth=1e15,
-    cast_rate=1e13,
     copy_latency_s=0.0,
     launch_latency_s=0.0,
 )

@@ -121,7 +121,7 @@ def test_the_host_alone() -> None:
     found = measure.measure(None, TINY, [1, 2])
     result = found.profile(measure.base_profile(None), "here", ranks=3)
     speeds = {"cpu_speed_split", "cpu_speed_int8"}
-    assert found.figures.keys() == {"cpu_update_rate", "cast_rate", "host_bandwidth"} | speeds
+    assert found.figures.keys() == {"cpu_update_rate", "host_bandwidth"} | speeds
     assert (result.cpu_speed_split, result.gpu_speed_split) == (found.figures["cpu_speed_split"].value, 1.0)
     assert found.trials.keys() == {1, 2}
     assert result.host_bandwidth == pytest.approx(3 * 28 * result.cpu_update_rate)
