@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import logging
 import weakref
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -28,12 +29,14 @@ from dos.parameters.registry import Registry
 from dos.state.record import ParameterRecord
 from dos.state.subgroup import Subgroup
 from dos.step.engine import Engine
+from dos.step.issue import Step
 from dos.step.iteration import Iteration
 from dos.step.pace import Pace
 from dos.step.room import Prepared
 from dos.step.work import SubgroupUpdate, Subject
 from perfmodel import Op, Placement, Plan, Timeline
 from perfmodel.hardware import HardwareProfile
+from perfmodel.schedule import Schedule
 
 logger = logging.getLogger(__name__)
 
@@ -49,15 +52,26 @@ class Ended(NamedTuple):
     origin: float
 
 
+class Aside(NamedTuple):
+    """A step that the device has not ended, behind which another one may be queued. alone: see `Accelerator._alone`."""
+
+    step: Step
+    plan: Plan
+    iteration: Iteration
+    alone: bool
+
+
 class Accelerator:
     """One device, the engine on it, and what is known of both.
 
     plan: of the last step; None before it.
+    replays: whether a CUDA graph has captured a backward, whose replays write gradients and run no hooks.
     """
 
     def __init__(self, device: Device, registry: Registry, policy: Policy, options: Options, guard: Guard) -> None:
         self.device = device
         self.plan: Plan | None = None
+        self.replays = False
         self._engine = Engine(device, registry.host_store, guard)
         self._registry = registry
         self._controller = Controller(policy)
@@ -72,6 +86,7 @@ class Accelerator:
         """Whose step was issued last."""
         self._ended: Ended | None = None
         """The last."""
+        self._aside: deque[Aside] = deque()
         self._gradients_before = 0
         self._changed = (0.0, 0.0)
         self._waited_for: set[Subgroup] = set()
@@ -135,7 +150,7 @@ class Accelerator:
 
     def travels(self, record: ParameterRecord | None) -> bool:
         """Whether this record's gradients may change after backward's hooks. FSDP2 calls them when all is reduced."""
-        return self._now.travels and not (record is not None and record.sharded)
+        return self.replays or (self._now.travels and not (record is not None and record.sharded))
 
     def gradient_ready(self, record: ParameterRecord, gradient: Tensor | None = None, *, attached: bool) -> None:
         """Start a gradient on its way to where this iteration's plan wants it, and perhaps state on its way here.
@@ -272,21 +287,51 @@ class Accelerator:
 
     def wait(self) -> None:
         """Block until nothing is in flight. Raises RuntimeError if the step failed."""
-        if self._engine.idle:
+        if self._engine.idle and not self._aside:
             return
         stepped = self._stepped or self._now
+        self._read_aside(wait=True)
         with stepped.held_up():
             timeline = self._engine.wait()
         self._pace.read()
         if self._engine.guard.failed:
             return  # it did not come to its end, though all that was issued of it did
-        if timeline is not None and stepped.workload is not None and self._engine.schedule is not None:
-            assert self.plan is not None, "that of the step"
-            # Before the profile is corrected: with what was believed when the plan was made.
-            report = self._report(self.plan, stepped, timeline)
-            self._ended = Ended(report, stepped, self._engine.origin)
-            if self._alone:
-                self._controller.observe(self._engine.schedule, stepped.workload, self._engine.ran)
+        if timeline is not None and self.plan is not None and self._engine.schedule is not None:
+            self._learn(self._engine.schedule, self.plan, stepped, timeline, alone=self._alone)
+
+    def order_caller(self) -> None:
+        """Order what the caller queues on the device from now on behind the step, as far as that is on the device."""
+        if self._engine.idle or self._stepped is None:
+            return
+        with self._stepped.held_up():
+            self._engine.order_caller()
+
+    def set_aside(self) -> bool:
+        """Whether another step may begin although the last has not ended: all of that is queued on the device."""
+        self._read_aside(wait=False)
+        if self._stepped is None or self.plan is None or not self._engine.queued:
+            return False
+        self._aside.append(Aside(self._engine.set_aside(), self.plan, self._stepped, self._alone))
+        return True
+
+    def _read_aside(self, *, wait: bool) -> None:
+        """Learn from steps that were set aside and have ended. wait: until all have."""
+        while self._aside:
+            step, plan, stepped, alone = self._aside[0]
+            if not (wait or step.through):
+                return
+            timeline = self._engine.read(step)
+            self._aside.popleft()
+            self._learn(step.schedule, plan, stepped, timeline, alone=alone)
+
+    def _learn(self, schedule: Schedule, plan: Plan, stepped: Iteration, timeline: Timeline, *, alone: bool) -> None:
+        """A step has ended."""
+        if stepped.workload is None:
+            return
+        # Before the profile is corrected: with what was believed when the plan was made.
+        self._ended = Ended(self._report(plan, stepped, timeline), stepped, self._engine.origin)
+        if alone:
+            self._controller.observe(schedule, stepped.workload, self._engine.ran)
 
     def wait_for(self, record: ParameterRecord) -> None:
         """Order what the caller queues on the device from now on behind the update of this parameter."""

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 _NOT_ACCELERATED = "no step has updated parameters on an accelerator; those on the host are updated there, in place"
 
-_NOT_ENDED = "no step has ended yet; after attach() one ends in the next backward, or at synchronize()"
+_NOT_ENDED = "no step has ended yet; one that runs on after step() ends in the next backward, or at synchronize()"
 
 
 class DOSAdam(Optimizer):
@@ -202,8 +202,7 @@ class DOSAdam(Optimizer):
     @exclusive
     def _step(self) -> None:
         self._guard.check()
-        if self._in_flight:
-            self.synchronize()
+        self._end_last_step()
         try:
             self._agree()
             if self._accelerator is not None:
@@ -217,9 +216,33 @@ class DOSAdam(Optimizer):
                 self.synchronize()
             raise
         if self._attachment is None:
-            self.synchronize()
+            self._hand_over()
         if self._accelerator is not None:
             self._accelerator.step_returns()
+
+    def _hand_over(self) -> None:
+        """Let the caller have all parameters: what it queues on the device comes after the update there.
+
+        The host waits for its own updates, and where memory must be back. What fails later is raised by the next call.
+        """
+        if self._accelerator is None or not self._accelerator.device.queues:
+            self.synchronize()
+            return
+        try:
+            self._accelerator.order_caller()
+        except Exception:
+            with contextlib.suppress(Exception):  # what is raised already says that the step failed
+                self.synchronize()
+            raise
+        self._registry.written(self._unfinished)
+        self._unfinished, self._joined = {}, {}
+
+    def _end_last_step(self) -> None:
+        """Wait for the last step before another begins, unless all of it is queued on the device before that."""
+        if self._in_flight and self._accelerator is not None and self._accelerator.set_aside():
+            self._in_flight = False
+        elif self._in_flight:
+            self.synchronize()
 
     def _make_state(self) -> None:
         """Give every parameter the state that it has before its first step, and nothing else."""
@@ -334,7 +357,7 @@ class DOSAdam(Optimizer):
         Each module waits for its own parameters just before it runs, in training; ``step()`` itself waits for those
         whose module was never seen to run. Compiled modules wait once, at their top. Evaluation, saving, loading,
         copying and pickling of the model wait for everything. Call ``synchronize()`` before touching parameters or
-        gradients in any other way after ``step()``, such as ``model.to()``.
+        gradients in any other way after ``step()``, such as ``model.to()``, and before a CUDA graph is captured.
         Subgroups are updated in the order of first use as observed. Attaching another model replaces the first. A model
         that is compiled is attached afterwards.
         """
@@ -686,8 +709,7 @@ class DOSAdam(Optimizer):
         self._agree()
         self._registry.place_gradients(self.param_groups)
         if self._registry.offloaded is not None:
-            if self._in_flight:
-                self.synchronize()
+            self._end_last_step()
             found = self._registry.with_gradients(self.param_groups, self._state)
             self._meet_newcomers()
             self._take_remaining_gradients(found)
@@ -747,13 +769,25 @@ class DOSAdam(Optimizer):
                 stacklevel=4,
             )
 
+    def capturing(self) -> bool:
+        """Called by hooks: whether what runs now is being captured in a CUDA graph, whose replays run no hooks."""
+        return self._accelerator is not None and self._accelerator.device.capturing()
+
     @exclusive
     def gradient_coming(self, parameter: int) -> None:
         """Called by a hook when backward adds to the ``grad`` of the parameter with this id, if it is offloaded."""
+        if self.capturing():
+            raise RuntimeError(
+                "a CUDA graph that captures backward writes gradients where it has found them, and "
+                "offload_gradients=True takes them away; build the optimizer with offload_gradients=False"
+            )
         self._coming.setdefault(parameter, set()).add(threading.get_ident())
 
     def gradient_ready(self, parameter: Tensor) -> None:
         """Called by a hook when backward has written to ``parameter.grad``, from several threads perhaps."""
+        if self._accelerator is not None and self.capturing():
+            self._accelerator.replays = True  # what they write is found by step() alone
+            return
         record = self._registry.record(parameter)
         if record is None or self._accelerator is None or not self._accelerator.only_counts(record, self._lock):
             self._gradient_ready(parameter)
@@ -765,8 +799,7 @@ class DOSAdam(Optimizer):
             coming.discard(threading.get_ident())
             if coming:
                 return  # another thread may be adding to the gradient just now; its hook takes the sum
-        if self._in_flight:
-            self.synchronize()
+        self._end_last_step()
         if self._guard.broken or over():
             return  # the step says what is wrong
         if self._accelerator is None and not self._accelerates(parameter):
@@ -804,6 +837,11 @@ class DOSAdam(Optimizer):
 
     @exclusive
     def _finish_parameters(self, parameters: Iterable[Tensor]) -> None:
+        if self.capturing():
+            raise RuntimeError(
+                "a CUDA graph is being captured while an update runs on, for which its replays would not wait; call "
+                "optimizer.synchronize() before the capture"
+            )
         here = None if self._accelerator is None else self._accelerator.device.caller()
         for parameter in parameters:
             record = self._registry.record(parameter)

@@ -81,6 +81,13 @@ class Device(Protocol):
     def known_profile(self) -> HardwareProfile | None:
         """The rates of an emulated machine; None for a real one, whose rates are measured."""
 
+    @property
+    def queues(self) -> bool:
+        """Whether the caller's work on the device is queued, so that it can be ordered behind ours without waiting."""
+
+    def capturing(self) -> bool:
+        """Whether the caller's work is being captured in a graph, where events of others must not be asked for."""
+
     def owns(self, tensor: Tensor) -> bool:
         """Whether the tensor is in this device's memory."""
 

@@ -41,6 +41,8 @@ class CudaDevice:
     Nothing here waits for the device but `Job.wait`, and the constructor for an idle stream.
     """
 
+    queues = True
+
     def __init__(self, device: torch.device) -> None:
         self.torch_device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         self._streams, self._idle_stream = _streams_of(self.torch_device)
@@ -72,6 +74,12 @@ class CudaDevice:
     @property
     def known_profile(self) -> None:
         return None
+
+    def capturing(self) -> bool:
+        try:
+            return torch.cuda.is_current_stream_capturing()
+        except RuntimeError:  # of a torch without CUDA
+            return False
 
     def owns(self, tensor: Tensor) -> bool:
         return tensor.device == self.torch_device

@@ -53,6 +53,7 @@ class EmulatedDevice:
 
     uuid = None  # NVML does not know it
     owner: Caller = None
+    queues = False  # the caller's computation is its own
 
     def __init__(
         self,
@@ -110,6 +111,9 @@ class EmulatedDevice:
     @property
     def known_profile(self) -> HardwareProfile:
         return self.profile
+
+    def capturing(self) -> bool:
+        return False
 
     def owns(self, tensor: Tensor) -> bool:
         return tensor.device.type == "cpu"

@@ -30,6 +30,9 @@ class Watcher(Protocol):
     def synchronize(self) -> None:
         """Return when all parameters may be read."""
 
+    def capturing(self) -> bool:
+        """Whether what runs now is being captured in a CUDA graph."""
+
 
 class Hooks(NamedTuple):
     """Of one parameter, and to whom they report. implementation: the address of torch's tensor that calls them."""
@@ -103,7 +106,8 @@ class Attachment:
     """A model whose modules wait for their own parameters, so that updates may run into its forward.
 
     Only parameters of modules that were seen to run may still be in flight when `step()` returns; those of others,
-    whose weights are used by another module or by a method that is no forward, are not `covered`. Everything is waited
+    whose weights are used by another module or by a method that is no forward, are not `covered`, nor those of modules
+    that ran while a CUDA graph was captured, for its replays run no hooks. Everything is waited
     for before evaluation, everything below a compiled module before it runs. Saving, loading, copying and pickling
     wait, too. Under FSDP2 whoever gathers shards waits for those, and modules, whose parameters are gathered when they
     run, for none.
@@ -118,6 +122,8 @@ class Attachment:
         """Modules whose parameters FSDP2 gathers."""
         self._gathered: set[int] = set()
         """The ids of parameters that were seen to be gathered."""
+        self._captured: set[int] = set()
+        """The ids of parameters that replays of a CUDA graph may read."""
         self._first_use: dict[int, None] = {}
         self.news = False
         self._attribute = f"_dos_wait_{id(self)}"  # a model may be attached to several optimizers
@@ -139,7 +145,8 @@ class Attachment:
     def covered(self) -> set[int]:
         """The ids of the parameters that a module waits for when it runs: those of modules that were seen to run."""
         called = {id(p) for module in self._called for p in module.parameters(recurse=False)}
-        return called | self._gathered | {id(p) for module in self._compiled for p in module.parameters()}
+        compiled = {id(p) for module in self._compiled for p in module.parameters()}
+        return (called | self._gathered | compiled) - self._captured
 
     def detach(self) -> None:
         """Take all hooks away."""
@@ -200,11 +207,18 @@ class Attachment:
     def _finish(self, parameters: Iterable[Tensor]) -> None:
         watcher = self._watcher()
         if watcher is not None:
+            parameters = list(parameters)
+            if watcher.capturing():
+                self._captured.update(map(id, parameters))
             watcher.finish_parameters(parameters)
 
     def _finish_all(self, module: nn.Module | None = None) -> None:
         watcher = self._watcher()
-        if watcher is not None:
+        if watcher is None:
+            return
+        if module is not None and watcher.capturing():
+            self._finish(module.parameters())
+        else:
             watcher.synchronize()
 
 

@@ -54,6 +54,7 @@ class Engine:
         """Residents whose state is at home, too, with fingerprints of what is there."""
         self._step: Step | None = None
         self._lane_done: Future[None] | None = None
+        """None: the host has no part in the step."""
         self._started = 0.0
         self.origin = 0.0
         self.trims = False
@@ -104,10 +105,13 @@ class Engine:
             self._meet_parameters(plan, subjects, found)
             found, begun = self.early.find(plan, subjects, found)
             self.schedule = schedule_step(plan, workload, found, [issued.task for issued in begun])
-            step = self._step = Step(self.device, self.device_store, self.schedule, subjects, found, begun)
+            step = Step(self.device, self.device_store, self.schedule, subjects, found, begun, self._started)
+            self._step = step
             self.early.prefetched, self.early.arriving = {}, {}
             turns = step.issue()
-            self._lane_done = self._host.submit(functools.partial(self._run_host_lane, turns, step))
+            self._lane_done = None
+            if turns or step.leaving or self.device_store.slots:
+                self._lane_done = self._host.submit(functools.partial(self._run_host_lane, turns, step))
         except BaseException as error:
             failure = self.guard.failure(error)
             # Part of the step is under way; nobody may wait for the rest.
@@ -130,6 +134,54 @@ class Engine:
                 self.device.join(done.result())
             except Exception as error:
                 raise self.guard.failure(error) from error
+
+    def order_caller(self) -> None:
+        """Order what the caller queues on the device from now on behind the whole step.
+
+        Blocks until the host has had its part, and slots and the memory of leaving state are free again.
+        Raises RuntimeError if the step failed, with the cause.
+        """
+        if self._step is None:
+            return
+        try:
+            for done in {id(done): done for done in self._step.done.values()}.values():
+                # The new parameters are read from here on, and gradients overwritten.
+                self.device.join(done.result())
+        except Exception as error:
+            raise self.guard.failure(error) from error
+        if self._lane_done is not None:
+            self._lane_done.result()
+        self._step.ordered = self.device.mark()
+
+    @property
+    def queued(self) -> bool:
+        """Whether all of the step is on the device, before what the caller queues there, and has not come to its end.
+
+        Then another one may begin, which comes behind this one; see `set_aside`.
+        """
+        if self._step is None or self._lane_done is not None or self.early.begun:
+            return False
+        return self._step.ordered is not None and not self._step.through
+
+    def set_aside(self) -> Step:
+        """Give up the step that is `queued`, so that another may begin; `read` tells its times."""
+        assert self._step is not None, "it is queued"
+        step, self._step = self._step, None
+        return step
+
+    def read(self, step: Step) -> Timeline:
+        """As `wait`, of one that was set aside."""
+        errors: list[Exception] = []
+        spans = _spans(step.jobs, errors)
+        if errors:
+            raise self.guard.failure(errors[0]) from errors[0]
+        return self._ran(step, spans)
+
+    def _ran(self, step: Step, spans: Sequence[Span], unused: Sequence[Span] = ()) -> Timeline:
+        # A device whose work is queued may only now have come to the end of backward.
+        origin = self.origin = max([step.started, *(job.wait().end for job in step.backward)])
+        self.ran = _timeline(spans, origin)
+        return _timeline([*spans, *unused], origin) if unused else self.ran
 
     @property
     def idle(self) -> bool:
@@ -164,10 +216,7 @@ class Engine:
             raise self.guard.failure(errors[0]) from errors[0]
         if step is None:
             return None
-        # A device whose work is queued may only now have come to the end of backward.
-        origin = self.origin = max([self._started, *(job.wait().end for job in step.backward)])
-        self.ran = _timeline(spans, origin)
-        return _timeline(spans + unused, origin) if unused else self.ran
+        return self._ran(step, spans, unused)
 
     def finish(self) -> None:
         """`wait` for an owner who is gone: nobody is left to tell what went wrong."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
 
-from dos.devices import Copy, Device, Job
+from dos.devices import Copy, Device, Job, Mark
 from dos.state.arena import State
 from dos.state.stores import DeviceStore
 from dos.state.subgroup import Subgroup
@@ -34,6 +34,8 @@ class Step:
     backward: what the caller had queued on the device when the step was issued.
     last: by stream, the jobs after which nothing uses slots and state that leaves, for streams
         are in order.
+    started: when its step() was called, on the clock of time.perf_counter.
+    ordered: where the caller's work on the device goes on behind the step, if it does.
     leaving: the subgroups whose state is not on the device any more once the step is over.
     """
 
@@ -45,8 +47,11 @@ class Step:
         subjects: Sequence[Subject],
         found: Sequence[Found],
         begun: Sequence[Issued],
+        started: float,
     ) -> None:
         self.schedule = schedule
+        self.started = started
+        self.ordered: Mark | None = None
         self.jobs = [issued.job for issued in begun]
         self.uploads: list[Future[Job]] = []
         self.done: dict[Subgroup, Future[Job]] = {}
@@ -90,6 +95,14 @@ class Step:
             turn.work.release()
         self._subjects, self._found, self._states, self._ready = (), (), {}, {}
         return turns
+
+    @property
+    def through(self) -> bool:
+        """Whether a step behind which the caller's work was ordered has come to its end, or failed; does not wait."""
+        try:
+            return self.ordered is not None and self.ordered.at() is not None
+        except Exception:
+            return True  # what went wrong is raised where its jobs are waited for
 
     def all_jobs(self, errors: list[Exception]) -> list[Job]:
         """Also of the host's lane, once it has issued them. errors: receives why it has not."""

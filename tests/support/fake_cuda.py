@@ -57,6 +57,7 @@ class Runtime:
     """Runs what streams have queued.
 
     recorded, made: how many events were. host: the host's clock in seconds. caller: the stream on which the user works.
+    waits: how often it waited for the device. capturing: whether the caller's work is captured in a graph.
     contexts: the devices on which something has made a context. regions: pinned host memory, end by first byte.
     refuses: errors of the next attempts to pin. allocated: the streams of whose memory something was allocated.
     """
@@ -69,6 +70,8 @@ class Runtime:
         self.host = 0.0
         self.recorded = 0
         self.made = 0
+        self.waits = 0
+        self.capturing = False
         self.contexts: set[int] = set()
         self.regions: dict[int, int] = {}
         self.refuses: list[int] = []
@@ -83,7 +86,9 @@ class Runtime:
 
     def complete(self, record: Record) -> None:
         """Run until the record is done. The host waits for that."""
+        assert not self.capturing, "cudaErrorStreamCaptureUnsupported"
         with self.lock:
+            self.waits += 1
             self._run_until(record)
             assert record.at is not None
             self.host = max(self.host, record.at)
@@ -231,6 +236,7 @@ class FakeEvent:
             self.record_ = stream.record()
 
     def query(self) -> bool:
+        assert not self._runtime.capturing, "cudaErrorStreamCaptureUnsupported"
         self._runtime.make_context()
         self._runtime.advance()
         assert self.record_ is not None
@@ -363,6 +369,7 @@ def install(monkeypatch: pytest.MonkeyPatch, seed: int | None) -> Runtime:
         "stream": runtime.stream,
         "current_stream": runtime.current_stream,
         "cudart": lambda: runtime,
+        "is_current_stream_capturing": lambda: runtime.capturing,
         "get_device_properties": lambda device: SimpleNamespace(name="Fake 80GB", uuid="0-1-2-3"),
     }.items():
         monkeypatch.setattr(torch.cuda, name, replacement)

@@ -29,6 +29,7 @@ from dos.step.iteration import Iteration
 from perfmodel import Op
 from tests.support.fake_cuda import (
     FakeCudaDevice,
+    FakeEvent,
     FakeStream,
     Record,
     Runtime,
@@ -82,6 +83,103 @@ def test_no_order_of_work_changes_a_bit(
     expected = trained(None)
     device = FakeCudaDevice(install(monkeypatch, seed))
     assert trained(device, attached=attached, policy=policy) == expected
+
+
+@pytest.mark.parametrize("policy", ["resident", "adaptive"])
+def test_a_step_on_the_device_is_four_launches_and_waits_for_nothing(
+    policy: str, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor do the steps that follow at once: the caller's stream is ordered behind each, which the host need not see."""
+    launches: list[Op] = []
+    queue = FakeCudaDevice._queue
+    monkeypatch.setattr(FakeCudaDevice, "_queue", lambda d, op, *rest: (launches.append(op), queue(d, op, *rest))[1])
+
+    def run(device: FakeCudaDevice | None) -> list[Tensor]:
+        parameters = [nn.Parameter(torch.full((n,), 0.5, dtype=torch.bfloat16)) for n in (700, 300, 64, 5)]
+        groups = [{"params": parameters[:2], "lr": 1e-2}, {"params": parameters[2:], "weight_decay": 0.0}]
+        optimizer = DOSAdam(groups, device=device, policy=policy, subgroup_size=200)
+        for number in range(5):
+            if number == 2:
+                optimizer.synchronize()
+            for parameter in parameters:
+                parameter.grad = torch.full_like(parameter, 0.25 + number)
+            waits, before = runtime.waits, bits(parameters)
+            launches.clear()
+            optimizer.step()
+            if number and device is not None:
+                assert runtime.waits == waits
+                assert set(launches) == {Op.UPDATE}
+                assert len(launches) <= 4
+                assert bits(parameters) == before, "the device has not come to it"
+            elif device is not None:
+                optimizer.synchronize()
+        optimizer.synchronize()
+        assert not device or optimizer.timeline()
+        return bits([*parameters, *(optimizer.state[p]["exp_avg_sq"] for p in parameters)])
+
+    expected = run(None)
+    runtime.caller = FakeStream(runtime)
+    assert run(FakeCudaDevice(runtime)) == expected
+
+
+def test_a_step_that_fails_on_the_device_is_told_by_the_next_call(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parameter = nn.Parameter(torch.ones(8))
+    optimizer = DOSAdam([parameter], device=FakeCudaDevice(runtime), policy="resident")
+    parameter.grad = torch.ones(8)
+    optimizer.step()
+
+    def fail(event: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    for method in ("query", "synchronize"):
+        monkeypatch.setattr(FakeEvent, method, fail)
+    with pytest.raises(RuntimeError, match="failed part way"):
+        optimizer.step()
+    with pytest.raises(RuntimeError, match="failed part way"):
+        optimizer.step()
+
+
+def test_hooks_leave_a_capture_early_and_what_it_reads_is_finished_by_the_step(runtime: Runtime) -> None:
+    """Its replays run no hooks: they neither wait for parameters nor tell of gradients."""
+    model = mlp()
+    optimizer = DOSAdam(model.parameters(), device=FakeCudaDevice(runtime), policy="cpu", subgroup_size=300)
+    optimizer.attach(model)
+
+    def backward() -> None:
+        model(torch.ones(2, 24)).sum().backward()
+
+    for _ in range(2):
+        backward()
+        optimizer.step()
+    assert optimizer._unfinished
+    runtime.capturing = True
+    with pytest.raises(RuntimeError, match="before the capture"):
+        model(torch.ones(2, 24))
+    runtime.capturing = False
+    optimizer.synchronize()
+    optimizer.zero_grad()
+    runtime.capturing = True
+    backward()
+    runtime.capturing = False
+    optimizer.step()
+    assert not optimizer._unfinished, "what a replay reads is there"
+    was = bits(model.parameters())
+    with torch.no_grad():
+        for parameter in model.parameters():  # as a replay does, without a version that tells it
+            parameter.grad.data.fill_(0.5)
+    optimizer.step()
+    assert bits(model.parameters()) != was
+
+
+def test_offloaded_gradients_cannot_be_captured(runtime: Runtime) -> None:
+    parameter = nn.Parameter(torch.ones(8))
+    optimizer = DOSAdam([parameter], device=FakeCudaDevice(runtime), offload_gradients=True)
+    runtime.capturing = True
+    with pytest.raises(RuntimeError, match="offload_gradients=False"):
+        parameter.sum().backward()
+    del optimizer
 
 
 @pytest.mark.parametrize("seed", [None, 0])
@@ -254,6 +352,7 @@ def test_the_device_says_how_long_the_model_computes(
         model(torch.ones(10)).sum().backward()
         optimizer.step()
         if not attached:
+            optimizer.synchronize()
             assert optimizer.metrics()["exposed_s"] < 0.02, "the backlog of the device is not the optimizer's"
         optimizer.zero_grad()
     pace = optimizer._accelerator._pace
