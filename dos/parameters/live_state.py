@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 from torch import Tensor
+
+from perfmodel.format import STATE_KEYS
 
 _MISSING = object()
 
@@ -31,7 +34,11 @@ class LiveState(defaultdict[Tensor, Any]):
 
     def __getitem__(self, key: Tensor) -> Any:
         self._settle()
-        return super().__getitem__(key)
+        entry = super().__getitem__(key)
+        if sys._getframe(1).f_code.co_name == "_unflatten_optim_state_dict":
+            # Torch takes these names alone from a flattened state dict, which may be of another format.
+            return dict.fromkeys(STATE_KEYS) | entry
+        return entry
 
     def __setitem__(self, key: Tensor, value: Any) -> None:
         self._settle()

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from dos.options import check_settings
 from dos.parameters.admission import Group, name_of, state_problem
 from dos.sharding.local import to_host, version
-from dos.state.entries import CODE_TYPES, empty_for, in_blocks
+from dos.state.entries import CODE_TYPES, MAX_KEY, empty_for, in_blocks
 from perfmodel.format import STATE_KEYS
 
 
@@ -70,7 +70,9 @@ def to_be_filled(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
 
 
 def _is_unfilled(value: object) -> bool:
-    """Whether it is from `to_be_filled`, and as it was there."""
+    """Whether it is from `to_be_filled`, and as it was there; or what torch has for a name that it does not find."""
+    if isinstance(value, dict) and not value:
+        return True
     given = getattr(value, "_dos_version", None)
     return given is not None and given == version(value)
 
@@ -109,7 +111,7 @@ def load_state_dict(optimizer: Optimizer, state_dict: dict[str, Any], state_form
         saved_group["params"] = group["params"]
         check_settings(saved_group, f"param group {number} of the state dict", state_format)
         ids = state_dict["param_groups"][number]["params"]
-        by_id.update(zip(ids, zip(group["params"], itertools.repeat(group)), strict=False))
+        by_id.update(zip(ids, zip(group["params"], itertools.repeat(saved_group)), strict=False))
 
     state: defaultdict[Any, Any] = defaultdict(dict)
     for saved_id, loaded in state_dict["state"].items():
@@ -123,6 +125,12 @@ def load_state_dict(optimizer: Optimizer, state_dict: dict[str, Any], state_form
             if not entry:
                 continue
         problem = state_problem(entry, parameter)
+        if not problem and entry and group["amsgrad"] and entry.get(MAX_KEY) is None and float(entry["step"]) > 0:
+            problem = (
+                f"amsgrad=True, and its state has no {MAX_KEY!r}, which torch.distributed.checkpoint leaves out where "
+                "the optimizer was built without amsgrad; build it with amsgrad=True, or load the checkpoint with "
+                "planner=dos.checkpoint.LoadPlanner()"
+            )
         if problem:
             raise ValueError(f"{name_of(parameter, group)}: {problem}")
         # At once, for a checkpoint that was loaded to the accelerator may fill it.

@@ -18,6 +18,8 @@ from perfmodel.format import BLOCK, CODED, CODED_KEYS, MASTER_KEY, REST_KEY, STA
 _TYPES = {field.key: getattr(torch, field.type) for field in CODED.fields}
 CODE_TYPES = {key: _TYPES[key] for keys in CODED_KEYS.values() for key in keys}
 """By the names of codes and scales, in the order of `Codes`."""
+MAX_KEY = "max_exp_avg_sq"
+"""The name of what amsgrad keeps."""
 _ADAMW_KEYS = tuple(key for key in STATE_KEYS if key not in (REST_KEY, *CODE_TYPES))
 
 

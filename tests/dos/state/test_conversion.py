@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -18,8 +20,11 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from dos import DOSAdam
+from dos.checkpoint import LoadPlanner
 from tests.support.ranks import Ranks
 from tests.support.sharded import assert_equal, mesh_of, whole
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 KINDS: dict[str, dict[str, Any]] = {
     "split": {},
@@ -101,8 +106,10 @@ def goes_on(
     for one, other in zip(resumed.parameters(), plain.parameters(), strict=True):
         if one.requires_grad:
             mine, theirs = second.adamw_state(one), third.adamw_state(other)
-            assert mine.keys() == theirs.keys(), pair
-            assert_equal([whole(v) for v in mine.values()], [whole(v) for v in theirs.values()])
+            both = [key for key in theirs if key in mine]
+            assert {"step", "exp_avg", "exp_avg_sq"} <= set(both), pair
+            if pair[1] != "int8":  # where one may be rounded to codes already
+                assert_equal([whole(mine[key]) for key in both], [whole(theirs[key]) for key in both])
     runs = [(resumed, second), (plain, third), *[(through, first)] * (pair[0] in EXACT and pair[1] in EXACT)]
     for model, optimizer in runs:
         learn(model, optimizer, range(3, 5))
@@ -115,7 +122,8 @@ def as_full_state(pair: tuple[str, str], before: int | None, after: int | None, 
     first = build(pair[0], through)
     learn(through, first, range(3))
     broadcast = options.get("broadcast_from_rank0", False)
-    whole_state = StateDictOptions(full_state_dict=True, cpu_offload=broadcast)
+    flat = options.pop("flatten_optimizer_state_dict", False)  # torch sees it when it loads
+    whole_state = StateDictOptions(full_state_dict=True, cpu_offload=broadcast, flatten_optimizer_state_dict=flat)
     state = copy.deepcopy(get_optimizer_state_dict(through, first, options=whole_state))
     assert not broadcast or dist.get_rank() == 0 or not state
     resumed = weights(after)
@@ -134,6 +142,11 @@ def test_a_full_state_dict_loads_into_any_format(pair: tuple[str, str], trained:
     as_full_state(pair, None, None, trained)
 
 
+@pytest.mark.parametrize("pair", PAIRS)
+def test_a_flat_full_state_dict_loads_into_any_format(pair: tuple[str, str]) -> None:
+    as_full_state(pair, None, None, trained=True, flatten_optimizer_state_dict=True)
+
+
 ON_RANKS = [("split", "float32"), ("float32", "split"), ("float32", "int8"), ("int8", "float32"), ("adamw", "split")]
 
 
@@ -150,3 +163,71 @@ def test_a_full_state_dict_loads_into_any_format_on_ranks(
     pair: Ranks, one_kernel_thread: None, trained: bool, options: dict[str, bool]
 ) -> None:
     pair.run(full_states, trained, options)
+
+
+def as_checkpoint(
+    pair: tuple[str, str], folder: str, before: int | None, after: int | None, *, trained: bool, flat: bool = False
+) -> None:
+    through = weights(before)
+    first = build(pair[0], through)
+    learn(through, first, range(3))
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    dcp.save({"optimizer": get_optimizer_state_dict(through, first, options=options)}, checkpoint_id=folder)
+    resumed = weights(after)
+    second = build(pair[1], resumed)
+    if trained:
+        learn(resumed, second, range(7, 9))
+    for mine, value in zip(resumed, copy_of(through, after), strict=True):
+        mine.data.copy_(value)
+    state = {"optimizer": get_optimizer_state_dict(resumed, second, options=options)}
+    dcp.load(state, checkpoint_id=folder, planner=LoadPlanner())
+    set_optimizer_state_dict(resumed, second, state["optimizer"], options=options)
+    goes_on(pair, through, first, resumed, second, after)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("pair", PAIRS)
+def test_a_checkpoint_loads_into_any_format(pair: tuple[str, str], tmp_path: Path, trained: bool) -> None:
+    as_checkpoint(pair, str(tmp_path), None, None, trained=trained)
+
+
+@pytest.mark.parametrize("pair", ON_RANKS)
+def test_a_flat_checkpoint_loads_into_any_format(pair: tuple[str, str], tmp_path: Path) -> None:
+    """As torchtitan saves them."""
+    as_checkpoint(pair, str(tmp_path), None, None, trained=True, flat=True)
+
+
+def checkpoints(folder: str, before: int, after: int) -> None:
+    for pair in [*ON_RANKS, ("amsgrad", "float32")]:
+        as_checkpoint(pair, f"{folder}/{pair}", before, after, trained=before > after)
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4)])
+def test_a_checkpoint_loads_into_any_format_on_ranks(
+    ranks: Ranks, one_kernel_thread: None, tmp_path: Path, before: int, after: int
+) -> None:
+    ranks.run(checkpoints, str(tmp_path), before, after)
+
+
+def test_amsgrad_that_a_checkpoint_switches_on_is_not_without_its_maximum(tmp_path: Path) -> None:
+    through, resumed = weights(None), weights(None)
+    first, second = build("amsgrad", through), build("split", resumed)
+    learn(through, first, range(3))
+    dcp.save({"optimizer": get_optimizer_state_dict(through, first)}, checkpoint_id=tmp_path)
+    state = {"optimizer": get_optimizer_state_dict(resumed, second)}
+    dcp.load(state, checkpoint_id=tmp_path)  # by torch's planner, which reads what `second` has
+    with pytest.raises(ValueError, match="no 'max_exp_avg_sq'"):
+        set_optimizer_state_dict(resumed, second, state["optimizer"])
+
+
+def test_a_checkpoint_in_codes_loads_into_adamw(tmp_path: Path) -> None:
+    through, theirs = weights(None), weights(None)
+    first, adamw = build("int8", through), build("adamw", theirs)
+    learn(through, first, range(3))
+    dcp.save({"optimizer": get_optimizer_state_dict(through, first)}, checkpoint_id=tmp_path)
+    state = {"optimizer": get_optimizer_state_dict(theirs, adamw)}
+    dcp.load(state, checkpoint_id=tmp_path, planner=LoadPlanner())
+    set_optimizer_state_dict(theirs, adamw, state["optimizer"])
+    for mine, other in zip(through[:FROZEN], theirs[:FROZEN], strict=True):
+        for key in ("step", "exp_avg", "exp_avg_sq"):
+            assert torch.equal(first.adamw_state(mine)[key].to(adamw.state[other][key].dtype), adamw.state[other][key])
