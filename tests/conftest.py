@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @functools.cache
 def needs_ranks(file: Path) -> bool:
-    return ": Ranks" in file.read_text()
+    return re.search(r": Ranks|@on_(pair|ranks)", file.read_text()) is not None
 
 
 @pytest.fixture

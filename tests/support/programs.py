@@ -39,9 +39,10 @@ class Training:
         self.model = mlp(program.dtype)
         settings: dict[str, Any] = {}
         if program.policy is not None:
+            self.device = device or EmulatedDevice(FAST, capacity=10**7)
             settings = {
                 "policy": program.policy,
-                "device": device or EmulatedDevice(FAST, capacity=10**7),
+                "device": self.device,
                 "subgroup_size": 300,
                 "offload_gradients": program.offload_gradients,
             }

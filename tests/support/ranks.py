@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import faulthandler
+import functools
 import gc
+import inspect
 import multiprocessing
 import os
 import pickle
@@ -93,9 +95,33 @@ def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
     while True:
         work, args = pickle.loads(pipe.recv_bytes())
         try:
-            pipe.send((True, work(*args)))
+            pipe.send((True, getattr(work, "on_rank", work)(*args)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
+
+
+def on_pair(work: Callable[..., None]) -> Callable[..., None]:
+    """A test that each of two ranks runs."""
+    return _test(work, "pair")
+
+
+def on_ranks(work: Callable[..., None]) -> Callable[..., None]:
+    """A test that each of four ranks runs."""
+    return _test(work, "ranks")
+
+
+def _test(work: Callable[..., None], fixture: str) -> Callable[..., None]:
+    arguments = inspect.signature(work)
+
+    @functools.wraps(work)
+    def test(**given: Any) -> None:
+        given[fixture].run(test, *(given[name] for name in arguments.parameters))
+
+    asked = [inspect.Parameter(fixture, inspect.Parameter.KEYWORD_ONLY), *arguments.parameters.values()]
+    asked = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in asked]
+    test.__signature__ = arguments.replace(parameters=asked)  # type: ignore[attr-defined]
+    test.on_rank = work  # type: ignore[attr-defined]
+    return test
 
 
 TORCH_2_6 = torch.__version__.startswith("2.6.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -104,7 +105,7 @@ def assert_close(found: list[Tensor], expected: list[Tensor], tolerance: float =
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
-def save(folder: str, model: nn.Module, optimizer: torch.optim.Optimizer, how: str) -> None:
+def save(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer, how: str) -> None:
     state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
     if how == "async":
         dcp.async_save(state, checkpoint_id=folder).result()
@@ -112,7 +113,7 @@ def save(folder: str, model: nn.Module, optimizer: torch.optim.Optimizer, how: s
         dcp.save(state, checkpoint_id=folder)
 
 
-def load(folder: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def load(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
     dcp.load(state, checkpoint_id=folder)
     set_model_state_dict(model, state["model"])

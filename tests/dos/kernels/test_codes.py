@@ -15,60 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dos.kernels.adam import AdamArrays, AdamStep
 from dos.kernels.codes import Codes, decode_mean, decode_square, encode
 from dos.kernels.gpu_update import _adam_update_torch
-from dos.kernels.update import adam_update, instruction_sets
+from dos.kernels.update import adam_update
 from perfmodel.format import BLOCK
-from tests.support.arrays import STEP, assert_same_bits
-
-L2 = replace(STEP, decoupled_weight_decay=False, maximize=True, grad_scale=0.37)
-WARM = replace(STEP, beta1=0.0, step=1)
+from tests.support.arrays import FLOATS, KERNELS, STEP, STEPS, assert_same_bits
+from tests.support.coded import PARAMETERS, assert_same_bytes, cloned, coded_arrays
 
 
 def decode(codes: Codes) -> tuple[Tensor, Tensor]:
     return decode_mean(*codes[:2]), decode_square(*codes[2:])
-
-
-KINDS = {
-    "split": (torch.bfloat16, torch.bfloat16, None, True),
-    "mixed": (torch.bfloat16, torch.float32, torch.bfloat16, False),
-    "float16": (torch.float16, torch.float32, torch.float16, False),
-    "float32": (torch.float32, torch.float32, None, False),
-    "bfloat16 alone": (torch.bfloat16, torch.bfloat16, None, False),
-}
-"""Types of gradient, parameter and copy, and whether the master is split."""
-
-
-def values(blocks: int, seed: int) -> Tensor:
-    """Blocks of any size, with zeros, subnormal numbers, and some that are not finite."""
-    generator = torch.Generator().manual_seed(seed)
-    found = torch.randn(blocks, BLOCK, generator=generator)
-    found *= torch.exp(torch.randint(-80, 40, (blocks, 1), generator=generator).float())
-    found *= torch.exp(torch.randint(-9, 1, (blocks, BLOCK), generator=generator).float())
-    found[0] = 0
-    found[1, ::2] = 0
-    found[2, 5], found[3, 6], found[4, 7] = torch.inf, torch.nan, -torch.inf
-    found[5] *= 1e-42 / found[5].abs().max()
-    return found.view(-1)
-
-
-def arrays(kind: str, blocks: int, seed: int) -> AdamArrays:
-    gradient_type, type_, out_type, splits = KINDS[kind]
-    gradient, parameter = values(blocks, seed), torch.randn(blocks * BLOCK)
-    codes = encode(values(blocks, seed + 1), values(blocks, seed + 2).square())
-    return AdamArrays(
-        gradient.to(gradient_type),
-        parameter.to(type_),
-        codes.exp_avg,
-        codes.exp_avg_sq,
-        None,
-        None if out_type is None else torch.zeros(blocks * BLOCK, dtype=out_type),
-        torch.randint(-9999, 9999, (blocks * BLOCK,), dtype=torch.int16) if splits else None,
-        codes.exp_avg_scale,
-        codes.exp_avg_sq_scale,
-    )
-
-
-def clones(run: AdamArrays) -> AdamArrays:
-    return AdamArrays(*(None if a is None else a.clone() for a in run))  # type: ignore[arg-type]
 
 
 class CudaArithmetic(TorchDispatchMode):
@@ -88,45 +42,58 @@ class CudaArithmetic(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def written(run: AdamArrays) -> list[Tensor]:
-    return [array for array in run[1:] if array is not None]
+def run_of(blocks: int) -> AdamArrays:
+    """A run with a split master."""
+    return coded_arrays(blocks * BLOCK, torch.bfloat16, *PARAMETERS[0], seed=1)
 
 
-@pytest.mark.parametrize("step", [STEP, L2, WARM])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("isa", instruction_sets())
-def test_kernels_write_what_the_definition_says(isa: str, kind: str, step: AdamStep) -> None:
-    ours = arrays(kind, 11, 0)
-    theirs = clones(ours)
-    for number in range(4):
-        now = replace(step, step=step.step + number)
-        adam_update(ours, step=now, isa=isa)
-        _adam_update_torch(theirs, now)
-        assert_same_bits(written(ours), written(theirs))
+@pytest.mark.parametrize("grad", FLOATS)
+@pytest.mark.parametrize("step", [step for step in STEPS if not step.amsgrad])
+@pytest.mark.parametrize("kernel", [name for name in KERNELS if name != "torch"])
+def test_kernels_write_the_same_codes(kernel: str, step: AdamStep, grad: torch.dtype) -> None:
+    for seed, kind in enumerate(PARAMETERS):
+        expected = coded_arrays(1 << 15, grad, *kind, seed)
+        ours = cloned(expected)
+        for count in range(3):  # also on what came of infinities and of the largest floats
+            now = replace(step, step=step.step + count)
+            KERNELS[kernel](ours, now)
+            _adam_update_torch(expected, now)
+            assert_same_bytes(ours, expected)
 
 
-@pytest.mark.parametrize("step", [STEP, L2, WARM])
-@pytest.mark.parametrize("kind", KINDS)
-def test_torch_operations_give_the_same_bits_with_the_arithmetic_of_cuda(kind: str, step: AdamStep) -> None:
-    expected = arrays(kind, 500, seed=3)
-    ours = clones(expected)
+@pytest.mark.parametrize("kernel", [name for name in KERNELS if name != "torch"])
+def test_an_infinite_scale_that_was_loaded_is_the_same_to_all(kernel: str) -> None:
+    expected = coded_arrays(1 << 10, torch.float32, torch.float32, None, False, 0)
+    assert expected.exp_avg_sq_scale is not None
+    expected.exp_avg_sq_scale.fill_(torch.inf)
+    expected.exp_avg_sq.zero_()
+    ours = cloned(expected)
+    KERNELS[kernel](ours, STEPS[0])
+    _adam_update_torch(expected, STEPS[0])
+    assert_same_bytes(ours, expected)
+
+
+@pytest.mark.parametrize("step", [step for step in STEPS if not step.amsgrad])
+@pytest.mark.parametrize("kind", PARAMETERS, ids=str)
+def test_torch_operations_give_the_same_bits_with_the_arithmetic_of_cuda(kind: Any, step: AdamStep) -> None:
+    expected = coded_arrays(1 << 15, torch.bfloat16, *kind, seed=3)
+    ours = cloned(expected)
     with CudaArithmetic():
         _adam_update_torch(ours, step)
     _adam_update_torch(expected, step)
-    for mine, theirs in zip(written(ours), written(expected), strict=True):
-        assert_same_bits([mine], [theirs])
+    assert_same_bytes(ours, expected)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_neither_threads_nor_a_division_into_runs_matter(threads: int) -> None:
-    whole = arrays("split", 700, 1)
-    parts, several = clones(whole), clones(whole)
+    whole = run_of(700)
+    parts, several = cloned(whole), cloned(whole)
     adam_update(whole, step=STEP, threads=1)
     adam_update(several, step=STEP, threads=threads)
     for start, stop in ((0, 1), (1, 2), (2, 7), (7, 300), (300, 700)):
         adam_update(parts.slice(start * BLOCK, stop * BLOCK), step=STEP, threads=threads)
-    assert_same_bits(written(several), written(whole))
-    assert_same_bits(written(parts), written(whole))
+    assert_same_bytes(several, whole)
+    assert_same_bytes(parts, whole)
 
 
 @settings(max_examples=60, deadline=None)
@@ -223,11 +190,11 @@ def test_a_value_that_is_not_finite_makes_its_block_nan() -> None:
 )
 def test_arrays_that_do_not_fit(changes: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        adam_update(arrays("split", 11, 0)._replace(**changes), step=STEP)
+        adam_update(run_of(11)._replace(**changes), step=STEP)
 
 
 def test_runs_are_whole_blocks() -> None:
-    run = arrays("float32", 11, 0)
+    run = run_of(11)
     odd = AdamArrays(*(None if a is None else a[:-1] for a in run))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"expected a multiple of 128 elements beside scales, found 1407"):
         adam_update(odd, step=STEP)

@@ -236,7 +236,7 @@ def run(history: History) -> None:
         gc.collect()
     else:
         optimizer.release_memory()
-    assert device._held == 0
+    assert device.usage().held == 0
     assert device.peak_bytes <= device.capacity
 
 

@@ -73,7 +73,7 @@ def test_state_and_threads_go_with_the_optimizer(policy: str | float | None, off
     assert eventually(lambda: threading.active_count() <= before)
     assert [len(p._post_accumulate_grad_hooks or ()) for p in model.parameters()] == hooks
     if device is not None:
-        assert device._held == 0
+        assert device.usage().held == 0
 
 
 @pytest.mark.parametrize("attached", [False, True])

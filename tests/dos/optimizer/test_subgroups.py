@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 from dos import DOSAdam, EmulatedDevice
-from perfmodel import Workload
+from perfmodel import Plan, Workload
 from perfmodel.adaptive import adaptive
 from perfmodel.format import MIXED
 from perfmodel.hardware import HardwareProfile
 from perfmodel.planner.question import Question
 from perfmodel.planner.transformer import Transformer
+from perfmodel.policies import cpu_only
 from perfmodel.simulate import makespan
 from perfmodel.subgroups import LEAST_SIZE, MOST, SHARE, automatic_subgroup_size
 from tests.support.training import FAST, bits, mlp, train
@@ -66,15 +67,25 @@ def test_no_other_size_is_much_better(name: str, gib: int, numel: int, room: flo
     assert chosen < 1.15 * min(others)
 
 
+def sizes_of(model: nn.Module, inputs: int) -> list[int]:
+    """How the parameters of a model are divided on a device of 50 kB."""
+    sizes: list[int] = []
+
+    def policy(work: Workload) -> Plan:
+        sizes.extend(load.numel for load in work.subgroups)
+        return cpu_only(work)
+
+    optimizer = DOSAdam(model.parameters(), policy=policy, device=EmulatedDevice(FAST, 50_000))
+    model(torch.ones(2, inputs)).sum().backward()
+    optimizer.step()
+    return sizes
+
+
 def test_the_planner_and_the_optimizer_divide_alike() -> None:
-    device = EmulatedDevice(FAST, capacity=50_000)
-    model = mlp()
-    optimizer = DOSAdam(model.parameters(), device=device)
-    train(model, optimizer, 1)
-    numel = sum(p.numel() for p in model.parameters())
+    numel = sum(p.numel() for p in mlp().parameters())
     size = automatic_subgroup_size(numel, 50_000)
     assert size < numel / 4
-    assert optimizer._registry.accelerated[0].numel == size
+    assert sizes_of(mlp(), 24)[0] == size
     asked = Question(Transformer.of_size(10**9), HardwareProfile.builtin("h100"), 80 * GIB)
     assert asked.subgroup_size == automatic_subgroup_size(asked.state_numel, 80 * GIB)
 
@@ -95,12 +106,6 @@ def test_checkpoints_go_from_one_size_to_another(dtype: torch.dtype) -> None:
 
 
 def test_lazy_parameters_are_divided_as_others_are() -> None:
-    def sizes(first: nn.Module) -> list[int]:
-        model = nn.Sequential(first, nn.ReLU())
-        optimizer = DOSAdam(model.parameters(), device=EmulatedDevice(FAST, 50_000))
-        model(torch.ones(2, 32)).sum().backward()
-        optimizer.step()
-        return [subgroup.numel for subgroup in optimizer._registry.accelerated]
-
-    assert len(sizes(nn.Linear(32, 64))) > 1
-    assert sizes(nn.LazyLinear(64)) == sizes(nn.Linear(32, 64))
+    sizes = sizes_of(nn.Linear(32, 64), 32)
+    assert len(sizes) > 1
+    assert sizes_of(nn.LazyLinear(64), 32) == sizes

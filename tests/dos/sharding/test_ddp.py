@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dos import DOSAdam, EmulatedDevice
 from perfmodel import Op
 from tests.support.clock import compares_with_a_clock
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, on_pair
 from tests.support.sharded import assert_close, assert_equal, batch, dos_adam, model, values
 from tests.support.training import profile
 
@@ -92,7 +92,8 @@ def test_gradients_leave_during_backward(pair: Ranks) -> None:
     assert max(pair.run(share_that_leaves_during_backward, False)) == 0
 
 
-def bad_input() -> None:
+@on_pair
+def test_bad_input() -> None:
     plain = model()
     optimizer = dos_adam(plain.parameters())
     with pytest.raises(TypeError, match="expected a DistributedDataParallel model, found Sequential"):
@@ -103,11 +104,8 @@ def bad_input() -> None:
         dos_adam(ddp.parameters()).register_ddp(ddp)
 
 
-def test_bad_input(pair: Ranks) -> None:
-    pair.run(bad_input)
-
-
-def two_optimizers() -> None:
+@on_pair
+def test_a_model_may_have_several_optimizers() -> None:
     ddp = DistributedDataParallel(model())
     parameters = list(ddp.parameters())
     both = [dos_adam(half, policy="cpu") for half in (parameters[::2], parameters[1::2])]
@@ -124,11 +122,10 @@ def two_optimizers() -> None:
     assert_equal(values(ddp.module), values(alone))
 
 
-def test_a_model_may_have_several_optimizers(pair: Ranks) -> None:
-    pair.run(two_optimizers)
-
-
-def uneven_inputs(inner: bool) -> None:
+@pytest.mark.parametrize("inner", [False, True])
+@on_pair
+def test_join_broadcasts_what_updates_have_left(inner: bool) -> None:
+    """Leaving the block broadcasts the parameters of the rank that went on for longest, to which updates may write."""
     ends = []
     for slow in (False, True):
         inside = model()
@@ -150,9 +147,3 @@ def uneven_inputs(inner: bool) -> None:
         optimizer.synchronize()
         ends.append(values(inside))
     assert_equal(*ends)
-
-
-@pytest.mark.parametrize("inner", [False, True])
-def test_join_broadcasts_what_updates_have_left(pair: Ranks, inner: bool) -> None:
-    """Leaving the block broadcasts the parameters of the rank that went on for longest, to which updates may write."""
-    pair.run(uneven_inputs, inner)

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, on_pair
 from tests.support.sharded import assert_close, assert_equal, dos_adam, mesh_of, model, shard, train, values
 
 # The same batch on each rank: gradients are averaged over a power of two, which is exact.
@@ -133,7 +133,12 @@ def test_tensor_and_sequence_parallel(ranks: Ranks, pair: Ranks, policy: str, of
     (pair if shards == 1 else ranks).run(with_tensor_parallel, policy, offload, shards)
 
 
-def with_writes_that_count_nowhere(policy: str, what: str) -> None:
+@pytest.mark.parametrize(
+    ("policy", "what"),
+    [("cpu", "gradients"), ("cpu", "negated"), ("cpu", "clipped"), ("cpu", "parameters"), ("stride:2", "parameters")],
+)
+@on_pair
+def test_writes_that_no_version_counts(policy: str, what: str) -> None:
     def build() -> nn.Module:
         return shard(model(), mesh_of())
 
@@ -158,11 +163,3 @@ def with_writes_that_count_nowhere(policy: str, what: str) -> None:
     first, second = build(), build()
     expected = run(first, torch.optim.AdamW(first.parameters(), lr=1e-2, foreach=True))
     assert_close(run(second, dos_adam(second.parameters(), policy=policy)), expected)
-
-
-@pytest.mark.parametrize(
-    ("policy", "what"),
-    [("cpu", "gradients"), ("cpu", "negated"), ("cpu", "clipped"), ("cpu", "parameters"), ("stride:2", "parameters")],
-)
-def test_writes_that_no_version_counts(pair: Ranks, policy: str, what: str) -> None:
-    pair.run(with_writes_that_count_nowhere, policy, what)

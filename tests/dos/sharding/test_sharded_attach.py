@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from dos import DOSAdam
 from tests.support.devices import UpdatesAfterStep
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, on_pair
 from tests.support.sharded import assert_equal, batch, dos_adam, mesh_of, model, shard, train, values
 from tests.support.training import profile
 
@@ -62,20 +62,25 @@ def old_weights(way: str, reshard: bool | int, policy: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("way", "reshard"),
-    [("plain", True), ("plain", False), ("plain", 2), ("prefetched", True), ("unsharded early", True)],
+    ("way", "reshard", "policy"),
+    [
+        ("plain", True, "cpu"),
+        ("plain", True, "stride:2"),
+        ("plain", False, "cpu"),
+        ("plain", 2, "cpu"),
+        ("prefetched", True, "cpu"),
+        ("unsharded early", True, "cpu"),
+    ],
 )
-def test_no_layer_computes_with_old_weights(ranks: Ranks, pair: Ranks, way: str, reshard: bool | int) -> None:
+def test_no_layer_computes_with_old_weights(
+    ranks: Ranks, pair: Ranks, way: str, reshard: bool | int, policy: str
+) -> None:
     divides = type(reshard) is int  # two of four ranks
-    (ranks if divides else pair).run(old_weights, way, reshard, "cpu")
+    (ranks if divides else pair).run(old_weights, way, reshard, policy)
 
 
-@pytest.mark.parametrize("policy", ["stride:2"])
-def test_nor_with_other_policies(pair: Ranks, policy: str) -> None:
-    pair.run(old_weights, "plain", True, policy)
-
-
-def evaluates_and_saves() -> None:
+@on_pair
+def test_evaluation_and_saving_wait() -> None:
     late = shard(model(), mesh_of())
     optimizer = dos_adam(late.parameters(), policy="cpu", device=slow())
     optimizer.attach(late)
@@ -94,11 +99,8 @@ def evaluates_and_saves() -> None:
         late.train()
 
 
-def test_evaluation_and_saving_wait(pair: Ranks) -> None:
-    pair.run(evaluates_and_saves)
-
-
-def detaches() -> None:
+@on_pair
+def test_attaching_another_model_leaves_nothing_behind() -> None:
     divided = shard(model(), mesh_of())
     groups = [layer._get_fsdp_state()._fsdp_param_group for layer in divided.modules() if hasattr(layer, "unshard")]
     before = [set(vars(group)) for group in groups]
@@ -110,10 +112,6 @@ def detaches() -> None:
         assert [set(vars(group)) for group in groups] != before
         optimizer.attach(other)
     assert [set(vars(group)) for group in groups] == before
-
-
-def test_attaching_another_model_leaves_nothing_behind(pair: Ranks) -> None:
-    pair.run(detaches)
 
 
 def divided_by(way: str) -> nn.Sequential:
@@ -129,7 +127,10 @@ def divided_by(way: str) -> nn.Sequential:
     return parallelize_module(found, mesh_of(), plan)
 
 
-def swapped(way: str, offload: bool) -> None:
+@pytest.mark.parametrize("way", ["FSDP2", "tensor parallel"])
+@pytest.mark.parametrize("offload", [False, True])
+@on_pair
+def test_models_move_after_attach(way: str, offload: bool) -> None:
     """torch swaps DTensors in `model.to()`, even where nothing changes, and forgets hooks on what it swaps."""
     ends, early = [], []
     for moves in (False, True):
@@ -154,9 +155,3 @@ def swapped(way: str, offload: bool) -> None:
         ends.append(values(divided))
     assert_equal(*ends)
     assert early[9] == early[4] > 0, "gradients leave during backward again"
-
-
-@pytest.mark.parametrize("way", ["FSDP2", "tensor parallel"])
-@pytest.mark.parametrize("offload", [False, True])
-def test_models_move_after_attach(pair: Ranks, way: str, offload: bool) -> None:
-    pair.run(swapped, way, offload)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, on_pair, on_ranks
 from tests.support.sharded import (
     assert_close,
     assert_equal,
@@ -71,7 +71,12 @@ def test_resume_on_another_number_of_ranks(
     ranks.run(resume, str(tmp_path), before, after, dtype, "save", "adaptive")
 
 
-def as_full_state(cpu_offload: bool, broadcast: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("cpu_offload", "broadcast", "dtype"),
+    [(False, False, torch.float32), (True, True, torch.bfloat16), (False, True, torch.float32)],
+)
+@on_ranks
+def test_full_state_dicts(cpu_offload: bool, broadcast: bool, dtype: torch.dtype) -> None:
     through, first = build(4, dtype)
     train(through, first, steps=range(2))
     options = StateDictOptions(full_state_dict=True, cpu_offload=cpu_offload)
@@ -90,31 +95,22 @@ def as_full_state(cpu_offload: bool, broadcast: bool, dtype: torch.dtype) -> Non
     assert_equal(values(resumed), values(through))
 
 
-@pytest.mark.parametrize(
-    ("cpu_offload", "broadcast", "dtype"),
-    [(False, False, torch.float32), (True, True, torch.bfloat16), (False, True, torch.float32)],
-)
-def test_full_state_dicts(ranks: Ranks, cpu_offload: bool, broadcast: bool, dtype: torch.dtype) -> None:
-    ranks.run(as_full_state, cpu_offload, broadcast, dtype)
-
-
-def between_adamw_and_dos(folder: str, before: str, after: str) -> None:
+@pytest.mark.parametrize(("before", "after"), [("adamw", "dos"), ("dos", "adamw")])
+@on_ranks
+def test_from_and_to_adamw(tmp_path: Path, before: str, after: str) -> None:
     through, first = build(4, torch.float32, before)
     train(through, first, steps=range(2))
-    save(folder, through, first, "save")
+    save(tmp_path, through, first, "save")
     train(through, first, steps=range(2, 4))
     resumed, second = build(2, torch.float32, after)
-    load(folder, resumed, second)
+    load(tmp_path, resumed, second)
     train(resumed, second, steps=range(2, 4))
     assert_close(values(resumed), values(through))
 
 
-@pytest.mark.parametrize(("before", "after"), [("adamw", "dos"), ("dos", "adamw")])
-def test_from_and_to_adamw(ranks: Ranks, tmp_path: Path, before: str, after: str) -> None:
-    ranks.run(between_adamw_and_dos, str(tmp_path), before, after)
-
-
-def plain_state_dict(policy: str) -> list[Tensor]:
+@pytest.mark.parametrize("policy", ["cpu", "resident"])
+@on_ranks
+def test_plain_state_dicts(policy: str) -> None:
     """As torch.save writes them, each rank its own, and a whole one from a run that was not divided."""
     through, first = build(4, torch.float32, policy=policy)
     train(through, first, steps=range(2))
@@ -140,11 +136,8 @@ def plain_state_dict(policy: str) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("policy", ["cpu", "resident"])
-def test_plain_state_dicts(ranks: Ranks, policy: str) -> None:
-    ranks.run(plain_state_dict, policy)
-
-
-def fresh_state(policy: str) -> None:
+@on_pair
+def test_reading_the_state_of_a_fresh_optimizer_changes_nothing(policy: str) -> None:
     quiet, first = build(None, torch.float32, policy=policy)
     train(quiet, first)
     read, second = build(None, torch.float32, policy=policy)
@@ -153,19 +146,16 @@ def fresh_state(policy: str) -> None:
     assert_equal(values(read), values(quiet))
 
 
-@pytest.mark.parametrize("policy", ["cpu", "resident"])
-def test_reading_the_state_of_a_fresh_optimizer_changes_nothing(pair: Ranks, policy: str) -> None:
-    pair.run(fresh_state, policy)
-
-
-def loads_into_place(folder: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@on_pair
+def test_loaded_state_is_not_there_twice(tmp_path: Path, dtype: torch.dtype) -> None:
     through, first = build(None, dtype, policy="cpu")
     train(through, first, steps=range(2))
-    save(folder, through, first, "save")
+    save(tmp_path, through, first, "save")
     resumed, second = build(None, dtype, policy="cpu")
     state = get_optimizer_state_dict(resumed, second)
     places = [v.to_local().data_ptr() for e in state["state"].values() for v in e.values() if isinstance(v, DTensor)]
-    dcp.load({"optimizer": state}, checkpoint_id=folder)
+    dcp.load({"optimizer": state}, checkpoint_id=tmp_path)
     set_optimizer_state_dict(resumed, second, state)
     resumed.load_state_dict(through.state_dict())
     train(resumed, second, steps=[2])
@@ -174,12 +164,9 @@ def loads_into_place(folder: str, dtype: torch.dtype) -> None:
     assert all(entry["step"] == 3 for entry in entries)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_loaded_state_is_not_there_twice(pair: Ranks, tmp_path: Path, dtype: torch.dtype) -> None:
-    pair.run(loads_into_place, str(tmp_path), dtype)
-
-
-def edits(policy: str, how: str) -> None:
+@pytest.mark.parametrize(("policy", "how"), [("adaptive", "each"), ("adaptive", "foreach"), ("resident", "each")])
+@on_pair
+def test_what_is_written_to_a_state_dict_counts(policy: str, how: str) -> None:
     ends = []
     for kind in ("adamw", "dos"):
         through, optimizer = build(None, torch.float32, kind, **({"policy": policy} if kind == "dos" else {}))
@@ -193,8 +180,3 @@ def edits(policy: str, how: str) -> None:
         train(through, optimizer, steps=range(2, 4))
         ends.append(values(through))
     assert_close(*ends)
-
-
-@pytest.mark.parametrize(("policy", "how"), [("adaptive", "each"), ("adaptive", "foreach"), ("resident", "each")])
-def test_what_is_written_to_a_state_dict_counts(pair: Ranks, policy: str, how: str) -> None:
-    pair.run(edits, policy, how)

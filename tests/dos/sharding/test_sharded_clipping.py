@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 
 import dos
 from perfmodel import Op
-from tests.support.ranks import Ranks
+from tests.support.ranks import on_pair, on_ranks
 from tests.support.sharded import Block, assert_close, batch, dos_adam, mesh_of, model, shard, train, values, whole
 
 NORM = 0.05
@@ -35,7 +35,9 @@ def exact_norm(model: nn.Module) -> float:
     return math.sqrt(math.fsum(whole(p.grad).double().pow(2).sum().item() for p in model.parameters()))
 
 
-def norms(policy: str, offload: bool) -> None:
+@pytest.mark.parametrize(("policy", "offload"), [("cpu", True), ("resident", False)])
+@on_ranks
+def test_norms_are_over_all_meshes(policy: str, offload: bool) -> None:
     divided = mixed_meshes()
     optimizer = dos_adam(divided.parameters(), policy=policy, offload_gradients=offload)
     for step in range(3):
@@ -60,12 +62,22 @@ def norms(policy: str, offload: bool) -> None:
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize(("policy", "offload"), [("cpu", True), ("resident", False)])
-def test_norms_are_over_all_meshes(ranks: Ranks, policy: str, offload: bool) -> None:
-    ranks.run(norms, policy, offload)
-
-
-def clipped_training(way: str, policy: str) -> list[Tensor]:
+@pytest.mark.parametrize(
+    ("way", "policy"),
+    [
+        ("argument", "stride:2"),
+        ("method", "cpu"),
+        ("torch", "cpu"),
+        ("folded", "cpu"),
+        ("folded", "stride:2"),
+        ("folded by its norm", "cpu"),
+        ("offloaded", "cpu"),
+        ("offloaded", "stride:2"),
+        ("offloaded in part", "cpu"),
+    ],
+)
+@on_pair
+def test_clipped_training(way: str, policy: str) -> None:
     divided = shard(model(), mesh_of())
     parameters = list(divided.parameters())
     kwargs = {"max_grad_norm": NORM} if way == "argument" else {}
@@ -109,37 +121,19 @@ def clipped_training(way: str, policy: str) -> list[Tensor]:
     sent = [span for span in optimizer.timeline().spans if span.op is Op.GRADIENT] if policy == "cpu" else []
     if sent and way != "torch":  # the last ones begin late where other programs take the processor
         assert sum(span.start < 0 for span in sent) > len(sent) / 2
-    return values(divided)
 
 
-@pytest.mark.parametrize(
-    ("way", "policy"),
-    [
-        ("argument", "stride:2"),
-        ("method", "cpu"),
-        ("torch", "cpu"),
-        ("folded", "cpu"),
-        ("folded", "stride:2"),
-        ("folded by its norm", "cpu"),
-        ("offloaded", "cpu"),
-        ("offloaded", "stride:2"),
-        ("offloaded in part", "cpu"),
-    ],
-)
-def test_clipped_training(pair: Ranks, way: str, policy: str) -> None:
-    pair.run(clipped_training, way, policy)
-
-
-def infinite_on_one_rank(which: int, unscale: bool) -> None:
+@pytest.mark.parametrize("unscale", [False, True])
+@on_ranks
+def test_what_is_infinite_on_one_rank_skips_the_step_on_all(unscale: bool) -> None:
     divided = mixed_meshes(head=False)  # GradScaler takes no mixture of DTensors and others
     optimizer = dos_adam(divided.parameters(), policy="cpu")
     scaler = GradScaler("cpu", init_scale=8.0)
     for step in range(3):
         before = values(divided)
         scaler.scale(divided(batch(step)).pow(2).mean()).backward()
-        block = divided[which]
         if step == 1 and dist.get_rank() == 0:
-            dos.sharding.local.local(block.down.weight.grad).view(-1)[:1] = math.inf
+            dos.sharding.local.local(divided[0].down.weight.grad).view(-1)[:1] = math.inf
         if unscale:
             scaler.unscale_(optimizer)
         scaler.step(optimizer)
@@ -149,12 +143,8 @@ def infinite_on_one_rank(which: int, unscale: bool) -> None:
         assert changed == (step != 1)
 
 
-@pytest.mark.parametrize("unscale", [False, True])
-def test_what_is_infinite_on_one_rank_skips_the_step_on_all(ranks: Ranks, unscale: bool) -> None:
-    ranks.run(infinite_on_one_rank, 0, unscale)
-
-
-def stages() -> None:
+@on_ranks
+def test_stages_of_a_pipeline() -> None:
     """Two stages of a pipeline, each of two ranks, whose norms are one."""
     torch.manual_seed(0)
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
@@ -168,10 +158,6 @@ def stages() -> None:
     dist.all_reduce(mine, group=across[rank % 2])
     torch.testing.assert_close(optimizer.grad_norm().double(), mine.sqrt(), rtol=2e-7, atol=0)
     optimizer.step()
-
-
-def test_stages_of_a_pipeline(ranks: Ranks) -> None:
-    ranks.run(stages)
 
 
 @pytest.fixture
@@ -200,7 +186,9 @@ def test_folding_leaves_other_optimizers_alone(folding: None) -> None:
     assert_close(*ends)
 
 
-def scales(unscale: bool, known: bool) -> None:
+@pytest.mark.parametrize(("unscale", "known"), [(False, True), (True, True), (True, False)])
+@on_ranks
+def test_scales_stay_equal(unscale: bool, known: bool) -> None:
     """An infinity on one rank, of a mesh that GradScaler does not look at on the others."""
     divided = mixed_meshes(head=False)
     pairs = divided[2]  # of two ranks each
@@ -230,12 +218,9 @@ def scales(unscale: bool, known: bool) -> None:
         assert scaler.get_scale() == expected
 
 
-@pytest.mark.parametrize(("unscale", "known"), [(False, True), (True, True), (True, False)])
-def test_scales_stay_equal(ranks: Ranks, unscale: bool, known: bool) -> None:
-    ranks.run(scales, unscale, known)
-
-
-def scales_that_differ(unscale: bool) -> None:
+@pytest.mark.parametrize("unscale", [False, True])
+@on_ranks
+def test_scales_that_differ_are_said_on_every_rank(unscale: bool) -> None:
     divided = mixed_meshes(head=False)
     optimizer = dos_adam(divided.parameters(), policy="cpu")
     scaler = GradScaler("cpu", init_scale=8.0 if dist.get_rank() else 4.0)
@@ -244,11 +229,6 @@ def scales_that_differ(unscale: bool) -> None:
         scaler.unscale_(optimizer)
     with pytest.raises(RuntimeError, match="ranks have loss scales from 4 to 8"):
         scaler.step(optimizer)
-
-
-@pytest.mark.parametrize("unscale", [False, True])
-def test_scales_that_differ_are_said_on_every_rank(ranks: Ranks, unscale: bool) -> None:
-    ranks.run(scales_that_differ, unscale)
 
 
 def test_an_optimizer_that_was_replaced_takes_no_factor_away(folding: None) -> None:
@@ -277,7 +257,8 @@ def test_clipping_twice_is_refused(folding: None) -> None:
     torch.nn.utils.clip_grad_norm_(layer.parameters(), NORM)
 
 
-def noise_after_clipping() -> None:
+@on_pair
+def test_dtensors_that_are_written_after_clipping_are_seen() -> None:
     ends = []
     for ours in (False, True):
         divided = shard(model(), mesh_of())
@@ -296,7 +277,3 @@ def noise_after_clipping() -> None:
             optimizer.zero_grad()
         ends.append(values(divided))
     assert_close(*ends)
-
-
-def test_dtensors_that_are_written_after_clipping_are_seen(pair: Ranks) -> None:
-    pair.run(noise_after_clipping)

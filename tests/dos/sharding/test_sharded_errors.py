@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from tests.support.ranks import Ranks
+from tests.support.ranks import on_pair
 from tests.support.sharded import assert_equal, batch, dos_adam, mesh_of, model, shard, train, values
 
 BUILT_TOO_EARLY = (
@@ -24,7 +24,9 @@ BUILT_TOO_EARLY = (
 )
 
 
-def built_too_early(how: str) -> None:
+@pytest.mark.parametrize("how", ["fully_shard", "blocks alone", "parallelize_module"])
+@on_pair
+def test_an_optimizer_that_was_built_before_its_model_was_divided(how: str) -> None:
     if how == "parallelize_module":
         divided: nn.Module = nn.Sequential(nn.Linear(8, 8))
         optimizer = dos_adam(divided.parameters())
@@ -46,12 +48,8 @@ def built_too_early(how: str) -> None:
         optimizer.clip_grad_norm_(1.0)
 
 
-@pytest.mark.parametrize("how", ["fully_shard", "blocks alone", "parallelize_module"])
-def test_an_optimizer_that_was_built_before_its_model_was_divided(pair: Ranks, how: str) -> None:
-    pair.run(built_too_early, how)
-
-
-def idle() -> None:
+@on_pair
+def test_a_step_without_gradients_only_warns() -> None:
     """A step without gradients is harmless: before the first backward, of another model, of parameters in no module."""
     divided, plain = shard(model(), mesh_of()), model()
     loose = nn.Parameter(torch.ones(99))
@@ -62,11 +60,8 @@ def idle() -> None:
             dos_adam(kept).step()
 
 
-def test_a_step_without_gradients_only_warns(pair: Ranks) -> None:
-    pair.run(idle)
-
-
-def exchanged() -> None:
+@on_pair
+def test_parameters_that_a_framework_exchanges() -> None:
     """As Accelerate does when it prepares: the parameters of an optimizer that is there become DTensors."""
     divided = model()
     before = weakref.ref(divided[0].up.weight)
@@ -84,23 +79,6 @@ def exchanged() -> None:
     assert_equal(values(divided), values(reference))
 
 
-def test_parameters_that_a_framework_exchanges(pair: Ranks) -> None:
-    pair.run(exchanged)
-
-
-def disagreeing(setting: str, values: tuple[Any, Any], message: str) -> None:
-    first = dist.get_rank() == 0
-    divided = shard(model(), mesh_of())
-    parameters = list(divided.parameters())
-    kwargs = {setting: values[not first]} if setting else {}
-    optimizer = dos_adam(parameters if setting or first else parameters[1:], **kwargs)
-    divided(batch(0)).pow(2).mean().backward()
-    mine = message.format(rank=dist.get_rank(), mine=values[not first])
-    with pytest.raises(RuntimeError, match=mine):
-        optimizer.step()
-    dist.barrier()  # nobody is waiting in another collective
-
-
 @pytest.mark.parametrize(
     ("setting", "values", "message"),
     [
@@ -114,35 +92,43 @@ def disagreeing(setting: str, values: tuple[Any, Any], message: str) -> None:
         ("", (16, 15), r"the number of parameters: this one \(rank {rank}\) has {mine}, and from 15 to 16 were found"),
     ],
 )
-def test_ranks_that_disagree(pair: Ranks, setting: str, values: tuple[Any, Any], message: str) -> None:
-    pair.run(disagreeing, setting, values, message)
+@on_pair
+def test_ranks_that_disagree(setting: str, values: tuple[Any, Any], message: str) -> None:
+    first = dist.get_rank() == 0
+    divided = shard(model(), mesh_of())
+    parameters = list(divided.parameters())
+    kwargs = {setting: values[not first]} if setting else {}
+    optimizer = dos_adam(parameters if setting or first else parameters[1:], **kwargs)
+    divided(batch(0)).pow(2).mean().backward()
+    mine = message.format(rank=dist.get_rank(), mine=values[not first])
+    with pytest.raises(RuntimeError, match=mine):
+        optimizer.step()
+    dist.barrier()  # nobody is waiting in another collective
 
 
 def saved(divided: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {"model": get_model_state_dict(divided), "optimizer": get_optimizer_state_dict(divided, optimizer)}
 
 
-def checkpoint_of_another(folder: str, width: int, blocks: int, message: str) -> None:
+@pytest.mark.parametrize(
+    ("width", "blocks", "message"),
+    [(12, 2, r"Size mismatch between saved .* and current: .* for model\.0"), (11, 1, r"Missing key .* model\.1\.")],
+)
+@on_pair
+def test_a_checkpoint_of_another_model(tmp_path: Path, width: int, blocks: int, message: str) -> None:
     other = shard(model(width, blocks), mesh_of())
-    dcp.save(saved(other, dos_adam(other.parameters())), checkpoint_id=folder)
+    dcp.save(saved(other, dos_adam(other.parameters())), checkpoint_id=tmp_path)
     divided, quiet = shard(model(), mesh_of()), shard(model(), mesh_of())
     optimizer = dos_adam(divided.parameters())
     with pytest.raises(CheckpointException, match=message):  # on every rank
-        dcp.load(saved(divided, optimizer), checkpoint_id=folder)
+        dcp.load(saved(divided, optimizer), checkpoint_id=tmp_path)
     train(divided, optimizer)
     train(quiet, dos_adam(quiet.parameters()))
     assert_equal(values(divided), values(quiet))
 
 
-@pytest.mark.parametrize(
-    ("width", "blocks", "message"),
-    [(12, 2, r"Size mismatch between saved .* and current: .* for model\.0"), (11, 1, r"Missing key .* model\.1\.")],
-)
-def test_a_checkpoint_of_another_model(pair: Ranks, tmp_path: Path, width: int, blocks: int, message: str) -> None:
-    pair.run(checkpoint_of_another, str(tmp_path), width, blocks, message)
-
-
-def state_on_another_mesh() -> None:
+@on_pair
+def test_state_on_another_mesh() -> None:
     elsewhere, divided = shard(model(), mesh_of(1)), shard(model(), mesh_of())
     first, second = dos_adam(elsewhere.parameters()), dos_adam(divided.parameters())
     train(elsewhere, first, steps=range(2))
@@ -159,7 +145,3 @@ def state_on_another_mesh() -> None:
     train(quiet, third, steps=range(4))
     train(divided, second, steps=range(2, 4))
     assert_equal(values(divided), values(quiet))
-
-
-def test_state_on_another_mesh(pair: Ranks) -> None:
-    pair.run(state_on_another_mesh)

@@ -19,7 +19,7 @@ from dos import DOSAdam, EmulatedDevice
 from dos.devices import Copy
 from perfmodel import Op
 from tests.support.clock import eventually
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, on_pair
 from tests.support.sharded import Block, assert_close, batch, dos_adam, mesh_of, model, shard, values
 from tests.support.training import FAST
 
@@ -128,7 +128,8 @@ def test_neighbours_in_the_buffer_leave_together(pair: Ranks) -> None:
         assert sum(jobs) <= 3, jobs
 
 
-def gradients_of_unknown_blocks() -> None:
+@on_pair
+def test_unused_parameters_that_fsdp_fills_in() -> None:
     """A block that only some ranks use: FSDP2 fills in zeros on the others if it is told to."""
     divided = shard(Sometimes(*model()), mesh_of())
     if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
@@ -150,10 +151,6 @@ def gradients_of_unknown_blocks() -> None:
     assert_close(values(divided), values(twin))
 
 
-def test_unused_parameters_that_fsdp_fills_in(pair: Ranks) -> None:
-    pair.run(gradients_of_unknown_blocks)
-
-
 def test_block_has_all_sizes() -> None:
     """What the tests above rely on: shards that are even, uneven and empty."""
     sizes = {p.shape[0] % 2 if p.shape[0] >= 2 else "fewer than ranks" for p in Block(11).parameters()}
@@ -171,7 +168,8 @@ class SaysWhenItPins(EmulatedDevice):
         self.pinned_in_backward += self.in_backward
 
 
-def pins_nothing_in_backward() -> None:
+@on_pair
+def test_nothing_is_pinned_in_backward() -> None:
     divided = shard(model(), mesh_of())
     device = SaysWhenItPins(FAST, 1 << 24)
     settings = {"policy": "stride:2", "subgroup_size": 50, "offload_gradients": True}
@@ -188,11 +186,8 @@ def pins_nothing_in_backward() -> None:
     assert device.pinned_in_backward == 0
 
 
-def test_nothing_is_pinned_in_backward(pair: Ranks) -> None:
-    pair.run(pins_nothing_in_backward)
-
-
-def leaves_nothing_behind() -> None:
+@on_pair
+def test_gradients_that_left_leave_nothing_behind() -> None:
     divided = shard(model(), mesh_of())
     optimizer = dos_adam(divided.parameters(), policy="cpu")
     alive: list[weakref.ref[torch.Tensor]] = []
@@ -218,7 +213,3 @@ def leaves_nothing_behind() -> None:
         if step < 3:
             counts.append(count())
     assert eventually(no_more_than_before), "neither tensors nor threads"
-
-
-def test_gradients_that_left_leave_nothing_behind(pair: Ranks) -> None:
-    pair.run(leaves_nothing_behind)

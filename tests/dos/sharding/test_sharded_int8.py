@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, on_ranks
 from tests.support.sharded import assert_equal, dos_adam, load, mesh_of, model, save, shard, values
 
 WIDTH = 128
@@ -57,22 +57,19 @@ def test_bits_are_those_of_one_process(ranks: Ranks, one_kernel_thread: None, si
     ranks.run(run_divided, size, policy, alone)
 
 
-def resume(folder: str, before: int, after: int) -> None:
+@pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4)])
+@on_ranks
+def test_resume_on_another_number_of_ranks(tmp_path: Path, before: int, after: int) -> None:
     through = shard(built(torch.bfloat16), mesh_of(before))
     first = dos_adam(through.parameters(), state_format="int8", policy="resident")
     learn(through, first, range(2))
-    save(folder, through, first, "save")
+    save(tmp_path, through, first, "save")
     learn(through, first, range(2, 4))
     resumed = shard(built(torch.bfloat16), mesh_of(after))
     second = dos_adam(resumed.parameters(), state_format="int8", policy="cpu")
-    load(folder, resumed, second)
+    load(tmp_path, resumed, second)
     learn(resumed, second, range(2, 4))
     assert_equal(values(resumed), values(through))
-
-
-@pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4)])
-def test_resume_on_another_number_of_ranks(ranks: Ranks, tmp_path: Path, before: int, after: int) -> None:
-    ranks.run(resume, str(tmp_path), before, after)
 
 
 def full_state_into_divided_blocks(alone: list[dict[str, Tensor]]) -> None:

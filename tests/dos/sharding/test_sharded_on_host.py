@@ -16,7 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from dos import DOSAdam
 from dos.step import in_place
 from dos.step.work import SubgroupUpdate
-from tests.support.ranks import Ranks
+from tests.support.ranks import on_pair
 from tests.support.sharded import assert_close, assert_equal, batch, mesh_of, model, shard, train, values
 
 UPDATE_S = 0.02
@@ -26,7 +26,17 @@ def offloaded(size: int | None = None, dtype: torch.dtype = torch.float32, block
     return shard(model(dtype=dtype, blocks=blocks), mesh_of(size), offload_policy=CPUOffloadPolicy(pin_memory=False))
 
 
-def in_place_as_adamw(size: int | None, settings: dict[str, Any], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("size", "settings", "dtype"),
+    [
+        (1, {}, torch.float32),
+        (1, {"max_grad_norm": 0.05}, torch.bfloat16),
+        (None, {}, torch.bfloat16),
+        (None, {"max_grad_norm": 0.05}, torch.float32),
+    ],
+)
+@on_pair
+def test_updates_in_place(size: int | None, settings: dict[str, Any], dtype: torch.dtype) -> None:
     ours, theirs = offloaded(size, dtype), offloaded(size, torch.float32)
     optimizer = DOSAdam(ours.parameters(), lr=1e-2, subgroup_size=100, **settings)
     assert not any(p._post_accumulate_grad_hooks for p in ours.parameters()), "their presence makes copies blocking"
@@ -50,23 +60,11 @@ def in_place_as_adamw(size: int | None, settings: dict[str, Any], dtype: torch.d
     assert not any(p._post_accumulate_grad_hooks for p in ours.parameters())
 
 
-@pytest.mark.parametrize(
-    ("size", "settings", "dtype"),
-    [
-        (1, {}, torch.float32),
-        (1, {"max_grad_norm": 0.05}, torch.bfloat16),
-        (None, {}, torch.bfloat16),
-        (None, {"max_grad_norm": 0.05}, torch.float32),
-    ],
-)
-def test_updates_in_place(pair: Ranks, size: int | None, settings: dict[str, Any], dtype: torch.dtype) -> None:
-    pair.run(in_place_as_adamw, size, settings, dtype)
-
-
 plain_apply = in_place._apply
 
 
-def late_updates() -> None:
+@on_pair
+def test_updates_run_into_the_next_forward() -> None:
     quick = offloaded(blocks=3)
     train(quick, DOSAdam(quick.parameters(), lr=1e-2, subgroup_size=100), steps=range(4))
     late = offloaded(blocks=3)
@@ -101,11 +99,8 @@ def late_updates() -> None:
     assert awaited
 
 
-def test_updates_run_into_the_next_forward(pair: Ranks) -> None:
-    pair.run(late_updates)
-
-
-def fails_part_way() -> None:
+@on_pair
+def test_a_failure_is_said() -> None:
     late = offloaded()
     optimizer = DOSAdam(late.parameters(), lr=1e-2, subgroup_size=100)
     optimizer.attach(late)
@@ -126,11 +121,9 @@ def fails_part_way() -> None:
         optimizer.step()
 
 
-def test_a_failure_is_said(pair: Ranks) -> None:
-    pair.run(fails_part_way)
-
-
-def checkpoints(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@on_pair
+def test_checkpoints(dtype: torch.dtype) -> None:
     through = offloaded(dtype=dtype)
     first = DOSAdam(through.parameters(), lr=1e-2)
     train(through, first, steps=range(2))
@@ -142,8 +135,3 @@ def checkpoints(dtype: torch.dtype) -> None:
     train(through, first, steps=range(2, 4))
     train(resumed, second, steps=range(2, 4))
     assert_equal(values(resumed), values(through))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_checkpoints(pair: Ranks, dtype: torch.dtype) -> None:
-    pair.run(checkpoints, dtype)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -17,9 +16,9 @@ from dos import DOSAdam, EmulatedDevice
 from dos.kernels.codes import encode
 from dos.parameters.allocation import LEAST_CODED, can_be_coded
 from dos.state.entries import scale_shape
-from perfmodel import Placement, Plan, Workload
 from perfmodel.footprint import host_footprint
 from perfmodel.format import BLOCK
+from tests.support.random_plans import RandomPlans
 from tests.support.training import FAST, bits, plan_anew
 
 CODED = {"exp_avg_codes", "exp_avg_scales", "exp_avg_sq_codes", "exp_avg_sq_scales"}
@@ -81,17 +80,6 @@ def test_what_cannot_be_coded() -> None:
     assert not can_be_coded(torch.empty(64, 128).t())
 
 
-def any_plan(seed: int) -> Callable[[Workload], Plan]:
-    rng = random.Random(seed)
-
-    def plan(work: Workload) -> Plan:
-        placements = tuple(rng.choice(list(Placement)) for _ in work.subgroups)
-        streamed = placements.count(Placement.GPU_STREAMED)
-        return Plan(placements, tuple(range(len(placements))), slots=min(streamed, rng.randint(1, 3)))
-
-    return plan
-
-
 @settings(max_examples=25, deadline=None)
 @given(
     seed=st.integers(0, 2**16),
@@ -104,7 +92,7 @@ def test_any_plan_gives_the_same_bits(seed: int, size: int, dtype: torch.dtype, 
     expected, found = network(dtype), network(dtype)
     reference = make(expected, emulated=False)
     learn(expected, reference, range(4))
-    optimizer = make(found, policy=any_plan(seed), subgroup_size=size, offload_gradients=offload)
+    optimizer = make(found, policy=RandomPlans(seed, slots=1 + seed % 3), subgroup_size=size, offload_gradients=offload)
     if attach:
         optimizer.attach(found)
     learn(found, optimizer, range(4))
@@ -211,7 +199,7 @@ def test_host_memory_to_the_byte(dtype: torch.dtype) -> None:
     optimizer.step()
     numel = parameter.numel()
     footprint = host_footprint(numel, dtype.itemsize, state_format="int8")
-    assert optimizer._registry.host_store.nbytes == footprint.total
+    assert optimizer.metrics()["host_held_bytes"] == footprint.total
     if dtype is torch.bfloat16:
         assert (footprint.total - footprint.gradient_staging) / numel == 6.0625
 

@@ -6,7 +6,6 @@ import functools
 import gc
 import logging
 import random
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -181,24 +180,6 @@ def test_without_any_memory_the_host_does_all_and_nothing_is_ever_allocated(
 
 def _never(nbytes: int) -> Tensor:
     raise AssertionError(f"{nbytes} bytes asked for")
-
-
-@pytest.mark.parametrize(
-    "end", [lambda optimizer: optimizer.release_memory(), lambda optimizer: optimizer.state.items()]
-)
-@pytest.mark.parametrize("attach", [False, True])
-def test_all_is_given_back_on_request(end: Callable[[DOSAdam], object], attach: bool) -> None:
-    model, device = mlp(), EmulatedDevice(FAST, capacity=10**6)
-    optimizer = DOSAdam(model.parameters(), device=device, subgroup_size=100)
-    if attach:
-        optimizer.attach(model)
-    train(model, optimizer, 3)
-    assert held(device) >= STATE_BYTES
-    end(optimizer)
-    assert held(device) == 0
-    train(model, optimizer, STEPS - 3, first_step=3)
-    optimizer.synchronize()
-    assert bits(model.parameters()) == on_host()
 
 
 def test_release_says_how_much_it_gave_back() -> None:

@@ -132,7 +132,7 @@ def test_plans_that_change_between_backward_and_step_change_no_bit(seed: int, un
     assert bits(model.parameters()) == bits(twin.parameters())
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         assert bits([optimizer.state[p]["exp_avg_sq"]]) == bits([reference.state[q]["exp_avg_sq"]])
-    assert device._held == 0
+    assert device.usage().held == 0
 
 
 def test_state_that_is_still_arriving_does_not_go_home_before_it_is_there() -> None:
@@ -180,6 +180,6 @@ def test_an_interruption_leaves_no_memory_that_only_looks_like_state(nth: int, b
         assert all(bool(torch.isfinite(entry["exp_avg"]).all()) for entry in optimizer.state.values())
     elif before == "release":
         optimizer.release_memory()
-        assert device._held == 0
+        assert device.usage().held == 0
     train(model, optimizer, 2, first_step=1)
     assert bits(model.parameters()) == bits(twin.parameters())
