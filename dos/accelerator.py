@@ -79,7 +79,7 @@ class Accelerator:
         store = self._engine.device_store
         self._held: Callable[[], int] = lambda: store.nbytes + registry.lasting_bytes  # is asked on any thread
         self.memory = MemoryMonitor(device, self._held, options.memory_budget, options.memory_interval)
-        self._departures = Departures()
+        self.departures = Departures()
         self._pace = Pace()
         self._now = Iteration(device)
         self._stepped: Iteration | None = None
@@ -124,7 +124,7 @@ class Accelerator:
         Counting may be interrupted. lock: the optimizer's, which is not held.
         """
         with lock:
-            now, departures = self._now, self._departures
+            now, departures = self._now, self.departures
             if now.plan is None or self.travels(record) or (now.plan.slots and departures.past_half):
                 return False
             for subgroup, _ in self._registry.places[record]:
@@ -163,8 +163,8 @@ class Accelerator:
             if plan is None:
                 return
         places = self._registry.places[record]
-        self._departures.gradient_ready(record, places, self._now.wanted, self._send, self.device, gradient)
-        if self._departures.past_half:
+        self.departures.gradient_ready(record, places, self._now.wanted, self._send, self.device, gradient)
+        if self.departures.past_half:
             self._engine.early.prefetch(plan, self._registry.accelerated, self.memory.spare_in_backward)
 
     def _look_ahead(self, *, attached: bool) -> Plan | None:
@@ -210,18 +210,18 @@ class Accelerator:
 
     def forget_gradients(self) -> None:
         """Those that are there are of no use any more: none of them is held."""
-        self._departures.forget()
+        self.departures.forget()
 
     def abandon(self) -> None:
         """A hook was interrupted: what it has begun ends here, and the step sends everything anew."""
         self._engine.abandon()
-        self._departures.forget()
+        self.departures.forget()
 
     def let_go(self, subgroups: Sequence[Subgroup], records: Sequence[ParameterRecord]) -> None:
         """Free what is held for parameters that were replaced; what backward has begun is sent anew."""
         self.abandon()
         self._engine.let_go(subgroups)
-        self._departures.forget_records(records)
+        self.departures.forget_records(records)
         self._now.plan, self._now.wanted = None, set()
 
     def make_room(self, plan: Plan, updates: Mapping[Subgroup, SubgroupUpdate], writes: int | None) -> Prepared:
@@ -229,7 +229,6 @@ class Accelerator:
 
         writes: how often every gradient was written since backward without changing a value.
         """
-        self._departures.look()
         subjects = [self._subject(subgroup, updates.get(subgroup), writes) for subgroup in self._registry.accelerated]
         departed = any(subject.departed for subject in subjects)
         if self._registry.offloaded is not None:  # what came in backward may have come to memory that is not pinned
@@ -268,14 +267,14 @@ class Accelerator:
     def _subject(self, subgroup: Subgroup, update: SubgroupUpdate | None, writes: int | None) -> Subject:
         if update is None or update.offloaded:
             return Subject(subgroup, update, (), frozenset())
-        holding, departed = self._departures.arriving(subgroup, update.pieces, writes)
+        holding, departed = self.departures.arriving(subgroup, update.pieces, writes)
         return Subject(subgroup, update, departed, frozenset(update.pieces) - holding)
 
     def end_iteration(self, writes: int | None, *, skipped: bool) -> None:
         """The step was issued or skipped: what comes now belongs to the next iteration."""
         if skipped:
             self._engine.early.drop_prefetched()  # the next forward needs the memory more
-        self._departures.finish(writes)
+        self.departures.finish(writes)
         self._now.wanted = set()  # the iteration is kept for its times alone
         self._gradients_before = self._now.gradients
         self.memory.end_iteration()

@@ -12,20 +12,33 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+import torch
+
 _SIGINT = int(signal.SIGINT)
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
 def exclusive(method: Callable[Concatenate[Any, _P], _T]) -> Callable[Concatenate[Any, _P], _T]:
-    """Of an object with a `_lock`: its methods that are exclusive run in one thread at a time, as `uninterrupted`."""
+    """Of an object with a `_lock`: its methods that are exclusive run in one thread at a time, as `uninterrupted`.
+
+    In torch.inference_mode, too, they make ordinary tensors: other threads could not write to those of that mode.
+    """
 
     @functools.wraps(method)
     def holding(self: Any, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        work = functools.partial(method, self, *args, **kwargs)
+        if torch.is_inference_mode_enabled():
+            work = functools.partial(_with_ordinary_tensors, work)
         # On one line: an exception that a debugger raises between lines would come before the lock is released.
-        with self._lock: return uninterrupted(functools.partial(method, self, *args, **kwargs))  # fmt: skip  # noqa: E701
+        with self._lock: return uninterrupted(work)  # fmt: skip  # noqa: E701
 
     return holding
+
+
+def _with_ordinary_tensors(work: Callable[[], _T]) -> _T:
+    with torch.inference_mode(False), torch.no_grad():
+        return work()
 
 
 class Guard:

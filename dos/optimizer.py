@@ -32,6 +32,7 @@ from dos.parameters.live_state import Entries, LiveState
 from dos.parameters.loading import load_state_dict, loads_full_state, makes_state, to_be_filled
 from dos.parameters.registry import Active, Registry
 from dos.sharding.ddp import CommHook, watch_buckets
+from dos.sharding.fingerprint import look_at_bits
 from dos.sharding.local import is_sharded, same_layout
 from dos.sharding.meshes import Meshes
 from dos.state.entries import adamw_form
@@ -304,6 +305,8 @@ class DOSAdam(Optimizer):
         if registry.offloaded is not None:
             self._take_over()
         registry.place_gradients(self.param_groups)
+        departures = [] if self._accelerator is None else [self._accelerator.departures]
+        look_at_bits([registry, self._clipping.pending, *departures])
         active = registry.active(self.param_groups, self._state, self._bring_home, self._let_go, seen=self._seen)
         self._meet_newcomers()
         accelerator = self._accelerator

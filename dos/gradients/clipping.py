@@ -4,26 +4,58 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from dos.gradients.offload import OffloadedGradients
 from dos.gradients.scaling import versions_of_a_check
 from dos.kernels.update import sum_of_squares
-from dos.sharding.fingerprint import fingerprint, still
-from dos.sharding.local import is_sharded, local, version
+from dos.sharding.fingerprint import fingerprint
+from dos.sharding.local import counts_writes, local, version
 from dos.sharding.meshes import Meshes
 from dos.state.record import ParameterRecord, flat_alias
 
 Gradient = Tensor | Future
 """A gradient with its parameter, or what `OffloadedGradients.handles` has for one that is not."""
+
+
+class _Clipped(NamedTuple):
+    """A gradient as it was when its factor was computed: this object, this memory, this version.
+
+    bits: a fingerprint where the version does not count all writes.
+    """
+
+    gradient: weakref.ref[Any]
+    memory: tuple[int, StorageWeakRef] | None
+    version: int
+    bits: Tensor | None
+    factor: Tensor
+
+    @classmethod
+    def of(cls, gradient: Gradient, factor: Tensor) -> _Clipped:
+        if not isinstance(gradient, Tensor):
+            return cls(weakref.ref(gradient), None, 0, None, factor)
+        mine = local(gradient)
+        bits = None if counts_writes(gradient) else fingerprint(mine)
+        memory = mine.data_ptr(), StorageWeakRef(mine.untyped_storage())
+        return cls(weakref.ref(gradient), memory, version(gradient), bits, factor)
+
+    def still(self, gradient: Gradient) -> bool:
+        """Whether it is this gradient, but for writes that `bits` alone can tell."""
+        if not isinstance(gradient, Tensor) or self.memory is None:
+            return True
+        mine, (address, storage) = local(gradient), self.memory
+        if mine.data_ptr() != address or mine.untyped_storage()._cdata != storage.cdata:
+            return False  # `gradient.data = ...` leaves object and version as they were
+        # GradScaler may have checked and unscaled it since, which in some versions of torch count as writes.
+        return 0 <= version(gradient) - self.version <= 2 * versions_of_a_check()
 
 
 class PendingClip:
@@ -33,50 +65,43 @@ class PendingClip:
     """
 
     def __init__(self) -> None:
-        self._factors: dict[int, tuple[weakref.ref[Any], int, Tensor]] = {}
-        self._bits: dict[int, Tensor] = {}
-        """Fingerprints of DTensors, whose versions prove nothing."""
+        self._clipped: dict[int, _Clipped] = {}
+        self._rewritten: Collection[int] = ()
         self._floats: dict[int, float] = {}
 
     def __bool__(self) -> bool:
         """Whether there is any."""
-        return bool(self._factors)
+        return bool(self._clipped)
 
     def clip(self, gradients: Iterable[Gradient], factor: Tensor) -> None:
         """Multiply the factors of these gradients by `factor`, and forget all others."""
-        before = {id(gradient): (gradient, self.factor(gradient)) for gradient in gradients}
+        before = [(gradient, self.factor(gradient)) for gradient in gradients]
         # Most often all have the same one, which is then read from the device only once.
-        products = {id(old): old * factor for _, old in before.values() if old is not None}
+        products = {id(old): old * factor for _, old in before if old is not None}
         self._floats = {}
-        self._factors = {
-            key: (weakref.ref(gradient), _version(gradient), products.get(id(old), factor))
-            for key, (gradient, old) in before.items()
-        }
-        self._bits = {key: fingerprint(local(each)) for key, (each, _) in before.items() if is_sharded(each)}
+        self._clipped = {id(each): _Clipped.of(each, products.get(id(old), factor)) for each, old in before}
 
     def fold(self, gradients: Iterable[Gradient], factor: Tensor) -> None:
         """Multiply the factors of these gradients by `factor`, and keep all others."""
-        others, bits = {key: entry for key, entry in self._factors.items() if entry[0]() is not None}, self._bits
+        others = {key: clipped for key, clipped in self._clipped.items() if clipped.gradient() is not None}
         self.clip(gradients, factor)
-        self._factors, self._bits = others | self._factors, bits | self._bits
+        self._clipped = others | self._clipped
 
-    def look(self) -> None:
-        """See which DTensors were written since they were clipped. Waits for the device if there are any."""
-        found = [(key, self._factors[key][0]()) for key in self._bits]
-        here = [(key, gradient) for key, gradient in found if gradient is not None]
-        same = still([(self._bits[key], local(gradient)) for key, gradient in here])
-        for (key, _), is_same in zip(here, same, strict=True):
-            if not is_same:
-                reference, _, factor = self._factors[key]
-                self._factors[key] = reference, _WRITTEN, factor
-        self._bits = {}
+    def marked(self) -> list[tuple[Tensor, Tensor]]:
+        """See `Remembers`."""
+        found = ((clipped.bits, clipped.gradient()) for clipped in self._clipped.values())
+        return [(bits, local(gradient)) for bits, gradient in found if bits is not None and gradient is not None]
+
+    def heed(self, rewritten: Collection[int]) -> None:
+        """See `Remembers`."""
+        self._rewritten = rewritten
 
     def factor(self, gradient: Gradient) -> Tensor | None:
         """What clipping multiplies the gradient by: float32, shape (); None: it was not clipped, or changed since."""
-        version, factor = self._of(gradient)
-        # GradScaler may have checked and unscaled it since, which in some versions of torch count as writes.
-        unchanged = 0 <= _version(gradient) - version <= 2 * versions_of_a_check()
-        return factor if unchanged else None
+        clipped = self._of(gradient)
+        if clipped is None or id(clipped.bits) in self._rewritten or not clipped.still(gradient):
+            return None
+        return clipped.factor
 
     def as_float(self, gradient: Gradient) -> float:
         """The factor as a number, 1 if there is none. One synchronisation for all gradients that share it."""
@@ -89,20 +114,12 @@ class PendingClip:
 
     def lost(self, gradient: Gradient) -> bool:
         """Whether the gradient was clipped and has been written to since."""
-        return self._of(gradient)[1] is not None and self.factor(gradient) is None
+        return self._of(gradient) is not None and self.factor(gradient) is None
 
-    def _of(self, gradient: Gradient) -> tuple[int, Tensor | None]:
-        """The version that was clipped, and the factor."""
-        reference, version, factor = self._factors.get(id(gradient), (None, 0, None))
-        return (version, factor) if reference is not None and reference() is gradient else (0, None)
-
-
-_WRITTEN = sys.maxsize
-"""A version that no gradient has."""
-
-
-def _version(gradient: Gradient) -> int:
-    return version(gradient) if isinstance(gradient, Tensor) else 0
+    def _of(self, gradient: Gradient) -> _Clipped | None:
+        """How the gradient was clipped, if it was."""
+        clipped = self._clipped.get(id(gradient))
+        return clipped if clipped is not None and clipped.gradient() is gradient else None
 
 
 class Clipping:
@@ -116,12 +133,12 @@ class Clipping:
         self._offloaded = offloaded
         self._meshes = meshes
         self._max_grad_norm = max_grad_norm
-        self._pending = PendingClip()
+        self.pending = PendingClip()
         self._warned = False
 
     def forget(self) -> None:
         """The gradients are zeroed, or were used."""
-        self._pending = PendingClip()
+        self.pending = PendingClip()
 
     def norm(self, parameters: Sequence[Tensor]) -> Tensor:
         """The 2-norm of their and all offloaded gradients as the step will use them: float32, shape ()."""
@@ -129,7 +146,7 @@ class Clipping:
         away = self._squares_away()
         if not self._meshes:
             elsewhere = [] if self._offloaded is None else [_root([square for _, square in away])]
-            return global_norm(gradients, self._pending, elsewhere)
+            return global_norm(gradients, self.pending, elsewhere)
         squares = [(p, self._square(g)) for p, g in zip(parameters, gradients, strict=True)]
         return self._meshes.norm([*squares, *away]).to(torch.float32)
 
@@ -150,7 +167,7 @@ class Clipping:
             )
         norms = []
         for record, handle in self._offloaded.gradients(wanted):
-            flat, factor = self._offloaded.flat(record), self._pending.as_float(handle)
+            flat, factor = self._offloaded.flat(record), self.pending.as_float(handle)
             flat = flat if factor == 1 else flat * factor
             norms.append(torch.linalg.vector_norm(flat, norm_type, dtype=torch.float64))
         return torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
@@ -161,7 +178,7 @@ class Clipping:
             return []
         squares = []
         for record, handle in self._offloaded.gradients():
-            square = self._pending.as_float(handle) ** 2 * sum_of_squares(self._offloaded.flat(record))
+            square = self.pending.as_float(handle) ** 2 * sum_of_squares(self._offloaded.flat(record))
             squares.append((record.parameter, torch.tensor(square, dtype=torch.float64, device="cpu")))
         return squares
 
@@ -169,7 +186,7 @@ class Clipping:
         """Let the step clip their and all offloaded gradients to `max_norm`; their norm before."""
         norm = self.norm(parameters)
         handles = [] if self._offloaded is None else [handle for _, handle in self._offloaded.gradients()]
-        self._pending.clip([*_gradients(parameters), *handles], clip_factor(norm, max_norm))
+        self.pending.clip([*_gradients(parameters), *handles], clip_factor(norm, max_norm))
         return norm
 
     def fold(self, parameters: Iterable[Tensor], factor: Tensor) -> None:
@@ -178,21 +195,21 @@ class Clipping:
         Raises RuntimeError if one was clipped already: that factor is of a norm without this clipping.
         """
         gradients = _gradients(parameters)
-        if any(self._pending.factor(gradient) is not None for gradient in gradients):
+        if any(self.pending.factor(gradient) is not None for gradient in gradients):
             raise RuntimeError(
                 "gradients of DOSAdam were clipped twice since the last step, the second time by torch's function, "
                 "which does not see what the first one folded into the step; clip once, or not with dos.fold_clipping()"
             )
-        self._pending.fold(gradients, factor)
+        self.pending.fold(gradients, factor)
 
     def fold_away(self, parameters: Iterable[Tensor], factor: Tensor) -> None:
         """Let the step multiply their offloaded gradients by a factor of a norm with those, as they are now."""
         assert self._offloaded is not None, "asked only where gradients are offloaded"
-        self._pending.fold([handle for _, handle in self._offloaded.gradients({id(p) for p in parameters})], factor)
+        self.pending.fold([handle for _, handle in self._offloaded.gradients({id(p) for p in parameters})], factor)
 
     def _square(self, gradient: Tensor) -> Tensor:
         """The sum of squares of this rank's part: float64, shape ()."""
-        mine, factor = local(gradient), self._pending.factor(gradient)
+        mine, factor = local(gradient), self.pending.factor(gradient)
         flat = flat_alias(mine.detach()) if mine.is_cpu else None
         if flat is None:
             square = torch.linalg.vector_norm(mine, dtype=torch.float64) ** 2
@@ -203,7 +220,7 @@ class Clipping:
     def about_to_add(self, record: ParameterRecord) -> None:
         """Another micro-batch is about to be added to an offloaded gradient."""
         handle = None if self._offloaded is None else self._offloaded.handle(record)
-        if handle is not None and self._pending.factor(handle) is not None:
+        if handle is not None and self.pending.factor(handle) is not None:
             self._warn()
 
     def scales(
@@ -218,13 +235,12 @@ class Clipping:
         """
         if self._max_grad_norm is not None:
             scale *= float(clip_factor(self.norm(parameters()) * scale, self._max_grad_norm))
-        if not self._pending:
+        if not self.pending:
             return itertools.repeat(scale)
-        self._pending.look()
         found = [self._gradient_of(record) for record, _ in members]
-        if any(self._pending.lost(gradient) for gradient in found):
+        if any(self.pending.lost(gradient) for gradient in found):
             self._warn()
-        return [scale * self._pending.as_float(gradient) for gradient in found]
+        return [scale * self.pending.as_float(gradient) for gradient in found]
 
     def _gradient_of(self, record: ParameterRecord) -> Gradient:
         handle = None if self._offloaded is None else self._offloaded.handle(record)

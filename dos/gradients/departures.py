@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from dos.devices import Caller, Copy, Device, Job
-from dos.sharding.fingerprint import fingerprint, still
-from dos.sharding.local import local
+from dos.sharding.fingerprint import fingerprint
+from dos.sharding.local import counts_writes, local, version
 from dos.state.record import Layout, ParameterRecord
 from dos.state.subgroup import Piece, Subgroup
 
@@ -31,7 +31,7 @@ class _Written:
     apart: versions begin anew with each tensor, and addresses come back once memory was freed.
 
     gradient: None where another tensor will have the same values, with the parameter.
-    bits: a fingerprint instead of the version: of a DTensor's, whose versions prove nothing, or for another tensor.
+    bits: a fingerprint instead of the version, where that does not count all writes, or for another tensor.
     """
 
     gradient: weakref.ref[Tensor] | None
@@ -47,16 +47,16 @@ class _Written:
         """gradient: of the parameter of this record, in whose order elements leave. here: whether it is with that."""
         mine = local(gradient)
         storage = StorageWeakRef(mine.untyped_storage())
-        bits = fingerprint(mine) if record.sharded or not here else None
+        bits = None if here and counts_writes(gradient) else fingerprint(mine)
         there = weakref.ref(gradient) if here else None
-        return cls(there, storage, mine.data_ptr(), _reading(mine), mine._version, record.layout, bits)
+        return cls(there, storage, mine.data_ptr(), _reading(mine), version(mine), record.layout, bits)
 
-    def still(self, gradient: Tensor | None, writes: int | None, rewritten: Collection[_Written]) -> bool:
+    def still(self, gradient: Tensor | None, writes: int | None, rewritten: Collection[int]) -> bool:
         """Whether `gradient` is this one, but for `writes` writes that changed no value; None: it is not.
 
-        rewritten: those whose bits are known to have changed.
+        rewritten: the ids of fingerprints that are known to have changed.
         """
-        if gradient is None or self in rewritten:
+        if gradient is None or id(self.bits) in rewritten:
             return False
         if self.gradient is None:
             return True
@@ -68,7 +68,7 @@ class _Written:
             self.address == mine.data_ptr()
             and self.storage.cdata == mine.untyped_storage()._cdata
             and self.reading == _reading(mine)
-            and (self.bits is not None or (writes is not None and self.version + writes == mine._version))
+            and (self.bits is not None or (writes is not None and self.version + writes == version(mine)))
         )
 
 
@@ -121,7 +121,7 @@ class Departures:
         self._departures: dict[Subgroup, _Departure] = {}
         self._fired = 0
         self._fired_last = 0
-        self._rewritten: set[_Written] = set()
+        self._rewritten: Collection[int] = ()
         self._explained = False
 
     @property
@@ -186,18 +186,14 @@ class Departures:
             seen.times, seen.gradient = 1, weakref.ref(gradient)
         return seen
 
-    def look(self) -> None:
-        """See which gradients' bits have changed since backward left them, where nothing else tells. Waits."""
-        marked: list[_Written] = []
-        pairs: list[tuple[Tensor, Tensor]] = []
-        for record, seen in self._seen.items():
-            if seen.written is None or seen.written.bits is None:
-                continue
-            gradient = record.gradient
-            if gradient is not None:
-                marked.append(seen.written)
-                pairs.append((seen.written.bits, gradient))
-        self._rewritten = {written for written, same in zip(marked, still(pairs), strict=True) if not same}
+    def marked(self) -> list[tuple[Tensor, Tensor]]:
+        """See `Remembers`."""
+        seen = ((record.gradient, seen.written) for record, seen in self._seen.items() if seen.written is not None)
+        return [(w.bits, g) for g, w in seen if g is not None and w.bits is not None]
+
+    def heed(self, rewritten: Collection[int]) -> None:
+        """See `Remembers`."""
+        self._rewritten = rewritten
 
     def arriving(self, subgroup: Subgroup, pieces: Iterable[Piece], writes: int | None) -> tuple[set[Piece], list[Job]]:
         """Those of the pieces whose gradients went early and still hold, and the jobs that bring them.
@@ -243,7 +239,7 @@ class Departures:
         for seen in self._seen.values():
             seen.times, seen.gradient, seen.written = 0, None, None
         self._departures = {}
-        self._rewritten = set()
+        self._rewritten = ()
         self._fired = 0
 
     def forget_records(self, records: Iterable[ParameterRecord]) -> None:

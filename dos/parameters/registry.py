@@ -19,7 +19,6 @@ from dos.machine.profiles import local_ranks, ranks_that_will_divide
 from dos.options import Options, check_settings
 from dos.parameters.admission import Admission, Group, check_overlaps, name_of
 from dos.parameters.allocation import Allocation, said
-from dos.sharding.fingerprint import still
 from dos.sharding.local import count_write, is_sharded, laid_out_as, local, moved_to_layout
 from dos.sharding.meshes import Meshes
 from dos.sharding.replaced import replaced
@@ -160,7 +159,6 @@ class Registry:
         """
         if self.offloaded is not None:
             self.offloaded.check()
-        self._look_at_bits()
         settled: list[tuple[ParameterRecord, Group]] = []
         others: list[tuple[Tensor, Group]] = []
         records, known = self._records, 0
@@ -213,13 +211,15 @@ class Registry:
 
         self._guard.change(forget)
 
-    def _look_at_bits(self) -> None:
-        """See to which DTensors somebody wrote in a way that nothing else tells. Waits for the device if any."""
-        if self.meshes:
-            marked = [(record, record.bits) for record in self._records.values() if record.bits is not None]
-            same = still([(bits, record.local) for record, bits in marked])
-            for (record, _), is_same in zip(marked, same, strict=True):
-                record.rewritten = not is_same
+    def marked(self) -> list[tuple[Tensor, Tensor]]:
+        """See `Remembers`: what this rank has of DTensors, as after our last write."""
+        records = self._records.values() if self.meshes else ()
+        return [(record.bits, record.local) for record in records if record.bits is not None]
+
+    def heed(self, rewritten: Collection[int]) -> None:
+        """See `Remembers`."""
+        for record in self._records.values() if rewritten else ():
+            record.rewritten |= id(record.bits) in rewritten
 
     def _look_into(
         self,

@@ -1,4 +1,4 @@
-"""Whether the bits of tensors changed, where no version counter tells.
+"""Whether the bits of tensors changed, where no version counter tells: of DTensors and inference tensors.
 
 Operations on lists of DTensors (`torch._foreach_mul_`, which gradient clipping is made of) change
 values and count nowhere, with object and address as they were.
@@ -6,7 +6,9 @@ values and count nowhere, with object and address as they were.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -40,17 +42,40 @@ def _bits(tensor: Tensor) -> torch.dtype:
     return torch.int32 if tensor.itemsize == torch.int32.itemsize else torch.int16
 
 
-def unchanged(then: Sequence[Tensor], now: Sequence[Tensor]) -> list[bool]:
-    """Whether each fingerprint is as it was; waits for the device, once for all."""
-    found = [False] * len(then)
-    same = [i for i, (a, b) in enumerate(zip(then, now, strict=True)) if a.shape == b.shape and a.device == b.device]
-    if same:
-        equal = (torch.cat([then[i] for i in same]) == torch.cat([now[i] for i in same])).cpu()
-        for i, part in zip(same, equal.split([len(then[i]) for i in same]), strict=True):
-            found[i] = bool(part.all())
-    return found
+class Remembers(Protocol):
+    """What has fingerprints of tensors."""
+
+    def marked(self) -> list[tuple[Tensor, Tensor]]:
+        """Tensors that may have been written to since, each after its fingerprint."""
+
+    def heed(self, rewritten: Collection[int]) -> None:
+        """These of the fingerprints, by id, hold no more."""
 
 
-def still(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[bool]:
-    """Of each (fingerprint, tensor), whether the tensor still has that fingerprint; waits as `unchanged`."""
-    return unchanged([bits for bits, _ in pairs], [fingerprint(tensor) for _, tensor in pairs])
+def look_at_bits(askers: Iterable[Remembers]) -> None:
+    """Tell each of them what was written to since, by one wait for the device."""
+    found = list(askers)
+    changed = rewritten(pair for asker in found for pair in asker.marked())
+    for asker in found:
+        asker.heed(changed)
+
+
+def rewritten(marked: Iterable[tuple[Tensor, Tensor]]) -> set[int]:
+    """Of (fingerprint, tensor), the ids of fingerprints that their tensors no longer have.
+
+    Waits once for each device, to read one flag; again only where something has changed.
+    """
+    changed: set[int] = set()
+    alike: defaultdict[torch.device, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+    for bits, tensor in marked:
+        now = fingerprint(tensor)
+        if bits.device == now.device and bits.shape == now.shape:
+            alike[bits.device].append((bits, now))
+        else:
+            changed.add(id(bits))
+    for pairs in alike.values():
+        then, now = (torch.cat(each) for each in zip(*pairs, strict=True))
+        if not torch.equal(then, now):
+            same = torch.stack([(bits == now).all() for bits, now in pairs]).tolist()
+            changed.update(id(bits) for (bits, _), is_same in zip(pairs, same, strict=True) if not is_same)
+    return changed

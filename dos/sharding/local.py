@@ -96,7 +96,13 @@ def _spec_as(like: Any, part: Tensor, shape: Sequence[int] | None) -> Any:
 
 def version(tensor: Any) -> int:
     """How often the tensor was written, as far as that is counted; for a DTensor, through it or to this rank's part."""
-    return tensor._version + tensor._local_tensor._version if is_sharded(tensor) else tensor._version
+    parts = (tensor, tensor._local_tensor) if is_sharded(tensor) else (tensor,)
+    return sum(0 if part.is_inference() else part._version for part in parts)
+
+
+def counts_writes(tensor: Tensor) -> bool:
+    """Whether `version` tells each write: not to a DTensor, and not to what was made in torch.inference_mode."""
+    return not (is_sharded(tensor) or tensor.is_inference())
 
 
 def count_write(tensors: list[Any]) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from dos.devices import LANES, Caller, Copy, Device, Job
 from dos.guard import Guard
 from dos.lifetime import watch
-from dos.sharding.fingerprint import fingerprint, still
+from dos.sharding.fingerprint import fingerprint, rewritten
 from dos.state.stores import DeviceStore, HostStore
 from dos.state.subgroup import Subgroup
 from dos.step.early import Early
@@ -271,7 +271,7 @@ class Engine:
         """Where somebody wrote to state at home since it was copied there, that is what counts."""
         copied, self._copied = self._copied, {}
         for subgroup, bits in copied.items():
-            if all(still(list(zip(bits, subgroup.state.tensors(), strict=True)))):
+            if not rewritten(zip(bits, subgroup.state.tensors(), strict=True)):
                 self._copied[subgroup] = bits
             else:
                 self.device_store.drop(subgroup)

@@ -142,6 +142,23 @@ def test_a_gradient_whose_memory_was_replaced_is_sent_again(
     assert_close_ulp(models[0].parameters(), models[1].parameters())
 
 
+def test_a_gradient_whose_memory_was_replaced_is_not_clipped() -> None:
+    models = mlp(), mlp()
+    for model, whose in zip(models, ("cpu", None), strict=True):
+        optimizer = optimizer_for(model, whose)
+        backward(model, seed=0)
+        if isinstance(optimizer, DOSAdam):
+            optimizer.clip_grad_norm_(1e-9)
+        for parameter in model.parameters():
+            parameter.grad.data = torch.ones_like(parameter)
+        if isinstance(optimizer, DOSAdam):
+            with pytest.warns(UserWarning, match="is not clipped"):
+                optimizer.step()
+        else:
+            optimizer.step()
+    assert_close_ulp(models[0].parameters(), models[1].parameters())
+
+
 def twin_of_the_same_version(gradient: Tensor, _: Tensor) -> Tensor:
     twin = gradient.data
     assert gradient._version > 0

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dos import DOSAdam, EmulatedDevice
 from dos.devices import Copy
@@ -126,6 +127,33 @@ def test_neighbours_in_the_buffer_leave_together(pair: Ranks) -> None:
     """FSDP2's reduced gradients lie one after the other, as their staging does."""
     for jobs in pair.run(one_copy_for_a_group):
         assert sum(jobs) <= 3, jobs
+
+
+class CountsFlags(TorchDispatchMode):
+    """How often it is read whether something is so, for which a device must be waited for."""
+
+    read = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        aten, name = torch.ops.aten, func.overloadpacket
+        self.read += name is aten.equal or (name is aten._local_scalar_dense and args[0].dtype is torch.bool)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("clips", [False, True])
+@on_pair
+def test_a_step_waits_once_to_see_what_was_rewritten(clips: bool) -> None:
+    """Parameters, gradients that left and those that were clipped."""
+    divided = shard(model(dtype=torch.bfloat16), mesh_of())
+    optimizer = dos_adam(divided.parameters(), policy="cpu")
+    for step in range(3):
+        divided(batch(step, dtype=torch.bfloat16)).float().pow(2).mean().backward()
+        if clips:
+            optimizer.clip_grad_norm_(1.0)
+        with CountsFlags() as flags:
+            optimizer.step()
+        optimizer.zero_grad()
+    assert flags.read == 1
 
 
 @on_pair
