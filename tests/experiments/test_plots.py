@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, NamedTuple
 
-import matplotlib.image
 import numpy as np
 import pytest
-from matplotlib.colors import to_rgb
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
 from torch import nn
 
 from dos import DOSAdam
@@ -31,11 +33,31 @@ from experiments.plots import (
 from perfmodel import Lane, Op, Span, Timeline
 
 
-def _pixels(path: Path, colour: str) -> int:
-    """How many pixels of the picture above its legend have the colour."""
-    picture = matplotlib.image.imread(path)[..., :3]
-    above = picture[: len(picture) * 3 // 4]
-    return int((np.abs(above - to_rgb(colour)) < 0.01).all(axis=2).sum())
+class Drawn(NamedTuple):
+    """What pictures show, by colour: areas in the units of their axes, and the colours of edges and markers."""
+
+    areas: Counter[str]
+    edges: set[str]
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> Drawn:
+    """Of all pictures that the test saves."""
+    found, savefig = Drawn(Counter(), set()), Figure.savefig
+
+    def save(figure: Figure, *args: Any, **settings: Any) -> None:
+        for axes in figure.axes:
+            found.edges.update(to_hex(line.get_color()) for line in axes.lines if len(line.get_xdata()))
+            for collection in axes.collections:
+                colours = [to_hex(colour) for colour in collection.get_facecolor()]
+                found.edges.update(to_hex(colour) for colour in collection.get_edgecolor())
+                for path, colour in zip(collection.get_paths(), itertools.cycle(colours)):
+                    x, y = path.vertices.T
+                    found.areas[colour] += abs(x @ np.roll(y, 1) - y @ np.roll(x, 1)) / 2
+        savefig(figure, *args, **settings)
+
+    monkeypatch.setattr(Figure, "savefig", save)
+    return found
 
 
 def test_every_operation_and_lane_has_a_look_of_its_own() -> None:
@@ -52,19 +74,19 @@ def test_as_many_curves_as_formats_has_rows_differ(tmp_path: Path) -> None:
         save_spread({str(i): [[1.0] * 50] for i in range(len(CURVE_COLOURS) + 1)}, tmp_path / "spread.png")
 
 
-def test_timelines_show_their_operations_in_proportion(tmp_path: Path) -> None:
+def test_timelines_show_their_operations_in_proportion(tmp_path: Path, drawn: Drawn) -> None:
     spans = [Span(Lane.CPU, Op.UPDATE, 0, 0.0, 0.3), Span(Lane.H2D, Op.PREFETCH, 1, 0.3, 0.4)]
-    path = tmp_path / "timeline.png"
-    save_timelines({"one": Timeline.of(spans), "nothing": Timeline(())}, path, title="both")
-    assert _pixels(path, OP_COLOURS[Op.UPDATE]) > 2 * _pixels(path, OP_COLOURS[Op.PREFETCH]) > 1000
-    assert _pixels(path, OP_COLOURS[Op.FLUSH]) == 0
+    save_timelines({"one": Timeline.of(spans), "nothing": Timeline(())}, tmp_path / "timeline.png", title="both")
+    update, prefetch = (drawn.areas.pop(OP_COLOURS[op]) for op in (Op.UPDATE, Op.PREFETCH))
+    assert update == pytest.approx(3 * prefetch)
+    assert not drawn.areas
+    assert drawn.edges == {"#ffffff"}
 
 
-def test_very_short_operations_stay_visible(tmp_path: Path) -> None:
+def test_very_short_operations_stay_visible(tmp_path: Path, drawn: Drawn) -> None:
     spans = [Span(Lane.CPU, Op.UPDATE, 0, 0.0, 1.0), Span(Lane.GPU, Op.FLUSH, 1, 0.5, 0.5001)]
-    path = tmp_path / "timeline.png"
-    save_timelines({"one": Timeline.of(spans)}, path)
-    assert _pixels(path, OP_COLOURS[Op.FLUSH]) > 0
+    save_timelines({"one": Timeline.of(spans)}, tmp_path / "timeline.png")
+    assert drawn.edges == {"#ffffff", OP_COLOURS[Op.FLUSH]}
 
 
 def test_losses_need_no_more_than_the_reference(tmp_path: Path) -> None:
@@ -72,24 +94,21 @@ def test_losses_need_no_more_than_the_reference(tmp_path: Path) -> None:
     assert (tmp_path / "losses.png").stat().st_size > 5_000
 
 
-def test_memory_is_shown_in_proportion(tmp_path: Path) -> None:
-    path = tmp_path / "memory.png"
+def test_memory_is_shown_in_proportion(tmp_path: Path, drawn: Drawn) -> None:
     samples = [MemorySample(0.0, 40, 0, 0), MemorySample(1.0, 20, 20, 10), MemorySample(2.0, 20, 20, 10)]
-    save_memory(samples, 100, [1.0], path, title="a change")
-    own, state, neighbour = (_pixels(path, colour) for colour in MEMORY_COLOURS.values())
-    assert own > 2 * state > 3.6 * neighbour > 3000
-    assert state < 2.4 * neighbour
-    assert _pixels(path, "#d1603d") > 20, "the change is marked"
+    save_memory(samples, 100, [1.0], tmp_path / "memory.png", title="a change")
+    own, state, neighbour = (drawn.areas[colour] for colour in MEMORY_COLOURS.values())
+    assert (own, state) == pytest.approx((6 * neighbour, 2 * neighbour))
+    assert "#d1603d" in drawn.edges, "the change is marked"
 
 
-def test_memory_beside_lanes(tmp_path: Path) -> None:
-    path = tmp_path / "both.png"
+def test_memory_beside_lanes(tmp_path: Path, drawn: Drawn) -> None:
     timeline = Timeline.of([Span(Lane.GPU, Op.BACKWARD, None, 0.0, 1.0), Span(Lane.H2D, Op.PREFETCH, 0, 1.0, 2.0)])
     samples = [MemorySample(0.0, 30, 30, 0), MemorySample(2.0, 30, 30, 0)]
-    save_memory_and_lanes({"one": (samples, timeline), "nothing": ([], Timeline(()))}, 100, path)
-    assert _pixels(path, MEMORY_COLOURS["optimizer state"]) > 3000
-    assert _pixels(path, OP_COLOURS[Op.BACKWARD]) > 1000
-    assert _pixels(path, MEMORY_COLOURS["a neighbour's"]) == 0
+    save_memory_and_lanes({"one": (samples, timeline), "nothing": ([], Timeline(()))}, 100, tmp_path / "both.png")
+    own, state, _ = MEMORY_COLOURS.values()
+    shown = {own, state, OP_COLOURS[Op.BACKWARD], OP_COLOURS[Op.PREFETCH]}
+    assert {colour for colour, area in drawn.areas.items() if area} == shown
 
 
 def test_a_log_of_memory_has_the_fullest_moment_of_each_iteration() -> None:
