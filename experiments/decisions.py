@@ -15,7 +15,7 @@ from pathlib import Path
 from experiments.command import Parser
 from experiments.plots import can_draw, save_timelines
 from perfmodel import Placement, Plan, Timeline, Workload
-from perfmodel.adaptive import AdaptivePlanner
+from perfmodel.adaptive import adaptive
 from perfmodel.format import SPLIT
 from perfmodel.hardware import HardwareProfile
 from perfmodel.planner.datasheets import GPUS, UTILISATION
@@ -52,9 +52,9 @@ def workload(room: int) -> Workload:
     return dataclasses.replace(work, peak_free_bytes=free, shared_free_bytes=free)
 
 
-def adaptive(room: int) -> Plan:
+def adaptive_plan(room: int) -> Plan:
     """What DOSAdam would do."""
-    return AdaptivePlanner()(workload(room), HardwareProfile.builtin(MACHINE))
+    return adaptive(workload(room), HardwareProfile.builtin(MACHINE))
 
 
 def iteration(plan: Plan, room: int, scope: Scope = OVERLAPPED) -> Timeline:
@@ -69,13 +69,13 @@ def by_policy() -> dict[str, Timeline]:
         "all on the CPU, one thing after the other": iteration(cpu_only(work), ROOM, SERIAL),
         'policy="cpu"': iteration(cpu_only(work), ROOM),
         'policy="stride:2"': iteration(stride(work, 2), ROOM),
-        f'policy="adaptive", memory for {ROOM} of {SUBGROUPS} subgroups': iteration(adaptive(ROOM), ROOM),
+        f'policy="adaptive", memory for {ROOM} of {SUBGROUPS} subgroups': iteration(adaptive_plan(ROOM), ROOM),
     }
 
 
 def by_room() -> dict[int, Timeline]:
     """One iteration of the adaptive policy by free memory, in subgroups."""
-    return {room: iteration(adaptive(room), room) for room in ROOMS}
+    return {room: iteration(adaptive_plan(room), room) for room in ROOMS}
 
 
 def policy_table() -> str:
@@ -91,7 +91,7 @@ def room_table() -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for room, timeline in by_room().items():
-        plan, gib = adaptive(room), workload(room).peak_free_bytes / 2**30
+        plan, gib = adaptive_plan(room), workload(room).peak_free_bytes / 2**30
         counts = [len(plan.served(p)) for p in (Placement.GPU_RESIDENT, Placement.GPU_STREAMED, Placement.CPU)]
         lines.append(f"| {gib:.1f} GiB | {' | '.join(map(str, [*counts, plan.slots]))} | {_times(timeline)} |")
     return "\n".join(lines) + "\n"

@@ -16,10 +16,12 @@ from experiments.ranks import PublishedRank
 from perfmodel import Lane, Op, Placement, Plan, Span, Timeline, Workload
 from perfmodel.adaptive import adaptive
 from perfmodel.bounds import lower_bound
+from perfmodel.demand import demand
 from perfmodel.format import MIXED
 from perfmodel.hardware import HardwareProfile
+from perfmodel.lanes import LANE_OF_STREAM
 from perfmodel.policies import cpu_only, stride
-from perfmodel.simulate import Costs, Phase, Scope, simulate
+from perfmodel.simulate import Phase, Scope, simulate
 
 STRIDE = 2
 """The paper's on the H100."""
@@ -97,15 +99,10 @@ def simulated(name: str, plan: Plan, work: Workload, rank: PublishedRank) -> Sim
 def moves(plan: Plan, work: Workload, profile: HardwareProfile) -> dict[Lane, float]:
     """Bytes by what causes them: each link's go through host DRAM, too, and the CPU's updates move theirs there."""
     moved = dict.fromkeys((Lane.H2D, Lane.D2H, Lane.CPU), 0.0)
-    for i, placement in enumerate(plan.placements):
-        costs, load = Costs.of(work.subgroups[i], profile), work.subgroups[i]
-        if placement is Placement.CPU:
-            moved[Lane.H2D] += load.parameter_bytes
-            moved[Lane.D2H] += load.gradient_bytes
-            moved[Lane.CPU] += costs.cpu_update[1]
-        elif placement is Placement.GPU_STREAMED:
-            moved[Lane.H2D] += load.state_bytes
-            moved[Lane.D2H] += load.state_bytes
+    for placement, load in zip(plan.placements, work.subgroups, strict=True):
+        for stream, cost in demand(placement, load, profile).items():
+            if LANE_OF_STREAM[stream] in moved:
+                moved[LANE_OF_STREAM[stream]] += cost.traffic
     return moved
 
 

@@ -27,8 +27,8 @@ from experiments.occupancies import neighbours
 from experiments.progress import UPDATE
 from experiments.ranks import PublishedRank
 from perfmodel import Op, Placement, Plan
+from perfmodel.demand import demand
 from perfmodel.lanes import Stream, Tasks
-from perfmodel.simulate import Costs
 
 SEEDS = 20
 MOST_OVER_BOUND = 1.15
@@ -207,34 +207,37 @@ class Model:
         prefetching: at whose gradient slots were filled; None: after backward.
         """
         rank, n = self._rank, len(placements)
-        costs = [Costs.of(load, rank.profile) for load in rank.loads.subgroups]
+        costs = [
+            demand(Placement.CPU, load, rank.profile) | demand(Placement.GPU_STREAMED, load, rank.profile)
+            for load in rank.loads.subgroups
+        ]
         tasks = Tasks()
         pieces = {i: tasks.add(Stream.COMPUTE, rank.backward_s / n, 0.0) for i in reversed(range(n))}
         backward = [pieces[0]]
-        gradients = {i: tasks.add(Stream.GRADIENT, *costs[i].gradient, [pieces[i]]) for i in left}
+        gradients = {i: tasks.add(Stream.GRADIENT, *costs[i][Stream.GRADIENT], [pieces[i]]) for i in left}
         settling = [i for i, p in enumerate(placements) if p is Placement.GPU_RESIDENT and i not in before]
-        arrivals = {i: tasks.add(Stream.PREFETCH, *costs[i].prefetch, [pieces[n - 1]]) for i in self._arriving}
-        arrivals |= {i: tasks.add(Stream.PREFETCH, *costs[i].prefetch, backward) for i in settling}
+        arrivals = {i: tasks.add(Stream.PREFETCH, *costs[i][Stream.PREFETCH], [pieces[n - 1]]) for i in self._arriving}
+        arrivals |= {i: tasks.add(Stream.PREFETCH, *costs[i][Stream.PREFETCH], backward) for i in settling}
         updated = {
-            i: tasks.add(Stream.GPU, *costs[i].gpu_update, [*backward, *([arrivals[i]] if i in arrivals else [])])
+            i: tasks.add(Stream.GPU, *costs[i][Stream.GPU], [*backward, *([arrivals[i]] if i in arrivals else [])])
             for i, p in enumerate(placements)
             if p is Placement.GPU_RESIDENT
         }
         for i, placement in enumerate(placements):
             if placement is Placement.CPU:
                 if i not in gradients:
-                    gradients[i] = tasks.add(Stream.GRADIENT, *costs[i].gradient, backward)
-                update = tasks.add(Stream.CPU, *costs[i].cpu_update, [gradients[i], *backward])
-                tasks.add(Stream.PARAMETER, *costs[i].parameter, [update])
+                    gradients[i] = tasks.add(Stream.GRADIENT, *costs[i][Stream.GRADIENT], backward)
+                update = tasks.add(Stream.CPU, *costs[i][Stream.CPU], [gradients[i], *backward])
+                tasks.add(Stream.PARAMETER, *costs[i][Stream.PARAMETER], [update])
         for i in leaving:
-            tasks.add(Stream.FLUSH, *costs[i].flush, [updated[i]])
+            tasks.add(Stream.FLUSH, *costs[i][Stream.FLUSH], [updated[i]])
         first = backward if prefetching is None else [pieces[prefetching]]
         flushes: list[int] = []
         for turn, i in enumerate(i for i, p in enumerate(placements) if p is Placement.GPU_STREAMED):
             vacated = first if turn < len(self._slots) else [flushes[turn - len(self._slots)]]
-            prefetch = tasks.add(Stream.PREFETCH, *costs[i].prefetch, vacated)
-            update = tasks.add(Stream.GPU, *costs[i].gpu_update, [prefetch, *backward])
-            flushes.append(tasks.add(Stream.FLUSH, *costs[i].flush, [update]))
+            prefetch = tasks.add(Stream.PREFETCH, *costs[i][Stream.PREFETCH], vacated)
+            update = tasks.add(Stream.GPU, *costs[i][Stream.GPU], [prefetch, *backward])
+            flushes.append(tasks.add(Stream.FLUSH, *costs[i][Stream.FLUSH], [update]))
         tasks.serve(rank.profile)
         return max(tasks.end)
 

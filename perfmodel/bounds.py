@@ -11,10 +11,11 @@ from dataclasses import dataclass
 import numpy as np
 import scipy  # which loads `optimize`, three quarters of a second, when it is first asked for
 
+from perfmodel.demand import Demand, demand
 from perfmodel.hardware import HardwareProfile, changed
-from perfmodel.lanes import CPU, D2H, H2D, LANES, lane_speeds
+from perfmodel.lanes import CPU, D2H, H2D, LANES, Stream, lane_speeds
 from perfmodel.plan import Placement
-from perfmodel.simulate import UPDATE_ALONE, Costs, Phase, Scope
+from perfmodel.simulate import UPDATE_ALONE, Phase, Scope
 from perfmodel.workload import Workload
 
 
@@ -87,14 +88,14 @@ def lower_bound(workload: Workload, profile: HardwareProfile, scope: Scope = UPD
 def _solve(workload: Workload, profile: HardwareProfile, scope: Scope) -> tuple[float, dict[Placement, float]]:
     """The optimum of `lower_bound`'s program, and the shares of the placements there."""
     classes = Counter(workload.subgroups)
-    costs = [Costs.of(load, profile) for load in classes]
+    costs = [demand(Placement.CPU, load, profile) | demand(Placement.GPU_STREAMED, load, profile) for load in classes]
     counts = np.array(list(classes.values()), dtype=float)
     numel = counts * np.array([load.numel for load in classes])
     state = np.array([load.state_bytes for load in classes], dtype=float)
     n = len(counts)
 
-    def total(*operations: str, part: int = 0) -> np.ndarray:
-        return counts * np.array([sum(getattr(c, name)[part] for name in operations) for c in costs])
+    def total(*streams: Stream, part: int = 0) -> np.ndarray:
+        return counts * np.array([sum(c[stream][part] for stream in streams) for c in costs])
 
     speeds = _speeds_by_busy_lanes(costs, profile)
     cpu, h2d, d2h = speeds.T
@@ -110,14 +111,16 @@ def _solve(workload: Workload, profile: HardwareProfile, scope: Scope) -> tuple[
     resident = min(workload.peak_free_bytes, workload.shared_free_bytes)
     room = staging / max(float(state.min()), 1.0)
     fitting = math.floor(room) if math.isfinite(room) else math.inf
-    slowest = max(c.prefetch[0] for c in costs)
+    slowest = max(c[Stream.PREFETCH].seconds for c in costs)
     fill = min(fitting, float(counts.sum())) * slowest
-    gpu, flush, prefetch, gradient = (total(name) for name in ("gpu_update", "flush", "prefetch", "gradient"))
+    gpu, flush, prefetch, gradient = (
+        total(stream) for stream in (Stream.GPU, Stream.FLUSH, Stream.PREFETCH, Stream.GRADIENT)
+    )
     together = np.maximum(gpu - counts * profile.launch_latency_s, 0.0)  # residents have one launch
     # Each with what it may not exceed.
     rows = {
-        "CPU": (row(x=total("cpu_update"), t=-cpu, u=-cpu), 0.0),
-        "H2D": (row(x=total("parameter"), y=prefetch, t=-h2d, u=-h2d, filling=-1), 0.0),
+        "CPU": (row(x=total(Stream.CPU), t=-cpu, u=-cpu), 0.0),
+        "H2D": (row(x=total(Stream.PARAMETER), y=prefetch, t=-h2d, u=-h2d, filling=-1), 0.0),
         "streaming up": (row(y=prefetch, u=-h2d, first=-1), 0.0),
         "D2H": (row(x=gradient, y=flush, t=-d2h, u=-d2h, early=-1), 0.0),
         "streaming down": (row(y=flush, u=-d2h), 0.0),
@@ -130,8 +133,8 @@ def _solve(workload: Workload, profile: HardwareProfile, scope: Scope) -> tuple[
     }
     host = profile.host_bandwidth_per_rank
     if math.isfinite(host):
-        on_cpu = total("gradient", "cpu_update", "parameter", part=1) / host
-        streamed = total("prefetch", "flush", part=1) / host
+        on_cpu = total(Stream.GRADIENT, Stream.CPU, Stream.PARAMETER, part=1) / host
+        streamed = total(Stream.PREFETCH, Stream.FLUSH, part=1) / host
         up, down = profile.h2d_bandwidth / host, profile.d2h_bandwidth / host
         rows["host DRAM"] = row(x=on_cpu, y=streamed, early=-down, filling=-up, T=-1), after
         rows["DRAM, others"] = row(y=streamed, z=together, first=-up, T=-1), after
@@ -164,17 +167,21 @@ def _solve(workload: Workload, profile: HardwareProfile, scope: Scope) -> tuple[
     return float(solution.fun), {p: float(share) for p, share in zip(order, parts, strict=True)}
 
 
-def _speeds_by_busy_lanes(costs: Sequence[Costs], profile: HardwareProfile) -> np.ndarray:
+def _speeds_by_busy_lanes(costs: Sequence[dict[Stream, Demand]], profile: HardwareProfile) -> np.ndarray:
     """Speeds of CPU, H2D and D2H, one row for each set of them that is busy.
 
     Where operations differ in their demand on host DRAM the least one counts: no plan is faster.
     """
 
-    def least(*operations: str) -> float:
-        found = [getattr(c, name) for c in costs for name in operations]
+    def least(*streams: Stream) -> float:
+        found = [c[stream] for c in costs for stream in streams]
         return min((traffic / seconds for seconds, traffic in found if traffic > 0), default=0.0)
 
-    demands = {CPU: least("cpu_update"), H2D: least("parameter", "prefetch"), D2H: least("gradient", "flush")}
+    demands = {
+        CPU: least(Stream.CPU),
+        H2D: least(Stream.PARAMETER, Stream.PREFETCH),
+        D2H: least(Stream.GRADIENT, Stream.FLUSH),
+    }
     rows = []
     for busy in itertools.product((True, False), repeat=len(demands)):
         among = dict(itertools.compress(demands.items(), busy))

@@ -85,42 +85,42 @@ _FEEDS: dict[int, int] = {stream: number for number, service in enumerate(LANES.
 
 
 class Tasks:
-    """Tasks in issue order. Append with `add`, then `serve` once."""
+    """Tasks in issue order. Append with `add`, then `serve` once.
+
+    For each task: stream; seconds that it takes alone; demand, bytes/s of host DRAM traffic meanwhile; after, earlier
+    tasks that must have ended, besides its predecessor in the stream; start and end, in seconds from 0.
+    """
 
     def __init__(self) -> None:
         self.stream: list[int] = []
         self.seconds: list[float] = []
         self.demand: list[float] = []
+        self.after: list[Sequence[int]] = []
         self.start: list[float] = []
         self.end: list[float] = []
-        self._after: list[Sequence[int]] = []
 
     def add(self, stream: Stream, seconds: float, traffic: float, after: Sequence[int] = ()) -> int:
-        """Issue a task to a stream; returns its number.
-
-        seconds: time it takes alone. traffic: bytes of host DRAM traffic it causes meanwhile.
-        after: earlier tasks that must have ended, besides its predecessor in the stream.
-        """
+        """Issue a task to a stream; returns its number. traffic: bytes of host DRAM traffic in its seconds."""
         self.stream.append(stream)
         self.seconds.append(seconds)
         self.demand.append(traffic / seconds if seconds > 0 else 0.0)
-        self._after.append(after)
-        return len(self._after) - 1
+        self.after.append(after)
+        return len(self.after) - 1
 
     def serve(self, profile: HardwareProfile) -> None:
-        """Run all tasks, filling `start` and `end` in seconds from 0.
+        """Run all tasks, filling `start` and `end`.
 
         A lane serves one task at a time: among the streams whose next task is ready, the one that has been ready
         longest, then the one issued first. A copy beside one in the other direction runs at the duplex rate, and
         whatever touches host DRAM shares it by `shared_rates`.
         """
         stream_of, seconds, demand, infinite = self.stream, self.seconds, self.demand, math.inf
-        waits = [len(after) for after in self._after]
+        waits = [len(after) for after in self.after]
         dependents: list[list[int]] = [[] for _ in waits]
         queues: list[list[int]] = [[] for _ in range(NEVER + 1)]
         for task in range(len(waits) - 1, -1, -1):
             queues[stream_of[task]].append(task)  # in reverse: a stream's next task is popped from the end
-            for other in self._after[task]:
+            for other in self.after[task]:
                 dependents[other].append(task)
         # Since when each stream's next task has been ready; infinite while it is not, or runs.
         ready = [0.0 if queue and not waits[queue[-1]] else infinite for queue in queues]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 
+from perfmodel.demand import demand
 from perfmodel.hardware import HardwareProfile
+from perfmodel.lanes import Stream
 from perfmodel.plan import Placement, Plan
-from perfmodel.simulate import Costs
 from perfmodel.workload import SubgroupLoad, Workload
 
 DEFAULT_SLOTS = 2
@@ -68,12 +69,12 @@ def balanced_stride(load: SubgroupLoad, profile: HardwareProfile) -> int:
     and the smallest such k, 2 at least, has most subgroups on the GPU. Links count at their duplex rates, the CPU at no
     more than its share of host DRAM. What the transfers take from host DRAM is not in the closed form.
     """
-    costs = Costs.of(load, profile)
     prefetch = load.state_bytes / profile.h2d_bandwidth_duplex + profile.copy_latency_s
     flush = load.state_bytes / profile.d2h_bandwidth_duplex + profile.copy_latency_s
-    cpu_s, traffic = costs.cpu_update
+    cpu_s, traffic = demand(Placement.CPU, load, profile)[Stream.CPU]
+    gpu_s = demand(Placement.GPU_RESIDENT, load, profile)[Stream.GPU].seconds
     cpu_s = max(cpu_s, traffic / profile.host_bandwidth_per_rank)
-    return 1 + max(1, math.ceil((max(prefetch, flush) + costs.gpu_update[0]) / cpu_s))
+    return 1 + max(1, math.ceil((max(prefetch, flush) + gpu_s) / cpu_s))
 
 
 def _leading_share(workload: Workload, cpu_ratio: float) -> int:

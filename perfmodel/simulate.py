@@ -3,63 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
+from perfmodel.demand import operation_demand
 from perfmodel.hardware import HardwareProfile
-from perfmodel.lanes import LANE_OF_STREAM, LANES, Stream, Tasks
+from perfmodel.lanes import LANE_OF_STREAM, Tasks
 from perfmodel.plan import Plan
 from perfmodel.schedule import Schedule, schedule
 from perfmodel.scope import UPDATE_ALONE, Phase, Scope
-from perfmodel.timeline import Lane, Op, Span, Timeline
-from perfmodel.workload import SubgroupLoad, Workload
+from perfmodel.timeline import Op, Span, Timeline
+from perfmodel.workload import Workload
 
-__all__ = ["UPDATE_ALONE", "Costs", "Phase", "Scope", "exposed", "makespan", "serve", "simulate"]
-
-Cost = tuple[float, float]
-"""What a task costs its lane alone: seconds, and bytes of host DRAM traffic."""
-
-
-@dataclass(frozen=True)
-class Costs:
-    """What one subgroup costs each lane alone."""
-
-    gradient: Cost
-    cpu_update: Cost
-    parameter: Cost
-    prefetch: Cost
-    gpu_update: Cost
-    flush: Cost
-
-    @classmethod
-    def of(cls, load: SubgroupLoad, profile: HardwareProfile) -> Costs:
-        """Of all its operations."""
-        return cls(
-            gradient=_cost(Stream.GRADIENT, load.gradient_bytes, profile),
-            cpu_update=_host_update(load.numel, load, profile),
-            parameter=_cost(Stream.PARAMETER, load.parameter_bytes, profile),
-            prefetch=_cost(Stream.PREFETCH, load.state_bytes, profile),
-            gpu_update=_device_update(load.numel, load, profile),
-            flush=_cost(Stream.FLUSH, load.state_bytes, profile),
-        )
-
-
-def _cost(stream: Stream, size: int, profile: HardwareProfile) -> Cost:
-    """Of a copy of so many bytes, or an update of so many parameters on the device."""
-    lane = LANES[LANE_OF_STREAM[stream]]
-    return lane.seconds(size, profile), size * lane.through_host
-
-
-def _host_update(numel: int, load: SubgroupLoad, profile: HardwareProfile) -> Cost:
-    """Of some parameters of a subgroup, or all."""
-    traffic = load.cpu_traffic * profile.cpu_traffic_factor
-    if numel != load.numel:
-        traffic *= numel / load.numel
-    return LANES[Lane.CPU].seconds(numel / profile.speed(Lane.CPU, load.format), profile), traffic
-
-
-def _device_update(numel: int, load: SubgroupLoad, profile: HardwareProfile) -> Cost:
-    """The same on the device."""
-    return LANES[Lane.GPU].seconds(numel / profile.speed(Lane.GPU, load.format), profile), 0.0
+__all__ = ["UPDATE_ALONE", "Phase", "Scope", "Simulator", "exposed", "makespan", "serve", "simulate"]
 
 
 def simulate(plan: Plan, workload: Workload, profile: HardwareProfile, scope: Scope = UPDATE_ALONE) -> Timeline:
@@ -73,12 +27,12 @@ def simulate(plan: Plan, workload: Workload, profile: HardwareProfile, scope: Sc
 
 def serve(schedule: Schedule, workload: Workload, profile: HardwareProfile) -> Timeline:
     """The timeline of one schedule, served in the order of `lanes.Tasks.serve`."""
-    return Timeline.of(_spans(schedule, _served(schedule, workload, profile)))
+    return Timeline.of(_spans(schedule, Simulator(workload, profile).serve(schedule)))
 
 
 def makespan(plan: Plan, workload: Workload, profile: HardwareProfile, scope: Scope = UPDATE_ALONE) -> float:
     """Seconds that `simulate` would take from first start to last end, without its timeline."""
-    return max(_served(schedule(plan, workload, scope), workload, profile).end)
+    return Simulator(workload, profile, scope).makespan(plan)
 
 
 def exposed(plan: Plan, workload: Workload, profile: HardwareProfile, scope: Scope = UPDATE_ALONE) -> float:
@@ -86,23 +40,43 @@ def exposed(plan: Plan, workload: Workload, profile: HardwareProfile, scope: Sco
     return makespan(plan, workload, profile, scope) - scope.compute_s(workload)
 
 
-def _served(schedule: Schedule, workload: Workload, profile: HardwareProfile) -> Tasks:
-    """The tasks with what they cost, served."""
-    served, numel, loads, cpu = Tasks(), max(workload.numel, 1), workload.subgroups, Stream.CPU
-    costs: list[dict[int, Cost]] = [{} for _ in Stream]
-    for op, stream, subgroup, size, after, _, _ in schedule.tasks:
-        if subgroup is None:
-            cost = (workload.backward_s if op is Op.BACKWARD else workload.forward_s) * (size / numel), 0.0
-        elif stream is cpu:
-            cost = _host_update(size, loads[subgroup], profile)
-        elif stream is Stream.GPU:
-            cost = _device_update(size, loads[subgroup], profile)
-        else:
-            known = costs[stream].get(size)
-            cost = known or costs[stream].setdefault(size, _cost(stream, size, profile))
-        served.add(stream, *cost, after)
-    served.serve(profile)
-    return served
+class Simulator:
+    """Simulates many plans of one workload; `tasks` is how many it has served so far."""
+
+    def __init__(self, workload: Workload, profile: HardwareProfile, scope: Scope = UPDATE_ALONE) -> None:
+        self.tasks = 0
+        self._workload = workload
+        self._profile = profile
+        self._scope = scope
+        self._known: dict[tuple[int, int, int], tuple[float, float]] = {}
+
+    def makespan(self, plan: Plan) -> float:
+        """As the function of that name."""
+        served = self.serve(schedule(plan, self._workload, self._scope))
+        self.tasks += len(served.end)
+        return max(served.end)
+
+    def serve(self, schedule: Schedule) -> Tasks:
+        """The tasks of a schedule with what they ask of their lanes, served."""
+        loads, workload, known = self._workload.subgroups, self._workload, self._known
+        each_s = workload.backward_s / max(workload.numel, 1), workload.forward_s / max(workload.numel, 1)
+        served = Tasks()
+        stream_of, seconds_of, demand_of, after_of = served.stream, served.seconds, served.demand, served.after
+        for op, stream, subgroup, size, after, _, _ in schedule.tasks:
+            if subgroup is None:
+                seconds, rate = each_s[op is Op.FORWARD] * size, 0.0
+            else:
+                key = stream, size, id(loads[subgroup])  # equal ones often are one object, which the workload keeps
+                if key not in known:
+                    seconds, traffic = operation_demand(stream, size, loads[subgroup], self._profile)
+                    known[key] = seconds, traffic / seconds if seconds > 0 else 0.0
+                seconds, rate = known[key]
+            stream_of.append(stream)
+            seconds_of.append(seconds)
+            demand_of.append(rate)
+            after_of.append(after)
+        served.serve(self._profile)
+        return served
 
 
 def _spans(schedule: Schedule, served: Tasks) -> Iterator[Span]:

@@ -10,11 +10,12 @@ from functools import partial
 
 from perfmodel import Lane, Op, Placement, Plan, Timeline, Workload
 from perfmodel.adaptive import AdaptivePlanner
+from perfmodel.demand import demand
 from perfmodel.hardware import HardwareProfile, changed
+from perfmodel.lanes import Stream
 from perfmodel.policies import cpu_only, resident, static_ratio, stride
 from perfmodel.schedule import Schedule
-from perfmodel.scope import Scope
-from perfmodel.simulate import Costs, makespan, serve
+from perfmodel.simulate import serve
 
 Policy = Callable[[Workload], Plan]
 
@@ -67,36 +68,17 @@ class AdaptivePolicy:
 
     def __init__(self, profile: HardwareProfile | None = None) -> None:
         self.profile = profile
-        self._planner = AdaptivePlanner()
-        self._last: Plan | None = None
+        self._planner = AdaptivePlanner(tolerance=WORTH_A_CHANGE)
         self._refinement = Refinement()
 
     def __call__(self, workload: Workload) -> Plan:
         assert self.profile is not None, "whoever owns the policy sets its profile first"
-        plan, last = self._planner(workload, self.profile), self._last
-        if last is None or not _still_good(last, plan, workload, self.profile):
-            self._last = plan
-            return plan
-        return last
+        return self._planner(workload, self.profile)
 
     def observe(self, schedule: Schedule, workload: Workload, timeline: Timeline) -> None:
         """Correct the profile by what a step took."""
         if self.profile is not None:
             self.profile = self._refinement.correct(self.profile, schedule, workload, timeline)
-
-
-def _still_good(last: Plan, best: Plan, workload: Workload, profile: HardwareProfile) -> bool:
-    """Whether the last plan still fits and loses less than WORTH_A_CHANGE: plans must not follow noise."""
-    if last == best:
-        return True
-    if len(last) != len(best) or set(best.placements) == {Placement.GPU_RESIDENT}:
-        return False
-    held = sum(workload.subgroups[i].state_bytes for i in last.served(Placement.GPU_RESIDENT))
-    if held > workload.peak_free_bytes or held + last.slots * workload.slot_bytes > workload.shared_free_bytes:
-        return False
-    scope = Scope.beside(workload)
-    now, then = (makespan(plan, workload, profile, scope) for plan in (last, best))
-    return now - then <= WORTH_A_CHANGE * (then - scope.compute_s(workload))
 
 
 _GROUPS = ((Lane.GPU,), (Lane.CPU, Lane.H2D, Lane.D2H))
@@ -175,13 +157,15 @@ def _corrected(profile: HardwareProfile, workload: Workload, slower: dict[Lane, 
 
     Where host DRAM cannot serve the CPU and both links at once, it is held responsible for them.
     """
-    costs = Costs.of(workload.subgroups[0], profile)
-    demand = sum(traffic / seconds for seconds, traffic in (costs.cpu_update, costs.prefetch, costs.flush) if seconds)
+    load = workload.subgroups[0]
+    on_cpu, streamed = (demand(placement, load, profile) for placement in (Placement.CPU, Placement.GPU_STREAMED))
+    at_once = on_cpu[Stream.CPU], streamed[Stream.PREFETCH], streamed[Stream.FLUSH]
+    wanted = sum(traffic / seconds for seconds, traffic in at_once if seconds)
     on_host = [ratio for lane, ratio in slower.items() if lane is not Lane.GPU]
     rates: dict[str, float] = {}
     if Lane.GPU in slower:
         rates["gpu_update_rate"] = profile.gpu_update_rate / slower[Lane.GPU]
-    if on_host and demand > profile.host_bandwidth_per_rank:
+    if on_host and wanted > profile.host_bandwidth_per_rank:
         rates["host_bandwidth"] = profile.host_bandwidth / statistics.median(on_host)
     for lane, names in (
         (Lane.CPU, ("cpu_update_rate",)),

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dos.deciding.controller import WORTH_A_CHANGE
 from dos.memory.monitor import SPARE_TO_GROW, TOO_LITTLE
 from perfmodel import Placement, Plan, Workload
-from perfmodel.adaptive import AdaptivePlanner
+from perfmodel.adaptive import adaptive
 from perfmodel.hardware import HardwareProfile
 
 
@@ -65,7 +65,7 @@ def _why_not_resident(plan: Plan, workload: Workload, profile: HardwareProfile |
     """Of state for which there is room."""
     if profile is None:
         return "as this policy does not use it"
-    best = AdaptivePlanner()(workload, profile)
+    best = adaptive(workload, profile)
     if _resident_bytes(best, workload) > _resident_bytes(plan, workload):
         return f"as the plan of before is at most {WORTH_A_CHANGE:.0%} slower"
     return "as the step would not be faster"

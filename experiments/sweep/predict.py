@@ -17,6 +17,7 @@ from experiments.sweep.spec import PUBLISHED_LOOPS, Configuration
 from experiments.zero3 import Mode, Run, update_seconds
 from perfmodel.adaptive import adaptive
 from perfmodel.bounds import lower_bound
+from perfmodel.demand import demand
 from perfmodel.format import MIXED
 from perfmodel.hardware import HardwareProfile
 from perfmodel.plan import Placement, Plan
@@ -219,21 +220,16 @@ def policy_plan(config: Configuration, run: Run, work: Workload, profile: Hardwa
 def lanes(simulation: Simulation, timeline: Timeline) -> dict[str, float]:
     """Where subgroups are and how busy that keeps the lanes, as fields of `Outcome`. Without the model's compute."""
     plan, loads, profile = simulation.plan, simulation.workload.subgroups, simulation.profile
-    on_cpu, streamed, resident = (
-        plan.served(p) for p in (Placement.CPU, Placement.GPU_STREAMED, Placement.GPU_RESIDENT)
-    )
-    traffic = sum(
-        loads[i].cpu_traffic * profile.cpu_traffic_factor + loads[i].gradient_bytes + loads[i].parameter_bytes
-        for i in on_cpu
-    ) + sum(2 * loads[i].state_bytes for i in streamed)
+    placed = zip(plan.placements, loads, strict=True)
+    traffic = sum(cost.traffic for placement, load in placed for cost in demand(placement, load, profile).values())
 
     def busy(lane: Lane) -> float:
         return sum(s.duration for s in timeline.on(lane) if s.subgroup is not None)
 
     return {
-        "resident": len(resident),
-        "streamed": len(streamed),
-        "on_cpu": len(on_cpu),
+        "resident": plan.placements.count(Placement.GPU_RESIDENT),
+        "streamed": plan.placements.count(Placement.GPU_STREAMED),
+        "on_cpu": plan.placements.count(Placement.CPU),
         "cpu_busy_s": busy(Lane.CPU),
         "gpu_busy_s": busy(Lane.GPU),
         "h2d_busy_s": busy(Lane.H2D),

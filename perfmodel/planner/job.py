@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
+from perfmodel.demand import demand
 from perfmodel.hardware import HardwareProfile
+from perfmodel.lanes import LANE_OF_STREAM, Stream
 from perfmodel.plan import Placement, Plan
 from perfmodel.planner.collectives import Collective, Kind, Part, collectives
 from perfmodel.planner.fabric import Routes
 from perfmodel.planner.overlap import Pass, backward_s, forward_s
 from perfmodel.planner.question import Question
-from perfmodel.simulate import Costs
+from perfmodel.timeline import Lane
 from perfmodel.workload import Workload
 
 
@@ -95,33 +99,27 @@ class Job:
         if self.compute_s is None:
             return {}
         profile, routes = self._profile, self.routes
-        cpu = gpu = up = down = traffic = 0.0
+        seconds, traffic = dict.fromkeys(Lane, 0.0), 0.0
         for placement, load in zip(plan.placements, work.subgroups, strict=True):
-            costs = Costs.of(load, profile)
-            if placement is Placement.CPU:
-                cpu += costs.cpu_update[0]
-                traffic += costs.cpu_update[1]
-                if not self.copied:
-                    up += costs.parameter[0]
-                    down += costs.gradient[0]
-                    traffic += costs.parameter[1] + costs.gradient[1]
-            else:
-                gpu += costs.gpu_update[0]
-            if placement is Placement.GPU_STREAMED:
-                up += costs.prefetch[0]
-                down += costs.flush[0]
-                traffic += costs.prefetch[1] + costs.flush[1]
+            for stream, cost in demand(placement, load, profile).items():
+                if not self.copied or stream is Stream.CPU:
+                    seconds[LANE_OF_STREAM[stream]] += cost.seconds
+                    traffic += cost.traffic
+        together = Counter(
+            load.format for load, p in zip(work.subgroups, plan.placements, strict=True) if p is Placement.GPU_RESIDENT
+        )
+        seconds[Lane.GPU] -= (together.total() - len(together)) * profile.launch_latency_s  # one launch for a format
         pcie = sum(each.pcie_s(routes) for each in self.collectives)
         busy = {
-            "compute": sum(self.compute_s) + gpu,
+            "compute": sum(self.compute_s) + seconds[Lane.GPU],
             "interconnect": 0.0 if routes.over_pcie else sum(each.interconnect_s(routes) for each in self.collectives),
             "network": sum(each.network_s(routes) for each in self.collectives),
-            "PCIe to the GPU": pcie + up + 2 * self.copied / profile.h2d_bandwidth,
-            "PCIe to the host": pcie + down + self.copied / profile.d2h_bandwidth,
-            "CPU": cpu,
+            "PCIe to the GPU": pcie + seconds[Lane.H2D] + 2 * self.copied / profile.h2d_bandwidth,
+            "PCIe to the host": pcie + seconds[Lane.D2H] + self.copied / profile.d2h_bandwidth,
+            "CPU": seconds[Lane.CPU],
             "host DRAM": (traffic + 3 * self.copied) / profile.host_bandwidth_per_rank,
         }
-        return {resource: seconds for resource, seconds in busy.items() if seconds > 0}
+        return {resource: busy_s for resource, busy_s in busy.items() if busy_s > 0}
 
     def _seconds(self, part: Part, *kinds: Kind) -> float:
         """Of the collectives of these kinds in a part of the iteration."""

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from perfmodel.adaptive import AdaptivePlanner
+from perfmodel.adaptive import adaptive
 from perfmodel.plan import Placement, Plan
 from perfmodel.planner.situation import Situation
 from perfmodel.policies import DEFAULT_SLOTS, balanced_stride, cpu_only, static_ratio, stride
@@ -61,7 +61,7 @@ def adaptive_outcome(situation: Situation, kept: Plan | None = None) -> Outcome:
         forward_s=beside.forward_s if scope.forward is Phase.OVERLAPPED else 0.0,
         backward_s=beside.backward_s if scope.backward is Phase.OVERLAPPED else 0.0,
     )
-    planned = _outcome("adaptive", situation, AdaptivePlanner()(work, situation.profile))
+    planned = _outcome("adaptive", situation, adaptive(work, situation.profile))
     if kept is None:
         return planned
     return min(planned, _outcome("adaptive", situation, kept), key=lambda outcome: outcome.seconds)

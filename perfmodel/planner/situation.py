@@ -6,13 +6,15 @@ import dataclasses
 import functools
 import math
 
+from perfmodel.demand import demand
 from perfmodel.footprint import DeviceBytes, HostBytes, host_footprint
 from perfmodel.format import float32
 from perfmodel.hardware import changed
+from perfmodel.lanes import Stream
 from perfmodel.plan import Placement, Plan
 from perfmodel.planner.job import Job
 from perfmodel.planner.question import MARGIN, Question
-from perfmodel.simulate import Costs, Phase, Scope, makespan
+from perfmodel.simulate import Phase, Scope, makespan
 from perfmodel.workload import SubgroupLoad, Workload
 
 
@@ -79,6 +81,11 @@ class Situation:
     def room(self) -> int:
         """Device memory for optimizer state at the peak of the iteration, in bytes."""
         return max(0, self._usable - self.peak)
+
+    @property
+    def all_resident(self) -> bool:
+        """Whether all optimizer state has room on the device."""
+        return self.fits and self.room >= self.alone.state_bytes
 
     @property
     def adamw_bytes(self) -> int:
@@ -155,7 +162,7 @@ class Situation:
     @property
     def _in_place_s(self) -> float:
         """Seconds of an update of parameters on the host, at its memory's speed."""
-        costs = [Costs.of(load, self.profile).cpu_update for load in self.alone.subgroups]
+        costs = [demand(Placement.CPU, load, self.profile)[Stream.CPU] for load in self.alone.subgroups]
         return sum(max(alone, traffic / self.profile.host_bandwidth_per_rank) for alone, traffic in costs)
 
     @property

@@ -106,7 +106,8 @@ def headline(advice: Advice) -> Iterator[str]:
     for remedy in advice.remedies:
         yield _remedy(remedy)
     if situation.fits:
-        where = f"{best.shares[Placement.GPU_RESIDENT]:.0%} of the optimizer state can stay on the GPU"
+        share = 1.0 if situation.all_resident else best.shares[Placement.GPU_RESIDENT]
+        where = f"{share:.0%} of the optimizer state can stay on the GPU"
         if question.offload_parameters:
             where = "parameters, gradients and optimizer state are on the host"
         yield f"{what}: fits; {where}."

@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perfmodel import Placement, Plan
-from perfmodel.adaptive import AdaptivePlanner, adaptive
+from perfmodel.adaptive import TASKS_AT_ONCE, AdaptivePlanner, adaptive
 from perfmodel.bounds import lower_bound
 from perfmodel.hardware import HardwareProfile, builtin_profiles
 from perfmodel.policies import balanced_stride, cpu_only, static_ratio, stride
+from perfmodel.search import Search
 from perfmodel.simulate import Phase, Scope, exposed, makespan
 from perfmodel.workload import SubgroupLoad, Workload
 from tests.support.machines import machine, work
@@ -148,7 +149,7 @@ def test_what_hides_behind_a_forward_is_seen(name: str, n: int, share: float, sh
     scope = Scope.beside(load)
     plans = [cpu_only(load), *fixed_plans(load, resident, shared=shared)]
     best = min(exposed(plan, load, profile, scope) for plan in plans)
-    assert exposed(adaptive(load, profile), load, profile, scope) <= 1.03 * best
+    assert exposed(adaptive(load, profile), load, profile, scope) <= 1.012 * best
 
 
 @pytest.mark.parametrize("name", ["a100_bound", "gh200", "h100", "l40s_server"])
@@ -162,12 +163,6 @@ def test_a_single_slot_s_turns_are_seen(name: str, n: int, backward: float) -> N
     plans = [cpu_only(load), *(stride(load, k, slots=1) for k in range(1, 7))]
     best = min(makespan(plan, load, MACHINES[name], scope) for plan in plans)
     assert makespan(adaptive(load, MACHINES[name]), load, MACHINES[name], scope) <= 1.01 * best
-
-
-def test_adaptive_with_all_the_memory_in_the_world_keeps_nearly_everything_resident() -> None:
-    plan = adaptive(work(40, size=10**8), MACHINES["h100"])
-    assert plan.placements.count(R) >= 36
-    assert S not in plan.placements
 
 
 def test_few_subgroups_get_the_best_division() -> None:
@@ -190,14 +185,67 @@ def test_beside_a_forward_no_stride_and_not_the_cpu_alone_is_much_better() -> No
             load = dataclasses.replace(load, backward_s=2 * forward_s)
             plans = [cpu_only(load), *(stride(load, k, slots=4) for k in (1, 2, 3, 5, 8))]
             best = min(makespan(plan, load, profile, whole) for plan in plans)
-            assert makespan(adaptive(load, profile), load, profile, whole) <= 1.03 * best
+            assert makespan(adaptive(load, profile), load, profile, whole) <= 1.012 * best
+
+
+def settle(planner: AdaptivePlanner, load: Workload, profile: HardwareProfile) -> Plan:
+    plan = planner(load, profile)
+    while not planner.settled:
+        plan = planner(load, profile)
+    return plan
 
 
 def test_planner_returns_the_last_plan_until_something_changes() -> None:
     planner, profile = AdaptivePlanner(), MACHINES["h100"]
     load = work(60, size=10**7, peak_free_bytes=0.0)
-    first = planner(load, profile)
+    first = settle(planner, load, profile)
+    assert first == adaptive(load, profile)
     assert planner(dataclasses.replace(load), HardwareProfile.builtin("h100")) is first
-    other = planner(dataclasses.replace(load, peak_free_bytes=1.2e9), profile)
-    assert other.placements.count(R) == 10
-    assert planner(load, profile) == first
+    other = dataclasses.replace(load, peak_free_bytes=1.2e9)
+    assert planner(other, profile) is first, "until there is a better one"
+    assert settle(planner, other, profile).placements.count(R) == 10
+    assert planner(load, profile).placements.count(R) == 0, "there is no memory for the plan of before"
+    assert settle(planner, load, profile) == first
+
+
+def test_a_plan_that_is_a_little_slower_is_kept() -> None:
+    profile, load = MACHINES["h100"], work(60, size=10**7, peak_free_bytes=0.0, update_free_bytes=4 * 12e7)
+    lenient, strict = AdaptivePlanner(tolerance=1.0), AdaptivePlanner()
+    before = settle(lenient, load, profile)
+    assert settle(strict, load, profile) == before
+    slower = dataclasses.replace(profile, h2d_bandwidth=20e9, h2d_bandwidth_duplex=18e9)
+    assert settle(lenient, load, slower) == before
+    assert settle(strict, load, slower) == adaptive(load, slower) != before
+
+
+@pytest.mark.parametrize("mode", ["slots", "one slot", "shared", "forward"])
+@pytest.mark.parametrize("n", [128, 1000, 2000])
+def test_planning_never_takes_long(n: int, mode: str) -> None:
+    """Counted: a task takes two to four microseconds, so that a call takes 5 ms at most, and all of them 50 or 60."""
+    profile = MACHINES["h100"]
+    load = work(n, size=10**8, backward_s=0.01 * n, forward_s=0.004 * n if mode == "forward" else 0.0)
+    free = 0.2 * load.state_bytes
+    memory = {"shared_free_bytes": free} if mode in ("shared", "forward") else {"update_free_bytes": load.slot_bytes}
+    load = dataclasses.replace(load, peak_free_bytes=free, **memory)
+    if mode == "slots":
+        load = dataclasses.replace(load, update_free_bytes=math.inf)
+    search, each = Search(load, profile), []
+    while not search.ended:
+        before = search.tasks
+        search.advance(TASKS_AT_ONCE)
+        each.append(search.tasks - before)
+    assert max(each) <= 1.1 * TASKS_AT_ONCE
+    assert sum(each) <= 16_000
+    assert search.plan == adaptive(load, profile)
+
+
+def test_all_state_stays_where_it_fits_unless_the_cpu_shortens_the_iteration_by_more_than_a_hundredth() -> None:
+    profile, fits = MACHINES["rtx_4090_desktop"], work(40, size=25 * 10**6, peak_free_bytes=math.inf)
+    assert set(adaptive(fits, profile).placements) == {R}, "of no iteration is anything known"
+    for compute_s, alone in ((0.12, False), (60.0, True)):
+        load = dataclasses.replace(fits, backward_s=2 * compute_s / 3, forward_s=compute_s / 3)
+        scope = Scope.beside(load)
+        plan = adaptive(load, profile)
+        assert (set(plan.placements) == {R}) is alone
+        best = min(makespan(static_ratio(load, ratio / 20), load, profile, scope) for ratio in range(20))
+        assert makespan(plan, load, profile, scope) <= 1.01 * best

@@ -175,12 +175,12 @@ def test_memory_for_all_state() -> None:
     asked = question(numel=1.05e9)
     needed = advise(asked).all_resident_bytes
     enough = advise(dataclasses.replace(asked, device_bytes=needed + 64))
-    assert enough.best.shares[Placement.GPU_RESIDENT] == 1
+    assert enough.situation.all_resident
     assert not outcome(enough, "fused AdamW").fits, "its masters are whole"
     larger = int(needed + 2.1 * asked.state_numel)
     assert outcome(advise(dataclasses.replace(asked, device_bytes=larger)), "fused AdamW").fits
     short = advise(dataclasses.replace(asked, device_bytes=needed - 2**20))
-    assert short.best.shares[Placement.GPU_RESIDENT] < 1
+    assert not short.situation.all_resident
 
 
 def test_adamw_in_float32_needs_no_master() -> None:

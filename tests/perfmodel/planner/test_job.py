@@ -10,7 +10,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from experiments.published import DATA
+from perfmodel.demand import demand
 from perfmodel.hardware import HardwareProfile
+from perfmodel.lanes import Stream
+from perfmodel.plan import Placement
 from perfmodel.planner.advise import advise
 from perfmodel.planner.datasheets import GPUS
 from perfmodel.planner.fabric import EFFICIENCY, FABRICS, Fabric
@@ -18,7 +21,7 @@ from perfmodel.planner.outcome import adaptive_outcome
 from perfmodel.planner.question import Question
 from perfmodel.planner.situation import Situation
 from perfmodel.planner.transformer import Transformer
-from perfmodel.simulate import Costs, makespan
+from perfmodel.simulate import makespan
 
 H100 = HardwareProfile.builtin("h100")
 GIB, GB = 2**30, 1e9
@@ -163,7 +166,7 @@ def test_parameters_on_the_host(attach: bool) -> None:
 
     advice = advise(asked)
     (outcome,) = advice.outcomes
-    cpu = sum(Costs.of(load, situation.profile).cpu_update[0] for load in situation.alone.subgroups)
+    cpu = sum(demand(Placement.CPU, load, situation.profile)[Stream.CPU].seconds for load in situation.alone.subgroups)
     assert outcome.update_s is not None
     assert outcome.update_s >= cpu
     busy = advice.busy_s

@@ -1,0 +1,50 @@
+"""What each operation asks of its lane, and so what a placement costs: said here for every part of the model."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from perfmodel.hardware import HardwareProfile
+from perfmodel.lanes import LANE_OF_STREAM, LANES, Stream
+from perfmodel.plan import Placement
+from perfmodel.workload import SubgroupLoad
+
+SIZES = {
+    Placement.CPU: (
+        (Stream.GRADIENT, "gradient_bytes"),
+        (Stream.CPU, "numel"),
+        (Stream.PARAMETER, "parameter_bytes"),
+    ),
+    Placement.GPU_STREAMED: (
+        (Stream.PREFETCH, "state_bytes"),
+        (Stream.GPU, "numel"),
+        (Stream.FLUSH, "state_bytes"),
+    ),
+    Placement.GPU_RESIDENT: ((Stream.GPU, "numel"),),
+}
+"""The operations of each placement in their order, with what says how large they are."""
+
+
+class Demand(NamedTuple):
+    """What an operation takes alone: seconds of its lane, and bytes of host DRAM traffic meanwhile."""
+
+    seconds: float
+    traffic: float
+
+
+def operation_demand(stream: Stream, size: int, load: SubgroupLoad, profile: HardwareProfile) -> Demand:
+    """Of one operation on a subgroup, or on a part of it. size: bytes of a copy; parameters of an update."""
+    lane = LANE_OF_STREAM[stream]
+    service = LANES[lane]
+    if service.through_host:
+        return Demand(service.seconds(size, profile), size)
+    seconds = service.seconds(size / profile.speed(lane, load.format), profile)
+    if stream is not Stream.CPU:
+        return Demand(seconds, 0.0)
+    traffic = load.cpu_traffic * profile.cpu_traffic_factor
+    return Demand(seconds, traffic if size == load.numel else traffic * (size / load.numel))
+
+
+def demand(placement: Placement, load: SubgroupLoad, profile: HardwareProfile) -> dict[Stream, Demand]:
+    """What a subgroup with this placement asks of each stream's lane."""
+    return {s: operation_demand(s, getattr(load, size), load, profile) for s, size in SIZES[placement]}

@@ -1,0 +1,267 @@
+"""The search for the plan with the least exposed time; the simulator alone judges.
+
+As many subgroups are resident as fit: they cost nothing on a scarce lane. Two numbers remain: how many of the others
+the CPU updates, and how many staging slots there are where those take their memory from residents. They are found
+for a few subgroups of mean size first, then near there for as many as there are, FINE at most.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+
+from perfmodel.hardware import HardwareProfile
+from perfmodel.plan import Placement, Plan
+from perfmodel.policies import resident
+from perfmodel.simulate import Scope, Simulator
+from perfmodel.workload import SubgroupLoad, Workload
+
+MAX_SLOTS = 8
+"""Three keep both links busy; more let prefetches go on while the GPU updates resident subgroups."""
+SLOTS_TRIED = (2, 1, 4, 0)
+"""Where memory for slots is taken from residents, in this order."""
+LEVELS = {16: 1.6, 48: 1.12}
+"""Subgroups of a sample for first answers, and how many times the least cost is still worth a look in the next."""
+FINE = 128
+"""Subgroups that are simulated at most."""
+MOST_TASKS = 5
+"""Of a subgroup in a simulation: three for its update, one of backward and one of forward."""
+WORTHWHILE = 0.01
+"""Share of an iteration by which another plan must shorten it where all state could stay on the GPU."""
+
+
+class Search:
+    """The search for one workload. It can stop at any simulation and go on later.
+
+    Each step follows from what was simulated before: to go on is to take all steps again with what is known.
+
+    plan: the best of the last stage that has ended. ended: whether that was the last of all.
+    tasks: simulated so far.
+    """
+
+    def __init__(self, workload: Workload, profile: HardwareProfile) -> None:
+        self.inputs = workload, profile
+        self.plan = resident(workload)
+        self.ended = False
+        self.tasks = 0
+        self._fits = workload.state_bytes <= min(workload.peak_free_bytes, workload.shared_free_bytes)
+        memory = {0: math.inf} if self._fits else _memory(workload)
+        self._residents = {slots: _fitting(workload, nbytes) for slots, nbytes in memory.items()}
+        self._samples: dict[tuple[int, int], _Sample] = {}
+        self._known: dict[tuple[int, int, int], float] = {}
+        self._left, self._begun = 0.0, False
+
+    def advance(self, tasks: float) -> None:
+        """Go on as long as no more tasks than that are simulated, or one simulation's."""
+        self._left, self._begun = tasks, False
+        try:
+            self.plan = self._best_plan()
+            self.ended = True
+        except _PauseError:
+            pass
+
+    def _best_plan(self) -> Plan:
+        """The whole search."""
+        n = len(self.inputs[0].subgroups)
+        size, *finer = [*(level for level in LEVELS if n >= 1.5 * level), min(n, FINE)]
+        answers: list[tuple[float, _Sample, int]] = []
+        near, step = size // 2, size // 4
+        for slots in self._residents:
+            sample = self._sample(slots, size)
+            near, step = self._lowest(sample, near, step, sample.ends), 1
+            answers.append((self._cost(sample, near), sample, near))
+            self.plan = self._judged(*min(answers, key=_cost_of))
+        for finer_size in finer:
+            limit = LEVELS[size] * min(answers, key=_cost_of)[0]
+            answers = [self._refined(answer, finer_size, limit) for answer in answers if answer[0] <= limit]
+            size = finer_size
+        return self._judged(*min(answers, key=_cost_of))
+
+    def _refined(self, answer: tuple[float, _Sample, int], size: int, limit: float) -> tuple[float, _Sample, int]:
+        """The same for more subgroups. limit: what the ends may have cost to be looked at again."""
+        _, before, on_cpu = answer
+        sample = self._sample(before.slots, size)
+        pairs = zip(sample.ends, before.ends, strict=True)
+        ends = [end for end, earlier in pairs if self._cost(before, earlier) <= limit]
+        on_cpu = self._lowest(sample, before.scaled(on_cpu, sample), max(1, size // before.size // 2), ends)
+        return self._cost(sample, on_cpu), sample, on_cpu
+
+    def _judged(self, cost: float, sample: _Sample, on_cpu: int) -> Plan:
+        """The plan of an answer; all state on the GPU if it fits and that is about as good."""
+        workload = self.inputs[0]
+        if self._fits:
+            compute_s, all_resident_s = sample.compute_s, self._cost(sample, 0)
+            if not workload.backward_s or compute_s + cost > (1 - WORTHWHILE) * (compute_s + all_resident_s):
+                return resident(workload)
+        whole = self._sample(sample.slots, len(workload.subgroups))
+        if sample is not whole:
+            grown = self._grown(sample, on_cpu, whole) if sample.size == FINE else sample.scaled(on_cpu, whole)
+            on_cpu = min(max(round(grown), whole.least), whole.size)
+        return whole.plan(on_cpu)
+
+    def _grown(self, sample: _Sample, on_cpu: int, whole: _Sample) -> float:
+        """An answer for more subgroups than were simulated: on a straight line through those for two sizes."""
+        if on_cpu - sample.least <= 1 or on_cpu > sample.others:
+            return sample.scaled(on_cpu, whole)
+        smaller = self._sample(sample.slots, max(LEVELS))
+        before = self._bottom(smaller, self._lowest(smaller, sample.scaled(on_cpu, smaller), 1))
+        now = self._bottom(sample, on_cpu)
+        slope = (now - before) / max(sample.others - smaller.others, 1)
+        return now + min(max(slope, 0.0), 1.0) * (whole.others - sample.others)
+
+    def _lowest(self, sample: _Sample, near: int, step: int, ends: Iterable[int] = ()) -> int:
+        """The number on the CPU at the bottom of the valley that `near` is in, or an end that is lower."""
+        best = min(max(near, sample.least), sample.size)
+        while step:
+            tried = (best, max(best - step, sample.least), min(best + step, sample.size))
+            better = min(tried, key=lambda on_cpu: self._cost(sample, on_cpu))
+            best, step = better, step if better != best else step // 2
+        return min((best, *ends), key=lambda on_cpu: self._cost(sample, on_cpu))
+
+    def _bottom(self, sample: _Sample, best: int) -> float:
+        """Where the lines through the costs on both sides of the lowest cross, which is between whole numbers."""
+        if not sample.least + 2 <= best <= sample.size - 2:
+            return best
+        far, below, above, beyond = (self._cost(sample, best + offset) for offset in (-2, -1, 1, 2))
+        fall, rise = below - far, beyond - above
+        if rise - fall <= 1e-9 * above:
+            return best
+        crossing = best + (below + fall - above + rise) / (rise - fall)
+        return min(max(crossing, best - 1.0), best + 1.0)
+
+    def _cost(self, sample: _Sample, on_cpu: int) -> float:
+        """Exposed seconds with so many subgroups on the CPU, for as much as the whole has. Raises _PauseError."""
+        key = sample.slots, sample.size, on_cpu
+        if key not in self._known:
+            if self._begun and self._left < MOST_TASKS * sample.size:
+                raise _PauseError
+            before = sample.simulator.tasks
+            self._known[key] = sample.exposed(on_cpu)
+            self.tasks += sample.simulator.tasks - before
+            self._left -= sample.simulator.tasks - before
+            self._begun = True
+        return self._known[key]
+
+    def _sample(self, slots: int, size: int) -> _Sample:
+        if (slots, size) not in self._samples:
+            self._samples[slots, size] = _Sample(*self.inputs, slots, self._residents[slots], size)
+        return self._samples[slots, size]
+
+
+def _cost_of(answer: tuple[float, _Sample, int]) -> float:
+    return answer[0]
+
+
+class _PauseError(Exception):
+    """Enough was simulated for now."""
+
+
+class _Sample:
+    """A workload in so many subgroups, with a number of staging slots.
+
+    A smaller one has residents and others in the proportion of the whole; the others are of its mean size.
+
+    least: number on the CPU where all others are streamed. others: than those for which there is room to be resident.
+    ends: where nearly all others are streamed, which may be better than the valley in between.
+    """
+
+    def __init__(
+        self, workload: Workload, profile: HardwareProfile, slots: int, residents: Sequence[int], size: int
+    ) -> None:
+        self.slots, self.size = slots, size
+        self._workload, self._residents, self._share = workload, residents, 1.0
+        count, held = len(workload.subgroups), len(residents)
+        if size < count:
+            mean, some = _mean(workload.subgroups), round(held * size / count)
+            some = min(max(some, held > 0), size - min(count - held, size // 2))  # not too few of the others
+            self._share = (size - some) / (count - held) if held < count else size / count
+            each = _times(mean, held * self._share / some) if some else mean
+            spare = max(0.0, workload.peak_free_bytes - sum(workload.subgroups[i].state_bytes for i in residents))
+            self._workload = Workload(
+                (each,) * some + (mean,) * (size - some),
+                workload.forward_s * self._share,
+                workload.backward_s * self._share,
+                some * each.state_bytes + spare,
+                workload.update_free_bytes,
+            )
+            self._residents = range(some)
+        self.others = size - len(self._residents)
+        self.least = 0 if slots else self.others
+        self.ends = (self.least, min(self.least + 1, size))
+        self.scope = Scope.beside(workload)
+        self.simulator = Simulator(self._workload, profile, self.scope)
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds of compute that the whole has."""
+        return self.scope.compute_s(self._workload) / self._share
+
+    def exposed(self, on_cpu: int) -> float:
+        """Seconds by which the optimizer makes compute longer, for as much as the whole has."""
+        return self.simulator.makespan(self.plan(on_cpu)) / self._share - self.compute_s
+
+    def scaled(self, on_cpu: float, other: _Sample) -> int:
+        """The same number for a sample of another size."""
+        if on_cpu - self.least <= 1:
+            return other.least + round(on_cpu) - self.least
+        if on_cpu <= self.others:
+            return round(on_cpu * other.others / self.others)
+        return other.others + round((on_cpu - self.others) * len(other._residents) / len(self._residents))
+
+    def plan(self, on_cpu: int) -> Plan:
+        """Residents, as many as there is room for and others; CPU and streamed alternating evenly among the rest.
+
+        So no lane waits, and parameters arrive evenly for the forward.
+        """
+        loads = self._workload.subgroups
+        placements = [Placement.CPU] * self.size
+        for i in self._residents[: self.size - on_cpu]:
+            placements[i] = Placement.GPU_RESIDENT
+        rest = [i for i, placement in enumerate(placements) if placement is Placement.CPU]
+        if self.slots and on_cpu < len(rest):
+            share = 1 - on_cpu / len(rest)
+            # So that the first is streamed and the GPU starts at once.
+            owed = (0.5 - share) * sum(loads[i].numel for i in rest) / len(rest)
+            for i in rest:
+                owed += share * loads[i].numel
+                if owed >= (0.5 - 1e-9) * loads[i].numel:
+                    placements[i] = Placement.GPU_STREAMED
+                    owed -= loads[i].numel
+        slots = min(self.slots, placements.count(Placement.GPU_STREAMED))
+        return Plan(tuple(placements), tuple(range(self.size)), slots)
+
+
+def _memory(workload: Workload) -> dict[int, float]:
+    """Bytes for residents by the number of slots beside them; several where both share their memory."""
+    peak, shared, slot = workload.peak_free_bytes, workload.shared_free_bytes, max(workload.slot_bytes, 1)
+    slots = int(min(MAX_SLOTS, workload.update_free_bytes / slot))
+    if math.isinf(shared):
+        return {slots: peak}
+    tried = dict.fromkeys(min(slots, most) for most in SLOTS_TRIED if most * slot <= shared)
+    return {count: min(peak, shared - count * slot) for count in tried}
+
+
+def _mean(loads: Sequence[SubgroupLoad]) -> SubgroupLoad:
+    """The mean subgroup, to the nearest byte, in the format that most have."""
+    sizes = [f.name for f in dataclasses.fields(SubgroupLoad) if f.name != "format"]
+    means = (round(sum(getattr(load, f) for load in loads) / len(loads)) for f in sizes)
+    return SubgroupLoad(*means, format=statistics.mode(load.format for load in loads))
+
+
+def _times(load: SubgroupLoad, factor: float) -> SubgroupLoad:
+    """One so many times as large."""
+    sizes = [f.name for f in dataclasses.fields(SubgroupLoad) if f.name != "format"]
+    return SubgroupLoad(*(round(factor * getattr(load, f)) for f in sizes), format=load.format)
+
+
+def _fitting(workload: Workload, free: float) -> list[int]:
+    """Subgroups whose state fits into so many bytes, larger ones first."""
+    loads = workload.subgroups
+    found = []
+    for i in sorted(range(len(loads)), key=lambda i: -loads[i].state_bytes):
+        if loads[i].state_bytes <= free:
+            free -= loads[i].state_bytes
+            found.append(i)
+    return found
