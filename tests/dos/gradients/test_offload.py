@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import pytest
@@ -52,19 +51,8 @@ def test_same_bits_as_without_offloading(policy: str | float, micro_batches: int
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_low_precision_gradients_add_up_in_float32_whatever_the_plan(dtype: torch.dtype) -> None:
-    ends = []
-    for policy, attach in itertools.product(POLICIES, (False, True)):
-        model = mlp(dtype)
-        optimizer = offloading(model, policy=policy)
-        if attach:
-            optimizer.attach(model)
-        accumulate(model, optimizer)
-        optimizer.synchronize()
-        ends.append(bits(model.parameters()))
-    assert all(end == ends[0] for end in ends)
-
-    # The same sums made by hand, from the first micro-batch of the first iteration on.
+def test_low_precision_gradients_add_up_in_float32(dtype: torch.dtype) -> None:
+    """From the first micro-batch of the first iteration on, to the bit what is added up by hand."""
     model, twin = mlp(dtype), mlp(dtype)
     optimizer = offloading(model, betas=(0.0, 0.999))
     sums = [torch.zeros_like(p, dtype=torch.float32) for p in twin.parameters()]
@@ -93,36 +81,6 @@ def test_gradients_are_gone_from_the_parameters_and_used_up_by_the_step() -> Non
     model(torch.ones(2, 24)).sum().backward()
     optimizer.zero_grad()
     assert optimizer.grad_norm() == 0
-
-
-def test_a_skipped_step_leaves_nothing_behind() -> None:
-    model, twin = mlp(), mlp()
-    pairs = ((model, offloading(model)), (twin, DOSAdam(twin.parameters())))
-    for m, optimizer in pairs:
-        for step in range(6):
-            optimizer.zero_grad()
-            (m(torch.full((2, 24), 1.0 + step)).sum() * (torch.nan if step == 3 else 1.0)).backward()
-            if step != 3:
-                optimizer.step()
-    assert bits(model.parameters()) == bits(twin.parameters())
-
-
-@pytest.mark.parametrize("how", ["method", "setting"])
-def test_clipping_agrees_with_torch(how: str) -> None:
-    reference, model = mlp(), mlp()
-    optimizer = offloading(model, max_grad_norm=0.05 if how == "setting" else None)
-    norms = []
-
-    def clip(step: int) -> None:
-        norms.append(nn.utils.clip_grad_norm_(reference.parameters(), 0.05))
-
-    def ours(step: int) -> None:
-        norms.append(optimizer.grad_norm() if how == "setting" else optimizer.clip_grad_norm_(0.05))
-
-    train(reference, torch.optim.AdamW(reference.parameters()), 5, before_step=clip)
-    train(model, optimizer, 5, before_step=ours)
-    torch.testing.assert_close(torch.stack(norms[5:]), torch.stack(norms[:5]), rtol=1e-5, atol=1e-7)
-    assert_close_ulp(model.parameters(), reference.parameters(), ulps=256)
 
 
 @pytest.mark.parametrize("clip", [nn.utils.clip_grad_norm_, clip_imported_before], ids=["now", "imported before"])

@@ -76,19 +76,6 @@ def test_low_precision_follows_a_master_in_float32(dtype: torch.dtype, device: E
     assert_close_ulp(model.parameters(), [m.to(dtype) for m in masters], ulps=2)
 
 
-def test_without_master_weights_the_parameters_themselves_are_updated(device: EmulatedDevice) -> None:
-    plans = []
-    for policy in ("cpu", "stride:1", 0.0):
-        model = mlp(torch.bfloat16)
-        optimizer = DOSAdam(model.parameters(), policy=policy, master_weights=False, subgroup_size=300, device=device)
-        losses = train(model, optimizer, 10)
-        assert set(optimizer.state[model[0].weight]) == {"step", "exp_avg", "exp_avg_sq"}
-        plans.append((losses, bits(model.parameters())))
-    host = mlp(torch.bfloat16)
-    plans.append((train(host, DOSAdam(host.parameters(), master_weights=False), 10), bits(host.parameters())))
-    assert all(plan == plans[0] for plan in plans)
-
-
 @pytest.mark.parametrize(
     "schedule",
     [

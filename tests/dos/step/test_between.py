@@ -6,7 +6,6 @@ import copy
 import os
 import signal
 import threading
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -25,37 +24,6 @@ pytestmark = pytest.mark.usefixtures("one_core")
 def backward(model: nn.Module, seed: int) -> None:
     inputs = torch.randn(8, 24, generator=torch.Generator().manual_seed(seed))
     model(inputs.to(next(model.parameters()).dtype)).float().square().mean().backward()
-
-
-def write(model: nn.Module, optimizer: DOSAdam) -> None:
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(0.5)
-
-
-READS: dict[str, Callable[[nn.Module, DOSAdam], object]] = {
-    "state_dict": lambda model, optimizer: optimizer.state_dict(),
-    "release_memory": lambda model, optimizer: optimizer.release_memory(),
-    "copy": lambda model, optimizer: copy.deepcopy(optimizer),
-    "write": write,
-}
-
-
-@pytest.mark.parametrize("read", READS)
-@pytest.mark.parametrize("policy", ["adaptive", 0.0, "stride:2"])
-def test_state_that_is_read_while_it_is_on_its_way(policy: str | float, read: str) -> None:
-    ends = []
-    for settings in ({}, {"policy": policy, "subgroup_size": 300, "device": EmulatedDevice(FAST, capacity=10**7)}):
-        model = mlp(torch.bfloat16)
-        optimizer = DOSAdam(model.parameters(), lr=0.01, **settings)
-        for step in range(4):
-            optimizer.zero_grad()
-            backward(model, step)
-            READS[read](model, optimizer)  # between backward and step
-            optimizer.step()
-            optimizer.state_dict()  # state goes home
-        ends.append(bits(model.parameters()))
-    assert ends[0] == ends[1]
 
 
 def relaid(parameter: nn.Parameter) -> None:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import gc
-import logging
 import random
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +11,6 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from dos import DOSAdam, EmulatedDevice
-from dos.devices import Job
 from perfmodel import Lane, Op, Placement, Plan, Workload
 from perfmodel.simulate import simulate
 from tests.support.clock import compares_with_a_clock, eventually, skip_if_the_clock_cannot_be_trusted
@@ -22,53 +18,6 @@ from tests.support.devices import JitteryDevice
 from tests.support.training import FAST, bits, mlp, plan_anew, profile, train
 
 pytestmark = pytest.mark.usefixtures("one_kernel_thread")
-
-SLOW_LINK = profile(h2d_bandwidth=2e6, d2h_bandwidth=2e6, h2d_bandwidth_duplex=2e6, d2h_bandwidth_duplex=2e6)
-
-
-class FailingDevice(EmulatedDevice):
-    """The nth operation of one kind raises, counted from when `left` is set to n."""
-
-    def __init__(self, op: Op) -> None:
-        super().__init__(FAST, capacity=10**9)
-        self.op, self.left = op, 0
-
-    def _queue(self, op: Op, subgroup: int, work: Callable[[], None], *rest: Any) -> Job:
-        if op is self.op:
-            self.left -= 1
-            if self.left == 0:
-                return super()._queue(op, subgroup, self.fail, *rest)
-        return super()._queue(op, subgroup, work, *rest)
-
-    def fail(self) -> None:
-        raise ValueError("the cable came off")
-
-
-def wide(seed: int = 0) -> nn.Sequential:
-    """Layers with next to no arithmetic: elementwise scales, so that an update is nearly all transfer."""
-    torch.manual_seed(seed)
-
-    class Scale(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(24))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x * self.weight
-
-    return nn.Sequential(*(Scale() for _ in range(12)))
-
-
-@pytest.mark.parametrize("policy", ["stride:2", "stride:1", "cpu"])
-def test_race(policy: str) -> None:
-    """Little arithmetic, slow link, tiny subgroups, 200 steps: a copy that is not waited for would change bits."""
-    serial, raced = wide(), wide()
-    expected = train(serial, DOSAdam(serial.parameters()), 200)
-    optimizer = DOSAdam(
-        raced.parameters(), policy=policy, subgroup_size=20, device=EmulatedDevice(SLOW_LINK, capacity=10**6)
-    )
-    assert train(raced, optimizer, 200) == expected
-    assert bits(raced.parameters()) == bits(serial.parameters())
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -86,33 +35,6 @@ def test_lanes_that_overtake_each_other(seed: int) -> None:
 
     train(raced, optimizer, 8, before_step=lambda _: plan_anew(optimizer))
     assert bits(raced.parameters()) == bits(serial.parameters())
-
-
-@pytest.mark.parametrize("op", [Op.GRADIENT, Op.PREFETCH, Op.UPDATE, Op.FLUSH, Op.PARAMETER])
-@pytest.mark.parametrize("nth", [1, 3])
-def test_a_failing_lane_is_reported_with_its_cause_and_does_not_hang(op: Op, nth: int) -> None:
-    model = mlp()
-    device = FailingDevice(op)
-    optimizer = DOSAdam(model.parameters(), policy="stride:2", subgroup_size=150, device=device)
-    train(model, optimizer, 1)
-    device.left = nth
-    with pytest.raises(RuntimeError, match="failed part way") as raised:
-        train(model, optimizer, 3)
-    assert str(raised.value.__cause__) == "the cable came off"
-
-
-def test_without_room_for_slots_or_residents_the_host_updates_and_says_so_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    model, twin = mlp(), mlp()
-    device = EmulatedDevice(FAST, capacity=5000, occupied=4999)
-    optimizer = DOSAdam(model.parameters(), policy="stride:2", subgroup_size=100, device=device)
-    with caplog.at_level(logging.WARNING, logger="dos"):
-        train(model, optimizer, 3)
-    train(twin, DOSAdam(twin.parameters()), 3)
-    assert bits(model.parameters()) == bits(twin.parameters())
-    assert [r.message for r in caplog.records if "no device memory" in r.message] == [caplog.records[0].message]
-    assert not optimizer.timeline().on(Lane.GPU)
 
 
 def test_slots_are_given_back_and_residents_stay() -> None:
@@ -202,33 +124,6 @@ def test_state_that_leaves_is_updated_where_it_is_and_flushed_beside_the_rest(at
         assert (device.memory().free < device.capacity) == stays
         assert bits(model.parameters()) == bits(reference.parameters())
     assert trimmed == [device.capacity], "what has left is given back to other processes, once"
-
-
-def test_idle_state_leaves_too() -> None:
-    """A resident subgroup without a gradient in the step in which its memory is wanted."""
-    resident = [True]
-
-    def policy(work: Workload) -> Plan:
-        n = len(work.subgroups)
-        placement = Placement.GPU_RESIDENT if resident[0] else Placement.CPU
-        return Plan((placement,) * n, tuple(range(n)), 0)
-
-    device = EmulatedDevice(FAST, capacity=10**9)
-    model = mlp()
-    optimizer = DOSAdam(model.parameters(), policy=policy, subgroup_size=300, device=device)
-    train(model, optimizer, 1)
-    before = bits(optimizer.state[model[0].weight].values())
-    train(model, optimizer, 1)
-    resident[0] = False
-    plan_anew(optimizer)
-    kept = model[0].weight.detach().clone()
-    for parameter in model.parameters():
-        parameter.grad = None
-    model[3].weight.grad = torch.ones_like(model[3].weight)
-    optimizer.step()
-    assert device.memory().free == device.capacity
-    assert torch.equal(model[0].weight, kept)
-    assert bits(optimizer.state[model[0].weight].values()) != before
 
 
 @pytest.mark.parametrize("policy", ["cpu", "stride:2", 0.0])
