@@ -88,14 +88,6 @@ const Kernels& kernels(Isa isa) {
   return kernels_portable;
 }
 
-const StreamKernels& streams(Isa isa) {
-#if defined(DOS_X86)
-  if (isa == Isa::avx512) return stream_avx512;
-  if (isa == Isa::avx2) return stream_avx2;
-#endif
-  return stream_portable;
-}
-
 }  // namespace
 
 bool supported(Isa isa) {
@@ -133,17 +125,6 @@ double sum_of_squares(int64_t n, const void* src, DType src_type, int threads, I
   double total = 0;
   for (const double sum : sums) total += sum;
   return total;
-}
-
-void stream_adam(const AdamRun* runs, int64_t count, int threads, Isa isa) {
-  const auto kernel = streams(isa).adam;
-  parallel_over(runs, count, threads,
-                [&](const AdamRun& run, int64_t begin, int64_t end) { kernel(run.arrays, begin, end); });
-}
-
-void stream_accumulate(int64_t n, const void* src, DType src_type, float* dst, int threads, Isa isa) {
-  const auto kernel = streams(isa).accumulate;
-  parallel(n, kGrain, threads, [&](int64_t begin, int64_t end) { kernel(src, src_type, dst, begin, end); });
 }
 
 }  // namespace dos

@@ -75,11 +75,6 @@ void accumulate(int64_t n, const void* src, DType src_type, float* dst, bool ove
 // In double precision, summed in one fixed order.
 double sum_of_squares(int64_t n, const void* src, DType src_type, int threads, Isa isa);
 
-// Yardsticks: as many bytes read and written as adam_update and accumulate, with next to no arithmetic.
-// A second call undoes the first, except in `out`.
-void stream_adam(const AdamRun* runs, int64_t count, int threads, Isa isa);
-void stream_accumulate(int64_t n, const void* src, DType src_type, float* dst, int threads, Isa isa);
-
 // Whether this build contains code for `isa` and this processor runs it.
 bool supported(Isa isa);
 

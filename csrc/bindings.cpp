@@ -88,22 +88,4 @@ NB_MODULE(_adam, module) {
         return dos::sum_of_squares(n, at<void>(src), static_cast<dos::DType>(type), threads, isa);
       },
       "n"_a, "src"_a, "src_type"_a, "threads"_a, "isa"_a.none());
-
-  module.def(
-      "stream_adam",
-      [](uintptr_t runs, int64_t count, int threads) {
-        const dos::Isa isa = find_isa(std::nullopt);
-        const nb::gil_scoped_release release;
-        dos::stream_adam(at<const dos::AdamRun>(runs), count, threads, isa);
-      },
-      "runs"_a, "count"_a, "threads"_a);
-
-  module.def(
-      "stream_accumulate",
-      [](int64_t n, uintptr_t src, int type, uintptr_t dst, int threads) {
-        const dos::Isa isa = find_isa(std::nullopt);
-        const nb::gil_scoped_release release;
-        dos::stream_accumulate(n, at<void>(src), static_cast<dos::DType>(type), at<float>(dst), threads, isa);
-      },
-      "n"_a, "src"_a, "src_type"_a, "dst"_a, "threads"_a);
 }

@@ -1,4 +1,4 @@
-// Serial kernels over a range, one table per instruction set: kernels.cpp and stream.cpp are compiled once for each.
+// Serial kernels over a range, one table per instruction set: kernels.cpp is compiled once for each.
 #pragma once
 
 #include "adam.h"
@@ -13,12 +13,6 @@ struct Kernels {
   double (*sum_of_squares)(const void* src, DType src_type, int64_t begin, int64_t end);
 };
 
-struct StreamKernels {
-  void (*adam)(const AdamArrays& arrays, int64_t begin, int64_t end);
-  void (*accumulate)(const void* src, DType src_type, float* dst, int64_t begin, int64_t end);
-};
-
 extern const Kernels kernels_portable, kernels_avx2, kernels_avx512;
-extern const StreamKernels stream_portable, stream_avx2, stream_avx512;
 
 }  // namespace dos

@@ -2,8 +2,7 @@
 
 Every contender works on the same arrays, so page placement is the same for all. They take turns, and a ratio is the
 median over the rounds of the ratio within a round, so that a change of load between rounds cancels out.
-Ratios above 1 mean that ours is faster. The yardstick of bandwidth is a plain loop which reads and writes the same
-bytes with one exclusive-or per element.
+Ratios above 1 mean that ours is faster. The yardstick of bandwidth is in yardstick.py.
 """
 
 import argparse
@@ -21,9 +20,9 @@ from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
-from dos import _adam  # type: ignore[attr-defined]
 from dos.kernels.update import AdamArrays, AdamBatch, AdamStep, accumulate, instruction_sets
 from experiments.command import Parser
+from experiments.yardstick import stream
 from perfmodel.format import BLOCK
 
 _STEP = AdamStep(lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=1)
@@ -73,22 +72,22 @@ def build_contenders(numel: int, threads: int) -> dict[str, Contenders]:
     coded = AdamBatch([AdamArrays(grad_bf16, out, *codes, None, None, rest, *scales)])
     fp32: Contenders = {
         "ours": lambda: full.update(_STEP, threads=threads),
-        "bandwidth": lambda: _adam.stream_adam(*full.table, threads),
+        "bandwidth": stream(grad, state, threads=threads),
         "torch_fused": torch_step,
     }
     mixed: Contenders = {
         "ours": lambda: low.update(_STEP, threads=threads),
-        "bandwidth": lambda: _adam.stream_adam(*low.table, threads),
+        "bandwidth": stream(grad_bf16, state, [out], threads=threads),
         "torch_path": with_casts(torch_step),
     }
     split: Contenders = {
         "ours": lambda: halves.update(_STEP, threads=threads),
-        "bandwidth": lambda: _adam.stream_adam(*halves.table, threads),
+        "bandwidth": stream(grad_bf16, [out, rest, exp_avg, exp_avg_sq], threads=threads),
         "mixed": mixed["ours"],
     }
     int8: Contenders = {
         "ours": lambda: coded.update(_STEP, threads=threads),
-        "bandwidth": lambda: _adam.stream_adam(*coded.table, threads),
+        "bandwidth": stream(grad_bf16, [out, rest, *codes], threads=threads),
         "mixed": mixed["ours"],
     }
     if importlib.util.find_spec("deepspeed"):
@@ -101,7 +100,7 @@ def build_contenders(numel: int, threads: int) -> dict[str, Contenders]:
         mixed["deepspeed_path"] = with_casts(deepspeed_step)
     accumulation: Contenders = {
         "ours": lambda: accumulate(grad_bf16, grad, threads=threads),
-        "bandwidth": lambda: _adam.stream_accumulate(numel, grad_bf16.data_ptr(), 1, grad.data_ptr(), threads),
+        "bandwidth": stream(grad_bf16, [grad], threads=threads),
     }
     return {"fp32": fp32, "mixed": mixed, "split": split, "int8": int8, "accumulate": accumulation}
 
