@@ -345,15 +345,6 @@ class Accelerator:
         """Return all resident state to the host."""
         self._engine.bring_home()
 
-    def copy_home(self) -> None:
-        """Copy all resident state to the host, too, where somebody may write to it."""
-        self._engine.copy_home()
-        self._engine.remember_home()
-
-    def heed_home(self) -> None:
-        """Where somebody wrote to such a copy, it is what counts."""
-        self._engine.heed_home()
-
     @property
     def held_bytes(self) -> int:
         """Device memory that optimizer state has now, slots included."""

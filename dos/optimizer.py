@@ -118,7 +118,6 @@ class DOSAdam(Optimizer):
     _process_groups: Sequence[ProcessGroup] = ()
     _state: Entries
     _seen: bool
-    _copying: bool
     _clipping: Clipping
 
     def __init__(
@@ -206,8 +205,6 @@ class DOSAdam(Optimizer):
         self._end_last_step()
         try:
             self._agree()
-            if self._accelerator is not None:
-                self._accelerator.heed_home()
             if not self._state and makes_state():
                 self._make_state()
                 return
@@ -507,8 +504,6 @@ class DOSAdam(Optimizer):
     def _settle_state(self) -> None:
         """Somebody reads or changes an entry of the state."""
         self._guard.check()
-        if self._copying:
-            return
         self._bring_home()
         self._registry.host_store.join_homes()
         self._registry.write_steps()
@@ -516,19 +511,11 @@ class DOSAdam(Optimizer):
 
     @torch._disable_dynamo
     def state_dict(self) -> dict[str, Any]:
-        """As AdamW's, with live views of the state on the host. State on the device stays there, too."""
+        """As AdamW's, with live views of the state, which comes home for that as when ``state`` is read."""
         self._guard.check()
         with self._lock:
-            self._copy_home()
-            self._registry.host_store.join_homes()
-            self._registry.write_steps()
-            self._seen = True
-            self._copying = True
-            try:
-                found = super().state_dict()
-                return to_be_filled(self, found) if loads_full_state() else found
-            finally:
-                self._copying = False
+            found = super().state_dict()
+            return to_be_filled(self, found) if loads_full_state() else found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of DOSAdam or AdamW. Raises ValueError, and changes nothing, if it does not match."""
@@ -677,7 +664,6 @@ class DOSAdam(Optimizer):
         self._unfinished, self._joined = {}, {}
         self._in_flight = False
         self._seen = False
-        self._copying = False
         self._clipping = Clipping(self._registry.offloaded, options.max_grad_norm, self._meshes)
         self._warned_idle = False
         watch_clipping(self, offloads=options.offload_gradients)
@@ -875,12 +861,6 @@ class DOSAdam(Optimizer):
         self.synchronize()
         if self._accelerator is not None:
             self._accelerator.bring_home()
-
-    @exclusive
-    def _copy_home(self) -> None:
-        self.synchronize()
-        if self._accelerator is not None:
-            self._accelerator.copy_home()
 
     def _let_go(self, subgroups: Sequence[Subgroup], records: Sequence[ParameterRecord]) -> None:
         """Free what is held for parameters that were replaced, beside their records."""

@@ -15,7 +15,6 @@ from torch import Tensor
 from dos.devices import LANES, Caller, Copy, Device, Job
 from dos.guard import Guard
 from dos.lifetime import watch
-from dos.sharding.fingerprint import fingerprint, rewritten
 from dos.state.stores import DeviceStore, HostStore
 from dos.state.subgroup import Subgroup
 from dos.step.early import Early
@@ -50,8 +49,6 @@ class Engine:
         self.schedule: Schedule | None = None
         self.ran = Timeline(())
         self.early = Early(device, self.device_store, host_store)
-        self._copied: dict[Subgroup, list[Tensor]] = {}
-        """Residents whose state is at home, too, with fingerprints of what is there."""
         self._step: Step | None = None
         self._lane_done: Future[None] | None = None
         """None: the host has no part in the step."""
@@ -100,7 +97,7 @@ class Engine:
         Raises RuntimeError if it fails part way.
         """
         plan, subjects, found = prepared
-        self._copied, self.early.shown = {}, False
+        self.early.shown = False
         try:
             self._meet_parameters(plan, subjects, found)
             found, begun = self.early.find(plan, subjects, found)
@@ -242,39 +239,19 @@ class Engine:
 
     def bring_home(self) -> None:
         """Return the state of all resident subgroups to the host, once the running step is done."""
-        self.copy_home()
-        for subgroup in list(self.device_store.resident):
-            self.device_store.drop(subgroup)
-        self._copied = {}
-
-    def copy_home(self) -> None:
-        """Copy the state of all resident subgroups to the host, once the running step is done; it stays here, too."""
         self.wait()
-        self.heed_home()
         self.early.shown = True
         self.device_store.expect_denials(False)
         self.early.drop_arriving(list(self.early.arriving))
-        resident = {s: state for s, state in self.device_store.resident.items() if s not in self._copied}
+        resident = dict(self.device_store.resident)
         self.host_store.take(resident)
         after = self.device.fence()
         flushes = [self.device.copy(Op.FLUSH, 0, state_copies(s.state, resident[s]), after) for s in resident]
         for flush in flushes:
             # The host reads the state from here on.
             flush.wait()
-
-    def remember_home(self) -> None:
-        """What `copy_home` has copied may be written by somebody now; see `heed_home`."""
-        new = [s for s in self.device_store.resident if s not in self._copied]
-        self._copied |= {s: [fingerprint(tensor) for tensor in s.state.tensors()] for s in new}
-
-    def heed_home(self) -> None:
-        """Where somebody wrote to state at home since it was copied there, that is what counts."""
-        copied, self._copied = self._copied, {}
-        for subgroup, bits in copied.items():
-            if not rewritten(zip(bits, subgroup.state.tensors(), strict=True)):
-                self._copied[subgroup] = bits
-            else:
-                self.device_store.drop(subgroup)
+        for subgroup in resident:
+            self.device_store.drop(subgroup)
 
     def abandon(self) -> None:
         """End what backward has begun, once nothing of it is running; resident state stays."""
@@ -285,7 +262,6 @@ class Engine:
     def let_go(self, subgroups: Iterable[Subgroup]) -> None:
         """Free the state of these; nothing is in flight."""
         for subgroup in subgroups:
-            self._copied.pop(subgroup, None)
             if subgroup in self.device_store.resident:
                 self.device_store.drop(subgroup)
 
