@@ -215,7 +215,6 @@ def attached_after_a_step() -> tuple[nn.Sequential, DOSAdam, list[bytes]]:
     expected = bits(twin.parameters())
     optimizer = accelerated(model, attach=True, policy="cpu")
     train(model, optimizer, 3)
-    assert bits(model.parameters()) != expected
     return model, optimizer, expected
 
 
