@@ -9,16 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dos.deciding.controller import Policy, resolve_policy
-from dos.sharding.local import local
 from perfmodel.format import INT8, STATE_FORMATS
 from perfmodel.hardware import HardwareProfile
-
-SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -120,29 +115,6 @@ def check_settings(settings: Mapping[str, Any], where: str, state_format: str | 
         )
 
 
-def _wraps_tensors(parameter: Tensor) -> bool:
-    return is_traceable_wrapper_subclass(parameter)
-
-
 def _check_number(value: object, what: str, *, or_bool: bool = True) -> None:
     if (isinstance(value, bool) and not or_bool) or not isinstance(value, (numbers.Real, Tensor)):
         raise TypeError(f"{what} must be a number, found {value!r}")
-
-
-def parameter_problem(parameter: Tensor) -> str | None:
-    """What keeps a parameter of this dtype and layout from being optimised; None if nothing does."""
-    parameter = local(parameter)
-    if _wraps_tensors(parameter):
-        return (
-            f"expected a plain tensor or a DTensor, found {type(parameter).__name__}; other wrappers of tensors are "
-            "not supported"
-        )
-    if parameter.layout != torch.strided:
-        return f"expected a dense parameter, found layout {parameter.layout}"
-    if parameter.dtype not in SUPPORTED_DTYPES:
-        expected = ", ".join(str(d) for d in SUPPORTED_DTYPES)
-        hint = (
-            "use torch.optim.AdamW for it" if parameter.is_floating_point() or parameter.is_complex() else "freeze it"
-        )
-        return f"expected a parameter of {expected}, found {parameter.dtype}; {hint}"
-    return None

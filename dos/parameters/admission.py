@@ -8,15 +8,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dos.devices import DeviceFinder
-from dos.options import SUPPORTED_DTYPES, parameter_problem
+from dos.kernels.adam import FLOATS
 from dos.parameters.aliasing import find_overlap
 from dos.sharding.local import is_sharded, local
 from dos.state.entries import CODE_TYPES, has_codes, in_blocks, scale_shape
 from perfmodel.format import BLOCK, NEEDED_KEYS, STATE_KEYS
 
 Group = dict[str, Any]
+_FLOATS = ", ".join(map(str, FLOATS))
 
 
 class Admission:
@@ -45,9 +47,8 @@ class Admission:
                 f"{name_of(parameter, group)}: DOSAdam does not support sparse gradients, found layout "
                 f"{gradient.layout}; use torch.optim.SparseAdam for this parameter, or sparse=False in its module"
             )
-        if gradient is not None and gradient.dtype not in SUPPORTED_DTYPES:
-            expected = ", ".join(map(str, SUPPORTED_DTYPES))
-            raise TypeError(f"{name_of(parameter, group)}: expected a gradient of {expected}, found {gradient.dtype}")
+        if gradient is not None and gradient.dtype not in FLOATS:
+            raise TypeError(f"{name_of(parameter, group)}: expected a gradient of {_FLOATS}, found {gradient.dtype}")
         if gradient is not None and gradient.shape != parameter.shape:
             raise RuntimeError(
                 f"{name_of(parameter, group)} has a gradient of shape {tuple(gradient.shape)}, expected the "
@@ -73,7 +74,7 @@ class Admission:
 
         The name takes a search through the group.
         """
-        problem = parameter_problem(parameter)
+        problem = _kind_problem(local(parameter))
         if problem:
             raise TypeError(f"{name_of(parameter, group)}: {problem}")
         if not self._devices.holds(parameter) and parameter.device.type != "cpu":
@@ -140,6 +141,21 @@ def state_problem(entry: Mapping[str, Any], parameter: Tensor) -> str | None:
         return f"its state 'step' must be one number, found {step!r}"
     if not float(step) >= 0:
         return f"its state 'step' must be 0 or more, found {float(step)}"
+    return None
+
+
+def _kind_problem(parameter: Tensor) -> str | None:
+    """What keeps a parameter of this type and layout from being optimised; None if nothing does."""
+    wraps: bool = is_traceable_wrapper_subclass(parameter)
+    if wraps:
+        found = type(parameter).__name__
+        return f"expected a plain tensor or a DTensor, found {found}; other wrappers of tensors are not supported"
+    if parameter.layout != torch.strided:
+        return f"expected a dense parameter, found layout {parameter.layout}"
+    if parameter.dtype not in FLOATS:
+        number = parameter.is_floating_point() or parameter.is_complex()
+        hint = "use torch.optim.AdamW for it" if number else "freeze it"
+        return f"expected a parameter of {_FLOATS}, found {parameter.dtype}; {hint}"
     return None
 
 

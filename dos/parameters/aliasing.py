@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-
-
-class _Extent(NamedTuple):
-    device: str
-    start: int
-    end: int
-    position: int
 
 
 def find_overlap(tensors: Sequence[Tensor]) -> tuple[int, int] | None:
@@ -22,42 +16,38 @@ def find_overlap(tensors: Sequence[Tensor]) -> tuple[int, int] | None:
 
     For dense tensors in O(n log n); tensors with gaps are compared with all that lie in between.
     """
-    extents = sorted(_extent(tensor, i) for i, tensor in enumerate(tensors) if tensor.numel())
-    before: list[_Extent] = []
+    extents = sorted((*_extent(tensor), i) for i, tensor in enumerate(tensors) if tensor.numel())
+    before: list[tuple[str, int, int, int]] = []
     for extent in extents:
-        tensor = tensors[extent.position]
-        if _overlaps_itself(tensor):
-            return extent.position, extent.position
-        before = [b for b in before if b.device == extent.device and b.end > extent.start]
-        for other in before:
-            if np.shares_memory(_Memory(tensor).array(), _Memory(tensors[other.position]).array()):
-                return tuple(sorted((other.position, extent.position)))  # type: ignore[return-value]
+        device, start, _, position = extent
+        if _overlaps_itself(tensors[position]):
+            return position, position
+        before = [other for other in before if other[0] == device and other[2] > start]
+        for *_, other in before:
+            if np.shares_memory(_addresses(tensors[position]), _addresses(tensors[other])):
+                return min(position, other), max(position, other)
         before.append(extent)
     return None
 
 
-class _Memory:
-    """A tensor's addresses, on any device, as numpy understands them; nothing is read there."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        size = tensor.element_size()
-        self.__array_interface__: dict[str, Any] = {
-            "version": 3,
-            "shape": tuple(tensor.shape),
-            "strides": tuple(stride * size for stride in tensor.stride()),
-            "typestr": f"|V{size}",
-            "data": (tensor.data_ptr(), True),
-        }
-
-    def array(self) -> np.ndarray[Any, Any]:
-        return np.asarray(self)
-
-
-def _extent(tensor: Tensor, position: int) -> _Extent:
-    """The first address and the one after the last."""
+def _extent(tensor: Tensor) -> tuple[str, int, int]:
+    """The device, the first address and the one after the last."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     start = tensor.data_ptr()
-    return _Extent(str(tensor.device), start, start + (last + 1) * tensor.element_size(), position)
+    return str(tensor.device), start, start + (last + 1) * tensor.element_size()
+
+
+def _addresses(tensor: Tensor) -> np.ndarray[Any, Any]:
+    """A tensor's addresses, on any device, as numpy understands them; nothing is read there."""
+    size = tensor.element_size()
+    interface = {
+        "version": 3,
+        "shape": tuple(tensor.shape),
+        "strides": tuple(stride * size for stride in tensor.stride()),
+        "typestr": f"|V{size}",
+        "data": (tensor.data_ptr(), True),
+    }
+    return np.asarray(SimpleNamespace(__array_interface__=interface))
 
 
 def _overlaps_itself(tensor: Tensor) -> bool:

@@ -91,7 +91,7 @@ class Allocation:
         if not accelerated:
             size = self._options.subgroup_size or HOST_SIZE
         lasting = accelerated and self._options.never_leaves
-        with said():
+        with explain_oom():
             arena = Arena(
                 parameters,
                 self._devices.found if accelerated else None,
@@ -108,7 +108,7 @@ class Allocation:
 
 
 @contextlib.contextmanager
-def said() -> Iterator[None]:
+def explain_oom() -> Iterator[None]:
     """Surrounds allocations of state that never leaves the device."""
     try:
         yield

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from perfmodel.format import STATE_KEYS
 
-_MISSING = object()
-
 
 class LiveState(defaultdict[Tensor, Any]):
     """AdamW's state by parameter. Asking whether there is any, for which parameters, and how many, changes nothing.
@@ -40,19 +38,7 @@ class LiveState(defaultdict[Tensor, Any]):
             return dict.fromkeys(STATE_KEYS) | entry
         return entry
 
-    def __setitem__(self, key: Tensor, value: Any) -> None:
-        self._settle()
-        super().__setitem__(key, value)
-
-    def __delitem__(self, key: Tensor) -> None:
-        self._settle()
-        super().__delitem__(key)
-
-    def __eq__(self, other: object) -> bool:
-        self._settle()
-        return super().__eq__(other)
-
-    def __iter__(self) -> Iterator[Tensor]:  # without one of its own, dict(...) would copy entries unseen
+    def __iter__(self) -> Iterator[Tensor]:  # without one of its own, dict(...) would copy entries without `_settle`
         return super().__iter__()
 
     def __or__(self, other: Any) -> Any:
@@ -64,43 +50,26 @@ class LiveState(defaultdict[Tensor, Any]):
     def __reduce__(self) -> tuple[Any, ...]:
         return defaultdict, (dict, dict(self.items()))
 
-    def get(self, key: Tensor, default: Any = None) -> Any:
-        self._settle()
-        return super().get(key, default)
-
-    def items(self) -> Any:
-        self._settle()
-        return super().items()
-
-    def values(self) -> Any:
-        self._settle()
-        return super().values()
-
     def copy(self) -> Any:  # as it is after pickling, too
-        self._settle()
-        return defaultdict(dict, self)
+        return defaultdict(dict, self.items())
 
     __copy__ = copy
 
-    def pop(self, *args: Any) -> Any:
-        self._settle()
-        return super().pop(*args)
 
-    def popitem(self) -> tuple[Tensor, Any]:
-        self._settle()
-        return super().popitem()
+def _settles_first(name: str) -> Callable[..., Any]:
+    """The method of this name that `defaultdict` has, after `_settle`."""
+    method = getattr(defaultdict, name)
 
-    def setdefault(self, key: Tensor, default: Any = None) -> Any:
+    def call(self: LiveState, *args: Any, **kwargs: Any) -> Any:
         self._settle()
-        return super().setdefault(key, default)
+        return method(self, *args, **kwargs)
 
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        self._settle()
-        super().update(*args, **kwargs)
+    return call
 
-    def clear(self) -> None:
-        self._settle()
-        super().clear()
+
+_CHANGING = ("__setitem__", "__delitem__", "pop", "popitem", "setdefault", "update", "clear")
+for _name in (*_CHANGING, "__eq__", "get", "items", "values"):
+    setattr(LiveState, _name, _settles_first(_name))
 
 
 class Entries(MutableMapping[Tensor, Any]):
@@ -110,10 +79,9 @@ class Entries(MutableMapping[Tensor, Any]):
         self.live = state
 
     def __getitem__(self, key: Tensor) -> Any:
-        found = dict.get(self.live, key, _MISSING)
-        if found is _MISSING:
+        if key not in self.live:
             raise KeyError(key)
-        return found
+        return dict.__getitem__(self.live, key)
 
     def __setitem__(self, key: Tensor, value: Any) -> None:
         dict.__setitem__(self.live, key, value)

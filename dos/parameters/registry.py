@@ -18,7 +18,7 @@ from dos.machine.host_memory import reserve
 from dos.machine.profiles import local_ranks, ranks_that_will_divide
 from dos.options import Options, check_settings
 from dos.parameters.admission import Admission, Group, check_overlaps, name_of
-from dos.parameters.allocation import Allocation, said
+from dos.parameters.allocation import Allocation, explain_oom
 from dos.sharding.local import count_write, is_sharded, laid_out_as, local, moved_to_layout
 from dos.sharding.meshes import Meshes
 from dos.sharding.replaced import replaced
@@ -393,7 +393,7 @@ class Registry:
 
     def _add_amsgrad(self, arena: Arena) -> None:
         at_home = [s for s in self.accelerated if s.arena is arena and self.host_store.has(s)]
-        with said():
+        with explain_oom():
             arena.add_amsgrad(lambda tensor: self.host_store.take_field(tensor, at_home))
         for record in self._records.values():
             if record.arena is arena:

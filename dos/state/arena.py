@@ -209,7 +209,7 @@ class Arena:
         return self._buffers[-1].zero_().view(dtype)
 
 
-def carried(flat: Tensor) -> Tensor:
+def as_transport_dtype(flat: Tensor) -> Tensor:
     """The tensor as a state dict has it: what is of int16 under a type of 16 bits that collectives know."""
     return flat.view(torch.bfloat16) if flat.dtype == torch.int16 else flat
 

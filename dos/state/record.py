@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dos.sharding.fingerprint import fingerprint
 from dos.sharding.local import is_sharded, laid_out_as, local, version
-from dos.state.arena import Arena, State, carried
+from dos.state.arena import Arena, State, as_transport_dtype
 from dos.state.entries import scale_shape
 from perfmodel.format import STATE_KEYS
 
@@ -207,7 +207,7 @@ class ParameterRecord:
         self._addresses = {}
         for field in self.arena.format.fields:
             if field.key is not None:
-                flat = carried(self.state.fields[field.name])
+                flat = as_transport_dtype(self.state.fields[field.name])
                 shared = field.block > 1
                 view = flat.view(scale_shape(self.local.shape)) if shared else self.shaped(flat)
                 shape = scale_shape(self.parameter.shape) if shared else None
