@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dos.devices import Device, Job, host_zeros, pinned_zeros
+from dos.devices import Device, Job, pinned_zeros
 from dos.kernels.update import AdamArrays, AdamStep, adam_update
 from perfmodel import Lane, Op, Span
 from perfmodel.format import CODED, MASTER, MIXED, REST, SPLIT, Format
@@ -100,15 +100,14 @@ class Bench:
         self._device = device
         self._held: list[Tensor] = []
         self._granted: dict[int, list[float]] = defaultdict(list)
-        zeros = host_zeros if device is None else partial(pinned_zeros, device)
-        self._host = _arrays(zeros, effort.host_numel, effort.formats)
+        self._host = _arrays(self._host_zeros, effort.host_numel, effort.formats)
         if device is None:
             return
         try:
             self._on_device = _arrays(self._device_zeros, effort.device_numel, effort.formats)
             numel = effort.copy_bytes // 4
             # Destination and source.
-            here, there = (pinned_zeros(device, numel, torch.float32) for _ in range(2))
+            here, there = (self._host_zeros(numel, torch.float32) for _ in range(2))
             self._ends = {
                 Op.PREFETCH: (self._device_zeros(numel, torch.float32), here.fill_(1.0)),
                 Op.FLUSH: (there, self._device_zeros(numel, torch.float32)),
@@ -188,6 +187,11 @@ class Bench:
     def _accelerator(self) -> Device:
         assert self._device is not None, "measured only with a device"
         return self._device
+
+    def _host_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        if self._device is None:
+            return torch.zeros(numel, dtype=dtype, device="cpu")
+        return pinned_zeros(self._device, numel, dtype)
 
     def _device_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         self._held.append(self._accelerator.allocate(numel * dtype.itemsize))

@@ -20,7 +20,8 @@ from dos.calibration.bench import Exchange
 from dos.calibration.measure import FULL, QUICK, Measurement, base_profile, measure, name_of
 from dos.devices import Device, EmulatedDevice
 from dos.devices.cuda import CudaDevice
-from dos.machine.profiles import local_ranks, machine_name, save_profile, usable_cores
+from dos.machine.process import local_ranks, usable_cores
+from dos.machine.profiles import machine_name, save_profile
 from perfmodel.hardware import HardwareProfile, builtin_profiles
 
 EMULATED_SLOWDOWN = 1000

@@ -3,7 +3,7 @@
 from dos.devices.base import LANES, Cached, Caller, Copy, Device, Job, Mark, Memory, pinned_zeros
 from dos.devices.emulated import EmulatedDevice
 from dos.devices.occupancy import Script, read_trace
-from dos.devices.select import DeviceFinder, device_for, host_zeros
+from dos.devices.select import DeviceFinder
 
 __all__ = [
     "LANES",
@@ -17,8 +17,6 @@ __all__ = [
     "Mark",
     "Memory",
     "Script",
-    "device_for",
-    "host_zeros",
     "pinned_zeros",
     "read_trace",
 ]

@@ -124,7 +124,7 @@ class CudaDevice:
         now, known = time.perf_counter(), self._segments
         if allocated == known.allocated or now - known.seconds < _CLOCK_S:
             return
-        mine = [each for each in torch.cuda.memory_snapshot() if each["device"] == self.torch_device.index]
+        mine = [each for each in _segments() if each["device"] == self.torch_device.index]
         expandable = any(each.get("is_expandable") for each in mine)
         private = [each for each in mine if tuple(each.get("segment_pool_id", _GENERAL)) != _GENERAL]
         # Of others the free parts are among those of split segments.
@@ -299,6 +299,13 @@ class _Segments(NamedTuple):
     seconds: float = -_CLOCK_S
     expandable: bool = False
     private: int = 0
+
+
+def _segments() -> list[Any]:
+    try:
+        return torch.cuda.memory_snapshot(include_traces=False)
+    except TypeError:  # older versions of torch
+        return torch.cuda.memory_snapshot()
 
 
 def _event() -> torch.cuda.Event:

@@ -8,9 +8,9 @@ import platform
 import re
 import tempfile
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
 
+from dos.machine.process import local_ranks, usable_cores
 from perfmodel.hardware import HardwareProfile, builtin_profiles
 
 COMMAND = "python -m dos.calibrate"
@@ -87,28 +87,6 @@ def profile_path(device_name: str) -> Path:
 def machine_name(device_name: str) -> str:
     """What `Provenance.machine` says of this machine."""
     return f"{device_name}, {cpu_model()}"
-
-
-def usable_cores() -> frozenset[int]:
-    """The cores on which this process may run."""
-    if hasattr(os, "sched_getaffinity"):
-        return frozenset(os.sched_getaffinity(0))
-    return frozenset(range(os.cpu_count() or 1))
-
-
-def local_ranks(environment: Mapping[str, str] = os.environ) -> int:
-    """Processes that a launcher such as torchrun has started on this host."""
-    return _ranks(environment.get("LOCAL_WORLD_SIZE", ""))
-
-
-def ranks_that_will_divide(environment: Mapping[str, str] = os.environ) -> int:
-    """Over how many ranks Accelerate will divide parameters after the optimizer was built: all with FSDP, else 1."""
-    fsdp = environment.get("ACCELERATE_USE_FSDP", "").lower() == "true"
-    return _ranks(environment.get("WORLD_SIZE", "")) if fsdp else 1
-
-
-def _ranks(text: str) -> int:
-    return max(int(text), 1) if text.isdecimal() else 1
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from dos.machine.profiles import local_ranks, usable_cores
+from dos.machine.process import local_ranks, usable_cores
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from dos.gradients.offload import OffloadedGradients
 from dos.guard import Guard
 from dos.kernels.adam import AdamStep
 from dos.machine.host_memory import reserve
-from dos.machine.profiles import local_ranks, ranks_that_will_divide
+from dos.machine.process import local_ranks, ranks_that_will_divide
 from dos.options import Options, check_settings
 from dos.parameters.admission import Admission, Group, check_overlaps, name_of
 from dos.parameters.allocation import Allocation, explain_oom

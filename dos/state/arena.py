@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dos.devices import Device, host_zeros
+from dos.devices import Device
 from dos.sharding.local import local
 from dos.state.host_tensor import HostTensor
 from perfmodel.format import MASTER, REST, Field, format_of
@@ -201,7 +201,7 @@ class Arena:
     def _field(self, field: Field) -> Tensor:
         dtype = getattr(torch, field.type)
         if self._device is None:
-            return host_zeros(self.numel // field.block, dtype)
+            return torch.zeros(self.numel // field.block, dtype=dtype, device="cpu")
         if self.tier is Tier.HOST:
             self._homes[field.name] = HostTensor(self.numel, dtype, self._device, self._part, field.block, shown=True)
             return self._homes[field.name].tensor

@@ -13,7 +13,8 @@ from dos.calibration.command import thread_counts
 from dos.calibration.measure import MINIMUM, QUICK, base_profile, measure, name_of
 from dos.devices import Device
 from dos.devices.cuda import CudaDevice
-from dos.machine.profiles import machine_name, usable_cores
+from dos.machine.process import usable_cores
+from dos.machine.profiles import machine_name
 from dos.machine.threads import set_kernel_threads
 from experiments.checks.base import Bench, Size, Target
 from experiments.checks.training import prepare

@@ -17,7 +17,8 @@ import torch
 from dos.kernels.gpu_update import gpu_kernel_name
 from dos.kernels.update import instruction_sets
 from dos.machine.host_memory import available_bytes
-from dos.machine.profiles import cpu_model, local_ranks, usable_cores
+from dos.machine.process import local_ranks, usable_cores
+from dos.machine.profiles import cpu_model
 from dos.machine.threads import kernel_threads
 from experiments.checks.base import Bench
 

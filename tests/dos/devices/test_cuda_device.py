@@ -476,7 +476,7 @@ def test_memory_that_state_cannot_have_is_not_free(
         return {f"{key}_bytes": {"all": {"current": value, "allocated": total}} for key, value in figures.items()}
 
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", stats)
-    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda **settings: segments)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (7, 9))
     use_virtual_time(runtime, monkeypatch)
     device = CudaDevice(torch.device("cuda", 0))

@@ -1,4 +1,4 @@
-"""Pinned host memory, on a runtime that only notes what is registered."""
+"""Pinned host memory, on the fake runtime, which notes what is registered."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ import logging
 import mmap
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,39 +16,10 @@ from torch import Tensor
 
 from dos.devices import pinned
 from dos.devices.pinned import lazy_zeros, pin
+from tests.support.fake_cuda import Runtime, install
 
 DEVICE = torch.device("cuda", 1)
 HUGE = 2 << 20
-
-
-class Runtime:
-    """Of torch.cuda.cudart(), the part that pins. answer: what it says to a registration. current: the device."""
-
-    cudaError = SimpleNamespace(success=0)  # noqa: N815
-
-    def __init__(self) -> None:
-        self.answer = 0
-        self.registered: dict[int, int] = {}
-        self.current = torch.device("cuda", 0)
-
-    @contextmanager
-    def device(self, device: torch.device) -> Iterator[None]:
-        before, self.current = self.current, device
-        yield
-        self.current = before
-
-    def cudaGetErrorString(self, error: int) -> str:  # noqa: N802
-        return {2: "out of memory"}[error]
-
-    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802
-        assert self.current == DEVICE, "makes a context on another device"
-        if self.answer == 0:
-            self.registered[address] = nbytes
-        return self.answer
-
-    def cudaHostUnregister(self, address: int) -> None:  # noqa: N802
-        assert self.current == DEVICE, "makes a context on another device"
-        del self.registered[address]
 
 
 def pinned_zeros(nbytes: int, device: torch.device) -> Tensor:
@@ -61,13 +30,12 @@ def pinned_zeros(nbytes: int, device: torch.device) -> Tensor:
 
 @pytest.fixture
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runtime]:
-    runtime = Runtime()
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(torch.cuda, "device", runtime.device)
+    runtime = install(monkeypatch, None)
     pinned._warn.cache_clear()
     yield runtime
     gc.collect()
-    assert not runtime.registered, "still registered although nobody uses it"
+    assert not runtime.regions, "still registered although nobody uses it"
+    assert runtime.contexts == {DEVICE.index}
 
 
 @pytest.mark.parametrize("nbytes", [1, 4097, HUGE - 1, HUGE, 5 * HUGE + 12345])
@@ -76,7 +44,7 @@ def test_exactly_as_many_bytes_as_asked_for(runtime: Runtime, nbytes: int) -> No
     assert tensor.shape == (nbytes,)
     assert tensor.dtype == torch.uint8
     assert not tensor.any()
-    assert runtime.registered == {tensor.data_ptr(): nbytes}
+    assert runtime.regions == {tensor.data_ptr(): tensor.data_ptr() + nbytes}
     assert tensor.data_ptr() % (HUGE if nbytes >= HUGE else mmap.PAGESIZE) == 0
     tensor.fill_(7)
 
@@ -108,11 +76,11 @@ def test_unregistered_with_the_last_view(runtime: Runtime) -> None:
     view = tensor[40:80].view(torch.float32)
     del tensor
     gc.collect()
-    assert runtime.registered
+    assert runtime.regions
     view.fill_(1.0)
     del view
     gc.collect()
-    assert not runtime.registered
+    assert not runtime.regions
 
 
 def test_pages_that_cannot_be_pinned(
@@ -125,7 +93,7 @@ def test_pages_that_cannot_be_pinned(
         raise RuntimeError("CUDA error: out of memory")  # what the failed call left behind
 
     monkeypatch.setattr(torch, "zeros", launch)
-    runtime.answer = 2
+    runtime.refuses = [2, 2]
     with caplog.at_level(logging.WARNING):
         tensors = [pinned_zeros(nbytes, DEVICE) for nbytes in (1000, HUGE)]
     for tensor in tensors:
@@ -154,7 +122,7 @@ def test_a_forked_child_has_no_copy(runtime: Runtime) -> None:
             present = mapped()
             del tensor
             gc.collect()
-            status = 0 if not present and runtime.registered else 1
+            status = 0 if not present and runtime.regions else 1
         finally:
             os._exit(status)
     assert os.waitpid(child, 0)[1] == 0, "the child has the pages, or unregistered them"
