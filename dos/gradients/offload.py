@@ -52,6 +52,7 @@ class OffloadedGradients:
         self._torn = False
         self._leaving: deque[tuple[Job, int]] = deque()
         """What is on its way, with its bytes, in order."""
+        self._leaving_bytes = 0
 
     def take(
         self, record: ParameterRecord, subgroups: Collection[Subgroup], send: Send, run: Run, *, pin: bool
@@ -84,6 +85,7 @@ class OffloadedGradients:
             accumulate(before.values, total[place], overwrite=True)
         job = send([(staged[place], record.flat_gradient(gradient))])
         self._leaving.append((job, gradient.nbytes))
+        self._leaving_bytes += gradient.nbytes
         record.parameter.grad = None
 
         def arrive() -> None:
@@ -97,10 +99,10 @@ class OffloadedGradients:
 
     def _wait_for_link(self, nbytes: int) -> None:
         """Hold backward up while gradients that it has freed take MOST_LEAVING bytes of the device, with these."""
-        while self._leaving and sum(size for _, size in self._leaving) + nbytes > MOST_LEAVING:
+        while self._leaving and self._leaving_bytes + nbytes > MOST_LEAVING:
             with contextlib.suppress(Exception):  # of which `arrived` tells
                 self._leaving[0][0].wait()
-            self._leaving.popleft()
+            self._leaving_bytes -= self._leaving.popleft()[1]
 
     def check(self) -> None:
         """Raise RuntimeError if the gradients are not what backward has made."""
@@ -144,5 +146,6 @@ class OffloadedGradients:
         """Forget all gradients, once nothing writes to them."""
         forgotten, self._totals, self._torn = self._totals, {}, False
         self._leaving.clear()
+        self._leaving_bytes = 0
         for total in forgotten.values():
             total.arrived.exception()  # waits; what went wrong with gradients that nobody wants is of no interest
