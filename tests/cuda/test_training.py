@@ -18,7 +18,7 @@ from dos import DOSAdam
 from dos.devices.cuda import CudaDevice
 from dos.memory.forecast import MARGIN
 from dos.memory.monitor import Nvml
-from experiments.checks.neighbour import Neighbour
+from experiments.check.neighbour import Neighbour
 from tests.support.random_plans import RandomPlans
 from tests.support.training import bits, plan_anew
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments import emulation, formats, kernel, overhead, overlap
+from experiments.bench import emulation, formats, kernel, overhead, overlap
 from experiments.corpus import Corpus, standard_library
 from experiments.gpt import GPT, GPTConfig
 from perfmodel.format import CODED, MIXED, SPLIT

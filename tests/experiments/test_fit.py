@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from experiments.fit import backward_seconds, fit_backward, fit_rest, fit_runs, rest_seconds
-from experiments.zero3 import BackwardRates, Mode, Run, seconds_beside, update_seconds
+from experiments.paper.fit import backward_seconds, fit_backward, fit_rest, fit_runs, rest_seconds
+from experiments.paper.zero3 import BackwardRates, Mode, Run, seconds_beside, update_seconds
 from perfmodel.hardware import HardwareProfile
 from perfmodel.lanes import Stream, Tasks
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from experiments import job
-from experiments.ranks import DATA
-from experiments.runs import read_runs
-from experiments.sweep.predict import Predictor
+from experiments.paper import job
+from experiments.paper.runs import read_runs
+from experiments.paper.sweep.predict import Predictor
 from tests.support.clock import skip_if_the_clock_cannot_be_trusted
 from tests.support.ranks import Ranks, needs_fsdp2
 
 
 def predictor() -> Predictor:
-    return Predictor(read_runs(DATA / "published_runs.csv"))
+    return Predictor(read_runs())
 
 
 def live(update_s: float) -> dict[str, float]:

@@ -11,13 +11,15 @@ import pytest
 import torch
 
 import dos.memory.monitor
-from experiments import memory, memory_h100, memory_runs
+from experiments.bench import memory, memory_runs
+from experiments.bench.memory_runs import Run, Setting, train
+from experiments.bench.progress import UPDATE, Progress
 from experiments.corpus import Corpus, standard_library
 from experiments.gpt import GPT, GPTConfig
-from experiments.memory_runs import Run, Setting, train
-from experiments.occupancies import Recording, neighbours
-from experiments.progress import UPDATE, Progress
-from experiments.ranks import DATA, TRACES, PublishedRank
+from experiments.paper import memory_h100
+from experiments.paper.occupancies import Recording, neighbours
+from experiments.paper.ranks import TRACES, PublishedRank
+from experiments.paper.runs import DATA
 from perfmodel import Op, Placement
 from perfmodel.policies import stride
 

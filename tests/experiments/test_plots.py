@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from torch import nn
 
 from dos import DOSAdam
-from experiments.memory_log import MemoryLog
+from experiments.bench.memory_log import MemoryLog
 from experiments.plots import (
     CURVE_COLOURS,
     LANE_LABELS,

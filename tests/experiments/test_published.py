@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from experiments import planner, published
-from experiments.runs import OVERSHOOT, machine_class, read_runs
+from experiments.bench import planner
+from experiments.paper import published
+from experiments.paper.runs import OVERSHOOT, machine_class, read_runs
 from perfmodel.hardware import builtin_profiles
 
-ROWS = list(csv.DictReader(published.DATA.open(newline="")))
+ROWS = list(csv.DictReader(published.RUNS.open(newline="")))
 KEYS = {
     "runs", "update_median_error", "update_max_error", "backward_median_error", "speedup_median_error",
     "stride_hits", "stride_cases",
@@ -105,7 +106,7 @@ def test_bad_files_are_one_clear_line(
 
 def test_a_class_without_runs_to_fit_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fit = write(tmp_path / "fit.csv", [r for r in ROWS if r["machine"] == "h100"])
-    assert published.main(["--fit", str(fit), "--test", str(published.DATA)]) == 2
+    assert published.main(["--fit", str(fit), "--test", str(published.RUNS)]) == 2
     assert "no run of that class to fit to" in capsys.readouterr().err
     assert published.main(["--fit", str(tmp_path / "none.csv")]) == 2
     (tmp_path / "empty.csv").write_text(",".join(ROWS[0]) + "\n")
@@ -121,7 +122,7 @@ def test_subgroups_are_estimated_where_a_file_does_not_count_them(tmp_path: Path
 
 
 def test_the_builtin_profiles_are_what_the_command_writes(tmp_path: Path) -> None:
-    published.write_profiles(read_runs(published.DATA), tmp_path)
+    published.write_profiles(read_runs(published.RUNS), tmp_path)
     for path in tmp_path.iterdir():
         written, stored = json.loads(path.read_text()), builtin_profiles()[path.stem].to_json()
         rates = {k: v for k, v in stored.items() if isinstance(v, float)}

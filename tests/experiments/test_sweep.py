@@ -11,17 +11,15 @@ from pathlib import Path
 
 import pytest
 
-import experiments.sweep.__main__ as sweep
-import experiments.sweep.report as sweep_report
-from experiments import emulation
-from experiments.published import DATA
-from experiments.runs import read_runs
-from experiments.sweep.compare import compare, listing, markdown, tick
-from experiments.sweep.evidence import interleavings
-from experiments.sweep.plots import COLOURS, colours
-from experiments.sweep.predict import Predictor
-from experiments.sweep.published import KEYS_OF_RUNS
-from experiments.sweep.spec import Configuration, read_sweep
+import experiments.paper.sweep.__main__ as sweep
+import experiments.paper.sweep.report as sweep_report
+from experiments.paper.runs import read_runs
+from experiments.paper.sweep.compare import compare, listing, markdown, tick
+from experiments.paper.sweep.evidence import interleavings
+from experiments.paper.sweep.plots import COLOURS, colours
+from experiments.paper.sweep.predict import Predictor
+from experiments.paper.sweep.published_runs import KEYS_OF_RUNS
+from experiments.paper.sweep.spec import Configuration, read_sweep
 from perfmodel.hardware import HardwareProfile
 from tests.support import ROOT
 
@@ -38,7 +36,7 @@ memory = ["ratio", "trace"]
 
 @pytest.fixture(scope="module")
 def predictor() -> Predictor:
-    return Predictor(read_runs(DATA))
+    return Predictor(read_runs())
 
 
 def written(folder: Path, text: str, name: str = "small") -> Path:
@@ -294,9 +292,10 @@ def test_the_report_is_what_the_model_says_now(predictor: Predictor) -> None:
 
 
 def test_a_small_model_trains_on_an_emulated_device(predictor: Predictor, monkeypatch: pytest.MonkeyPatch) -> None:
-    from experiments.sweep.device import run_on_device, small_model
+    from experiments.paper.sweep import device
+    from experiments.paper.sweep.device import run_on_device, small_model
 
-    monkeypatch.setattr(emulation, "UPDATE_S", 0.1)
+    monkeypatch.setattr(device, "UPDATE_S", 0.1)
     common = {"model": "7B", "device": "emulated", "parameters": 2e5, "ratio": 0.5}
     cpu, ours = (configuration(policy=policy, **common) for policy in ("cpu", "adaptive"))
     assert small_model(ours).numel == pytest.approx(2e5, rel=0.05)
@@ -315,7 +314,7 @@ def test_a_small_model_trains_on_an_emulated_device(predictor: Predictor, monkey
 def test_a_device_that_is_not_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    from experiments.sweep.device import check_device
+    from experiments.paper.sweep.device import check_device
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="there is no CUDA device here"):

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from dos import DOSAdam
+from experiments.bench.machines import HEADROOM, ROOM, EmulatedMachine
+from experiments.bench.train import main
 from experiments.corpus import Corpus, standard_library
 from experiments.gpt import GPT, GPTConfig
-from experiments.machines import HEADROOM, ROOM, EmulatedMachine
-from experiments.ranks import PublishedRank
-from experiments.train import main
+from experiments.paper.ranks import PublishedRank
 from perfmodel import Workload
 from perfmodel.policies import cpu_only
 from perfmodel.simulate import makespan

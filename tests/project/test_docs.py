@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import re
 import subprocess
@@ -16,7 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from dos import DOSAdam
-from experiments import decisions
+from experiments.bench import decisions
 from perfmodel.footprint import host_footprint
 from tests.support import ROOT, pages
 from tests.support.messages import messages, plain
@@ -109,10 +110,22 @@ def test_documented_commands_are_there(name: str) -> None:
         elif "-m" in words:
             module, options = words[words.index("-m") + 1], words[words.index("-m") + 2 :]
             if module.split(".")[0] in ("dos", "perfmodel", "experiments"):
-                path = ROOT / module.replace(".", "/")
-                files = list(path.rglob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
-                known = "".join(file.read_text() for file in (*files, *(ROOT / "dos/calibration").glob("*.py")))
+                found = importlib.util.find_spec(module)
+                assert found, command
+                path = Path(found.origin)
+                files = [path] if path.stem != "__init__" else list(path.parent.rglob("*.py"))
+                shared = [*(ROOT / "dos/calibration").glob("*.py"), ROOT / "experiments/command.py"]
+                known = "".join(file.read_text() for file in (*files, *shared))
                 assert all(f'"{o}"' in known or f'"{o[2:]}"' in known for o in options if o.startswith("--")), command
+
+
+def test_every_experiment_is_listed() -> None:
+    """In experiments/README.md: modules with a main."""
+    folder = ROOT / "experiments"
+    mains = {p for p in folder.rglob("*.py") if 'if __name__ == "__main__"' in p.read_text()}
+    names = {p.parent.name if p.stem == "__main__" else p.stem for p in mains} - {"neighbour"}
+    assert names == set(re.findall(r"^\| `(\w+)` \|", (folder / "README.md").read_text(), re.MULTILINE))
+    assert all(importlib.util.find_spec(f"experiments.{name}") for name in names)
 
 
 def test_a_state_dict_of_torchao_is_taken_over() -> None:

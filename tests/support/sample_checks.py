@@ -7,7 +7,7 @@ import signal
 import subprocess
 import time
 
-from experiments.checks.base import Bench, Skipped, Target
+from experiments.check.base import Bench, Skipped, Target
 
 
 def passes(bench: Bench) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from experiments.published import DATA
+from experiments.paper.runs import RUNS
 from perfmodel.demand import demand
 from perfmodel.hardware import HardwareProfile
 from perfmodel.lanes import Stream
@@ -254,7 +254,7 @@ def test_published_runs_over_a_network(nodes: int) -> None:
 
     It is 6.4 GB/s per node: these runs, by DeepSpeed, got a sixth of what the adapters have.
     """
-    with DATA.open(newline="") as file:
+    with RUNS.open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["nodes"] == str(nodes)]
     (run,) = (r for r in rows if r["mode"] == "async_grad_only" and r["grad_accum"] == "1" and r["cpu_ratio"] == "1.0")
     ranks = nodes * int(run["ranks_per_node"])

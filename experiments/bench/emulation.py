@@ -1,0 +1,177 @@
+"""Does the engine do what the simulator says? Plans of all policies run on emulated machines, against the clock.
+
+    python -m experiments.emulation [--json]
+
+The engine moves and updates real tensors on real threads; the emulated device only makes each operation last as long
+as on the machine emulated. The same plan is simulated with the same rates. What is compared is the update alone, from
+the call of `step()` with all gradients on the device to the last transfer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from dos import DOSAdam, EmulatedDevice
+from experiments.command import Parser
+from experiments.miniature import UPDATE_S, equal_subgroups, slowed
+from perfmodel import Placement, Plan, Workload
+from perfmodel.adaptive import adaptive
+from perfmodel.bounds import lower_bound
+from perfmodel.format import MIXED
+from perfmodel.hardware import HardwareProfile, changed
+from perfmodel.policies import cpu_only, static_ratio, stride
+from perfmodel.simulate import makespan
+
+
+@dataclass(frozen=True)
+class Machine:
+    """An emulated machine with a model on it. slots: of the device memory that is not resident."""
+
+    name: str
+    profile: HardwareProfile
+    numel: int
+    subgroups: int
+    dtype: torch.dtype = torch.bfloat16
+
+    def workload(self, resident_share: float = 0.0, slots: int = 3) -> Workload:
+        size, values = -(-self.numel // self.subgroups), self.dtype.itemsize
+        return equal_subgroups(
+            self.numel,
+            size,
+            gradient_bytes=values,
+            parameter_bytes=values,
+            peak_free_bytes=int(resident_share * MIXED.state_bytes * self.numel),
+            update_free_bytes=slots * MIXED.state_bytes * size,
+        )
+
+
+def machines() -> list[Machine]:
+    """Published and data-sheet machines, a starved and a one-sided link, large and small subgroups, two dtypes."""
+    h100, a100, desktop, gh200 = map(HardwareProfile.builtin, ("h100", "a100_bound", "rtx_4090_desktop", "gh200"))
+    one_sided = changed(h100, {"d2h_bandwidth": h100.d2h_bandwidth / 4, "d2h_bandwidth_duplex": h100.d2h_bandwidth / 4})
+    starved = changed(h100, {r: getattr(h100, r) / 4 for r in _LINKS})
+    return [
+        dataclasses.replace(machine, profile=slowed(machine.profile, machine.workload(), UPDATE_S))
+        for machine in (
+            Machine("h100", h100, 4_000_000, 16),
+            Machine("a100_bound", a100, 3_000_000, 24),
+            Machine("rtx_4090_desktop", desktop, 2_000_000, 10),
+            Machine("gh200, float32", gh200, 2_000_000, 20, torch.float32),
+            Machine("h100, D2H a quarter", one_sided, 3_000_000, 12),
+            Machine("h100, links a quarter", starved, 3_000_000, 30),
+        )
+    ]
+
+
+_LINKS = ("h2d_bandwidth", "d2h_bandwidth", "h2d_bandwidth_duplex", "d2h_bandwidth_duplex")
+
+
+def plans(machine: Machine) -> dict[str, Plan]:
+    """The policies' plans, in the order of the table."""
+    work = machine.workload()
+    third = machine.workload(resident_share=1 / 3)
+    return {
+        "cpu": cpu_only(work),
+        "ratio 0.6": static_ratio(work, 0.6),
+        "stride 1, 2 slots": stride(work, 1, slots=2),
+        "stride 2, 1 slot": stride(work, 2, slots=1),
+        "stride 3, 3 slots": stride(work, 3, slots=3),
+        "stride 2, ratio 0.7": stride(work, 2, ratio=0.7),
+        "adaptive": adaptive(work, machine.profile),
+        "adaptive, a third resident": adaptive(third, machine.profile),
+    }
+
+
+def measure(machine: Machine, plan: Plan, steps: int) -> float:
+    """Median seconds of the update in the engine, without two first steps, which move state to where it stays."""
+    parameter = nn.Parameter(torch.randn(machine.numel, dtype=machine.dtype))
+    parameter.grad = torch.randn_like(parameter)
+    optimizer = DOSAdam(
+        [parameter],
+        policy=lambda work: plan,
+        subgroup_size=machine.workload().subgroups[0].numel,
+        state_format="float32",  # as in the workloads, and on the published machines
+        device=EmulatedDevice(machine.profile, capacity=20 * machine.numel),
+    )
+    seconds = []
+    for _ in range(steps + 2):
+        optimizer.step()
+        timeline = optimizer.timeline()
+        assert timeline, "a step has run"
+        seconds.append(max(span.end for span in timeline.spans))
+    return statistics.median(seconds[2:])
+
+
+def run(machine: Machine, steps: int, on_progress: Callable[[str], None]) -> list[dict[str, str | float]]:
+    """Every policy on one machine: measured, simulated, and bounds for the memory that its plan uses."""
+    rows: list[dict[str, str | float]] = []
+    for name, plan in plans(machine).items():
+        on_progress(f"{machine.name}: {name}")
+        loads = machine.workload().subgroups
+        held = sum(loads[i].state_bytes for i in plan.served(Placement.GPU_RESIDENT))
+        work = machine.workload(resident_share=held / (MIXED.state_bytes * machine.numel), slots=plan.slots)
+        rows.append(
+            {
+                "machine": machine.name,
+                "policy": name,
+                "measured_s": measure(machine, plan, steps),
+                "simulated_s": makespan(plan, machine.workload(), machine.profile),
+                "bound_s": lower_bound(work, machine.profile).seconds,
+            }
+        )
+    return rows
+
+
+def errors(rows: Sequence[dict[str, str | float]]) -> list[float]:
+    """Of the measured against the simulated seconds, as fractions."""
+    return [abs(float(row["measured_s"]) / float(row["simulated_s"]) - 1) for row in rows]
+
+
+def misordered(rows: Sequence[dict[str, str | float]], tolerance: float) -> list[str]:
+    """Pairs of policies on one machine that the simulator puts apart by more than `tolerance`, the other way round."""
+    found = []
+    for a, b in itertools.permutations(rows, 2):
+        predicted = float(a["simulated_s"]) * (1 + tolerance) < float(b["simulated_s"])
+        if a["machine"] == b["machine"] and predicted and float(a["measured_s"]) > float(b["measured_s"]):
+            found.append(f"{a['machine']}: {a['policy']} before {b['policy']}")
+    return found
+
+
+def main() -> int:
+    """Measure and print; the last line is one JSON object with --json. Exit status 1 if the two disagree."""
+    parser = Parser(prog="python -m experiments.emulation", description="The engine against the simulator.")
+    parser.add_json()
+    parser.add_count("rounds", 3, "steps measured for each plan", formerly="steps")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)  # one core for the lanes' real work, one for the threads that keep time
+    console = Console(stderr=arguments.json)
+    with console.status("") as status:
+        rows = [row for machine in machines() for row in run(machine, arguments.rounds, status.update)]
+    off = errors(rows)
+    table = Table(title="Seconds of an update: engine on the emulated accelerator, simulator, bound")
+    for heading in ("machine", "policy", "measured", "simulated", "error", "bound"):
+        table.add_column(heading, justify="left" if heading in ("machine", "policy") else "right")
+    for row, error in zip(rows, off, strict=True):
+        seconds = [f"{row[key]:.3f}" for key in ("measured_s", "simulated_s", "bound_s")]
+        table.add_row(str(row["machine"]), str(row["policy"]), seconds[0], seconds[1], f"{error:.1%}", seconds[2])
+    console.print(table)
+    wrong = misordered(rows, tolerance=0.05)
+    console.print(f"median error {statistics.median(off):.1%}, maximum {max(off):.1%}; misordered: {wrong or 'none'}")
+    if arguments.json:
+        print(json.dumps({"rows": rows, "median_error": statistics.median(off), "max_error": max(off)}))
+    return int(statistics.median(off) > 0.05 or max(off) > 0.10 or bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

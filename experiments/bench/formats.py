@@ -1,0 +1,288 @@
+"""What each format of the state costs and does: bytes, speed of the update, and how training goes.
+
+    python -m experiments.formats                          # about half an hour on two cores
+    python -m experiments.formats --steps 300 --seeds 2    # a quick look
+    python -m experiments.formats --again int8             # one row anew, beside those of a run before
+
+A small GPT over bytes learns the sources of Python's standard library: in bfloat16 with each format of
+DOSAdam; in float32 with AdamW, with moments in int8, and with the 8-bit AdamW of torchao and of
+bitsandbytes where they are installed. All see the same batches from the same start; a seed draws both
+anew. Then problems on which codes of 8 bits could fail, in float32. Speeds are of the emulated device
+with the rates of the published H100 node, slowed down.
+Writes formats.json and formats.png.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import logging
+import multiprocessing
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from dos import DOSAdam, EmulatedDevice
+from experiments.command import Parser, positive
+from experiments.corpus import Corpus, standard_library
+from experiments.gpt import GPT, GPTConfig
+from experiments.miniature import equal_subgroups, slowed
+from experiments.plots import save_spread
+from perfmodel import Plan, Workload
+from perfmodel.footprint import host_footprint
+from perfmodel.format import format_of
+from perfmodel.hardware import HardwareProfile
+from perfmodel.policies import cpu_only, stride
+
+Make = Callable[[Iterable[nn.Parameter]], Optimizer]
+
+FORMATS = {"float32": "float32", "split": None, "int8": "int8"}
+"""Of DOSAdam's rows in bfloat16: what is asked for."""
+INT8 = "int8 of a float32 model"
+SETTINGS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.1}
+BATCH = 8
+LAST = 100
+"""Steps at the end whose mean is the final loss."""
+TIMED_NUMEL = 1 << 22
+TIMED_S = 1.0
+"""Seconds of the timed update on the host in float32, so long that the work of this machine does not count."""
+SUBGROUPS = 16
+HARD_STEPS = 1000
+"""Of each problem on which codes could fail."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = Parser(prog="experiments.formats", description="What each format of the state costs and does.")
+    parser.add_argument("--steps", type=positive, default=3000, help="of training (default 3000)")
+    parser.add_argument("--seeds", type=positive, default=3, help="runs of each (default 3)")
+    parser.add_argument("--width", type=positive, default=128, help="of the GPT (default 128)")
+    parser.add_argument("--layers", type=positive, default=3, help="of the GPT (default 3)")
+    parser.add_argument("--heads", type=positive, default=4, help="of the GPT (default 4)")
+    parser.add_argument("--context", type=positive, default=32, help="of the GPT, in bytes (default 32)")
+    parser.add_argument("--processes", type=positive, default=2, help="that train at a time (default 2)")
+    parser.add_argument("--again", metavar="NAMES", help="of the rows: only these, the others as --out has them")
+    parser.add_argument("--out", type=Path, default=Path("out/formats"), help="folder for what is written")
+    parser.add_argument("--json", action="store_true", help="the last line of output is one JSON object")
+    args = parser.parse_args(argv)
+    logging.getLogger("torchao").setLevel(logging.ERROR)
+    args.out.mkdir(parents=True, exist_ok=True)
+
+    console = Console(stderr=True)
+    config = GPTConfig(args.layers, args.width, args.heads, args.context)
+    path = args.out / "formats.json"
+    before = json.loads(path.read_text())["curves"] if args.again else {}
+    curves: dict[str, list[list[float]]] = {name: [] for name in contenders()} | before
+    again = args.again.split(",") if args.again else list(curves)
+    curves |= {name: [] for name in again}
+    runs = [(name, seed) for seed in range(args.seeds) for name in again]
+    with ProcessPoolExecutor(args.processes, multiprocessing.get_context("spawn"), _begin) as pool:
+        found = pool.map(functools.partial(train, config=config, steps=args.steps), *zip(*runs, strict=True))
+        for (name, _), losses in zip(runs, track(found, "training", len(runs), console=console), strict=True):
+            curves[name].append(losses)
+    rows = [row(name, of_seeds) for name, of_seeds in curves.items()]
+    with torch.compiler.set_stance("force_eager"):
+        hard = hard_problems(console)
+    show(rows, hard)
+    save_spread(curves, args.out / "formats.png")
+    figures = {"rows": rows, "hard": hard, "steps": args.steps, "seeds": args.seeds, "model": asdict(config)}
+    path.write_text(json.dumps(figures | {"curves": curves}) + "\n")
+    if args.json:
+        print(json.dumps(figures))
+    return 0
+
+
+def _begin() -> None:
+    """In each process: one core, and no compiling. torchao compiles its update for minutes, to the same effect."""
+    torch.set_num_threads(1)
+    torch.compiler.set_stance("force_eager")
+
+
+def contenders() -> dict[str, Make]:
+    """All optimizers, by the name of their row."""
+    found: dict[str, Make] = {"AdamW": lambda p: AdamW(p, **SETTINGS)}
+    for name, state_format in {**FORMATS, INT8: "int8"}.items():
+        found[name] = functools.partial(DOSAdam, **SETTINGS, state_format=state_format)
+    for name, module in (("torchao", "torchao.optim"), ("bitsandbytes", "bitsandbytes.optim")):
+        try:
+            kind = importlib.import_module(module).AdamW8bit
+        except ImportError:
+            continue
+        found[name] = functools.partial(kind, **SETTINGS)
+    return found
+
+
+def train(name: str, seed: int, config: GPTConfig, steps: int) -> list[float]:
+    """The loss of each step. The learning rate rises for a tenth of the steps and falls to 0, in straight lines."""
+    torch.manual_seed(seed)
+    model = GPT(config, dtype=torch.bfloat16 if name in FORMATS else torch.float32)
+    optimizer = contenders()[name](model.parameters())
+    schedule = LambdaLR(optimizer, lambda step: min((step + 1) / (0.1 * steps), 1 - step / steps))
+    losses = []
+    batches = Corpus(standard_library(), config.context).batches(steps, BATCH, seed)
+    for tokens, targets in batches:
+        loss = model(tokens, targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        losses.append(loss.item())
+    return losses
+
+
+def row(name: str, curves: Sequence[Sequence[float]]) -> dict[str, Any]:
+    """Of the table: bytes of a bfloat16 parameter, seconds of an update, and how training ended."""
+    finals = [statistics.fmean(losses[-LAST:]) for losses in curves]
+    bytes_and_speed: dict[str, Any] = dict.fromkeys(
+        (
+            "host_bytes_per_parameter",
+            "device_bytes_per_parameter",
+            "link_bytes_each_way",
+            "update_s_cpu",
+            "update_s_streamed",
+        )
+    )
+    if name in FORMATS:
+        state = format_of("bfloat16", state_format=FORMATS[name])
+        host = host_footprint(1 << 20, 2, state_format=FORMATS[name])
+        bytes_and_speed |= {
+            "host_bytes_per_parameter": (host.total - host.gradient_staging) / (1 << 20),
+            "device_bytes_per_parameter": state.state_bytes,
+            "link_bytes_each_way": state.state_bytes,
+            "update_s_cpu": update_s(FORMATS[name], cpu_only),
+            "update_s_streamed": update_s(FORMATS[name], lambda work: stride(work, 1, slots=3)),
+        }
+    final = {"final_loss": statistics.fmean(finals), "loss_spread": max(finals) - min(finals)}
+    return {"format": name, **bytes_and_speed, **final}
+
+
+def update_s(state_format: str | None, policy: Callable[[Workload], Plan]) -> float:
+    """Seconds of an update of bfloat16 parameters on the emulated device, with nothing resident: the median of 5."""
+    slow = slowed(HardwareProfile.builtin("h100"), equal_subgroups(TIMED_NUMEL, TIMED_NUMEL // SUBGROUPS), TIMED_S)
+    parameter = nn.Parameter(torch.randn(TIMED_NUMEL, dtype=torch.bfloat16))
+    parameter.grad = torch.randn_like(parameter)
+    optimizer = DOSAdam(
+        [parameter],
+        policy=policy,
+        subgroup_size=TIMED_NUMEL // SUBGROUPS,
+        state_format=state_format,
+        device=EmulatedDevice(slow, capacity=20 * TIMED_NUMEL),
+    )
+    seconds = []
+    for _ in range(7):
+        optimizer.step()
+        timeline = optimizer.timeline()
+        assert timeline is not None, "a step has run"
+        seconds.append(max(span.end for span in timeline.spans))
+    return statistics.median(seconds[2:])
+
+
+def hard_problems(console: Console) -> dict[str, dict[str, float]]:
+    """The final loss of each contender on problems with badly scaled gradients, relative to AdamW's."""
+    problems = {
+        "rows over six orders": scaled_rows,
+        "columns over six orders": scaled_columns,
+        "sparse embedding": sparse_embedding,
+        "spikes": spikes,
+    }
+    found = {}
+    for title, problem in problems.items():
+        losses = {name: problem(make) for name, make in contenders().items() if name not in FORMATS}
+        console.print(f"{title}: {losses}")
+        found[title] = {name: loss / losses["AdamW"] for name, loss in losses.items()}
+    return found
+
+
+def _fit(make: Make, start: Tensor, loss_of: Callable[[Tensor, int], Tensor]) -> None:
+    """Fit one matrix, with a learning rate that falls to 0."""
+    parameter = nn.Parameter(start.clone())
+    optimizer = make([parameter])
+    for group in optimizer.param_groups:
+        group["weight_decay"] = 0.0
+    schedule = LambdaLR(optimizer, lambda step: 1 - step / HARD_STEPS)
+    for step in range(HARD_STEPS):
+        loss = loss_of(parameter, step)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+
+
+def _regression(make: Make, scale: Tensor, spike: Callable[[int], float] = lambda step: 1.0) -> float:
+    """A matrix is fitted to another from noisy samples, each element's loss weighted so that gradients are `scale`d.
+
+    The loss that is given weighs all elements alike.
+    """
+    generator = torch.Generator().manual_seed(0)
+    wanted = 0.3 * torch.randn(64, 256, generator=generator)
+    distance = []
+
+    def loss_of(parameter: Tensor, step: int) -> Tensor:
+        noisy = wanted + torch.randn(wanted.shape, generator=generator)
+        distance.append((parameter.detach() - wanted).square().mean().item())
+        return spike(step) * (scale * (parameter - noisy).square()).mean()
+
+    _fit(make, torch.zeros_like(wanted), loss_of)
+    return statistics.fmean(distance[-LAST:])
+
+
+def scaled_rows(make: Make) -> float:
+    """Gradients that differ by six orders of magnitude from row to row: blocks lie within rows."""
+    return _regression(make, torch.logspace(0, -6, 64)[:, None])
+
+
+def scaled_columns(make: Make) -> float:
+    """The same from column to column: elements that share a scale differ by three orders of magnitude."""
+    return _regression(make, torch.logspace(0, -6, 256)[None, :])
+
+
+def spikes(make: Make) -> float:
+    """Gradients that are a thousand times as large in one step of a hundred."""
+    return _regression(make, torch.ones(()), lambda step: 1000.0 if step % 100 == 50 else 1.0)
+
+
+def sparse_embedding(make: Make) -> float:
+    """Rows of an embedding of which most are rarely seen, by Zipf's law, with dense gradients."""
+    generator = torch.Generator().manual_seed(0)
+    wanted = 0.3 * torch.randn(512, 128, generator=generator)
+    seen = 1 / torch.arange(1.0, 513.0)
+    distance = []
+
+    def loss_of(parameter: Tensor, step: int) -> Tensor:
+        rows = torch.multinomial(seen, 64, replacement=True, generator=generator)
+        distance.append(((parameter.detach() - wanted).square().mean(1) * seen / seen.sum()).sum().item())
+        noisy = wanted[rows] + 0.1 * torch.randn(64, 128, generator=generator)
+        return (nn.functional.embedding(rows, parameter) - noisy).square().mean()
+
+    _fit(make, torch.zeros_like(wanted), loss_of)
+    return statistics.fmean(distance[-LAST:])
+
+
+def show(rows: Sequence[dict[str, Any]], hard: dict[str, dict[str, float]]) -> None:
+    """Both tables."""
+    names = ("host B/param", "device B/param", "link B each way", "update on CPU", "streamed", "final loss", "spread")
+    table = Table("format", *names)
+    for found in rows:
+        name, *figures = found.values()
+        table.add_row(name, *("" if value is None else f"{value:.4g}" for value in figures))
+    Console().print(table)
+    table = Table("problem (loss over AdamW's)", *next(iter(hard.values())))
+    for title, losses in hard.items():
+        table.add_row(title, *(f"{loss:.3g}" for loss in losses.values()))
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,183 @@
+"""What the experiments train on: this machine's GPU, or an emulated accelerator like an H100 node."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch.optim import AdamW, Optimizer
+
+from dos import DOSAdam, EmulatedDevice
+from dos.devices import Script
+from experiments.bench.progress import Progress
+from experiments.gpt import GPT
+from experiments.miniature import equal_subgroups
+from experiments.paper.ranks import PublishedRank
+from experiments.plots import MemorySample
+
+ROOM = 0.8
+"""Share of AdamW's state for which there is room on the emulated machine beside the training."""
+NEIGHBOUR = 0.65
+"""Share of that room, wanted by another process while memory changes."""
+HEADROOM = 1.4
+"""Forward and backward on the emulated machine over the fastest that were seen here. Hooks wait for what is missing,
+so that both last as long in every run, whatever else the processor has to do."""
+
+
+def choose_machine(
+    model: GPT, subgroup_size: int, steps: int, compute: Callable[[], None]
+) -> CudaMachine | EmulatedMachine:
+    """The GPU if there is one, else an `EmulatedMachine`. compute: one forward and backward, to be timed for it."""
+    if torch.cuda.is_available():
+        return CudaMachine()
+    times = []
+    for _ in range(20):
+        start = time.perf_counter()
+        compute()
+        times.append(time.perf_counter() - start)
+    # The fastest: what else this computer does must not make the accelerator slower for good.
+    return EmulatedMachine(model, subgroup_size, compute_s=min(times), steps=steps)
+
+
+class Machine(Protocol):
+    """Trains one model after the other, each with one optimizer.
+
+    torch_device: where model and batches are. has_neighbour: whether another process can be made to take memory.
+    compute_s: seconds that forward and backward are made to last, if they do not by themselves.
+    """
+
+    name: str
+    torch_device: torch.device
+    has_neighbour: bool
+    compute_s: float
+
+    @property
+    def device(self) -> EmulatedDevice | None:
+        """What `DOSAdam(device=...)` is given."""
+
+    def begin(self, beside_neighbour: bool = False) -> None:
+        """Forget the memory of the run before. beside_neighbour: another process takes memory in its middle third."""
+
+    def synchronize(self) -> None:
+        """Wait for all that was launched."""
+
+    def step(self, optimizer: Optimizer) -> None:
+        """`optimizer.step()`, taking as long as it does on this machine."""
+
+    def follow(self, optimizer: Optimizer) -> None:
+        """What this optimizer does is what trains."""
+
+    def peak_bytes(self, optimizer: Optimizer) -> int:
+        """The most device memory held since `begin`."""
+
+    def memory(self, time_s: float, optimizer: DOSAdam) -> MemorySample:
+        """Who holds the device's memory now; may be called from any thread."""
+
+    @property
+    def capacity(self) -> int:
+        """Bytes of device memory."""
+
+
+class CudaMachine:
+    """The current CUDA device, in real time."""
+
+    device = None
+    has_neighbour = False
+    compute_s = 0.0
+
+    def __init__(self) -> None:
+        self.torch_device = torch.device("cuda", torch.cuda.current_device())
+        self.name = torch.cuda.get_device_name(self.torch_device)
+
+    def begin(self, beside_neighbour: bool = False) -> None:
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.torch_device)
+
+    def step(self, optimizer: Optimizer) -> None:
+        optimizer.step()
+
+    def follow(self, optimizer: Optimizer) -> None:
+        pass
+
+    def peak_bytes(self, optimizer: Optimizer) -> int:
+        return torch.cuda.max_memory_allocated(self.torch_device)
+
+    def memory(self, time_s: float, optimizer: DOSAdam) -> MemorySample:
+        held = int(optimizer.metrics().get("memory_held_bytes", 0))
+        own = torch.cuda.memory_reserved(self.torch_device) - held
+        free, total = torch.cuda.mem_get_info(self.torch_device)
+        return MemorySample(time_s, own, held, total - free - own - held)
+
+    @property
+    def capacity(self) -> int:
+        return torch.cuda.mem_get_info(self.torch_device)[1]
+
+
+class EmulatedMachine:
+    """One of four ranks of the published run of a 20B model on H100s, as small and slow as the model here needs.
+
+    Time: the node's rates (the built-in profile `h100`) are slowed down together until the update of the whole model
+    on the CPU lasts as many times forward plus backward as it did there.
+    Memory: every byte there is `parameters / (that rank's parameters)` bytes here. What model, gradients and
+    activations take follows the run's recorded trace, by phase of the iteration. Beside them there is room for ROOM of
+    AdamW's state, less than on the node, so that AdamW does not fit. In a run beside a neighbour another process wants
+    NEIGHBOUR of that in the middle third of the steps.
+
+    subgroup_size: in parameters. compute_s: seconds of one forward and backward here. steps: of each run.
+    """
+
+    torch_device = torch.device("cpu")
+    has_neighbour = True
+
+    def __init__(self, model: GPT, subgroup_size: int, compute_s: float, steps: int) -> None:
+        published, values = PublishedRank.read(), model.tokens.weight.itemsize
+        loads = equal_subgroups(model.numel, subgroup_size, gradient_bytes=values, parameter_bytes=values)
+        rank = published.miniature(loads, published.update_over_compute * HEADROOM * compute_s)
+        room = int(ROOM * sum(2 * p.nbytes for p in model.parameters()))  # two moments, in the parameters' type
+        self._rank = dataclasses.replace(rank, memory_bytes=rank.recording.peak + room)
+        self.name = f"emulated H100 node (rates 1/{rank.slowdown:.0f}, memory 1/{rank.shrinkage:.0f})"
+        self.compute_s = HEADROOM * compute_s
+        self._progress = Progress(model, self._rank.forward_s, self._rank.backward_s)
+        self._visit = [(0.0, 0), (steps / 3, int(NEIGHBOUR * room)), (2 * steps / 3, 0)]
+        self.begin()
+
+    def begin(self, beside_neighbour: bool = False) -> None:
+        self._progress.iteration = -1
+        neighbour = Script(self._visit, lambda: self._progress.iteration) if beside_neighbour else 0
+        self.device = self._rank.device(lambda: self._progress.position, neighbour)
+
+    def follow(self, optimizer: Optimizer) -> None:
+        self._progress.follow(optimizer)
+
+    def synchronize(self) -> None:
+        pass
+
+    def step(self, optimizer: Optimizer) -> None:
+        if isinstance(optimizer, AdamW):
+            numel = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
+            self.device.launch(0, optimizer.step, numel).wait()
+        else:
+            optimizer.step()
+
+    def peak_bytes(self, optimizer: Optimizer) -> int:
+        if isinstance(optimizer, AdamW):
+            return self._rank.recording.peak + sum(
+                t.nbytes for entry in optimizer.state.values() for t in entry.values() if t.ndim
+            )
+        return self.device.own_peak_bytes
+
+    def memory(self, time_s: float, optimizer: DOSAdam) -> MemorySample:
+        used = self.device.usage()
+        return MemorySample(time_s, used.occupied, used.held, used.neighbour)
+
+    @property
+    def capacity(self) -> int:
+        return self.device.capacity

@@ -1,0 +1,238 @@
+"""Runs of a small model on an emulated device whose memory changes, and the fixed policy that would have been best."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from dos import DOSAdam
+from dos.deciding.controller import Policy
+from dos.devices import Script
+from experiments.bench.progress import Progress
+from experiments.gpt import GPT, GPTConfig
+from experiments.miniature import UPDATE_S, equal_subgroups
+from experiments.paper.occupancies import Recording
+from experiments.paper.ranks import Miniature, PublishedRank
+from perfmodel import Op, Placement, Plan, Timeline, Workload
+from perfmodel.bounds import lower_bound
+from perfmodel.policies import stride
+from perfmodel.simulate import Phase, Scope, makespan
+
+CONFIG = GPTConfig(layers=4, width=96, heads=4, context=16)
+DTYPE = torch.bfloat16
+SUBGROUPS = 40
+SCOPE = Scope(Phase.OVERLAPPED, Phase.ABSENT)
+"""Gradients leave during backward; the next forward waits for the update."""
+TRAVEL = (Op.PREFETCH, Op.FLUSH, Op.GRADIENT, Op.PARAMETER)
+
+Batch = tuple[Tensor, Tensor]
+Points = Sequence[tuple[float, int]]
+NOBODY: Points = ((0.0, 0),)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A model's rank, and the neighbour it has: points of (iteration, bytes)."""
+
+    rank: Miniature
+    neighbour: Points = NOBODY
+
+    @classmethod
+    def of(cls, published: PublishedRank) -> Setting:
+        """The model of these experiments as such a rank, alone on its device."""
+        values = DTYPE.itemsize
+        numel = GPT(CONFIG).numel
+        size = -(-numel // SUBGROUPS)
+        loads = equal_subgroups(numel, size, gradient_bytes=values, parameter_bytes=values)
+        return cls(published.miniature(loads, UPDATE_S))
+
+    def wanted(self, iteration: int) -> int:
+        """Bytes that the neighbour wants in this iteration."""
+        return Script(self.neighbour, lambda: iteration)()
+
+    def workload(self, iteration: int) -> Workload:
+        """The iteration with the memory that there was for it."""
+        return self.rank.workload(self.wanted(iteration))
+
+    def beside(self, neighbour: Points) -> Setting:
+        """The same with another neighbour."""
+        return dataclasses.replace(self, neighbour=neighbour)
+
+    def with_free(self, nbytes: int) -> Setting:
+        """The same on a device that always has so many bytes for optimizer state."""
+        peak = self.rank.recording.peak
+        flat = Recording((peak,), (peak,), peak)
+        return dataclasses.replace(
+            self, rank=dataclasses.replace(self.rank, memory_bytes=peak + nbytes, recording=flat)
+        )
+
+
+@dataclass
+class Run:
+    """What one policy did.
+
+    seconds: of each iteration. unmet: of each, bytes for which the neighbour was still waiting at its end.
+    timelines: of each update. tensors: parameters and state at the end.
+    errors: what reached the user. peak_bytes, capacity: of the device.
+    """
+
+    capacity: int
+    seconds: list[float] = field(default_factory=list)
+    unmet: list[int] = field(default_factory=list)
+    timelines: list[Timeline] = field(default_factory=list)
+    plans: list[Plan] = field(default_factory=list)
+    tensors: list[Tensor] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    peak_bytes: int = 0
+
+    def iteration_s(self, *, typical: bool) -> float:
+        """Seconds per iteration over the whole run or, for runs in which nothing changes, of the typical iteration."""
+        return statistics.median(self.seconds) if typical else statistics.fmean(self.seconds)
+
+    @property
+    def exceeded(self) -> bool:
+        """Whether more memory was used than there is."""
+        return self.peak_bytes > self.capacity
+
+    @property
+    def unmet_iterations(self) -> int:
+        """Iterations at the end of which the neighbour waited for memory."""
+        return sum(nbytes > 0 for nbytes in self.unmet)
+
+    def transfers(self, first: int = 0) -> Counter[Op]:
+        """How many there were of each kind in the iterations from `first` on."""
+        return Counter(s.op for timeline in self.timelines[first:] for s in timeline.spans if s.op in TRAVEL)
+
+    def equals(self, other: Run) -> bool:
+        """Whether parameters and state are the same bit for bit."""
+        pairs = zip(self.tensors, other.tensors, strict=True)
+        return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
+
+
+class Training:
+    """The model from its start, with one policy on a device of its own; errors are kept, and end it."""
+
+    def __init__(self, setting: Setting, policy: str | Policy) -> None:
+        torch.manual_seed(0)
+        self._model = GPT(CONFIG, dtype=DTYPE)
+        rank = setting.rank
+        progress = Progress(self._model, rank.forward_s, rank.backward_s, moved=lambda: self._device.memory())
+        self._device = rank.device(
+            lambda: progress.position, neighbour=Script(setting.neighbour, lambda: progress.iteration)
+        )
+        self._optimizer = DOSAdam(
+            self._model.parameters(),
+            policy=policy,
+            subgroup_size=rank.loads.subgroups[0].numel,
+            device=self._device,
+            state_format="float32",  # as in the published rank, whose memory is scaled down
+            lr=1e-3,
+        )
+        progress.follow(self._optimizer)
+        self.run = Run(self._device.capacity)
+
+    def iterate(self, batch: Batch) -> None:
+        """One iteration."""
+        if self.run.errors:
+            return
+        try:
+            begin = time.perf_counter()
+            self._model(*batch).backward()
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+            self.run.seconds.append(time.perf_counter() - begin)
+        except Exception as error:  # what a user would see is what is counted here
+            self.run.errors.append(f"{type(error).__name__}: {error}")
+            return
+        self._device.memory()  # lets the neighbour take what has come free
+        self.run.unmet.append(self._device.unmet_bytes)
+        plan, timeline = self._optimizer.plan(), self._optimizer.timeline()
+        assert plan is not None, "a step has run"
+        assert timeline, "a step has run"
+        self.run.plans.append(plan)
+        self.run.timelines.append(timeline)
+
+    def finish(self) -> Run:
+        """What it did, with parameters and state."""
+        run = self.run
+        if not run.errors:
+            state = self._optimizer.state.values()
+            tensors = (t for entry in state for t in entry.values() if isinstance(t, Tensor) and t.ndim)
+            run.tensors = [t.detach().clone().reshape(-1) for t in (*self._model.parameters(), *tensors)]
+        run.peak_bytes = self._device.peak_bytes
+        return run
+
+
+def train(setting: Setting, policies: Sequence[str | Policy], batches: Sequence[Batch]) -> list[Run]:
+    """One run for each policy, one iteration for each batch; they take turns, so that noise falls on all alike."""
+    trainings = [Training(setting, policy) for policy in policies]
+    for batch in batches:
+        for training in trainings:
+            training.iterate(batch)
+    return [training.finish() for training in trainings]
+
+
+def bound_s(setting: Setting, iterations: int) -> float:
+    """Mean seconds per iteration that no plan could beat with the memory that there was for each."""
+    rank = setting.rank
+    bound = functools.cache(lambda work: lower_bound(work, rank.profile, SCOPE).seconds)
+    update_s = statistics.fmean(bound(setting.workload(i)) for i in range(iterations))
+    return rank.forward_s + rank.backward_s + update_s
+
+
+def share_that_fits(setting: Setting, iterations: int) -> float:
+    """Mean share of the state for which there was memory at the peak."""
+    state = setting.rank.loads.state_bytes
+    return statistics.fmean(min(1.0, setting.workload(i).peak_free_bytes / state) for i in range(iterations))
+
+
+def fixed_policies(setting: Setting, iterations: int) -> list[tuple[str, Policy]]:
+    """All strides and ratios that keep no memory from anybody, the best by simulation first.
+
+    Ratios in steps of 0.1 and strides of 1 to 6, or none. What such a policy makes resident stays so; it has to fit at
+    every peak, or the training would run out of memory or the neighbour wait until its end.
+    """
+    works = [setting.workload(i) for i in range(iterations)]
+    least = min(work.peak_free_bytes for work in works)
+    found = []
+    for tenths in range(11):
+        for k in (None, *range(1, 7)):
+            policy = functools.partial(stride, k=k, ratio=tenths / 10)
+            plan = policy(works[0])
+            if _held(plan, works[0]) <= least:
+                name = f"ratio {tenths / 10}" + ("" if k is None else f", stride {k}")
+                seconds = _simulated(setting, plan)
+                found.append((statistics.fmean(seconds(work) for work in works), name, policy))
+    return [(name, policy) for _, name, policy in sorted(found, key=lambda entry: entry[:2])]
+
+
+def _held(plan: Plan, work: Workload) -> int:
+    return sum(work.subgroups[i].state_bytes for i in plan.served(Placement.GPU_RESIDENT))
+
+
+def _simulated(setting: Setting, plan: Plan) -> Callable[[Workload], float]:
+    """Seconds of an iteration with this plan, by memory: with fewer slots where fewer fit, on the CPU without any."""
+
+    @functools.cache
+    def seconds(slots: int) -> float:
+        fallen = plan if slots else _without_slots(plan)
+        return makespan(dataclasses.replace(fallen, slots=slots), setting.workload(0), setting.rank.profile, SCOPE)
+
+    def by_memory(work: Workload) -> float:
+        fitting = (work.shared_free_bytes - _held(plan, work)) // work.slot_bytes
+        return seconds(int(max(0, min(plan.slots, fitting))))
+
+    return by_memory
+
+
+def _without_slots(plan: Plan) -> Plan:
+    on_cpu = {Placement.GPU_STREAMED: Placement.CPU}
+    return dataclasses.replace(plan, placements=tuple(on_cpu.get(p, p) for p in plan.placements), slots=0)

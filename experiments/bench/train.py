@@ -1,0 +1,184 @@
+"""The demo: a byte-level GPT learns real text with torch.optim.AdamW, and with DOSAdam under several policies.
+
+    python -m experiments.train                                        # about three minutes on two cores
+    python -m experiments.train --data FILE --policies cpu,0.3,stride:3 --steps 200
+
+All runs start from the same parameters, see the same batches and have the same memory. On a machine without GPU the
+accelerator is emulated (`experiments.machines.EmulatedMachine`): AdamW's state does not fit there, and its losses are
+those of a larger one. At the end the adaptive policy trains once more, and another process takes memory meanwhile.
+Writes summary.json, losses.png, timeline.png and, of that last run, memory.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from torch import Tensor
+from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from dos import DOSAdam
+from dos.deciding.controller import resolve_policy
+from experiments.bench.machines import Machine, choose_machine
+from experiments.bench.memory_log import MemoryLog
+from experiments.bench.train_report import DEFAULT, REFERENCE, Iteration, Result, report, report_neighbour
+from experiments.command import Parser, positive
+from experiments.corpus import Corpus, standard_library
+from experiments.gpt import GPT, GPTConfig
+from perfmodel import Lane, Op, Span, Timeline
+
+SUBGROUPS = 31
+"""As many as one rank has in the published 20B runs."""
+LR_WARM_UP = 0.2
+"""Share of the steps until the full learning rate."""
+
+Batch = tuple[Tensor, Tensor]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = _parser()
+    args = parser.parse_args(argv)
+    try:
+        policies = {name: parse_policy(name) for name in args.policies.split(",")}
+        if not 0 < args.lr < math.inf:
+            raise ValueError(f"argument --lr: expected a number above 0, found {args.lr}")
+        config = GPTConfig(args.layers, args.width, args.heads, args.context)
+        text = standard_library() if args.data is None else args.data.read_bytes()
+        corpus = Corpus(text, args.context, name=str(args.data or "the standard library"))
+        args.out.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+
+    console = Console()
+    torch.manual_seed(args.seed)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = GPT(config, device=device, dtype=getattr(torch, args.dtype))
+    start = {name: tensor.to("cpu", copy=True) for name, tensor in model.state_dict().items()}
+    subgroup_size = args.subgroup_size or math.ceil(model.numel / SUBGROUPS)
+    batches = [(x.to(device), y.to(device)) for x, y in corpus.batches(args.steps, args.batch, args.seed)]
+    machine = choose_machine(model, subgroup_size, args.steps, compute=lambda: model(*batches[0]).backward())
+    sizes = f"{model.numel / 1e6:.1f}M parameters, {len(corpus) / 1e6:.1f} MB of text"
+    console.print(f"{sizes}, {machine.name}", soft_wrap=True)
+
+    def run(name: str, progress: Progress, beside_neighbour: bool = False) -> Result:
+        model.load_state_dict(start)
+        model.zero_grad()
+        machine.begin(beside_neighbour)
+        settings = {"lr": args.lr, "betas": (0.9, 0.95), "weight_decay": 0.1}
+        optimizer: Optimizer
+        if name == REFERENCE:
+            optimizer = AdamW(model.parameters(), fused=True, **settings)
+        else:
+            settings |= {"policy": policies[name], "subgroup_size": subgroup_size, "device": machine.device}
+            optimizer = DOSAdam(model.parameters(), **settings)
+        machine.follow(optimizer)
+        task = progress.add_task(name, total=len(batches), loss=math.nan)
+        iterations, memory = [], MemoryLog()
+        with memory.sampling(machine, optimizer):
+            for iteration in train(model, optimizer, batches, machine):
+                memory.step_done(optimizer)
+                iterations.append(iteration)
+                progress.update(task, advance=1, loss=iteration.loss)
+        explanation = optimizer.explain() if isinstance(optimizer, DOSAdam) else ""
+        peak = machine.peak_bytes(optimizer)
+        return Result(iterations, accelerator_share(optimizer), peak, memory, explanation)
+
+    with _progress(console) as progress:
+        results = {name: run(name, progress) for name in (REFERENCE, *policies)}
+        beside = (
+            run(DEFAULT, progress, beside_neighbour=True) if machine.has_neighbour and DEFAULT in policies else None
+        )
+    report(results, machine, args.out, console)
+    if beside is not None:
+        report_neighbour(beside, results[DEFAULT], machine, args.out, console)
+    return 0
+
+
+def parse_policy(name: str) -> str | float:
+    """What DOSAdam takes as `policy`. Raises ValueError for what it does not take."""
+    policy: str | float
+    try:
+        policy = float(name)
+    except ValueError:
+        policy = name
+    resolve_policy(policy)
+    return policy
+
+
+def train(model: GPT, optimizer: Optimizer, batches: Sequence[Batch], machine: Machine) -> Iterator[Iteration]:
+    """One iteration for each batch. The learning rate warms up and falls towards 0, both in a straight line."""
+    steps = len(batches)
+    scheduler = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / (LR_WARM_UP * steps)) * (1.0 - step / steps))
+
+    def now() -> float:
+        machine.synchronize()
+        return time.perf_counter()
+
+    for batch in batches:
+        times = [now()]
+        loss = model(*batch)
+        times.append(now())
+        loss.backward()
+        times.append(now())
+        machine.step(optimizer)
+        times.append(now())
+        scheduler.step()
+        optimizer.zero_grad()
+        forward_s, backward_s, update_s = (end - start for start, end in itertools.pairwise(times))
+        update = optimizer.timeline() if isinstance(optimizer, DOSAdam) else None
+        update = update or Timeline((Span(Lane.GPU, Op.UPDATE, None, 0.0, update_s),))
+        yield Iteration(loss.item(), forward_s, backward_s, update_s, update)
+
+
+def accelerator_share(optimizer: Optimizer) -> float:
+    """Of the parameters, those that were updated on the accelerator in the last step."""
+    return 1.0 - optimizer.metrics()["share_cpu"] if isinstance(optimizer, DOSAdam) else 1.0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="python -m experiments.train",
+        description="Train a byte-level GPT with AdamW and with DOSAdam under several policies, and compare.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--data", type=Path, help="text to learn; the standard library's sources if not given")
+    parser.add_argument("--out", type=Path, default=Path("out/demo"), help="folder for the results")
+    parser.add_argument("--policies", default="cpu,0.5,stride:2,adaptive", help="DOSAdam's, separated by commas")
+    parser.add_argument("--subgroup-size", type=positive, help=f"parameters; {SUBGROUPS} subgroups if not given")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the parameters")
+    parser.add_argument("--lr", type=float, default=1e-3, help="at its highest")
+    parser.add_argument("--seed", type=int, default=1)
+    for name, default, what in (
+        ("steps", 45, "of each run"),
+        ("batch", 16, "sequences in a batch"),
+        ("context", 32, "bytes in a sequence"),
+        ("layers", 3, "of the model"),
+        ("width", 512, "of the model"),
+        ("heads", 8, "of attention"),
+    ):
+        parser.add_argument(f"--{name}", type=positive, default=default, help=what)
+    return parser
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description:>9}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]:.3f}"),
+        TimeElapsedColumn(),
+        console=console,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,192 @@
+"""What a check is, what it is given, and what it writes down."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+class Size(enum.Enum):
+    """How much is done."""
+
+    TINY = "tiny"
+    """Seconds: shows that everything runs; no figure means anything."""
+    SMALL = "small"
+    """Some minutes on two cores, with an emulated accelerator."""
+    FULL = "full"
+    """For a GPU."""
+
+
+class Status(enum.Enum):
+    """How a check ended."""
+
+    PASSED = "passed"
+    FAILED = "failed"
+    SKIPPED = "skipped"
+    NOT_RUN = "not run"
+    RUNNING = "running"
+    """Of results that were written while it ran."""
+
+
+class Skipped(Exception):  # noqa: N818  (not an error: there is a reason)
+    """Raised by a check that cannot be made here. Its text is the reason."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all checks of one run share.
+
+    cuda: whether there is a GPU; without one the accelerator is emulated.
+    out: folder of the results.
+    host_bytes: host memory for which models are chosen; None: what is available.
+    """
+
+    size: Size
+    cuda: bool
+    out: Path
+    host_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Target:
+    """A figure and what it should be.
+
+    limit: in words, such as "at most 1.10". met: None if it was not measured. note: of what, and compared with what.
+    """
+
+    name: str
+    value: float | None
+    limit: str
+    met: bool | None
+    note: str = ""
+
+    @classmethod
+    def at_most(cls, name: str, value: float, limit: float, note: str = "") -> Target:
+        return cls(name, value, f"at most {limit:g}", value <= limit, note)
+
+    @classmethod
+    def at_least(cls, name: str, value: float, limit: float, note: str = "") -> Target:
+        return cls(name, value, f"at least {limit:g}", value >= limit, note)
+
+    @classmethod
+    def unmeasured(cls, name: str, limit: str, reason: str) -> Target:
+        return cls(name, None, limit, None, reason)
+
+
+@dataclass
+class Record:
+    """A check and what came of it.
+
+    reason: one line, for every status but PASSED. problems: what a check that went on has found wrong.
+    figures: whatever was measured. targets: not met is not failed.
+    """
+
+    name: str
+    status: Status
+    reason: str = ""
+    traceback: str = ""
+    seconds: float = 0.0
+    problems: list[str] = field(default_factory=list)
+    figures: dict[str, Any] = field(default_factory=dict)
+    targets: list[Target] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        values = plain(dataclasses.asdict(self))
+        assert isinstance(values, dict)
+        return values
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Record:
+        targets = [Target(**t) for t in values["targets"]]
+        return cls(**{**values, "status": Status(values["status"]), "targets": targets})
+
+
+class Bench:
+    """What a check works with. Whatever it is told is on disk at once, so that a crash loses nothing.
+
+    seconds: that the check may take; it ends itself when `left` says so.
+    """
+
+    def __init__(self, name: str, settings: Settings, seconds: float, path: Path) -> None:
+        self.settings = settings
+        self.size, self.cuda, self.out = settings.size, settings.cuda, settings.out
+        self.name = name
+        self._record = Record(name, Status.FAILED, reason="it has not ended")
+        self._path = path
+        self._start = time.monotonic()
+        self._seconds = seconds
+        self._write()
+
+    def left(self) -> float:
+        """Seconds that remain."""
+        return self._seconds - (time.monotonic() - self._start)
+
+    def note(self, **figures: object) -> None:
+        """Write figures down."""
+        self._record.figures.update(figures)
+        self._write()
+
+    def problem(self, text: str) -> None:
+        """Something is wrong: the check goes on, and will have failed."""
+        self._record.problems.append(text)
+        self._write()
+
+    def target(self, target: Target) -> None:
+        """Write a target down."""
+        self._record.targets.append(target)
+        self._write()
+
+    def finish(self, status: Status, reason: str = "", traceback: str = "") -> None:
+        """The check has ended; PASSED only counts if there was no problem."""
+        if status is Status.PASSED and self._record.problems:
+            status, reason = Status.FAILED, self._record.problems[0]
+        self._record.status, self._record.reason, self._record.traceback = status, reason, traceback
+        self._write()
+
+    def _write(self) -> None:
+        self._record.seconds = time.monotonic() - self._start
+        replace_text(self._path, json.dumps(self._record.to_json()))
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing to check.
+
+    run: importable by its name, for it runs in a process of its own. title: for the table.
+    share: of the time, relative to the others. least_s: at full size, below which it is not begun.
+    obstacle: why it cannot be made with these settings, known beforehand; None: it can.
+    """
+
+    name: str
+    title: str
+    run: Callable[[Bench], None]
+    share: float
+    least_s: float = 5.0
+    obstacle: Callable[[Settings], str | None] = lambda settings: None
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file so that its readers find all of one version, also after this process was killed."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(text)
+    partial.replace(path)
+
+
+def plain(value: object) -> object:
+    """The value as JSON can say it: numbers that are not finite become None."""
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): plain(v) for key, v in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [plain(v) for v in value]
+    return value if value is None or isinstance(value, (bool, int, str)) else str(value)

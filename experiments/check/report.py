@@ -1,0 +1,210 @@
+"""What came of all checks: one file for machines, tables for people."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from dos.memory.monitor import Source
+from experiments.check.base import Record, Status, plain, replace_text
+from experiments.check.suite import NOT_COMPARED
+from experiments.plots import CURVE_COLOURS, MEMORY_COLOURS, can_draw, picture, save_timelines
+from perfmodel import Lane, Op, Span, Timeline
+
+CONTESTS = ("contest", "rivals", "largest")
+"""Checks that have contenders, in the order in which they are shown."""
+_COLOURS = {Status.PASSED: "green", Status.FAILED: "red", Status.SKIPPED: "dim", Status.NOT_RUN: "yellow"}
+
+
+def write_results(out: Path, run: Mapping[str, Any], records: Sequence[Record]) -> None:
+    """Write results.json anew: what ran where and when, all checks with every figure so far, all targets."""
+    values = {
+        "what": "python -m experiments.gpu_check",
+        **run,
+        "checks": {record.name: record.to_json() for record in records},
+        "failed": [r.name for r in records if r.status is Status.FAILED],
+        "not_run": [r.name for r in records if r.status is Status.NOT_RUN],
+        "running": [r.name for r in records if r.status is Status.RUNNING],
+        "alarms": alarms(records),
+        "targets_missed": [f"{r.name}: {t.name}" for r in records for t in r.targets if t.met is False],
+    }
+    replace_text(out / "results.json", json.dumps(plain(values), indent=1) + "\n")
+
+
+def show(console: Console, run: Mapping[str, Any], records: Sequence[Record], titles: Mapping[str, str]) -> None:
+    """The tables: contenders, targets, checks."""
+    for alarm in alarms(records):
+        console.print(alarm, style="bold red", soft_wrap=True)
+    where = run["gpu"] or "EMULATED, no GPU: figures say nothing about one"
+    for name in CONTESTS:
+        record = next((r for r in records if r.name == name), None)
+        if record is not None and record.figures.get("contenders"):
+            console.print(contenders(record, f"{titles[name]} ({where})"))
+    console.print(targets(records))
+    console.print(checks(records, titles))
+    missed = sum(t.met is False for r in records for t in r.targets)
+    failed = sum(r.status is Status.FAILED for r in records)
+    not_run = sum(r.status is Status.NOT_RUN for r in records)
+    console.print(f"Checks: {failed} failed, {not_run} not run. Targets: {missed} missed, which fails nothing.")
+    for alarm in alarms(records):
+        console.print(alarm, style="bold red", soft_wrap=True)
+
+
+def alarms(records: Sequence[Record]) -> list[str]:
+    """What spoils figures, whatever they are: to be said first, last and at once."""
+    found = [record.reason.upper() for record in records if record.reason.startswith(NOT_COMPARED)]
+    unpinned = [record.name for record in records if record.figures.get("pinned") is False]
+    blind: dict[str, list[str]] = {}
+    for record in records:
+        source = record.figures.get("memory_source")
+        if source not in (None, Source.NVML.value, Source.DEVICE.value):
+            blind.setdefault(str(source), []).append(record.name)
+    if unpinned:
+        found.append(
+            f"HOST MEMORY IS NOT PINNED ({', '.join(unpinned)}): copies are slow and do not run beside anything, so "
+            "every speed here is spoilt. Raise the limit of locked memory (ulimit -l unlimited; docker run --ulimit "
+            "memlock=-1)"
+        )
+    found += [
+        f"FREE MEMORY COMES FROM {source} ({', '.join(names)}): what others take is seen late, if at all"
+        for source, names in blind.items()
+    ]
+    return found
+
+
+def gist(record: Record) -> str:
+    """In one line what sizes a check has chosen and what it has found, as far as that is not in a table."""
+    try:
+        return ", ".join(_parts(record.figures))
+    except Exception as error:  # a check that ended half way has left half of its figures; the others go on
+        return f"figures that cannot be shown ({type(error).__name__}: {error})"
+
+
+def _parts(figures: Mapping[str, Any]) -> Iterator[str]:
+    if figures.get("available_bytes") is not None:
+        yield f"{figures['available_bytes'] / 2**30:.1f} GiB of host memory available"
+    if figures.get("pinning"):
+        word = "pinned" if figures["pinned"] else "NOT pinned"
+        yield f"{figures['pinning']['bytes'] / 2**30:.2f} GiB {word} at {figures['pinning']['gib_per_s']:.1f} GiB/s"
+    if figures.get("parameters"):
+        yield f"{figures['parameters'] / 1e6:,.1f}M parameters"
+    if figures.get("tests"):
+        outcomes = ", ".join(f"{count} {what}" for what, count in figures["outcomes"].items())
+        yield f"{figures['tests']} tests: {outcomes or 'none has ended'}"
+    yield from (
+        f"{way}: forward {slower['forward']:.2f}x, backward {slower['backward']:.2f}x"
+        for way, slower in figures.get("slower", {}).items()
+        if way != "alone"
+    )
+
+
+def contenders(record: Record, title: str) -> Table:
+    """One contest."""
+    figures = record.figures
+    table = Table(title=f"{title}\n{figures['parameters'] / 1e6:,.1f}M parameters, batch {figures['batch']}")
+    headings = ("iteration", "step(), host", "update", "waited for", "predicted", "bound", "on device", "reserved")
+    for heading in ("", *headings):
+        table.add_column(heading, justify="right" if heading else "left")
+    for name, score in figures["contenders"].items():
+        if score["dropped"]:
+            table.add_row(name, score["dropped"], style="dim")
+            continue
+        update = score["update"] or {}
+        table.add_row(
+            name,
+            *(milliseconds(score[key]) for key in ("iteration_s", "step_on_host_s")),
+            *(milliseconds(update.get(key)) for key in ("update_s", "exposed_s", "predicted_s", "bound_s")),
+            f"{update['share_gpu_resident']:.0%}" if update else "",
+            f"{score['reserved_bytes'] / 2**30:.1f} GiB" if score["reserved_bytes"] else "",
+        )
+    return table
+
+
+def targets(records: Sequence[Record]) -> Table:
+    """All targets, and whether they were met."""
+    table = Table("check", "target", "found", "wanted", "", "", title="Targets")
+    for record in records:
+        for target in record.targets:
+            verdict = {True: "[green]met", False: "[red]missed", None: "[dim]not measured"}[target.met]
+            found = "" if target.value is None else f"{target.value:.4g}"
+            table.add_row(record.name, target.name, found, target.limit, verdict, target.note)
+    return table
+
+
+def checks(records: Sequence[Record], titles: Mapping[str, str]) -> Table:
+    """All checks, and how they ended."""
+    table = Table("check", "", "", "seconds", "reason", title="Checks")
+    for record in records:
+        table.add_row(
+            record.name,
+            titles.get(record.name, ""),
+            f"[{_COLOURS[record.status]}]{record.status.value}",
+            f"{record.seconds:.0f}",
+            record.reason,
+        )
+    return table
+
+
+def milliseconds(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds * 1e3:,.1f} ms"
+
+
+def save_pictures(out: Path, records: Sequence[Record]) -> list[str]:
+    """Draw all for which there are figures; what went wrong, a line each."""
+    problems = []
+
+    def draw(name: str, picture_of: Callable[[Mapping[str, Any], Path], None], figures: Mapping[str, Any]) -> None:
+        try:
+            picture_of(figures, out / name)
+        except Exception as error:  # a check that ended half way has left half of its figures
+            problems.append(f"{name}: {type(error).__name__}: {error}")
+
+    for record in records if can_draw() else ():
+        if record.figures.get("contenders"):
+            draw(f"comparison-{record.name}.png", save_comparison, record.figures)
+        if record.figures.get("timelines"):
+            draw(f"timeline-{record.name}.png", save_updates, record.figures)
+        if record.figures.get("beside_a_neighbour"):
+            draw("memory.png", save_memory, record.figures)
+    return problems
+
+
+def save_comparison(figures: Mapping[str, Any], path: Path) -> None:
+    """A bar for each contender: seconds of an iteration, and a tick for each one measured."""
+    scores = {name: s for name, s in figures["contenders"].items() if s["iteration_s"] is not None}
+    colours = {"adaptive": CURVE_COLOURS[0], "AdamW": "#8d97a5", "no optimizer": "#8d97a5"}
+    with picture(path, figsize=(9, 1.2 + 0.36 * len(scores))) as (_, axes):
+        for row, (name, score) in enumerate(scores.items()):
+            colour = next((c for start, c in colours.items() if name.startswith(start)), CURVE_COLOURS[1])
+            axes.barh(name, score["iteration_s"] * 1e3, color=colour, height=0.7)
+            times = [1e3 * seconds for turn in score["rounds_s"] for seconds in turn]
+            axes.plot(times, [row] * len(times), "|", color="#1c2430", markersize=7)
+        axes.invert_yaxis()
+        axes.set_xlabel("iteration (ms): median, and each one measured")
+        axes.set_title(f"{figures['parameters'] / 1e6:,.1f}M parameters, batch {figures['batch']}")
+
+
+def save_updates(figures: Mapping[str, Any], path: Path) -> None:
+    """The updates that were kept, under each other."""
+    timelines = {
+        name: Timeline.of(Span(Lane(lane), Op(op), i, start, end) for lane, op, i, start, end in kept["spans"])
+        for name, kept in figures["timelines"].items()
+    }
+    save_timelines(timelines, path, title="Updates as measured")
+
+
+def save_memory(figures: Mapping[str, Any], path: Path) -> None:
+    """What optimizer state and the neighbour held, iteration by iteration."""
+    rows = figures["beside_a_neighbour"]
+    model, state, neighbour = MEMORY_COLOURS.values()
+    curves = {"neighbour": ("neighbour_bytes", neighbour), "optimizer state": ("held_bytes", state)}
+    with picture(path, figsize=(8, 3.4)) as (_, axes):
+        for label, (key, colour) in (curves | {"free": ("free_bytes", model)}).items():
+            axes.step(range(1, len(rows) + 1), [r[key] / 2**20 for r in rows], where="mid", label=label, color=colour)
+        axes.set(xlabel="iteration", ylabel="MiB of device memory")
+        axes.legend()

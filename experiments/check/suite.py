@@ -1,0 +1,83 @@
+"""The tests that need a GPU, tests/cuda, run by pytest in a process of its own."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from experiments.check.base import Bench, Settings, Skipped, Target
+from experiments.check.environment import ROOT
+
+TESTS = ROOT / "tests" / "cuda"
+TEST_S = 60
+"""That one test may take, if pytest-timeout is there to stop it."""
+NOT_COMPARED = "bits were not compared: tests/cuda does that, and needs pytest and hypothesis"
+_POLL_S = 0.1
+_OUTCOME = re.compile(r"^(\S+::.*?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b", re.MULTILINE)
+_FOUND = re.compile(r"\bcollected (\d+) item")
+
+
+def run(bench: Bench) -> None:
+    """As many as there is time for."""
+    run_tests(bench, sorted(TESTS.glob("test_*.py")))
+
+
+def missing(settings: Settings) -> str | None:
+    """Why they cannot be run."""
+    if not settings.cuda:
+        return "no GPU: they need one"
+    if not TESTS.is_dir():
+        return f"there is no {TESTS}: this is not a checkout"
+    needed = [package for package in ("pytest", "hypothesis") if importlib.util.find_spec(package) is None]
+    return f"{NOT_COMPARED} (pip install {' '.join(needed)})" if needed else None
+
+
+def run_tests(bench: Bench, files: Sequence[Path]) -> None:
+    """Run test files until they or the time are over; what fails is a problem of the check."""
+    log = bench.out / "logs" / f"{bench.name}-pytest.txt"
+    log.parent.mkdir(exist_ok=True)
+    options = ["-v", "--tb=short", "--color=no", "-p", "no:cacheprovider"]
+    if importlib.util.find_spec("pytest_timeout") is not None:
+        options.append(f"--timeout={TEST_S}")
+    command = [sys.executable, "-m", "pytest", *options, *map(str, files)]
+    with log.open("w") as output:
+        environment = {**os.environ, "COLUMNS": "200", "PYTHONUNBUFFERED": "1"}
+        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, env=environment)
+        try:
+            while process.poll() is None and bench.left() > 0:
+                time.sleep(_POLL_S)
+                tell(bench, log)
+            ended = process.poll()
+        finally:
+            process.kill()
+            process.wait()
+    counts, found = tell(bench, log)
+    bench.note(log=str(log.relative_to(bench.out)), ended=ended is not None)
+    for name in failures(log.read_text(errors="replace")):
+        bench.problem(name)
+    if ended not in (None, 0, 1, 5):
+        bench.problem(f"pytest ended with status {ended}; see {log}")
+    if not found:
+        raise Skipped(f"pytest found no test in the time there was; see {log}")
+    bench.target(Target.at_least("tests of tests/cuda that ran", sum(counts.values()), found))
+
+
+def tell(bench: Bench, log: Path) -> tuple[Counter[str], int | None]:
+    """Write down how many have ended how, and of how many; both."""
+    text = log.read_text(errors="replace")
+    counts, found = Counter(outcome.lower() for _, outcome in _OUTCOME.findall(text)), _FOUND.search(text)
+    total = None if found is None else int(found[1])
+    bench.note(tests=total, outcomes=dict(counts))
+    return counts, total
+
+
+def failures(text: str) -> list[str]:
+    """The tests that failed, by pytest's verbose output."""
+    return [name for name, outcome in _OUTCOME.findall(text) if outcome in ("FAILED", "ERROR")]

@@ -1,0 +1,30 @@
+"""Machines slowed down to miniatures: an update of a small model then lasts as long as is wanted, in proportion."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from perfmodel import Workload
+from perfmodel.hardware import HardwareProfile
+from perfmodel.policies import cpu_only
+from perfmodel.simulate import makespan
+
+UPDATE_S = 0.4
+"""Seconds that an update on the CPU is usually made to last, so that the real work, milliseconds, counts little."""
+
+
+def without_fixed_costs(profile: HardwareProfile) -> HardwareProfile:
+    """The machine without what each copy and launch costs: thousandths, which would not be slowed down with rates."""
+    return dataclasses.replace(profile, copy_latency_s=0.0, launch_latency_s=0.0)
+
+
+def equal_subgroups(numel: int, size: int, **workload: Any) -> Workload:
+    """So many parameters in subgroups of one size, but for the last. workload: of `Workload.of_sizes`, besides."""
+    return Workload.of_sizes([min(size, numel - first) for first in range(0, numel, size)], **workload)
+
+
+def slowed(profile: HardwareProfile, workload: Workload, update_s: float) -> HardwareProfile:
+    """The machine with all rates scaled together, so that an update of the workload on the CPU takes `update_s`."""
+    profile = without_fixed_costs(profile)
+    return profile.scaled(makespan(cpu_only(workload), workload, profile) / update_s)

@@ -1,0 +1,171 @@
+"""A simulation of the published 20B run on the H100 profile: the paper's stride against adaptive residency."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from dos.memory.forecast import MARGIN
+from experiments.paper.ranks import PublishedRank
+from experiments.plots import MemorySample, save_memory_and_lanes
+from perfmodel import Lane, Op, Placement, Plan, Span, Timeline, Workload
+from perfmodel.adaptive import adaptive
+from perfmodel.bounds import lower_bound
+from perfmodel.demand import demand
+from perfmodel.format import MIXED
+from perfmodel.hardware import HardwareProfile
+from perfmodel.lanes import LANE_OF_STREAM
+from perfmodel.policies import cpu_only, stride
+from perfmodel.simulate import Phase, Scope, simulate
+
+STRIDE = 2
+"""The paper's on the H100."""
+SCOPE = Scope(Phase.OVERLAPPED, Phase.ABSENT)
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """One plan, simulated. Seconds and bytes of one iteration of one rank.
+
+    update_s: from the end of backward to the last transfer. iteration_s: with forward and backward.
+    h2d_bytes, d2h_bytes: over the links, gradients and parameters included. dram_bytes: that host memory moves.
+    held_bytes: of device memory, by resident state and slots together.
+    """
+
+    plan: str
+    update_s: float
+    iteration_s: float
+    h2d_bytes: float
+    d2h_bytes: float
+    dram_bytes: float
+    held_bytes: int
+    bound_s: float
+
+
+def workload(rank: PublishedRank) -> Workload:
+    """The rank's update with the memory that its trace leaves, less what the optimizer leaves alone."""
+    size = round(rank.parameters / rank.subgroups)
+    spare = rank.memory_bytes * (1 - MARGIN)
+    return Workload.of_sizes(
+        [size] * rank.subgroups,
+        backward_s=rank.backward_s,
+        peak_free_bytes=spare - rank.recording.peak,
+        shared_free_bytes=spare - rank.recording.update,
+    )
+
+
+def plans(rank: PublishedRank) -> dict[str, tuple[Plan, Workload]]:
+    """What is compared, each with the memory that it may use."""
+    work = workload(rank)
+
+    def room_for(share: float) -> Workload:
+        taken = work.peak_free_bytes - share * work.state_bytes
+        return dataclasses.replace(
+            work, peak_free_bytes=share * work.state_bytes, shared_free_bytes=work.shared_free_bytes - taken
+        )
+
+    nothing_stays, third = room_for(0), room_for(1 / 3)
+    return {
+        "all on the CPU": (cpu_only(work), work),
+        f"the paper's stride, {STRIDE}": (stride(work, STRIDE), work),
+        "adaptive, nothing resident": (adaptive(nothing_stays, rank.profile), nothing_stays),
+        "adaptive, room for a third": (adaptive(third, rank.profile), third),
+        "adaptive residency": (adaptive(work, rank.profile), work),
+    }
+
+
+def simulated(name: str, plan: Plan, work: Workload, rank: PublishedRank) -> Simulated:
+    """One row of the table."""
+    moved = moves(plan, work, rank.profile)
+    held = sum(work.subgroups[i].state_bytes for i in plan.served(Placement.GPU_RESIDENT))
+    end = max(span.end for span in simulate(plan, work, rank.profile, SCOPE).spans)
+    return Simulated(
+        plan=name,
+        update_s=end - rank.backward_s,
+        iteration_s=rank.forward_s + end,
+        h2d_bytes=moved[Lane.H2D],
+        d2h_bytes=moved[Lane.D2H],
+        dram_bytes=sum(moved.values()),
+        held_bytes=held + plan.slots * work.slot_bytes,
+        bound_s=lower_bound(work, rank.profile, SCOPE).seconds,
+    )
+
+
+def moves(plan: Plan, work: Workload, profile: HardwareProfile) -> dict[Lane, float]:
+    """Bytes by what causes them: each link's go through host DRAM, too, and the CPU's updates move theirs there."""
+    moved = dict.fromkeys((Lane.H2D, Lane.D2H, Lane.CPU), 0.0)
+    for placement, load in zip(plan.placements, work.subgroups, strict=True):
+        for stream, cost in demand(placement, load, profile).items():
+            if LANE_OF_STREAM[stream] in moved:
+                moved[LANE_OF_STREAM[stream]] += cost.traffic
+    return moved
+
+
+def report(console: Console, picture: Path | None, *, as_json: bool) -> int:
+    """Print the table, and write the picture."""
+    rank = PublishedRank.read()
+    rows = [simulated(name, plan, work, rank) for name, (plan, work) in plans(rank).items()]
+    console.print(
+        f"Simulation on the profile {rank.profile.name!r}: one of four ranks of the published 20B run, "
+        f"{rank.parameters / 1e9:.2f}e9 parameters, whose state is "
+        f"{MIXED.state_bytes * rank.parameters / 2**30:.1f} GiB; its recorded memory leaves "
+        f"{rank.free_bytes / 2**30:.1f} GiB at the peak, of which {MARGIN:.0%} of the device stay free. "
+        "Nothing here was measured but the trace."
+    )
+    table = Table(title="One iteration of one rank (simulated)")
+    for heading in ("plan", "update", "iteration", "H2D", "D2H", "host DRAM", "state on device", "update's bound"):
+        table.add_column(heading, justify="left" if heading == "plan" else "right")
+    for r in rows:
+        gigabytes = (f"{n / 1e9:.1f} GB" for n in (r.h2d_bytes, r.d2h_bytes, r.dram_bytes))
+        held = f"{r.held_bytes / 2**30:.1f} GiB"
+        table.add_row(r.plan, f"{r.update_s:.3f} s", f"{r.iteration_s:.3f} s", *gigabytes, held, f"{r.bound_s:.3f} s")
+    console.print(table)
+    if picture is not None:
+        draw(rank, picture)
+    if as_json:
+        print(json.dumps({"rows": [asdict(r) for r in rows]}))
+    return 0
+
+
+def draw(rank: PublishedRank, path: Path) -> None:
+    """The stride and adaptive residency: memory over one iteration, and the lanes."""
+    panels = {}
+    for name, (plan, work) in plans(rank).items():
+        if plan.served(Placement.CPU) != plan.order and work == workload(rank):
+            timeline = iteration(plan, work, rank)
+            end = max(span.end for span in timeline.spans)
+            panels[f"{name}: {end:.2f} s"] = memory(plan, work, rank, timeline), timeline
+    title = "One iteration of a rank of the published 20B run on an H100 (simulation; memory as recorded)"
+    save_memory_and_lanes(panels, rank.memory_bytes, path, title=title)
+
+
+def iteration(plan: Plan, work: Workload, rank: PublishedRank) -> Timeline:
+    """Forward, backward and update."""
+    spans = simulate(plan, work, rank.profile, SCOPE).spans
+    shift = rank.forward_s
+    later = (Span(s.lane, s.op, s.subgroup, s.start + shift, s.end + shift) for s in spans)
+    return Timeline.of([Span(Lane.GPU, Op.FORWARD, None, 0.0, shift), *later])
+
+
+def memory(plan: Plan, work: Workload, rank: PublishedRank, timeline: Timeline) -> list[MemorySample]:
+    """The trace by phase, and what the plan adds: residents always, slots from the first prefetch to the end.
+
+    While updating, the recorded run held the same slots of its own; the trace has them already.
+    """
+    resident = sum(work.subgroups[i].state_bytes for i in plan.served(Placement.GPU_RESIDENT))
+    slots = plan.slots * work.slot_bytes
+    prefetch_s = min((span.start for span in timeline.spans if span.op is Op.PREFETCH), default=0.0)
+    lengths = rank.forward_s, rank.backward_s, 0.0
+    begins = 0.0, rank.forward_s, rank.forward_s + rank.backward_s
+    samples = []
+    for at, used in rank.recording.script():
+        phase = int(at)
+        time_s = begins[phase] + (at - phase) * lengths[phase]
+        held = slots if time_s >= prefetch_s else 0
+        samples.append(MemorySample(time_s, used - (held if phase == 2 else 0), resident + held, 0))
+    return [*samples, samples[-1]._replace(time_s=max(span.end for span in timeline.spans))]

@@ -1,0 +1,314 @@
+"""Fit the time model to published runs, and report how well it predicts others.
+
+python -m experiments.published --fit FIT.csv --test TEST.csv --json
+python -m experiments.published                      # cross-validation over models, then strides; pictures
+python -m experiments.published --write-profiles     # the built-in profiles of the published machines
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from experiments.command import Parser
+from experiments.paper.fit import UNCERTAINTY, backward_seconds, fit_backward, fit_rest, fit_runs, rest_seconds
+from experiments.paper.runs import DATA_SHEETS, DEVICE_BANDWIDTHS, RUNS, PublishedRun, read_runs
+from experiments.paper.zero3 import BackwardRates, Mode, Run, update_seconds
+from experiments.plots import can_draw, drawn, grid, picture
+from perfmodel.hardware import HardwareProfile, changed
+
+K = TypeVar("K")
+T = TypeVar("T")
+
+MEASURED_AS_BEST = {"h100": 0.01, "a100_bound": 0.01, "a100_unbound": 0.03}
+"""Strides whose measured updates are this close to the fastest count as fastest: what runs of the class repeat to."""
+
+
+@dataclass(frozen=True)
+class ClassModel:
+    """All that is fitted to the runs of one machine class."""
+
+    profile: HardwareProfile
+    backward: BackwardRates
+    rest: tuple[float, ...]
+
+    @classmethod
+    def fit(cls, machine_class: str, runs: Sequence[PublishedRun]) -> ClassModel:
+        """Fit to runs of one class."""
+        plain = [r.run for r in runs]
+        uncertainty = dict(UNCERTAINTY)
+        if machine_class.endswith("unbound"):
+            uncertainty["cpu_traffic_factor"] = 0.3
+        return cls(
+            fit_runs(plain, [r.update_s for r in runs], DATA_SHEETS[machine_class], uncertainty),
+            fit_backward(plain, [r.backward_s for r in runs]),
+            fit_rest(plain, [max(r.rest_s, 1e-3) for r in runs]),
+        )
+
+    def update_s(self, run: Run) -> float:
+        return update_seconds(run, self.profile)
+
+    def backward_s(self, run: Run) -> float:
+        return backward_seconds(run, self.backward)
+
+    def iteration_s(self, run: Run) -> float:
+        return run.forward_s + self.backward_s(run) + self.update_s(run) + rest_seconds(run, self.rest)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A run beside what the model says of it; times in seconds.
+
+    baseline: median measured and predicted iteration of the CPU-only runs of its configuration, if there are any.
+    """
+
+    published: PublishedRun
+    update_s: float
+    backward_s: float
+    iteration_s: float
+    baseline: tuple[float, float] | None
+
+    @property
+    def update_error(self) -> float:
+        return abs(self.update_s / self.published.update_s - 1)
+
+    @property
+    def backward_error(self) -> float:
+        return abs(self.backward_s / self.published.backward_s - 1)
+
+    @property
+    def speedup_error(self) -> float | None:
+        """Of the iteration against CPU-only; None for a CPU-only run or without one to compare with."""
+        if self.baseline is None or self.published.run.mode is Mode.ZERO3_OFFLOAD:
+            return None
+        measured = self.baseline[0] / self.published.iteration_s
+        return abs(self.baseline[1] / self.iteration_s / measured - 1)
+
+
+def predict(model: ClassModel, test: Sequence[PublishedRun], known: Sequence[PublishedRun]) -> list[Prediction]:
+    """Predictions for the runs of one class; CPU-only runs to compare with are looked up in test, then in known."""
+    baselines: dict[tuple[str, ...], tuple[float, float]] = {}
+    for runs in (known, test):
+        for config, group in _grouped((r for r in runs if r.run.mode is Mode.ZERO3_OFFLOAD), lambda r: r.config):
+            baselines[config] = (
+                statistics.median(r.iteration_s for r in group),
+                statistics.median(model.iteration_s(r.run) for r in group),
+            )
+    return [
+        Prediction(r, model.update_s(r.run), model.backward_s(r.run), model.iteration_s(r.run), baselines.get(r.config))
+        for r in test
+    ]
+
+
+def stride_hits(predictions: Sequence[Prediction], tolerance: float) -> tuple[int, int]:
+    """Configurations whose predicted best stride is, within tolerance, the measured best; and how many there are.
+
+    Counted are configurations with two strides or more; repeats count by their median.
+    """
+    hits = cases = 0
+    interleaved = (p for p in predictions if p.published.run.mode is Mode.DOS and p.published.run.stride)
+    for _, group in _grouped(interleaved, lambda p: p.published.config):
+        by_stride = dict(_grouped(group, lambda p: p.published.run.stride))
+        if len(by_stride) < 2:
+            continue
+        measured = {k: statistics.median(p.published.update_s for p in same) for k, same in by_stride.items()}
+        best = min(by_stride, key=lambda k: statistics.median(p.update_s for p in by_stride[k]))
+        hits += measured[best] <= min(measured.values()) * (1 + tolerance)
+        cases += 1
+    return hits, cases
+
+
+def summary(machine_class: str, predictions: Sequence[Prediction]) -> dict[str, float | int | None]:
+    """The errors of a set of predictions, as fractions; None where there is nothing to take them of."""
+    speedups = [p.speedup_error for p in predictions if p.speedup_error is not None]
+    hits, cases = stride_hits(predictions, MEASURED_AS_BEST[machine_class])
+    return {
+        "runs": len(predictions),
+        "update_median_error": _median([p.update_error for p in predictions]),
+        "update_max_error": max((p.update_error for p in predictions), default=None),
+        "backward_median_error": _median([p.backward_error for p in predictions]),
+        "speedup_median_error": _median(speedups),
+        "stride_hits": hits,
+        "stride_cases": cases,
+    }
+
+
+def holdout(fit: Sequence[PublishedRun], test: Sequence[PublishedRun]) -> dict[str, list[Prediction]]:
+    """Predictions for the test runs per class. Raises ValueError for a class without a run to fit to."""
+    found = {}
+    by_class = dict(_grouped(fit, lambda r: r.machine_class))
+    for name, runs in _grouped(test, lambda r: r.machine_class):
+        if name not in by_class:
+            raise ValueError(f"{len(runs)} runs of {name} to predict, but no run of that class to fit to")
+        found[name] = predict(ClassModel.fit(name, by_class[name]), runs, by_class[name])
+    return found
+
+
+def cross_validation(
+    runs: Sequence[PublishedRun], key: Callable[[PublishedRun], object]
+) -> dict[str, list[Prediction]]:
+    """Per class, predictions of the runs of each value of a key from a fit to all others; runs without one are not left
+    out."""
+    found: dict[str, list[Prediction]] = defaultdict(list)
+    for name, same in _grouped(runs, lambda r: r.machine_class):
+        for value, left_out in _grouped(same, key):
+            others = [r for r in same if key(r) != value]
+            if value and others:
+                found[name] += predict(ClassModel.fit(name, others), left_out, others)
+    return dict(found)
+
+
+def print_table(title: str, predictions: dict[str, list[Prediction]]) -> None:
+    """Errors per class and mode."""
+    print(f"\n{title}\n{'':31} runs  update median / max   backward median   speedup median   best stride")
+    for name, of_class in predictions.items():
+        for mode in (None, *Mode):
+            chosen = [p for p in of_class if mode is None or p.published.run.mode is mode]
+            if not chosen:
+                continue
+            s = summary(name, chosen)
+            percent = [
+                "-".rjust(7) if s[k] is None else f"{100 * float(s[k] or 0):6.1f}%"
+                for k in ("update_median_error", "update_max_error", "backward_median_error", "speedup_median_error")
+            ]
+            strides = f"{s['stride_hits']} of {s['stride_cases']}" if s["stride_cases"] else "-"
+            label = f"{name} {mode.value if mode else 'all'}"
+            update = f"{percent[0]:>9} /{percent[1]}"
+            print(f"{label:31} {s['runs']:4}  {update}  {percent[2]:>12}  {percent[3]:>15}   {strides:>11}")
+
+
+CLASSES = {
+    "h100": "H100 node",
+    "a100_bound": "A100 node, ranks bound to NUMA nodes",
+    "a100_unbound": "A100 node, ranks not bound",
+}
+MODES = {
+    Mode.ZERO3_OFFLOAD: ("ZeRO-Offload", "#5b6470", "o"),
+    Mode.ASYNC_GRAD_ONLY: ("asynchronous gradients", "#e0a100", "s"),
+    Mode.DOS: ("the paper's schedule", "#2f6fb0", "D"),
+}
+"""Labels, colours and markers of pictures."""
+
+
+@drawn
+def draw(title: str, predictions: dict[str, list[Prediction]], path: Path) -> None:
+    """Predicted against published update times, one panel per class; on the line they are equal."""
+    from matplotlib.lines import Line2D
+
+    columns = len(predictions)
+    with picture(
+        path, f"Predicted against published, {title}", ncols=columns, figsize=(4.2 * columns, 4.6), squeeze=False
+    ) as (figure, panels):
+        for panel, name in zip(panels[0], (name for name in CLASSES if name in predictions), strict=True):
+            of_class = predictions[name]
+            both = [s for p in of_class for s in (p.published.update_s, p.update_s)]
+            ends = (min(both) / 1.15, max(both) * 1.15)
+            panel.plot(ends, ends, color="#c9ced6", linewidth=1.5, zorder=1)
+            for mode, (_, colour, marker) in MODES.items():
+                chosen = [p for p in of_class if p.published.run.mode is mode]
+                published, predicted = [p.published.update_s for p in chosen], [p.update_s for p in chosen]
+                panel.scatter(
+                    published, predicted, 26, colour, marker=marker, edgecolors="white", linewidths=0.5, zorder=2
+                )
+            panel.set(xscale="log", yscale="log", xlim=ends, ylim=ends, aspect="equal", title=CLASSES[name])
+            for axis in (panel.xaxis, panel.yaxis):
+                axis.set_ticks([tick for tick in (0.25, 0.5, 1, 2, 4, 8, 16) if ends[0] <= tick <= ends[1]])
+                axis.set_major_formatter("{x:g} s")
+                axis.set_minor_formatter("")
+                axis.set_ticks([], minor=True)
+            grid(panel)
+            panel.set_xlabel("published update")
+        panels[0][0].set_ylabel("predicted update")
+        handles = [
+            Line2D([], [], linestyle="none", color=colour, marker=marker, label=label)
+            for label, colour, marker in MODES.values()
+        ]
+        figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
+
+
+def write_profiles(runs: Sequence[PublishedRun], folder: Path) -> None:
+    """Write the fitted profiles of the published machines as JSON files."""
+    for name, same in _grouped(runs, lambda r: r.machine_class):
+        fitted = ClassModel.fit(name, same).profile
+        sheet = DATA_SHEETS[name]
+        note = (
+            f"least squares over {len(same)} published DeepSpeed runs; from the data sheet: links in both directions "
+            f"at once, and gpu_update_rate as 80% of the device's bandwidth over 28 bytes (DeepSpeed's own update fits "
+            f"{fitted.gpu_update_rate:.3g}/s); DeepSpeed's "
+            f"{fitted.launch_latency_s * 1e3:.1f} ms per subgroup are left out"
+        )
+        duplex = sheet.h2d_bandwidth_duplex / sheet.h2d_bandwidth
+        profile = dataclasses.replace(
+            fitted,
+            name=name,
+            d2h_bandwidth=fitted.h2d_bandwidth,
+            h2d_bandwidth_duplex=fitted.h2d_bandwidth * duplex,
+            d2h_bandwidth_duplex=fitted.h2d_bandwidth * duplex,
+            gpu_update_rate=0.8 * DEVICE_BANDWIDTHS[name] / 28,
+            launch_latency_s=10e-6,
+            provenance=dataclasses.replace(sheet.provenance, source="fitted", date="2024-04", note=note),
+        )
+        rounded = {
+            f.name: float(f"{value:.4g}")
+            for f in dataclasses.fields(profile)
+            if isinstance(value := getattr(profile, f.name), float)
+        }
+        changed(profile, rounded).save(folder / f"{name}.json")
+
+
+def _grouped(items: Iterable[T], key: Callable[[T], K]) -> list[tuple[K, list[T]]]:
+    groups: dict[K, list[T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return list(groups.items())
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return statistics.median(values) if values else None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns its exit status, 2 for input it cannot use."""
+    parser = Parser(prog="python -m experiments.published", description=__doc__.splitlines()[0])
+    parser.add_argument("--fit", type=Path, default=RUNS, help="CSV file of runs to fit to")
+    parser.add_argument("--test", type=Path, help="CSV file of runs to predict; without it, cross-validation")
+    parser.add_argument("--json", action="store_true", help="print the errors per class as JSON on the last line")
+    parser.add_argument("--write-profiles", action="store_true", help="store the fits as built-in profiles")
+    parser.add_out("out/published", "folder for pictures")
+    options = parser.parse_args(arguments)
+    try:
+        runs = read_runs(options.fit)
+        if options.write_profiles:
+            write_profiles(runs, Path(__file__).parents[2] / "perfmodel" / "profiles")
+            return 0
+        if options.test:
+            report = {"held-out runs": holdout(runs, read_runs(options.test))}
+        else:
+            report = {
+                "models left out": cross_validation(runs, lambda r: r.model),
+                "strides left out": cross_validation(runs, lambda r: r.run.stride),
+            }
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    for title, predictions in report.items():
+        print_table(title, predictions)
+        if not options.test:
+            draw(title, predictions, options.out / f"{title.replace(' ', '_')}.png")
+    if not options.test and can_draw():
+        print(f"\npictures in {options.out}")
+    if options.json:
+        last = next(iter(report.values()))
+        print(json.dumps({name: summary(name, of_class) for name, of_class in last.items()}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

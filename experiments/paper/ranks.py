@@ -1,0 +1,142 @@
+"""Ranks of published runs with their recorded memory, and emulated devices in the same proportions."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from dos import EmulatedDevice
+from dos.devices.occupancy import Occupancy, Script
+from experiments.miniature import slowed, without_fixed_costs
+from experiments.paper.occupancies import Recording
+from experiments.paper.runs import DATA, read_runs
+from experiments.paper.zero3 import Mode
+from perfmodel import Workload
+from perfmodel.hardware import HardwareProfile
+
+TRACES = {
+    "h100_20b_interleaved": ("h100", "20B", 4),
+    "h100_20b_zero3_offload": ("h100", "20B", 4),
+    "a100_13b_zero3_offload": ("a100_unbound", "13B", 1),
+}
+"""Recorded traces, `memory_<name>.csv`: machine and built-in profile, model, and ranks on the host."""
+
+
+@dataclass(frozen=True)
+class PublishedRank:
+    """One rank of a published run.
+
+    parameters: whose optimizer state it holds, in `subgroups`.
+    forward_s, backward_s: of its compute. update_s: of its update, all on the CPU.
+    memory_bytes: of its GPU. recording: what its process holds of that.
+    profile: of its machine, without fixed costs, which are thousandths.
+    """
+
+    parameters: float
+    subgroups: int
+    forward_s: float
+    backward_s: float
+    update_s: float
+    memory_bytes: int
+    recording: Recording
+    profile: HardwareProfile
+
+    @property
+    def update_over_compute(self) -> float:
+        """Seconds of the update over those of forward and backward."""
+        return self.update_s / (self.forward_s + self.backward_s)
+
+    @property
+    def free_bytes(self) -> int:
+        """Of its GPU, when least is free."""
+        return self.memory_bytes - self.recording.peak
+
+    @classmethod
+    def read(cls, trace: str = "h100_20b_interleaved") -> PublishedRank:
+        """The rank of one of `TRACES`, from the files in `experiments/data`.
+
+        Runs differ in the share of the state on the CPU, so the update is extrapolated to all of it. Compute is what
+        the fastest run needs, the one least held up by transfers.
+        """
+        machine, model, ranks = TRACES[trace]
+        runs = [
+            r
+            for r in read_runs()
+            if (r.machine_class, r.model, r.run.ranks_per_host) == (machine, model, ranks)
+            and r.run.mode is Mode.ASYNC_GRAD_ONLY
+        ]
+        ratios, updates = [r.run.cpu_ratio for r in runs], [r.update_s for r in runs]
+        whole = [u for ratio, u in zip(ratios, updates, strict=True) if ratio == 1.0]
+        fastest = min(runs, key=lambda r: r.forward_s + r.backward_s)
+        path = DATA / f"memory_{trace}.csv"
+        with path.open(newline="") as file:
+            sample = next(csv.DictReader(file))
+        profile = HardwareProfile.builtin(machine)
+        return cls(
+            parameters=fastest.run.params,
+            subgroups=fastest.run.subgroups,
+            forward_s=fastest.forward_s,
+            backward_s=fastest.backward_s,
+            update_s=float(np.median(whole) if whole else np.polyval(np.polyfit(ratios, updates, 1), 1.0)),
+            memory_bytes=int(sample["used_bytes"]) + int(sample["free_bytes"]),
+            recording=Recording.read(path),
+            profile=dataclasses.replace(without_fixed_costs(profile), ranks_per_host=ranks),
+        )
+
+    def miniature(self, workload: Workload, update_s: float) -> Miniature:
+        """The rank for a smaller model, so slow that its update on the CPU takes `update_s` seconds.
+
+        workload: subgroups of that model. Its state takes the same share of memory, its compute the same share of time.
+        """
+        share = workload.numel / self.parameters
+        slow = slowed(self.profile, workload, update_s)
+        return Miniature(
+            loads=workload,
+            profile=slow,
+            memory_bytes=round(self.memory_bytes * share),
+            recording=self.recording.scaled(share),
+            forward_s=update_s * self.forward_s / self.update_s,
+            backward_s=update_s * self.backward_s / self.update_s,
+            slowdown=self.profile.host_bandwidth / slow.host_bandwidth,
+            shrinkage=1 / share,
+        )
+
+
+@dataclass(frozen=True)
+class Miniature:
+    """A published rank as small and slow as the model at hand needs; bytes and seconds of the small one.
+
+    loads: the model's subgroups. slowdown, shrinkage: of rates and of memory.
+    """
+
+    loads: Workload
+    profile: HardwareProfile
+    memory_bytes: int
+    recording: Recording
+    forward_s: float
+    backward_s: float
+    slowdown: float
+    shrinkage: float
+
+    @property
+    def free_bytes(self) -> int:
+        """What the training itself leaves at its peak."""
+        return self.memory_bytes - self.recording.peak
+
+    def device(self, position: Callable[[], float], neighbour: Occupancy = 0) -> EmulatedDevice:
+        """The device, on which the training holds what was recorded at the same position in the iteration."""
+        occupied = Script(self.recording.script(), position)
+        return EmulatedDevice(self.profile, self.memory_bytes, occupied, neighbour=neighbour)
+
+    def workload(self, neighbour: int) -> Workload:
+        """An iteration with the memory that there was for it beside a neighbour with so many bytes."""
+        return dataclasses.replace(
+            self.loads,
+            backward_s=self.backward_s,
+            peak_free_bytes=max(0, self.free_bytes - neighbour),
+            shared_free_bytes=max(0, self.memory_bytes - self.recording.update - neighbour),
+        )

@@ -1,0 +1,141 @@
+"""Published training runs: rows of a CSV file as `experiments.zero3.Run` with what was measured of them."""
+
+from __future__ import annotations
+
+import csv
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from experiments.paper.zero3 import Mode, Run
+from perfmodel.hardware import HardwareProfile, Provenance
+
+DATA = Path(__file__).parents[1] / "data"
+"""What the authors published: a CSV file of runs, and traces of memory."""
+RUNS = DATA / "published_runs.csv"
+
+COLUMNS = (
+    *("machine", "numa_bound", "ranks_per_node", "model", "params_total", "params_rank", "tp", "nodes", "mbs"),
+    *("grad_accum", "cpu_ratio", "subgroup_size", "mode", "stride", "fwd_ms", "bwd_ms", "update_ms", "iteration_ms"),
+)
+"""Columns a file must have; `n_subgroups` is used when it is there."""
+
+OVERSHOOT = 1.2
+"""Mean size of a subgroup over the nominal one, for files that do not say how many there were."""
+
+
+@dataclass(frozen=True)
+class PublishedRun:
+    """One row. Measured times in seconds; `config` is equal for runs that differ only in mode, stride or repeat."""
+
+    machine_class: str
+    model: str
+    config: tuple[str, ...]
+    run: Run
+    forward_s: float
+    backward_s: float
+    update_s: float
+    iteration_s: float
+
+    @property
+    def rest_s(self) -> float:
+        """Seconds of the iteration outside its three phases."""
+        return self.iteration_s - self.forward_s - self.backward_s - self.update_s
+
+
+def read_runs(path: str | Path = RUNS) -> list[PublishedRun]:
+    """The runs of a CSV file. Raises ValueError naming the file, and the line, for columns or values that are wrong."""
+    with Path(path).open(newline="") as file:
+        rows = csv.DictReader(file)
+        missing = [column for column in COLUMNS if column not in (rows.fieldnames or [])]
+        if missing:
+            raise ValueError(f"{path}: missing columns {', '.join(missing)}")
+        runs = []
+        for number, row in enumerate(rows, start=2):
+            try:
+                runs.append(_parse(row))
+            except (ValueError, TypeError) as error:
+                raise ValueError(f"{path}, line {number}: {error}") from None
+    if not runs:
+        raise ValueError(f"{path}: no runs")
+    return runs
+
+
+def _parse(row: dict[str, str]) -> PublishedRun:
+    def positive(column: str) -> float:
+        value = float(row[column])
+        if not 0 < value < math.inf:
+            raise ValueError(f"{column} must be positive, found {row[column]!r}")
+        return value
+
+    stride, ratio = int(row["stride"] or 0), float(row["cpu_ratio"])
+    if stride < 0 or not 0 <= ratio <= 1:
+        raise ValueError(f"stride must be 0 or more and cpu_ratio in [0, 1], found {stride} and {ratio}")
+    params = positive("params_rank")
+    if row.get("n_subgroups"):
+        subgroups = int(positive("n_subgroups"))
+    else:
+        subgroups = max(1, round(params / (OVERSHOOT * positive("subgroup_size"))))
+    times = [positive(f"{phase}_ms") / 1e3 for phase in ("fwd", "bwd", "update", "iteration")]
+    run = Run(
+        mode=Mode(row["mode"]),
+        params=params,
+        model_params=positive("params_total") / positive("tp"),
+        subgroups=subgroups,
+        cpu_ratio=ratio,
+        stride=stride,
+        ranks_per_host=int(positive("ranks_per_node")),
+        micro_batches=int(positive("grad_accum")),
+        micro_batch_size=int(positive("mbs")),
+        forward_s=times[0],
+    )
+    config = tuple(
+        row[c] for c in COLUMNS if c not in ("mode", "stride", "fwd_ms", "bwd_ms", "update_ms", "iteration_ms")
+    )
+    return PublishedRun(machine_class(row["machine"], row["numa_bound"]), row["model"], config, run, *times)
+
+
+def machine_class(machine: str, numa_bound: str) -> str:
+    """`h100`, or `a100_bound` and `a100_unbound` by whether ranks are bound to NUMA nodes.
+
+    Raises ValueError for a machine or a binding that is not known.
+    """
+    if numa_bound not in ("0", "1"):
+        raise ValueError(f"numa_bound must be 0 or 1, found {numa_bound!r}")
+    name = machine if machine == "h100" else f"{machine}_{'bound' if numa_bound == '1' else 'unbound'}"
+    if name not in DATA_SHEETS:
+        raise ValueError(f"machine must be a100 or h100, found {machine!r}")
+    return name
+
+
+_A100 = HardwareProfile(
+    name="a100 node",
+    host_bandwidth=154e9,
+    cpu_update_rate=2e9,
+    h2d_bandwidth=24e9,
+    d2h_bandwidth=24e9,
+    h2d_bandwidth_duplex=20e9,
+    d2h_bandwidth_duplex=20e9,
+    gpu_update_rate=15.5e9,
+    launch_latency_s=4e-3,
+    ranks_per_host=4,
+    provenance=Provenance("data sheet", "", "4 x A100 40 GB, PCIe 4.0 x16, one EPYC 7543P with 8 x DDR4-3200"),
+)
+_H100 = HardwareProfile(
+    name="h100 node",
+    host_bandwidth=460e9,
+    cpu_update_rate=2e9,
+    h2d_bandwidth=50e9,
+    d2h_bandwidth=50e9,
+    h2d_bandwidth_duplex=42e9,
+    d2h_bandwidth_duplex=42e9,
+    gpu_update_rate=33.5e9,
+    launch_latency_s=4e-3,
+    ranks_per_host=4,
+    provenance=Provenance("data sheet", "", "4 x H100 80 GB, PCIe 5.0 x16, two Xeon 8468 with 16 x DDR5-4800"),
+)
+DATA_SHEETS = {"h100": _H100, "a100_bound": _A100, "a100_unbound": _A100}
+"""Where a fit starts: 75% of the peak of the memory channels, a link's usual pinned rate, 100 bytes of device memory
+traffic per parameter of an update that is not fused."""
+DEVICE_BANDWIDTHS = {"h100": 3350e9, "a100_bound": 1555e9, "a100_unbound": 1555e9}
+"""Bytes/s of their GPUs' memory."""

@@ -1,0 +1,176 @@
+"""Run sweeps over configurations: published loops and our policies, simulated, or scaled down on a device.
+
+    python -m experiments.sweep                     # all ready sweeps
+    python -m experiments.sweep ratio mine.toml     # a ready one, and one of yours
+    python -m experiments.sweep --report            # all ready ones, and docs/results.md with their pictures
+
+A sweep is a TOML file; `experiments/sweep/ready/` has examples. Each run is a row of OUT/NAME.csv.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import dataclasses
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from experiments.command import Parser
+from experiments.paper.runs import read_runs
+from experiments.paper.sweep.compare import METRICS, compare, listing
+from experiments.paper.sweep.compare import Table as Cells
+from experiments.paper.sweep.plots import save_comparison
+from experiments.paper.sweep.predict import Outcome, Predictor
+from experiments.paper.sweep.report import READY, write_report
+from experiments.paper.sweep.spec import Configuration, Sweep, read_sweep
+from experiments.plots import can_draw
+
+SWEEPS = Path(__file__).parent / "ready"
+REPORT = Path("docs/results.md")
+FILE_WIDTH = 170
+"""Columns of tables that do not go to a terminal."""
+COLUMNS = tuple(f.name for kind in (Configuration, Outcome) for f in dataclasses.fields(kind))
+
+
+def run(sweep: Sweep, path: Path, predictor: Predictor, done: Callable[[], None]) -> dict[Configuration, Outcome]:
+    """The outcomes of a sweep's configurations, each a row of the file as soon as it is known. done: told of each.
+
+    Raises ValueError if the file is there and has other columns, OSError if it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a+", newline="") as file:
+        file.seek(0)
+        if (before := file.readline()) and not {"machine", "update_s"} <= set(before.strip().split(",")):
+            raise ValueError(f"{path} has no rows of a sweep in it; remove it or choose another folder with --out")
+        file.truncate(0)
+        rows = csv.writer(file, lineterminator="\n")
+        rows.writerow(COLUMNS)
+        results = {}
+        for config in sweep.configurations:
+            results[config] = _run_one(config, predictor)
+            rows.writerow((*dataclasses.astuple(config), *dataclasses.astuple(results[config])))
+            file.flush()
+            done()
+    return results
+
+
+def _run_one(config: Configuration, predictor: Predictor) -> Outcome:
+    if config.device == "simulated":
+        return predictor.outcome(config)
+    from experiments.paper.sweep.device import run_on_device  # simulations need no torch
+
+    return run_on_device(config, predictor)
+
+
+def show(sweep: Sweep, results: dict[Configuration, Outcome], console: Console) -> None:
+    """Tables for people: times, and how many times as fast as ZeRO-Offload."""
+    comparisons = compare(sweep, results)
+    if not comparisons:
+        _print(sweep.title, listing(sweep, results), console)
+    for comparison in comparisons:
+        for metric in METRICS:
+            table = comparison.table(metric)
+            if len(table[0]) > 1:
+                title = ", ".join(filter(None, (sweep.title, comparison.facet)))
+                _print(f"{title}: {metric}, and speedup over ZeRO-Offload", table, console)
+
+
+def _print(title: str, cells: Cells, console: Console) -> None:
+    heading, *lines = cells
+    table = Table(title=title, title_justify="left")
+    for position, text in enumerate(heading):
+        table.add_column(text, justify="right" if position else "left")
+    for line in lines:
+        table.add_row(*line)
+    console.print(table)
+
+
+def draw(sweep: Sweep, results: dict[Configuration, Outcome], folder: Path, prefix: str = "") -> None:
+    """The charts of a sweep, one for each facet."""
+    for number, comparison in enumerate(compare(sweep, results)):
+        title = ", ".join(filter(None, (sweep.title, comparison.facet)))
+        save_comparison(comparison, title, folder / f"{prefix}{sweep.name}{f'_{number}' if number else ''}.png")
+
+
+def find(name: str) -> Path:
+    """A ready sweep by name, or a file."""
+    ready = SWEEPS / f"{name}.toml"
+    if Path(name).is_file() or not ready.is_file():
+        return Path(name)
+    return ready
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns its exit status, 2 (by SystemExit) for input it cannot use."""
+    parser = Parser(
+        prog="python -m experiments.sweep",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    ready = ", ".join(sorted(path.stem for path in SWEEPS.glob("*.toml")))
+    parser.add_argument("sweeps", nargs="*", metavar="SWEEP", help=f"a TOML file, or one of {ready}")
+    parser.add_argument("--out", type=Path, default=Path("out/sweep"), help="folder for rows and charts (%(default)s)")
+    parser.add_argument("--fresh", action="store_true", help=argparse.SUPPRESS)  # what every run is now
+    parser.add_argument(
+        "--report", type=Path, nargs="?", const=REPORT, help=f"write the results of all ready sweeps ({REPORT})"
+    )
+    options = parser.parse_args(arguments)
+    if options.report and options.sweeps:
+        parser.error(f"--report is of all ready sweeps; leave out {' '.join(options.sweeps)}")
+    if options.report and not can_draw():
+        return 2
+    try:
+        sweeps = [read_sweep(find(name)) for name in options.sweeps or READY]
+        names = [sweep.name for sweep in sweeps]
+        if len(set(names)) < len(names):
+            raise ValueError(f"two sweeps are called {max(names, key=names.count)!r}; rename one of the files")
+        _check_devices(sweeps)
+        predictor = Predictor(read_runs())
+        results = _run_all(sweeps, options.out, predictor)
+        console = Console(width=None if sys.stdout.isatty() else FILE_WIDTH)
+        for sweep in sweeps:
+            show(sweep, results[sweep.name], console)
+            draw(sweep, results[sweep.name], options.out)
+        print(f"rows and charts in {options.out}")
+        if options.report:
+            pictures = options.report.parent / "images"
+            for sweep in sweeps:
+                draw(sweep, results[sweep.name], pictures, "sweep_")
+            write_report(options.report, pictures, {s.name: (s, results[s.name]) for s in sweeps}, predictor)
+            print(f"results in {options.report}")
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    except KeyboardInterrupt:
+        print(f"interrupted; {options.out} has the rows until here", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _check_devices(sweeps: Sequence[Sweep]) -> None:
+    devices = {config.device for sweep in sweeps for config in sweep.configurations} - {"simulated"}
+    if devices:
+        from experiments.paper.sweep.device import check_device
+
+        for device in sorted(devices):
+            check_device(device)
+
+
+def _run_all(sweeps: Sequence[Sweep], out: Path, predictor: Predictor) -> dict[str, dict[Configuration, Outcome]]:
+    columns = (TextColumn("{task.description:>16}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    results = {}
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        for sweep in sweeps:
+            task = progress.add_task(sweep.name, total=len(sweep.configurations))
+            done = partial(progress.advance, task)
+            results[sweep.name] = run(sweep, out / f"{sweep.name}.csv", predictor, done)
+    return results
+
+
+if __name__ == "__main__":
+    sys.exit(main())

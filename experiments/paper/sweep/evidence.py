@@ -1,0 +1,189 @@
+"""What the report argues from: lanes of single plans, errors of the model, runs that interleaving did not help."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from experiments.paper.published import MEASURED_AS_BEST, Prediction, summary
+from experiments.paper.runs import PublishedRun
+from experiments.paper.sweep.compare import Comparison, Results, Series, Table
+from experiments.paper.sweep.plots import speedup_pairs
+from experiments.paper.sweep.predict import Outcome, Predictor
+from experiments.paper.sweep.published_runs import KEYS_OF_RUNS
+from experiments.paper.sweep.spec import Configuration
+from experiments.paper.zero3 import Mode
+
+
+def lane_table(results: Results) -> Table:
+    """One line for each plan: its update, and how long it keeps each lane busy."""
+    lines = [
+        [
+            "",
+            "published",
+            "simulated",
+            "CPU",
+            "GPU",
+            "H2D",
+            "D2H",
+            "host DRAM",
+            "resident",
+            "streamed",
+            "on CPU",
+            "bound",
+        ]
+    ]
+    for config, o in results.items():
+        name = Series(config.policy, config.memory, bool(config.attach), ()).name
+        loop = {"zero3_offload": ", DeepSpeed", "dos": ", DeepSpeed"}.get(config.policy, "")
+        times = [
+            o.published_update_s,
+            o.update_s,
+            o.cpu_busy_s,
+            o.gpu_busy_s,
+            o.h2d_busy_s,
+            o.d2h_busy_s,
+            o.host_dram_s,
+        ]
+        counts = [o.resident, o.streamed, o.on_cpu]
+        lines.append([name + loop, *map(_seconds, times), *map(_text, counts), _seconds(o.bound_s)])
+    return lines
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def _text(value: int | None) -> str:
+    return "-" if value is None else str(value)
+
+
+def error_table(cases: Mapping[str, Mapping[str, Sequence[Prediction]]]) -> Table:
+    """Errors on runs that were not fitted. cases: by what was left out, then by machine."""
+    lines = [["left out", "machine", "runs", "update, median", "update, max", "backward, median", "speedup, median"]]
+    for left_out, predictions in cases.items():
+        for machine, of_class in predictions.items():
+            found = summary(machine, of_class)
+            keys = ("update_median_error", "update_max_error", "backward_median_error", "speedup_median_error")
+            lines.append([left_out, machine, str(found["runs"]), *(f"{float(found[k] or 0):.1%}" for k in keys)])
+    return lines
+
+
+def point_errors(comparisons: Iterable[Comparison]) -> tuple[list[float], list[float]]:
+    """Relative errors of the simulated paper's schedule where it was published: of updates, of iteration speedups."""
+    updates: list[float] = []
+    speedups: list[float] = []
+    for comparison in comparisons:
+        for series in (s for s in comparison.series if s.policy == "dos"):
+            updates += _errors(series.values("simulated", "update"), series.values("published", "update"))
+            simulated, published = (
+                comparison.speedups(series, kind, "iteration") for kind in ("simulated", "published")
+            )
+            speedups += _errors(simulated, published)
+    return updates, speedups
+
+
+def _errors(simulated: Sequence[float | None], published: Sequence[float | None]) -> list[float]:
+    return [abs(s / p - 1) for s, p in zip(simulated, published, strict=True) if s is not None and p is not None]
+
+
+def speedup_table(predictions: Mapping[str, Sequence[Prediction]], machines: Iterable[str]) -> Table:
+    """Each interleaved run of some machines: published and simulated speedup of the iteration over ZeRO-Offload."""
+    lines = [["machine", "model", "ratio", "stride", "published", "simulated", "error"]]
+    for machine in machines:
+        for p in predictions[machine]:
+            r = p.published.run
+            pair = speedup_pairs([p])
+            if r.mode is Mode.DOS and pair[0]:
+                published, simulated = pair[0][0], pair[1][0]
+                cells = [machine, p.published.model, f"{r.cpu_ratio:g}", str(r.stride)]
+                lines.append([*cells, f"{published:.2f}×", f"{simulated:.2f}×", f"{simulated / published - 1:+.1%}"])
+    return lines
+
+
+@dataclass(frozen=True)
+class Interleaving:
+    """Published runs of one configuration: all updates on the CPU with asynchronous gradients, and interleaved.
+
+    gain: of the median iteration. update_saved_s, backward_added_s: by the medians. overlap: whether the slowest
+    interleaved run was slower than the fastest other one.
+    """
+
+    interleaved: PublishedRun
+    cpu_s: float
+    interleaved_s: float
+    update_saved_s: float
+    backward_added_s: float
+    overlap: bool
+
+    @property
+    def gain(self) -> float:
+        return self.cpu_s / self.interleaved_s - 1
+
+    @property
+    def doubtful(self) -> bool:
+        """Whether interleaving gained no more than what repeats differ by, or lost in backward a tenth of what it
+        saved in the update or more."""
+        noise = MEASURED_AS_BEST[self.interleaved.machine_class]
+        return self.overlap or self.gain <= noise or self.backward_added_s > 0.1 * self.update_saved_s
+
+
+def interleavings(runs: Sequence[PublishedRun]) -> list[Interleaving]:
+    """Every published configuration and stride that has a counterpart without interleaving."""
+    found = []
+    for first in runs:
+        if first.run.mode is not Mode.DOS:
+            continue
+        same = [r for r in runs if r.config == first.config]
+        cpu = [r for r in same if r.run.mode is Mode.ASYNC_GRAD_ONLY]
+        dos = [r for r in same if r.run.mode is Mode.DOS and r.run.stride == first.run.stride]
+        if cpu and dos[0] is first:  # a configuration that was run repeatedly counts once
+            found.append(
+                Interleaving(
+                    first,
+                    statistics.median(r.iteration_s for r in cpu),
+                    statistics.median(r.iteration_s for r in dos),
+                    statistics.median(r.update_s for r in cpu) - statistics.median(r.update_s for r in dos),
+                    statistics.median(r.backward_s for r in dos) - statistics.median(r.backward_s for r in cpu),
+                    max(r.iteration_s for r in dos) > min(r.iteration_s for r in cpu),
+                )
+            )
+    return found
+
+
+def interleaving_table(found: Sequence[Interleaving], predictor: Predictor) -> Table:
+    """The doubtful ones, with what is simulated of them."""
+    lines = [
+        [
+            "machine, model",
+            *("ranks", "micro-batches", "stride", "CPU-only, s", "interleaved, s", "gain"),
+            *("update saved, s", "backward added, s", "simulated gain", "adaptive over CPU-only"),
+        ]
+    ]
+    for item in sorted(found, key=lambda item: item.gain):
+        if item.doubtful:
+            cpu, dos, ours = (_like(item.interleaved, predictor, p) for p in ("async_grad_only", "dos", "adaptive"))
+            promised = [f"{_seconds_of(cpu) / _seconds_of(o) - 1:+.1%}" for o in (dos, ours)]
+            r = item.interleaved
+            cells = [
+                f"{r.machine_class}, {r.model}",
+                str(predictor.published.ranks(r)),
+                str(r.run.micro_batches),
+                str(r.run.stride),
+            ]
+            cells += [f"{item.cpu_s:.2f}", f"{item.interleaved_s:.2f}", f"{item.gain:+.1%}"]
+            cells += [f"{item.update_saved_s:.2f}", f"{item.backward_added_s:+.2f}"]
+            lines.append([*cells, *promised])
+    return lines
+
+
+def _seconds_of(outcome: Outcome) -> float:
+    assert outcome.iteration_s is not None, "published runs fit"
+    return outcome.iteration_s
+
+
+def _like(run: PublishedRun, predictor: Predictor, policy: str) -> Outcome:
+    """What another policy takes in a run's place; the adaptive one with what the memory trace leaves free."""
+    values = {key: of(run) for key, of in KEYS_OF_RUNS.items() if key != "stride" or run.run.stride}
+    return predictor.outcome(Configuration.of(values | {"policy": policy, "memory": "trace"}))

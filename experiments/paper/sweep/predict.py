@@ -1,0 +1,238 @@
+"""What a configuration of a sweep takes: the published loops by their fitted model, our policies by simulation."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from experiments.paper.fit import backward_seconds, rest_seconds
+from experiments.paper.published import ClassModel
+from experiments.paper.runs import PublishedRun
+from experiments.paper.sweep.published_runs import Published
+from experiments.paper.sweep.spec import PUBLISHED_LOOPS, Configuration
+from experiments.paper.zero3 import Mode, Run, update_seconds
+from perfmodel.adaptive import adaptive
+from perfmodel.bounds import lower_bound
+from perfmodel.demand import demand
+from perfmodel.format import MIXED
+from perfmodel.hardware import HardwareProfile
+from perfmodel.plan import Placement, Plan
+from perfmodel.policies import cpu_only, static_ratio, stride
+from perfmodel.simulate import Scope, simulate
+from perfmodel.timeline import Lane, Timeline
+from perfmodel.workload import Workload
+
+STATE_BYTES = int(MIXED.state_bytes)
+"""Per parameter: fp32 master weight, exp_avg, exp_avg_sq."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a configuration takes. Seconds per iteration and rank; None where it is not known or does not apply.
+
+    subgroups, params_rank: of one rank. published_runs: published runs of this very configuration; their medians.
+    update_s: from the end of backward to the last transfer, or what the update adds to the forward it runs beside.
+    resident, streamed, on_cpu: subgroups by placement. *_busy_s: of the lanes, copies that slow each other included.
+    host_dram_s: bytes moved through host DRAM over the rank's part of its bandwidth.
+    bound_s: no plan with this memory could be faster. measured_update_s: on the device, scaled down.
+    note: why there are no times.
+    """
+
+    params_rank: float
+    subgroups: int
+    forward_s: float | None = None
+    backward_s: float | None = None
+    update_s: float | None = None
+    iteration_s: float | None = None
+    published_runs: int = 0
+    published_backward_s: float | None = None
+    published_update_s: float | None = None
+    published_iteration_s: float | None = None
+    resident: int | None = None
+    streamed: int | None = None
+    on_cpu: int | None = None
+    cpu_busy_s: float | None = None
+    gpu_busy_s: float | None = None
+    h2d_busy_s: float | None = None
+    d2h_busy_s: float | None = None
+    host_dram_s: float | None = None
+    bound_s: float | None = None
+    measured_update_s: float | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What `simulate` takes, for one of our policies."""
+
+    plan: Plan
+    workload: Workload
+    profile: HardwareProfile
+    scope: Scope
+
+    def timeline(self) -> Timeline:
+        return simulate(self.plan, self.workload, self.profile, self.scope)
+
+
+class Predictor:
+    """Outcomes of configurations, from models fitted to published runs."""
+
+    def __init__(self, runs: Sequence[PublishedRun]) -> None:
+        self.runs = tuple(runs)
+        self.published = Published(runs)
+        self._models = {
+            name: ClassModel.fit(name, [r for r in runs if r.machine_class == name]) for name in self.published.classes
+        }
+
+    def outcome(self, config: Configuration) -> Outcome:
+        """What the configuration takes, simulated, beside what was published of it."""
+        run = self.run_of(config)
+        found = Outcome(run.params, run.subgroups, note=self._shortage(config, run))
+        if not found.note:
+            times: dict[str, Any] = (
+                self._loop(config, run) if config.policy in PUBLISHED_LOOPS else self._ours(config, run)
+            )
+            found = dataclasses.replace(found, **times)
+        repeats = self.published.repeats(config)
+        if not repeats:
+            return found
+        return dataclasses.replace(
+            found,
+            published_runs=len(repeats),
+            published_backward_s=statistics.median(r.backward_s for r in repeats),
+            published_update_s=statistics.median(r.update_s for r in repeats),
+            published_iteration_s=statistics.median(r.iteration_s for r in repeats),
+        )
+
+    def run_of(self, config: Configuration) -> Run:
+        """The configuration as the fitted models take it. Our policies count as gradients leaving asynchronously."""
+        params = self.published.model_params(config)
+        return Run(
+            mode=Mode(config.policy) if config.policy in PUBLISHED_LOOPS else Mode.ASYNC_GRAD_ONLY,
+            params=params / config.ranks,
+            model_params=params,
+            subgroups=self.published.subgroups(config, params / config.ranks),
+            cpu_ratio=1.0 if config.ratio is None else config.ratio,
+            stride=config.stride or 0,
+            ranks_per_host=config.ranks_per_node,
+            micro_batches=config.accumulation,
+            micro_batch_size=config.micro_batch,
+            forward_s=self.published.forward_s(config, params),
+        )
+
+    def simulation(self, config: Configuration) -> Simulation:
+        """One of our policies on the configuration's machine, beside the last of its backwards.
+
+        Backward has the compute of the fitted model and, for every subgroup that does not stay on the GPU, what
+        DeepSpeed's asynchronous gradients add to it.
+        """
+        run = self.run_of(config)
+        state = STATE_BYTES * int(run.subgroup_params)
+        resident = run.subgroups - run.offloaded
+        free = self.published.free_bytes(config)
+        peak, shared = resident * state, min((resident + 1) * state, math.inf if free is None else max(free, 0.0))
+        if config.policy == "adaptive" and config.memory != "ratio":
+            peak = shared = self._given_bytes(config, free)
+            resident = min(run.subgroups, peak // state)
+        left = dataclasses.replace(run, cpu_ratio=(run.subgroups - resident) / run.subgroups)
+        model = self._models.get(config.machine)
+        work = Workload.of_sizes(
+            [int(run.subgroup_params)] * run.subgroups,
+            forward_s=run.forward_s / run.micro_batches if config.attach else 0.0,
+            backward_s=self._backward_s(config, left) / run.micro_batches if model else 0.0,
+            peak_free_bytes=peak,
+            shared_free_bytes=shared,
+        )
+        profile = dataclasses.replace(config.profile(), ranks_per_host=config.ranks_per_node)
+        return Simulation(policy_plan(config, run, work, profile), work, profile, Scope.beside(work))
+
+    def bookkeeping_s(self, machine: str) -> float:
+        """What DeepSpeed spends on each offloaded subgroup of a published machine besides its update."""
+        return self._models[machine].profile.launch_latency_s
+
+    def _given_bytes(self, config: Configuration, free: float | None) -> int:
+        if config.memory == "trace":
+            assert free is not None, "checked when the configuration was made"
+            return int(free)
+        return int(float(config.memory or 0) * 2**30)
+
+    def _shortage(self, config: Configuration, run: Run) -> str:
+        """Why the configuration does not fit into GPU memory; empty if it does, or if memory is given or unknown."""
+        free = self.published.free_bytes(config)
+        if free is None or isinstance(config.memory, float):
+            return ""
+        if free < 0:
+            return f"the model alone needs {-free / 2**30:.1f} GiB more than the GPU has"
+        resident = 0 if config.memory == "trace" else run.subgroups - run.offloaded
+        slots = int(run.streamed > 0 or config.policy == "stride")
+        needed = STATE_BYTES * (resident + slots) * run.subgroup_params
+        return f"needs {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free" if needed > free else ""
+
+    def _loop(self, config: Configuration, run: Run) -> dict[str, float]:
+        model = self._models[config.machine]
+        backward_s, update_s = self._backward_s(config, run), update_seconds(run, config.left_of(model.profile))
+        return {
+            "forward_s": run.forward_s,
+            "backward_s": backward_s,
+            "update_s": update_s,
+            "iteration_s": run.forward_s + backward_s + update_s + rest_seconds(run, model.rest),
+        }
+
+    def _backward_s(self, config: Configuration, run: Run) -> float:
+        """The fitted model's, in which what moves gradients has what contention leaves."""
+        rates, left = self._models[config.machine].backward, 1 - config.contention
+        moving = {name: getattr(rates, name) / left for name in ("gradient", "blocking", "blocking_shared")}
+        return backward_seconds(run, dataclasses.replace(rates, **moving))
+
+    def _ours(self, config: Configuration, run: Run) -> dict[str, float]:
+        found = self.simulation(config)
+        timeline = found.timeline()
+        compute_s = found.scope.compute_s(found.workload)
+        times = {
+            "update_s": max(s.end for s in timeline.spans) - compute_s,
+            "bound_s": lower_bound(found.workload, found.profile, found.scope).seconds,
+            **lanes(found, timeline),
+        }
+        model = self._models.get(config.machine)
+        if model:
+            phases = {"forward_s": run.forward_s, "backward_s": found.workload.backward_s * run.micro_batches}
+            times["iteration_s"] = sum(phases.values()) + times["update_s"] + rest_seconds(run, model.rest)
+            times |= phases
+        return times
+
+
+def policy_plan(config: Configuration, run: Run, work: Workload, profile: HardwareProfile) -> Plan:
+    """The plan of one of our policies. Stride and ratio are as published: one slot, as many subgroups on the host."""
+    ratio = run.offloaded / run.subgroups
+    if config.policy == "cpu":
+        return cpu_only(work)
+    if config.policy == "ratio":
+        return static_ratio(work, ratio)
+    if config.policy == "stride":
+        return stride(work, config.stride, ratio=ratio, slots=1)
+    return adaptive(work, profile)
+
+
+def lanes(simulation: Simulation, timeline: Timeline) -> dict[str, float]:
+    """Where subgroups are and how busy that keeps the lanes, as fields of `Outcome`. Without the model's compute."""
+    plan, loads, profile = simulation.plan, simulation.workload.subgroups, simulation.profile
+    placed = zip(plan.placements, loads, strict=True)
+    traffic = sum(cost.traffic for placement, load in placed for cost in demand(placement, load, profile).values())
+
+    def busy(lane: Lane) -> float:
+        return sum(s.duration for s in timeline.on(lane) if s.subgroup is not None)
+
+    return {
+        "resident": plan.placements.count(Placement.GPU_RESIDENT),
+        "streamed": plan.placements.count(Placement.GPU_STREAMED),
+        "on_cpu": plan.placements.count(Placement.CPU),
+        "cpu_busy_s": busy(Lane.CPU),
+        "gpu_busy_s": busy(Lane.GPU),
+        "h2d_busy_s": busy(Lane.H2D),
+        "d2h_busy_s": busy(Lane.D2H),
+        "host_dram_s": traffic / profile.host_bandwidth_per_rank,
+    }
