@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dos.calibration.measure import measure_minimum, name_of
 from dos.deciding.controller import Controller, Policy
-from dos.deciding.report import Report
+from dos.deciding.report import Report, why_changed
 from dos.devices import Caller, Copy, Device, Job
 from dos.gradients.departures import Departures
 from dos.guard import Guard
@@ -34,7 +34,7 @@ from dos.step.iteration import Iteration
 from dos.step.pace import Pace
 from dos.step.room import Prepared
 from dos.step.work import SubgroupUpdate, Subject
-from perfmodel import Op, Placement, Plan, Timeline
+from perfmodel import Op, Placement, Plan, Timeline, Workload
 from perfmodel.hardware import HardwareProfile
 from perfmodel.schedule import Schedule
 
@@ -88,7 +88,9 @@ class Accelerator:
         """The last."""
         self._aside: deque[Aside] = deque()
         self._gradients_before = 0
-        self._changed = (0.0, 0.0)
+        self._why = ""
+        self._planned: tuple[Workload | None, HardwareProfile | None] = None, None
+        """For what the plan was made."""
         self._waited_for: set[Subgroup] = set()
         self._alone = False
 
@@ -253,10 +255,10 @@ class Accelerator:
         """Issue the step, for which there is memory. plan: before that was asked for."""
         workload = self._now.workload
         assert workload is not None, "the plan was made for it"
-        last = None if self._stepped is None else self._stepped.workload
         new, self.plan, self._stepped = plan != self.plan, plan, self._now
         if new:
-            self._changed = 0.0 if last is None else last.peak_free_bytes, workload.peak_free_bytes
+            before, self._planned = self._planned, (workload, self.profile)
+            self._why = why_changed(before[0], workload, before[1], self.profile)
             if logger.isEnabledFor(logging.INFO):
                 report = self._report(plan, self._now, None)
                 logger.info("%s", report.change(), extra={"metrics": report.metrics()})
@@ -396,7 +398,7 @@ class Accelerator:
             reading=self.memory.reading,
             held_bytes=self.held_bytes,
             host_bytes=self._engine.host_store.nbytes,
-            changed=self._changed,
+            why=self._why,
         )
 
     def _find_profile(self) -> HardwareProfile:

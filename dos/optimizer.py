@@ -27,7 +27,7 @@ from dos.guard import Guard, exclusive
 from dos.lifetime import over
 from dos.options import Options, check_settings
 from dos.parameters.admission import Group
-from dos.parameters.hooks import Attachment, Hooks, hook_again, taker, watch_gradient
+from dos.parameters.hooks import Attachment, Hooks, check_model, hook_again, taker, watch_gradient
 from dos.parameters.live_state import Entries, LiveState
 from dos.parameters.loading import load_state_dict, loads_full_state, makes_state, to_be_filled
 from dos.parameters.registry import Active, Registry
@@ -78,10 +78,11 @@ class DOSAdam(Optimizer):
         max_grad_norm: clip the gradients' global 2-norm to this in each step, as ``torch.nn.utils.clip_grad_norm_``
             followed by the step would; the gradients themselves stay as they are. None: no clipping.
         master_weights: update bfloat16 and float16 parameters in float32, and keep what they cannot hold of that.
-        state_format: how state is kept. None: in the least bytes that change no bit; a bfloat16 parameter is the
-            upper half of its float32 master then, and 16 bits more are kept. ``"float32"``: all masters whole, with the
-            same result. ``"int8"``: ``exp_avg`` and ``exp_avg_sq`` in 8 bits each, with other results than AdamW's
-            (docs/formats.md has the evidence), of parameters of at least 4,096 elements that are whole blocks of 128.
+        state_format: how state is kept. None or ``"split"``: in the least bytes that change no bit; of a bfloat16
+            parameter, which is its float32 master's upper half, 16 bits more are kept. ``"float32"``: all masters
+            whole, with the same result. ``"int8"``: ``exp_avg`` and ``exp_avg_sq`` in 8 bits each, with other results
+            than AdamW's (docs/formats.md has the evidence), of parameters of at least 4,096 elements that are whole
+            blocks of 128.
         offload_gradients: free each gradient on the accelerator once it is on the host, during backward, and add up
             those of further micro-batches there in float32. ``p.grad`` is then None, each ``step()`` uses the gradients
             up, and what needs them goes through ``zero_grad``, ``grad_norm`` and ``clip_grad_norm_`` of this class, or
@@ -160,6 +161,10 @@ class DOSAdam(Optimizer):
             "fused": fused,
             "decoupled_weight_decay": decoupled_weight_decay,
         }
+        if isinstance(params, nn.Module):
+            raise TypeError(
+                f"params: expected parameters, found a model, {type(params).__name__}; pass its parameters()"
+            )
         check_settings(defaults, "DOSAdam", state_format)
         options = Options(
             policy=policy,
@@ -360,7 +365,9 @@ class DOSAdam(Optimizer):
         gradients in any other way after ``step()``, such as ``model.to()``, and before a CUDA graph is captured.
         Subgroups are updated in the order of first use as observed. Attaching another model replaces the first. A model
         that is compiled is attached afterwards.
+        Raises TypeError for anything but a model, ValueError for one that has none of the optimizer's parameters.
         """
+        check_model(model, (p for group in self.param_groups for p in group["params"]))
         self.synchronize()
         before, self._attachment = self._attachment, None  # until there is another, step() waits for all
         if before is not None:

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from dos.deciding.controller import Policy, resolve_policy
+from dos.machine.profiles import check_named
 from perfmodel.format import INT8, STATE_FORMATS
 from perfmodel.hardware import HardwareProfile
 
@@ -25,7 +26,8 @@ class Options:
     profile: the machine's rates, for the adaptive policy.
     max_grad_norm: clip the global gradient norm to this at each step, or None.
     master_weights: update bf16 and fp16 parameters in fp32.
-    state_format: how state is kept: None, "float32" for fp32 copies of bf16 parameters, or "int8" for moments in codes.
+    state_format: how state is kept: None or "split", "float32" for fp32 copies of bf16 parameters, or "int8" for
+        moments in codes.
     offload_gradients: move gradients to the host during backward and free them on the accelerator.
     memory_budget: device memory for state: bytes, a share (a float), or a function giving bytes; None: what is free.
     memory_interval: seconds between samples of memory by a thread of its own, or None for no such thread.
@@ -55,14 +57,18 @@ class Options:
             raise ValueError(f"subgroup_size must be 1 or more parameters, found {size}")
         if not isinstance(self.profile, HardwareProfile | str | Path | None):
             raise TypeError(f"profile must be a HardwareProfile, a file, a name, or None, found {self.profile!r}")
+        if isinstance(self.profile, str | Path):
+            check_named(self.profile)
         for name in ("max_grad_norm", "memory_interval"):
             value = getattr(self, name)
             if value is not None:
                 _check_number(value, name, or_bool=False)
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise ValueError(f"max_grad_norm must be above 0, or None for no clipping, found {self.max_grad_norm}")
+        if self.state_format == "split":
+            object.__setattr__(self, "state_format", None)  # where it is possible, it is the default
         if self.state_format not in STATE_FORMATS:
-            raise ValueError(f"state_format must be None, 'float32' or 'int8', found {self.state_format!r}")
+            raise ValueError(f"state_format must be None, 'split', 'float32' or 'int8', found {self.state_format!r}")
         budget = self.memory_budget
         if budget is not None and not callable(budget):
             if isinstance(budget, bool) or not isinstance(budget, (int, float)):

@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None, folder: Path = FOLDER) -> list[
             optimizer.step()
             losses.append(loss.item())
             writer.add_scalar("loss", losses[-1], step)
-            if step % EVERY == 0:  # metrics() waits for the step, which would otherwise run on into the next forward
+            if step % EVERY == 0:
                 for name, value in optimizer.metrics().items():
                     writer.add_scalar(f"optimizer/{name}", value, step)
         writer.add_text("optimizer", optimizer.explain().replace("\n", "\n\n"))

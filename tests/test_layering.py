@@ -62,7 +62,7 @@ INNER: dict[str, set[str]] = {
     "step": {"devices", "guard", "kernels", "lifetime", "machine", "sharding", "state"},
     "memory": {"devices", "guard"},
     "deciding": {"memory"},
-    "options": {"deciding", "sharding"},
+    "options": {"deciding", "machine"},
     "parameters": {"devices", "gradients", "guard", "kernels", "machine", "options", "sharding", "state", "step"},
     "calibration": {"devices", "kernels", "machine"},
     "calibrate": {"calibration"},

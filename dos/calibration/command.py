@@ -136,7 +136,7 @@ def remarks(found: Measurement, environment: Mapping[str, str], cores: int, host
             f"The affinity mask leaves this process {cores} of {host_cores} cores, and only those were tried. If a "
             "launcher or taskset set it by mistake, widen it and calibrate again."
         )
-    if found.cpu_share < 1 - 2 * NOISY:
+    if found.busy:
         lines.append(
             f"The CPU update got {found.cpu_share:.0%} of the CPU time it wanted: other programs were running, or a "
             "container's quota is smaller than its cores. Repeat on a quiet machine."

@@ -13,12 +13,16 @@ import torch
 
 from dos.calibration.bench import SMALL, Bench, Effort, Exchange, Figure
 from dos.devices import Device
+from dos.machine.profiles import BUSY
 from dos.machine.threads import kernel_threads
 from perfmodel.format import BLOCK, MIXED
 from perfmodel.hardware import RATES, SPEEDS, HardwareProfile, Provenance
 
 Progress = Callable[[str, float], None]
 """Told what is measured next, and the share of everything that is done."""
+
+ENOUGH_CPU = 0.8
+"""Share of the CPU time that it wanted with which a measurement can be trusted."""
 
 WITHIN = 0.03
 """Fewer threads are preferred if they are slower by no more than this share."""
@@ -47,6 +51,11 @@ class Measurement:
     threads: int
     cpu_share: float
 
+    @property
+    def busy(self) -> bool:
+        """Whether other programs took so much of the CPU that the rates are too low."""
+        return self.cpu_share < ENOUGH_CPU
+
     def profile(self, base: HardwareProfile, machine: str, ranks: int = 1, note: str = "") -> HardwareProfile:
         """The measured profile of a host with so many ranks; what was not measured is taken from `base`."""
         fields = [f.name for f in dataclasses.fields(base)]
@@ -55,6 +64,8 @@ class Measurement:
         if missing:
             unmeasured = f"not measured, taken from the profile {base.name!r}: {', '.join(missing)}"
             note = f"{note}; {unmeasured}" if note else unmeasured
+        if self.busy:
+            note = f"{BUSY}: got {self.cpu_share:.0%} of the CPU time it wanted; {note}".removesuffix("; ")
         return dataclasses.replace(
             base,
             **values | {"host_bandwidth": values["host_bandwidth"] * ranks},

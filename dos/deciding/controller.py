@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 
 from perfmodel import Lane, Op, Placement, Plan, Timeline, Workload
@@ -19,8 +19,8 @@ from perfmodel.simulate import serve
 
 Policy = Callable[[Workload], Plan]
 
-WORTH_A_CHANGE = 0.02
-"""Share of the exposed time by which another plan must be better before it is taken."""
+WORTH_A_CHANGE = 0.05
+"""Share of the exposed time by which another plan must be better before it is taken: rates are known no better."""
 
 _KNOWN = (
     "'adaptive', 'cpu', 'stride:K' with K of 1 or more, 'resident', a ratio in [0, 1] (the share on the CPU), "
@@ -90,7 +90,8 @@ class Refinement:
 
     Each lane's measured busy time is compared with what the simulator says for the same schedule,
     contention included. The median ratio of the last WINDOW steps counts; when it is off by more
-    than TOLERANCE, the rate behind the lane is divided by it and the window begins anew.
+    than TOLERANCE, the rate behind the lane is divided by it. Then all windows begin anew, since
+    lanes that share host memory were compared with what the old rates predicted.
 
     What was measured of something else teaches nothing: a lane counts only in steps in which it,
     and the lanes that slow it, served just the tasks of the schedule.
@@ -127,9 +128,10 @@ class Refinement:
         off = {lane: ratio for lane, ratio in off.items() if abs(ratio - 1) > self.TOLERANCE}
         if not off:
             return profile
-        for lane in off:
-            self._ratios[lane].clear()
-        return changed(profile, _corrected(profile, workload, off))
+        busy = {lane for lane, ratios in self._ratios.items() if ratios}
+        for ratios in self._ratios.values():
+            ratios.clear()
+        return changed(profile, _corrected(profile, workload, off, busy))
 
     def _simulated(self, profile: HardwareProfile, schedule: Schedule, workload: Workload) -> Timeline:
         """The optimizer's own work as it is predicted."""
@@ -152,10 +154,13 @@ def _served(timeline: Timeline, lanes: tuple[Lane, ...]) -> Counter[tuple[Lane, 
     return Counter((span.lane, span.op, span.subgroup) for span in timeline.spans if span.lane in lanes)
 
 
-def _corrected(profile: HardwareProfile, workload: Workload, slower: dict[Lane, float]) -> dict[str, float]:
+def _corrected(
+    profile: HardwareProfile, workload: Workload, slower: dict[Lane, float], busy: Collection[Lane]
+) -> dict[str, float]:
     """The rates that explain lanes `slower` by these factors.
 
-    Where host DRAM cannot serve the CPU and both links at once, it is held responsible for them.
+    busy: the lanes that were measured. Where host DRAM cannot serve the CPU and both links at once, it is held
+    responsible for them if CPU updates are slower, which take the most of it, or both links where there are none.
     """
     load = workload.subgroups[0]
     on_cpu, streamed = (demand(placement, load, profile) for placement in (Placement.CPU, Placement.GPU_STREAMED))
@@ -165,7 +170,8 @@ def _corrected(profile: HardwareProfile, workload: Workload, slower: dict[Lane, 
     rates: dict[str, float] = {}
     if Lane.GPU in slower:
         rates["gpu_update_rate"] = profile.gpu_update_rate / slower[Lane.GPU]
-    if on_host and wanted > profile.host_bandwidth_per_rank:
+    most = {Lane.CPU} if Lane.CPU in busy else {Lane.H2D, Lane.D2H}
+    if most <= slower.keys() and wanted > profile.host_bandwidth_per_rank:
         rates["host_bandwidth"] = profile.host_bandwidth / statistics.median(on_host)
     for lane, names in (
         (Lane.CPU, ("cpu_update_rate",)),

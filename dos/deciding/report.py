@@ -24,7 +24,7 @@ class Report:
     measured: None while the step is still running.
     reading: device memory when the step had ended. held_bytes: what optimizer state had of it.
     host_bytes: host memory that state has, or had and will have again.
-    changed: what the memory for state was when the plan last changed, before and after, in bytes.
+    why: what had changed when the plan last did.
     exposed_s: seconds for which the caller was held up; None while the step is still running.
     kernel: what updates on the device; None where that is said by its kind.
     """
@@ -37,7 +37,7 @@ class Report:
     reading: Reading
     held_bytes: int
     host_bytes: int
-    changed: tuple[float, float]
+    why: str
     exposed_s: float | None = None
     kernel: str | None = None
 
@@ -100,14 +100,13 @@ class Report:
 
     def __str__(self) -> str:
         memory, bound, work = self.reading.memory, self.bound, self.workload
-        before, after = self.changed
         lines = [
             f"Plan: {self.plan}",
             f"Memory: {size_of(memory.free)} free of {size_of(memory.total)}, says {self.reading.source.value}; room "
             f"for {size_of(work.peak_free_bytes)} of {size_of(work.state_bytes)} of optimizer state, which holds "
             f"{size_of(self.held_bytes)} now",
             f"Formats: {self._formats()}; {work.state_bytes / max(work.numel, 1):.3g} bytes of state per parameter",
-            f"Last change of plan: memory for state went from {size_of(before)} to {size_of(after)}",
+            f"Last change of plan: {self.why}",
         ]
         lines += unused(self.plan, self.workload, self.profile, self.withheld)
         if self.kernel is not None:
@@ -141,11 +140,37 @@ class Report:
 
     def change(self) -> str:
         """One line for the log when the plan has changed."""
-        before, after = self.changed
-        text = f"plan changed: memory for state {size_of(before)} -> {size_of(after)}; {self.plan}"
+        text = f"plan changed: {self.why}; {self.plan}"
         if self.predicted_s is not None and self.bound is not None:
             text += f"; predicted {_ms(self.predicted_s)}, bound {_ms(self.bound.seconds)}, {_what_binds(self.bound)}"
         return text
+
+
+def why_changed(
+    before: Workload | None, now: Workload, believed: HardwareProfile | None, profile: HardwareProfile | None
+) -> str:
+    """What is different from when the plan before was made.
+
+    believed, profile: the rates then and now; None if no policy asks for any.
+    """
+    memory = size_of(now.peak_free_bytes)
+    if before is None:
+        return f"it was the first, with memory for {memory} of state"
+    reasons = []
+    if before.subgroups != now.subgroups:
+        reasons += ["the parameters to update are others"]
+    for what, then, since in (
+        ("memory for state", size_of(before.peak_free_bytes), memory),
+        ("memory for the update", size_of(before.shared_free_bytes), size_of(now.shared_free_bytes)),
+        ("forward", _ms(before.forward_s), _ms(now.forward_s)),
+        ("backward", _ms(before.backward_s), _ms(now.backward_s)),
+    ):
+        if then != since:
+            reasons += [f"{what} went from {then} to {since}"]
+    if believed != profile:
+        reasons += ["measured steps corrected the rates"]
+    other = "the policy chose another" if profile is None else "a longer search found a better one"
+    return ", ".join(reasons) or other
 
 
 @functools.lru_cache(maxsize=8)

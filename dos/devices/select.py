@@ -24,7 +24,7 @@ class DeviceFinder:
         """Whether the parameter is on the accelerator.
 
         Raises TypeError for a parameter on a kind of device that is not supported, ValueError for one elsewhere than
-        requested.
+        requested, or a request that is no device.
         """
         if self.found is None:
             self.found = self._device_of(parameter)
@@ -38,7 +38,13 @@ class DeviceFinder:
         if there.type not in ("cpu", "cuda"):
             raise TypeError(f"expected parameters on cpu or cuda, found {there}")
         if requested is not None:
-            wanted = torch.device(requested)
+            try:
+                wanted = torch.device(requested)
+            except RuntimeError as error:
+                raise ValueError(
+                    "device must be the torch device of the parameters, or a dos.EmulatedDevice(profile, capacity), "
+                    f"which has an accelerator's memory and speed on the CPU; found {requested!r}"
+                ) from error
             if wanted.type != there.type or wanted.index not in (None, there.index):
                 raise ValueError(f"device is {wanted} but a parameter is on {there}; move the model there first")
         return CudaDevice(there) if there.type == "cuda" else None

@@ -14,6 +14,8 @@ from dos.machine.process import local_ranks, usable_cores
 from perfmodel.hardware import HardwareProfile, builtin_profiles
 
 COMMAND = "python -m dos.calibrate"
+BUSY = "measured while other programs had the CPU"
+"""What the note of a profile says whose rates are therefore too low."""
 
 
 def find_profile(device_name: str) -> HardwareProfile | None:
@@ -57,16 +59,22 @@ def resolve_profile(profile: HardwareProfile | str | Path | None, device_name: s
     builtin = builtin_profiles()
     if isinstance(profile, str) and profile in builtin:
         return builtin[profile]
+    check_named(profile)
     mend = f"{COMMAND} --output {profile}"
-    if not Path(profile).is_file():
-        raise ValueError(
-            f"profile {str(profile)!r} is neither a file nor a built-in profile ({', '.join(builtin)}); "
-            f"measure this machine with `{mend}`"
-        )
     try:
         return _load(Path(profile), device_name, mend)
     except OSError as error:
         raise ValueError(f"{profile}: {error.strerror}; measure this machine with `{mend}`") from error
+
+
+def check_named(profile: str | Path) -> None:
+    """Raise ValueError unless it is a file or the name of a built-in profile."""
+    builtin = builtin_profiles()
+    if str(profile) not in builtin and not Path(profile).is_file():
+        raise ValueError(
+            f"profile {str(profile)!r} is neither a file nor a built-in profile ({', '.join(builtin)}); measure this "
+            f"machine with `{COMMAND} --output {profile}`"
+        )
 
 
 def profile_path(device_name: str) -> Path:
@@ -110,6 +118,11 @@ def _load(path: Path, device_name: str, mend: str) -> HardwareProfile:
     measured_on, here = profile.provenance.machine, machine_name(device_name)
     if profile.provenance.source == "measured" and measured_on != here:
         raise ValueError(f"{path} was measured on {measured_on!r}, this is {here!r}; measure again with `{mend}`")
+    if BUSY in profile.provenance.note:
+        _warn(
+            f"{path} was {BUSY} ({profile.provenance.note}), so plans begin with rates that are too low; measure again "
+            f"on a quiet machine with `{mend}`"
+        )
     return profile
 
 

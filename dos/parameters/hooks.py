@@ -102,6 +102,20 @@ def taker(parameter: Tensor) -> weakref.ref[Watcher] | None:
     return None if hooks is None else hooks.watcher
 
 
+def check_model(model: object, parameters: Iterable[Tensor]) -> None:
+    """Raise TypeError unless it is a model, ValueError unless it has any of the optimizer's parameters."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"attach() expects the model, an nn.Module, found {type(model).__name__}; call optimizer.attach(model)"
+        )
+    own = {id(p) for p in parameters}
+    if own.isdisjoint(map(id, model.parameters())):
+        raise ValueError(
+            f"the model to attach, {type(model).__name__}, has none of the optimizer's parameters; attach the model "
+            "whose parameters the optimizer was given, after fully_shard or accelerator.prepare, which replace them"
+        )
+
+
 class Attachment:
     """A model whose modules wait for their own parameters, so that updates may run into its forward.
 

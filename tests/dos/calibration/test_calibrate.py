@@ -198,6 +198,24 @@ def test_kept_and_found(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert profiles.find_profile(GPU) is None
 
 
+def test_what_was_measured_while_others_ran_is_not_used_silently(cache: Path, tmp_path: Path) -> None:
+    rate = Figure(1e9, 0.0)
+    figures = {"cpu_update_rate": rate, "h2d_bandwidth": rate, "host_bandwidth": rate}
+    machine = profiles.machine_name(GPU)
+    quiet, busy = (measure.Measurement(figures, {4: rate}, 4, share).profile(MACHINE, machine) for share in (0.9, 0.16))
+    profiles.save_profile(quiet, GPU)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert profiles.find_profile(GPU) == quiet
+    profiles.save_profile(busy, GPU)
+    busy.save(tmp_path / "mine.json")
+    for asked in (None, tmp_path / "mine.json"):
+        with pytest.warns(
+            UserWarning, match=r"got 16% of the CPU time it wanted.*measure again on a quiet machine with"
+        ):
+            assert profiles.resolve_profile(asked, GPU) == busy
+
+
 def spoil(path: Path, how: str) -> None:
     values = measured().to_json()
     values |= {"stale": {"version": 0}, "negative": {"h2d_bandwidth": -1}, "odd": {"name": 3, "provenance": 4}}.get(

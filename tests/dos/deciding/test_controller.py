@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 
 import pytest
 
 from dos.deciding.controller import AdaptivePolicy, Controller, Refinement, resolve_policy
+from dos.step.pace import _Typical
 from perfmodel import Placement, Plan, Timeline, Workload
+from perfmodel.adaptive import adaptive
 from perfmodel.hardware import HardwareProfile, changed
 from perfmodel.policies import stride
 from perfmodel.schedule import schedule
-from perfmodel.simulate import simulate
+from perfmodel.scope import Scope
+from perfmodel.simulate import makespan, serve, simulate
 from tests.support.training import profile
 
 BELIEVED = profile(
@@ -128,3 +132,30 @@ def test_what_fits_stays_on_the_device_and_nothing_travels() -> None:
     assert set(policy(work).placements) == {Placement.GPU_RESIDENT}
     scarce = dataclasses.replace(work, peak_free_bytes=WORK.state_bytes - 1)
     assert set(policy(scarce).placements) != {Placement.GPU_RESIDENT}
+
+
+def noisy(rng: random.Random, truth: HardwareProfile, share: float) -> HardwareProfile:
+    """The rates of one step, each off by itself."""
+    rates = ("host_bandwidth", "cpu_update_rate", "gpu_update_rate", "h2d_bandwidth", "d2h_bandwidth")
+    found = {name: getattr(truth, name) * rng.lognormvariate(0, share) for name in rates}
+    return changed(truth, found | {f"{name}_duplex": found[name] for name in rates[3:]})
+
+
+@pytest.mark.parametrize(("share", "changes"), [(0.05, 1), (0.2, 4)])
+def test_steady_steps_hardly_change_the_plan(share: float, changes: int) -> None:
+    """Measured with noise. And what is believed in the end costs little where none of it is true."""
+    truth = HardwareProfile.builtin("rtx_4090_desktop")
+    for seed in range(3):
+        rng, policy, plans, pace = random.Random(seed), AdaptivePolicy(truth), [], _Typical()
+        for _ in range(25):
+            pace.add(0.05 * rng.lognormvariate(0, share))
+            work = Workload.of_sizes([10**7] * 32, peak_free_bytes=15 * 10**8, shared_free_bytes=15 * 10**8)
+            work = dataclasses.replace(work, backward_s=pace.seconds)
+            plans.append(policy(work))
+            issued = schedule(plans[-1], work, Scope.beside(work))
+            spans = serve(issued, work, noisy(rng, truth, share)).spans
+            policy.observe(issued, work, Timeline.of(span for span in spans if span.subgroup is not None))
+        assert sum(a != b for a, b in itertools.pairwise(plans[5:])) <= changes
+        scope = Scope.beside(work)
+        lost = makespan(plans[-1], work, truth, scope) / makespan(adaptive(work, truth), work, truth, scope)
+        assert lost < 1.04

@@ -14,7 +14,7 @@ from torch.optim import AdamW
 
 from dos import DOSAdam, EmulatedDevice
 from dos.deciding.controller import AdaptivePolicy
-from dos.deciding.report import Report
+from dos.deciding.report import Report, why_changed
 from dos.deciding.unused import unused
 from dos.devices import Memory
 from dos.memory.monitor import Reading, Source
@@ -97,7 +97,7 @@ def test_the_log_has_a_line_for_each_change_of_plan_and_no_other(caplog: pytest.
         train(model, optimizer, 12)
     lines = [r for r in caplog.records if r.name == "dos.accelerator"]
     assert len(quiet) < len(lines) <= len(quiet) + 12
-    assert "plan changed: memory for state" in lines[-1].getMessage()
+    assert any("plan changed: memory for state went from" in r.getMessage() for r in lines)
     assert lines[-1].metrics["memory_total_bytes"] == device.capacity  # type: ignore[attr-defined]
 
 
@@ -236,7 +236,7 @@ def test_why_a_plan_uses_less_than_there_is() -> None:
         "Kept from state: 5.00 MiB for the peak of an iteration, 24.00 MiB for 2 staging slots"
     ]
     assert unused(cpu_only(work), work, machine, []) == [
-        "Kept from state: 60.00 MiB as the plan of before is at most 2% slower"
+        "Kept from state: 60.00 MiB as the plan of before is at most 5% slower"
     ]
     hidden = dataclasses.replace(work, forward_s=10.0, backward_s=10.0)  # the GPU has no time for updates
     assert unused(adaptive(hidden, machine), hidden, machine, []) == [
@@ -276,3 +276,21 @@ def test_a_step_that_fails_is_no_complete_step(monkeypatch: pytest.MonkeyPatch) 
 
 def test_no_size_is_advised_where_there_is_not_memory_for_one_parameter() -> None:
     assert "0.01 KiB may be used; that of one parameter does not fit either" in said(memory_budget=10)
+
+
+def test_the_reason_of_a_change_is_what_is_different() -> None:
+    machine = HardwareProfile.builtin("rtx_4090_desktop")
+    before = Workload.of_sizes([2**20] * 4, peak_free_bytes=10 * 2**20, shared_free_bytes=20 * 2**20)
+    assert why_changed(None, before, None, machine) == "it was the first, with memory for 10.00 MiB of state"
+    for now, believed, expected in (
+        (
+            dataclasses.replace(before, peak_free_bytes=2**20),
+            machine,
+            "memory for state went from 10.00 MiB to 1.00 MiB",
+        ),
+        (dataclasses.replace(before, backward_s=0.2), machine, "backward went from 0.0 ms to 200.0 ms"),
+        (dataclasses.replace(before, peak_free_bytes=10 * 2**20 + 9), None, "measured steps corrected the rates"),
+        (before, machine, "a longer search found a better one"),
+    ):
+        assert why_changed(before, now, believed, machine) == expected
+    assert why_changed(before, before, None, None) == "the policy chose another"

@@ -36,6 +36,8 @@ from tests.support.training import FAST, bits, mlp, train
         ({"policy": math.nan}, "found nan"),
         ({"subgroup_size": 0}, "subgroup_size must be 1 or more parameters, found 0"),
         ({"max_grad_norm": 0.0}, "max_grad_norm must be above 0"),
+        ({"profile": "h100_", "policy": "cpu"}, r"profile 'h100_' is neither a file nor a built-in profile \(.*h100"),
+        ({"device": "emulated"}, r"the parameters, or a dos.EmulatedDevice\(profile, capacity\).* found 'emulated'"),
     ],
     ids=str,
 )
@@ -72,6 +74,24 @@ def test_empty_parameter_list() -> None:
 def test_a_tensor_instead_of_a_list() -> None:
     with pytest.raises(TypeError, match="iterable of Tensors"):
         DOSAdam(torch.ones(3, requires_grad=True))
+
+
+@pytest.mark.parametrize("model", [nn.Linear(2, 2), mlp()], ids=["layer", "sequence"])
+def test_a_model_instead_of_its_parameters(model: nn.Module) -> None:
+    with pytest.raises(TypeError, match=r"found a model, \w+; pass its parameters\(\)"):
+        DOSAdam(model)
+
+
+def test_what_cannot_be_attached(device: EmulatedDevice) -> None:
+    model = mlp()
+    optimizer = DOSAdam(model.parameters(), device=device)
+    with pytest.raises(
+        TypeError, match=r"expects the model, an nn.Module, found generator; call optimizer.attach\(model"
+    ):
+        optimizer.attach(model.parameters())
+    with pytest.raises(ValueError, match="Sequential, has none of the optimizer's parameters; attach the model whose"):
+        optimizer.attach(mlp())
+    optimizer.attach(nn.Sequential(model, nn.Linear(2, 2)))
 
 
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")

@@ -158,9 +158,15 @@ def test_a_write_that_nobody_sees_makes_no_nan() -> None:
     assert all(p.isfinite().all() for p in model.parameters())
 
 
-@pytest.mark.parametrize("found", ["int4", "split", "", 0, torch.float32])
+def test_the_default_has_a_name() -> None:
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        named, default = (DOSAdam(mlp(dtype).parameters(), state_format=name) for name in ("split", None))
+        assert named._options == default._options
+
+
+@pytest.mark.parametrize("found", ["int4", "Split", "", 0, torch.float32])
 def test_a_format_that_does_not_exist(found: object) -> None:
-    with pytest.raises(ValueError, match="state_format must be None, 'float32' or 'int8', found"):
+    with pytest.raises(ValueError, match="state_format must be None, 'split', 'float32' or 'int8', found"):
         DOSAdam(mlp().parameters(), state_format=found)  # type: ignore[arg-type]
 
 
