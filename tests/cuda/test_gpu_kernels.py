@@ -62,6 +62,15 @@ def moved(arrays: Arrays, device: str, offset: int = 0) -> Arrays:
     return [None if array is None else move(array) for array in arrays]
 
 
+def check(arrays: Arrays, steps: list[AdamStep], offset: int = 0) -> None:
+    """The same updates there and here leave the same bits."""
+    ours = moved(arrays, "cuda", offset)
+    for step in steps:
+        update(ours, step)
+        update(arrays, step)
+    assert_same_bits(moved(ours, "cpu"), arrays)
+
+
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize(
     ("param", "out"),
@@ -77,12 +86,7 @@ def moved(arrays: Arrays, device: str, offset: int = 0) -> Arrays:
 def test_a_million_elements(
     kernel: str, grad: torch.dtype, param: torch.dtype, out: torch.dtype | None, step: AdamStep
 ) -> None:
-    expected = random_arrays(NUMEL, step, grad, param, out, seed=0)  # one in eight is any bit pattern
-    ours = moved(expected, "cuda")
-    for _ in range(3):
-        update(ours, step)
-        update(expected, step)
-    assert_same_bits(moved(ours, "cpu"), expected)
+    check(random_arrays(NUMEL, step, grad, param, out, seed=0), [step] * 3)  # one in eight is any bit pattern
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -92,20 +96,13 @@ def test_nothing_but_special_values(kernel: str, step: AdamStep) -> None:
     for array in expected[:5]:
         if array is not None:
             array.copy_(random_bits(NUMEL, array.dtype, generator))
-    ours = moved(expected, "cuda")
-    update(ours, step)
-    update(expected, step)
-    assert_same_bits(moved(ours, "cpu"), expected)
+    check(expected, [step])
 
 
 @pytest.mark.parametrize("out", [torch.bfloat16, torch.float16])
 def test_masters_that_come_out_as_ties(kernel: str, out: torch.dtype) -> None:
     zeros = [torch.zeros(2**16) for _ in range(3)]
-    expected: Arrays = [zeros[0], ties(), *zeros[1:], None, torch.zeros(2**16, dtype=out)]
-    ours = moved(expected, "cuda")
-    update(ours, NOTHING)
-    update(expected, NOTHING)
-    assert_same_bits(moved(ours, "cpu"), expected)
+    check([zeros[0], ties(), *zeros[1:], None, torch.zeros(2**16, dtype=out)], [NOTHING])
 
 
 @pytest.mark.parametrize("grad", FLOATS)
@@ -139,11 +136,7 @@ def test_moments_in_codes(kernel: str, step: AdamStep, grad: torch.dtype) -> Non
 @pytest.mark.parametrize("numel", [0, 1, 2, 15, 16, 1023, 1024, 1025, 70_001])
 @pytest.mark.parametrize("offset", [0, 1, 4])
 def test_any_length_and_address(kernel: str, numel: int, offset: int) -> None:
-    expected = random_arrays(numel, STEP, torch.bfloat16, torch.float32, torch.bfloat16, seed=numel)
-    ours = moved(expected, "cuda", offset)
-    update(ours, STEP)
-    update(expected, STEP)
-    assert_same_bits(moved(ours, "cpu"), expected)
+    check(random_arrays(numel, STEP, torch.bfloat16, torch.float32, torch.bfloat16, seed=numel), [STEP], offset)
 
 
 def test_a_batch_has_the_bits_of_its_runs(kernel: str) -> None:

@@ -11,6 +11,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -157,26 +158,6 @@ def test_without_nvml_the_runtime_counts_and_one_warning_says_what_to_do(
     assert "memory_budget=" in said[0]
 
 
-def test_without_the_library_the_runtime_counts(monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    monitor = monitor_of(Card(free=1234))
-    monitor.sample(always=True)
-    assert monitor.reading == Reading(Memory(1234, TOTAL), Source.NO_NVML)
-    assert len(said) == 1
-    assert "Install nvidia-ml-py" in said[0]
-
-
-def test_a_library_of_another_kind_does_no_harm(monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", ModuleType("pynvml"))
-    assert monitor_of(Card(free=1234)).reading == Reading(Memory(1234, TOTAL), Source.FAILED)
-    assert len(said) == 1
-
-
-def test_a_uuid_that_nvml_does_not_know(nvml: Pynvml, said: list[str]) -> None:
-    assert monitor_of(Card("GPU-0000", free=9)).reading == Reading(Memory(9, TOTAL), Source.NOT_FOUND)
-    assert len(said) == 1
-
-
 def test_a_device_that_is_lost_and_comes_back(nvml: Pynvml, said: list[str]) -> None:
     monitor = monitor_of(Card(free=1234))
     sources = [monitor.reading.source]
@@ -190,30 +171,42 @@ def test_a_device_that_is_lost_and_comes_back(nvml: Pynvml, said: list[str]) -> 
     assert len(said) == 1, "of the same loss there is nothing new to say"
 
 
+IMPOSSIBLE = [
+    (TOTAL + 1, TOTAL),
+    (-1, TOTAL),
+    (0, 0),
+    (-2, -1),
+    (1, TOTAL // 2),
+    (1, 2 * TOTAL),
+    (2**64 - 1, 2**64 - 1),
+]
+
+
 @pytest.mark.parametrize(
-    "figures",
+    ("changes", "source", "words"),
     [
-        SimpleNamespace(free=TOTAL + 1, total=TOTAL),
-        SimpleNamespace(free=-1, total=TOTAL),
-        SimpleNamespace(free=0, total=0),
-        SimpleNamespace(free=-2, total=-1),
-        SimpleNamespace(free=1, total=TOTAL // 2),
-        SimpleNamespace(free=1, total=2 * TOTAL),
-        SimpleNamespace(free=2**64 - 1, total=2**64 - 1),
+        ({"library": None}, Source.NO_NVML, "Install nvidia-ml-py"),
+        ({"library": ModuleType("pynvml")}, Source.FAILED, ""),
+        ({"uuid": "GPU-0000"}, Source.NOT_FOUND, ""),
+        ({"figures": None}, Source.FAILED, ""),
+        ({"figures": SimpleNamespace(free=None, total=TOTAL)}, Source.FAILED, ""),
+        ({"figures": SimpleNamespace(free=1)}, Source.FAILED, ""),
+        *(
+            ({"figures": SimpleNamespace(free=free, total=total)}, Source.NONSENSE, "cannot be those of this device")
+            for free, total in IMPOSSIBLE
+        ),
     ],
 )
-def test_figures_that_cannot_be_those_of_this_device(figures: object, nvml: Pynvml, said: list[str]) -> None:
-    nvml.figures = figures
-    assert monitor_of(Card(free=1234)).reading == Reading(Memory(1234, TOTAL), Source.NONSENSE)
+def test_a_library_that_does_not_help_is_said_once(
+    changes: dict[str, Any], source: Source, words: str, nvml: Pynvml, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", changes.get("library", nvml))
+    nvml.figures = changes.get("figures", nvml.figures)
+    monitor = monitor_of(Card(changes.get("uuid", GPU), free=1234))
+    monitor.sample(always=True)
+    assert monitor.reading == Reading(Memory(1234, TOTAL), source)
     assert len(said) == 1
-    assert "cannot be those of this device" in said[0]
-
-
-@pytest.mark.parametrize("figures", [None, SimpleNamespace(free=None, total=TOTAL), SimpleNamespace(free=1)])
-def test_figures_that_are_none(figures: object, nvml: Pynvml, said: list[str]) -> None:
-    nvml.figures = figures
-    assert monitor_of(Card(free=1234)).reading == Reading(Memory(1234, TOTAL), Source.FAILED)
-    assert len(said) == 1
+    assert words in said[0]
 
 
 def test_what_the_driver_reserves_is_no_contradiction(nvml: Pynvml) -> None:
@@ -501,21 +494,6 @@ def test_no_more_is_held_than_the_budget(budget: float, attach: bool) -> None:
     limit = int(budget * device.capacity) if isinstance(budget, float) else budget
     assert device.most <= limit
     assert (device.most >= STATE_BYTES) == (limit >= 2 * STATE_BYTES)
-    assert bits(model.parameters()) == on_host()
-
-
-def test_a_function_may_say_something_else_in_every_iteration() -> None:
-    model, device = mlp(), Watched()
-    given: list[int] = []
-
-    def budget() -> int:
-        given.append([STATE_BYTES, 0, STATE_BYTES // 3, 2 * STATE_BYTES, 5000][len(given) % 5])
-        return given[-1]
-
-    optimizer = DOSAdam(model.parameters(), device=device, subgroup_size=128, memory_budget=budget)
-    train(model, optimizer, STEPS)
-    assert len(given) >= STEPS
-    assert 0 < device.most <= 2 * STATE_BYTES
     assert bits(model.parameters()) == on_host()
 
 

@@ -14,7 +14,7 @@ from dos import DOSAdam, EmulatedDevice
 from perfmodel import Lane, Op, Placement, Plan, Workload
 from perfmodel.simulate import simulate
 from tests.support.clock import compares_with_a_clock, eventually, skip_if_the_clock_cannot_be_trusted
-from tests.support.devices import JitteryDevice
+from tests.support.devices import JitteryDevice, UpdatesAfterStep
 from tests.support.training import FAST, bits, mlp, plan_anew, profile, train
 
 pytestmark = pytest.mark.usefixtures("one_kernel_thread")
@@ -128,14 +128,16 @@ def test_state_that_leaves_is_updated_where_it_is_and_flushed_beside_the_rest(at
 
 @pytest.mark.parametrize("policy", ["cpu", "stride:2", 0.0])
 def test_gradients_are_held_no_longer_than_the_update_needs_them(policy: str | float) -> None:
-    """Not until somebody waits: their memory is for the next forward."""
-    model = mlp()
-    optimizer = DOSAdam(model.parameters(), policy=policy, subgroup_size=300, device=EmulatedDevice(FAST, 10**9))
+    """Nor until the host has updated what they were copied for: their memory is for the next forward."""
+    model, device = mlp(), UpdatesAfterStep(FAST, 10**9)
+    optimizer = DOSAdam(model.parameters(), policy=policy, subgroup_size=300, device=device)
     optimizer.attach(model)
     train(model, optimizer, 2)
     optimizer.zero_grad()
     model(torch.ones(2, 24)).sum().backward()
     gradients = [StorageWeakRef(p.grad.untyped_storage()) for p in model.parameters()]
+    device.returned.clear()
     optimizer.step()
     optimizer.zero_grad()
-    assert eventually(lambda: all(gradient.expired() for gradient in gradients))
+    assert eventually(lambda: all(gradient.expired() for gradient in gradients), seconds=30)
+    device.returned.set()
