@@ -2,7 +2,7 @@
 
 from dos.devices.base import LANES, Cached, Caller, Copy, Device, Job, Mark, Memory, pinned_zeros
 from dos.devices.emulated import EmulatedDevice
-from dos.devices.occupancy import Script, read_trace
+from dos.devices.occupancy import Script
 from dos.devices.select import DeviceFinder
 
 __all__ = [
@@ -18,5 +18,4 @@ __all__ = [
     "Memory",
     "Script",
     "pinned_zeros",
-    "read_trace",
 ]

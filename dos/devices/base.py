@@ -101,7 +101,7 @@ class Device(Protocol):
         """
 
     owner: Caller
-    """The queue of the caller's from whose memory `allocate` takes: that of `step()`, whoever calls it."""
+    """The queue of the caller's from whose memory `allocate` takes: that in which `step()` is called."""
 
     def allocate(self, nbytes: int) -> Tensor:
         """1-D uint8 device memory, uninitialised. Raises torch.OutOfMemoryError."""

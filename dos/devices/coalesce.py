@@ -78,7 +78,7 @@ def _copy_together(run: Sequence[Copy], *, to_host: bool) -> bool:
         staged = torch.empty_like(whole, device=run[0][device].device)
     except torch.OutOfMemoryError:
         return False
-    # Of the current stream's memory, so that whoever is given it next comes after this.
+    # Of the current stream's memory, so that the allocator gives it to work that comes after this.
     parts = list(staged.split([copy[host].numel() for copy in run]))
     if to_host:
         torch._foreach_copy_(parts, [copy[device] for copy in run])

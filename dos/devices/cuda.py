@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 _CLOCK_S = 1.0
 """Seconds after which a new clock is started: in that time the host's and the device's part by some microseconds."""
 _BRACKETS = 3
-"""How often the host looks when the device is; whoever is not interrupted in between knows best."""
+"""How often the host looks when the device is; the look with the least time around it is the most exact."""
 
 _GENERAL = (0, 0)
 """The id of the caching allocator's own pool."""
@@ -253,7 +253,7 @@ class CudaDevice:
         return _CudaJob(self, start, end, op, subgroup, ours)
 
     def _drop_leftovers(self) -> None:
-        """Let go of what jobs that nobody holds any more used, as far as they are done."""
+        """Let go of the host memory that finished jobs used which the engine does not hold any more."""
         while True:
             try:
                 leftover = self._leftovers.popleft()
@@ -321,7 +321,7 @@ def _warn_of_one_connection() -> None:
 
 
 class _Leftover(NamedTuple):
-    """What a job leaves when nobody holds it any more."""
+    """What a job leaves when the engine does not hold it any more."""
 
     end: torch.cuda.Event
     keeps: Sequence[Tensor]

@@ -43,7 +43,6 @@ class EmulatedDevice:
     capacity: device memory in bytes.
     occupied: bytes of it that the model and its activations take; what is not taken now stays reserved for them.
     neighbour: bytes that another process wants; it takes what is free and waits for the rest.
-    reports: what the device says of its memory when it lies: a function of what is true.
     peak_bytes: the most that was in use. own_peak_bytes: without the neighbour. unmet_bytes: what that waits for.
 
     Copies and updates are real, each stream runs on a thread of its own, and a lane serves one of them at a time.
@@ -62,13 +61,11 @@ class EmulatedDevice:
         occupied: Occupancy = 0,
         *,
         neighbour: Occupancy = 0,
-        reports: Callable[[Memory], Memory] | None = None,
     ) -> None:
         self.profile = profile
         self.capacity = capacity
         self.occupied = occupied
         self.neighbour = neighbour
-        self.reports = reports
         self.peak_bytes = 0
         self.own_peak_bytes = 0
         self.unmet_bytes = 0
@@ -91,7 +88,7 @@ class EmulatedDevice:
         return self
 
     def __reduce__(self) -> tuple[object, ...]:
-        return functools.partial(EmulatedDevice, neighbour=self.neighbour, reports=self.reports), (
+        return functools.partial(EmulatedDevice, neighbour=self.neighbour), (
             self.profile,
             self.capacity,
             self.occupied,
@@ -139,7 +136,7 @@ class EmulatedDevice:
         return buffer
 
     def free(self, buffer: Tensor) -> None:
-        self._live.pop(id(buffer), None)  # it may be gone already, if somebody was interrupted while freeing it
+        self._live.pop(id(buffer), None)  # it may be gone already, if the engine was interrupted while freeing it
         self._free()
 
     @property
@@ -147,8 +144,7 @@ class EmulatedDevice:
         return sum(list(self._live.values()))
 
     def memory(self) -> Memory:
-        true = Memory(self._free(), self.capacity)
-        return true if self.reports is None else self.reports(true)
+        return Memory(self._free(), self.capacity)
 
     def cached(self) -> Cached:
         usage = self.usage()

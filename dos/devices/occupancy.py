@@ -1,12 +1,10 @@
-"""What others take of an emulated device's memory: constant, scripted, or as it was recorded."""
+"""What others take of an emulated device's memory: constant or scripted."""
 
 from __future__ import annotations
 
 import bisect
-import csv
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 Occupancy = int | Callable[[], int]
 """Bytes, always the same or as they are at the call."""
@@ -40,23 +38,3 @@ class Script:
         if self.period is not None:
             at %= self.period
         return self.points[max(0, bisect.bisect_right(self.points, at, key=lambda point: point[0]) - 1)][1]
-
-
-def read_trace(path: str | Path) -> list[tuple[float, int]]:
-    """A recorded trace as points of (seconds, bytes used), from a CSV file with columns `time_s` and `used_bytes`.
-
-    Raises OSError when the file cannot be read, ValueError naming it and the line when it is no trace.
-    """
-    points = []
-    with Path(path).open(newline="") as file:
-        rows = csv.DictReader(file)
-        if not {"time_s", "used_bytes"} <= set(rows.fieldnames or ()):
-            raise ValueError(f"{path}: a memory trace has columns time_s and used_bytes, found {rows.fieldnames}")
-        for number, row in enumerate(rows, start=2):
-            try:
-                points.append((float(row["time_s"]), int(row["used_bytes"])))
-            except (TypeError, ValueError) as error:
-                raise ValueError(f"{path}, line {number}: {error}") from None
-    if not points:
-        raise ValueError(f"{path}: no samples")
-    return points

@@ -61,7 +61,7 @@ class OffloadedGradients:
 
         subgroups: in which the parameter lies. pin: whether host memory may be pinned now; else it is where it was made
             before, and elsewhere the first gradients travel more slowly.
-        If this is interrupted or fails, nobody knows what was added, and all are refused until `clear`.
+        If this is interrupted or fails, it is not known what was added, and all are refused until `clear`.
         """
         gradient = record.gradient
         assert gradient is not None
@@ -148,4 +148,4 @@ class OffloadedGradients:
         self._leaving.clear()
         self._leaving_bytes = 0
         for total in forgotten.values():
-            total.arrived.exception()  # waits; what went wrong with gradients that nobody wants is of no interest
+            total.arrived.exception()  # waits; what went wrong with gradients that are not used does not matter

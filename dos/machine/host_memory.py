@@ -26,7 +26,7 @@ def reserve(nbytes: int, purpose: str, *, processes: int = 1) -> None:
     """Say that `nbytes` are about to be allocated, by each of so many processes of this host.
 
     Raises MemoryError if there are not as many: Linux grants allocations that it cannot serve, and kills the process
-    when they are used. What nobody can reach any more is collected first.
+    when they are used. Garbage is collected first.
     """
     available = available_bytes()
     if available is not None and nbytes * processes > available:

@@ -36,7 +36,7 @@ def save_profile(profile: HardwareProfile, device_name: str) -> Path:
     """Keep a profile of this machine for `find_profile`; where it is. Raises OSError if it cannot be written."""
     path = profile_path(device_name)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Written apart and renamed, so that nobody reads half a file.
+    # Written apart and renamed, so that no process reads half a file.
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         profile.save(Path(folder) / path.name)
         (Path(folder) / path.name).replace(path)

@@ -17,7 +17,7 @@ RESTLESS = 12
 CAUTION = 1 / 3
 """Share of the most that others took at a time that is left to them where they have just given back."""
 GROWTH = 1.5
-"""By which more is given back with each iteration in which somebody waits for memory."""
+"""By which more is given back with each iteration in which another process may be waiting for memory."""
 REMEMBERED_AFTER_FAILURE = 100
 """Iterations over which one counts from which the user's own code ran out of memory."""
 MARGIN = 0.02
@@ -55,7 +55,7 @@ class Forecast:
 
     The margin is MARGIN of the device, and more while memory runs short: a neighbour that waits for more takes all
     that is free, so nearly nothing free means that it wants more. Each such iteration adds GROWTH times as much as the
-    one before; the first with all of MARGIN free, so that nobody waits, takes all of that away.
+    one before; the first with all of MARGIN free, so that no process waits, takes all of that away.
     """
 
     def __init__(self) -> None:
@@ -89,7 +89,7 @@ class Forecast:
     def sample(self, phase: Op, free: int, held: int, total: int, *, others: int = 0, late: bool = False) -> None:
         """free: bytes, as measured in this phase. held: bytes of the device's `total` that optimizer state had.
 
-        others: bytes that other processes had; 0 where nobody knows, and all that is not free counts as this one's.
+        others: bytes that other processes had; 0 if that is not known, and all that is not free counts as this one's.
         late: whether this is the second half of backward.
         """
         self._total = total

@@ -50,7 +50,7 @@ class Source(enum.Enum):
     FAILED = "the runtime, because NVML fails"
     NONSENSE = "the runtime, because NVML's figures cannot be those of this device"
     DEVICE = "the device itself"
-    UNREADABLE = "nobody, because the runtime's figures cannot be read or cannot be"
+    UNREADABLE = "no source, because the runtime's figures cannot be read or cannot be"
 
 
 _ADVICE = {
@@ -288,7 +288,7 @@ class MemoryMonitor:
             memory, reserved = Memory(0, 0), 0
         if not _can_be(memory):
             memory, unused, source = Memory(0, self._total), 0, Source.UNREADABLE
-            reserved = self._total  # so nobody else is blamed
+            reserved = self._total  # so that no other process is blamed
         elif self._nvml is not None:
             found = self._nvml.read()
             if isinstance(found, Source):

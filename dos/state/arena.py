@@ -119,27 +119,25 @@ class Arena:
         self._buffers: list[Tensor] = []
         blocks = {f.name: f.block for f in self.format.fields if f.block > 1}
         self.state = State({f.name: self._field(f) for f in self.format.fields}, blocks)
-        self._gradient: HostTensor | None = None
-        self._parameter: HostTensor | None = None
-        self._accumulated: HostTensor | None = None
+        self._staging: dict[str, HostTensor] = {}
         if device is not None:
-            self._gradient = HostTensor(self.numel, self.dtype, device, self._part)
-        if device is not None and self.format.stages_parameters and tier is Tier.HOST:
-            self._parameter = HostTensor(self.numel, self.dtype, device, self._part)
+            self._stage("gradient", self.dtype)
+            if self.format.stages_parameters and tier is Tier.HOST:
+                self._stage("parameter", self.dtype)
         self._slices: dict[tuple[int, int], State] = {}
 
     @property
     def gradient(self) -> Tensor | None:
-        return None if self._gradient is None else self._gradient.tensor
+        return self._staged("gradient")
 
     @property
     def parameter(self) -> Tensor | None:
-        return None if self._parameter is None else self._parameter.tensor
+        return self._staged("parameter")
 
     @property
     def accumulated(self) -> Tensor | None:
         """Where gradients add up on the host, float32, once `accumulate` was called."""
-        return None if self._accumulated is None else self._accumulated.tensor
+        return self._staged("accumulated")
 
     @property
     def device_bytes(self) -> int:
@@ -148,14 +146,12 @@ class Arena:
 
     def stage_gradients_as(self, dtype: torch.dtype) -> None:
         """Make the gradient staging wide enough for gradients of `dtype`, which may differ from the parameters'."""
-        if self._gradient is not None and self._gradient.tensor.dtype not in (dtype, torch.float32):
-            assert self._device is not None, "nothing is staged for parameters on the host"
-            self._gradient = HostTensor(self.numel, torch.float32, self._device, self._part)
+        if self.gradient is not None and self.gradient.dtype not in (dtype, torch.float32):
+            self._stage("gradient", torch.float32)
 
     def accumulate(self) -> None:
         """Make room for gradients that add up on the host."""
-        assert self._device is not None, "gradients of parameters on the host stay where they are"
-        self._accumulated = HostTensor(self.numel, torch.float32, self._device, self._part)
+        self._stage("accumulated", torch.float32)
 
     def home(self) -> list[HostTensor]:
         """The host memory of its state."""
@@ -163,11 +159,19 @@ class Arena:
 
     def incoming(self) -> list[HostTensor]:
         """The host memory through which gradients come, and in which they add up."""
-        return [tensor for tensor in (self._gradient, self._accumulated) if tensor is not None]
+        return [tensor for name, tensor in self._staging.items() if name != "parameter"]
 
     def outgoing(self) -> list[HostTensor]:
         """The host memory through which new parameters go."""
-        return [] if self._parameter is None else [self._parameter]
+        return [tensor for name, tensor in self._staging.items() if name == "parameter"]
+
+    def _stage(self, name: str, dtype: torch.dtype) -> None:
+        assert self._device is not None, "nothing is staged for parameters on the host"
+        self._staging[name] = HostTensor(self.numel, dtype, self._device, self._part)
+
+    def _staged(self, name: str) -> Tensor | None:
+        found = self._staging.get(name)
+        return None if found is None else found.tensor
 
     def slice(self, start: int, stop: int) -> State:
         """A view of the state from start to stop. Remembered, because every step asks for the same ones."""

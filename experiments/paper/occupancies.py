@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 import itertools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-
-from dos.devices import read_trace
 
 LEVEL = 0.05
 """Share of the range of use within which it counts as the lowest."""
@@ -88,3 +87,23 @@ def neighbours(most: int, iterations: int, seed: int = SEED) -> dict[str, list[t
         "leak": points(lambda i: min(1.0, 1.25 * i / (iterations - 1))),
         "noise": points(lambda i: drawn.uniform(0.3, 0.5)),
     }
+
+
+def read_trace(path: str | Path) -> list[tuple[float, int]]:
+    """A recorded trace as points of (seconds, bytes used), from a CSV file with columns `time_s` and `used_bytes`.
+
+    Raises OSError when the file cannot be read, ValueError naming it and the line when it is no trace.
+    """
+    points = []
+    with Path(path).open(newline="") as file:
+        rows = csv.DictReader(file)
+        if not {"time_s", "used_bytes"} <= set(rows.fieldnames or ()):
+            raise ValueError(f"{path}: a memory trace has columns time_s and used_bytes, found {rows.fieldnames}")
+        for number, row in enumerate(rows, start=2):
+            try:
+                points.append((float(row["time_s"]), int(row["used_bytes"])))
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"{path}, line {number}: {error}") from None
+    if not points:
+        raise ValueError(f"{path}: no samples")
+    return points

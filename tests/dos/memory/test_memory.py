@@ -463,13 +463,17 @@ def on_host(steps: int = STEPS) -> list[bytes]:
 
 
 class Watched(EmulatedDevice):
-    """Remembers the most that state has held, and whether memory was denied."""
+    """Remembers the most that state has held, and whether memory was denied. reports: what it says when it lies."""
 
     def __init__(
         self, capacity: int = 10**6, reports: Callable[[Memory], Memory] | None = None, occupied: int = 0
     ) -> None:
-        super().__init__(FAST, capacity, occupied, reports=reports)
-        self.most, self.denied = 0, False
+        super().__init__(FAST, capacity, occupied)
+        self.most, self.denied, self._reports = 0, False, reports
+
+    def memory(self) -> Memory:
+        true = super().memory()
+        return true if self._reports is None else self._reports(true)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         try:

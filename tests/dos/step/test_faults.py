@@ -106,7 +106,7 @@ def outcome_of(program: Program, at: int, late: bool) -> tuple[str, str]:
 ON_DEVICE = [program for program in PROGRAMS if program.policy is not None]
 
 
-@pytest.mark.filterwarnings("ignore:DOSAdam takes free device memory from nobody")
+@pytest.mark.filterwarnings("ignore:DOSAdam takes free device memory from no source")
 @pytest.mark.parametrize("program", ON_DEVICE, ids=str)
 def test_a_fault_of_the_device(program: Program) -> None:
     device = FaultyDevice()
