@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NoReturn
+
+from rich.table import Table
 
 
 class Parser(argparse.ArgumentParser):
@@ -39,3 +42,18 @@ def positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"expected a whole number of 1 or more, found {text!r}")
     return value
+
+
+def table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> Table:
+    """For people; all columns but the first `left` are aligned to the right."""
+    found = Table(title=title)
+    for position, heading in enumerate(headings):
+        found.add_column(heading, justify="left" if position < left else "right")
+    for row in rows:
+        found.add_row(*row)
+    return found
+
+
+def seconds(*values: float | None, digits: int = 3) -> list[str]:
+    """Cells of a table; nothing for what is not known."""
+    return ["" if value is None else f"{value:.{digits}f}" for value in values]

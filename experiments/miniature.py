@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
+from collections.abc import Sequence
 from typing import Any
 
+import torch
+from torch import nn
+
+from dos import DOSAdam, EmulatedDevice
+from dos.deciding.controller import Policy
 from perfmodel import Workload
 from perfmodel.hardware import HardwareProfile
 from perfmodel.policies import cpu_only
@@ -28,3 +35,34 @@ def slowed(profile: HardwareProfile, workload: Workload, update_s: float) -> Har
     """The machine with all rates scaled together, so that an update of the workload on the CPU takes `update_s`."""
     profile = without_fixed_costs(profile)
     return profile.scaled(makespan(cpu_only(workload), workload, profile) / update_s)
+
+
+def measured_update_s(
+    parameters: Sequence[nn.Parameter],
+    policy: Policy,
+    subgroup_size: int,
+    profile: HardwareProfile | None,
+    rounds: int,
+    state_format: str | None = "float32",
+) -> float:
+    """Median seconds of an update in the engine, from `step()` with all gradients there to the last transfer.
+
+    profile: of the machine that is emulated; None for the parameters' own device. state_format: by default what the
+    published runs have. Two steps before those that count move state to where it stays.
+    """
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    capacity = 20 * sum(p.numel() for p in parameters)
+    optimizer = DOSAdam(
+        parameters,
+        policy=policy,
+        subgroup_size=subgroup_size,
+        state_format=state_format,
+        device=None if profile is None else EmulatedDevice(profile, capacity),
+    )
+    times = []
+    for _ in range(2 + rounds):
+        optimizer.step()
+        optimizer.synchronize()
+        times.append(max(span.end for span in optimizer.timeline().spans))
+    return statistics.median(times[2:])

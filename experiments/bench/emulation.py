@@ -19,12 +19,10 @@ from dataclasses import dataclass
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import nn
 
-from dos import DOSAdam, EmulatedDevice
-from experiments.command import Parser
-from experiments.miniature import UPDATE_S, equal_subgroups, slowed
+from experiments.command import Parser, seconds, table
+from experiments.miniature import UPDATE_S, equal_subgroups, measured_update_s, slowed
 from perfmodel import Placement, Plan, Workload
 from perfmodel.adaptive import adaptive
 from perfmodel.bounds import lower_bound
@@ -93,29 +91,11 @@ def plans(machine: Machine) -> dict[str, Plan]:
     }
 
 
-def measure(machine: Machine, plan: Plan, steps: int) -> float:
-    """Median seconds of the update in the engine, without two first steps, which move state to where it stays."""
-    parameter = nn.Parameter(torch.randn(machine.numel, dtype=machine.dtype))
-    parameter.grad = torch.randn_like(parameter)
-    optimizer = DOSAdam(
-        [parameter],
-        policy=lambda work: plan,
-        subgroup_size=machine.workload().subgroups[0].numel,
-        state_format="float32",  # as in the workloads, and on the published machines
-        device=EmulatedDevice(machine.profile, capacity=20 * machine.numel),
-    )
-    seconds = []
-    for _ in range(steps + 2):
-        optimizer.step()
-        timeline = optimizer.timeline()
-        assert timeline, "a step has run"
-        seconds.append(max(span.end for span in timeline.spans))
-    return statistics.median(seconds[2:])
-
-
-def run(machine: Machine, steps: int, on_progress: Callable[[str], None]) -> list[dict[str, str | float]]:
+def run(machine: Machine, rounds: int, on_progress: Callable[[str], None]) -> list[dict[str, str | float]]:
     """Every policy on one machine: measured, simulated, and bounds for the memory that its plan uses."""
     rows: list[dict[str, str | float]] = []
+    parameter = nn.Parameter(torch.randn(machine.numel, dtype=machine.dtype))
+    size = machine.workload().subgroups[0].numel
     for name, plan in plans(machine).items():
         on_progress(f"{machine.name}: {name}")
         loads = machine.workload().subgroups
@@ -125,12 +105,16 @@ def run(machine: Machine, steps: int, on_progress: Callable[[str], None]) -> lis
             {
                 "machine": machine.name,
                 "policy": name,
-                "measured_s": measure(machine, plan, steps),
+                "measured_s": measured_update_s([parameter], _always(plan), size, machine.profile, rounds),
                 "simulated_s": makespan(plan, machine.workload(), machine.profile),
                 "bound_s": lower_bound(work, machine.profile).seconds,
             }
         )
     return rows
+
+
+def _always(plan: Plan) -> Callable[[Workload], Plan]:
+    return lambda work: plan
 
 
 def errors(rows: Sequence[dict[str, str | float]]) -> list[float]:
@@ -159,13 +143,11 @@ def main() -> int:
     with console.status("") as status:
         rows = [row for machine in machines() for row in run(machine, arguments.rounds, status.update)]
     off = errors(rows)
-    table = Table(title="Seconds of an update: engine on the emulated accelerator, simulator, bound")
-    for heading in ("machine", "policy", "measured", "simulated", "error", "bound"):
-        table.add_column(heading, justify="left" if heading in ("machine", "policy") else "right")
-    for row, error in zip(rows, off, strict=True):
-        seconds = [f"{row[key]:.3f}" for key in ("measured_s", "simulated_s", "bound_s")]
-        table.add_row(str(row["machine"]), str(row["policy"]), seconds[0], seconds[1], f"{error:.1%}", seconds[2])
-    console.print(table)
+    keys = ("measured_s", "simulated_s", "bound_s")
+    cells = [[str(r["machine"]), str(r["policy"]), *seconds(*(float(r[key]) for key in keys))] for r in rows]
+    title = "Seconds of an update: engine on the emulated accelerator, simulator, bound"
+    headings = ("machine", "policy", "measured", "simulated", "bound", "error")
+    console.print(table(title, headings, ([*c, f"{e:.1%}"] for c, e in zip(cells, off, strict=True)), left=2))
     wrong = misordered(rows, tolerance=0.05)
     console.print(f"median error {statistics.median(off):.1%}, maximum {max(off):.1%}; misordered: {wrong or 'none'}")
     if arguments.json:

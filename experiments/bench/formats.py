@@ -24,22 +24,20 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from dos import DOSAdam, EmulatedDevice
-from experiments.command import Parser, positive
+from dos import DOSAdam
+from experiments.command import Parser, table
 from experiments.corpus import Corpus, standard_library
 from experiments.gpt import GPT, GPTConfig
-from experiments.miniature import equal_subgroups, slowed
+from experiments.miniature import equal_subgroups, measured_update_s, slowed
 from experiments.plots import save_spread
 from perfmodel import Plan, Workload
 from perfmodel.footprint import host_footprint
@@ -66,16 +64,13 @@ HARD_STEPS = 1000
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="experiments.formats", description="What each format of the state costs and does.")
-    parser.add_argument("--steps", type=positive, default=3000, help="of training (default 3000)")
-    parser.add_argument("--seeds", type=positive, default=3, help="runs of each (default 3)")
-    parser.add_argument("--width", type=positive, default=128, help="of the GPT (default 128)")
-    parser.add_argument("--layers", type=positive, default=3, help="of the GPT (default 3)")
-    parser.add_argument("--heads", type=positive, default=4, help="of the GPT (default 4)")
-    parser.add_argument("--context", type=positive, default=32, help="of the GPT, in bytes (default 32)")
-    parser.add_argument("--processes", type=positive, default=2, help="that train at a time (default 2)")
+    counts = {"steps": (3000, "of training"), "seeds": (3, "runs of each"), "processes": (2, "that train at a time")}
+    of_gpt = {"width": (128, ""), "layers": (3, ""), "heads": (4, ""), "context": (32, ", in bytes")}
+    for name, (default, what) in {**counts, **{n: (d, f"of the GPT{w}") for n, (d, w) in of_gpt.items()}}.items():
+        parser.add_count(name, default, what)
     parser.add_argument("--again", metavar="NAMES", help="of the rows: only these, the others as --out has them")
-    parser.add_argument("--out", type=Path, default=Path("out/formats"), help="folder for what is written")
-    parser.add_argument("--json", action="store_true", help="the last line of output is one JSON object")
+    parser.add_out("out/formats")
+    parser.add_json()
     args = parser.parse_args(argv)
     logging.getLogger("torchao").setLevel(logging.ERROR)
     args.out.mkdir(parents=True, exist_ok=True)
@@ -145,15 +140,8 @@ def train(name: str, seed: int, config: GPTConfig, steps: int) -> list[float]:
 def row(name: str, curves: Sequence[Sequence[float]]) -> dict[str, Any]:
     """Of the table: bytes of a bfloat16 parameter, seconds of an update, and how training ended."""
     finals = [statistics.fmean(losses[-LAST:]) for losses in curves]
-    bytes_and_speed: dict[str, Any] = dict.fromkeys(
-        (
-            "host_bytes_per_parameter",
-            "device_bytes_per_parameter",
-            "link_bytes_each_way",
-            "update_s_cpu",
-            "update_s_streamed",
-        )
-    )
+    keys = ("host_bytes_per_parameter", "device_bytes_per_parameter", "link_bytes_each_way")
+    bytes_and_speed: dict[str, Any] = dict.fromkeys((*keys, "update_s_cpu", "update_s_streamed"))
     if name in FORMATS:
         state = format_of("bfloat16", state_format=FORMATS[name])
         host = host_footprint(1 << 20, 2, state_format=FORMATS[name])
@@ -170,23 +158,10 @@ def row(name: str, curves: Sequence[Sequence[float]]) -> dict[str, Any]:
 
 def update_s(state_format: str | None, policy: Callable[[Workload], Plan]) -> float:
     """Seconds of an update of bfloat16 parameters on the emulated device, with nothing resident: the median of 5."""
-    slow = slowed(HardwareProfile.builtin("h100"), equal_subgroups(TIMED_NUMEL, TIMED_NUMEL // SUBGROUPS), TIMED_S)
+    size = TIMED_NUMEL // SUBGROUPS
+    slow = slowed(HardwareProfile.builtin("h100"), equal_subgroups(TIMED_NUMEL, size), TIMED_S)
     parameter = nn.Parameter(torch.randn(TIMED_NUMEL, dtype=torch.bfloat16))
-    parameter.grad = torch.randn_like(parameter)
-    optimizer = DOSAdam(
-        [parameter],
-        policy=policy,
-        subgroup_size=TIMED_NUMEL // SUBGROUPS,
-        state_format=state_format,
-        device=EmulatedDevice(slow, capacity=20 * TIMED_NUMEL),
-    )
-    seconds = []
-    for _ in range(7):
-        optimizer.step()
-        timeline = optimizer.timeline()
-        assert timeline is not None, "a step has run"
-        seconds.append(max(span.end for span in timeline.spans))
-    return statistics.median(seconds[2:])
+    return measured_update_s([parameter], policy, size, slow, 5, state_format)
 
 
 def hard_problems(console: Console) -> dict[str, dict[str, float]]:
@@ -273,15 +248,12 @@ def sparse_embedding(make: Make) -> float:
 def show(rows: Sequence[dict[str, Any]], hard: dict[str, dict[str, float]]) -> None:
     """Both tables."""
     names = ("host B/param", "device B/param", "link B each way", "update on CPU", "streamed", "final loss", "spread")
-    table = Table("format", *names)
-    for found in rows:
-        name, *figures = found.values()
-        table.add_row(name, *("" if value is None else f"{value:.4g}" for value in figures))
-    Console().print(table)
-    table = Table("problem (loss over AdamW's)", *next(iter(hard.values())))
-    for title, losses in hard.items():
-        table.add_row(title, *(f"{loss:.3g}" for loss in losses.values()))
-    Console().print(table)
+    cells = ([r["format"], *("" if v is None else f"{v:.4g}" for v in list(r.values())[1:])] for r in rows)
+    Console().print(table("", ("format", *names), cells))
+    headings = ("problem (loss over AdamW's)", *next(iter(hard.values())))
+    Console().print(
+        table("", headings, ([t, *(f"{loss:.3g}" for loss in losses.values())] for t, losses in hard.items()))
+    )
 
 
 if __name__ == "__main__":

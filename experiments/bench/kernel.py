@@ -12,17 +12,17 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 from torch import Tensor
 
 from dos.kernels.update import AdamArrays, AdamBatch, AdamStep, accumulate, instruction_sets
-from experiments.command import Parser
-from experiments.yardstick import stream
+from dos.machine.host_memory import available_bytes
+from experiments.bench.yardstick import stream
+from experiments.command import Parser, table
 from perfmodel.format import BLOCK
 
 _STEP = AdamStep(lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=1)
@@ -70,26 +70,15 @@ def build_contenders(numel: int, threads: int) -> dict[str, Contenders]:
     codes = torch.zeros(numel, dtype=torch.int8), torch.zeros(numel, dtype=torch.uint8)
     scales = torch.zeros(numel // BLOCK), torch.zeros(numel // BLOCK)
     coded = AdamBatch([AdamArrays(grad_bf16, out, *codes, None, None, rest, *scales)])
-    fp32: Contenders = {
-        "ours": lambda: full.update(_STEP, threads=threads),
-        "bandwidth": stream(grad, state, threads=threads),
-        "torch_fused": torch_step,
-    }
-    mixed: Contenders = {
-        "ours": lambda: low.update(_STEP, threads=threads),
-        "bandwidth": stream(grad_bf16, state, [out], threads=threads),
-        "torch_path": with_casts(torch_step),
-    }
-    split: Contenders = {
-        "ours": lambda: halves.update(_STEP, threads=threads),
-        "bandwidth": stream(grad_bf16, [out, rest, exp_avg, exp_avg_sq], threads=threads),
-        "mixed": mixed["ours"],
-    }
-    int8: Contenders = {
-        "ours": lambda: coded.update(_STEP, threads=threads),
-        "bandwidth": stream(grad_bf16, [out, rest, *codes], threads=threads),
-        "mixed": mixed["ours"],
-    }
+
+    def beside(batch: AdamBatch, *streamed: Any, **others: Callable[[], None]) -> Contenders:
+        bandwidth = stream(*streamed, threads=threads)
+        return {"ours": lambda: batch.update(_STEP, threads=threads), "bandwidth": bandwidth, **others}
+
+    fp32 = beside(full, grad, state, torch_fused=torch_step)
+    mixed = beside(low, grad_bf16, state, [out], torch_path=with_casts(torch_step))
+    split = beside(halves, grad_bf16, [out, rest, exp_avg, exp_avg_sq], mixed=mixed["ours"])
+    int8 = beside(coded, grad_bf16, [out, rest, *codes], mixed=mixed["ours"])
     if importlib.util.find_spec("deepspeed"):
         from deepspeed.ops.adam import DeepSpeedCPUAdam  # type: ignore[import-not-found]
 
@@ -137,12 +126,13 @@ def summarise(seconds: dict[str, list[float]], numel: int) -> dict[str, float]:
 
 
 def show(results: dict[str, dict[str, float]], title: str) -> None:
-    table = Table("update", "Gparam/s", "GB/s", "ratio (above 1: ours is faster)", title=title)
+    cells = []
     for name, result in results.items():
         rate = result["gparams_per_s"]
         ratios = (f"{key.removeprefix('ratio_to_')} {value:.2f}" for key, value in result.items() if "ratio" in key)
-        table.add_row(name, f"{rate:.3f}", f"{rate * _BYTES_MOVED[name]:.1f}", ", ".join(ratios))
-    Console().print(table)
+        cells.append([name, ", ".join(ratios), f"{rate:.3f}", f"{rate * _BYTES_MOVED[name]:.1f}"])
+    headings = ("update", "ratio (above 1: ours is faster)", "Gparam/s", "GB/s")
+    Console().print(table(title, headings, cells, left=2))
 
 
 def _count(text: str) -> int:
@@ -157,14 +147,6 @@ def _count(text: str) -> int:
     return int(number) * factor
 
 
-def _available_memory() -> int | None:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
-
-
 def main() -> None:
     parser = Parser(prog="experiments.kernel", description="How fast is the CPU update?")
     parser.add_json()
@@ -175,7 +157,7 @@ def main() -> None:
     parser.add_argument("--threads", type=_count, default=torch.get_num_threads(), help="default: as many as torch")
     arguments = parser.parse_args()
     numel, threads = -(-arguments.numel // BLOCK) * BLOCK, arguments.threads
-    available = _available_memory()
+    available = available_bytes()
     if available is not None and numel * _BYTES_HELD > available:
         parser.error(
             f"--numel {numel} needs {numel * _BYTES_HELD / 2**30:.1f} GiB, {available / 2**30:.1f} GiB are free"

@@ -6,7 +6,6 @@ import dataclasses
 import gc
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch.optim import AdamW, Optimizer
@@ -28,12 +27,10 @@ HEADROOM = 1.4
 so that both last as long in every run, whatever else the processor has to do."""
 
 
-def choose_machine(
-    model: GPT, subgroup_size: int, steps: int, compute: Callable[[], None]
-) -> CudaMachine | EmulatedMachine:
+def choose_machine(model: GPT, subgroup_size: int, steps: int, compute: Callable[[], None]) -> Machine:
     """The GPU if there is one, else an `EmulatedMachine`. compute: one forward and backward, to be timed for it."""
     if torch.cuda.is_available():
-        return CudaMachine()
+        return Machine()
     times = []
     for _ in range(20):
         start = time.perf_counter()
@@ -43,49 +40,17 @@ def choose_machine(
     return EmulatedMachine(model, subgroup_size, compute_s=min(times), steps=steps)
 
 
-class Machine(Protocol):
-    """Trains one model after the other, each with one optimizer.
+class Machine:
+    """Trains one model after the other, each with one optimizer: here on the current CUDA device, in real time.
 
-    torch_device: where model and batches are. has_neighbour: whether another process can be made to take memory.
+    torch_device: where model and batches are. device: what `DOSAdam(device=...)` is given.
+    has_neighbour: whether another process can be made to take memory.
     compute_s: seconds that forward and backward are made to last, if they do not by themselves.
     """
 
     name: str
     torch_device: torch.device
-    has_neighbour: bool
-    compute_s: float
-
-    @property
-    def device(self) -> EmulatedDevice | None:
-        """What `DOSAdam(device=...)` is given."""
-
-    def begin(self, beside_neighbour: bool = False) -> None:
-        """Forget the memory of the run before. beside_neighbour: another process takes memory in its middle third."""
-
-    def synchronize(self) -> None:
-        """Wait for all that was launched."""
-
-    def step(self, optimizer: Optimizer) -> None:
-        """`optimizer.step()`, taking as long as it does on this machine."""
-
-    def follow(self, optimizer: Optimizer) -> None:
-        """What this optimizer does is what trains."""
-
-    def peak_bytes(self, optimizer: Optimizer) -> int:
-        """The most device memory held since `begin`."""
-
-    def memory(self, time_s: float, optimizer: DOSAdam) -> MemorySample:
-        """Who holds the device's memory now; may be called from any thread."""
-
-    @property
-    def capacity(self) -> int:
-        """Bytes of device memory."""
-
-
-class CudaMachine:
-    """The current CUDA device, in real time."""
-
-    device = None
+    device: EmulatedDevice | None = None
     has_neighbour = False
     compute_s = 0.0
 
@@ -94,23 +59,28 @@ class CudaMachine:
         self.name = torch.cuda.get_device_name(self.torch_device)
 
     def begin(self, beside_neighbour: bool = False) -> None:
+        """Forget the memory of the run before. beside_neighbour: another process takes memory in its middle third."""
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.torch_device)
 
     def synchronize(self) -> None:
+        """Wait for all that was launched."""
         torch.cuda.synchronize(self.torch_device)
 
     def step(self, optimizer: Optimizer) -> None:
+        """`optimizer.step()`, taking as long as it does on this machine."""
         optimizer.step()
 
     def follow(self, optimizer: Optimizer) -> None:
-        pass
+        """What this optimizer does is what trains."""
 
     def peak_bytes(self, optimizer: Optimizer) -> int:
+        """The most device memory held since `begin`."""
         return torch.cuda.max_memory_allocated(self.torch_device)
 
     def memory(self, time_s: float, optimizer: DOSAdam) -> MemorySample:
+        """Who holds the device's memory now; may be called from any thread."""
         held = int(optimizer.metrics().get("memory_held_bytes", 0))
         own = torch.cuda.memory_reserved(self.torch_device) - held
         free, total = torch.cuda.mem_get_info(self.torch_device)
@@ -118,10 +88,11 @@ class CudaMachine:
 
     @property
     def capacity(self) -> int:
+        """Bytes of device memory."""
         return torch.cuda.mem_get_info(self.torch_device)[1]
 
 
-class EmulatedMachine:
+class EmulatedMachine(Machine):
     """One of four ranks of the published run of a 20B model on H100s, as small and slow as the model here needs.
 
     Time: the node's rates (the built-in profile `h100`) are slowed down together until the update of the whole model
@@ -135,6 +106,7 @@ class EmulatedMachine:
     """
 
     torch_device = torch.device("cpu")
+    device: EmulatedDevice
     has_neighbour = True
 
     def __init__(self, model: GPT, subgroup_size: int, compute_s: float, steps: int) -> None:

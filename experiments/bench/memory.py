@@ -21,10 +21,9 @@ from dataclasses import asdict, dataclass
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from experiments.bench.memory_runs import CONFIG, Batch, Setting, bound_s, fixed_policies, share_that_fits, train
-from experiments.command import Parser
+from experiments.command import Parser, seconds, table
 from experiments.corpus import Corpus, standard_library
 from experiments.paper import memory_h100
 from experiments.paper.occupancies import neighbours
@@ -170,22 +169,13 @@ def row(
 
 def show(rows: Sequence[Row], console: Console) -> None:
     """A table for people."""
-    table = Table(title="Seconds per iteration on the emulated accelerator")
-    for heading in ("memory", "fits", "CPU only", "best fixed", "", "adaptive", "bound", "waited", "bits"):
-        table.add_column(heading, justify="left" if heading in ("memory", "", "bits") else "right")
+    headings = ("memory", "best fixed, which", "bits", "fits", "CPU only", "best fixed", "adaptive", "bound", "waited")
+    cells = []
     for r in rows:
-        table.add_row(
-            r.script,
-            f"{r.fits_share:.0%}",
-            f"{r.cpu_only_s:.3f}",
-            "" if r.best_fixed_s is None else f"{r.best_fixed_s:.3f}",
-            r.best_fixed or "",
-            f"{r.adaptive_s:.3f}",
-            f"{r.bound_s:.3f}",
-            f"{r.unmet_iterations}",
-            "equal" if r.bits_equal else "DIFFERENT",
-        )
-    console.print(table)
+        seen = (r.script, r.best_fixed or "", "equal" if r.bits_equal else "DIFFERENT", f"{r.fits_share:.0%}")
+        times = seconds(r.cpu_only_s, r.best_fixed_s, r.adaptive_s, r.bound_s)
+        cells.append([*seen, *times, str(r.unmet_iterations)])
+    console.print(table("Seconds per iteration on the emulated accelerator", headings, cells, left=3))
     console.print(
         "fits: mean share of the state for which there was memory at the peak; waited: iterations at whose end the "
         "neighbour waited for memory"

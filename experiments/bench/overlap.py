@@ -20,11 +20,10 @@ from dataclasses import dataclass
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from dos import DOSAdam, EmulatedDevice
-from experiments.command import Parser
+from experiments.command import Parser, seconds, table
 from experiments.corpus import Corpus, standard_library
 from experiments.gpt import GPT, GPTConfig
 from experiments.miniature import equal_subgroups, without_fixed_costs
@@ -185,19 +184,24 @@ def slow_machine(start: dict[str, Tensor], ratio: float, forward_s: float, backw
 
 def show(rows: Sequence[dict[str, float | bool]]) -> None:
     """A table for people."""
-    table = Table(title="Seconds per iteration (medians) on the emulated accelerator")
-    for heading in ("forward", "backward", "update bound", "serial", "gradients early", "full overlap", "over floor"):
-        table.add_column(heading, justify="right")
-    table.add_column("bits")
+    keys = ("forward_s", "backward_s", "update_bound_s", *(f"{schedule}_s" for schedule in SCHEDULES))
+    headings = (
+        "forward",
+        "backward",
+        "update bound",
+        "serial",
+        "gradients early",
+        "full overlap",
+        "over floor",
+        "bits",
+    )
+    cells = []
     for row in rows:
-        floor = row["backward_s"] + max(row["forward_s"], row["update_bound_s"])
-        keys = ("forward_s", "backward_s", "update_bound_s", *(f"{schedule}_s" for schedule in SCHEDULES))
-        table.add_row(
-            *(f"{row[key]:.3f}" for key in keys),
-            f"{row['full_overlap_s'] / floor:.3f}",
-            "equal" if row["bits_equal"] else "DIFFERENT",
-        )
-    Console().print(table)
+        over_floor = row["full_overlap_s"] / (row["backward_s"] + max(row["forward_s"], row["update_bound_s"]))
+        bits = "equal" if row["bits_equal"] else "DIFFERENT"
+        cells.append([*seconds(*(row[key] for key in keys), over_floor), bits])
+    title = "Seconds per iteration (medians) on the emulated accelerator"
+    Console().print(table(title, headings, cells, left=0))
 
 
 if __name__ == "__main__":

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Column, Table
 
 from experiments.bench.machines import Machine
 from experiments.bench.memory_log import MemoryLog
+from experiments.command import table
 from experiments.plots import save_losses, save_memory, save_timelines
 from perfmodel import Lane, Op, Span, Timeline
 
@@ -25,7 +25,7 @@ UNTIMED = 2
 """Steps at the beginning that the times leave out."""
 LAST = 10
 """Steps at the end whose mean the table shows as the final loss."""
-HEADERS = ("loss", "compute", "update", "iteration", "on device", "memory")
+HEADERS = ("policy", "loss", "compute", "update", "iteration", "on device", "memory")
 
 
 @dataclass(frozen=True)
@@ -108,18 +108,14 @@ def report(results: Mapping[str, Result], machine: Machine, out: Path, console: 
     timelines = {name: results[name].typical.timeline() for name in fitting}
     save_timelines(timelines, out / "timeline.png", title=f"One iteration, {device}")
 
-    table = Table("policy", *(Column(header, justify="right") for header in HEADERS))
+    cells = []
     for name, result in results.items():
         s = result.summary()
-        seconds = (s["iteration_s"] - s["update_s"], s["update_s"], s["iteration_s"])
-        table.add_row(
-            name,
-            f"{statistics.mean(s['losses'][-LAST:]):.4f}",
-            *([f"{t * 1e3:.0f} ms" for t in seconds] if name in fitting else ("", "", "does not fit")),
-            f"{s['accelerator_share']:.0%}",
-            f"{s['peak_device_bytes'] / 2**20:.0f} MiB",
-        )
-    console.print(table)
+        times = (s["iteration_s"] - s["update_s"], s["update_s"], s["iteration_s"])
+        shown = [f"{t * 1e3:.0f} ms" for t in times] if name in fitting else ["", "", "does not fit"]
+        loss = f"{statistics.mean(s['losses'][-LAST:]):.4f}"
+        cells.append([name, loss, *shown, f"{s['accelerator_share']:.0%}", f"{s['peak_device_bytes'] / 2**20:.0f} MiB"])
+    console.print(table("", HEADERS, cells))
     console.print(
         f"Every run has {machine.capacity / 2**20:.0f} MiB of device memory. compute: forward and backward"
         + (f", made to last {machine.compute_s * 1e3:.0f} ms, more on a busy computer" if machine.compute_s else "")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,21 +23,8 @@ ITERATIONS = {Size.TINY: 6, Size.SMALL: 36, Size.FULL: 36}
 SUBGROUPS = 12
 
 
-class Pressure(Protocol):
-    """Another process on the device."""
-
-    def want(self, nbytes: int) -> None:
-        """Hold so many bytes from now on, as far as there are."""
-
-    def held(self) -> int:
-        """Bytes that it holds."""
-
-    def close(self) -> None:
-        """Go away."""
-
-
 class EmulatedNeighbour:
-    """On an emulated device with room for the state and half of it again."""
+    """As `Neighbour`, on an emulated device with room for the state and half of it again."""
 
     def __init__(self, state_bytes: int) -> None:
         self.wanted = 0
@@ -95,7 +81,13 @@ def run(bench: Bench) -> None:
             bench.problem("parameters have other bits beside a neighbour than on the host")
 
 
-def beside(bench: Bench, training: Training, batches: Sequence[Batch], neighbour: Pressure, state_bytes: int) -> None:
+def beside(
+    bench: Bench,
+    training: Training,
+    batches: Sequence[Batch],
+    neighbour: Neighbour | EmulatedNeighbour,
+    state_bytes: int,
+) -> None:
     """Train with a neighbour that comes and goes."""
     rows = []
     third = len(batches) // 3

@@ -13,6 +13,7 @@ from rich.table import Table
 from dos.memory.monitor import Source
 from experiments.check.base import Record, Status, plain, replace_text
 from experiments.check.suite import NOT_COMPARED
+from experiments.command import table
 from experiments.plots import CURVE_COLOURS, MEMORY_COLOURS, can_draw, picture, save_timelines
 from perfmodel import Lane, Op, Span, Timeline
 
@@ -106,48 +107,42 @@ def _parts(figures: Mapping[str, Any]) -> Iterator[str]:
 def contenders(record: Record, title: str) -> Table:
     """One contest."""
     figures = record.figures
-    table = Table(title=f"{title}\n{figures['parameters'] / 1e6:,.1f}M parameters, batch {figures['batch']}")
-    headings = ("iteration", "step(), host", "update", "waited for", "predicted", "bound", "on device", "reserved")
-    for heading in ("", *headings):
-        table.add_column(heading, justify="right" if heading else "left")
+    cells = []
     for name, score in figures["contenders"].items():
-        if score["dropped"]:
-            table.add_row(name, score["dropped"], style="dim")
-            continue
         update = score["update"] or {}
-        table.add_row(
-            name,
-            *(milliseconds(score[key]) for key in ("iteration_s", "step_on_host_s")),
-            *(milliseconds(update.get(key)) for key in ("update_s", "exposed_s", "predicted_s", "bound_s")),
-            f"{update['share_gpu_resident']:.0%}" if update else "",
-            f"{score['reserved_bytes'] / 2**30:.1f} GiB" if score["reserved_bytes"] else "",
+        cells.append(
+            [
+                name,
+                score["dropped"] or milliseconds(score["iteration_s"]),
+                milliseconds(score["step_on_host_s"]),
+                *(milliseconds(update.get(key)) for key in ("update_s", "exposed_s", "predicted_s", "bound_s")),
+                f"{update['share_gpu_resident']:.0%}" if update else "",
+                f"{score['reserved_bytes'] / 2**30:.1f} GiB" if score["reserved_bytes"] else "",
+            ]
         )
-    return table
+    headings = ("iteration", "step(), host", "update", "waited for", "predicted", "bound", "on device", "reserved")
+    parameters = f"{figures['parameters'] / 1e6:,.1f}M parameters, batch {figures['batch']}"
+    return table(f"{title}\n{parameters}", ("", *headings), cells)
 
 
 def targets(records: Sequence[Record]) -> Table:
     """All targets, and whether they were met."""
-    table = Table("check", "target", "found", "wanted", "", "", title="Targets")
-    for record in records:
-        for target in record.targets:
-            verdict = {True: "[green]met", False: "[red]missed", None: "[dim]not measured"}[target.met]
-            found = "" if target.value is None else f"{target.value:.4g}"
-            table.add_row(record.name, target.name, found, target.limit, verdict, target.note)
-    return table
+    verdicts = {True: "[green]met", False: "[red]missed", None: "[dim]not measured"}
+    cells = (
+        [r.name, t.name, "" if t.value is None else f"{t.value:.4g}", t.limit, verdicts[t.met], t.note]
+        for r in records
+        for t in r.targets
+    )
+    return table("Targets", ("check", "target", "found", "wanted", "", ""), cells, left=6)
 
 
 def checks(records: Sequence[Record], titles: Mapping[str, str]) -> Table:
     """All checks, and how they ended."""
-    table = Table("check", "", "", "seconds", "reason", title="Checks")
-    for record in records:
-        table.add_row(
-            record.name,
-            titles.get(record.name, ""),
-            f"[{_COLOURS[record.status]}]{record.status.value}",
-            f"{record.seconds:.0f}",
-            record.reason,
-        )
-    return table
+    cells = (
+        [r.name, titles.get(r.name, ""), f"[{_COLOURS[r.status]}]{r.status.value}", f"{r.seconds:.0f}", r.reason]
+        for r in records
+    )
+    return table("Checks", ("check", "", "", "seconds", "reason"), cells, left=5)
 
 
 def milliseconds(seconds: float | None) -> str:

@@ -24,18 +24,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from rich.table import Table
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from dos import DOSAdam, EmulatedDevice
-from experiments.command import Parser, positive
+from experiments.command import Parser, positive, seconds, table
 from experiments.corpus import Corpus, standard_library
 from experiments.gpt import GPT
-from experiments.miniature import equal_subgroups, without_fixed_costs
+from experiments.miniature import equal_subgroups, slowed, without_fixed_costs
 from experiments.paper.runs import read_runs
-from experiments.paper.sweep.device import BATCH, CONTEXT, SETTLING, STEPS, small_model
+from experiments.paper.sweep.device import CONTEXT, small_model
 from experiments.paper.sweep.predict import Predictor, policy_plan
 from experiments.paper.sweep.spec import Configuration
 from perfmodel import Plan, Workload
@@ -44,6 +43,8 @@ from perfmodel.policies import cpu_only
 from perfmodel.scope import Scope
 from perfmodel.simulate import exposed, makespan
 
+BATCH, SETTLING, STEPS = 2, 2, 3
+"""Sequences; steps that move state to where it stays, and steps that are measured."""
 UPDATE_S = 2.0
 """Seconds that an update on the CPU alone is made to last with one rank; with more, as much less as there."""
 POLICIES = {"ZeRO-Offload": "cpu", "the paper's schedule": "stride", "adaptive": "adaptive"}
@@ -68,27 +69,18 @@ def configuration(ranks: int, policy: str, device: str = "emulated") -> Configur
 def emulated(config: Configuration, predictor: Predictor, numel: int, update_s: float) -> HardwareProfile:
     """The machine of a rank with `numel` parameters, so slow that one rank alone updates for `update_s` on the CPU."""
 
-    def seconds(config: Configuration, params: int) -> float:
-        return makespan(cpu_only(of_size(config, predictor, params)), of_size(config, predictor, params), quick(config))
+    def machine(config: Configuration) -> HardwareProfile:
+        return dataclasses.replace(without_fixed_costs(config.profile()), ranks_per_host=config.ranks_per_node)
 
-    alone = configuration(1, "cpu")
-    share = seconds(config, int(predictor.run_of(config).params)) / seconds(alone, int(predictor.run_of(alone).params))
-    return quick(config).scaled(seconds(config, numel) / (update_s * share))
+    def whole_s(config: Configuration) -> float:
+        """Of an update of the large model."""
+        run = predictor.run_of(config)
+        work = equal_subgroups(int(run.params), -(-int(run.params) // run.subgroups))
+        return makespan(cpu_only(work), work, machine(config))
 
-
-def quick(config: Configuration) -> HardwareProfile:
-    """The machine's rates, shared by the ranks of a node, without fixed costs."""
-    return dataclasses.replace(without_fixed_costs(config.profile()), ranks_per_host=config.ranks_per_node)
-
-
-def of_size(config: Configuration, predictor: Predictor, numel: int) -> Workload:
-    """A rank's subgroups, with `numel` parameters in all."""
-    return equal_subgroups(numel, subgroup_size(config, predictor, numel))
-
-
-def subgroup_size(config: Configuration, predictor: Predictor, numel: int) -> int:
-    """So that a rank with `numel` parameters has as many subgroups as in the run."""
-    return -(-numel // predictor.run_of(config).subgroups)
+    share = whole_s(config) / whole_s(configuration(1, "cpu"))
+    work = equal_subgroups(numel, -(-numel // predictor.run_of(config).subgroups))
+    return slowed(machine(config), work, update_s * share)
 
 
 def train(config: Configuration, predictor: Predictor, update_s: float) -> dict[str, float]:
@@ -102,6 +94,7 @@ def train(config: Configuration, predictor: Predictor, update_s: float) -> dict[
     numel = sum(p.to_local().numel() for p in model.parameters())  # type: ignore[attr-defined]
     profile = emulated(config, predictor, numel, update_s)
     run = predictor.run_of(config)
+    size = -(-numel // run.subgroups)  # so that there are as many as in the run
     modelled_s = 0.0
 
     def policy(workload: Workload) -> Plan:
@@ -114,10 +107,10 @@ def train(config: Configuration, predictor: Predictor, update_s: float) -> dict[
     optimizer = DOSAdam(
         model.parameters(),
         policy=policy,
-        subgroup_size=subgroup_size(config, predictor, numel),
+        subgroup_size=size,
         profile=profile,
         # A staging slot, as the run has it, and some for what does not divide evenly.
-        device=EmulatedDevice(profile, capacity=4 * 12 * subgroup_size(config, predictor, numel)),
+        device=EmulatedDevice(profile, capacity=4 * 12 * size),
     )
     found: list[dict[str, float]] = []
     for tokens, targets in Corpus(standard_library(), CONTEXT).batches(SETTLING + STEPS, BATCH, seed=0):
@@ -184,7 +177,7 @@ def beside_published(row: dict[str, Any], predictor: Predictor) -> dict[str, Any
 def main() -> None:
     parser = Parser(prog="python -m experiments.job", description=__doc__.split("\n", 1)[0])
     parser.add_argument("--ranks", type=positive, nargs="+", default=[1, 2, 4, 8, 16])
-    parser.add_argument("--json", action="store_true")
+    parser.add_json()
     parser.add_argument("--worker", help="for torchrun")
     arguments = parser.parse_args()
     if arguments.worker:
@@ -203,20 +196,13 @@ def main() -> None:
 
 def show(rows: list[dict[str, Any]]) -> None:
     """A table of them."""
-    table = Table("ranks", "policy", "measured", "the model says", "off by", "large model: simulated", "published")
     names = {policy: name for name, policy in POLICIES.items()}
-    for row in rows:
-        published = row["published_update_s"]
-        table.add_row(
-            str(row["ranks"]),
-            names[row["policy"]],
-            f"{row['measured_s']:.3f} s",
-            f"{row['modelled_s']:.3f} s",
-            f"{row['error']:+.1%}",
-            f"{row['simulated_update_s']:.3f} s",
-            "" if published is None else f"{published:.3f} s",
-        )
-    Console().print(table)
+    headings = ("ranks", "policy", "measured", "the model says", "large model: simulated", "published", "off by")
+    keys = ("measured_s", "modelled_s", "simulated_update_s", "published_update_s")
+    cells = (
+        [str(r["ranks"]), names[r["policy"]], *seconds(*(r[key] for key in keys)), f"{r['error']:+.1%}"] for r in rows
+    )
+    Console().print(table("Seconds of an update", headings, cells, left=2))
 
 
 if __name__ == "__main__":

@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
 from dos.memory.forecast import MARGIN
+from experiments.command import table
 from experiments.paper.ranks import PublishedRank
 from experiments.plots import MemorySample, save_memory_and_lanes
 from perfmodel import Lane, Op, Placement, Plan, Span, Timeline, Workload
@@ -117,14 +117,13 @@ def report(console: Console, picture: Path | None, *, as_json: bool) -> int:
         f"{rank.free_bytes / 2**30:.1f} GiB at the peak, of which {MARGIN:.0%} of the device stay free. "
         "Nothing here was measured but the trace."
     )
-    table = Table(title="One iteration of one rank (simulated)")
-    for heading in ("plan", "update", "iteration", "H2D", "D2H", "host DRAM", "state on device", "update's bound"):
-        table.add_column(heading, justify="left" if heading == "plan" else "right")
+    headings = ("plan", "update", "iteration", "H2D", "D2H", "host DRAM", "state on device", "update's bound")
+    cells = []
     for r in rows:
-        gigabytes = (f"{n / 1e9:.1f} GB" for n in (r.h2d_bytes, r.d2h_bytes, r.dram_bytes))
-        held = f"{r.held_bytes / 2**30:.1f} GiB"
-        table.add_row(r.plan, f"{r.update_s:.3f} s", f"{r.iteration_s:.3f} s", *gigabytes, held, f"{r.bound_s:.3f} s")
-    console.print(table)
+        gigabytes = [f"{n / 1e9:.1f} GB" for n in (r.h2d_bytes, r.d2h_bytes, r.dram_bytes)]
+        times = [f"{s:.3f} s" for s in (r.update_s, r.iteration_s, r.bound_s)]
+        cells.append([r.plan, *times[:2], *gigabytes, f"{r.held_bytes / 2**30:.1f} GiB", times[2]])
+    console.print(table("One iteration of one rank (simulated)", headings, cells))
     if picture is not None:
         draw(rank, picture)
     if as_json:

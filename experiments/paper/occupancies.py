@@ -12,7 +12,7 @@ from pathlib import Path
 LEVEL = 0.05
 """Share of the range of use within which it counts as the lowest."""
 SEED = 5
-"""Of the noise, where no other is given."""
+"""Of the noise."""
 
 
 @dataclass(frozen=True)
@@ -67,18 +67,17 @@ class Recording:
         return [*points, (2.0, self.update)]
 
 
-def neighbours(most: int, iterations: int, seed: int = SEED) -> dict[str, list[tuple[float, int]]]:
+def neighbours(most: int, iterations: int) -> dict[str, list[tuple[float, int]]]:
     """Scripts of what another process wants, as points of (iteration, bytes), by name.
 
     most: bytes that there are for it beside the training itself, without optimizer state. iterations: of the run.
-    seed: of the noise.
     """
 
     def points(share: Callable[[int], float]) -> list[tuple[float, int]]:
         return [(float(i), int(share(i) * most)) for i in range(iterations)]
 
     third, period = iterations // 3, max(2, iterations // 3)
-    drawn = random.Random(seed)
+    drawn = random.Random(SEED)
     return {
         "step up": points(lambda i: 0.65 if i >= third else 0.0),
         "step down": points(lambda i: 0.65 if i < third else 0.0),

@@ -51,7 +51,7 @@ def test_a_row_of_the_overhead_experiment(where: str) -> None:
     assert (row.parameters, row.elements, row.where) == (5, 8, where)
     assert min(row.step_us_per_parameter, row.adamw_fused_us_per_parameter, row.adamw_foreach_us_per_parameter) > 0
     assert row.hooks_us_per_parameter >= 0
-    assert overhead.table([row]).row_count == 1
+    assert overhead.show([row]).row_count == 1
 
 
 def test_rates_of_the_kernels() -> None:

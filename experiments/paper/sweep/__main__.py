@@ -19,12 +19,10 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
-from experiments.command import Parser
+from experiments.command import Parser, table
 from experiments.paper.runs import read_runs
 from experiments.paper.sweep.compare import METRICS, compare, listing
-from experiments.paper.sweep.compare import Table as Cells
 from experiments.paper.sweep.plots import save_comparison
 from experiments.paper.sweep.predict import Outcome, Predictor
 from experiments.paper.sweep.report import READY, write_report
@@ -72,23 +70,14 @@ def show(sweep: Sweep, results: dict[Configuration, Outcome], console: Console) 
     """Tables for people: times, and how many times as fast as ZeRO-Offload."""
     comparisons = compare(sweep, results)
     if not comparisons:
-        _print(sweep.title, listing(sweep, results), console)
+        heading, *lines = listing(sweep, results)
+        console.print(table(sweep.title, heading, lines))
     for comparison in comparisons:
         for metric in METRICS:
-            table = comparison.table(metric)
-            if len(table[0]) > 1:
+            heading, *lines = comparison.table(metric)
+            if len(heading) > 1:
                 title = ", ".join(filter(None, (sweep.title, comparison.facet)))
-                _print(f"{title}: {metric}, and speedup over ZeRO-Offload", table, console)
-
-
-def _print(title: str, cells: Cells, console: Console) -> None:
-    heading, *lines = cells
-    table = Table(title=title, title_justify="left")
-    for position, text in enumerate(heading):
-        table.add_column(text, justify="right" if position else "left")
-    for line in lines:
-        table.add_row(*line)
-    console.print(table)
+                console.print(table(f"{title}: {metric}, and speedup over ZeRO-Offload", heading, lines))
 
 
 def draw(sweep: Sweep, results: dict[Configuration, Outcome], folder: Path, prefix: str = "") -> None:

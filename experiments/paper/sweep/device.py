@@ -1,27 +1,21 @@
-"""A configuration of a sweep scaled down to a small model that trains on a device, against the clock."""
+"""A configuration of a sweep scaled down to a small model that is updated on a device, against the clock."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import statistics
 
 import torch
 
-from dos import DOSAdam, EmulatedDevice
-from experiments.corpus import Corpus, standard_library
 from experiments.gpt import GPT, GPTConfig
-from experiments.miniature import UPDATE_S, equal_subgroups, slowed
+from experiments.miniature import UPDATE_S, equal_subgroups, measured_update_s, slowed
 from experiments.paper.sweep.predict import STATE_BYTES, Outcome, Predictor, Simulation, lanes, policy_plan
 from experiments.paper.sweep.spec import Configuration
-from perfmodel.hardware import HardwareProfile
-from perfmodel.plan import Plan
 from perfmodel.simulate import UPDATE_ALONE
 
-LAYERS, HEADS, CONTEXT, BATCH = 2, 4, 32, 2
+LAYERS, HEADS, CONTEXT = 2, 4, 32
 """Of the small model; its width follows from the number of parameters."""
-SETTLING, STEPS = 2, 3
-"""Steps that move state to where it stays, and steps that are measured."""
+ROUNDS = 3
 
 
 def check_device(name: str) -> None:
@@ -31,7 +25,7 @@ def check_device(name: str) -> None:
 
 
 def run_on_device(config: Configuration, predictor: Predictor) -> Outcome:
-    """Train the small model and measure its updates, beside what is predicted of the same.
+    """Measure updates of the small model, beside what is predicted of the same.
 
     The model has as many subgroups as a rank of the configuration, its state is placed by the same policy, and the GPU
     memory that is free for it is in proportion. An emulated device has the machine's rates, slowed together so that an
@@ -50,8 +44,9 @@ def run_on_device(config: Configuration, predictor: Predictor) -> Outcome:
         shared_free_bytes=int(whole.shared_free_bytes) * state // state_there,
     )
     profile = dataclasses.replace(config.profile(), ranks_per_host=config.ranks_per_node)
+    emulated = None
     if config.device == "emulated":
-        profile = slowed(profile, equal_subgroups(model.numel, size), UPDATE_S)
+        profile = emulated = slowed(profile, equal_subgroups(model.numel, size), UPDATE_S)
     plan = policy_plan(config, run, work, profile)
     simulation = Simulation(plan, work, profile, UPDATE_ALONE)
     timeline = simulation.timeline()
@@ -59,7 +54,7 @@ def run_on_device(config: Configuration, predictor: Predictor) -> Outcome:
         run.params,
         run.subgroups,
         update_s=timeline.makespan,
-        measured_update_s=measure(model, plan, size, profile if config.device == "emulated" else None),
+        measured_update_s=measured_update_s(list(model.parameters()), lambda _: plan, size, emulated, ROUNDS),
         **lanes(simulation, timeline),  # type: ignore[arg-type]  # its counts are whole
     )
 
@@ -72,30 +67,3 @@ def small_model(config: Configuration) -> GPT:
     device = "cuda" if config.device == "cuda" else "cpu"
     torch.manual_seed(0)
     return GPT(GPTConfig(LAYERS, width, HEADS, CONTEXT), device=device, dtype=torch.bfloat16)
-
-
-def measure(model: GPT, plan: Plan, subgroup_size: int, emulated: HardwareProfile | None) -> float:
-    """Median seconds of an update of a training model under a plan, on its own device or on an emulated one.
-
-    Gradients are set when all of them are there, so that none leaves during backward: what is predicted is the update
-    alone.
-    """
-    device = None if emulated is None else EmulatedDevice(emulated, capacity=20 * model.numel)
-    optimizer = DOSAdam(
-        model.parameters(),
-        policy=lambda work: plan,
-        subgroup_size=subgroup_size,
-        state_format="float32",  # as the published runs have it
-        device=device,
-    )
-    parameters = list(model.parameters())
-    seconds = []
-    for batch in Corpus(standard_library(), CONTEXT).batches(SETTLING + STEPS, BATCH, seed=0):
-        loss = model(*(tensor.to(parameters[0].device) for tensor in batch))
-        for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
-            parameter.grad = gradient
-        optimizer.step()
-        timeline = optimizer.timeline()
-        assert timeline, "a step has run"
-        seconds.append(max(span.end for span in timeline.spans))
-    return statistics.median(seconds[SETTLING:])

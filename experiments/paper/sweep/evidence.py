@@ -18,45 +18,29 @@ from experiments.paper.zero3 import Mode
 
 def lane_table(results: Results) -> Table:
     """One line for each plan: its update, and how long it keeps each lane busy."""
-    lines = [
-        [
-            "",
-            "published",
-            "simulated",
-            "CPU",
-            "GPU",
-            "H2D",
-            "D2H",
-            "host DRAM",
-            "resident",
-            "streamed",
-            "on CPU",
-            "bound",
-        ]
-    ]
-    for config, o in results.items():
+    columns = {
+        "published": "published_update_s",
+        "simulated": "update_s",
+        "CPU": "cpu_busy_s",
+        "GPU": "gpu_busy_s",
+        "H2D": "h2d_busy_s",
+        "D2H": "d2h_busy_s",
+        "host DRAM": "host_dram_s",
+        "resident": "resident",
+        "streamed": "streamed",
+        "on CPU": "on_cpu",
+        "bound": "bound_s",
+    }
+    lines = [["", *columns]]
+    for config, outcome in results.items():
         name = Series(config.policy, config.memory, bool(config.attach), ()).name
         loop = {"zero3_offload": ", DeepSpeed", "dos": ", DeepSpeed"}.get(config.policy, "")
-        times = [
-            o.published_update_s,
-            o.update_s,
-            o.cpu_busy_s,
-            o.gpu_busy_s,
-            o.h2d_busy_s,
-            o.d2h_busy_s,
-            o.host_dram_s,
-        ]
-        counts = [o.resident, o.streamed, o.on_cpu]
-        lines.append([name + loop, *map(_seconds, times), *map(_text, counts), _seconds(o.bound_s)])
+        lines.append([name + loop, *(_text(getattr(outcome, field)) for field in columns.values())])
     return lines
 
 
-def _seconds(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
-
-
-def _text(value: int | None) -> str:
-    return "-" if value is None else str(value)
+def _text(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
 def error_table(cases: Mapping[str, Mapping[str, Sequence[Prediction]]]) -> Table:

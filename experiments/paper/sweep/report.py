@@ -100,7 +100,7 @@ REPRODUCE = """## Reproduce
 
 `make experiments` (simulation only: seconds, no GPU) writes this file and its pictures, and one row for each run to
 `out/sweep/*.csv`. `python -m experiments.sweep FILE.toml` runs a sweep of yours; `python -m experiments.sweep
-emulated` one that trains a small model on an emulated H100 node against the clock.
+emulated` one that updates a small model on an emulated H100 node against the clock.
 """
 
 

@@ -130,31 +130,22 @@ def _check_together(given: Mapping[str, Any]) -> None:
             raise ValueError(f"memory 'trace' needs a published machine ({published}), found machine {machine!r}")
 
 
-def _whole(key: str, value: object) -> int:
-    """A whole number of 1 or more; 1e8 is one."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 1 or value != value // 1:
-        raise ValueError(f"{key} must be a whole number of 1 or more, found {value!r}")
-    return int(value)
+def _number(
+    wanted: str, accept: Callable[[float], bool], kind: type = float, *words: str
+) -> Callable[[str, object], Any]:
+    """How a number is read, or one of some words."""
+
+    def read(key: str, value: object) -> Any:
+        if value in words:
+            return value
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not accept(value):
+            raise ValueError(f"{key} {wanted}, found {value!r}")
+        return kind(value)
+
+    return read
 
 
-def _ratio(key: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
-        raise ValueError(f"{key} is the share on the host and must lie in [0, 1], found {value!r}")
-    return float(value)
-
-
-def _contention(key: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
-        raise ValueError(f"{key} is the share that others take and must lie in [0, 1), found {value!r}")
-    return float(value)
-
-
-def _memory(key: str, value: object) -> str | float:
-    if value in ("ratio", "trace"):
-        return str(value)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-        raise ValueError(f"{key} must be 'ratio', 'trace' or 0 GiB or more, found {value!r}")
-    return float(value)
+_whole = _number("must be a whole number of 1 or more", lambda n: n >= 1 and n == n // 1, int)  # 1e8 is one
 
 
 def _model(key: str, value: object) -> str:
@@ -201,10 +192,12 @@ KEYS: dict[str, Callable[[str, object], Any]] = {
     "accumulation": _whole,
     "subgroup_size": _whole,
     "stride": _whole,
-    "ratio": _ratio,
-    "memory": _memory,
+    "ratio": _number("is the share on the host and must lie in [0, 1]", lambda n: 0 <= n <= 1),
+    "memory": _number(
+        "must be 'ratio', 'trace' or 0 GiB or more", lambda n: 0 <= n < math.inf, float, "ratio", "trace"
+    ),
     "attach": _attach,
-    "contention": _contention,
+    "contention": _number("is the share that others take and must lie in [0, 1)", lambda n: 0 <= n < 1),
     "device": _one_of(*DEVICES),
     "parameters": _whole,
 }
