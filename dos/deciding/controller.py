@@ -72,7 +72,7 @@ class AdaptivePolicy:
         self._refinement = Refinement()
 
     def __call__(self, workload: Workload) -> Plan:
-        assert self.profile is not None, "whoever owns the policy sets its profile first"
+        assert self.profile is not None, "its owner sets the profile first"
         return self._planner(workload, self.profile)
 
     def observe(self, schedule: Schedule, workload: Workload, timeline: Timeline) -> None:
@@ -113,8 +113,8 @@ class Refinement:
 
         schedule: that was issued, of these subgroups.
         """
-        # What left during backward met no uploads, and without the length of backward nobody knows
-        # for how long it did.
+        # What left during backward met no uploads, and without the length of backward it is not
+        # known for how long it did.
         beside = not workload.backward_s and _waits_for_backward(schedule)
         expected = self._simulated(profile, schedule, workload)
         for lanes in _GROUPS:

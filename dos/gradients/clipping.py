@@ -190,7 +190,7 @@ class Clipping:
         return norm
 
     def fold(self, parameters: Iterable[Tensor], factor: Tensor) -> None:
-        """Let the step multiply their gradients by a factor that somebody else found.
+        """Let the step multiply their gradients by a factor that torch's clipping found.
 
         Raises RuntimeError if one was clipped already: that factor is of a norm without this clipping.
         """

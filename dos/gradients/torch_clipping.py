@@ -5,35 +5,16 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dos.gradients.clipping import clip_factor
-from dos.sharding.local import is_sharded, replicated_as, whole
+from dos.sharding.local import as_replicated, is_sharded, whole
 
-
-class Clips(Protocol):
-    """An optimizer, as torch's clipping meets it."""
-
-    def has_offloaded(self, parameters: Sequence[Tensor]) -> bool:
-        """Whether a gradient of any of these is on the host, where torch does not see it."""
-
-    def offloads(self, parameters: Sequence[Tensor]) -> bool:
-        """Whether that may be so on some rank."""
-
-    def offloaded_norm(self, parameters: Sequence[Tensor], norm_type: float) -> Tensor:
-        """The norm, shape (), of their gradients on the host, to which all go now that the step would send there."""
-
-    def fold_offloaded(self, parameters: Sequence[Tensor], factor: Tensor) -> None:
-        """Let the next step multiply their gradients on the host."""
-
-    def fold_factor(self, parameters: Sequence[Tensor], factor: Tensor) -> list[Tensor]:
-        """Let the next step multiply the gradients of those that are its own; returns those."""
-
-
-_live: weakref.WeakSet[Clips] = weakref.WeakSet()
+_live: weakref.WeakSet[Any] = weakref.WeakSet()
+"""All optimizers of ours."""
 _folds = False
 
 
@@ -52,7 +33,7 @@ def fold_clipping(enabled: bool = True) -> None:
     _wrap_torch()
 
 
-def watch_clipping(optimizer: Clips, *, offloads: bool) -> None:
+def watch_clipping(optimizer: Any, *, offloads: bool) -> None:
     """Let torch's clipping know of this optimizer, at once if that may have offloaded gradients."""
     _live.add(optimizer)
     if offloads:
@@ -91,7 +72,7 @@ def _clip_grad_norm(
     foreach: bool | None = None,
 ) -> Tensor:
     """As torch's, of offloaded gradients, too: the factor of these is folded into the update."""
-    found = _listed(parameters)
+    found = _as_list(parameters)
     optimizers = [optimizer for optimizer in list(_live) if optimizer.offloads(found)]
     if not optimizers:
         # torch warns of a generator that is empty.
@@ -110,7 +91,7 @@ def _clip_grad_norm(
     torch.nn.utils.clip_grads_with_norm_([p for p in found if p.grad is not None], max_norm, total, foreach)
     for optimizer in optimizers:
         optimizer.fold_offloaded(found, clip_factor(total, float(max_norm)))
-    return replicated_as(total, next(filter(is_sharded, found), None))
+    return as_replicated(total, next(filter(is_sharded, found), None))
 
 
 def _clip_grads_with_norm(
@@ -121,7 +102,7 @@ def _clip_grads_with_norm(
     foreach: bool | None = None,
 ) -> None:
     """As torch's, or as `fold_clipping` says."""
-    found = _listed(parameters)
+    found = _as_list(parameters)
     _refuse_offloaded(found, "clip_grads_with_norm_", "its norm was found without them")
     optimizers = list(_live) if _folds else []
     if optimizers:
@@ -140,12 +121,12 @@ def _clip_grad_value(
     foreach: bool | None = None,
 ) -> None:
     """As torch's, which does not see offloaded gradients."""
-    found = _listed(parameters)
+    found = _as_list(parameters)
     _refuse_offloaded(found, "clip_grad_value_", "it does not see them")
     clip(found, clip_value, foreach)
 
 
-def _listed(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
+def _as_list(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
     return [parameters] if isinstance(parameters, Tensor) else list(parameters)
 
 

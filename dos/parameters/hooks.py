@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,30 +15,11 @@ from dos.sharding.ddp import wait_before_broadcasts
 from dos.sharding.fsdp import sharded_groups
 
 
-class Watcher(Protocol):
-    """What the hooks report to."""
-
-    def gradient_coming(self, parameter: int) -> None:
-        """Backward is about to add to the `grad` of the parameter with this id, which the watcher takes away."""
-
-    def gradient_ready(self, parameter: Tensor) -> None:
-        """Backward has written to `parameter.grad`."""
-
-    def finish_parameters(self, parameters: Iterable[Tensor]) -> None:
-        """Return when these parameters may be read."""
-
-    def synchronize(self) -> None:
-        """Return when all parameters may be read."""
-
-    def capturing(self) -> bool:
-        """Whether what runs now is being captured in a CUDA graph."""
-
-
 class Hooks(NamedTuple):
-    """Of one parameter, and to whom they report. implementation: the address of torch's tensor that calls them."""
+    """Of one parameter. watcher: the optimizer that they call. implementation: the address of torch's own tensor."""
 
     handles: tuple[RemovableHandle, ...]
-    watcher: weakref.ref[Watcher]
+    watcher: weakref.ref[Any]
     implementation: int
 
     def remove(self) -> None:
@@ -51,11 +32,11 @@ _takers: dict[int, Hooks] = {}
 """The hooks that take a parameter's gradient away, by the parameter's id."""
 
 
-def watch_gradient(parameter: Tensor, watcher: Watcher, *, takes: bool) -> Hooks | None:
-    """Report each time backward has accumulated into the parameter's gradient; None if it takes no gradient.
+def watch_gradient(parameter: Tensor, watcher: Any, *, takes: bool) -> Hooks | None:
+    """Tell the optimizer each time backward has accumulated into the parameter's gradient; None if it gets none.
 
-    takes: whether the watcher then takes the gradient away. If an earlier one does so, it no longer does: most likely
-    it is of an optimizer that was replaced, and that nobody has collected yet. See `taker`.
+    takes: whether the optimizer then takes the gradient away. An earlier one that does so no longer does: most likely
+    it was replaced, and the garbage collector has not come to it yet. See `taker`.
     """
     taker = _takers.pop(id(parameter), None)
     if taker is not None:
@@ -64,22 +45,22 @@ def watch_gradient(parameter: Tensor, watcher: Watcher, *, takes: bool) -> Hooks
         return None
     reference = weakref.ref(watcher)  # the parameter must not keep its optimizer alive
 
-    def accumulated(parameter: Tensor) -> None:
+    def report(parameter: Tensor) -> None:
         alive = reference()
         if alive is not None:
             alive.gradient_ready(parameter)
 
     key = id(parameter)  # tensors with weak references cannot be swapped, as model.to() does under FSDP2
 
-    def coming(gradient: Tensor | None) -> None:
+    def announce(gradient: Tensor | None) -> None:
         alive = reference()
         if alive is not None and gradient is not None:
             alive.gradient_coming(key)
 
-    after = parameter.register_post_accumulate_grad_hook(accumulated)
+    after = parameter.register_post_accumulate_grad_hook(report)
     if not takes:
         return Hooks((after,), reference, parameter._cdata)
-    _takers[key] = hooks = Hooks((parameter.register_hook(coming), after), reference, parameter._cdata)
+    _takers[key] = hooks = Hooks((parameter.register_hook(announce), after), reference, parameter._cdata)
     return hooks
 
 
@@ -96,8 +77,8 @@ def hook_again(watched: dict[Tensor, Hooks]) -> None:
         watched[parameter] = watched[parameter]._replace(implementation=parameter._cdata)
 
 
-def taker(parameter: Tensor) -> weakref.ref[Watcher] | None:
-    """Who was the last to be told to take the parameter's gradient away, though it may be gone; None: nobody does."""
+def taker(parameter: Tensor) -> weakref.ref[Any] | None:
+    """The last optimizer that was to take the parameter's gradient away, though it may be gone; None: there is none."""
     hooks = _takers.get(id(parameter))
     return None if hooks is None else hooks.watcher
 
@@ -121,13 +102,12 @@ class Attachment:
 
     Only parameters of modules that were seen to run may still be in flight when `step()` returns; those of others,
     whose weights are used by another module or by a method that is no forward, are not `covered`, nor those of modules
-    that ran while a CUDA graph was captured, for its replays run no hooks. Everything is waited
-    for before evaluation, everything below a compiled module before it runs. Saving, loading, copying and pickling
-    wait, too. Under FSDP2 whoever gathers shards waits for those, and modules, whose parameters are gathered when they
-    run, for none.
+    that ran while a CUDA graph was captured, for its replays run no hooks. Evaluation, saving, loading, copying and
+    pickling wait for everything, a compiled module for everything below it. Under FSDP2 an all-gather waits for its
+    shards, and modules, whose parameters are gathered when they run, for none.
     """
 
-    def __init__(self, model: nn.Module, watcher: Watcher) -> None:
+    def __init__(self, model: nn.Module, watcher: Any) -> None:
         self._watcher = weakref.ref(watcher)
         self._model = weakref.ref(model)
         self._called: weakref.WeakSet[nn.Module] = weakref.WeakSet()

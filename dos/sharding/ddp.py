@@ -4,30 +4,23 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 CommHook = Callable[[Any, Any], "torch.futures.Future[Any]"]
 """As `DistributedDataParallel.register_comm_hook` takes it: (state, bucket) -> a future of the reduced bucket."""
 
 
-class Reduced(Protocol):
-    """What is told of buckets."""
-
-    def gradients_reduced(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-        """These are the parameters' gradients, which DDP puts with them later. On any thread."""
+_watchers: weakref.WeakKeyDictionary[DistributedDataParallel, list[weakref.ref[Any]]] = weakref.WeakKeyDictionary()
 
 
-_watchers: weakref.WeakKeyDictionary[DistributedDataParallel, list[weakref.ref[Reduced]]] = weakref.WeakKeyDictionary()
+def watch_buckets(model: DistributedDataParallel, watcher: Any, hook: CommHook | None, state: Any) -> None:
+    """Call `watcher.gradients_reduced(parameters, gradients)` for each bucket of `model` that has been reduced.
 
-
-def watch_buckets(model: DistributedDataParallel, watcher: Reduced, hook: CommHook | None, state: Any) -> None:
-    """Tell `watcher` of each bucket of `model` that has been reduced.
-
+    The gradients are those that DDP puts with the parameters later. It is called on any thread.
     hook, state: what reduces it; None: DDP's own all-reduce. DDP takes one hook for good, so that is set here.
     Raises RuntimeError if the model has a hook already.
     """
@@ -50,20 +43,13 @@ def watch_buckets(model: DistributedDataParallel, watcher: Reduced, hook: CommHo
     _watchers[model] = watchers
 
 
-class Waits(Protocol):
-    """What is asked to wait."""
-
-    def before_broadcast(self, parameters: Iterable[Tensor]) -> None:
-        """Return when these parameters may be read and overwritten."""
+_waiting: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-_waiting: weakref.WeakSet[Waits] = weakref.WeakSet()
+def wait_before_broadcasts(waits: Any) -> Callable[[], None]:
+    """Call `waits.before_broadcast(parameters)` before DDP broadcasts a model: when built, at the end of `join()`.
 
-
-def wait_before_broadcasts(waits: Waits) -> Callable[[], None]:
-    """Ask it to wait whenever DDP broadcasts a model: when one is wrapped, and at the end of `join()`.
-
-    It passes no hook of the model then. Returns what ends that.
+    No hook of the model runs then. Returns a function that ends this.
     """
     _wrap_broadcast()
     _waiting.add(waits)
@@ -78,12 +64,12 @@ def _wrap_broadcast() -> None:
         return
 
     @functools.wraps(broadcast)
-    def waiting(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def wait_and_broadcast(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         for waits in list(_waiting):
             waits.before_broadcast(module.parameters())
         return broadcast(module, *args, **kwargs)
 
-    implementation._sync_module_states = waiting
+    implementation._sync_module_states = wait_and_broadcast
 
 
 def _all_reduce(group: Any, bucket: Any) -> torch.futures.Future[Any]:
@@ -93,7 +79,7 @@ def _all_reduce(group: Any, bucket: Any) -> torch.futures.Future[Any]:
 
 
 def _reduced(
-    future: torch.futures.Future[Any], bucket: Any, watchers: Sequence[weakref.ref[Reduced]]
+    future: torch.futures.Future[Any], bucket: Any, watchers: Sequence[weakref.ref[Any]]
 ) -> torch.futures.Future[Any]:
     parameters, buffer = bucket.parameters(), bucket.buffer()
     places = [(g.size(), g.stride(), g.storage_offset() - buffer.storage_offset()) for g in bucket.gradients()]

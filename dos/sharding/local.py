@@ -21,7 +21,7 @@ def local(tensor: Any) -> Tensor:
     if not is_sharded(tensor):
         return tensor
     part = tensor._local_tensor
-    # A collective that nobody has waited for yet.
+    # The collective that makes it may still run.
     return part.trigger_wait() if hasattr(part, "trigger_wait") else part
 
 
@@ -57,7 +57,7 @@ def moved_to_layout(tensor: Any, like: Any) -> Tensor:
     if not is_sharded(like) or same_layout(tensor, like):
         return tensor
     if not is_sharded(tensor):  # the whole, of which each rank takes its part
-        tensor = replicated_as(tensor, like)
+        tensor = as_replicated(tensor, like)
     if tensor.device_mesh != like.device_mesh:
         raise ValueError(f"expected a tensor on {like.device_mesh}, found one on {tensor.device_mesh}")
     return tensor.redistribute(like.device_mesh, like.placements)
@@ -68,7 +68,7 @@ def whole(tensor: Any) -> Tensor:
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
-def replicated_as(tensor: Tensor, like: Any) -> Tensor:
+def as_replicated(tensor: Tensor, like: Any) -> Tensor:
     """What is the same on each rank as a DTensor of the ranks of `like`; itself if that is none."""
     if not is_sharded(like):
         return tensor

@@ -104,10 +104,11 @@ def test_attaching_another_model_leaves_nothing_behind() -> None:
     divided = shard(model(), mesh_of())
     groups = [layer._get_fsdp_state()._fsdp_param_group for layer in divided.modules() if hasattr(layer, "unshard")]
     before = [set(vars(group)) for group in groups]
-    one, two = (DOSAdam(divided.parameters(), policy="cpu", device=slow()) for _ in range(2))
+    other = shard(model(), mesh_of())
+    both = [*divided.parameters(), *other.parameters()]
+    one, two = (DOSAdam(both, policy="cpu", device=slow()) for _ in range(2))
     one.attach(divided)
     two.attach(divided)
-    other = shard(model(), mesh_of())
     for optimizer in (one, two):
         assert [set(vars(group)) for group in groups] != before
         optimizer.attach(other)
