@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import ctypes
+import functools
+import logging
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from perfmodel.format import BLOCK
+
+logger = logging.getLogger(__name__)
+
+PART = 1 << 19
+"""Elements that torch operations update at once; bounds the memory of intermediates, some 100 bytes for each."""
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """In the order of ``DType`` in csrc/adam.h."""
@@ -115,6 +123,24 @@ class AdamArrays(NamedTuple):
                 if a is not None
             }
         )
+
+
+_T = TypeVar("_T")
+
+
+def where_there_is_memory(formula: Callable[..., _T], *arrays: Tensor | None) -> _T:
+    """What the formula makes of the arrays: on their device, or on the host if intermediates do not fit there."""
+    try:
+        return formula(*arrays)
+    except torch.OutOfMemoryError as error:
+        _warn_of_the_host(str(error))
+    # Not before the error is gone, and what it holds.
+    return formula(*(None if array is None else array.cpu() for array in arrays))
+
+
+@functools.cache
+def _warn_of_the_host(error: str) -> None:
+    logger.warning("no device memory for part of an update, which is computed on the host, slowly: %s", error)
 
 
 def off_ties(master: Tensor) -> Tensor:

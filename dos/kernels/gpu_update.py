@@ -22,6 +22,7 @@ from dos.kernels.adam import (
     NUMEL,
     OUT_TYPE,
     PARAM_TYPE,
+    PART,
     REST,
     STEP,
     AdamArrays,
@@ -29,8 +30,9 @@ from dos.kernels.adam import (
     joined,
     off_ties,
     rest_of,
+    where_there_is_memory,
 )
-from dos.kernels.codes import Codes, decode_mean, decode_square, encode, rooted
+from dos.kernels.codes import decode_mean, decode_square, encode, rooted
 
 logger = logging.getLogger(__name__)
 
@@ -174,49 +176,51 @@ def _give_up_triton(error: Exception) -> None:
 
 
 def _adam_update_torch(arrays: AdamArrays, step: AdamStep) -> None:
-    """The formula in torch operations, on any device, without waiting for it: the reference of csrc/kernels.cpp."""
+    """Update by torch operations, on any device, without waiting for it but where that has no memory."""
+    for start in range(0, len(arrays.param), PART):
+        part = arrays.slice(start, start + PART)
+        new = where_there_is_memory(functools.partial(_updated, step), *part)
+        for array, values in zip(part, new, strict=True):
+            if array is not None and values is not None and array is not part.grad:
+                array.copy_(values)  # of the same type, which needs no memory
+
+
+def _updated(step: AdamStep, *part: Tensor) -> AdamArrays:
+    """What a run becomes: the formula in torch operations, the reference of csrc/kernels.cpp."""
     # Rounded already, because _fma multiplies in double precision.
     scale, l2, decay, beta1, one_minus_beta1, beta2, one_minus_beta2, inv_bias_correction2_sqrt, eps, step_size = (
         step.float32_scalars
     )
-    for start in range(0, len(arrays.param), _CHUNK):
-        part = arrays.slice(start, start + _CHUNK)
-        grad, param, exp_avg, exp_avg_sq, max_exp_avg_sq, out, rest, mean_scale, square_scale = part
-        g = grad.float() * scale
-        p = param.float() if rest is None else joined(param, rest)
-        coded = None
-        if mean_scale is not None and square_scale is not None:
-            coded = Codes(exp_avg, mean_scale, exp_avg_sq, square_scale)
-        m, v = exp_avg, exp_avg_sq
-        if coded is not None:
-            m, v = decode_mean(exp_avg, coded.exp_avg_scale), decode_square(exp_avg_sq, coded.exp_avg_sq_scale)
-        if step.use_l2:
-            g = _fma(p, l2, g)
-        p = p * decay
-        m = _fma(g - m, one_minus_beta1, m) if one_minus_beta1 < 0.5 else _fma(g - m, -beta1, g)
-        v = _fma(g * one_minus_beta2, g, v * beta2)
-        if coded is None:
-            _store(m, exp_avg)
-            _store(v, exp_avg_sq)
-        if max_exp_avg_sq is not None:
-            v = torch.where((v > max_exp_avg_sq) | v.isnan(), v, max_exp_avg_sq)
-            _store(v, max_exp_avg_sq)
-        root = rooted(v)
-        if coded is not None:
-            for kept, new in zip(coded, encode(m, v, root, step.seed), strict=True):
-                kept.copy_(new)
-        denom = _fma(root, inv_bias_correction2_sqrt, torch.full_like(v, eps))
-        p = _fma(m / denom, -step_size, p)
-        if rest is not None or (out is not None and out.dtype == torch.bfloat16):
-            p = off_ties(p)
-        if rest is not None:
-            rest.copy_(rest_of(p).masked_fill_(p.isnan(), 0))
-        _store(p, param)
-        if out is not None:
-            _store(p, out)
+    grad, param, m, v, most, out, rest, mean_scale, square_scale = run = AdamArrays(*part)
+    g = grad.float() * scale
+    p = param.float() if rest is None else joined(param, rest)
+    if mean_scale is not None and square_scale is not None:
+        m, v = decode_mean(m, mean_scale), decode_square(v, square_scale)
+    if step.use_l2:
+        g = _fma(p, l2, g)
+    p = p * decay
+    m = _fma(g - m, one_minus_beta1, m) if one_minus_beta1 < 0.5 else _fma(g - m, -beta1, g)
+    v = _fma(g * one_minus_beta2, g, v * beta2)
+    if mean_scale is None:
+        run = run._replace(exp_avg=_canonical(m), exp_avg_sq=_canonical(v))
+    if most is not None:
+        v = torch.where((v > most) | v.isnan(), v, most)
+        run = run._replace(max_exp_avg_sq=_canonical(v))
+    root = rooted(v)
+    if mean_scale is not None:
+        run = run._replace(**encode(m, v, root, step.seed)._asdict())
+    denom = _fma(root, inv_bias_correction2_sqrt, torch.full_like(v, eps))
+    p = _fma(m / denom, -step_size, p)
+    if rest is not None or (out is not None and out.dtype == torch.bfloat16):
+        p = off_ties(p)
+    if rest is not None:
+        run = run._replace(rest=rest_of(p).masked_fill_(p.isnan(), 0))
+    return run._replace(param=_canonical(p, param.dtype), out=None if out is None else _canonical(p, out.dtype))
 
 
-_CHUNK = 1 << 22  # elements; bounds the memory of the double-precision intermediates
+def _canonical(values: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    values = values.to(dtype)
+    return values.masked_fill(values.isnan(), math.nan)
 
 
 def _fma(a: Tensor, b: Tensor | float, c: Tensor) -> Tensor:
@@ -232,8 +236,3 @@ def _fma(a: Tensor, b: Tensor | float, c: Tensor) -> Tensor:
     bits = total.view(torch.int64)
     to_odd = (error.abs() > 0) & (bits & 1 == 0)  # false where the error is NaN
     return (bits + torch.where((error > 0) == (total > 0), 1, -1) * to_odd).view(torch.float64).float()
-
-
-def _store(value: Tensor, destination: Tensor) -> None:
-    destination.copy_(value)
-    destination.masked_fill_(destination.isnan(), math.nan)

@@ -7,31 +7,22 @@ parameter's own precision. So elements that were not touched keep their masters 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from dos.kernels.adam import joined, off_ties, rest_of
+from dos.kernels.adam import PART, joined, off_ties, rest_of, where_there_is_memory
 
 _INFINITE, TIE = 0x7F80, -0x8000
-_CHUNK = 1 << 20  # elements; bounds the memory of intermediates
 
 
 def follow(master: Tensor, parameter: Tensor) -> None:
     """Give `master` the values of a parameter that was written to; 1-D, of one length, on one device."""
     if master.dtype == parameter.dtype:
         master.copy_(parameter)
-        return
-    for start in range(0, len(master), _CHUNK):
-        mine, now = master[start : start + _CHUNK], parameter[start : start + _CHUNK]
-        if now.dtype == torch.bfloat16:
-            # One that was loaded may be a tie, whose lower half is of no use beside the parameter.
-            rest = rest_of(off_ties(mine))
-            settle(rest, now)
-            mine.copy_(joined(now, rest))
-        else:
-            # Where the parameter still is the master rounded, the master knows it better.
-            kept = mine.to(now.dtype).view(torch.int16) == now.view(torch.int16)
-            mine.copy_(torch.where(kept, mine, now.to(mine.dtype)))
+    else:
+        _write(_followed, master, parameter)
 
 
 def settle(rest: Tensor, parameter: Tensor) -> None:
@@ -40,12 +31,28 @@ def settle(rest: Tensor, parameter: Tensor) -> None:
     They are kept, but for those with which the parameter would become another number: 0 that of the
     other sign, less than 0 in magnitude, and an infinity a finite number or NaN.
     """
-    for start in range(0, len(rest), _CHUNK):
-        mine, now = rest[start : start + _CHUNK], parameter[start : start + _CHUNK]
-        magnitude = now.view(torch.int16) & 0x7FFF
-        mine.masked_fill_(((magnitude == 0) & (mine < 0)) | (magnitude == _INFINITE), 0)
-        # No update leaves a tie; one that somebody wrote is moved towards the parameter.
-        mine.masked_fill_(mine == TIE, TIE + 1)
+    _write(_settled, rest, parameter)
+
+
+def _write(formula: Callable[[Tensor, Tensor], Tensor], mine: Tensor, parameter: Tensor) -> None:
+    for part, now in zip(mine.split(PART), parameter.split(PART), strict=True):
+        part.copy_(where_there_is_memory(formula, part, now))
+
+
+def _followed(master: Tensor, parameter: Tensor) -> Tensor:
+    if parameter.dtype == torch.bfloat16:
+        # One that was loaded may be a tie, whose lower half is of no use beside the parameter.
+        return joined(parameter, _settled(rest_of(off_ties(master)), parameter))
+    # Where the parameter still is the master rounded, the master knows it better.
+    kept = master.to(parameter.dtype).view(torch.int16) == parameter.view(torch.int16)
+    return torch.where(kept, master, parameter.to(master.dtype))
+
+
+def _settled(rest: Tensor, parameter: Tensor) -> Tensor:
+    magnitude = parameter.view(torch.int16) & 0x7FFF
+    rest = rest.masked_fill(((magnitude == 0) & (rest < 0)) | (magnitude == _INFINITE), 0)
+    # No update leaves a tie; one that user code wrote is moved towards the parameter.
+    return rest.masked_fill_(rest == TIE, TIE + 1)
 
 
 def whole_master(parameter: Tensor, rest: Tensor, *, written: bool) -> Tensor:

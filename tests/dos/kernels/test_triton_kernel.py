@@ -10,6 +10,7 @@ import logging
 import re
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +18,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dos.kernels import gpu_update as module
+from dos.kernels import masters
 from dos.kernels.gpu_update import GpuBatch, gpu_kernel_name
 from dos.kernels.update import AdamArrays, AdamBatch, AdamStep
 from perfmodel.format import BLOCK
@@ -188,6 +191,70 @@ def test_without_triton_torch_does_the_same(
     assert len(caplog.records) == 1
     assert "Triton kernel cannot be used (ModuleNotFoundError" in caplog.text
     assert "it needs the triton package" in caplog.text
+
+
+class ShortOfMemory(TorchDispatchMode):
+    """A device that has no memory for the result of one operation, and is asked for so much (bytes) at most."""
+
+    def __init__(self, fails: int) -> None:
+        super().__init__()
+        self.left, self.peak = fails, 0
+        self._live: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        known = {each.untyped_storage()._cdata for each in args if isinstance(each, torch.Tensor)}
+        if not isinstance(made, torch.Tensor) or made.untyped_storage()._cdata in known:
+            return made
+        self.left -= 1
+        if self.left == 0:
+            raise torch.OutOfMemoryError(f"no {made.nbytes} bytes")
+        key = made.untyped_storage()._cdata
+        self._live[key] = made.untyped_storage().nbytes()
+        weakref.finalize(made.untyped_storage(), self._live.pop, key, None)
+        self.peak = max(self.peak, sum(self._live.values()))
+        return made
+
+
+@pytest.mark.parametrize("work", ["exact", "split", "coded", "follow", "settle"])
+def test_running_out_of_memory_in_torch_operations_breaks_nothing(work: str) -> None:
+    numel, step = 2 * BLOCK, replace(STEPS[0], amsgrad=work == "exact")
+
+    def attempt(fails: int) -> tuple[ShortOfMemory, list[torch.Tensor]]:
+        arrays = random_arrays(numel, step, torch.bfloat16, torch.bfloat16, None, seed=0)
+        rest = torch.arange(numel, dtype=torch.int16) * 999 - 99 * 256
+        rest[7] = -0x8000
+        if work == "coded":
+            arrays[2:4] = torch.ones(numel, dtype=torch.int8), torch.ones(numel, dtype=torch.uint8)
+        arrays += [rest if work != "exact" else None, *([torch.ones(2)] * 2 if work == "coded" else [None] * 2)]
+        run = AdamArrays(*(None if array is None else array.clone() for array in arrays))  # type: ignore[arg-type]
+        with ShortOfMemory(fails) as memory:
+            if work == "follow":
+                masters.follow(run.exp_avg, run.param)
+            elif work == "settle":
+                masters.settle(rest, run.param)
+            else:
+                module._adam_update_torch(run, step)
+        return memory, [array for array in (*run, rest) if array is not None]
+
+    operations, expected = attempt(0)
+    assert -operations.left >= (4 if work == "settle" else 8)
+    for number in range(1, 1 - operations.left):
+        assert_same_bits(attempt(number)[1], expected)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("work", ["exact", "coded"])
+def test_torch_operations_need_no_more_memory_than_they_say(work: str) -> None:
+    """See dos.kernels.adam.PART."""
+    numel = 1 << 15
+    arrays = random_arrays(numel, STEP, torch.bfloat16, torch.bfloat16, None, seed=0)
+    arrays += [torch.zeros(numel, dtype=torch.int16), None, None]
+    if work == "coded":
+        arrays[2:4] = torch.ones(numel, dtype=torch.int8), torch.ones(numel, dtype=torch.uint8)
+        arrays[-2:] = [torch.ones(numel // BLOCK) for _ in range(2)]
+    with ShortOfMemory(0) as memory:
+        module._adam_update_torch(AdamArrays(*arrays), STEP)  # type: ignore[arg-type]
+    assert memory.peak / numel <= 100
 
 
 def test_a_kernel_that_does_not_compile_is_given_up(
