@@ -72,7 +72,8 @@ class Guard:
     def failure(self, error: BaseException) -> RuntimeError:
         """What is raised for an error in the middle of a step; from now on all is `broken`."""
         self.failed = True
-        return RuntimeError(f"the optimizer step failed part way ({error}); restore a checkpoint before going on")
+        cause = str(error) or type(error).__name__  # such as MemoryError, which says nothing
+        return RuntimeError(f"the optimizer step failed part way ({cause}); restore a checkpoint before going on")
 
     def change(self, work: Callable[[], None]) -> None:
         """Do what must happen wholly. Ctrl-C takes effect afterwards; if `work` raises, all is `broken`."""

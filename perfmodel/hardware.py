@@ -43,6 +43,9 @@ class Provenance:
     def __post_init__(self) -> None:
         if self.source not in SOURCES:
             raise ValueError(f"provenance source must be one of {', '.join(SOURCES)}, found {self.source!r}")
+        for name in ("date", "machine", "note"):
+            if not isinstance(getattr(self, name), str):
+                raise ValueError(f"provenance {name} must be a text, found {getattr(self, name)!r}")
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ class HardwareProfile:
         formats are as those that the update rates are of, which have 28 bytes of traffic per parameter. Where that
         was not measured, split ones count as equally fast, and int8 ones as faster as they move fewer bytes.
 
-    Raises ValueError for a rate that is not positive, a negative latency, or no rank.
+    Raises ValueError for a figure that no machine has: rates from 1e-6 to 1e18, latencies from 0 to 1e6 s.
     """
 
     name: str
@@ -88,23 +91,16 @@ class HardwareProfile:
     provenance: Provenance = field(default_factory=lambda: Provenance("data sheet"))
 
     def __post_init__(self) -> None:
-        for rate in RATES:
-            value = getattr(self, rate)
-            finite = rate == "host_bandwidth" or (_is_number(value) and math.isfinite(value))
-            if not (_is_number(value) and value > 0 and finite):
-                raise ValueError(f"profile {self.name!r}: {rate} must be a positive number, found {value!r}")
-        for name in SPEEDS:
+        if not isinstance(self.name, str):
+            raise ValueError(f"profile name must be a text, found {self.name!r}")
+        for name, (least, most, integer) in _LIMITS.items():
             value = getattr(self, name)
-            if not (_is_number(value) and 0 < value < math.inf):
-                raise ValueError(f"profile {self.name!r}: {name} must be a positive number, found {value!r}")
-        for latency in ("copy_latency_s", "launch_latency_s"):
-            value = getattr(self, latency)
-            if not (_is_number(value) and 0 <= value < math.inf):
-                raise ValueError(f"profile {self.name!r}: {latency} must be 0 s or more, found {value!r}")
-        if not (isinstance(self.ranks_per_host, int) and self.ranks_per_host >= 1):
-            raise ValueError(f"profile {self.name!r}: ranks_per_host must be 1 or more, found {self.ranks_per_host!r}")
-        if not (isinstance(self.cpu_threads, int) and self.cpu_threads >= 0):
-            raise ValueError(f"profile {self.name!r}: cpu_threads must be 0 or more, found {self.cpu_threads!r}")
+            known = isinstance(value, int if integer else (int, float)) and not isinstance(value, bool)
+            if not (known and least <= value <= most) and not (name == "host_bandwidth" and value == math.inf):
+                kind = "a whole" if integer else "a positive" if least else "a"
+                raise ValueError(
+                    f"profile {self.name!r}: {name} must be {kind} number from {least:g} to {most:g}, found {value!r}"
+                )
 
     @property
     def host_bandwidth_per_rank(self) -> float:
@@ -164,10 +160,9 @@ class HardwareProfile:
     @classmethod
     def load(cls, path: str | Path) -> HardwareProfile:
         """Read a profile. Raises OSError when the file cannot be read, ValueError naming it when it is no profile."""
-        text = Path(path).read_text()
         try:
-            return cls.from_json(json.loads(text))
-        except ValueError as error:
+            return cls.from_json(json.loads(Path(path).read_text()))
+        except (ValueError, RecursionError) as error:  # of JSON that is nested too deeply, too
             raise ValueError(f"{path}: {error}") from error
 
     @classmethod
@@ -185,6 +180,14 @@ RATES = tuple(
 """The fields that must be positive."""
 SPEEDS = tuple(f.name for f in dataclasses.fields(HardwareProfile) if "_speed_" in f.name)
 """Those that are relative to a rate."""
+_LIMITS: dict[str, tuple[float, float, bool]] = {
+    **dict.fromkeys((*RATES, *SPEEDS), (1e-6, 1e18, False)),
+    **dict.fromkeys(("copy_latency_s", "launch_latency_s"), (0, 1e6, False)),
+    "ranks_per_host": (1, 1 << 20, True),
+    "cpu_threads": (0, 1 << 20, True),
+}
+"""The least and the most that each figure may be, and whether it is an integer. No machine is near them, and times that
+follow from figures within them are numbers."""
 
 
 def builtin_profiles() -> dict[str, HardwareProfile]:
@@ -200,10 +203,6 @@ def changed(profile: HardwareProfile, values: Mapping[str, float]) -> HardwarePr
     """The profile with other values of the rates and latencies that are named."""
     arguments: dict[str, Any] = dict(values)
     return dataclasses.replace(profile, **arguments)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _required(field_: dataclasses.Field[Any]) -> bool:

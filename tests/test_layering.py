@@ -55,7 +55,7 @@ INNER: dict[str, set[str]] = {
     "lifetime": {"guard"},
     "machine": set(),
     "sharding": set(),
-    "devices": {"guard", "machine"},
+    "devices": {"guard", "lifetime", "machine"},
     "kernels": {"machine"},
     "state": {"devices", "kernels", "machine", "sharding"},
     "gradients": {"devices", "kernels", "sharding", "state"},

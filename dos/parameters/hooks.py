@@ -231,6 +231,14 @@ class _Wait:
         if self._wait is not None:
             self._wait(module)
 
+    @property
+    def __name__(self) -> str:
+        # What torch.jit.script asks for first. Others, such as functools.wraps, can do without it.
+        raise AttributeError(
+            "torch.jit.script compiles the hooks of a model, too, which it cannot do with those of optimizer.attach(); "
+            "script the model before attach(): what is scripted shares the parameters, and so is trained, too"
+        )
+
     def __reduce__(self) -> tuple[Any, ...]:
         if self._on_copy is not None:
             self._on_copy()

@@ -26,7 +26,7 @@ def test_defaults_may_be_left_out_of_a_file() -> None:
 
 
 @pytest.mark.parametrize("rate", RATES)
-@pytest.mark.parametrize("value", [0.0, -1.0, math.nan, "fast", None, True])
+@pytest.mark.parametrize("value", [0.0, -1.0, 1e-300, 10**400, math.nan, "fast", None, True])
 def test_rates_must_be_positive_numbers(rate: str, value: object) -> None:
     with pytest.raises(ValueError, match=rf"profile 'h100': {rate} must be a positive number"):
         dataclasses.replace(H100, **{rate: value})  # type: ignore[arg-type]
@@ -52,9 +52,19 @@ def test_only_host_bandwidth_may_be_infinite() -> None:
         ({"version": 2}, "version 2, this program reads version 1; measure again"),
         ({"version": None}, "version None"),
         ({"warp_drive": 1.0}, "unknown warp_drive"),
+        ({"cpu_update_rate": 1e-300}, "found 1e-300"),
+        ({"h2d_bandwidth": 10**400}, "h2d_bandwidth must be a positive number"),
+        ({"host_bandwidth": 10**400}, "host_bandwidth must be a positive number"),
+        ({"cpu_speed_split": 1e-300}, "cpu_speed_split"),
+        ({"copy_latency_s": 10**400}, "copy_latency_s must be a number from 0"),
+        ({"ranks_per_host": 10**400}, "ranks_per_host must be a whole number from 1"),
+        ({"cpu_threads": True}, "cpu_threads must be a whole number"),
+        ({"name": []}, "name must be a text"),
+        ({"provenance": {"source": []}}, "source must be one of"),
+        ({"provenance": {"source": "measured", "machine": 5}}, "machine must be a text"),
         ({"provenance": {"source": "hearsay"}}, "measured, fitted, data sheet, found 'hearsay'"),
         ({"provenance": {"who": "me"}}, "bad provenance"),
-        ({"h2d_bandwidth": -1}, "h2d_bandwidth must be a positive number, found -1"),
+        ({"h2d_bandwidth": -1}, r"h2d_bandwidth must be a positive number from 1e-06 to 1e\+18, found -1"),
     ],
 )
 def test_a_bad_file_is_refused_by_name(tmp_path: Path, change: dict[str, object], message: str) -> None:
@@ -79,6 +89,12 @@ def test_missing_rates_and_files_that_are_no_profile(tmp_path: Path) -> None:
     (tmp_path / "torn.json").write_text('{"version": 1, ')
     with pytest.raises(ValueError, match=r"torn\.json"):
         HardwareProfile.load(tmp_path / "torn.json")
+    (tmp_path / "deep.json").write_text("[" * 10**5)
+    with pytest.raises(ValueError, match=r"deep\.json.*recursion"):
+        HardwareProfile.load(tmp_path / "deep.json")
+    (tmp_path / "binary.json").write_bytes(b"\xff\xfe{")
+    with pytest.raises(ValueError, match=r"binary\.json"):
+        HardwareProfile.load(tmp_path / "binary.json")
     with pytest.raises(FileNotFoundError):
         HardwareProfile.load(tmp_path / "none.json")
 

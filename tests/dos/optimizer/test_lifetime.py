@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -14,6 +16,7 @@ from torch import Tensor
 from dos import DOSAdam, EmulatedDevice
 from dos.machine import host_memory
 from dos.state.arena import Arena
+from tests.support import ROOT
 from tests.support.clock import eventually
 from tests.support.training import FAST, mlp, train
 
@@ -125,3 +128,32 @@ def test_memory_is_collected_before_there_is_too_little(monkeypatch: pytest.Monk
     assert garbage() is None
     with pytest.raises(MemoryError):
         host_memory.reserve(5000, "a test")
+
+
+AT_EXIT = """
+import atexit, sys, torch
+from dos import DOSAdam, EmulatedDevice
+from tests.support.training import FAST, mlp, train
+
+def save():
+    optimizer.state_dict()["state"][0]["exp_avg"].clone()
+    moments = [optimizer.state[p]["exp_avg"] for p in model.parameters()]
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(moments, expected, strict=True))
+    print("saved")
+
+model, twin = mlp(), mlp()
+place = {} if sys.argv[1] == "host" else {"policy": sys.argv[1], "device": EmulatedDevice(FAST, 10**9)}
+optimizer, other = DOSAdam(model.parameters(), **place), DOSAdam(twin.parameters())
+optimizer.attach(model)
+train(twin, other, 2)
+expected = [other.state[p]["exp_avg"] for p in twin.parameters()]
+atexit.register(save)
+train(model, optimizer, 2)
+"""
+
+
+@pytest.mark.parametrize("policy", ["host", "cpu", "stride:2", "adaptive"])
+def test_state_can_be_saved_when_the_interpreter_ends(policy: str) -> None:
+    program = [sys.executable, "-c", AT_EXIT, policy]
+    done = subprocess.run(program, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.stdout == "saved\n", done.stderr

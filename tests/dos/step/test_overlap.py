@@ -341,17 +341,32 @@ def test_backwards_without_a_step_pile_nothing_up() -> None:
     train(model, optimizer, 2)
 
 
-def test_a_launch_that_fails_at_once_does_not_hang() -> None:
+def test_scripting_an_attached_model_says_how() -> None:
+    model = mlp()
+    optimizer = accelerated(model, policy="cpu")
+    scripted = torch.jit.script(model)
+    optimizer.attach(model)
+    for asked in (model, copy.deepcopy(model)):
+        with pytest.raises(AttributeError, match=r"script the model before attach\(\)"):
+            torch.jit.script(asked)
+    train(model, optimizer, 2)
+    optimizer.synchronize()
+    inputs = torch.randn(2, 24)
+    assert torch.equal(scripted(inputs), model(inputs)), "they share their parameters"
+
+
+@pytest.mark.parametrize(("reason", "said"), [("no room", "no room"), ("", "OutOfMemoryError")])
+def test_a_launch_that_fails_at_once_does_not_hang(reason: str, said: str) -> None:
     model = mlp()
     device = EmulatedDevice(SLOW, capacity=10**7)
     optimizer = accelerated(model, policy="stride:2", device=device)
     train(model, optimizer, 2)
 
     def fail(*_: object) -> None:
-        raise torch.OutOfMemoryError("temporaries of the update")
+        raise torch.OutOfMemoryError(reason)
 
     device.launch = fail
-    with pytest.raises(RuntimeError, match="failed part way"):
+    with pytest.raises(RuntimeError, match=rf"failed part way \({said}\)"):
         train(model, optimizer, 1)
     with pytest.raises(RuntimeError, match="failed part way"):
         train(model, optimizer, 1)
