@@ -88,23 +88,27 @@ def schedule(plan: Plan, workload: Workload, scope: Scope = UPDATE_ALONE) -> Sch
     found = [
         Found(
             DEVICE if placement is RESIDENT else HOST,
-            DEVICE,
+            HOST if load.returned_bytes else DEVICE,
             load.numel,
-            None if overlapped else load.gradient_bytes,
+            load.returned_bytes or (None if overlapped else load.gradient_bytes),
             load.parameter_bytes,
         )
         for placement, load in zip(plan.placements, loads, strict=True)
     ]
     backward: tuple[int, ...] = ()
-    vacated: list[tuple[int, ...]] = [()] * plan.slots
+    # Offloaded gradients come up through a slot for residents, too.
+    slots = max(plan.slots, any(load.returned_bytes for load in loads) and RESIDENT in plan.placements)
+    vacated: list[tuple[int, ...]] = [()] * slots
     if scope.backward is not Phase.ABSENT:
         made.pieces()
         backward = (made.piece[0],)
-        vacated = [backward] * plan.slots
+        vacated = [backward] * slots
     if overlapped:
-        for i in sorted(plan.served(CPU), reverse=True):
+        for i in range(len(loads) - 1, -1, -1):
+            if plan.placements[i] is not CPU and not loads[i].returned_bytes:
+                continue
             made.departed[i] = (made.add(GRADIENT, i, loads[i].gradient_bytes, (made.piece[i],)),)
-        vacated = [made.memory_for(slot) for slot in range(min(plan.slots, plan.placements.count(STREAMED)))]
+        vacated = [made.memory_for(slot) for slot in range(min(slots, plan.placements.count(STREAMED)))] or vacated
     made.step(found, backward, vacated)
     made.forward(scope.forward)
     return Schedule(tuple(made.tasks))
@@ -277,7 +281,7 @@ class _Made:
             if found.gradient is HOST:
                 nbytes += found.gradient_bytes or 0
             # The slot's last occupant must have left before the next one is written over it.
-            ready += (self.add(PREFETCH, i, nbytes, vacated, slot),)
+            ready += (self.add(PREFETCH, i, nbytes, (*vacated, *self.departed.get(i, ())), slot),)
         update = self._update(i, found, ready + backward, slot)
         if stays:
             return update

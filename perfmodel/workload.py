@@ -18,6 +18,7 @@ class SubgroupLoad:
     state_bytes: each way when streamed (master weights and moments); held on the device when resident.
     upper_bytes: of parameters that an update reads because they are half of their masters; device to
         host when updated on the CPU after an update on the device.
+    returned_bytes: of gradients that have left for the host in any case, and come up again for updates on the device.
     format: of the state, which says how fast updates are.
     """
 
@@ -26,10 +27,11 @@ class SubgroupLoad:
     parameter_bytes: int
     state_bytes: int
     upper_bytes: int = 0
+    returned_bytes: int = 0
     format: str = field(default=MIXED.name, kw_only=True)
 
     def __post_init__(self) -> None:
-        for name in ("numel", "gradient_bytes", "parameter_bytes", "state_bytes", "upper_bytes"):
+        for name in ("numel", "gradient_bytes", "parameter_bytes", "state_bytes", "upper_bytes", "returned_bytes"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be 0 or more, found {getattr(self, name)}")
 

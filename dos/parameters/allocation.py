@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -22,6 +23,8 @@ from perfmodel.format import INT8
 from perfmodel.plan import Tier
 from perfmodel.subgroups import automatic_subgroup_size
 
+MOST_SUBGROUPS = 1_000
+"""Chosen so small that there are more, subgroups take longer to issue than to update."""
 HOST_SIZE, SHARDED_SIZE = 100_000_000, 1 << 24
 """Parameters of a subgroup on the host unless the user chooses, and at most where they are DTensors: a layer waits for
 its own, and an update of so many takes some milliseconds, beside which starting it is nothing."""
@@ -72,8 +75,16 @@ class Allocation:
 
     def size_on_device(self, numel: int) -> int:
         """Parameters of new subgroups there, where so many have state then."""
-        if self._options.subgroup_size is not None:
-            return self._options.subgroup_size
+        chosen = self._options.subgroup_size
+        if chosen is not None:
+            if numel > MOST_SUBGROUPS * chosen:
+                warnings.warn(
+                    f"subgroup_size={chosen:_} makes {-(-numel // chosen):,} subgroups of {numel:,} parameters, and "
+                    f"each takes time of the host in every step; choose {-(-numel // MOST_SUBGROUPS):_} or more, or "
+                    "leave it out: DOSAdam then makes 128 at most",
+                    stacklevel=2,
+                )
+            return chosen
         device_bytes = 0
         if self._devices.found is not None:
             with contextlib.suppress(Exception):  # whatever it is, the size is not known then

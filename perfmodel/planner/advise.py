@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from perfmodel.bounds import Bound, lower_bound
 from perfmodel.plan import Placement
 from perfmodel.planner.outcome import Outcome, adaptive_outcome, baselines
-from perfmodel.planner.question import MARGIN, MAX_SUBGROUPS, Question
+from perfmodel.planner.question import MARGIN, Question
 from perfmodel.planner.situation import Situation
-from perfmodel.planner.transformer import Transformer
-from perfmodel.planner.whatif import Lever, Remedy, levers, remedies
-
-MOST = 2**24
-"""Sequences, or tokens in one, beyond which nobody asks whether they fit."""
+from perfmodel.planner.whatif import Lever, Remedy, largest, levers, most, remedies
 
 
 @dataclass(frozen=True)
@@ -51,13 +44,13 @@ class Advice:
     @functools.cached_property
     def largest_batch(self) -> int:
         """Of this model, with sequences as they are; 0 if nothing fits."""
-        return _most(self.situation.question, "batch")
+        return most(self.situation.question, "batch")
 
     @functools.cached_property
     def largest_sequence(self) -> int:
         """Of this model, with the batch as it is; 0 if nothing fits."""
         question = self.situation.question
-        return _most(question, "sequence", question.model.longest)
+        return most(question, "sequence", question.model.longest)
 
     @property
     def all_resident_bytes(self) -> int | None:
@@ -67,7 +60,7 @@ class Advice:
 
     @functools.cached_property
     def remedies(self) -> tuple[Remedy, ...]:
-        """If it does not fit, settings with which it does; if none do, one that only lacks host memory."""
+        """If it does not fit, settings with which it does, the best first."""
         return () if self.situation.fits else tuple(remedies(self.situation.question))
 
     @functools.cached_property
@@ -95,7 +88,7 @@ class Advice:
         if self.best.iteration_s is None:
             return None
         question = self.situation.question
-        return question.tokens * question.ranks / self.best.iteration_s
+        return question.tokens * question.micro_batches * question.ranks / self.best.iteration_s
 
     @property
     def busy_s(self) -> dict[str, float]:
@@ -123,34 +116,3 @@ class Advice:
 def advise(question: Question) -> Advice:
     """Everything the planner has to say; every time in it is simulated, every size counted."""
     return Advice(Situation(question))
-
-
-def largest(question: Question) -> int:
-    """Parameters of the largest model of the usual shape that fits with the same settings, to 1%; 0 if none does."""
-
-    def fits(numel: int) -> bool:
-        model = Transformer.of_size(numel)
-        size = question.chosen_size and max(question.chosen_size, math.ceil(numel / MAX_SUBGROUPS))
-        return Situation(dataclasses.replace(question, model=model, chosen_size=size)).fits
-
-    return _greatest(fits, 10**6, 10**15, tolerance=0.005)
-
-
-def _most(question: Question, setting: str, limit: int | None = None) -> int:
-    """The largest value of a setting, up to a limit, with which the model fits; 0 if none does."""
-
-    def fits(value: int) -> bool:
-        changes: dict[str, Any] = {setting: value}
-        return Situation(dataclasses.replace(question, **changes)).fits
-
-    return _greatest(fits, 1, (limit or MOST) + 1)
-
-
-def _greatest(fits: Callable[[int], bool], low: int, high: int, tolerance: float = 0.0) -> int:
-    """The greatest number from `low` to below `high` that fits, to that share of it; 0 if `low` does not."""
-    if not fits(low):
-        return 0
-    while high - low > max(1, tolerance * low):
-        middle = max(low + 1, math.isqrt(low * high))
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low

@@ -20,31 +20,35 @@ class Job:
     """One iteration of one rank, all others doing the same.
 
     routes: what collectives get of the links. collectives: of more than one rank.
-    copied: bytes of parameters on the host that a pass copies up, and of gradients that come down.
+    copied, returned: bytes of parameters on the host that a pass copies up, and of gradients that come down.
     compute_s: seconds of forward's and backward's arithmetic; None if not known.
     """
 
     def __init__(self, question: Question, profile: HardwareProfile) -> None:
         """profile: with the question's ranks on each host."""
         layout, values = question.layout, question.value_bytes
-        whole = float(question.model.numel * values)
+        whole, trained = float(question.model.numel * values), float(question.trained * values)
         stage = 3 if question.sharded else min(question.stage, 2)
         self.routes = Routes.of(question.fabric, profile, layout)
         self.collectives: tuple[Collective, ...] = tuple(
             each
-            for each in collectives(whole, whole, stage, layout.sharding, layout.replication)
+            for each in collectives(whole, trained, stage, layout.sharding, layout.replication)
             if each.group.size > 1
         )
-        self.copied = question.state_numel * values if question.offload_parameters else 0
+        self.copied = question.share(question.model.numel, 1) * values if question.offload_parameters else 0
+        self.returned = question.state_numel * values if question.offload_parameters else 0
         self.compute_s: tuple[float, float] | None = None
         if question.flops_rate is not None:
-            forward, backward = question.model.flops(question.tokens, checkpointing=question.checkpointing)
+            forward, backward = question.model.flops(
+                question.tokens, checkpointing=question.checkpointing, trainable=question.trainable
+            )
             self.compute_s = forward / question.flops_rate, backward / question.flops_rate
         self._layers = question.model.layers
+        self._micro_batches = question.micro_batches
         self._profile = profile
 
     @property
-    def talks(self) -> bool:
+    def has_communication(self) -> bool:
         """Whether there is anything beside compute."""
         return bool(self.collectives) or self.copied > 0
 
@@ -52,7 +56,7 @@ class Job:
         """Seconds of forward; 0 if compute is not known. updated: as for `overlap.forward_s`."""
         if self.compute_s is None:
             return 0.0
-        if not self.talks:
+        if not self.has_communication:
             return self.compute_s[0]
         copied = self.copied / self._profile.h2d_bandwidth
         whole = self._pass(self.compute_s[0], copied, gather=self._seconds(Part.FORWARD, Kind.GATHER))
@@ -63,7 +67,7 @@ class Job:
         """Seconds of backward; 0 if compute is not known."""
         if self.compute_s is None:
             return 0.0
-        if not self.talks:
+        if not self.has_communication:
             return self.compute_s[1]
         whole = self._pass(
             self.compute_s[1],
@@ -71,7 +75,7 @@ class Job:
             gather=self._seconds(Part.BACKWARD, Kind.GATHER),
             reduce=self._seconds(Part.BACKWARD, Kind.SCATTER, Kind.REDUCE),
             replicate=self._seconds(Part.BACKWARD, Kind.REPLICATE),
-            down=self.copied / self._profile.d2h_bandwidth_duplex,
+            down=self.returned / self._profile.d2h_bandwidth_duplex,
         )
         return backward_s(whole, self._layers)
 
@@ -91,7 +95,7 @@ class Job:
         return self._seconds(Part.AFTER_UPDATE, Kind.GATHER)
 
     def busy_s(self, plan: Plan, work: Workload) -> dict[str, float]:
-        """Seconds for which each resource works in an iteration; empty if compute is not known.
+        """Seconds for which each resource works in a step; empty if compute is not known.
 
         No iteration is shorter than the longest of them, however well everything overlaps. Links
         count at the rates of one direction alone, the optimizer's transfers as the plan has them.
@@ -109,15 +113,18 @@ class Job:
             load.format for load, p in zip(work.subgroups, plan.placements, strict=True) if p is Placement.GPU_RESIDENT
         )
         seconds[Lane.GPU] -= (together.total() - len(together)) * profile.launch_latency_s  # one launch for a format
-        pcie = sum(each.pcie_s(routes) for each in self.collectives)
+        times = self._micro_batches
+        pcie = sum(each.pcie_s(routes) for each in self.collectives) * times
+        within = 0.0 if routes.over_pcie else sum(each.interconnect_s(routes) for each in self.collectives)
+        copied = (2 * self.copied + self.returned) * times
         busy = {
-            "compute": sum(self.compute_s) + seconds[Lane.GPU],
-            "interconnect": 0.0 if routes.over_pcie else sum(each.interconnect_s(routes) for each in self.collectives),
-            "network": sum(each.network_s(routes) for each in self.collectives),
-            "PCIe to the GPU": pcie + seconds[Lane.H2D] + 2 * self.copied / profile.h2d_bandwidth,
-            "PCIe to the host": pcie + seconds[Lane.D2H] + self.copied / profile.d2h_bandwidth,
+            "compute": sum(self.compute_s) * times + seconds[Lane.GPU],
+            "interconnect": within * times,
+            "network": sum(each.network_s(routes) for each in self.collectives) * times,
+            "PCIe to the GPU": pcie + seconds[Lane.H2D] + 2 * self.copied * times / profile.h2d_bandwidth,
+            "PCIe to the host": pcie + seconds[Lane.D2H] + self.returned * times / profile.d2h_bandwidth,
             "CPU": seconds[Lane.CPU],
-            "host DRAM": (traffic + 3 * self.copied) / profile.host_bandwidth_per_rank,
+            "host DRAM": (traffic + copied) / profile.host_bandwidth_per_rank,
         }
         return {resource: busy_s for resource, busy_s in busy.items() if busy_s > 0}
 

@@ -20,7 +20,7 @@ def job_headline(advice: Advice) -> Iterator[str]:
     """What the job does in a second, and what limits it."""
     situation, best = advice.situation, advice.best
     question = situation.question
-    if not situation.job.talks or advice.tokens_per_s is None or best.iteration_s is None:
+    if not situation.job.has_communication or advice.tokens_per_s is None or best.iteration_s is None:
         return
     tokens = f"{advice.tokens_per_s:,.0f} tokens/s"
     if question.ranks > 1:

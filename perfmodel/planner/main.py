@@ -21,7 +21,15 @@ from perfmodel.planner.hub import config_path
 from perfmodel.planner.machine import UNKNOWN, find_machine
 from perfmodel.planner.question import DEFAULT_RESERVED, VALUE_BYTES, Question
 from perfmodel.planner.transformer import Transformer
-from perfmodel.planner.units import format_bytes, format_rate, parse_bytes, parse_count, parse_memory, parse_rate
+from perfmodel.planner.units import (
+    format_bytes,
+    format_count,
+    format_rate,
+    parse_bytes,
+    parse_count,
+    parse_memory,
+    parse_rate,
+)
 
 T = TypeVar("T")
 
@@ -95,7 +103,10 @@ def _question(options: argparse.Namespace) -> tuple[Question, list[str]]:
         flops_rate=rate,
         offload_gradients=options.offload_gradients,
         state_format=options.state_format,
-        accumulation=not options.no_accumulation,
+        accumulation=not options.no_accumulation and options.accumulation != 1,
+        micro_batches=options.accumulation or 1,
+        trainable=_trainable(options.trainable, model),
+        host_reserved=options.host_reserved,
         fused_loss=options.fused_loss,
         nodes=options.nodes,
         fsdp=options.fsdp or options.hsdp,
@@ -116,6 +127,17 @@ def _model(options: argparse.Namespace) -> Transformer:
     if options.config is None:
         return Transformer.of_size(options.params)
     return Transformer.load(config_path(options.config))
+
+
+def _trainable(text: str | None, model: Transformer) -> float:
+    """The share of the parameters that is trained. Raises ValueError for what is not in (0, 1]."""
+    if text is None:
+        return 1.0
+    is_share = text.strip().endswith("%")
+    share = _positive(text.strip().removesuffix("%")) / 100 if is_share else parse_count(text) / model.numel
+    if share > 1:
+        raise ValueError(f"--trainable {text} is more than the model's {format_count(model.numel)} parameters")
+    return share
 
 
 def _replicas(options: argparse.Namespace) -> int:
@@ -198,6 +220,12 @@ def _parser() -> _Parser:
         metavar="SIZE",
         help="GPU memory for CUDA and fragmentation (assumed: 1GiB)",
     )
+    machine.add_argument(
+        "--host-reserved",
+        type=_by(lambda text: 0 if text.strip() == "0" else parse_bytes(text)),
+        metavar="SIZE",
+        help="host memory for the system and the processes of a node (assumed: 4GiB and 2GiB for each rank)",
+    )
     training = parser.add_argument_group("training")
     training.add_argument("--batch", type=_by(parse_count), default=1, metavar="N", help="sequences per GPU")
     training.add_argument("--seq", type=_by(parse_count), metavar="N", help="tokens per sequence (2048)")
@@ -205,7 +233,12 @@ def _parser() -> _Parser:
     training.add_argument("--eager-attention", action="store_true", help="attention keeps its matrices")
     training.add_argument("--fused-loss", action="store_true", help="never all logits: Liger's linear cross-entropy")
     training.add_argument("--offload-gradients", action="store_true", help="DOSAdam(offload_gradients=True)")
-    training.add_argument("--no-accumulation", action="store_true", help="one micro-batch in each step")
+    steps = training.add_mutually_exclusive_group()
+    steps.add_argument(
+        "--accumulation", type=_by(parse_count), metavar="N", help="micro-batches of each step, of which times are"
+    )
+    steps.add_argument("--no-accumulation", action="store_true", help="one micro-batch in each step")
+    training.add_argument("--trainable", metavar="N|SHARE", help="parameters that are not frozen: 40M, 0.5%%")
     formats = [name for name in STATE_FORMATS if name is not None]
     training.add_argument("--state-format", choices=formats, help="DOSAdam(state_format=...)")
     training.add_argument(

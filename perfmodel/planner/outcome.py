@@ -56,8 +56,11 @@ def adaptive_outcome(situation: Situation, kept: Plan | None = None) -> Outcome:
     if situation.question.offload_parameters:
         return _outcome("in place, on the host", situation, cpu_only(situation.alone))
     scope, beside = situation.scope, situation.beside
+    # DOSAdam's policy does not count that offloaded gradients come up again.
+    loads = tuple(dataclasses.replace(load, returned_bytes=0) for load in beside.subgroups)
     work = dataclasses.replace(
         beside,
+        subgroups=loads,
         forward_s=beside.forward_s if scope.forward is Phase.OVERLAPPED else 0.0,
         backward_s=beside.backward_s if scope.backward is Phase.OVERLAPPED else 0.0,
     )

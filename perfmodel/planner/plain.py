@@ -41,6 +41,7 @@ def as_json(advice: Advice, assumptions: list[str]) -> dict[str, Any]:
             "per_node": situation.host_needed,
             "all_ranks": situation.host_per_rank * question.ranks,
             "available": question.host_bytes,
+            "reserved": situation.host_reserved,
             "fits": situation.fits_host,
         },
         "compute_s": situation.compute_s,
@@ -54,11 +55,16 @@ def as_json(advice: Advice, assumptions: list[str]) -> dict[str, Any]:
             "binding": advice.bound.binding,
             "shares": _shares(advice.bound.shares),
         },
-        "levers": [{"change": lever.change, **_outcome_json(lever.outcome)} for lever in advice.levers],
+        "levers": [
+            {"change": lever.change, "largest_batch": lever.largest_batch, **_outcome_json(lever.outcome)}
+            for lever in advice.levers
+        ],
         "remedies": [
             {
                 "change": remedy.change,
                 "fits": remedy.situation.fits,
+                "effect": remedy.effect.name.lower(),
+                "iteration_s": remedy.outcome.iteration_s,
                 "device_peak": remedy.situation.peak,
                 "host_per_node": remedy.situation.host_needed,
                 "host_all_ranks": remedy.situation.host_per_rank * remedy.situation.question.ranks,

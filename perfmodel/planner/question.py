@@ -21,6 +21,8 @@ MARGIN = 0.02
 """Share of the device's memory that DOSAdam leaves alone."""
 DEFAULT_RESERVED = 2**30
 """Device memory for CUDA's context, libraries' workspaces and fragmentation, in bytes; an assumption."""
+SYSTEM_BYTES, PROCESS_BYTES = 4 * 2**30, 2 * 2**30
+"""Host memory that the system takes of a node, and each rank's process before DOSAdam takes any; assumptions."""
 MAX_SUBGROUPS = 5_000
 """More would take longer to plan than a planner's user wants to wait."""
 
@@ -39,10 +41,12 @@ class Question:
     reserved: device memory that is not the model's.
     attach: whether updates run on into the next forward (`optimizer.attach(model)`).
     flops_rate: FLOP/s that forward and backward reach; None if not known.
-    offload_gradients: as given to DOSAdam; it counts in memory, not in times.
+    offload_gradients: as given to DOSAdam.
     state_format: as given to DOSAdam.
-    accumulation: whether a step has several micro-batches, whose gradients add up and so are there
-        all the time. Times are of a step with one.
+    accumulation: whether a step has several micro-batches, whose gradients add up and so are there all the time.
+    micro_batches: of a step, of which times are.
+    trainable: share of the parameters; the others are frozen, as with LoRA.
+    host_reserved: bytes of a node's memory that are not DOSAdam's; None: SYSTEM_BYTES and PROCESS_BYTES for each rank.
     fused_loss: whether the loss never has all logits, as `Transformer.logit_bytes` counts it.
     nodes: over which the ranks are divided equally.
     fsdp: whether FSDP2 (`fully_shard`) divides the model; replicas: into as many copies (HSDP).
@@ -70,6 +74,9 @@ class Question:
     offload_gradients: bool = False
     state_format: str | None = None
     accumulation: bool = True
+    micro_batches: int = 1
+    trainable: float = 1.0
+    host_reserved: int | None = None
     fused_loss: bool = False
     nodes: int = 1
     fsdp: bool = False
@@ -78,11 +85,13 @@ class Question:
     fabric: Fabric = PCIE
 
     def __post_init__(self) -> None:
-        for name in ("device_bytes", "batch", "sequence", "subgroup_size"):
+        for name in ("device_bytes", "batch", "sequence", "micro_batches", "subgroup_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be 1 or more, found {getattr(self, name)}")
         if self.dtype not in VALUE_BYTES:
             raise ValueError(f"dtype must be one of {', '.join(VALUE_BYTES)}, found {self.dtype!r}")
+        if not 0 < self.trainable <= 1:
+            raise ValueError(f"trainable is a share of the parameters in (0, 1], found {self.trainable}")
         if not 0 <= self.zero <= 3:
             raise ValueError(f"zero must be 0, 1, 2 or 3, found {self.zero}")
         self._check_job()
@@ -112,13 +121,25 @@ class Question:
 
     @property
     def tokens(self) -> int:
-        """Of one rank's iteration."""
+        """Of one rank's micro-batch."""
         return self.batch * self.sequence
+
+    @property
+    def trained(self) -> int:
+        """Parameters of the whole model that are trained."""
+        return math.ceil(self.model.numel * self.trainable)
 
     @property
     def state_numel(self) -> int:
         """Parameters whose optimizer state one rank owns."""
-        return self.share(self.model.numel, 1)
+        return self.share(self.trained, 1)
+
+    @property
+    def reserved_on_host(self) -> int:
+        """Bytes of a node's memory that are not DOSAdam's."""
+        if self.host_reserved is not None:
+            return self.host_reserved
+        return SYSTEM_BYTES + self.layout.per_node * PROCESS_BYTES
 
     @property
     def subgroup_size(self) -> int:

@@ -7,7 +7,7 @@ import functools
 import math
 
 from perfmodel.demand import demand
-from perfmodel.footprint import DeviceBytes, HostBytes, host_footprint
+from perfmodel.footprint import FP32_BYTES, DeviceBytes, HostBytes, host_footprint
 from perfmodel.format import float32
 from perfmodel.hardware import changed
 from perfmodel.lanes import Stream
@@ -38,7 +38,8 @@ class Situation:
             values=question.format.values,
             state_format=question.state_format,
         )
-        self.host_model = 2 * question.state_numel * question.value_bytes if question.offload_parameters else 0
+        on_host = question.share(question.model.numel, 1) + question.state_numel if question.offload_parameters else 0
+        self.host_model = on_host * question.value_bytes
         self.job = Job(question, self.profile)
         # With several ranks gradients are reduced after the hooks that would send them off early;
         # FSDP2 hands each layer's over when its reduce-scatter has ended.
@@ -59,8 +60,16 @@ class Situation:
 
     @property
     def fits_host(self) -> bool:
-        """Whether a host has the memory that its ranks need together; True if it is not known how much it has."""
-        return self.question.host_bytes is None or self.host_needed <= self.question.host_bytes
+        """Whether a host has the memory that its ranks need together; True if it is not known how much it has.
+
+        DOSAdam's constructor compares the same sum with the memory that is available then.
+        """
+        return self.question.host_bytes is None or self.host_needed <= self.question.host_bytes - self.host_reserved
+
+    @property
+    def host_reserved(self) -> int:
+        """Bytes of a node's memory that are not DOSAdam's."""
+        return self.question.reserved_on_host
 
     @property
     def fits(self) -> bool:
@@ -94,13 +103,17 @@ class Situation:
 
     @property
     def compute_s(self) -> float | None:
-        """Seconds of forward's and backward's arithmetic; None if not known."""
-        return None if self.job.compute_s is None else sum(self.job.compute_s)
+        """Seconds of forward's and backward's arithmetic in a step; None if not known."""
+        return None if self.job.compute_s is None else sum(self.job.compute_s) * self.question.micro_batches
 
     @functools.cached_property
     def training_s(self) -> float | None:
-        """Seconds of forward and backward with their collectives and copies; None if not known."""
-        return None if self.job.compute_s is None else self.beside.forward_s + self.beside.backward_s
+        """Seconds of a step's forward and backward with their collectives and copies; None if not known."""
+        return None if self.job.compute_s is None else self._micro_batch_s * self.question.micro_batches
+
+    @property
+    def _micro_batch_s(self) -> float:
+        return self.beside.forward_s + self.beside.backward_s
 
     @property
     def exposed_communication_s(self) -> float | None:
@@ -119,7 +132,15 @@ class Situation:
         question = self.question
         size, numel = question.subgroup_size, question.state_numel
         sizes = (min(size, numel - start) for start in range(0, numel, size))
-        work = Workload(tuple(SubgroupLoad.of(size, question.format) for size in sizes))
+        each = FP32_BYTES if question.accumulation else question.value_bytes
+        work = Workload(
+            tuple(
+                dataclasses.replace(
+                    SubgroupLoad.of(size, question.format), returned_bytes=size * each * question.offload_gradients
+                )
+                for size in sizes
+            )
+        )
         slot = work.slot_bytes
         resident = work.state_bytes if self.room >= work.state_bytes else self.room // slot * slot
         beyond = 0 if question.attach else max(0, self._usable - self.device.update - resident) // slot * slot
@@ -144,7 +165,7 @@ class Situation:
         return makespan(plan, self.alone, self.profile)
 
     def iteration_s(self, plan: Plan) -> float | None:
-        """Seconds of backward, update and the next forward; None if the compute is not known.
+        """Seconds of a step: micro-batches, update and what waits for it; None if the compute is not known.
 
         No less than any resource is busy for: what collectives take of PCIe is not there for the
         optimizer's transfers, which the simulation of the schedule does not know.
@@ -155,7 +176,9 @@ class Situation:
             seconds = self._on_host_s
         else:
             seconds = makespan(plan, self.beside, self.profile, self.scope)
-        if not self.job.talks:
+        # Micro-batches but the last are forward and backward, with no update beside them.
+        seconds += (self.question.micro_batches - 1) * self._micro_batch_s
+        if not self.job.has_communication:
             return seconds
         return max(seconds + self.job.after_update_s, *self.job.busy_s(plan, self.alone).values())
 
@@ -193,7 +216,8 @@ def device_footprint(question: Question) -> DeviceBytes:
     model, values = question.model, question.value_bytes
     attention = {"eager_attention": question.eager_attention}
     one_block = math.ceil(model.numel / model.layers) * values
-    whole = ((question.zero >= 3) + (question.zero >= 2 or question.offload_gradients)) * one_block
+    gradients_of_one = math.ceil(question.trained / model.layers) * values
+    whole = (question.zero >= 3) * one_block + (question.zero >= 2 or question.offload_gradients) * gradients_of_one
     gathered = 0
     if question.sharded:
         root = 2 * model.vocabulary * model.width * values
@@ -201,7 +225,7 @@ def device_footprint(question: Question) -> DeviceBytes:
     on_host = question.offload_parameters
     return DeviceBytes(
         weights=0 if on_host else question.share(model.numel, 3) * values,
-        gradients=0 if on_host or question.offload_gradients else question.share(model.numel, 2) * values,
+        gradients=0 if on_host or question.offload_gradients else question.share(question.trained, 2) * values,
         activations=model.peak_activation_bytes(
             question.tokens, question.sequence, values, checkpointing=question.checkpointing, **attention
         ),

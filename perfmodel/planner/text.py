@@ -16,17 +16,24 @@ from perfmodel.planner.question import MARGIN
 from perfmodel.planner.situation import Situation
 from perfmodel.planner.tables import new_table
 from perfmodel.planner.units import format_bytes, format_count, format_seconds
-from perfmodel.planner.whatif import Remedy
+from perfmodel.planner.whatif import Effect, Remedy
 
+EFFECTS = {
+    Effect.NOTHING: "",
+    Effect.MACHINE: "",
+    Effect.ROUNDING: "; moments in 8 bits give other results than AdamW's",
+    Effect.TRAINING: "; this changes the training, for a step then has another batch",
+}
 LARGE_CHANGE = 0.005
 """Shares of the time below this are shown as no change."""
 
 
 def assumptions(advice: Advice) -> list[str]:
     """What the figures rest on that was not given, a line each, beside what is assumed of the machine."""
-    question = advice.situation.question
+    situation, question = advice.situation, advice.situation.question
     lines = [question.model.assumed] if question.model.assumed else []
-    lines.append(f"{8 if question.checkpointing else 6} operations per parameter and token")
+    flops = sum(question.model.flops(1, checkpointing=question.checkpointing, trainable=question.trainable))
+    lines.append(f"{flops / question.model.numel:.3g} operations per parameter and token")
     lines += job_assumptions(advice)
     lines.append(
         f"{format_bytes(question.reserved)} of GPU memory for CUDA and fragmentation (--reserved); "
@@ -38,8 +45,13 @@ def assumptions(advice: Advice) -> list[str]:
         lines.append("updates run on into the next forward: optimizer.attach(model)")
     if question.state_format == INT8:
         lines.append("moments in 8 bits: other results than AdamW's (docs/formats.md)")
-    if question.offload_gradients:
-        lines.append("times do not count that offloaded gradients of subgroups updated on the GPU come up again")
+    if question.trainable < 1:
+        lines.append(f"{format_count(question.trained)} parameters are trained, the others frozen (--trainable)")
+    if question.host_bytes is not None:
+        lines.append(
+            f"{format_bytes(situation.host_reserved)} of each node's memory for the system and the processes "
+            "(--host-reserved)"
+        )
     return lines
 
 
@@ -57,7 +69,8 @@ def _accumulation(situation: Situation) -> str:
         text += "stay beside the next one's activations"
     peak = situation.device.peak
     less = f", and a peak of {format_bytes(peak)}" if peak < situation.peak else ""
-    return f"{text} (--no-accumulation: one{less}); times are of a step with one"
+    times = "one (--accumulation N)" if question.micro_batches == 1 else f"{question.micro_batches}"
+    return f"{text} (--no-accumulation: one{less}); times are of a step with {times}"
 
 
 def show(advice: Advice, notes: list[str], console: Console) -> None:
@@ -65,7 +78,7 @@ def show(advice: Advice, notes: list[str], console: Console) -> None:
     for line in headline(advice):
         console.print(line, highlight=False, soft_wrap=True)
     console.print(_memory(advice))
-    if advice.situation.job.talks:
+    if advice.situation.job.has_communication:
         for table in job_tables(advice):
             console.print(table)
     if advice.situation.fits:
@@ -95,11 +108,12 @@ def headline(advice: Advice) -> Iterator[str]:
             f"{format_bytes(situation.peak - question.device_bytes)} more than it has."
         )
     if not situation.fits_host:
-        needed, there = situation.host_needed, question.host_bytes or 0
+        needed, there = situation.host_needed, (question.host_bytes or 0) - situation.host_reserved
         each = " on each node" if question.nodes > 1 else ""
         yield (
             f"{what}: DOES NOT FIT. {_on_host(situation)} need {format_bytes(needed)} of host memory{each}, "
-            f"{format_bytes(needed - there)} more than there is."
+            f"{format_bytes(needed - there)} more than there is beside the {format_bytes(situation.host_reserved)} of "
+            "the system and the processes."
         )
     if not situation.fits and advice.alternative is not None:
         yield f"The state of {advice.alternative.policy} fits on the GPU, which needs none of that on the host."
@@ -162,10 +176,9 @@ def _on_host(situation: Situation) -> str:
 def _remedy(remedy: Remedy) -> str:
     situation, change = remedy.situation, remedy.change
     device, host = format_bytes(situation.peak), format_bytes(situation.host_needed)
-    if situation.fits:
-        return f"It fits {change}: the GPU then needs {device}, the host {host}."
-    there = format_bytes(situation.question.host_bytes or 0)
-    return f"The GPU would be large enough {change} ({device}), the host would not: {host} instead of {there}."
+    seconds = remedy.outcome.iteration_s
+    takes = "" if seconds is None else f"; an iteration takes {format_seconds(seconds)}"
+    return f"It fits {change}: the GPU then needs {device}, the host {host}{takes}{EFFECTS[remedy.effect]}."
 
 
 def _bottleneck(advice: Advice) -> str:
@@ -216,6 +229,8 @@ def _memory(advice: Advice) -> Table:
         of = "of a node" if question.nodes > 1 else ""
         table.add_row(f"needed by {ranks} ranks {of}".rstrip(), "", *_both(situation.host_needed))
     there = "not given" if question.host_bytes is None else format_bytes(question.host_bytes)
+    if question.host_bytes is not None:
+        table.add_row("system and processes of a node", "", *_both(situation.host_reserved))
     table.add_row("there is", format_bytes(question.device_bytes), there, "")
     if advice.all_resident_bytes is not None:
         table.add_row("for all state on the GPU", format_bytes(advice.all_resident_bytes), "", "")
@@ -231,10 +246,11 @@ def _times(advice: Advice) -> Table:
     training_s = advice.situation.training_s
     title = "Expected times"
     if training_s is not None:
-        beside = " with what is exchanged" if advice.situation.job.talks else ""
+        beside = " with what is exchanged" if advice.situation.job.has_communication else ""
         title += f"; forward and backward alone{beside} {format_seconds(training_s)}"
     table = new_table(title, "policy", "update", "iteration", "tokens/s", "CPU", "streamed", "resident")
-    tokens = advice.situation.question.tokens * advice.situation.question.ranks
+    question = advice.situation.question
+    tokens = question.tokens * question.micro_batches * question.ranks
     for outcome in advice.outcomes:
         if outcome.update_s is None:
             table.add_row(outcome.policy, "does not fit", style="dim")
@@ -255,13 +271,14 @@ def _times(advice: Advice) -> Table:
 def _what_if(advice: Advice) -> Table:
     best = advice.best
     unit = "update" if advice.situation.compute_s is None else "iteration"
-    table = new_table("What would help (adaptive, planned anew)", "change", unit, "")
+    table = new_table("What would help (adaptive, planned anew)", "change", unit, "", "largest batch")
     if not advice.situation.question.offload_parameters:
         size = format_bytes(advice.situation.alone.slot_bytes)
         table.caption = f"GPU memory counts in whole subgroups, of {size} of state here."
     for lever in advice.levers:
         seconds = lever.outcome.seconds
         change = seconds / best.seconds - 1
+        batch = "" if lever.largest_batch is None else f"{lever.largest_batch:,}"
         told = f"{change:+.0%}" if abs(change) >= LARGE_CHANGE else "same"
-        table.add_row(lever.change, format_seconds(seconds), told if best.fits else "fits")
+        table.add_row(lever.change, format_seconds(seconds), told if best.fits else "fits", batch)
     return table

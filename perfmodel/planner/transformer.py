@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -87,6 +88,9 @@ class Transformer:
 
         Raises ValueError for missing keys and impossible values.
         """
+        if isinstance(text := values.get("text_config"), Mapping) and not {"n_embd", "hidden_size"} & values.keys():
+            note = "parameters: of text_config alone; what encodes images or sound is not counted"
+            return dataclasses.replace(cls.from_config(text), assumed=note)
         experts = [key for key in ("num_local_experts", "num_experts", "n_routed_experts") if values.get(key)]
         if experts:
             raise ValueError(f"mixtures of experts are not supported, found {experts[0]}; pass --params instead")
@@ -150,15 +154,16 @@ class Transformer:
         chunk = min(tokens, 1 << (of_a_chunk - 1).bit_length())
         return value_bytes * (chunk * self.vocabulary + (tokens + self.vocabulary) * self.width)
 
-    def flops(self, tokens: int, *, checkpointing: bool = False) -> tuple[float, float]:
+    def flops(self, tokens: int, *, checkpointing: bool = False, trainable: float = 1.0) -> tuple[float, float]:
         """Floating-point operations of forward and of backward.
 
         2 and 4 per parameter and token, attention's matrices left out (Kaplan et al. 2020, section 2.1). Checkpointing
         adds another forward to backward, which makes 8 (Narayanan et al. 2021, "Efficient Large-Scale Language Model
-        Training on GPU Clusters Using Megatron-LM").
+        Training on GPU Clusters Using Megatron-LM"). Frozen parameters need none of their own gradients,
+        which are half of backward.
         """
         forward = 2.0 * self.numel * tokens
-        return forward, 2 * forward + (forward if checkpointing else 0.0)
+        return forward, forward * (1 + trainable + checkpointing)
 
     def _norm_bytes(self, value_bytes: int) -> int:
         """What a norm keeps per token: its input; or that in float32, and what it has normalised."""

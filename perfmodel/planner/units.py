@@ -36,6 +36,8 @@ def parse_bytes(text: str) -> int:
     value = number * units[unit.upper()]
     if not 1 <= value <= LARGEST:
         raise ValueError(f"expected a size of 1 byte or more (and {LARGEST:.0e} at most), found {text!r}")
+    if not unit and value < 2**20:
+        raise ValueError(f"{text} would be {value:g} bytes; write the unit, such as {text.strip()}GB")
     return round(value)
 
 
@@ -51,10 +53,12 @@ class Memory:
 def parse_memory(text: str) -> Memory:
     """As `parse_bytes`, but `24GB` is what data sheets and memory modules mean by it: 24 * 1024**3 bytes.
 
-    Raises ValueError as that does.
+    So is `24` without a unit: memory of some bytes does not exist. Raises ValueError as `parse_bytes` does.
     """
-    nbytes = parse_bytes(text)
     number, unit = _split(text)
+    if not unit and 1 <= number < 2**20:
+        text, unit = f"{text.strip()}GB", "GB"
+    nbytes = parse_bytes(text)
     nominal = unit.upper() in ("KB", "MB", "GB", "TB")
     if nominal:
         nbytes = round(number * _BYTES[f"{unit[0].upper()}iB"])

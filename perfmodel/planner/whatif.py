@@ -3,35 +3,63 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from perfmodel.format import INT8
 from perfmodel.hardware import changed
 from perfmodel.planner.outcome import Outcome, adaptive_outcome
 from perfmodel.planner.question import MAX_SUBGROUPS, Question
 from perfmodel.planner.situation import Situation
+from perfmodel.planner.transformer import Transformer
 from perfmodel.planner.units import format_count
 
 WORTHWHILE = 0.01
 """Settings that make less difference than this share of the time are not mentioned."""
 
 
+LARGER_BATCH = 1.5
+"""So many times the largest batch is worth a mention, whatever it does to the time."""
+HOSTS_GIB = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
+"""Memory that hosts are sold with."""
+MOST_REMEDIES = 4
+"""Proposals for what does not fit."""
+MOST = 2**24
+"""Sequences, or tokens in one, beyond which the planner does not look for what fits."""
+
+
 @dataclass(frozen=True)
 class Lever:
-    """One thing changed, and what the adaptive policy then gives."""
+    """One thing changed, what the adaptive policy then gives, and for a setting the largest batch that then fits."""
 
     change: str
     outcome: Outcome
+    largest_batch: int | None = None
+
+
+class Effect(enum.IntEnum):
+    """What a remedy changes besides memory and time; the less, the earlier it is proposed."""
+
+    NOTHING = 0
+    MACHINE = 1
+    ROUNDING = 2
+    """Results differ as those of 8-bit moments do."""
+    TRAINING = 3
+    """Steps have other batches."""
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """Settings with which the model fits, or would with more host memory, and what then follows."""
+    """Settings with which the model fits, and what then follows."""
 
     change: str
+    effect: Effect
     situation: Situation
+    outcome: Outcome
 
 
 def levers(question: Question, now: Outcome) -> Iterator[Lever]:
@@ -46,10 +74,11 @@ def levers(question: Question, now: Outcome) -> Iterator[Lever]:
         outcome = min(adaptive_outcome(Situation(other), kept=now.plan), now, key=lambda each: each.seconds)
         if outcome.fits:
             yield Lever(change, outcome)
+    batch = most(question, "batch")
     for change, other in _settings(question):
-        outcome = adaptive_outcome(Situation(other))
-        if outcome.seconds < (1 - WORTHWHILE) * now.seconds:
-            yield Lever(change, outcome)
+        outcome, larger = adaptive_outcome(Situation(other)), most(other, "batch")
+        if outcome.seconds < (1 - WORTHWHILE) * now.seconds or (outcome.fits and larger >= LARGER_BATCH * batch):
+            yield Lever(change, outcome, larger)
 
 
 def _hardware(question: Question) -> Iterator[tuple[str, Question]]:
@@ -93,56 +122,125 @@ def _settings(question: Question) -> Iterator[tuple[str, Question]]:
         yield "--hsdp", dataclasses.replace(question, replicas=question.nodes)
 
 
-def remedies(question: Question) -> Iterator[Remedy]:
-    """Settings with which what does not fit does, asked anew; else where only host memory is missing."""
-    short: list[Remedy] = []
-    ways = [*_single(question), *_divided(question)], _together(question), *([way] for way in _fewer_bytes(question))
-    for changes in ways:
-        tried = [Remedy(change, Situation(other)) for change, other in changes if other != question]
-        helps = [remedy for remedy in tried if adaptive_outcome(remedy.situation).fits]
-        if helps:
-            yield from helps
-            return
-        short += [remedy for remedy in tried if remedy.situation.fits_device and not Situation(question).fits_device]
-    yield from short[:1]
+def remedies(question: Question) -> list[Remedy]:
+    """Settings with which what does not fit does, each asked anew: what changes least first, then the fastest.
+
+    Up to three settings that change no result are combined, never more than it takes. Only if they are not enough, a
+    larger host, 8-bit moments, smaller batches or steps of one micro-batch are added.
+    """
+    found: list[tuple[Effect, tuple[str, ...], Situation]] = []
+    for effect, names, changes in ((Effect.NOTHING, (), {}), *_more(question)):
+        if effect > Effect.NOTHING and found and found[0][0] is Effect.NOTHING:
+            break
+        for setting_names, settings in _combinations(question):
+            change = (*setting_names, *names)
+            alike = [names for kind, names, _ in found if kind is effect or kind is not Effect.MACHINE]
+            if any(set(enough) <= set(change) for enough in alike):
+                continue
+            other = _changed(question, settings | changes, larger_host=effect is Effect.MACHINE)
+            if other is not None and Situation(other).fits:
+                found.append((effect, change, Situation(other)))
+    rows = [
+        Remedy(_sentence(names, effect, each), effect, each, adaptive_outcome(each)) for effect, names, each in found
+    ]
+    rows.sort(key=lambda remedy: (remedy.effect, remedy.outcome.seconds))
+    if rows and rows[0].effect is not Effect.NOTHING:  # two of a kind, so that there are several kinds
+        rows = [each for _, alike in itertools.groupby(rows, lambda r: r.effect) for each in list(alike)[:2]]
+    return rows[:MOST_REMEDIES]
 
 
-def _single(question: Question) -> Iterator[tuple[str, Question]]:
-    """One setting changed. Where gradients are is a choice unless parameters on the host have made it."""
-    yield "with --checkpointing", dataclasses.replace(question, checkpointing=True)
-    if not question.offload_parameters:
-        yield "with --offload-gradients", dataclasses.replace(question, offload_gradients=True)
-    yield "with --fused-loss", dataclasses.replace(question, fused_loss=True)
-    yield "with --batch 1", dataclasses.replace(question, batch=1)
-    yield "without --offload-gradients", dataclasses.replace(question, offload_gradients=False)
+def _more(question: Question) -> Iterator[tuple[Effect, tuple[str, ...], dict[str, Any]]]:
+    """What changes more than memory and time, the least first."""
+    if question.host_bytes is not None:
+        yield Effect.MACHINE, (), {}
+    coded, single = {"state_format": INT8}, {"accumulation": False, "micro_batches": 1}
+    if not question.offload_parameters and question.state_format != INT8:
+        yield Effect.ROUNDING, ("--state-format int8",), coded
+    if question.batch > 1:
+        yield Effect.TRAINING, ("--batch 1",), {"batch": 1}
+    if question.accumulation:
+        yield Effect.TRAINING, ("--no-accumulation",), single
+        yield Effect.TRAINING, ("--no-accumulation", "--batch 1"), single | {"batch": 1}
+        yield Effect.TRAINING, ("--no-accumulation", "--state-format int8"), single | coded
 
 
-def _divided(question: Question) -> Iterator[tuple[str, Question]]:
-    """The model divided over more ranks, or kept on the host."""
-    if question.ranks > 1 and not question.sharded:
-        yield "with --fsdp", dataclasses.replace(question, fsdp=True, zero=0)
-    if question.replicas > 1:
-        yield "with one replica over all ranks", dataclasses.replace(question, replicas=1)
-    if question.sharded and not question.offload_parameters:
-        on_host = dataclasses.replace(question, offload_parameters=True, offload_gradients=False)
-        yield "with --offload-parameters", on_host
+def _combinations(question: Question) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
+    """None, one, two or three of the settings that change no result."""
+    single: list[tuple[str, dict[str, Any]]] = [
+        ("--checkpointing", {"checkpointing": True}),
+        ("--offload-gradients", {"offload_gradients": True}),
+        ("--fused-loss", {"fused_loss": True}),
+        ("without --offload-gradients", {"offload_gradients": False}),
+        ("--fsdp", {"fsdp": True, "zero": 0}),
+        ("one replica over all ranks", {"replicas": 1}),
+        ("--offload-parameters", {"offload_parameters": True, "offload_gradients": False}),
+    ]
+    several = question.ranks > 1
+    useful = [
+        (name, settings)
+        for name, settings in single
+        if any(getattr(question, key) != value for key, value in settings.items())
+        and (name != "--fsdp" or (several and not question.sharded))
+        and (name != "--offload-parameters" or several or question.sharded)
+    ]
+    for count in range(4):
+        for chosen in itertools.combinations(useful, count):
+            names, settings = zip(*chosen, strict=True) if chosen else ((), ())
+            if not {"--offload-gradients", "--offload-parameters"} <= set(names):
+                yield names, {key: value for each in settings for key, value in each.items()}
 
 
-def _together(question: Question) -> Iterator[tuple[str, Question]]:
-    """Two settings that free the most memory on the device."""
-    less = dataclasses.replace(question, checkpointing=True, offload_gradients=not question.offload_parameters)
-    if less.offload_gradients:
-        yield "with --checkpointing --offload-gradients", less
-    if question.sharded:
-        most = dataclasses.replace(less, offload_parameters=True, offload_gradients=False)
-        yield "with --checkpointing --offload-parameters", most
+def _changed(question: Question, changes: dict[str, Any], *, larger_host: bool) -> Question | None:
+    """The question with these settings, on the smallest host that suffices; None if it cannot be, or is as it was."""
+    try:
+        other = dataclasses.replace(question, **changes)
+    except ValueError:
+        return None
+    if larger_host:
+        situation = Situation(other)
+        hosts = (gib << 30 for gib in HOSTS_GIB if gib << 30 >= situation.host_needed + situation.host_reserved)
+        enough = next(hosts, None)
+        if enough is None or enough <= (question.host_bytes or 0):
+            return None
+        other = dataclasses.replace(other, host_bytes=enough)
+    return other if other != question else None
 
 
-def _fewer_bytes(question: Question) -> Iterator[tuple[str, Question]]:
-    """What else frees host memory: no accumulator, and then moments in codes, which change results."""
-    if question.offload_parameters:
-        return
-    less = dataclasses.replace(question, checkpointing=True, offload_gradients=True, accumulation=False)
-    yield "with --checkpointing --offload-gradients --no-accumulation", less
-    coded = dataclasses.replace(less, state_format=INT8)
-    yield "with --checkpointing --offload-gradients --no-accumulation --state-format int8", coded
+def _sentence(names: tuple[str, ...], effect: Effect, situation: Situation) -> str:
+    """The settings in words: `with --checkpointing --fused-loss, without --offload-gradients`."""
+    added = [name for name in names if not name.startswith("without")]
+    if effect is Effect.MACHINE:
+        added.append(f"--host {(situation.question.host_bytes or 0) >> 30}GB")
+    left_out = [name for name in names if name.startswith("without")]
+    return ", ".join(filter(None, [f"with {' '.join(added)}" if added else "", *left_out]))
+
+
+def largest(question: Question) -> int:
+    """Parameters of the largest model of the usual shape that fits with the same settings, to 1%; 0 if none does."""
+
+    def fits(numel: int) -> bool:
+        model = Transformer.of_size(numel)
+        size = question.chosen_size and max(question.chosen_size, math.ceil(numel / MAX_SUBGROUPS))
+        return Situation(dataclasses.replace(question, model=model, chosen_size=size)).fits
+
+    return _greatest(fits, 10**6, 10**15, tolerance=0.005)
+
+
+def most(question: Question, setting: str, limit: int | None = None) -> int:
+    """The largest value of a setting, up to a limit, with which the model fits; 0 if none does."""
+
+    def fits(value: int) -> bool:
+        changes: dict[str, Any] = {setting: value}
+        return Situation(dataclasses.replace(question, **changes)).fits
+
+    return _greatest(fits, 1, (limit or MOST) + 1)
+
+
+def _greatest(fits: Callable[[int], bool], low: int, high: int, tolerance: float = 0.0) -> int:
+    """The greatest number from `low` to below `high` that fits, to that share of it; 0 if `low` does not."""
+    if not fits(low):
+        return 0
+    while high - low > max(1, tolerance * low):
+        middle = max(low + 1, math.isqrt(low * high))
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

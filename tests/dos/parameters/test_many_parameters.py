@@ -99,3 +99,14 @@ def test_a_mixture_of_4_500_tensors() -> None:
             each.step()
             each.zero_grad()
     assert bits([torch.stack(experts[first::2]) for first in (0, 1)]) == bits(halves)
+
+
+def test_subgroups_far_too_small_are_warned_of() -> None:
+    """Each takes time of the host, also where planning for many is as fast as for few."""
+    parameters = [nn.Parameter(torch.ones(8)) for _ in range(1001)]
+    device = EmulatedDevice(FAST, capacity=10**6)
+    optimizer = DOSAdam(parameters, device=device, subgroup_size=8)
+    for parameter in parameters:
+        parameter.grad = torch.ones(8)
+    with pytest.warns(UserWarning, match="subgroup_size=8 makes 1,001 subgroups of 8,008 parameters.*choose 9 or more"):
+        optimizer.step()

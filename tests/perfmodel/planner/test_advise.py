@@ -20,11 +20,11 @@ from perfmodel.bounds import lower_bound
 from perfmodel.hardware import HardwareProfile, builtin_profiles, changed
 from perfmodel.planner.advise import Advice, Outcome, adaptive_outcome, advise
 from perfmodel.planner.datasheets import GPUS
-from perfmodel.planner.question import MARGIN, Question
+from perfmodel.planner.question import MARGIN, PROCESS_BYTES, SYSTEM_BYTES, Question
 from perfmodel.planner.situation import Situation, device_footprint
 from perfmodel.planner.transformer import Transformer
-from perfmodel.planner.whatif import levers
-from perfmodel.policies import cpu_only
+from perfmodel.planner.whatif import Effect, levers
+from perfmodel.policies import cpu_only, stride
 from perfmodel.simulate import Phase, Scope, makespan
 from tests.support.clock import compares_with_a_clock, skip_if_the_clock_cannot_be_trusted
 
@@ -223,40 +223,82 @@ def test_what_is_proposed_fits(machine: dict[str, object], settings: dict[str, o
     asked = question(**machine, **settings, host_bytes=host_bytes)
     advice = advise(asked)
     assert advice.remedies == () or not advice.situation.fits
-    possible = [remedy for remedy in advice.remedies if remedy.situation.fits]
-    for remedy in possible:
+    for remedy in advice.remedies:
         assert remedy.situation.question != asked
         assert adaptive_outcome(remedy.situation).fits
         assert Situation(remedy.situation.question).fits
-    if len(possible) < len(advice.remedies):
-        (remedy,) = advice.remedies
-        assert remedy.situation.fits_device
-        assert remedy.situation.host_needed > (host_bytes or 0)
+    assert [remedy.effect for remedy in advice.remedies] == sorted(remedy.effect for remedy in advice.remedies)
     for lever in advice.levers:
         assert lever.outcome.fits
 
 
-def test_offloading_gradients_is_no_remedy_where_the_host_is_too_small() -> None:
-    """The first example of docs/planning.md: it frees the GPU's memory, and needs 4 bytes more on the host."""
-    (remedy,) = advise(question(**DESKTOP, host_bytes=50 * GIB)).remedies
-    assert (remedy.change, remedy.situation.fits) == ("with --offload-gradients", False)
-    (remedy,) = advise(question(**DESKTOP, host_bytes=117 * GIB)).remedies
-    assert remedy.change == "with --checkpointing --offload-gradients --no-accumulation"
-    assert remedy.situation.fits
-    (remedy,) = advise(question(**DESKTOP, host_bytes=128 * GIB)).remedies
-    assert (remedy.change, remedy.situation.fits) == ("with --offload-gradients", True)
-    (remedy,) = advise(question(offload_gradients=True, host_bytes=100 * GIB)).remedies
-    assert (remedy.change, remedy.situation.fits) == ("without --offload-gradients", True)
+def proposals(**settings: object) -> list[str]:
+    return [remedy.change for remedy in advise(question(**settings)).remedies]
+
+
+def test_what_changes_no_result_is_proposed_before_what_does() -> None:
+    """A larger host and then 8-bit moments come before steps of one micro-batch, which is other training."""
+    desktop = DESKTOP | {"checkpointing": True}
+    assert proposals(**desktop, host_bytes=128 * GIB) == ["with --offload-gradients"]
+    small = advise(question(**desktop, host_bytes=117 * GIB)).remedies
+    assert [(remedy.change, remedy.effect) for remedy in small] == [
+        ("with --offload-gradients --host 128GB", Effect.MACHINE),
+        ("with --offload-gradients --state-format int8", Effect.ROUNDING),
+        ("with --offload-gradients --no-accumulation", Effect.TRAINING),
+    ]
+    assert proposals(offload_gradients=True, host_bytes=100 * GIB)[0] == "without --offload-gradients"
+    assert proposals(**desktop, host_bytes=50 * GIB)[0] == "with --offload-gradients --host 128GB"
+
+
+def test_settings_that_help_only_together_are_proposed_together() -> None:
+    asked = question(**DESKTOP, checkpointing=False, sequence=4096, batch=2)
+    alone = ({"checkpointing": True}, {"offload_gradients": True}, {"fused_loss": True})
+    assert not any(Situation(dataclasses.replace(asked, **each)).fits for each in alone)
+    assert advise(asked).remedies[0].change == "with --checkpointing --offload-gradients"
 
 
 def test_a_host_that_is_too_small() -> None:
+    """The constructor's sum, less what the system and the processes take."""
     needed = 2 * 14 * 7 * 10**9
-    assert advise(question(ranks=2, host_bytes=needed)).situation.fits
-    advice = advise(question(ranks=2, host_bytes=needed - 1))
+    enough = needed + SYSTEM_BYTES + 2 * PROCESS_BYTES
+    assert advise(question(ranks=2, host_bytes=enough)).situation.fits
+    assert advise(question(ranks=2, host_bytes=needed, host_reserved=0)).situation.fits
+    advice = advise(question(ranks=2, host_bytes=enough - 1))
     assert advice.situation.fits_device
     assert not advice.situation.fits_host
     assert not advice.best.fits
     assert [remedy.change for remedy in advice.remedies] == ["with --fsdp"]
+
+
+def test_a_setting_that_multiplies_the_batch_says_so() -> None:
+    advice = advise(question(checkpointing=False))
+    found = {lever.change: lever.largest_batch for lever in advice.levers}
+    assert found["--checkpointing"] > 1.5 * advice.largest_batch
+
+
+def test_a_step_of_several_micro_batches() -> None:
+    """Forward and backward take their multiple, the update does not."""
+    one, four = (advise(question(offload_gradients=True, micro_batches=count)) for count in (1, 4))
+    assert four.situation.compute_s == pytest.approx(4 * one.situation.compute_s)
+    assert four.best.iteration_s == pytest.approx(one.best.iteration_s + 3 * one.situation.training_s)
+    assert four.best.update_s == one.best.update_s
+    assert four.tokens_per_s > one.tokens_per_s
+
+
+def test_frozen_parameters_need_no_state() -> None:
+    whole, part = (Situation(question(trainable=share)) for share in (1.0, 0.01))
+    assert part.host.total == pytest.approx(0.01 * whole.host.total, rel=1e-6)
+    assert part.device.gradients == pytest.approx(0.01 * whole.device.gradients, rel=1e-6)
+    assert part.device.weights == whole.device.weights
+    assert part.compute_s < 0.8 * whole.compute_s
+
+
+def test_offloaded_gradients_come_up_again_for_updates_on_the_gpu() -> None:
+    asked = Situation(question(offload_gradients=True, flops_rate=None))
+    load = asked.alone.subgroups[0]
+    assert load.returned_bytes == 4 * load.numel
+    everything = stride(asked.alone, 1)
+    assert asked.update_s(everything) > 1.1 * Situation(question(flops_rate=None)).update_s(everything)
 
 
 def test_the_largest_model_fits_and_a_larger_one_does_not() -> None:

@@ -244,7 +244,7 @@ def test_one_rank_is_the_performance_model_alone(drawn: dict[str, object]) -> No
 def test_without_several_ranks_nothing_is_exchanged() -> None:
     for asked in (question(), question(zero=3), question(fsdp=True)):
         job = Situation(asked).job
-        assert not job.talks
+        assert not job.has_communication
         assert Situation(asked).training_s == Situation(asked).compute_s
 
 

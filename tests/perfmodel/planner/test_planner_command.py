@@ -45,8 +45,9 @@ def test_a_newcomer_s_question(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_7b_model_on_a_desktop(capsys: pytest.CaptureFixture[str]) -> None:
     """Full fine-tuning on a GPU of 24 GB: exactly with a host of 128 GiB, with moments in codes on one of 64."""
     desktop = ["--params", "7e9", "--machine", "rtx_4090_desktop"]
-    (remedy,) = answer(capsys, *desktop, "--host", "64GiB")["remedies"]
-    assert remedy["change"] == "with --checkpointing --offload-gradients --no-accumulation --state-format int8"
+    larger, coded = answer(capsys, *desktop, "--host", "64GiB")["remedies"]
+    assert (larger["change"], larger["effect"]) == ("with --offload-gradients --host 128GB", "machine")
+    assert coded["change"] == "with --offload-gradients --no-accumulation --state-format int8"
     less = ["--checkpointing", "--offload-gradients", "--no-accumulation"]
     for settings, host, most in ((less, "128GiB", 14), ([*less, "--state-format", "int8"], "64GiB", 8.5)):
         found = answer(capsys, *desktop, "--host", host, *settings)
@@ -54,21 +55,59 @@ def test_a_7b_model_on_a_desktop(capsys: pytest.CaptureFixture[str]) -> None:
         assert found["host"]["per_rank"] <= most * 7e9
 
 
+@pytest.mark.parametrize(
+    ("settings", "host"),
+    [
+        (["--params", "5.37e9", "--offload-gradients", "--state-format", "int8"], "64"),
+        (["--params", "7.616e9", "--offload-gradients"], "128"),
+    ],
+    ids=["60 of 64 GiB", "127.7 of 128 GiB"],
+)
+def test_what_the_constructor_would_refuse_does_not_fit(
+    settings: list[str], host: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The system and the process take some, too. Memory without a unit is in GB: nobody has 128 bytes."""
+    found = answer(capsys, *settings, "--machine", "a100-80", "--checkpointing", "--host", host)
+    assert found["host"]["available"] == int(host) * 2**30
+    assert (
+        found["host"]["per_node"] < found["host"]["available"] < found["host"]["per_node"] + found["host"]["reserved"]
+    )
+    assert not found["fits"]
+
+
+def test_adaptive_is_never_more_than_a_hundredth_behind(capsys: pytest.CaptureFixture[str]) -> None:
+    for numel in ("5e8", "1e9", "2e9"):
+        rows = answer(capsys, "--params", numel, "--machine", "rtx-4090")["policies"]
+        *others, adaptive = (row["iteration_s"] for row in rows if row["fits"])
+        assert adaptive <= 1.01 * min(others)
+
+
+def test_a_configuration_within_a_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As models that also see have it."""
+    path = tmp_path / "config.json"
+    path.write_text(
+        json.dumps({"model_type": "llava", "text_config": LLAMA_2_7B, "vision_config": {"hidden_size": 1024}})
+    )
+    found = answer(capsys, str(path), "--machine", "h100", "--trainable", "1%")
+    assert found["model"]["numel"] == 6_738_415_616
+    assert found["host"]["per_rank"] == pytest.approx(0.14 * 6_738_415_616, rel=1e-6)
+    assert any("text_config" in line for line in found["assumptions"])
+
+
 def test_a_gpu_too_small(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--params", "7e9", "--machine", "rtx_4090_desktop", "--host", "48GiB", "--checkpointing"]) == 0
     text = capsys.readouterr().out
     assert "DOES NOT FIT. Without any optimizer state the GPU needs 28.5 GiB, 4.9 GiB more than it has." in text
-    assert "It fits" not in text
-    assert "large enough with --offload-gradients (15.5 GiB), the host would not: 117.3 GiB instead of 48.0" in text
-    assert "need 91.3 GiB of host memory, 43.3 GiB more than there is." in text
-    assert "The largest model of the usual shape that fits with these settings: about 3.67B parameters." in text
+    assert "It fits with --offload-gradients --host 128GB: the GPU then needs 15.5 GiB, the host 117.3 GiB" in text
+    assert "need 91.3 GiB of host memory, 49.3 GiB more than there is beside the 6.0 GiB of the system" in text
+    assert "The largest model of the usual shape that fits with these settings: about 3.22B parameters." in text
 
 
 def test_a_host_too_small_for_what_fused_adamw_does_not_need(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["--params", "1e9", "--machine", "h100", "--host", "8GiB"]
     assert main(asked) == 0
     text = capsys.readouterr().out
-    assert "5.0 GiB more than there is." in text
+    assert "11.0 GiB more than there is" in text
     assert "The state of fused AdamW fits on the GPU, which needs none of that on the host." in text
     assert answer(capsys, *asked)["alternative"] == {"policy": "fused AdamW", "speedup": None}
     whole = answer(capsys, *asked[:-2])
