@@ -1,16 +1,17 @@
-"""Emulated devices that are late."""
+"""Emulated devices that are late, or tell what they are asked for."""
 
 from __future__ import annotations
 
 import random
 import threading
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 from dos import EmulatedDevice
-from dos.devices import Job
+from dos.devices import Copy, Job
 from perfmodel import Op
 from perfmodel.hardware import HardwareProfile
 from tests.support.training import FAST
@@ -45,3 +46,27 @@ class JitteryDevice(EmulatedDevice):
             work()
 
         return super()._queue(op, subgroup, late, *rest)
+
+
+class Asked(NamedTuple):
+    """A copy that a device is asked for, of so many pieces of memory."""
+
+    op: Op
+    subgroup: int
+    pieces: int
+    nbytes: int
+
+
+class Copying(EmulatedDevice):
+    """Notes the copies that it is asked for. jobs: those that are not forgotten."""
+
+    def __init__(self, profile: HardwareProfile = FAST) -> None:
+        super().__init__(profile, capacity=10**9)
+        self.asked: list[Asked] = []
+        self.jobs: weakref.WeakSet[Job] = weakref.WeakSet()
+
+    def copy(self, op: Op, subgroup: int, copies: Sequence[Copy], after: Sequence[Job] = ()) -> Job:
+        self.asked.append(Asked(op, subgroup, len(copies), sum(source.nbytes for _, source in copies)))
+        job = super().copy(op, subgroup, copies, after)
+        self.jobs.add(job)
+        return job

@@ -17,9 +17,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dos import DOSAdam, EmulatedDevice
-from dos.devices import Copy
 from perfmodel import Op
 from tests.support.clock import eventually
+from tests.support.devices import Copying
 from tests.support.ranks import Ranks, on_pair
 from tests.support.sharded import Block, assert_close, batch, dos_adam, mesh_of, model, shard, values
 from tests.support.training import FAST
@@ -102,25 +102,16 @@ def test_all_ways_in_which_gradients_come(ranks: Ranks, pair: Ranks, kind: str) 
         (ranks if kind == "not all-reduced" else pair).run(as_adamw, kind, settings, torch.float32)
 
 
-class CountsCopies(EmulatedDevice):
-    """Remembers how many runs of memory each transfer of gradients was made of."""
-
-    def copy(self, op: Op, subgroup: int, copies: list[Copy], after: Any = ()) -> Any:
-        if op is Op.GRADIENT and copies:
-            self.gradient_jobs = [*getattr(self, "gradient_jobs", []), len(copies)]
-        return super().copy(op, subgroup, copies, after)
-
-
 def one_copy_for_a_group() -> list[int]:
     divided = shard(nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)) for _ in range(3))), mesh_of())
-    device = CountsCopies(FAST, 1 << 24)
+    device = Copying()
     optimizer = DOSAdam(divided.parameters(), policy="cpu", subgroup_size=10**6, device=device)
     for step in range(3):
-        device.gradient_jobs = []
+        device.asked.clear()
         divided(batch(step, width=16)).pow(2).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return device.gradient_jobs
+    return [asked.pieces for asked in device.asked if asked.op is Op.GRADIENT]
 
 
 def test_neighbours_in_the_buffer_leave_together(pair: Ranks) -> None:

@@ -3,31 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
 from dos import DOSAdam, EmulatedDevice
-from dos.devices import Copy, Job
 from dos.kernels.adam import joined
 from dos.kernels.masters import follow
 from perfmodel import Op, Placement, Plan, Workload
+from tests.support.devices import Copying
 from tests.support.training import FAST, bits, mlp, plan_anew, train
-
-
-class Counting(EmulatedDevice):
-    """Adds up the bytes of each kind of copy."""
-
-    def __init__(self) -> None:
-        super().__init__(FAST, capacity=10**9)
-        self.moved: Counter[Op] = Counter()
-
-    def copy(self, op: Op, subgroup: int, copies: Sequence[Copy], after: Sequence[Job] = ()) -> Job:
-        self.moved[op] += sum(source.nbytes for _, source in copies)
-        return super().copy(op, subgroup, copies, after)
-
 
 CPU, STREAMED, RESIDENT = Placement.CPU, Placement.GPU_STREAMED, Placement.GPU_RESIDENT
 
@@ -53,22 +40,24 @@ def test_bytes_that_are_moved(before: Placement, now: Placement, moved: dict[Op,
         n = len(workload.subgroups)
         return Plan((placements[0],) * n, tuple(range(n)), 2)
 
-    model, device = mlp(torch.bfloat16), Counting()
+    model, device = mlp(torch.bfloat16), Copying()
     settings_ = {"policy": policy, "device": device, "offload_gradients": offload_gradients}
     optimizer = DOSAdam(model.parameters(), subgroup_size=300, **settings_)  # type: ignore[arg-type]
     train(model, optimizer, 2)
     del placements[0]
     plan_anew(optimizer)
-    device.moved.clear()
+    device.asked.clear()
     train(model, optimizer, 1)
     optimizer.synchronize()
-    expected = Counter(moved)
+    found, expected = Counter[Op](), Counter(moved)
+    for asked in device.asked:
+        found[asked.op] += asked.nbytes
     if offload_gradients:
         on_host = now is CPU and before is not RESIDENT
         expected[Op.GRADIENT] += 0 if on_host else 2
         expected[Op.PREFETCH] += 0 if on_host else 2
     numel = sum(p.numel() for p in model.parameters())
-    assert +device.moved == {op: nbytes * numel for op, nbytes in (+expected).items()}
+    assert +found == {op: nbytes * numel for op, nbytes in (+expected).items()}
 
 
 @pytest.mark.parametrize("make", [None, lambda: EmulatedDevice(FAST, 10**9)])

@@ -10,19 +10,15 @@ import signal
 import subprocess
 import sys
 import time
-import weakref
-from collections.abc import Sequence
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from dos import DOSAdam, EmulatedDevice
-from dos.devices import Copy, Job
 from perfmodel import Op
-from perfmodel.hardware import HardwareProfile
 from tests.support import ROOT
-from tests.support.devices import UpdatesAfterStep
+from tests.support.devices import Asked, Copying, UpdatesAfterStep
 from tests.support.training import FAST, SLOW, bits, mlp, train
 
 pytestmark = pytest.mark.usefixtures("one_kernel_thread")
@@ -45,28 +41,13 @@ def on_host(model: nn.Module, **settings: object) -> DOSAdam:
 POLICIES = ["adaptive", "cpu", "stride:1", "stride:3", 0.5]
 
 
-class Copying(EmulatedDevice):
-    """Notes the copies that it is asked for. jobs: those that are not forgotten."""
-
-    def __init__(self, profile: HardwareProfile = SLOW) -> None:
-        super().__init__(profile, capacity=10**7)
-        self.asked: list[tuple[Op, int]] = []
-        self.jobs: weakref.WeakSet[Job] = weakref.WeakSet()
-
-    def copy(self, op: Op, subgroup: int, copies: Sequence[Copy], after: Sequence[Job] = ()) -> Job:
-        self.asked.append((op, subgroup))
-        job = super().copy(op, subgroup, copies, after)
-        self.jobs.add(job)
-        return job
-
-
 @pytest.mark.parametrize("attach", [False, True])
 @pytest.mark.parametrize("between", ["nothing", "scaled", "clipped", "left alone again"])
 def test_gradients_leave_during_backward_once_each(
     between: str, attach: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Also where the optimizer clips or unscales; not after user code has changed them, until it no longer does."""
-    model, device = mlp(), Copying()
+    model, device = mlp(), Copying(SLOW)
     optimizer = accelerated(model, attach=attach, policy="cpu", device=device)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, enabled=between == "scaled")
     if between == "left alone again":
@@ -85,20 +66,20 @@ def test_gradients_leave_during_backward_once_each(
         if between == "clipped":
             optimizer.clip_grad_norm_(0.05)
         everything = [(Op.GRADIENT, index) for index in range(len(optimizer.plan()))]
-        assert sorted(device.asked, key=lambda asked: asked[1]) == everything
+        assert sorted((asked[:2] for asked in device.asked), key=lambda asked: asked[1]) == everything
         scaler.step(optimizer)
         scaler.update()
-        assert sum(op is Op.GRADIENT for op, _ in device.asked) == len(everything), "none was sent again"
+        assert sum(asked.op is Op.GRADIENT for asked in device.asked) == len(everything), "none was sent again"
 
 
 def test_prefetch_begins_before_the_step() -> None:
-    model, device = mlp(), Copying()
+    model, device = mlp(), Copying(SLOW)
     optimizer = accelerated(model, policy="stride:1", device=device)
     train(model, optimizer, 2)
     device.asked.clear()
-    early: list[tuple[Op, int]] = []
+    early: list[Asked] = []
     train(model, optimizer, 1, before_step=lambda _: early.extend(device.asked))
-    assert [op for op, _ in early] == [Op.PREFETCH] * 2, "into both slots"
+    assert [asked.op for asked in early] == [Op.PREFETCH] * 2, "into both slots"
 
 
 def test_accumulation_sends_only_the_last_after_one_iteration() -> None:
@@ -330,7 +311,7 @@ def test_an_attached_optimizer_of_host_parameters_sees_edits_and_disturbs_no_gra
 
 
 def test_backwards_without_a_step_pile_nothing_up() -> None:
-    model, device = mlp(), Copying(FAST)
+    model, device = mlp(), Copying()
     optimizer = accelerated(model, policy="cpu", device=device)
     train(model, optimizer, 1)
     for _ in range(400):
