@@ -7,6 +7,7 @@ import importlib.util
 import os
 import socket
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -168,29 +169,31 @@ class Ours:
         return self._rig.optimizer.timeline()
 
 
-class Peer:
-    """A contender with a model of its own, built at its first turn and kept, since peers take long to set up.
+@dataclass(frozen=True)
+class Kind:
+    """A peer: the package to be installed, the precision of its state, and what makes its optimizer for a model.
 
-    package: to be installed. precision: of its state, for readers who compare.
+    Nothing of it is imported before it is made.
     """
 
-    name = ""
-    package = ""
-    precision = ""
+    name: str
+    package: str
+    precision: str
+    build: Callable[[GPT, Job], Any]
 
-    def __init__(self, job: Job, device: torch.device) -> None:
-        self._job, self._device = job, device
+
+class Peer:
+    """A contender with a model of its own, built at its first turn and kept, since peers take long to set up."""
+
+    def __init__(self, kind: Kind, job: Job, device: torch.device) -> None:
+        self.name, self._kind, self._job, self._device = kind.name, kind, job, device
         self._model: GPT | None = None
         self._optimizer: Any = None
-
-    def build(self, model: GPT) -> Any:
-        """The peer's optimizer for the model. Nothing is imported before."""
-        raise NotImplementedError
 
     def open(self) -> None:
         def build() -> None:
             model = self._job.model(self._device)
-            self._optimizer = self.build(model)
+            self._optimizer = self._kind.build(model, self._job)
             self._model = model
 
         if self._model is None:
@@ -201,7 +204,10 @@ class Peer:
             self._model.zero_grad()
 
     def compute(self, batch: Batch) -> None:
-        self._try(lambda: self._backward(batch))
+        assert self._model is not None
+        model = self._optimizer if callable(self._optimizer) else self._model
+        back = getattr(self._optimizer, "backward", torch.Tensor.backward)
+        self._try(lambda: back(model(*batch)))
 
     def step(self) -> None:
         self._try(self._optimizer.step)
@@ -209,10 +215,6 @@ class Peer:
 
     def metrics(self) -> dict[str, float]:
         return {}
-
-    def _backward(self, batch: Batch) -> None:
-        assert self._model is not None
-        self._model(*batch).backward()
 
     def _try(self, work: Callable[[], object]) -> None:
         """What goes wrong is the peer's, but for memory that is too small."""
@@ -224,61 +226,43 @@ class Peer:
             raise Broken(f"{self.name} is installed but failed: {type(error).__name__}: {error}") from error
 
 
-class TorchAo(Peer):
+def torchao(model: GPT, job: Job) -> Any:
     """Gradients leave during backward, each parameter is updated on the host."""
-
-    name = "torchao CPUOffloadOptimizer"
-    package = "torchao"
-    precision = "bfloat16 state and parameters, no float32 masters"
-
-    def build(self, model: GPT) -> Any:
-        optimizer = importlib.import_module("torchao.optim").CPUOffloadOptimizer
-        return optimizer(model.parameters(), torch.optim.AdamW, fused=True, **SETTINGS)
+    optimizer = importlib.import_module("torchao.optim").CPUOffloadOptimizer
+    return optimizer(model.parameters(), torch.optim.AdamW, fused=True, **SETTINGS)
 
 
-class BitsAndBytes(Peer):
+def bitsandbytes(model: GPT, job: Job) -> Any:
     """State in unified memory, which the driver moves when a kernel touches it."""
-
-    name = "bitsandbytes PagedAdamW32bit"
-    package = "bitsandbytes"
-    precision = "float32 moments, no float32 masters"
-
-    def build(self, model: GPT) -> Any:
-        return importlib.import_module("bitsandbytes.optim").PagedAdamW32bit(model.parameters(), **SETTINGS)
+    return importlib.import_module("bitsandbytes.optim").PagedAdamW32bit(model.parameters(), **SETTINGS)
 
 
-class DeepSpeed(Peer):
-    """Stage 2, one rank: DeepSpeedCPUAdam on float32 masters on the host."""
-
-    name = "DeepSpeed ZeRO-Offload"
-    package = "deepspeed"
-    precision = "float32 masters and moments"
-
-    def build(self, model: GPT) -> Any:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = str(probe.getsockname()[1])
-        ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        os.environ.update(ranks)
-        engine, *_ = importlib.import_module("deepspeed").initialize(
-            model=model,
-            model_parameters=list(model.parameters()),
-            config={
-                "train_micro_batch_size_per_gpu": self._job.batch,
-                "bf16": {"enabled": True},
-                "optimizer": {"type": "AdamW", "params": {**SETTINGS, "betas": [*SETTINGS["betas"]]}},
-                "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}},
-            },
-        )
-        return engine
-
-    def _backward(self, batch: Batch) -> None:
-        self._optimizer.backward(self._optimizer(*batch))
+def deepspeed(model: GPT, job: Job) -> Any:
+    """Stage 2, one rank: DeepSpeedCPUAdam on float32 masters on the host. An engine, which runs backward, too."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    config = {
+        "train_micro_batch_size_per_gpu": job.batch,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {**SETTINGS, "betas": [*SETTINGS["betas"]]}},
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}},
+    }
+    parameters = list(model.parameters())
+    engine, *_ = importlib.import_module("deepspeed").initialize(
+        model=model, model_parameters=parameters, config=config
+    )
+    return engine
 
 
-PEERS: Sequence[type[Peer]] = (TorchAo, BitsAndBytes, DeepSpeed)
+PEERS = (
+    Kind("torchao CPUOffloadOptimizer", "torchao", "bfloat16 state and parameters, no float32 masters", torchao),
+    Kind("bitsandbytes PagedAdamW32bit", "bitsandbytes", "float32 moments, no float32 masters", bitsandbytes),
+    Kind("DeepSpeed ZeRO-Offload", "deepspeed", "float32 masters and moments", deepspeed),
+)
 
 
-def installed() -> list[type[Peer]]:
+def installed() -> list[Kind]:
     """The peers that are there."""
     return [peer for peer in PEERS if importlib.util.find_spec(peer.package) is not None]

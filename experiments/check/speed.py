@@ -11,7 +11,7 @@ from dos.deciding.controller import AdaptivePolicy, resolve_policy
 from dos.machine.threads import kernel_threads
 from experiments.check.base import Bench, Settings, Size, Skipped, Target
 from experiments.check.calibration import measured_profile
-from experiments.check.contenders import PEERS, OnDevice, Ours, Rig, installed
+from experiments.check.contenders import PEERS, OnDevice, Ours, Peer, Rig, installed
 from experiments.check.contest import Clock, Contender, Effort, Score, ratio, run_rounds
 from experiments.check.models import (
     HOST_BYTES,
@@ -85,10 +85,10 @@ def check_rivals(bench: Bench) -> None:
     peers = installed()
     stage = Stage(bench, MEDIUM[bench.size], each=HOST_BYTES + PEER_HOST_BYTES * len(peers))
     bench.note(peers={peer.name: peer.precision for peer in peers})
-    rivals = [peer(stage.job, stage.device) for peer in peers]
+    rivals = [Peer(peer, stage.job, stage.device) for peer in peers]
     ours = [stage.adaptive(0.5), stage.fixed(CPU), stage.adaptive(SLOTS_SHARE)]
     scores = stage.run([*rivals, *ours])
-    for rival in rivals:
+    for rival in peers:
         for mine in ours:
             found = ratio(scores[rival.name], scores[mine.name])
             if found is not None:

@@ -19,7 +19,7 @@ from dos.machine.threads import kernel_threads, set_kernel_threads
 from dos.memory.monitor import Source
 from experiments.check import calibration, speed, suite
 from experiments.check.base import Bench, Check, Record, Settings, Size, Skipped, Status, Target
-from experiments.check.contenders import Ours, Peer, Rig
+from experiments.check.contenders import Kind, Ours, Peer, Rig
 from experiments.check.contest import Broken, Clock, Effort, Score, ratio, run_rounds
 from experiments.check.gpu_check import CHECKS, find_gpu, main, run_all
 from experiments.check.hold_ups import calls_within, waiting
@@ -324,12 +324,11 @@ def test_jobs_are_cut_to_what_fits(tmp_path: Path) -> None:
     assert 0.75 * (100 << 30) < 16 * fitted(job, here).numel <= 0.8 * (100 << 30)
 
 
-class BrokenPeer(Peer):
-    name = "a peer"
-    package = "torch"
+def broken(model: object, job: object) -> Any:
+    raise RuntimeError("no compiler")
 
-    def build(self, model: object) -> Any:
-        raise RuntimeError("no compiler")
+
+BROKEN = Kind("a peer", "torch", "none", broken)
 
 
 def test_rivals_that_are_missing_or_broken_are_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -337,10 +336,10 @@ def test_rivals_that_are_missing_or_broken_are_said(monkeypatch: pytest.MonkeyPa
     assert speed.no_rivals(Settings(Size.TINY, cuda=False, out=tmp_path)) == "no GPU: there is nothing to compare"
     monkeypatch.setattr(speed, "installed", list)
     assert "pip install any of torchao bitsandbytes deepspeed" in str(speed.no_rivals(cuda))
-    monkeypatch.setattr(speed, "installed", lambda: [BrokenPeer])
+    monkeypatch.setattr(speed, "installed", lambda: [BROKEN])
     assert speed.no_rivals(cuda) is None
     with pytest.raises(Broken, match="a peer is installed but failed: RuntimeError: no compiler"):
-        BrokenPeer(PRESSED[Size.TINY], torch.device("cpu")).open()
+        Peer(BROKEN, PRESSED[Size.TINY], torch.device("cpu")).open()
     checked = bench(tmp_path)
     with pytest.raises(Skipped, match="a peer is installed but failed"):
         speed.check_rivals(checked)
