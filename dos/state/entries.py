@@ -52,9 +52,10 @@ def has_codes(entry: Mapping[str, object], moment: str) -> bool:
 
 
 def step_of(entry: Mapping[str, Any]) -> Tensor:
-    """The step that the entry has, as a float32 scalar on the host; 0 if it has none."""
+    """The step that the entry has, as a float32 scalar on the host that counts writes; 0 if it has none."""
     step = entry.get("step", 0.0)
-    if not isinstance(step, Tensor) or step.device.type != "cpu" or step.dtype != torch.float32 or step.ndim:
+    usable = isinstance(step, Tensor) and step.device.type == "cpu" and step.dtype == torch.float32
+    if not usable or step.ndim or step.is_inference():
         step = torch.tensor(float(step), dtype=torch.float32, device="cpu")
     return step
 

@@ -71,6 +71,18 @@ def test_it_changes_nothing(inside: dict[str, Any], policy: str, attached: bool,
     assert_close_ulp(trained(ours, inside, clip), expected)
 
 
+def test_a_step_that_is_written_in_it() -> None:
+    p = nn.Parameter(torch.ones(4))
+    optimizer = DOSAdam([p])
+    for _ in range(2):
+        p.grad = torch.ones(4)
+        optimizer.step()
+        with torch.inference_mode():
+            optimizer.state[p]["step"] = torch.tensor(5.0)
+    optimizer.step()
+    assert float(optimizer.state[p]["step"]) == 6
+
+
 def test_bits_of_its_gradients_are_watched() -> None:
     """They have no version that would tell that they were written to after clipping, or after they left."""
     models = mlp(), mlp()
