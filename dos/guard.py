@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]  # `signal` makes enums of numbers, which takes microseconds
+import contextlib
 import functools
 import os
 import signal
+import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -20,25 +22,44 @@ _T = TypeVar("_T")
 
 
 def exclusive(method: Callable[Concatenate[Any, _P], _T]) -> Callable[Concatenate[Any, _P], _T]:
-    """Of an object with a `_lock`: its methods that are exclusive run in one thread at a time, as `uninterrupted`.
+    """Of an object with a `_lock`: its methods that are exclusive run in one thread at a time, and wholly.
 
+    They raise KeyboardInterrupt at their end if Ctrl-C came meanwhile; the second Ctrl-C takes effect at once. Python's
+    own locks can be left locked by an interruption, so that no call could wait for a transfer any more.
+    Where a program handles SIGINT in its own way, and in threads other than the main one, which Ctrl-C does not reach,
+    nothing is done about it.
     In torch.inference_mode, too, they make ordinary tensors: other threads could not write to those of that mode.
     """
 
     @functools.wraps(method)
     def holding(self: Any, *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        work = functools.partial(method, self, *args, **kwargs)
         if torch.is_inference_mode_enabled():
-            work = functools.partial(_with_ordinary_tensors, work)
-        # On one line: an exception that a debugger raises between lines would come before the lock is released.
-        with self._lock: return uninterrupted(work)  # fmt: skip  # noqa: E701
+            with torch.inference_mode(False), torch.no_grad():
+                return holding(self, *args, **kwargs)
+        # With the lock on one line: an exception that a debugger raises between lines would come before its release.
+        main = threading.current_thread() is threading.main_thread()
+        if not main or _signal.getsignal(_SIGINT) is not signal.default_int_handler:
+            with self._lock: return method(self, *args, **kwargs)  # fmt: skip  # noqa: E701
+        came, code = False, sys._getframe().f_code
+
+        def remember(number: int, frame: FrameType | None) -> None:
+            nonlocal came
+            again, came = came, True
+            while frame is not None and frame.f_code is not code:
+                frame = frame.f_back
+            if again or frame is None:  # without a frame all of this is over, but the handler was not taken back
+                signal.default_int_handler(number, frame)
+
+        _signal.signal(_SIGINT, remember)
+        try:
+            with self._lock: result = method(self, *args, **kwargs)  # fmt: skip  # noqa: E701
+        finally:
+            _signal.signal(_SIGINT, signal.default_int_handler)
+        if came:
+            raise KeyboardInterrupt
+        return result
 
     return holding
-
-
-def _with_ordinary_tensors(work: Callable[[], _T]) -> _T:
-    with torch.inference_mode(False), torch.no_grad():
-        return work()
 
 
 class Guard:
@@ -75,15 +96,12 @@ class Guard:
         cause = str(error) or type(error).__name__  # such as MemoryError, which says nothing
         return RuntimeError(f"the optimizer step failed part way ({cause}); restore a checkpoint before going on")
 
-    def change(self, work: Callable[[], None]) -> None:
-        """Do what must happen wholly. Ctrl-C takes effect afterwards; if `work` raises, all is `broken`."""
-
-        def wholly() -> None:
-            before, self._changing = self._changing, True
-            work()
-            self._changing = before
-
-        uninterrupted(wholly)
+    @contextlib.contextmanager
+    def change(self) -> Iterator[None]:
+        """Surrounds what must happen wholly, in a call that is `exclusive`; if it raises, all is `broken`."""
+        before, self._changing = self._changing, True
+        yield
+        self._changing = before
 
 
 _guards: weakref.WeakSet[Guard] = weakref.WeakSet()
@@ -112,33 +130,3 @@ def _after_fork() -> None:
 
 # A forked child, such as a data loader's worker, sees parameters that are finished.
 os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)
-
-
-def uninterrupted(work: Callable[[], _T]) -> _T:
-    """Run `work`, and raise KeyboardInterrupt then if Ctrl-C came meanwhile; the second Ctrl-C takes effect at once.
-
-    Python's own locks can be left locked by an interruption, so that nobody could wait for a transfer any more.
-    Where a program handles SIGINT in its own way, and in threads other than the main one, which Ctrl-C does not reach,
-    nothing is done about it.
-    """
-    main = threading.current_thread() is threading.main_thread()
-    if not main or _signal.getsignal(_SIGINT) is not signal.default_int_handler:
-        return work()
-    came = False
-
-    def remember(number: int, frame: FrameType | None) -> None:
-        nonlocal came
-        again, came = came, True
-        while frame is not None and frame.f_code is not uninterrupted.__code__:
-            frame = frame.f_back
-        if again or frame is None:  # without a frame all of this is over, but the handler was not taken back
-            signal.default_int_handler(number, frame)
-
-    _signal.signal(_SIGINT, remember)
-    try:
-        result = work()
-    finally:
-        _signal.signal(_SIGINT, signal.default_int_handler)
-    if came:
-        raise KeyboardInterrupt
-    return result

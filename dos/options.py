@@ -48,6 +48,15 @@ class Options:
         """Whether state on the device stays there whatever happens, and has no home on the host."""
         return self.policy == "resident"
 
+    def agreed(self) -> dict[str, str]:
+        """What all ranks must have chosen alike, by name."""
+        return {
+            "max_grad_norm": str(None if self.max_grad_norm is None else float(self.max_grad_norm)),
+            "offload_gradients": str(self.offload_gradients),
+            "master_weights": str(self.master_weights),
+            "policy": "a callable" if callable(self.policy) else str(self.policy),
+        }
+
     def __post_init__(self) -> None:
         resolve_policy(self.policy)
         size = self.subgroup_size

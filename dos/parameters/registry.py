@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -32,8 +32,6 @@ from perfmodel import SubgroupLoad
 from perfmodel.format import STATE_KEYS
 
 StateDict = MutableMapping[Tensor, Any]
-LetGo = Callable[[Sequence[Subgroup], Sequence[ParameterRecord]], None]
-"""Lets go of what is held for subgroups, and for the records of all their parameters."""
 
 
 class Active(NamedTuple):
@@ -45,6 +43,18 @@ class Active(NamedTuple):
 
     members: list[tuple[ParameterRecord, Group]]
     settled: int
+
+
+class Look(NamedTuple):
+    """What a step finds of the parameters that have a gradient, with their groups.
+
+    settled: are as the last step left them; others: about these something is new, or they are.
+    gone: records of arenas none of whose parameters is in a group any more, or has an entry in the state.
+    """
+
+    settled: list[tuple[ParameterRecord, Group]]
+    others: list[tuple[Tensor, Group]]
+    gone: list[ParameterRecord]
 
 
 class Registry:
@@ -148,12 +158,9 @@ class Registry:
             if is_sharded(parameter) and parameter.grad is not None:
                 parameter.grad = moved_to_layout(parameter.grad, parameter)
 
-    def active(
-        self, groups: Sequence[Group], state: StateDict, bring_home: Callable[[], None], let_go: LetGo, *, seen: bool
-    ) -> Active:
-        """The records of all parameters with a gradient, enrolled if new, and whose state is what `state` says.
+    def look(self, groups: Sequence[Group], state: StateDict, *, seen: bool) -> Look:
+        """Look at all parameters with a gradient: those of `others` are to be `checked` and settled.
 
-        bring_home: returns all resident state to the host. let_go: called for parameters that were replaced.
         seen: whether users may have changed `state`.
         Raises before anything is changed if a parameter, a gradient, a setting or a state cannot be used.
         """
@@ -185,31 +192,37 @@ class Registry:
                     settled.append((record, group))
                 else:
                     others.append((p, group))
-        if known < len(records):
-            self._forget_replaced(groups, state, let_go)
-        found = self._look_into(others, groups, state, bring_home) if others else []
-        return Active(settled + found, len(settled))
+        return Look(settled, others, self._replaced(groups, state) if known < len(records) else [])
 
-    def _forget_replaced(self, groups: Sequence[Group], state: StateDict, let_go: LetGo) -> None:
-        """Free arenas none of whose parameters is in a group any more, or has an entry in `state`."""
+    def _replaced(self, groups: Sequence[Group], state: StateDict) -> list[ParameterRecord]:
+        """The records of arenas none of whose parameters is in a group any more, or has an entry in `state`."""
         members = {id(p) for group in groups for p in group["params"]}
         used = {r.arena for key, r in self._records.items() if key in members or r.parameter in state}
-        gone = [record for record in self._records.values() if record.arena not in used]
-        if not gone:
-            return
+        return [record for record in self._records.values() if record.arena not in used]
 
-        def forget() -> None:
-            let_go([s for s in (*self.accelerated, *self.local) if s.arena not in used], gone)
-            if self.offloaded is not None:
-                self.offloaded.forget(gone)
-            for record in gone:
-                del self._records[id(record.parameter)], self.places[record]
-            self.accelerated = [s for s in self.accelerated if s.arena in used]
-            self.local = [s for s in self.local if s.arena in used]
-            self.forget_all_but(members)
-            self._reindex()
+    def forget(self, gone: Sequence[ParameterRecord], groups: Sequence[Group]) -> None:
+        """Free the arenas of these records, which are all of theirs."""
+        arenas = {record.arena for record in gone}
+        if self.offloaded is not None:
+            self.offloaded.forget(gone)
+        for record in gone:
+            del self._records[id(record.parameter)], self.places[record]
+        self.accelerated = [s for s in self.accelerated if s.arena not in arenas]
+        self.local = [s for s in self.local if s.arena not in arenas]
+        self.forget_all_but({id(p) for group in groups for p in group["params"]})
+        self._reindex()
 
-        self._guard.change(forget)
+    def need_home(self, found: Iterable[tuple[ParameterRecord, Group]], state: StateDict) -> bool:
+        """Whether `settle` takes state of these from the host, or changes its shape or order: it must be there then.
+
+        State that came home later would overwrite it.
+        """
+        for record, group in found:
+            entry = state.get(record.parameter) or {}
+            foreign = not record.is_adopted(entry) if entry or not record.fresh else False  # a newcomer's is nowhere
+            if foreign or record.layout_changed() or (group["amsgrad"] and not record.arena.amsgrad):
+                return True
+        return False
 
     def marked(self) -> list[tuple[Tensor, Tensor]]:
         """See `Remembers`: what this rank has of DTensors, as after our last write."""
@@ -221,25 +234,17 @@ class Registry:
         for record in self._records.values() if rewritten else ():
             record.rewritten |= id(record.bits) in rewritten
 
-    def _look_into(
-        self,
-        parameters: Sequence[tuple[Tensor, Group]],
-        groups: Sequence[Group],
-        state: StateDict,
-        bring_home: Callable[[], None],
-    ) -> list[tuple[ParameterRecord, Group]]:
-        """The records of parameters about which something is new, so that the step can use them. Raises as `active`."""
-        found = self.checked(parameters, state)
+    def settle(self, found: Sequence[tuple[ParameterRecord, Group]], groups: Sequence[Group], state: StateDict) -> None:
+        """Make these fit for the step: their state is what `state` says, and everything lies as it is used.
+
+        What of it is on the device has come home if they `need_home`.
+        """
         for record, _ in found:
             record.write_step()
         if any(record.moved() for record, _ in found):
             check_overlaps([(p, group) for group in groups for p in group["params"] if id(p) in self._records])
         for record, _ in found:
-            self.settle_layout(record, state, bring_home)
-        # That of a newcomer is nowhere yet.
-        known = [(record, state.get(record.parameter) or {}) for record, _ in found]
-        if any(not record.is_adopted(entry) for record, entry in known if entry or not record.fresh):
-            bring_home()  # what is put into the host state now must not be overwritten by what comes home later
+            self.settle_layout(record, state)
         for record, _ in found:
             # A state that is another parameter's live view, as when two are exchanged, must not change under our hands.
             entry = state.get(record.parameter) or {}
@@ -248,7 +253,6 @@ class Registry:
                     entry[key] = laid_out_as(local(value).clone(), value)
         for record, group in found:
             if group["amsgrad"] and not record.arena.amsgrad:
-                bring_home()  # state on the device has the old shape
                 self._add_amsgrad(record.arena)
             gradient = record.gradient
             if gradient is not None:
@@ -259,7 +263,6 @@ class Registry:
             if record.flat is not flat:
                 self._forget_batches(record)
             record.settle(gradient)
-        return found
 
     def _forget_batches(self, record: ParameterRecord) -> None:
         """The memory of the parameter, or of its state, is another than that for which batches were made."""
@@ -342,7 +345,8 @@ class Registry:
         for run, group in runs:
             made.append(self._allocation.make_room(run, group, self._numbered + sum(len(r) for r, _ in made), size))
         if made:
-            self._guard.change(lambda: self._publish(made))
+            with self._guard.change():
+                self._publish(made)
 
     def order_by_use(self, first_use: Iterable[int]) -> None:
         """Put the subgroups in the order in which their parameters, by id, are first used; others come last."""
@@ -402,8 +406,11 @@ class Registry:
                 self._forget_batches(record)
         self._reindex()
 
-    def settle_layout(self, record: ParameterRecord, state: StateDict, bring_home: Callable[[], None]) -> None:
-        """Reorder state and offloaded gradients of a parameter whose elements lie in another order than before."""
+    def settle_layout(self, record: ParameterRecord, state: StateDict) -> None:
+        """Reorder state and offloaded gradients of a parameter whose elements lie in another order than before.
+
+        Its state is at home.
+        """
         if not record.layout_changed():
             return
         if record.arena.format.block > 1 and not in_logical_order(record.local):
@@ -412,7 +419,6 @@ class Registry:
                 "than before, and state_format='int8' keeps its state by blocks of neighbours; bring the model into "
                 "its memory format before the first step, or leave state_format out"
             )
-        bring_home()
         total = self.offloaded.flat(record) if self.offloaded is not None and record in self.offloaded else None
         like = local(next(iter(record.views.values())))
         added = None if total is None else total.as_strided(like.size(), like.stride(), total.storage_offset()).clone()
@@ -421,7 +427,7 @@ class Registry:
         before = {key: local(value).clone() for key, value in record.views.items()}
         mine = {key: entry.get(key) is view for key, view in record.views.items()}
 
-        def reorder() -> None:
+        with self._guard.change():
             record.remember_layout()
             self._forget_batches(record)
             if total is not None and added is not None:
@@ -430,8 +436,6 @@ class Registry:
                 local(view).copy_(before[key])
                 if mine[key]:
                     entry[key] = view
-
-        self._guard.change(reorder)
 
     def _adopt(self, record: ParameterRecord, entry: dict[str, Any]) -> None:
         """Make `entry`, filled by a user, a checkpoint or nobody, the live view of this record's state."""

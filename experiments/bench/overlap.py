@@ -152,7 +152,7 @@ class ScaledMachine:
             device=EmulatedDevice(self.profile, capacity=10 * self.workload.slot_bytes * len(self.workload.subgroups)),
         )
         if schedule == "serial":
-            optimizer.gradient_ready = lambda parameter: None  # type: ignore[method-assign]  # nothing leaves early
+            optimizer._session.gradient_ready = lambda parameter: None  # type: ignore[method-assign]  # nothing leaves early
         if schedule == "full_overlap":
             optimizer.attach(model)
         return Run(model, optimizer)

@@ -70,8 +70,8 @@ def train(
 
 def plan_anew(optimizer: DOSAdam) -> None:
     """Make the controller ask its policy again although nothing has changed."""
-    if optimizer._accelerator is not None:
-        optimizer._accelerator._controller._last = None
+    if optimizer._session.decisions is not None:
+        optimizer._session.decisions._controller._last = None
 
 
 def bits(tensors: Iterable[Tensor]) -> list[bytes]:

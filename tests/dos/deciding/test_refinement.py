@@ -176,9 +176,9 @@ def learnt_from(optimizer: DOSAdam, model: nn.Module, between: Callable[[], None
     """Which of six steps after the first are learnt from, and what is compared then."""
     seen: list[Step] = []
     train(model, optimizer, 1)
-    accelerator = optimizer._accelerator
-    assert accelerator is not None
-    accelerator._controller.observe = lambda *step: seen.append(step)  # type: ignore[method-assign]
+    decisions = optimizer._session.decisions
+    assert decisions is not None
+    decisions._controller.observe = lambda *step: seen.append(step)  # type: ignore[method-assign]
     train(model, optimizer, 6, first_step=1, before_step=lambda _: between())
     return seen
 

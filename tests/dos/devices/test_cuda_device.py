@@ -153,7 +153,7 @@ def test_hooks_leave_a_capture_early_and_what_it_reads_is_finished_by_the_step(r
     for _ in range(2):
         backward()
         optimizer.step()
-    assert optimizer._unfinished
+    assert optimizer._session.unfinished
     runtime.capturing = True
     with pytest.raises(RuntimeError, match="before the capture"):
         model(torch.ones(2, 24))
@@ -164,7 +164,7 @@ def test_hooks_leave_a_capture_early_and_what_it_reads_is_finished_by_the_step(r
     backward()
     runtime.capturing = False
     optimizer.step()
-    assert not optimizer._unfinished, "what a replay reads is there"
+    assert not optimizer._session.unfinished, "what a replay reads is there"
     was = bits(model.parameters())
     with torch.no_grad():
         for parameter in model.parameters():  # as a replay does, without a version that tells it
@@ -355,7 +355,7 @@ def test_the_device_says_how_long_the_model_computes(
             optimizer.synchronize()
             assert optimizer.metrics()["exposed_s"] < 0.02, "the backlog of the device is not the optimizer's"
         optimizer.zero_grad()
-    pace = optimizer._accelerator._pace
+    pace = optimizer._session.decisions.pace
     assert pace.backward_s == pytest.approx(0.12, abs=0.01), "from the first of five gradients"
     assert pace.forward_s == pytest.approx(0.08, abs=0.01), "until the first of them"
 

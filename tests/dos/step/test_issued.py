@@ -196,8 +196,9 @@ def history(seed: int, *, dtype: torch.dtype, offload_gradients: bool, failing: 
         device=device,
         offload_gradients=offload_gradients,
     )
-    assert optimizer._accelerator is not None
-    device.store = optimizer._accelerator._engine.device_store
+    on_device = optimizer._session.on_device
+    assert on_device is not None
+    device.store = on_device.engine.device_store
     # Gradients of bfloat16 parameters add up in float32 where they are offloaded.
     plain = {"policy": "cpu", "offload_gradients": True, "device": EmulatedDevice(FAST, capacity=10**9)}
     reference = DOSAdam(twin.parameters(), state_format="float32", **(plain if offload_gradients else {}))
@@ -222,9 +223,7 @@ def history(seed: int, *, dtype: torch.dtype, offload_gradients: bool, failing: 
         optimizer.step()
         reference.step()
         optimizer.synchronize()
-        accelerator = optimizer._accelerator
-        assert accelerator is not None
-        schedule = accelerator._engine.schedule
+        schedule = on_device.engine.schedule
         assert schedule is not None
         if step:  # the first reads the parameters before it issues anything
             compare(schedule, device, early)

@@ -1,59 +1,37 @@
-"""The accelerator's side of an optimizer: decides where to update, moves gradients early, runs the step."""
+"""What a session does on its device: gradients leave early, the step is issued there and waited for."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import logging
-import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dos.calibration.measure import measure_minimum, name_of
-from dos.deciding.controller import Controller, Policy
-from dos.deciding.report import Report, why_changed
+from dos.deciding.controller import Policy
+from dos.deciding.decisions import Decisions
 from dos.devices import Caller, Copy, Device, Job
 from dos.gradients.departures import Departures
 from dos.guard import Guard
-from dos.kernels.gpu_update import gpu_kernel_name
-from dos.machine.profiles import resolve_profile
-from dos.machine.threads import set_kernel_threads
-from dos.memory.monitor import MemoryMonitor
 from dos.options import Options
 from dos.parameters.registry import Registry
+from dos.sharding.local import same_layout
 from dos.state.record import ParameterRecord
 from dos.state.subgroup import Subgroup
 from dos.step.engine import Engine
 from dos.step.issue import Step
 from dos.step.iteration import Iteration
-from dos.step.pace import Pace
 from dos.step.room import Prepared
 from dos.step.work import SubgroupUpdate, Subject
-from perfmodel import Op, Placement, Plan, Timeline, Workload
-from perfmodel.hardware import HardwareProfile
+from perfmodel import Op, Placement, Plan, Timeline
 from perfmodel.schedule import Schedule
-
-logger = logging.getLogger(__name__)
-
-
-class Ended(NamedTuple):
-    """A step that has ended. One value, so that whoever reads it on another thread reads of one step.
-
-    origin: the 0 of its timeline, on the clock of time.perf_counter.
-    """
-
-    report: Report
-    iteration: Iteration
-    origin: float
 
 
 class Aside(NamedTuple):
-    """A step that the device has not ended, behind which another one may be queued. alone: see `Accelerator._alone`."""
+    """A step that the device has not ended, behind which another one may be queued. alone: see `DeviceSide._alone`."""
 
     step: Step
     plan: Plan
@@ -61,63 +39,47 @@ class Aside(NamedTuple):
     alone: bool
 
 
-class Accelerator:
-    """One device, the engine on it, and what is known of both.
+class DeviceSide:
+    """The part of a session that is on one device.
 
-    plan: of the last step; None before it.
+    engine: runs steps. decisions: makes their plans. departures: the gradients that leave during backward.
     replays: whether a CUDA graph has captured a backward, whose replays write gradients and run no hooks.
     """
 
     def __init__(self, device: Device, registry: Registry, policy: Policy, options: Options, guard: Guard) -> None:
         self.device = device
-        self.plan: Plan | None = None
         self.replays = False
-        self._engine = Engine(device, registry.host_store, guard)
-        self._registry = registry
-        self._controller = Controller(policy)
-        self._profile = options.profile
-        store = self._engine.device_store
-        self._held: Callable[[], int] = lambda: store.nbytes + registry.lasting_bytes  # is asked on any thread
-        self.memory = MemoryMonitor(device, self._held, options.memory_budget, options.memory_interval)
+        self.engine = Engine(device, registry.host_store, guard)
         self.departures = Departures()
-        self._pace = Pace()
+        device_store, host_store = self.engine.device_store, registry.host_store
+        self.decisions = Decisions(
+            device,
+            policy,
+            options.profile,
+            options.memory_budget,
+            options.memory_interval,
+            held=lambda: device_store.nbytes + registry.lasting_bytes,
+            on_host=lambda: host_store.nbytes,
+        )
+        self._registry = registry
         self._now = Iteration(device)
-        self._stepped: Iteration | None = None
-        """Whose step was issued last."""
-        self._ended: Ended | None = None
-        """The last."""
         self._aside: deque[Aside] = deque()
         self._gradients_before = 0
-        self._why = ""
-        self._planned: tuple[Workload | None, HardwareProfile | None] = None, None
-        """For what the plan was made."""
         self._waited_for: set[Subgroup] = set()
         self._alone = False
 
-    def finish_with(self, owner: object) -> None:
-        """Let work in flight end when its owner is collected or the interpreter exits, before anybody reads results."""
-        weakref.finalize(owner, self._engine.finish)
+    def plan_step(self, *, attached: bool) -> Plan | None:
+        """The plan of the step that begins; None if there is nothing on the device. Raises as `Decisions.decide`."""
+        self.decisions.memory.enter(Op.UPDATE)
+        return self._decide(attached=attached)
 
-    def decide(self, *, attached: bool) -> Plan | None:
-        """Where to update this iteration; None if there is nothing on the device.
-
-        attached: whether the update runs on into the next forward.
-
-        Raises ValueError or TypeError for a plan that cannot be run.
-        """
-        if not self._registry.accelerated:
+    def _decide(self, *, attached: bool) -> Plan | None:
+        subgroups = self._registry.accelerated
+        if not subgroups:
             return None
-        if self._controller.needs_profile:
-            self._controller.profile = self._find_profile()
-        workload = self.memory.workload(
-            self._registry.loads(), update_overlaps_forward=attached, beside=self._registry.gradient_bytes()
-        )
-        workload = dataclasses.replace(
-            workload, forward_s=self._pace.forward_s if attached else 0.0, backward_s=self._pace.backward_s
-        )
-        plan = self._controller.plan(workload)
-        self._engine.check(plan, self._registry.accelerated, self.memory.reading.memory.total)
-        self._now.workload, self._now.withheld = workload, self.memory.withheld
+        loads, beside = self._registry.loads(), self._registry.gradient_bytes()
+        plan = self.decisions.decide(loads, self._now, attached=attached, beside=beside)
+        self.engine.check(plan, subgroups, self.decisions.memory.reading.memory.total)
         return plan
 
     def only_counts(self, record: ParameterRecord, lock: AbstractContextManager[Any]) -> bool:
@@ -144,15 +106,24 @@ class Accelerator:
         now = self._now
         now.gradients += 1
         if now.backward is not None:
-            self.memory.sample(always=now.gradients == self._gradients_before)
+            self.decisions.memory.sample(always=now.gradients == self._gradients_before)
         else:
             now.backward, now.travels = self.device.mark(), _gradients_travel()
-            self._pace.backward_begins(now, self._stepped)
-            self.memory.enter(Op.BACKWARD)
+            self.decisions.pace.backward_begins(now, self.decisions.stepped)
+            self.decisions.memory.enter(Op.BACKWARD)
 
     def travels(self, record: ParameterRecord | None) -> bool:
         """Whether this record's gradients may change after backward's hooks. FSDP2 calls them when all is reduced."""
         return self.replays or (self._now.travels and not (record is not None and record.sharded))
+
+    def leaves_early(self, record: ParameterRecord) -> bool:
+        """Whether the gradient that backward has just written is what the step will use, and may leave."""
+        parameter = record.parameter
+        if not record.arena.accelerated or self.travels(record):
+            return False
+        if record.sharded and not same_layout(parameter.grad, parameter):
+            return False  # the step redistributes it first
+        return parameter.grad is None or parameter.grad.layout is torch.strided  # the step refuses others
 
     def gradient_ready(self, record: ParameterRecord, gradient: Tensor | None = None, *, attached: bool) -> None:
         """Start a gradient on its way to where this iteration's plan wants it, and perhaps state on its way here.
@@ -167,18 +138,18 @@ class Accelerator:
         places = self._registry.places[record]
         self.departures.gradient_ready(record, places, self._now.wanted, self._send, self.device, gradient)
         if self.departures.past_half:
-            self._engine.early.prefetch(plan, self._registry.accelerated, self.memory.spare_in_backward)
+            self.engine.early.prefetch(plan, self._registry.accelerated, self.decisions.memory.spare_in_backward)
 
     def _look_ahead(self, *, attached: bool) -> Plan | None:
         """The plan as it would be now, for gradients and state to leave by."""
         try:
-            plan = self.decide(attached=attached)
+            plan = self._decide(attached=attached)
         except (TypeError, ValueError):
             return None  # the step will say what is wrong
         if plan is None:
             return None
-        subgroups, engine = self._registry.accelerated, self._engine
-        if self._controller.follows_memory and self.memory.foreseen:
+        subgroups, engine = self._registry.accelerated, self.engine
+        if self.decisions.follows_memory and self.decisions.memory.foreseen:
             engine.early.settle(plan, subgroups)
         on_host = (subgroups[i] for i in plan.served(Placement.CPU) if not engine.device_store.has(subgroups[i]))
         # The memory through which gradients travel is made in step(), never here.
@@ -189,7 +160,7 @@ class Accelerator:
     def _send(self, subgroup: Subgroup, copies: Sequence[Copy], callers: Collection[Caller]) -> Job:
         if self._now.left is None:
             self._now.left = self.device.mark()
-        return self._engine.send_gradients(self._registry.index[subgroup], copies, callers)
+        return self.engine.send_gradients(self._registry.index[subgroup], copies, callers)
 
     def take_gradient(self, record: ParameterRecord, *, in_backward: bool) -> None:
         """Offload a gradient: add it to those on the host and free it here.
@@ -201,7 +172,7 @@ class Accelerator:
         assert offloaded is not None, "asked only when gradients are offloaded"
         subgroups = [subgroup for subgroup, _ in self._registry.places[record]]
         index = self._registry.index[subgroups[0]] if subgroups else 0
-        engine = self._engine
+        engine = self.engine
         offloaded.take(
             record,
             subgroups,
@@ -210,19 +181,15 @@ class Accelerator:
             pin=not (in_backward and record.sharded),
         )
 
-    def forget_gradients(self) -> None:
-        """Those that are there are of no use any more: none of them is held."""
-        self.departures.forget()
-
     def abandon(self) -> None:
         """A hook was interrupted: what it has begun ends here, and the step sends everything anew."""
-        self._engine.abandon()
+        self.engine.abandon()
         self.departures.forget()
 
     def let_go(self, subgroups: Sequence[Subgroup], records: Sequence[ParameterRecord]) -> None:
         """Free what is held for parameters that were replaced; what backward has begun is sent anew."""
         self.abandon()
-        self._engine.let_go(subgroups)
+        self.engine.let_go(subgroups)
         self.departures.forget_records(records)
         self._now.plan, self._now.wanted = None, set()
 
@@ -234,37 +201,30 @@ class Accelerator:
         subjects = [self._subject(subgroup, updates.get(subgroup), writes) for subgroup in self._registry.accelerated]
         departed = any(subject.departed for subject in subjects)
         if self._registry.offloaded is not None:  # what came in backward may have come to memory that is not pinned
-            self._engine.host_store.take(incoming=updates)
+            self.engine.host_store.take(incoming=updates)
         now = self._now
         now.step = self.device.mark()
-        self._pace.step(now, early=departed if Placement.CPU in plan.placements else None)
+        self.decisions.pace.step(now, early=departed if Placement.CPU in plan.placements else None)
         # Nobody knows what updates of parameters on the host take of it meanwhile.
         self._alone = all(subgroup.arena.accelerated for subgroup in updates)
         with now.held_up():
-            prepared = self._engine.make_room(plan, subjects)
-            if self._controller.follows_memory and self.memory.grows_short:
+            prepared = self.engine.make_room(plan, subjects)
+            if self.decisions.follows_memory and self.decisions.memory.grows_short:
                 # Pinning takes 0.2 to 0.4 s per GB, which the step in which state leaves should not have to spend.
-                resident = self._engine.device_store.resident
-                self._engine.host_store.prepare(s for s in reversed(self._registry.accelerated) if s in resident)
-        denied = self._engine.device_store.denied
+                resident = self.engine.device_store.resident
+                self.engine.host_store.prepare(s for s in reversed(self._registry.accelerated) if s in resident)
+        denied = self.engine.device_store.denied
         if denied is not None:
-            self.memory.allocation_failed(denied)
+            self.decisions.memory.allocation_failed(denied)
         return prepared
 
     def start(self, plan: Plan, prepared: Prepared) -> None:
         """Issue the step, for which there is memory. plan: before that was asked for."""
-        workload = self._now.workload
-        assert workload is not None, "the plan was made for it"
-        new, self.plan, self._stepped = plan != self.plan, plan, self._now
-        if new:
-            before, self._planned = self._planned, (workload, self.profile)
-            self._why = why_changed(before[0], workload, before[1], self.profile)
-            if logger.isEnabledFor(logging.INFO):
-                report = self._report(plan, self._now, None)
-                logger.info("%s", report.change(), extra={"metrics": report.metrics()})
+        assert self._now.workload is not None, "the plan was made for it"
+        self.decisions.begin_step(plan, self._now)
         self._waited_for = set()
         with self._now.held_up():
-            self._engine.start(prepared, workload)
+            self.engine.start(prepared, self._now.workload)
 
     def _subject(self, subgroup: Subgroup, update: SubgroupUpdate | None, writes: int | None) -> Subject:
         if update is None or update.offloaded:
@@ -275,44 +235,44 @@ class Accelerator:
     def end_iteration(self, writes: int | None, *, skipped: bool) -> None:
         """The step was issued or skipped: what comes now belongs to the next iteration."""
         if skipped:
-            self._engine.early.drop_prefetched()  # the next forward needs the memory more
+            self.engine.early.drop_prefetched()  # the next forward needs the memory more
         self.departures.finish(writes)
         self._now.wanted = set()  # the iteration is kept for its times alone
         self._gradients_before = self._now.gradients
-        self.memory.end_iteration()
+        self.decisions.memory.end_iteration()
 
     def step_returns(self) -> None:
         """The caller goes on, with the next forward: another iteration begins."""
-        self._engine.trim()
+        self.engine.trim()
         self._now = Iteration(self.device, self._now)
 
     def wait(self) -> None:
         """Block until nothing is in flight. Raises RuntimeError if the step failed."""
-        if self._engine.idle and not self._aside:
+        if self.engine.idle and not self._aside:
             return
-        stepped = self._stepped or self._now
+        stepped = self.decisions.stepped or self._now
         self._read_aside(wait=True)
         with stepped.held_up():
-            timeline = self._engine.wait()
-        self._pace.read()
-        if self._engine.guard.failed:
-            return  # it did not come to its end, though all that was issued of it did
-        if timeline is not None and self.plan is not None and self._engine.schedule is not None:
-            self._learn(self._engine.schedule, self.plan, stepped, timeline, alone=self._alone)
+            timeline = self.engine.wait()
+        self.decisions.pace.read()
+        # One that failed did not come to its end, though all that was issued of it did.
+        if timeline is not None and not self.engine.guard.failed and self.engine.schedule is not None:
+            self._learn(self.engine.schedule, self.decisions.plan, stepped, timeline, alone=self._alone)
 
     def order_caller(self) -> None:
         """Order what the caller queues on the device from now on behind the step, as far as that is on the device."""
-        if self._engine.idle or self._stepped is None:
+        if self.engine.idle or self.decisions.stepped is None:
             return
-        with self._stepped.held_up():
-            self._engine.order_caller()
+        with self.decisions.stepped.held_up():
+            self.engine.order_caller()
 
     def set_aside(self) -> bool:
         """Whether another step may begin although the last has not ended: all of that is queued on the device."""
         self._read_aside(wait=False)
-        if self._stepped is None or self.plan is None or not self._engine.queued:
+        stepped, plan = self.decisions.stepped, self.decisions.plan
+        if stepped is None or plan is None or not self.engine.queued:
             return False
-        self._aside.append(Aside(self._engine.set_aside(), self.plan, self._stepped, self._alone))
+        self._aside.append(Aside(self.engine.set_aside(), plan, stepped, self._alone))
         return True
 
     def _read_aside(self, *, wait: bool) -> None:
@@ -321,96 +281,34 @@ class Accelerator:
             step, plan, stepped, alone = self._aside[0]
             if not (wait or step.through):
                 return
-            timeline = self._engine.read(step)
+            timeline = self.engine.read(step)
             self._aside.popleft()
             self._learn(step.schedule, plan, stepped, timeline, alone=alone)
 
-    def _learn(self, schedule: Schedule, plan: Plan, stepped: Iteration, timeline: Timeline, *, alone: bool) -> None:
-        """A step has ended."""
-        if stepped.workload is None:
-            return
-        # Before the profile is corrected: with what was believed when the plan was made.
-        self._ended = Ended(self._report(plan, stepped, timeline), stepped, self._engine.origin)
-        if alone:
-            self._controller.observe(schedule, stepped.workload, self._engine.ran)
+    def _learn(
+        self, schedule: Schedule, plan: Plan | None, stepped: Iteration, timeline: Timeline, *, alone: bool
+    ) -> None:
+        assert plan is not None, "that of a step"
+        issued = (schedule, self.engine.ran) if alone else None
+        self.decisions.learn(plan, stepped, timeline, self.engine.origin, issued)
 
     def wait_for(self, record: ParameterRecord) -> None:
         """Order what the caller queues on the device from now on behind the update of this parameter."""
         for subgroup, _ in self._registry.places[record]:
             # Whoever waits for a subgroup that has been waited for is not held up.
             again = subgroup in self._waited_for
-            with contextlib.nullcontext() if again or self._stepped is None else self._stepped.held_up():
-                self._engine.wait_for(subgroup)
+            stepped = self.decisions.stepped
+            with contextlib.nullcontext() if again or stepped is None else stepped.held_up():
+                self.engine.wait_for(subgroup)
             self._waited_for.add(subgroup)
-
-    def bring_home(self) -> None:
-        """Return all resident state to the host."""
-        self._engine.bring_home()
-
-    @property
-    def held_bytes(self) -> int:
-        """Device memory that optimizer state has now, slots included."""
-        return self._held()
-
-    @property
-    def releasable_bytes(self) -> int:
-        """What of that can be given back."""
-        return self._engine.device_store.nbytes
 
     def release(self, held: int) -> None:
         """Give all device memory back, and remember that `held` bytes of it were needed for something else."""
-        self._engine.early.drop_prefetched()
-        self._engine.bring_home()
-        self.memory.ran_out(held)
+        self.engine.early.drop_prefetched()
+        self.engine.bring_home()
+        self.decisions.memory.ran_out(held)
         self._now.backward = None  # if the iteration is tried again, its peak is sampled, too
         self.device.trim()
-
-    @property
-    def timeline(self) -> Timeline | None:
-        """Of the last complete step, with forward and backward beside it; None before it."""
-        ended = self._ended
-        if ended is None or ended.report.measured is None:
-            return None
-        return dataclasses.replace(ended.report.measured, beside=ended.iteration.spans(ended.origin))
-
-    @property
-    def profile(self) -> HardwareProfile | None:
-        """The rates that are believed now; None if no policy has asked for any."""
-        return self._controller.profile
-
-    def report(self) -> Report | None:
-        """What the last complete step did; None before it. Waits for nothing, and may be asked on any thread."""
-        ended = self._ended
-        if ended is None:
-            return None
-        kernel = gpu_kernel_name() if self.device.known_profile is None else None
-        return dataclasses.replace(ended.report, exposed_s=ended.iteration.exposed_s, kernel=kernel)
-
-    def _report(self, plan: Plan, iteration: Iteration, measured: Timeline | None) -> Report:
-        """A step as it is known now."""
-        assert iteration.workload is not None, "the plan was made for it"
-        return Report(
-            plan=plan,
-            workload=iteration.workload,
-            withheld=iteration.withheld,
-            profile=self.profile,
-            measured=measured,
-            reading=self.memory.reading,
-            held_bytes=self.held_bytes,
-            host_bytes=self._engine.host_store.nbytes,
-            why=self._why,
-        )
-
-    def _find_profile(self) -> HardwareProfile:
-        """The user's profile, the one measured on this machine, or a rough measurement now."""
-        known = self.device.known_profile
-        if self._profile is None and known is not None:
-            return known
-        with torch.no_grad():
-            found = resolve_profile(self._profile, name_of(self.device)) or measure_minimum(self.device)
-        if known is None:
-            set_kernel_threads(found.cpu_threads)  # its rate of updates is for so many
-        return found
 
 
 def _gradients_travel() -> bool:

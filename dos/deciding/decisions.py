@@ -1,0 +1,171 @@
+"""What is decided for a device, from what is known of it, and what steps teach."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from dos.calibration.measure import measure_minimum, name_of
+from dos.deciding.controller import Controller, Policy
+from dos.deciding.report import Report, why_changed
+from dos.devices import Device
+from dos.kernels.gpu_update import gpu_kernel_name
+from dos.machine.profiles import resolve_profile
+from dos.machine.threads import set_kernel_threads
+from dos.memory.monitor import Budget, MemoryMonitor
+from dos.step.iteration import Iteration
+from dos.step.pace import Pace
+from perfmodel import Plan, SubgroupLoad, Timeline, Workload
+from perfmodel.hardware import HardwareProfile
+from perfmodel.schedule import Schedule
+
+logger = logging.getLogger("dos.accelerator")
+
+
+class Ended(NamedTuple):
+    """A step that has ended. One value, so that whoever reads it on another thread reads of one step.
+
+    origin: the 0 of its timeline, on the clock of time.perf_counter.
+    """
+
+    report: Report
+    iteration: Iteration
+    origin: float
+
+
+class Decisions:
+    """Makes the plans for one device.
+
+    plan: of the last step; None before it. memory: of the device. pace: how long forward and backward last.
+    stepped: the iteration whose step was issued last.
+    held, on_host: give the bytes that state takes of the device and of the host; may be asked on any thread.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        policy: Policy,
+        profile: HardwareProfile | str | Path | None,
+        budget: Budget,
+        interval: float | None,
+        *,
+        held: Callable[[], int],
+        on_host: Callable[[], int],
+    ) -> None:
+        """policy, profile, budget, interval: as users chose them."""
+        self.plan: Plan | None = None
+        self.stepped: Iteration | None = None
+        self.memory = MemoryMonitor(device, held, budget, interval)
+        self.pace = Pace()
+        self._device = device
+        self._controller = Controller(policy)
+        self._profile = profile
+        self._held, self._on_host = held, on_host
+        self._ended: Ended | None = None
+        """The last."""
+        self._why = ""
+        self._planned: tuple[Workload | None, HardwareProfile | None] = None, None
+        """For what the plan was made."""
+
+    @property
+    def follows_memory(self) -> bool:
+        """Whether plans follow the memory that is free."""
+        return self._controller.follows_memory
+
+    def decide(self, loads: tuple[SubgroupLoad, ...], now: Iteration, *, attached: bool, beside: int) -> Plan:
+        """Where to update these subgroups in this iteration.
+
+        attached: whether the update runs on into the next forward. beside: see `MemoryMonitor.workload`.
+        Raises ValueError or TypeError for a plan that is none.
+        """
+        if self._controller.needs_profile:
+            self._controller.profile = self._find_profile()
+        workload = self.memory.workload(loads, update_overlaps_forward=attached, beside=beside)
+        workload = dataclasses.replace(
+            workload, forward_s=self.pace.forward_s if attached else 0.0, backward_s=self.pace.backward_s
+        )
+        plan = self._controller.plan(workload)
+        now.workload, now.withheld = workload, self.memory.withheld
+        return plan
+
+    def begin_step(self, plan: Plan, now: Iteration) -> None:
+        """A step of this plan is issued."""
+        assert now.workload is not None, "the plan was made for it"
+        new, self.plan, self.stepped = plan != self.plan, plan, now
+        if new:
+            before, self._planned = self._planned, (now.workload, self.profile)
+            self._why = why_changed(before[0], now.workload, before[1], self.profile)
+            if logger.isEnabledFor(logging.INFO):
+                report = self._report(plan, now, None)
+                logger.info("%s", report.change(), extra={"metrics": report.metrics()})
+
+    def learn(
+        self,
+        plan: Plan,
+        stepped: Iteration,
+        timeline: Timeline,
+        origin: float,
+        issued: tuple[Schedule, Timeline] | None,
+    ) -> None:
+        """A step has ended.
+
+        origin: of the timeline. issued: the schedule and when its tasks ran; None: something else slowed them down.
+        """
+        if stepped.workload is None:
+            return
+        # Before the profile is corrected: with what was believed when the plan was made.
+        self._ended = Ended(self._report(plan, stepped, timeline), stepped, origin)
+        if issued is not None:
+            self._controller.observe(issued[0], stepped.workload, issued[1])
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """Of the last complete step, with forward and backward beside it; None before it."""
+        ended = self._ended
+        if ended is None or ended.report.measured is None:
+            return None
+        return dataclasses.replace(ended.report.measured, beside=ended.iteration.spans(ended.origin))
+
+    @property
+    def profile(self) -> HardwareProfile | None:
+        """The rates that are believed now; None if no policy has asked for any."""
+        return self._controller.profile
+
+    def report(self) -> Report | None:
+        """What the last complete step did; None before it. Waits for nothing, and may be asked on any thread."""
+        ended = self._ended
+        if ended is None:
+            return None
+        kernel = gpu_kernel_name() if self._device.known_profile is None else None
+        return dataclasses.replace(ended.report, exposed_s=ended.iteration.exposed_s, kernel=kernel)
+
+    def _report(self, plan: Plan, iteration: Iteration, measured: Timeline | None) -> Report:
+        """A step as it is known now."""
+        assert iteration.workload is not None, "the plan was made for it"
+        return Report(
+            plan=plan,
+            workload=iteration.workload,
+            withheld=iteration.withheld,
+            profile=self.profile,
+            measured=measured,
+            reading=self.memory.reading,
+            held_bytes=self._held(),
+            host_bytes=self._on_host(),
+            why=self._why,
+        )
+
+    def _find_profile(self) -> HardwareProfile:
+        """The user's profile, the one measured on this machine, or a rough measurement now."""
+        known = self._device.known_profile
+        if self._profile is None and known is not None:
+            return known
+        with torch.no_grad():
+            found = resolve_profile(self._profile, name_of(self._device)) or measure_minimum(self._device)
+        if known is None:
+            set_kernel_threads(found.cpu_threads)  # its rate of updates is for so many
+        return found

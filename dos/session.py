@@ -1,0 +1,419 @@
+"""One optimizer's iterations, one after the other: gradients leave, a step is prepared, committed and finished."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dos.device_side import DeviceSide
+from dos.devices import Caller, Device
+from dos.gradients.clipping import Clipping
+from dos.gradients.scaling import AmpScale
+from dos.guard import exclusive
+from dos.lifetime import over
+from dos.members import Members
+from dos.options import Options
+from dos.parameters.admission import Group
+from dos.parameters.hooks import Attachment
+from dos.parameters.live_state import Entries, LiveState
+from dos.parameters.loading import makes_state
+from dos.parameters.registry import Active
+from dos.sharding.fingerprint import look_at_bits
+from dos.sharding.meshes import Meshes
+from dos.stages import Ready, Stage
+from dos.state.record import ParameterRecord
+from dos.step.in_place import InPlace
+from dos.step.work import apply
+
+
+class Session(Members):
+    """What one optimizer does in its iterations. Nothing here refers to the optimizer, which holds this.
+
+    stage: of the iteration. state: the optimizer's entries.
+    seen: whether users have had entries of the state, which they may change from then on, whenever they like.
+    attachment: the model whose next forward updates run into, if any.
+    """
+
+    state: Entries
+
+    def __init__(self, options: Options, device: Device | torch.device | str | None, meshes: Meshes) -> None:
+        super().__init__(options, device, meshes)
+        self.stage = Stage.IDLE
+        self.seen = False
+        self.attachment: Attachment | None = None
+        self.clipping = Clipping(self.registry.offloaded, options.max_grad_norm, meshes)
+        self._in_place = InPlace(self.guard)
+        self._coming: dict[int, set[int]] = {}
+        """By id of the parameter, the threads in whose backward a gradient is about to be added to its own."""
+        self.unfinished: dict[ParameterRecord, None] = {}
+        """Whose updates the caller has not waited for."""
+        self._joined: dict[ParameterRecord, set[Caller]] = {}
+        """The caller's queues that come behind the updates of these."""
+
+    @exclusive
+    def step(self, groups: list[Group], amp: Callable[[], AmpScale]) -> None:
+        """Prepare a step and commit it, or skip it; ends what is in flight if that raises.
+
+        amp: says what unscales the gradients, once ranks have agreed.
+        """
+        self.guard.check()
+        self.groups = groups
+        self._end_last_step()
+        try:
+            self.agree()
+            if not self.state and makes_state():
+                self._make_state()
+                return
+            scale = amp()
+            if scale.skip:
+                self.clipping.forget()
+            else:
+                self.commit(self.prepare(scale.factor, scale.writes))
+            self._coming.clear()
+            if self.on_device is not None:
+                self.on_device.end_iteration(scale.writes, skipped=scale.skip)
+        except BaseException:
+            with contextlib.suppress(Exception):  # what is raised already is what went wrong first
+                self.synchronize()
+            raise
+        if self.stage is not Stage.COMMITTED:
+            self.stage = Stage.IDLE
+        if self.attachment is None:
+            self._hand_over()
+        if self.on_device is not None:
+            self.on_device.step_returns()
+
+    def prepare(self, scale: float, writes: int | None) -> Ready:
+        """Look into everything that a step needs, and get the memory for it; nothing has changed if this raises.
+
+        scale: unscales gradients. writes: see AmpScale.
+        """
+        try:
+            ready = self._prepare(scale, writes)
+        except BaseException:
+            self.registry.withdraw(self.state)
+            raise
+        self.stage = Stage.PREPARED
+        return ready
+
+    def _prepare(self, scale: float, writes: int | None) -> Ready:
+        registry = self.registry
+        self._watching.renew(self, registry.offloaded is not None)
+        registry.place_gradients(self.groups)
+        departures = [] if self.on_device is None else [self.on_device.departures]
+        look_at_bits([registry, self.clipping.pending, *departures])
+        active = self._active()
+        if self.on_device is not None and over():
+            raise RuntimeError(
+                "the main thread has ended, after which Python starts no more work in the background, such as this "
+                "step's; let the main thread join() the one that trains"
+            )
+        self._warn_if_idle(active)
+        self._take_remaining_gradients(active.members)
+        if self.attachment is not None and self.attachment.news:
+            registry.order_by_use(self.attachment.first_use)
+        plan = None if self.on_device is None else self.on_device.plan_step(attached=self.attachment is not None)
+        updates = registry.updates(active, self.clipping.scales(active.members, self.with_gradients, scale))
+        room = None
+        if self.on_device is not None and plan is not None:
+            room = self.on_device.make_room(plan, updates, writes)
+        return Ready(active, updates, plan, room)
+
+    def _active(self) -> Active:
+        """The records of all parameters with a gradient, fit to be used; what they need is done."""
+        registry = self.registry
+        settled, others, gone = registry.look(self.groups, self.state, seen=self.seen)
+        if gone:
+            # Their arenas go as a whole: what still referred to one could use memory that is no more.
+            with self.guard.change():
+                self._let_go(gone)
+                registry.forget(gone, self.groups)
+        del gone  # with it goes their memory, which newcomers may need
+        found = registry.checked(others, self.state)
+        if registry.need_home(found, self.state):
+            self.bring_home()
+        registry.settle(found, self.groups, self.state)
+        self._meet_newcomers()
+        return Active(settled + found, len(settled))
+
+    def commit(self, ready: Ready) -> None:
+        """Issue a prepared step: everything that a user can have got wrong was checked, and from here on things change.
+
+        What updates parameters on the host in place has ended when this returns, unless an attached model waits for it.
+        """
+        registry, (active, updates, plan, room) = self.registry, ready
+        with self.guard.change():
+            # Before there is anything to wait for: an interruption from here on leaves work in flight.
+            late = [s for s in registry.local if s in updates and self.attachment is not None and s.sharded]
+            now = [s for s in registry.local if s in updates and s not in late]
+            behind = {piece.record for subgroup in late for piece in subgroup.pieces}
+            self.unfinished = {r: None for r, _ in active.members if r.arena.accelerated or r in behind}
+            self.stage = Stage.COMMITTED
+            registry.count(active, seen=self.seen)
+            if self.on_device is not None and plan is not None and room is not None:
+                self.on_device.start(plan, room)
+            if registry.offloaded is not None:
+                registry.offloaded.clear()
+            self._in_place.start(updates[subgroup] for subgroup in late)
+            for subgroup in now:
+                apply([(updates[subgroup], subgroup.state)])
+            registry.written([record for record, _ in active.members if record not in self.unfinished])
+            self.clipping.forget()
+        if self.attachment is not None:
+            covered = self.attachment.covered()
+            self.finish_parameters([r.parameter for r in self.unfinished if id(r.parameter) not in covered])
+
+    def _hand_over(self) -> None:
+        """Let the caller have all parameters: what it queues on the device comes after the update there.
+
+        The host waits for its own updates, and where memory must be back. What fails later is raised by the next call.
+        """
+        if self.on_device is None or not self.on_device.device.queues:
+            self.synchronize()
+            return
+        try:
+            self.on_device.order_caller()
+        except Exception:
+            with contextlib.suppress(Exception):  # what is raised already says that the step failed
+                self.synchronize()
+            raise
+        self.registry.written(self.unfinished)
+        self.unfinished, self._joined = {}, {}
+
+    def _end_last_step(self) -> None:
+        """Wait for the last step before another begins, unless all of it is queued on the device before that."""
+        if self.stage is not Stage.COMMITTED:
+            return
+        if self.on_device is not None and self.on_device.set_aside():
+            self.stage = Stage.IDLE
+        else:
+            self.synchronize()
+
+    @exclusive
+    def synchronize(self) -> None:
+        """Block until the last step is complete. Ctrl-C takes effect then, unless it comes twice."""
+        try:
+            self._finish()
+        except KeyboardInterrupt:
+            self._finish()
+            raise
+
+    def _finish(self) -> None:
+        try:
+            if self.on_device is not None:
+                self.on_device.wait()
+            self._in_place.wait()
+            self.registry.written(self.unfinished)
+        except Exception:
+            self._ended()
+            raise
+        self._ended()  # not before: an interrupted wait must be made up for
+
+    def _ended(self) -> None:
+        self.unfinished, self._joined = {}, {}
+        if self.stage is Stage.COMMITTED:
+            self.stage = Stage.IDLE
+
+    def _make_state(self) -> None:
+        """Give every parameter the state that it has before its first step, and nothing else."""
+        self._active()
+        self.registry.keep_beginners()
+        self.seen = True
+
+    def capturing(self) -> bool:
+        """Called by hooks: whether what runs now is being captured in a CUDA graph, whose replays run no hooks."""
+        return self.on_device is not None and self.on_device.device.capturing()
+
+    @exclusive
+    def gradient_coming(self, parameter: int) -> None:
+        """Called by a hook when backward adds to the ``grad`` of the parameter with this id, if it is offloaded."""
+        if self.capturing():
+            raise RuntimeError(
+                "a CUDA graph that captures backward writes gradients where it has found them, and "
+                "offload_gradients=True takes them away; build the optimizer with offload_gradients=False"
+            )
+        self._coming.setdefault(parameter, set()).add(threading.get_ident())
+
+    def gradient_ready(self, parameter: Tensor) -> None:
+        """Called by a hook when backward has written to ``parameter.grad``, from several threads perhaps."""
+        if self.on_device is not None and self.capturing():
+            self.on_device.replays = True  # what they write is found by step() alone
+            return
+        record = self.registry.record(parameter)
+        if record is None or self.on_device is None or not self.on_device.only_counts(record, self._lock):
+            self._gradient_ready(parameter)
+
+    @exclusive
+    def _gradient_ready(self, parameter: Tensor) -> None:
+        if self.registry.offloaded is not None:
+            coming = self._coming.get(id(parameter), set())
+            coming.discard(threading.get_ident())
+            if coming:
+                return  # another thread may be adding to the gradient just now; its hook takes the sum
+        self._end_last_step()
+        if self.guard.broken or over():
+            return  # the step says what is wrong
+        if self.on_device is None and not self._accelerates(parameter):
+            return
+        assert self.on_device is not None, "made for the first parameter on it"
+        self.stage = Stage.BACKWARD
+        try:
+            self.on_device.gradient_came()
+            self._send_early(parameter, self.on_device)
+        except BaseException:
+            self.on_device.abandon()
+            raise
+
+    def _send_early(self, parameter: Tensor, on_device: DeviceSide) -> None:
+        """Start the parameter's gradient on its way to the host, if it is to go there and is what the step will use."""
+        if self.registry.offloaded is not None and self.registry.record(parameter) is None:
+            self.registry.enrol((p, g) for g in self.groups for p in g["params"] if p.requires_grad)
+            self._meet_newcomers()
+        record = self.registry.record(parameter)
+        if record is None or not on_device.leaves_early(record):
+            return
+        if self.registry.offloaded is None:
+            on_device.gradient_ready(record, attached=self.attachment is not None)
+        elif parameter.grad is not None:
+            with torch.no_grad():
+                self._take(record, on_device, in_backward=True)
+
+    @torch.no_grad()
+    @exclusive
+    def gradients_reduced(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        """Called by DDP's hook when a bucket has been reduced: what DDP puts with the parameters at backward's end."""
+        if self.guard.broken or self.on_device is None or self.registry.offloaded is not None:
+            return
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            record = self.registry.record(parameter)
+            if record is not None and record.arena.accelerated:
+                self.on_device.gradient_ready(record, gradient, attached=self.attachment is not None)
+
+    def forget_gradients(self) -> None:
+        """Those that are there are of no use any more."""
+        self.clipping.forget()
+        self._coming.clear()  # no backward is running; one that raised may have announced what never came
+        if self.registry.offloaded is not None:
+            self.registry.offloaded.clear()
+        if self.on_device is not None:
+            self.on_device.departures.forget()
+
+    def with_gradients(self) -> list[Tensor]:
+        """The parameters whose gradients are with them."""
+        return [p for group in self.groups for p in group["params"] if p.grad is not None]
+
+    def offload_the_rest(self, groups: list[Group]) -> None:
+        """If gradients are offloaded, all of them are from here on; the others are placed as their parameters are."""
+        self.groups = groups
+        self.agree()
+        self.registry.place_gradients(groups)
+        if self.registry.offloaded is not None:
+            self._end_last_step()
+            found = self.registry.with_gradients(groups, self.state)
+            self._meet_newcomers()
+            self._take_remaining_gradients(found)
+
+    def _take_remaining_gradients(self, active: Sequence[tuple[ParameterRecord, Group]]) -> None:
+        """Offload gradients that no hook has seen, so that all of a subgroup are in one place."""
+        if self.registry.offloaded is None or self.on_device is None:
+            return
+        for record, _ in active:
+            if record.arena.accelerated and record.parameter.grad is not None:
+                self._take(record, self.on_device, in_backward=False)
+
+    def _take(self, record: ParameterRecord, on_device: DeviceSide, *, in_backward: bool) -> None:
+        """Offload a gradient."""
+        if record.layout_changed():  # to which the gradient is added
+            self.bring_home()
+            self.registry.settle_layout(record, self.state)
+        self.clipping.about_to_add(record)
+        on_device.take_gradient(record, in_backward=in_backward)
+
+    # Parameters and state.
+
+    def finish_parameters(self, parameters: Iterable[Tensor]) -> None:
+        """Called by a hook before these parameters are used: wait for their updates, and no others."""
+        if self.stage is Stage.COMMITTED:
+            self._finish_parameters(parameters)
+
+    @exclusive
+    def _finish_parameters(self, parameters: Iterable[Tensor]) -> None:
+        if self.capturing():
+            raise RuntimeError(
+                "a CUDA graph is being captured while an update runs on, for which its replays would not wait; call "
+                "optimizer.synchronize() before the capture"
+            )
+        here = None if self.on_device is None else self.on_device.device.caller()
+        for parameter in parameters:
+            record = self.registry.record(parameter)
+            # A weight that several modules use may be read on several streams, each of which must wait.
+            if record is None or not (record in self.unfinished or here not in self._joined.get(record, (here,))):
+                continue
+            try:
+                self._wait_for(record)
+            except Exception:
+                with contextlib.suppress(Exception):  # what is raised already says that the step failed
+                    self.synchronize()
+                raise
+            self._joined.setdefault(record, set()).add(here)
+            if record in self.unfinished:
+                self.registry.written([record])
+                del self.unfinished[record]
+
+    def _wait_for(self, record: ParameterRecord) -> None:
+        if record.arena.accelerated:
+            assert self.on_device is not None, "made for the first parameter on it"
+            self.on_device.wait_for(record)
+            return
+        for subgroup, _ in self.registry.places[record]:
+            self._in_place.wait_for(subgroup)
+
+    def attach(self, model: nn.Module) -> None:
+        """Let updates run on into the forward of this model."""
+        self.synchronize()
+        before, self.attachment = self.attachment, None  # until there is another, step() waits for all
+        if before is not None:
+            before.detach()
+        self.attachment = Attachment(model, self)
+
+    @exclusive
+    def bring_home(self) -> None:
+        """Return all resident state to the host, once the last step is complete."""
+        self.synchronize()
+        if self.on_device is not None:
+            self.on_device.engine.bring_home()
+
+    @exclusive
+    def load(self, state: Mapping[Tensor, Any], publish: Callable[[], None]) -> None:
+        """Have this state, and publish what was loaded with it, both or neither."""
+        self.bring_home()
+        with self.guard.change():
+            self.hold(state)
+            self.registry.let_masters_follow()
+            publish()
+
+    def hold(self, state: Mapping[Tensor, Any]) -> None:
+        """Have this state, which users have, too."""
+        self.state, self.seen = Entries(LiveState(state, self.settle_state)), True
+
+    def settle_state(self) -> None:
+        """User code reads or changes an entry of the state."""
+        self.guard.check()
+        self.bring_home()
+        self.registry.host_store.join_homes()
+        self.registry.write_steps()
+        self.seen = True
+
+    @exclusive
+    def release_memory(self) -> int:
+        """Give all device memory that state can leave back at once; its bytes."""
+        held = 0 if self.on_device is None else self.on_device.engine.device_store.nbytes  # before slots are given back
+        self.synchronize()
+        if self.on_device is not None:
+            self.on_device.release(held)
+        return held
