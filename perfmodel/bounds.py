@@ -51,24 +51,8 @@ def lower_bound(workload: Workload, profile: HardwareProfile, scope: Scope = UPD
         first           slots that are filled for the first time, beside it or not, likewise
         T               the time, which is minimised
 
-    With `capacity` of a lane the sum of its speeds over all those sets, each times its t or u, the rows:
-
-        CPU             sum x cpu_update                  <= (t + u) capacity
-        H2D             sum x parameter + y prefetch      <= (t + u) capacity + filling
-        streaming up    sum y prefetch                    <= u capacity of H2D + first
-        D2H             sum x gradient + y flush          <= (t + u) capacity + early
-        streaming down  sum y flush                       <= u capacity of D2H
-        early           early                             <= sum x gradient, backward
-        residents       sum t                             <= sum z gpu_update
-        others          sum u + z gpu_update              <= T + forward
-        GPU             sum (y + z) gpu_update            <= T
-        fetching        sum y prefetch + z gpu_update     <= T + forward + first
-        filling         filling                           <= first, backward
-        host DRAM       bytes of x and y, in seconds      <= T + forward + early and filling
-        DRAM, others    bytes of y + z gpu_update         <= T + forward + first
-        slots           sum y (prefetch + update + flush) <= (T + forward + backward) slots that fit
-        memory          sum z state                       <= free at the peak
-        memory, shared  sum z state + what is in first    <= free at the peak and in the update together
+    The constraints are the rows of `_solve`, where each has its name. The capacity of a lane is the sum of its speeds
+    over all those sets of lanes, each times its t or u.
 
     Residents are launched together, so that a launch counts in none of them but in their upper limit, `residents`.
     `forward` and `backward` are the seconds of those that are overlapped. Beside a forward all goes on
@@ -119,12 +103,15 @@ def _solve(workload: Workload, profile: HardwareProfile, scope: Scope) -> tuple[
     together = np.maximum(gpu - counts * profile.launch_latency_s, 0.0)  # residents have one launch
     # Each with what it may not exceed.
     rows = {
+        # Work of the CPU and of the links, in the time for which they are busy or beside backward.
         "CPU": (row(x=total(Stream.CPU), t=-cpu, u=-cpu), 0.0),
         "H2D": (row(x=total(Stream.PARAMETER), y=prefetch, t=-h2d, u=-h2d, filling=-1), 0.0),
         "streaming up": (row(y=prefetch, u=-h2d, first=-1), 0.0),
         "D2H": (row(x=gradient, y=flush, t=-d2h, u=-d2h, early=-1), 0.0),
         "streaming down": (row(y=flush, u=-d2h), 0.0),
+        # Gradients that leave early are those of subgroups on the CPU.
         "early": (row(x=-gradient, early=1), 0.0),
+        # The GPU updates residents first; what is streamed comes after them, the forward at the end.
         "residents": (row(z=-gpu, t=1), 0.0),
         "others": (row(z=together, u=1, T=-1), after),
         "GPU": (row(y=gpu, z=together, T=-1), 0.0),

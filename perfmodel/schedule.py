@@ -53,7 +53,7 @@ class Schedule:
     begun: int = 0
 
 
-class Found(NamedTuple):
+class SubgroupState(NamedTuple):
     """What a step finds of one subgroup.
 
     state: where it is. gradient: where that is; None: there is none, and nothing is updated.
@@ -83,10 +83,10 @@ def schedule(plan: Plan, workload: Workload, scope: Scope = UPDATE_ALONE) -> Sch
     """
     if len(plan) != len(workload.subgroups):
         raise ValueError(f"the plan is for {len(plan)} subgroups, the workload has {len(workload.subgroups)}")
-    made = _Made(plan, workload)
+    made = ScheduleBuilder(plan, workload)
     loads, overlapped = workload.subgroups, scope.backward is Phase.OVERLAPPED
     found = [
-        Found(
+        SubgroupState(
             DEVICE if placement is RESIDENT else HOST,
             HOST if load.returned_bytes else DEVICE,
             load.numel,
@@ -114,13 +114,13 @@ def schedule(plan: Plan, workload: Workload, scope: Scope = UPDATE_ALONE) -> Sch
     return Schedule(tuple(made.tasks))
 
 
-def schedule_step(plan: Plan, workload: Workload, found: Sequence[Found], begun: Sequence[Task]) -> Schedule:
+def schedule_step(plan: Plan, workload: Workload, found: Sequence[SubgroupState], begun: Sequence[Task]) -> Schedule:
     """The step that `step()` issues: the plan applied to what is found.
 
     plan: for which there is memory: its slots are there, and so is room for each resident subgroup.
     begun: transfers under way that it uses, in the order of their issue.
     """
-    made = _Made(plan, workload)
+    made = ScheduleBuilder(plan, workload)
     if begun:
         made.pieces()
     made.begun(begun, found)
@@ -130,17 +130,17 @@ def schedule_step(plan: Plan, workload: Workload, found: Sequence[Found], begun:
     return Schedule(tuple(made.tasks), issued)
 
 
-def arriving(plan: Plan, found: Sequence[Found]) -> list[int]:
+def arriving(plan: Plan, found: Sequence[SubgroupState]) -> list[int]:
     """Subgroups whose state comes to the device to stay, in service order."""
     return [i for i in plan.order if found[i].gradient and plan.route(i, found[i].state) == ARRIVING]
 
 
-def leaving(plan: Plan, found: Sequence[Found]) -> list[int]:
+def leaving(plan: Plan, found: Sequence[SubgroupState]) -> list[int]:
     """Subgroups whose state is on the device and goes home for good, in service order."""
     return [i for i in plan.order if plan.route(i, found[i].state) == LEAVING]
 
 
-def staged(plan: Plan, found: Sequence[Found]) -> list[int]:
+def staged(plan: Plan, found: Sequence[SubgroupState]) -> list[int]:
     """Subgroups that pass through slots, with state or with offloaded gradients, in service order.
 
     State that is on the device is updated there, whether the plan lets it stay or not.
@@ -154,7 +154,7 @@ def staged(plan: Plan, found: Sequence[Found]) -> list[int]:
     return [i for i in plan.order if passes(i)]
 
 
-class _Made:
+class ScheduleBuilder:
     """The tasks so far.
 
     piece: of backward, by the subgroup whose gradient is complete then.
@@ -189,7 +189,7 @@ class _Made:
         for i in range(len(self._loads) - 1, -1, -1):
             self.piece[i] = self.add(BACKWARD, None, self._loads[i].numel)
 
-    def begun(self, transfers: Sequence[Task], found: Sequence[Found]) -> None:
+    def begun(self, transfers: Sequence[Task], found: Sequence[SubgroupState]) -> None:
         """Transfers beside backward: complete gradients leave, state comes.
 
         What comes to stay does so from the first gradient on, what comes to a slot after half of backward.
@@ -206,7 +206,7 @@ class _Made:
                 after[each.fetched] = self.piece[len(found) - 1 if to_stay else len(found) // 2]
         self.tasks += [task._replace(after=(after[place],)) for place, task in enumerate(transfers)]
 
-    def step(self, found: Sequence[Found], backward: tuple[int, ...], vacated: list[tuple[int, ...]]) -> None:
+    def step(self, found: Sequence[SubgroupState], backward: tuple[int, ...], vacated: list[tuple[int, ...]]) -> None:
         """What waits for no slot first, then all others as the plan orders them.
 
         Residents of one format are updated together, behind what could hold up a transfer home: state that leaves, and
@@ -240,7 +240,7 @@ class _Made:
         self,
         others: Sequence[int],
         rank: int,
-        found: Sequence[Found],
+        found: Sequence[SubgroupState],
         backward: tuple[int, ...],
         vacated: list[tuple[int, ...]],
     ) -> None:
@@ -256,21 +256,23 @@ class _Made:
                 vacated[slot] = (self._staged(i, found[i], slot, vacated[slot], backward),)
                 rank += 1
 
-    def _together(self, residents: Sequence[int], found: Sequence[Found], backward: tuple[int, ...]) -> int:
+    def _together(self, residents: Sequence[int], found: Sequence[SubgroupState], backward: tuple[int, ...]) -> int:
         """State and gradients that are on the device, where they stay: one update."""
         first, *others = residents
         numel = sum(found[i].numel for i in residents)
         self.tasks.append(Task(*ON_DEVICE, first, numel, backward, None, tuple(others)))
         return len(self.tasks) - 1
 
-    def _arriving(self, i: int, found: Found, backward: tuple[int, ...]) -> None:
+    def _arriving(self, i: int, found: SubgroupState, backward: tuple[int, ...]) -> None:
         """State that comes to stay, and its gradient is there."""
         fetched = self.fetched.get(i)
         if fetched is None:
             fetched = self.add(PREFETCH, i, self._loads[i].state_bytes, backward)
         self._update(i, found, (fetched, *backward))
 
-    def _staged(self, i: int, found: Found, slot: int, vacated: tuple[int, ...], backward: tuple[int, ...]) -> int:
+    def _staged(
+        self, i: int, found: SubgroupState, slot: int, vacated: tuple[int, ...], backward: tuple[int, ...]
+    ) -> int:
         """State, offloaded gradients or both come up for the update; what frees the slot again."""
         stays = self._plan.placements[i] is RESIDENT
         fetched = self.fetched.get(i)
@@ -290,7 +292,7 @@ class _Made:
         self._flush(i, (update,))
         return update
 
-    def _on_host(self, i: int, found: Found, backward: tuple[int, ...]) -> None:
+    def _on_host(self, i: int, found: SubgroupState, backward: tuple[int, ...]) -> None:
         """An update on the host; what it needs may have to leave the device first, parameters go up."""
         ready = self.departed.get(i, ())
         late = found.gradient_bytes if found.gradient is DEVICE else None
@@ -303,7 +305,7 @@ class _Made:
         after = (update, *backward)
         self._updated[i] = self.add(PARAMETER, i, found.parameter_bytes, after)
 
-    def _update(self, i: int, found: Found, after: tuple[int, ...], slot: int | None = None) -> int:
+    def _update(self, i: int, found: SubgroupState, after: tuple[int, ...], slot: int | None = None) -> int:
         update = self._updated[i] = self.add(ON_DEVICE, i, found.numel, after, slot)
         return update
 

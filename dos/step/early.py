@@ -14,7 +14,7 @@ from dos.step.issue import Issued, state_copies
 from dos.step.work import Subject
 from perfmodel import Op, Placement, Plan
 from perfmodel.lanes import Stream
-from perfmodel.schedule import Found, Task
+from perfmodel.schedule import SubgroupState, Task
 
 MOST_EARLY_JOBS = 1000
 """Transfers in flight without a step before the first are let go of."""
@@ -123,7 +123,9 @@ class Early:
                 issued.job.wait()
         self.begun = kept
 
-    def find(self, plan: Plan, subjects: Sequence[Subject], found: Sequence[Found]) -> tuple[list[Found], list[Issued]]:
+    def find(
+        self, plan: Plan, subjects: Sequence[Subject], found: Sequence[SubgroupState]
+    ) -> tuple[list[SubgroupState], list[Issued]]:
         """What is found, with what is under way, and all of that which the step uses."""
         known = {id(issued.job): issued for issued in self.begun}
         fetched = {s: issued for s, issued in (*self.prefetched.items(), *self.arriving.items()) if issued is not None}
@@ -139,7 +141,7 @@ class Early:
         begun += [issued for job, issued in used.items() if job not in known]
         places = {id(issued.job): place for place, issued in enumerate(begun)}
 
-        def with_begun(subject: Subject, found: Found, jobs: Sequence[Job]) -> Found:
+        def with_begun(subject: Subject, found: SubgroupState, jobs: Sequence[Job]) -> SubgroupState:
             way = fetched.get(subject.subgroup)
             place = None if way is None else places[id(way.job)]
             return found._replace(departed=tuple(places[id(job)] for job in jobs), fetched=place)

@@ -24,7 +24,7 @@ from dos.step.room import Prepared, make_room
 from dos.step.work import Subject
 from perfmodel import Op, Placement, Plan, Span, Timeline, Workload
 from perfmodel.plan import Tier
-from perfmodel.schedule import Found, Schedule, schedule_step
+from perfmodel.schedule import Schedule, SubgroupState, schedule_step
 
 
 class Engine:
@@ -269,7 +269,7 @@ class Engine:
         """Copy from the device to the host, after what the caller has queued on the device. Blocks."""
         self.device.copy(Op.GRADIENT, 0, [(destination, source)], self.device.fence()).wait()
 
-    def _meet_parameters(self, plan: Plan, subjects: Sequence[Subject], found: Sequence[Found]) -> None:
+    def _meet_parameters(self, plan: Plan, subjects: Sequence[Subject], found: Sequence[SubgroupState]) -> None:
         """Bring parameters to which others wrote since our last step to masters that the host updates."""
         for i in plan.served(Placement.CPU):
             subgroup, update = subjects[i].subgroup, subjects[i].update

@@ -16,7 +16,7 @@ from dos.step.work import SubgroupUpdate, Subject, apply
 from perfmodel import Op
 from perfmodel.lanes import Stream
 from perfmodel.plan import Tier
-from perfmodel.schedule import Found, Schedule, Task
+from perfmodel.schedule import Schedule, SubgroupState, Task
 
 
 class Issued(NamedTuple):
@@ -45,7 +45,7 @@ class Step:
         store: DeviceStore,
         schedule: Schedule,
         subjects: Sequence[Subject],
-        found: Sequence[Found],
+        found: Sequence[SubgroupState],
         begun: Sequence[Issued],
         started: float,
     ) -> None:

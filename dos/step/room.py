@@ -14,7 +14,7 @@ from dos.step.early import Early
 from dos.step.work import Subject
 from perfmodel import Placement, Plan
 from perfmodel.plan import Tier
-from perfmodel.schedule import Found, arriving, leaving, staged
+from perfmodel.schedule import SubgroupState, arriving, leaving, staged
 
 
 class Prepared(NamedTuple):
@@ -25,7 +25,7 @@ class Prepared(NamedTuple):
 
     plan: Plan
     subjects: Sequence[Subject]
-    found: Sequence[Found]
+    found: Sequence[SubgroupState]
 
 
 def make_room(plan: Plan, subjects: Sequence[Subject], early: Early) -> Prepared:
@@ -54,7 +54,7 @@ def make_room(plan: Plan, subjects: Sequence[Subject], early: Early) -> Prepared
     return Prepared(plan, subjects, found)
 
 
-def _on_host(plan: Plan, subjects: Sequence[Subject], found: Sequence[Found], store: HostStore) -> None:
+def _on_host(plan: Plan, subjects: Sequence[Subject], found: Sequence[SubgroupState], store: HostStore) -> None:
     at_home, on_cpu = [], []
     for i, (subject, each) in enumerate(zip(subjects, found, strict=True)):
         if plan.route(i, each.state).stays is Tier.HOST and (each.gradient or each.state is Tier.DEVICE):
@@ -65,7 +65,7 @@ def _on_host(plan: Plan, subjects: Sequence[Subject], found: Sequence[Found], st
 
 
 def _on_device(
-    plan: Plan, subjects: Sequence[Subject], found: list[Found], early: Early, taken: list[Subgroup]
+    plan: Plan, subjects: Sequence[Subject], found: list[SubgroupState], early: Early, taken: list[Subgroup]
 ) -> Plan:
     """Get memory for state that comes to stay and for slots; the plan as far as there is.
 

@@ -17,7 +17,7 @@ from dos.state.record import ParameterRecord, flat_alias
 from dos.state.subgroup import Piece, Subgroup
 from perfmodel.format import MASTER, REST
 from perfmodel.plan import Tier
-from perfmodel.schedule import Found
+from perfmodel.schedule import SubgroupState
 
 
 class Given:
@@ -258,22 +258,24 @@ class Subject(NamedTuple):
     departed: Sequence[Job]
     late: Set[Piece]
 
-    def found(self, state: Tier) -> Found:
+    def found(self, state: Tier) -> SubgroupState:
         """What the step finds of it, but for what is under way. state: where that is."""
         update = self.update
         if update is None:
-            return Found(state, None, 0, None, 0)
+            return SubgroupState(state, None, 0, None, 0)
         itemsize = self.subgroup.arena.dtype.itemsize
         parameter_bytes, stale = update.numel * itemsize, update.stale
         stale_bytes = parameter_bytes if stale is update.pieces else itemsize * sum(p.numel for p in stale)
         if update.offloaded:
             gradient_bytes = update.gradient_bytes
-            return Found(state, Tier.HOST, update.numel, gradient_bytes, parameter_bytes, stale_bytes=stale_bytes)
+            return SubgroupState(
+                state, Tier.HOST, update.numel, gradient_bytes, parameter_bytes, stale_bytes=stale_bytes
+            )
         late: int | None = update.gradient_bytes
         if len(self.late) < len(update.pieces):
             sizes = zip(update.pieces, update.gradients, strict=True)
             late = sum(p.numel * g.itemsize for p, g in sizes if p in self.late) or None
-        return Found(state, Tier.DEVICE, update.numel, late, parameter_bytes, stale_bytes=stale_bytes)
+        return SubgroupState(state, Tier.DEVICE, update.numel, late, parameter_bytes, stale_bytes=stale_bytes)
 
     def slot_bytes(self, *, staying: bool) -> int:
         """Bytes of the slot that it needs. staying: its state has a place of its own there."""

@@ -29,7 +29,7 @@ class Advice:
     def bound(self) -> Bound | None:
         """Of the update alone; None if nothing fits, or the update is where it has to be."""
         situation = self.situation
-        return lower_bound(situation.alone, situation.profile) if situation.fits and self._placed else None
+        return lower_bound(situation.update_workload, situation.profile) if situation.fits and self._placed else None
 
     @functools.cached_property
     def levers(self) -> tuple[Lever, ...]:
@@ -56,7 +56,9 @@ class Advice:
     def all_resident_bytes(self) -> int | None:
         """Device memory with which all optimizer state stays on the device; None if it never does."""
         situation = self.situation
-        return math.ceil((situation.peak + situation.alone.state_bytes) / (1 - MARGIN)) if self._placed else None
+        return (
+            math.ceil((situation.peak + situation.update_workload.state_bytes) / (1 - MARGIN)) if self._placed else None
+        )
 
     @functools.cached_property
     def remedies(self) -> tuple[Remedy, ...]:
@@ -79,7 +81,7 @@ class Advice:
         """Optimizer state of one rank that stays on the device with the best plan."""
         if self.best.plan is None:
             return 0
-        loads = self.situation.alone.subgroups
+        loads = self.situation.update_workload.subgroups
         return sum(loads[i].state_bytes for i in self.best.plan.served(Placement.GPU_RESIDENT))
 
     @property
@@ -93,7 +95,9 @@ class Advice:
     @property
     def busy_s(self) -> dict[str, float]:
         """Seconds for which each resource works in an iteration; empty if that is not known."""
-        return {} if self.best.plan is None else self.situation.job.busy_s(self.best.plan, self.situation.alone)
+        return (
+            {} if self.best.plan is None else self.situation.job.busy_s(self.best.plan, self.situation.update_workload)
+        )
 
     @property
     def limit(self) -> str:

@@ -54,8 +54,8 @@ def adaptive_outcome(situation: Situation, kept: Plan | None = None) -> Outcome:
     Parameters on the host are updated in place, under any policy.
     """
     if situation.question.offload_parameters:
-        return _outcome("in place, on the host", situation, cpu_only(situation.alone))
-    scope, beside = situation.scope, situation.beside
+        return _outcome("in place, on the host", situation, cpu_only(situation.update_workload))
+    scope, beside = situation.scope, situation.iteration_workload
     # DOSAdam's policy does not count that offloaded gradients come up again.
     loads = tuple(dataclasses.replace(load, returned_bytes=0) for load in beside.subgroups)
     work = dataclasses.replace(
@@ -72,7 +72,7 @@ def adaptive_outcome(situation: Situation, kept: Plan | None = None) -> Outcome:
 
 def baselines(situation: Situation) -> Iterator[Outcome]:
     """The policies that adaptive is compared with."""
-    work = situation.alone
+    work = situation.update_workload
     n = len(work.subgroups)
     everything = Plan((Placement.GPU_RESIDENT,) * n, tuple(range(n)), 0)
     fits = situation.fits_device and situation.adamw_bytes <= situation.room
@@ -86,7 +86,7 @@ def baselines(situation: Situation) -> Iterator[Outcome]:
 
 def _best_ratio(situation: Situation) -> Outcome:
     """The fastest of some ratios whose resident state fits."""
-    work = situation.alone
+    work = situation.update_workload
     held = 0
     shares = [0.0]
     for load in work.subgroups:
@@ -103,7 +103,7 @@ def _outcome(policy: str, situation: Situation, plan: Plan, fits: bool | None = 
     if not (situation.allows(plan) if fits is None else fits):
         return Outcome(policy, None)
     iteration_s, training_s = situation.iteration_s(plan), situation.training_s
-    loads, total = situation.alone.subgroups, situation.alone.numel
+    loads, total = situation.update_workload.subgroups, situation.update_workload.numel
     return Outcome(
         policy,
         plan,

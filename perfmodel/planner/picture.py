@@ -58,7 +58,7 @@ def _draw_memory(axes: Axes, advice: Advice) -> None:
     situation, device = advice.situation, advice.situation.device
     resident = 0
     if advice.best.plan is not None:
-        loads = situation.alone.subgroups
+        loads = situation.update_workload.subgroups
         resident = sum(loads[i].state_bytes for i in advice.best.plan.served(Placement.GPU_RESIDENT))
     parts = {
         "CUDA, fragmentation": (device.reserved, device.reserved, "#c9ced6"),

@@ -100,8 +100,8 @@ def _job_json(advice: Advice) -> dict[str, Any]:
         "tokens_per_s_per_gpu": None if tokens is None else tokens / layout.ranks,
         "limit": advice.limit or None,
         "busy_s": advice.busy_s,
-        "forward_s": situation.beside.forward_s if known else None,
-        "backward_s": situation.beside.backward_s if known else None,
+        "forward_s": situation.iteration_workload.forward_s if known else None,
+        "backward_s": situation.iteration_workload.backward_s if known else None,
         "exposed_communication_s": situation.exposed_communication_s,
         "collectives": [
             {

@@ -94,7 +94,7 @@ class Situation:
     @property
     def all_resident(self) -> bool:
         """Whether all optimizer state has room on the device."""
-        return self.fits and self.room >= self.alone.state_bytes
+        return self.fits and self.room >= self.update_workload.state_bytes
 
     @property
     def adamw_bytes(self) -> int:
@@ -113,7 +113,7 @@ class Situation:
 
     @property
     def _micro_batch_s(self) -> float:
-        return self.beside.forward_s + self.beside.backward_s
+        return self.iteration_workload.forward_s + self.iteration_workload.backward_s
 
     @property
     def exposed_communication_s(self) -> float | None:
@@ -123,7 +123,7 @@ class Situation:
         return max(0.0, self.training_s - self.compute_s) + self.job.after_update_s
 
     @functools.cached_property
-    def alone(self) -> Workload:
+    def update_workload(self) -> Workload:
         """The update with the memory that DOSAdam gives it.
 
         State is resident in whole subgroups. Slots share that memory; if not attached, they are gone when the next
@@ -147,13 +147,13 @@ class Situation:
         return dataclasses.replace(work, peak_free_bytes=resident, shared_free_bytes=resident + beyond)
 
     @functools.cached_property
-    def beside(self) -> Workload:
+    def iteration_workload(self) -> Workload:
         """The same beside forward and backward."""
-        return dataclasses.replace(self.alone, forward_s=self.job.forward_s(), backward_s=self.job.backward_s)
+        return dataclasses.replace(self.update_workload, forward_s=self.job.forward_s(), backward_s=self.job.backward_s)
 
     def allows(self, plan: Plan) -> bool:
         """Whether resident state and staging slots fit into the memory there is."""
-        work = self.alone
+        work = self.update_workload
         held = sum(work.subgroups[i].state_bytes for i in plan.served(Placement.GPU_RESIDENT))
         staged = held + plan.slots * work.slot_bytes
         return self.fits and held <= work.peak_free_bytes and staged <= work.shared_free_bytes
@@ -162,7 +162,7 @@ class Situation:
         """Seconds of the update alone, all gradients where they are used."""
         if self.question.offload_parameters:
             return self._in_place_s
-        return makespan(plan, self.alone, self.profile)
+        return makespan(plan, self.update_workload, self.profile)
 
     def iteration_s(self, plan: Plan) -> float | None:
         """Seconds of a step: micro-batches, update and what waits for it; None if the compute is not known.
@@ -175,17 +175,17 @@ class Situation:
         if self.question.offload_parameters:
             seconds = self._on_host_s
         else:
-            seconds = makespan(plan, self.beside, self.profile, self.scope)
+            seconds = makespan(plan, self.iteration_workload, self.profile, self.scope)
         # Micro-batches but the last are forward and backward, with no update beside them.
         seconds += (self.question.micro_batches - 1) * self._micro_batch_s
         if not self.job.has_communication:
             return seconds
-        return max(seconds + self.job.after_update_s, *self.job.busy_s(plan, self.alone).values())
+        return max(seconds + self.job.after_update_s, *self.job.busy_s(plan, self.update_workload).values())
 
     @property
     def _in_place_s(self) -> float:
         """Seconds of an update of parameters on the host, at its memory's speed."""
-        costs = [demand(Placement.CPU, load, self.profile)[Stream.CPU] for load in self.alone.subgroups]
+        costs = [demand(Placement.CPU, load, self.profile)[Stream.CPU] for load in self.update_workload.subgroups]
         return sum(max(alone, traffic / self.profile.host_bandwidth_per_rank) for alone, traffic in costs)
 
     @property

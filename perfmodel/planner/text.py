@@ -273,7 +273,7 @@ def _what_if(advice: Advice) -> Table:
     unit = "update" if advice.situation.compute_s is None else "iteration"
     table = new_table("What would help (adaptive, planned anew)", "change", unit, "", "largest batch")
     if not advice.situation.question.offload_parameters:
-        size = format_bytes(advice.situation.alone.slot_bytes)
+        size = format_bytes(advice.situation.update_workload.slot_bytes)
         table.caption = f"GPU memory counts in whole subgroups, of {size} of state here."
     for lever in advice.levers:
         seconds = lever.outcome.seconds

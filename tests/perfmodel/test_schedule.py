@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from perfmodel import Op, Placement, Plan
 from perfmodel.lanes import Stream
 from perfmodel.plan import Tier
-from perfmodel.schedule import Found, Schedule, Task, arriving, leaving, schedule, schedule_step, staged
+from perfmodel.schedule import Schedule, SubgroupState, Task, arriving, leaving, schedule, schedule_step, staged
 from perfmodel.scope import UPDATE_ALONE, Phase, Scope
 from perfmodel.simulate import serve
 from tests.support.machines import machine, work
@@ -41,11 +41,13 @@ def found(
     departed: tuple[int, ...] = (),
     fetched: int | None = None,
     stale_bytes: int = 0,
-) -> Found:
-    return Found(state, gradient, numel, gradient_bytes, 2 * numel, departed, fetched, stale_bytes)
+) -> SubgroupState:
+    return SubgroupState(state, gradient, numel, gradient_bytes, 2 * numel, departed, fetched, stale_bytes)
 
 
-def step(placements: tuple[Placement, ...], finds: list[Found], slots: int = 1, begun: tuple[Task, ...] = ()) -> list:
+def step(
+    placements: tuple[Placement, ...], finds: list[SubgroupState], slots: int = 1, begun: tuple[Task, ...] = ()
+) -> list:
     plan = Plan(placements, tuple(range(len(placements))), slots)
     return lines(schedule_step(plan, work(len(placements)), finds, begun))
 
@@ -212,7 +214,7 @@ def test_pieces_without_a_gradient_are_not_updated() -> None:
 
 
 @st.composite
-def steps(draw: st.DrawFn) -> tuple[Plan, list[Found]]:
+def steps(draw: st.DrawFn) -> tuple[Plan, list[SubgroupState]]:
     placements = tuple(draw(st.lists(st.sampled_from(Placement), min_size=1, max_size=10)))
     plan = Plan(placements, draw(st.permutations(range(len(placements)))), draw(st.integers(1, 4)))
     one = st.builds(
@@ -222,7 +224,9 @@ def steps(draw: st.DrawFn) -> tuple[Plan, list[Found]]:
 
 
 @given(steps())
-def test_any_step_can_be_served_and_leaves_state_where_the_plan_wants_it(made: tuple[Plan, list[Found]]) -> None:
+def test_any_step_can_be_served_and_leaves_state_where_the_plan_wants_it(
+    made: tuple[Plan, list[SubgroupState]],
+) -> None:
     plan, finds = made
     load = work(len(plan))
     issued = schedule_step(plan, load, finds, ())

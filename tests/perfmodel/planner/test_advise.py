@@ -60,10 +60,12 @@ def test_memory_is_added_up() -> None:
     assert situation.room == int((1 - MARGIN) * 40 * GIB) - situation.peak
     assert situation.host.total == 14 * numel
     assert Situation(question(batch=2, dtype="fp16")).host.total == 16 * numel
-    assert situation.alone.peak_free_bytes % situation.alone.slot_bytes == 0
-    assert 0 <= situation.room - situation.alone.peak_free_bytes < situation.alone.slot_bytes
-    assert situation.alone.shared_free_bytes == situation.alone.peak_free_bytes, "slots live on into the next forward"
-    apart = Situation(question(batch=32, attach=False)).alone
+    assert situation.update_workload.peak_free_bytes % situation.update_workload.slot_bytes == 0
+    assert 0 <= situation.room - situation.update_workload.peak_free_bytes < situation.update_workload.slot_bytes
+    assert situation.update_workload.shared_free_bytes == situation.update_workload.peak_free_bytes, (
+        "slots live on into the next forward"
+    )
+    apart = Situation(question(batch=32, attach=False)).update_workload
     assert apart.shared_free_bytes > apart.peak_free_bytes, "the update has the memory of activations"
 
 
@@ -80,7 +82,7 @@ def test_zero_divides_what_its_stage_says() -> None:
 def test_figures_are_the_performance_model_s() -> None:
     asked = question()
     advice = advise(asked)
-    work, profile = advice.situation.alone, changed(A100, {"ranks_per_host": 1})
+    work, profile = advice.situation.update_workload, changed(A100, {"ranks_per_host": 1})
     best = advice.best
     beside = dataclasses.replace(work, forward_s=2 * 7e9 * 2048 / 125e12, backward_s=6 * 7e9 * 2048 / 125e12)
     assert best.plan == adaptive(beside, profile)
@@ -97,7 +99,7 @@ def test_figures_are_the_performance_model_s() -> None:
 def test_the_best_ratio_is_the_one_that_fits_and_is_fastest() -> None:
     advice = advise(question(flops_rate=None))
     ratio = outcome(advice, "best ratio")
-    fits = advice.situation.room / advice.situation.alone.state_bytes
+    fits = advice.situation.room / advice.situation.update_workload.state_bytes
     assert ratio.shares[Placement.GPU_RESIDENT] == pytest.approx(fits, abs=0.01)
     assert ratio.iteration_s is None
     assert outcome(advice, "CPU only").seconds > ratio.seconds > advice.best.seconds
@@ -295,9 +297,9 @@ def test_frozen_parameters_need_no_state() -> None:
 
 def test_offloaded_gradients_come_up_again_for_updates_on_the_gpu() -> None:
     asked = Situation(question(offload_gradients=True, flops_rate=None))
-    load = asked.alone.subgroups[0]
+    load = asked.update_workload.subgroups[0]
     assert load.returned_bytes == 4 * load.numel
-    everything = stride(asked.alone, 1)
+    everything = stride(asked.update_workload, 1)
     assert asked.update_s(everything) > 1.1 * Situation(question(flops_rate=None)).update_s(everything)
 
 
@@ -314,7 +316,7 @@ def test_more_memory_never_costs_time() -> None:
     """In the update, for which the plan is made; to 1%, for plans are found by simulating some of those there are."""
     situations = [Situation(question(device_bytes=gib * GIB, flops_rate=None)) for gib in range(29, 110, 8)]
     times = [adaptive_outcome(situation).seconds for situation in situations]
-    whole = [situation.room >= situation.alone.state_bytes for situation in situations]
+    whole = [situation.room >= situation.update_workload.state_bytes for situation in situations]
     # Where all state fits it stays on the GPU, which a last share on the CPU would relieve a little.
     limits = [1.05 if fits else 1.01 for fits in whole[1:]]
     assert all(t <= limit * before for before, t, limit in zip(times, times[1:], limits, strict=False))
@@ -354,7 +356,7 @@ def test_the_plan_is_the_optimizer_s_and_the_update_takes_as_long_as_expected(na
         flops_rate=None,
     )
     peak = Situation(asked).peak
-    real_s = Situation(asked).update_s(cpu_only(Situation(asked).alone))
+    real_s = Situation(asked).update_s(cpu_only(Situation(asked).update_workload))
     asked = dataclasses.replace(
         asked,
         profile=machine.scaled(real_s / cpu_only_s),

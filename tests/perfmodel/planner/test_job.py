@@ -129,7 +129,7 @@ def test_zero_gathers_new_parameters_after_the_update() -> None:
     assert (whole.job.after_update_s, divided.job.after_update_s) == (0, pytest.approx(gathered_s))
     plan = adaptive_outcome(divided).plan
     assert plan is not None
-    scheduled_s = makespan(plan, divided.beside, divided.profile, divided.scope)
+    scheduled_s = makespan(plan, divided.iteration_workload, divided.profile, divided.scope)
     assert divided.iteration_s(plan) == pytest.approx(scheduled_s + gathered_s, rel=1e-12)
     assert divided.exposed_communication_s == pytest.approx(
         divided.job.backward_s - (divided.job.compute_s or (0, 0))[1] + gathered_s
@@ -166,7 +166,10 @@ def test_parameters_on_the_host(attach: bool) -> None:
 
     advice = advise(asked)
     (outcome,) = advice.outcomes
-    cpu = sum(demand(Placement.CPU, load, situation.profile)[Stream.CPU].seconds for load in situation.alone.subgroups)
+    cpu = sum(
+        demand(Placement.CPU, load, situation.profile)[Stream.CPU].seconds
+        for load in situation.update_workload.subgroups
+    )
     assert outcome.update_s is not None
     assert outcome.update_s >= cpu
     busy = advice.busy_s
@@ -197,7 +200,7 @@ def test_one_gpu_does_not_hide_copies_of_its_parameters() -> None:
 def test_float32_parameters_on_the_host_are_their_own_master() -> None:
     situation = Situation(question(numel=1e9, dtype="fp32", fsdp=True, offload_parameters=True))
     assert (situation.host.master, situation.host.moments, situation.host_model) == (0, 8e9, 8e9)
-    load = situation.alone.subgroups[0]
+    load = situation.update_workload.subgroups[0]
     assert load.cpu_traffic == 28 * load.numel, "12 read and written, and the gradient"
 
 
@@ -229,10 +232,10 @@ def test_one_rank_is_the_performance_model_alone(drawn: dict[str, object]) -> No
     situation, best = Situation(asked), advise(asked).best
     assert asked.flops_rate is not None
     forward, backward = (f / asked.flops_rate for f in asked.model.flops(asked.tokens, checkpointing=True))
-    beside = dataclasses.replace(situation.alone, forward_s=forward, backward_s=backward)
+    beside = dataclasses.replace(situation.update_workload, forward_s=forward, backward_s=backward)
     if best.plan is not None:
         assert best.iteration_s == makespan(best.plan, beside, situation.profile, situation.scope)
-        assert best.update_s == makespan(best.plan, situation.alone, situation.profile)
+        assert best.update_s == makespan(best.plan, situation.update_workload, situation.profile)
     device, model = situation.device, asked.model
     assert device.gathered == situation.host_model == 0
     assert device.block == model.activation_bytes(asked.tokens, asked.sequence, 2) + (
