@@ -23,7 +23,7 @@ TRAIN = "--steps 2 --layers 1 --width 32 --heads 2 --context 16 --batch 2 --poli
 FORMATS = "--steps 2 --seeds 1 --width 32 --layers 1 --processes 1"
 
 QUICK = {
-    "experiments.check.gpu_check": "--size tiny --minutes 1 --only environment,calibration",
+    "experiments.gpu_check": "--size tiny --minutes 1 --only environment,calibration",
     "experiments.kernel": "--numel 1k --rounds 1 --threads 1",
     "experiments.memory --only": "none --steps 2",
     "experiments.memory --simulate": "--picture memory.png",
