@@ -68,7 +68,7 @@ class HardwareProfile:
         formats are as those that the update rates are of, which have 28 bytes of traffic per parameter. Where that
         was not measured, split ones count as equally fast, and int8 ones as faster as they move fewer bytes.
 
-    Raises ValueError for a figure that no machine has: rates from 1e-6 to 1e18, latencies from 0 to 1e6 s.
+    Raises ValueError for a figure that no machine has: rates from 1e-30 to 1e30, latencies from 0 to 1e6 s.
     """
 
     name: str
@@ -181,7 +181,7 @@ RATES = tuple(
 SPEEDS = tuple(f.name for f in dataclasses.fields(HardwareProfile) if "_speed_" in f.name)
 """Those that are relative to a rate."""
 _LIMITS: dict[str, tuple[float, float, bool]] = {
-    **dict.fromkeys((*RATES, *SPEEDS), (1e-6, 1e18, False)),
+    **dict.fromkeys((*RATES, *SPEEDS), (1e-30, 1e30, False)),
     **dict.fromkeys(("copy_latency_s", "launch_latency_s"), (0, 1e6, False)),
     "ranks_per_host": (1, 1 << 20, True),
     "cpu_threads": (0, 1 << 20, True),

@@ -64,7 +64,7 @@ def test_only_host_bandwidth_may_be_infinite() -> None:
         ({"provenance": {"source": "measured", "machine": 5}}, "machine must be a text"),
         ({"provenance": {"source": "hearsay"}}, "measured, fitted, data sheet, found 'hearsay'"),
         ({"provenance": {"who": "me"}}, "bad provenance"),
-        ({"h2d_bandwidth": -1}, r"h2d_bandwidth must be a positive number from 1e-06 to 1e\+18, found -1"),
+        ({"h2d_bandwidth": -1}, r"h2d_bandwidth must be a positive number from 1e-30 to 1e\+30, found -1"),
     ],
 )
 def test_a_bad_file_is_refused_by_name(tmp_path: Path, change: dict[str, object], message: str) -> None:
