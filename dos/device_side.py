@@ -246,9 +246,14 @@ class DeviceSide:
         self.engine.trim()
         self._now = Iteration(self.device, self._now)
 
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is in flight for which anything would have to wait."""
+        return self.engine.idle and not self._aside
+
     def wait(self) -> None:
         """Block until nothing is in flight. Raises RuntimeError if the step failed."""
-        if self.engine.idle and not self._aside:
+        if self.idle:
             return
         stepped = self.decisions.stepped or self._now
         self._read_aside(wait=True)

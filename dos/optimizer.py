@@ -222,7 +222,7 @@ class DOSAdam(Optimizer):
     @exclusive
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in AdamW. Offloaded gradients are forgotten either way."""
-        if not set_to_none:
+        if not set_to_none and self._session.unfinished:
             self.synchronize()  # the step may still read the gradients that are overwritten now
         self._session.forget_gradients()
         super().zero_grad(set_to_none)

@@ -30,6 +30,11 @@ from dos.state.record import ParameterRecord
 from dos.step.in_place import InPlace
 from dos.step.work import apply
 
+_CAPTURED = (
+    "a CUDA graph is being captured while an update runs on, for which its replays would not wait; call "
+    "optimizer.synchronize() before the capture"
+)
+
 
 class Session(Members):
     """What one optimizer does in its iterations. Nothing here refers to the optimizer, which holds this.
@@ -62,6 +67,11 @@ class Session(Members):
         amp: says what unscales the gradients, once ranks have agreed.
         """
         self.guard.check()
+        if self.capturing():
+            raise RuntimeError(
+                "step() was called while a CUDA graph is being captured, whose replays would not decide, count or move "
+                "anything; capture forward and backward alone, and call step() after each replay"
+            )
         self.groups = groups
         self._end_last_step()
         try:
@@ -178,7 +188,7 @@ class Session(Members):
             return
         try:
             self.on_device.order_caller()
-        except Exception:
+        except BaseException:  # interrupted, too: no hook would make up for it
             with contextlib.suppress(Exception):  # what is raised already says that the step failed
                 self.synchronize()
             raise
@@ -197,6 +207,8 @@ class Session(Members):
     @exclusive
     def synchronize(self) -> None:
         """Block until the last step is complete. Ctrl-C takes effect then, unless it comes twice."""
+        if self.on_device is not None and not self.on_device.idle and self.capturing():
+            raise RuntimeError(_CAPTURED)  # to wait would end the capture, and look like a step that failed
         try:
             self._finish()
         except KeyboardInterrupt:
@@ -287,8 +299,11 @@ class Session(Members):
     @exclusive
     def gradients_reduced(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         """Called by DDP's hook when a bucket has been reduced: what DDP puts with the parameters at backward's end."""
-        if self.guard.broken or self.on_device is None or self.registry.offloaded is not None:
+        if self.on_device is None or self.registry.offloaded is not None:
             return
+        self._end_last_step()  # a bucket of parameters that took no part comes before any other hook
+        if self.guard.broken:
+            return  # the step says what is wrong
         for parameter, gradient in zip(parameters, gradients, strict=True):
             record = self.registry.record(parameter)
             if record is not None and record.arena.accelerated:
@@ -344,10 +359,7 @@ class Session(Members):
     @exclusive
     def _finish_parameters(self, parameters: Iterable[Tensor]) -> None:
         if self.capturing():
-            raise RuntimeError(
-                "a CUDA graph is being captured while an update runs on, for which its replays would not wait; call "
-                "optimizer.synchronize() before the capture"
-            )
+            raise RuntimeError(_CAPTURED)
         here = None if self.on_device is None else self.on_device.device.caller()
         for parameter in parameters:
             record = self.registry.record(parameter)
@@ -401,6 +413,7 @@ class Session(Members):
         """Have this state, which users have, too."""
         self.state, self.seen = Entries(LiveState(state, self.settle_state)), True
 
+    @exclusive
     def settle_state(self) -> None:
         """User code reads or changes an entry of the state."""
         self.guard.check()

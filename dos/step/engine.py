@@ -50,6 +50,8 @@ class Engine:
         self.ran = Timeline(())
         self.early = Early(device, self.device_store, host_store)
         self._step: Step | None = None
+        self._aside: Step | None = None
+        """The last that was set aside and not read."""
         self._lane_done: Future[None] | None = None
         """None: the host has no part in the step."""
         self._started = 0.0
@@ -164,12 +166,15 @@ class Engine:
         """Give up the step that is `queued`, so that another may begin; `read` tells its times."""
         assert self._step is not None, "it is queued"
         step, self._step = self._step, None
+        self._aside = step
         return step
 
     def read(self, step: Step) -> Timeline:
         """As `wait`, of one that was set aside."""
         errors: list[Exception] = []
         spans = _spans(step.jobs, errors)
+        if step is self._aside:
+            self._aside = None
         if errors:
             raise self.guard.failure(errors[0]) from errors[0]
         return self._ran(step, spans)
@@ -216,10 +221,12 @@ class Engine:
         return self._ran(step, spans, unused)
 
     def finish(self) -> None:
-        """`wait` for an owner who is gone: nobody is left to tell what went wrong."""
+        """`wait` for an owner who is gone, to whom errors cannot be told; for steps that were set aside, too."""
         if threading.current_thread().name.startswith("dos-"):
             return  # collected on a thread that would wait for itself
         with contextlib.suppress(Exception):
+            if self._aside is not None:  # its streams are in order: what was set aside before has ended with it
+                _spans(self._aside.jobs, [])
             self.wait()
 
     def drain(self) -> None:

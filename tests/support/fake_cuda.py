@@ -84,9 +84,15 @@ class Runtime:
         """A stream of the user's."""
         return FakeStream(self, at_once=True)
 
+    def check_capture(self) -> None:
+        """What the thread that captures must not do; others may where their captures are apart (`thread_local`)."""
+        assert not (self.capturing and threading.current_thread() is threading.main_thread()), (
+            "cudaErrorStreamCaptureUnsupported"
+        )
+
     def complete(self, record: Record) -> None:
         """Run until the record is done. The host waits for that."""
-        assert not self.capturing, "cudaErrorStreamCaptureUnsupported"
+        self.check_capture()
         with self.lock:
             self.waits += 1
             self._run_until(record)
@@ -236,7 +242,7 @@ class FakeEvent:
             self.record_ = stream.record()
 
     def query(self) -> bool:
-        assert not self._runtime.capturing, "cudaErrorStreamCaptureUnsupported"
+        self._runtime.check_capture()
         self._runtime.make_context()
         self._runtime.advance()
         assert self.record_ is not None

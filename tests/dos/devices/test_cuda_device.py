@@ -122,6 +122,32 @@ def test_a_step_on_the_device_is_four_launches_and_waits_for_nothing(
     assert run(FakeCudaDevice(runtime)) == expected
 
 
+def test_steps_on_the_device_end_with_their_optimizer(runtime: Runtime) -> None:
+    """Memory that they use goes with it."""
+    runtime.caller = FakeStream(runtime)
+    parameter = nn.Parameter(torch.ones(8))
+    optimizer = DOSAdam([parameter], device=FakeCudaDevice(runtime), policy="resident")
+    for _ in range(3):
+        parameter.grad = torch.ones(8)
+        optimizer.step()
+    was = bits([parameter])
+    optimizer._session._end_last_step()  # as the next backward does
+    del optimizer
+    assert bits([parameter]) != was
+
+
+def test_gradients_are_zeroed_without_waiting_for_an_update_that_comes_first(runtime: Runtime) -> None:
+    runtime.caller = FakeStream(runtime)
+    parameter = nn.Parameter(torch.ones(8))
+    optimizer = DOSAdam([parameter], device=FakeCudaDevice(runtime), policy="resident")
+    parameter.grad = torch.ones(8)
+    for _ in range(3):
+        optimizer.step()
+    waits = runtime.waits
+    optimizer.zero_grad(set_to_none=False)
+    assert runtime.waits == waits
+
+
 def test_a_step_that_fails_on_the_device_is_told_by_the_next_call(
     runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,6 +183,10 @@ def test_hooks_leave_a_capture_early_and_what_it_reads_is_finished_by_the_step(r
     runtime.capturing = True
     with pytest.raises(RuntimeError, match="before the capture"):
         model(torch.ones(2, 24))
+    with pytest.raises(RuntimeError, match="before the capture"):
+        optimizer.synchronize()
+    with pytest.raises(RuntimeError, match="after each replay"):
+        optimizer.step()
     runtime.capturing = False
     optimizer.synchronize()
     optimizer.zero_grad()
