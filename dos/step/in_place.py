@@ -28,11 +28,6 @@ class InPlace:
         self._thread: ThreadPoolExecutor | None = None
         self._running: dict[Subgroup, Future[None]] = {}
 
-    def run(self, updates: Iterable[SubgroupUpdate]) -> None:
-        """Update these before it returns."""
-        for update in updates:
-            _apply(update)
-
     def start(self, updates: Iterable[SubgroupUpdate]) -> None:
         """Update these one after the other, beside the caller."""
         if self._thread is None:
