@@ -65,7 +65,7 @@ def exclusive(method: Callable[Concatenate[Any, _P], _T]) -> Callable[Concatenat
 class Guard:
     """Of one optimizer.
 
-    lock: held by whoever calls the optimizer; hooks may come from several threads at once.
+    lock: held by the thread that calls the optimizer; hooks may come from several threads at once.
     failed: whether work that changes parameters or state has failed.
     drains: each returns when nothing of its own is in flight.
     """

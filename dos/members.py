@@ -59,7 +59,7 @@ class Members:
             if not is_lazy(parameter):
                 self._accelerates(parameter)  # which raises where it cannot be
                 # From the first gradient on, for the first peak of memory is one, too; it may be moved until then.
-                # Not where FSDP2 keeps its shards on the host: it copies gradients there while nobody hooks them.
+                # Not where FSDP2 keeps its shards on the host: it copies gradients there only while they have no hook.
                 self._watching.watch(parameter, self, self.devices.holds(parameter) or not is_sharded(parameter))
         self.agreed = False
 

@@ -28,7 +28,7 @@ logger = logging.getLogger("dos.accelerator")
 
 
 class Ended(NamedTuple):
-    """A step that has ended. One value, so that whoever reads it on another thread reads of one step.
+    """A step that has ended. One value, so that a reader on another thread reads of one step.
 
     origin: the 0 of its timeline, on the clock of time.perf_counter.
     """

@@ -1,7 +1,7 @@
 """float32 masters of 16-bit parameters: how they follow what users write, and go from one format to another.
 
-A bfloat16 parameter that somebody wrote to keeps the rest of its master, the lower half, in every
-format alike: on the device nobody can tell which elements were touched, and a rest is below the
+A bfloat16 parameter that user code wrote to keeps the rest of its master, the lower half, in every
+format alike: nothing tells which of its elements were touched, and a rest is below the
 parameter's own precision. So elements that were not touched keep their masters to the bit.
 """
 
@@ -58,7 +58,7 @@ def _settled(rest: Tensor, parameter: Tensor) -> Tensor:
 def whole_master(parameter: Tensor, rest: Tensor, *, written: bool) -> Tensor:
     """The float32 master of a bfloat16 parameter, on the host.
 
-    rest: as in a state dict. written: whether somebody wrote to the parameter.
+    rest: as in a state dict. written: whether user code wrote to the parameter.
     """
     upper, lower = parameter.detach().resolve_neg().cpu().reshape(-1), rest.cpu().view(torch.int16).reshape(-1)
     if written:

@@ -14,7 +14,7 @@ master's lower half together give the master back::
     bits = (upper << 16 | lower) - (lower > 0x8000 ? 0x10000 : 0)
 
 It changes 65,280 of the 2**32 floats, none of them to another bfloat16, and holds wherever state is
-kept and whoever updates it. What a user writes into a master in place is used as it is.
+kept and whichever processor updates it. What a user writes into a master in place is used as it is.
 
 So a master need not be kept beside its parameter: a split one is the parameter and a ``rest`` of 16
 bits, the lower half, which every kernel joins, updates and splits again in its one pass over memory,
@@ -145,18 +145,16 @@ def adam_update(arrays: AdamArrays, *, step: AdamStep, threads: int = 0, isa: st
 
 
 def accumulate(src: Tensor, dst: Tensor, *, overwrite: bool = False, threads: int = 0, isa: str | None = None) -> None:
-    """``dst += src``, or ``dst = src`` if ``overwrite``; 1-D contiguous tensors of one length on one device.
+    """``dst += src``, or ``dst = src`` if ``overwrite``; 1-D contiguous CPU tensors of one length.
 
     ``src`` is float32, bfloat16 or float16, ``dst`` is float32. ``threads``, ``isa`` and the errors raised are those
     of :class:`AdamBatch`.
     """
     _check("dst", dst, (torch.float32,), dst)
     _check("src", src, FLOATS, dst)
-    if dst.is_cpu:
-        _adam.accumulate(len(dst), src.data_ptr(), _type(src), dst.data_ptr(), overwrite, _threads(threads), isa)
-    else:
-        with torch.no_grad():
-            dst.copy_(src) if overwrite else dst.add_(src)
+    _check_device("dst", dst, torch.device("cpu"))
+    _check_device("src", src, torch.device("cpu"))
+    _adam.accumulate(len(dst), src.data_ptr(), _type(src), dst.data_ptr(), overwrite, _threads(threads), isa)
 
 
 def sum_of_squares(src: Tensor, *, threads: int = 0, isa: str | None = None) -> float:

@@ -438,7 +438,7 @@ class Registry:
                     entry[key] = view
 
     def _adopt(self, record: ParameterRecord, entry: dict[str, Any]) -> None:
-        """Make `entry`, filled by a user, a checkpoint or nobody, the live view of this record's state."""
+        """Make `entry`, empty, or filled by user code or a checkpoint, the live view of this record's state."""
         step = step_of(entry)
         record.renew_views()
         if record.is_adopted(entry):
@@ -469,7 +469,7 @@ class Registry:
         self._beginners = []
 
     def keep_beginners(self) -> None:
-        """Let the state of parameters that have had no step be there, for whoever fills it."""
+        """Let the state of parameters that have had no step be there, for torch to fill."""
         self.host_store.take(subgroup for record in self._beginners for subgroup, _ in self.places[record])
         for record in self._beginners:
             record.fresh = False

@@ -23,8 +23,8 @@ class ParameterRecord:
     number: of the record among those of its optimizer.
     flat: 1-D alias of the parameter's memory, or a contiguous stand-in if that is not its values in a row: it has gaps,
         or is lazily negated (see `stand_in`).
-    version, data_ptr: of the parameter after our last write; anything else means that somebody wrote to it.
-    bits: a fingerprint of a DTensor after our last write, whose version proves nothing; None: nobody has to know.
+    version, data_ptr: of the parameter after our last write; anything else means that user code wrote to it.
+    bits: a fingerprint of a DTensor after our last write, whose version proves nothing; None: it is not needed.
     rewritten: whether its bits were found to be others.
     layout: of the parameter, in whose order `flat` and the state have its elements.
     views: what `optimizer.state[p]` holds beside the step: live views of the state, shaped like the parameter.
@@ -92,7 +92,7 @@ class ParameterRecord:
         return self.data_ptr != p.data_ptr() or self._strides != p.stride() or (p.is_neg() and not self.stand_in)
 
     def changed(self) -> bool:
-        """Whether somebody else wrote to the parameter, or replaced its memory, since `saw`."""
+        """Whether user code wrote to the parameter, or replaced its memory, since `saw`."""
         return self.rewritten or self.version != version(self.parameter) or self.moved()
 
     def settled(self, gradient: Tensor | None) -> bool:

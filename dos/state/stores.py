@@ -178,6 +178,6 @@ class DeviceStore:
             level = logging.DEBUG if self._logged or self._expected else logging.WARNING
             if not self._expected:
                 self._logged, self.denied = True, self.nbytes
-            # As text: with the error itself, whoever keeps log records would keep this and all its memory.
+            # As text: with the error itself, a handler that keeps log records would keep this and all its memory.
             logger.log(level, "no device memory for optimizer state, updating on the host instead: %s", str(error))
             return None

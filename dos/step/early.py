@@ -25,7 +25,7 @@ class Early:
 
     begun: what is under way. prefetched: of that, the state that fills the slots, by subgroup.
     arriving: state that comes to stay, by subgroup; None: its memory is there, and its way has not begun.
-    shown: whether somebody was given the state at home since the last step, and may write there until the next.
+    shown: whether user code was given the state at home since the last step, and may write there until the next.
     considered: the plan whose streamed subgroups are known.
     """
 
@@ -97,7 +97,7 @@ class Early:
     def drop_prefetched(self) -> None:
         """Forget state that was prefetched for another plan than the one that runs, or for a step that was skipped."""
         for issued in self.prefetched.values():
-            with contextlib.suppress(Exception):  # whoever needs that state fetches it again
+            with contextlib.suppress(Exception):  # a step that needs that state fetches it again
                 issued.job.wait()
         self.prefetched = {}
         self.device_store.free_slots()
@@ -107,7 +107,7 @@ class Early:
         for subgroup in subgroups:
             issued = self.arriving[subgroup]
             if issued is not None:
-                with contextlib.suppress(Exception):  # whoever needs that state fetches it again
+                with contextlib.suppress(Exception):  # a step that needs that state fetches it again
                     issued.job.wait()
             if self.device_store.has(subgroup):
                 self.device_store.drop(subgroup)

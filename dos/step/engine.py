@@ -33,7 +33,7 @@ class Engine:
     Between steps it owns the state of resident subgroups; `bring_home` returns that to the host.
 
     host_store, device_store: what holds the state.
-    guard: of the optimizer; whoever calls holds its lock. It is broken if a step fails.
+    guard: of the optimizer; the caller holds its lock. It is broken if a step fails.
     schedule: of the last step that was issued; None before the first.
     ran: when its tasks ran, and nothing else.
     origin: the 0 of the last timeline, on the clock of time.perf_counter.
@@ -113,7 +113,7 @@ class Engine:
                 self._lane_done = self._host.submit(functools.partial(self._run_host_lane, turns, step))
         except BaseException as error:
             failure = self.guard.failure(error)
-            # Part of the step is under way; nobody may wait for the rest.
+            # Part of the step is under way; nothing may wait for the rest.
             if self._step is not None:
                 self._step.fail(failure)
             self.drain()
@@ -211,7 +211,7 @@ class Engine:
         spans += self._host.spans
         self.early.drop_prefetched()
         if step is None:
-            errors = []  # gradients that nobody has used, or whose use says that they did not arrive
+            errors = []  # gradients that no step has used, or whose use says that they did not arrive
         self.guard.failed |= bool(errors)
         self.early.begun, self._step, self._lane_done, self._host.spans = [], None, None, []
         if errors:

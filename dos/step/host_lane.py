@@ -31,7 +31,7 @@ class Turn(NamedTuple):
 class HostLane:
     """Runs what is submitted, one after the other.
 
-    spans: the updates so far; whoever reads them empties the list, while nothing is running.
+    spans: the updates so far; the reader empties the list, while nothing is running.
     """
 
     def __init__(self, device: Device) -> None:

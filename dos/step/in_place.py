@@ -20,7 +20,7 @@ from dos.step.work import SubgroupUpdate, apply
 class InPlace:
     """Updates the subgroups whose parameters are on the host.
 
-    guard: of the optimizer; whoever calls holds its lock. It is broken if an update fails.
+    guard: of the optimizer; the caller holds its lock. It is broken if an update fails.
     """
 
     def __init__(self, guard: Guard) -> None:

@@ -90,7 +90,7 @@ class Step:
                 jobs.append(self.jobs[-1:])
                 if task.op is Op.FLUSH or task.slot is not None:
                     self.last[task.stream] = self.jobs[-1]
-        # Else the gradients' memory would be held until somebody waits for the step.
+        # Else the gradients' memory would be held until the caller waits for the step.
         for turn in turns:
             turn.work.release()
         self._subjects, self._found, self._states, self._ready = (), (), {}, {}
@@ -115,7 +115,7 @@ class Step:
         return jobs
 
     def fail(self, error: Exception) -> None:
-        """Let nobody wait for what will not be issued any more."""
+        """Fail what will not be issued any more, so that no caller waits for it."""
         for future in self.done.values():
             if not future.done():
                 future.set_exception(error)

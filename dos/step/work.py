@@ -26,7 +26,7 @@ class Given:
     gradients: in the order of the record's `flat`, of any shape; None: it has none.
     addresses: of their first elements; 0: there is none.
     settings: those that occur; which: the one of each record.
-    follows: the records to whose parameters somebody else wrote since our last step, so that their
+    follows: the records to whose parameters user code wrote since our last step, so that their
         masters have to follow first.
     """
 
@@ -171,7 +171,7 @@ class SubgroupUpdate:
             self.subgroup.newest.update(self.pieces)
 
     def follow(self, state: State) -> None:
-        """Let masters in `state`, which is where the parameters are, follow those that somebody wrote to."""
+        """Let masters in `state`, which is where the parameters are, follow those that user code wrote to."""
         for piece in self._follows:
             parameter = piece.of_parameter(piece.record.flat)
             if state.master is not None:
