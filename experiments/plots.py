@@ -27,6 +27,8 @@ OP_COLOURS = {
     Op.PREFETCH: "#2a9d6f",
     Op.PARAMETER: "#8bcbae",
     Op.FLUSH: "#d1603d",
+    Op.SAVE: "#8f5fae",
+    Op.RESTORE: "#c3a6d8",
 }
 """Compute in grey, the update in blue, what goes up in greens, what comes down in warm colours."""
 
@@ -38,6 +40,8 @@ OP_LABELS = {
     Op.PREFETCH: "state to device",
     Op.PARAMETER: "parameter to device",
     Op.FLUSH: "state to host",
+    Op.SAVE: "activations to host",
+    Op.RESTORE: "activations to device",
 }
 
 LANE_LABELS = {Lane.GPU: "device", Lane.CPU: "host CPU", Lane.H2D: "host → device", Lane.D2H: "device → host"}

@@ -27,7 +27,7 @@ def shared_rates(demands: Sequence[float], capacity: float) -> list[float]:
 
 
 class Stream(enum.IntEnum):
-    """An in-order queue of tasks; two feed the GPU and each link."""
+    """An in-order queue of tasks; two feed the GPU, three each link."""
 
     CPU = 0
     GPU = 1
@@ -37,6 +37,8 @@ class Stream(enum.IntEnum):
     FLUSH = 5
     COMPUTE = 6
     """The model's own forward and backward on the GPU."""
+    SAVE = 7
+    RESTORE = 8
 
 
 CPU, GPU, H2D, D2H = range(4)
@@ -46,7 +48,7 @@ CPU, GPU, H2D, D2H = range(4)
 class Service(NamedTuple):
     """What a lane serves and how fast.
 
-    streams: one or two that feed it.
+    streams: one or two that feed it, and perhaps one that goes before them.
     rate, latency: the figures of a profile for its work alone: bytes/s or parameters/s, and a fixed cost in seconds.
     through_host: whether what it serves are copies, whose bytes go through host DRAM once.
     beside, duplex: while that lane is busy, too, this is the rate.
@@ -68,18 +70,28 @@ LANES = {
     Lane.CPU: Service((Stream.CPU,), "cpu_update_rate", "launch_latency_s", False),
     Lane.GPU: Service((Stream.GPU, Stream.COMPUTE), "gpu_update_rate", "launch_latency_s", False),
     Lane.H2D: Service(
-        (Stream.PREFETCH, Stream.PARAMETER), "h2d_bandwidth", "copy_latency_s", True, D2H, "h2d_bandwidth_duplex"
+        (Stream.PREFETCH, Stream.PARAMETER, Stream.RESTORE),
+        "h2d_bandwidth",
+        "copy_latency_s",
+        True,
+        D2H,
+        "h2d_bandwidth_duplex",
     ),
     Lane.D2H: Service(
-        (Stream.GRADIENT, Stream.FLUSH), "d2h_bandwidth", "copy_latency_s", True, H2D, "d2h_bandwidth_duplex"
+        (Stream.GRADIENT, Stream.FLUSH, Stream.SAVE),
+        "d2h_bandwidth",
+        "copy_latency_s",
+        True,
+        H2D,
+        "d2h_bandwidth_duplex",
     ),
 }
 """All lanes. One more is a row more, at the end."""
 LANE_OF_STREAM = {stream: lane for lane, service in LANES.items() for stream in service.streams}
 NEVER = len(Stream)
-"""A stream without tasks, for the lane that only one feeds."""
-_FED = [(*service.streams, NEVER)[:2] for service in LANES.values()]
-"""Each lane's two streams, by its number."""
+"""A stream without tasks, for lanes that fewer feed."""
+_FED = [(*service.streams, NEVER, NEVER)[:3] for service in LANES.values()]
+"""Each lane's streams, by its number; the last goes before the others."""
 _FEEDS: dict[int, int] = {stream: number for number, service in enumerate(LANES.values()) for stream in service.streams}
 """The number of the lane that a stream feeds."""
 
@@ -111,8 +123,8 @@ class Tasks:
         """Run all tasks, filling `start` and `end`.
 
         A lane serves one task at a time: among the streams whose next task is ready, the one that has been ready
-        longest, then the one issued first. A copy beside one in the other direction runs at the duplex rate, and
-        whatever touches host DRAM shares it by `shared_rates`.
+        longest, then the one issued first; activations go before state. A copy beside one in the other direction runs
+        at the duplex rate, and whatever touches host DRAM shares it by `shared_rates`.
         """
         stream_of, seconds, demand, infinite = self.stream, self.seconds, self.demand, math.inf
         waits = [len(after) for after in self.after]
@@ -132,9 +144,11 @@ class Tasks:
         free = list(range(len(LANES)))  # those that may begin something
         while True:
             for lane in free:
-                stream, other = _FED[lane]
+                stream, other, first = _FED[lane]
                 since = ready[stream]
-                if ready[other] < since or (
+                if ready[first] < infinite:
+                    stream, since = first, ready[first]
+                elif ready[other] < since or (
                     ready[other] == since < infinite and queues[other][-1] < queues[stream][-1]
                 ):
                     stream, since = other, ready[other]

@@ -36,6 +36,10 @@ class Op(enum.Enum):
     """D2H: the state of a streamed subgroup comes home."""
     PARAMETER = "parameter"
     """H2D: the new parameters of a CPU-updated subgroup arrive."""
+    SAVE = "save"
+    """D2H: tensors that backward will need leave during forward."""
+    RESTORE = "restore"
+    """H2D: they come back in backward."""
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,14 @@ from perfmodel import Op, Span
 from perfmodel.format import MIXED
 from perfmodel.hardware import HardwareProfile
 from perfmodel.lanes import LANE_OF_STREAM
-from perfmodel.schedule import FLUSH, GRADIENT, ON_DEVICE, PARAMETER, PREFETCH
+from perfmodel.schedule import FLUSH, GRADIENT, ON_DEVICE, PARAMETER, PREFETCH, RESTORE, SAVE
 
 Copy = tuple[Tensor, Tensor]
 """(destination, source): 1-D tensors of equal length and dtype."""
 
 
-LANES = {op: LANE_OF_STREAM[stream] for op, stream in (GRADIENT, FLUSH, PREFETCH, PARAMETER, ON_DEVICE)}
+_STREAMS = (GRADIENT, FLUSH, PREFETCH, PARAMETER, ON_DEVICE, SAVE, RESTORE)
+LANES = {op: LANE_OF_STREAM[stream] for op, stream in _STREAMS}
 """The streams of a device, one for each operation, and the lane that serves it."""
 
 
