@@ -8,30 +8,28 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import NoReturn
 
-from perfmodel.format import STATE_FORMATS
 from perfmodel.planner.advise import Advice, advise
+from perfmodel.planner.answer import to_json
 from perfmodel.planner.datasheets import ALIASES, CARDS, GPUS, UTILISATION
 from perfmodel.planner.fabric import FABRICS, PCIE, Fabric
 from perfmodel.planner.hub import config_path
 from perfmodel.planner.machine import UNKNOWN, find_machine
-from perfmodel.planner.question import DEFAULT_RESERVED, VALUE_BYTES, Question
+from perfmodel.planner.question import Question, add_options
 from perfmodel.planner.transformer import Transformer
 from perfmodel.planner.units import (
     format_bytes,
     format_count,
     format_rate,
-    parse_bytes,
     parse_count,
     parse_memory,
+    parse_positive,
     parse_rate,
+    parse_share,
 )
-
-T = TypeVar("T")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,18 +44,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         parser.error(" ".join(str(error).split()))
     try:
-        from rich.console import Console
-
-        from perfmodel.planner import plain, text
+        from perfmodel.planner import text
     except ImportError:
         parser.error("rich is needed to print the answer: pip install rich")
     if options.plot is not None:
         _plot(parser, options.plot, advice)
-    notes += text.assumptions(advice)
+    answer = to_json(advice, notes)
     if options.json:
-        print(json.dumps(plain.as_json(advice, notes), allow_nan=False))
+        print(json.dumps(answer, allow_nan=False))
     else:
-        text.show(advice, notes, Console(markup=False))
+        text.show(answer)
     return 0
 
 
@@ -79,42 +75,29 @@ def _question(options: argparse.Namespace) -> tuple[Question, list[str]]:
 
     Raises OSError for a file that cannot be read, ValueError for what cannot be.
     """
+    settings = {f.name: getattr(options, f.name) for f in dataclasses.fields(Question) if hasattr(options, f.name)}
     model = _model(options)
     machine = find_machine(options.machine, options.gpu)
-    rate, source = machine.flops_rate(options.dtype, options.tflops, options.utilisation)
-    notes = [*machine.notes, f"forward and backward reach {rate / 1e12:.3g} TFLOP/s per GPU: {source}"]
-    if options.host is not None and options.host.nominal:
-        notes.append(f"--host {options.host.text}: {format_bytes(options.host.nbytes)}, as memory modules are sold")
-    question = Question(
-        model=model,
-        profile=machine.profile,
-        device_bytes=machine.device_bytes,
-        host_bytes=None if options.host is None else options.host.nbytes,
-        dtype=options.dtype,
-        batch=options.batch,
-        sequence=options.seq or min(2048, model.longest or 2048),
-        checkpointing=options.checkpointing,
-        eager_attention=options.eager_attention,
-        ranks=options.ranks,
-        zero=options.zero,
-        chosen_size=options.subgroup_size,
-        reserved=options.reserved,
-        attach=not options.no_attach,
-        flops_rate=rate,
-        offload_gradients=options.offload_gradients,
-        state_format=options.state_format,
-        accumulation=not options.no_accumulation and options.accumulation != 1,
-        micro_batches=options.accumulation or 1,
-        trainable=_trainable(options.trainable, model),
-        host_reserved=options.host_reserved,
-        fused_loss=options.fused_loss,
-        nodes=options.nodes,
-        fsdp=options.fsdp or options.hsdp,
-        replicas=_replicas(options),
-        offload_parameters=options.offload_parameters,
-        fabric=_fabric(options, machine.profile.name if machine.gpu else ""),
-    )
-    return question, notes
+    dtype = settings.get("dtype", Question.dtype)
+    settings["flops_rate"], source = machine.flops_rate(dtype, options.tflops, options.utilisation)
+    notes = [
+        *machine.notes,
+        f"forward and backward reach {settings['flops_rate'] / 1e12:.3g} TFLOP/s per GPU: {source}",
+    ]
+    if options.host is not None:
+        settings["host_bytes"] = options.host.nbytes
+        if options.host.nominal:
+            size = format_bytes(options.host.nbytes)
+            notes.append(f"--host {options.host.text}: {size}, as memory modules are sold")
+    if "trainable" in settings:
+        settings["trainable"] = _trainable(settings["trainable"], model)
+    if settings.get("micro_batches") == 1:
+        settings["accumulation"] = False
+    if options.hsdp:
+        settings |= {"fsdp": True, "replicas": _replicas_of_nodes(settings)}
+    settings.setdefault("sequence", min(Question.sequence, model.longest or Question.sequence))
+    settings["fabric"] = _fabric(options, machine.profile.name if machine.gpu else "")
+    return Question(model, machine.profile, machine.device_bytes, **settings), notes
 
 
 def _model(options: argparse.Namespace) -> Transformer:
@@ -129,32 +112,28 @@ def _model(options: argparse.Namespace) -> Transformer:
     return Transformer.load(config_path(options.config))
 
 
-def _trainable(text: str | None, model: Transformer) -> float:
+def _trainable(text: str, model: Transformer) -> float:
     """The share of the parameters that is trained. Raises ValueError for what is not in (0, 1]."""
-    if text is None:
-        return 1.0
     is_share = text.strip().endswith("%")
-    share = _positive(text.strip().removesuffix("%")) / 100 if is_share else parse_count(text) / model.numel
+    share = parse_positive(text.strip().removesuffix("%")) / 100 if is_share else parse_count(text) / model.numel
     if share > 1:
         raise ValueError(f"--trainable {text} is more than the model's {format_count(model.numel)} parameters")
     return share
 
 
-def _replicas(options: argparse.Namespace) -> int:
-    """Of the model. Raises ValueError for options that contradict each other."""
-    if not options.hsdp:
-        return int(options.replicas or 1)
-    if options.replicas is not None:
+def _replicas_of_nodes(settings: dict[str, int]) -> int:
+    """One on each of several nodes. Raises ValueError for options that contradict that."""
+    if "replicas" in settings:
         raise ValueError(
-            f"--hsdp keeps a replica of the model on each node, found --replicas {options.replicas} as "
+            f"--hsdp keeps a replica of the model on each node, found --replicas {settings['replicas']} as "
             "well; choose one of them"
         )
-    if options.nodes < 2:
+    if settings.get("nodes", 1) < 2:
         raise ValueError(
             "--hsdp keeps a replica of the model on each of several nodes, found 1 node; add --nodes, "
             "or choose --fsdp, with --replicas N for replicas within a node"
         )
-    return int(options.nodes)
+    return settings["nodes"]
 
 
 def _fabric(options: argparse.Namespace, machine: str) -> Fabric:
@@ -173,117 +152,34 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> _Parser:
+    """Options about the model, the machine and the output; those of `Question` are added to them."""
     parser = _Parser(
         prog="python -m perfmodel",
         description="What fits on which machine, how long it takes there, and what more would buy. Nothing is run.",
     )
     model = parser.add_argument_group("the model")
-    model.add_argument(
-        "config",
-        nargs="?",
-        metavar="CONFIG",
-        help="a Hugging Face config.json, or a name whose configuration is in the cache: meta-llama/Llama-3.1-8B",
-    )
-    model.add_argument("--params", type=_by(parse_count), metavar="N", help="parameters instead: 7e9, 7B, 350M")
-    model.add_argument("--dtype", choices=VALUE_BYTES, default="bf16", help="of parameters and gradients")
+    config = "a Hugging Face config.json, or a name whose configuration is in the cache: meta-llama/Llama-3.1-8B"
+    model.add_argument("config", nargs="?", metavar="CONFIG", help=config)
+    model.add_argument("--params", type=parse_count, metavar="N", help="parameters instead: 7e9, 7B, 350M")
     machine = parser.add_argument_group("the machine")
-    machine.add_argument(
-        "--machine",
-        default=UNKNOWN,
-        metavar="NAME|PROFILE",
-        help=f"{', '.join((*ALIASES, *CARDS, *GPUS))}, or a calibrated profile",
-    )
-    machine.add_argument("--gpu", type=_by(parse_memory), metavar="SIZE", help="memory of one GPU: 24GB, 23.6GiB")
-    machine.add_argument("--host", type=_by(parse_memory), metavar="SIZE", help="memory of each node: 128GB")
-    machine.add_argument(
-        "--ranks", type=_by(parse_count), default=1, metavar="N", help="GPUs of the whole job, data-parallel"
-    )
-    machine.add_argument(
-        "--nodes", type=_by(parse_count), default=1, metavar="N", help="hosts that share the ranks equally"
-    )
-    machine.add_argument(
-        "--interconnect", type=_by(parse_rate), metavar="RATE", help="of each GPU within its node, one way: 450GB"
-    )
-    machine.add_argument(
-        "--network", type=_by(parse_rate), metavar="RATE", help="of each node, all adapters, one way: 400Gb"
-    )
-    machine.add_argument(
-        "--tflops", type=_positive, metavar="X", help="that forward and backward reach, instead of a data sheet's share"
-    )
-    machine.add_argument(
-        "--utilisation", type=_share, metavar="X", help=f"share of the peak that is reached (assumed: {UTILISATION})"
-    )
-    machine.add_argument(
-        "--reserved",
-        type=_by(lambda text: 0 if text.strip() == "0" else parse_bytes(text)),
-        default=DEFAULT_RESERVED,
-        metavar="SIZE",
-        help="GPU memory for CUDA and fragmentation (assumed: 1GiB)",
-    )
-    machine.add_argument(
-        "--host-reserved",
-        type=_by(lambda text: 0 if text.strip() == "0" else parse_bytes(text)),
-        metavar="SIZE",
-        help="host memory for the system and the processes of a node (assumed: 4GiB and 2GiB for each rank)",
-    )
+    names = f"{', '.join((*ALIASES, *CARDS, *GPUS))}, or a calibrated profile"
+    machine.add_argument("--machine", default=UNKNOWN, metavar="NAME|PROFILE", help=names)
+    reached = "that forward and backward reach, instead of a data sheet's share"
+    share = f"share of the peak that is reached (assumed: {UTILISATION})"
+    for name, parse, metavar, text in (
+        ("gpu", parse_memory, "SIZE", "memory of one GPU: 24GB, 23.6GiB"),
+        ("host", parse_memory, "SIZE", "memory of each node: 128GB"),
+        ("interconnect", parse_rate, "RATE", "of each GPU within its node, one way: 450GB"),
+        ("network", parse_rate, "RATE", "of each node, all adapters, one way: 400Gb"),
+        ("tflops", parse_positive, "X", reached),
+        ("utilisation", parse_share, "X", share),
+    ):
+        machine.add_argument(f"--{name}", type=parse, metavar=metavar, help=text)
     training = parser.add_argument_group("training")
-    training.add_argument("--batch", type=_by(parse_count), default=1, metavar="N", help="sequences per GPU")
-    training.add_argument("--seq", type=_by(parse_count), metavar="N", help="tokens per sequence (2048)")
-    training.add_argument("--checkpointing", action="store_true", help="recompute each block's activations")
-    training.add_argument("--eager-attention", action="store_true", help="attention keeps its matrices")
-    training.add_argument("--fused-loss", action="store_true", help="never all logits: Liger's linear cross-entropy")
-    training.add_argument("--offload-gradients", action="store_true", help="DOSAdam(offload_gradients=True)")
     steps = training.add_mutually_exclusive_group()
-    steps.add_argument(
-        "--accumulation", type=_by(parse_count), metavar="N", help="micro-batches of each step, of which times are"
-    )
-    steps.add_argument("--no-accumulation", action="store_true", help="one micro-batch in each step")
-    training.add_argument("--trainable", metavar="N|SHARE", help="parameters that are not frozen: 40M, 0.5%%")
-    formats = [name for name in STATE_FORMATS if name is not None]
-    training.add_argument("--state-format", choices=formats, help="DOSAdam(state_format=...)")
-    training.add_argument(
-        "--zero", type=int, choices=range(4), default=0, help="ZeRO stage that divides over the ranks (0: none)"
-    )
-    training.add_argument("--fsdp", action="store_true", help="FSDP2 divides the model over the ranks")
+    add_options({"model": model, "machine": machine, "training": training, "steps": steps})
     training.add_argument("--hsdp", action="store_true", help="FSDP2 with a replica of the model on each node")
-    training.add_argument(
-        "--replicas", type=_by(parse_count), metavar="N", help="of the model with --fsdp (1); --hsdp: as many as nodes"
-    )
-    training.add_argument("--offload-parameters", action="store_true", help="FSDP2's CPUOffloadPolicy")
-    training.add_argument(
-        "--subgroup-size", type=_by(parse_count), default=0, metavar="N", help="parameters (as DOSAdam chooses)"
-    )
-    training.add_argument("--no-attach", action="store_true", help="step() waits for its updates")
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="one JSON object")
     output.add_argument("--plot", type=Path, metavar="FILE", help="also a picture")
     return parser
-
-
-def _by(parse: Callable[[str], T]) -> Callable[[str], T]:
-    """A `type=` for argparse that keeps the parser's message."""
-
-    def convert(text: str) -> T:
-        try:
-            return parse(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return convert
-
-
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 1e-6 <= value <= 1e9:
-        raise argparse.ArgumentTypeError(f"expected a number above 0 (1e-6 to 1e9), found {text!r}")
-    return value
-
-
-def _share(text: str) -> float:
-    value = _positive(text)
-    if value > 1:
-        raise argparse.ArgumentTypeError(f"expected a number in (0, 1], found {text!r}")
-    return value

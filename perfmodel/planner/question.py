@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from dataclasses import dataclass
+from argparse import SUPPRESS
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
-from perfmodel.format import Format, format_of
+from perfmodel.format import STATE_FORMATS, Format, format_of
 from perfmodel.hardware import HardwareProfile
 from perfmodel.planner.fabric import PCIE, Fabric
 from perfmodel.planner.layout import Layout
 from perfmodel.planner.transformer import Transformer
-from perfmodel.planner.units import format_bytes, format_count
+from perfmodel.planner.units import format_bytes, format_count, parse_bytes_or_0, parse_count
 from perfmodel.subgroups import automatic_subgroup_size
 
 VALUE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -27,31 +31,41 @@ MAX_SUBGROUPS = 5_000
 """More would take longer to plan than a planner's user wants to wait."""
 
 
+def option(default: Any, text: str, metavar: str | None = None, *, group: str = "training", **argument: Any) -> Any:
+    """A field that is also an option of the command, which is said only here.
+
+    text: its help. group: of options it stands with. argument: what else `argparse.add_argument` takes.
+    """
+    if argument.get("type") in (parse_count, parse_bytes_or_0):
+        metavar = metavar or ("N" if argument["type"] is parse_count else "SIZE")
+    if metavar:
+        argument["metavar"] = metavar
+    return field(default=default, metadata={"group": group, "argument": {"help": text, **argument}})
+
+
+def add_options(groups: Mapping[str, Any]) -> None:
+    """Add each option to its group: `--name` and its value, or a flag. What is not given is not set."""
+    for each in dataclasses.fields(Question):
+        if "group" not in each.metadata:
+            continue
+        argument = dict(each.metadata["argument"])
+        name = argument.pop("flag", each.name.replace("_", "-"))
+        if isinstance(each.default, bool):
+            argument["action"] = "store_false" if each.default else "store_true"
+            name = f"no-{name}" if each.default else name
+        groups[each.metadata["group"]].add_argument(f"--{name}", dest=each.name, default=SUPPRESS, **argument)
+
+
 @dataclass(frozen=True)
 class Question:
-    """What is to be trained, how, and on what. Sizes in bytes, of one rank's device and of a whole host.
+    """What is to be trained, how, and on what; each option of the command says what it is.
 
-    profile: of the machine; its ranks_per_host is replaced by the ranks of a node.
-    host_bytes: of each node; None if it is not known.
-    dtype: of parameters and gradients: bf16, fp16 or fp32.
-    batch, sequence: sequences per rank and iteration, and tokens in each.
-    chosen_size: subgroup_size as given to DOSAdam; 0: as it chooses.
-    ranks: of the whole job, one device each, data-parallel.
-    zero: stage of ZeRO (Rajbhandari et al. 2020): 1 divides optimizer state over the ranks, 2 gradients too, 3 weights.
-    reserved: device memory that is not the model's.
-    attach: whether updates run on into the next forward (`optimizer.attach(model)`).
-    flops_rate: FLOP/s that forward and backward reach; None if not known.
-    offload_gradients: as given to DOSAdam.
-    state_format: as given to DOSAdam.
+    model: with all its parameters. profile: of the machine; its ranks_per_host is replaced by the ranks of a node.
+    device_bytes: of one rank's device. host_bytes: of each node; None if it is not known.
+    trainable: share of the parameters.
     accumulation: whether a step has several micro-batches, whose gradients add up and so are there all the time.
-    micro_batches: of a step, of which times are.
-    trainable: share of the parameters; the others are frozen, as with LoRA.
-    host_reserved: bytes of a node's memory that are not DOSAdam's; None: SYSTEM_BYTES and PROCESS_BYTES for each rank.
-    fused_loss: whether the loss never has all logits, as `Transformer.logit_bytes` counts it.
-    nodes: over which the ranks are divided equally.
-    fsdp: whether FSDP2 (`fully_shard`) divides the model; replicas: into as many copies (HSDP).
-    offload_parameters: whether its CPUOffloadPolicy keeps parameters and gradients on the host.
-    fabric: how GPUs reach one another.
+    flops_rate: FLOP/s that forward and backward reach; None if not known.
+    replicas: of the model, as FSDP2 divides it (HSDP). fabric: how GPUs reach one another.
 
     Raises ValueError for what cannot be.
     """
@@ -60,28 +74,44 @@ class Question:
     profile: HardwareProfile
     device_bytes: int
     host_bytes: int | None = None
-    dtype: str = "bf16"
-    batch: int = 1
-    sequence: int = 2048
-    checkpointing: bool = False
-    eager_attention: bool = False
-    ranks: int = 1
-    zero: int = 0
-    chosen_size: int = 0
-    reserved: int = DEFAULT_RESERVED
-    attach: bool = True
+    dtype: str = option("bf16", "of parameters and gradients", group="model", choices=VALUE_BYTES)
+    batch: int = option(1, "sequences per GPU and micro-batch", type=parse_count)
+    sequence: int = option(
+        2048, "tokens per sequence (2048, or the longest that the model takes)", flag="seq", type=parse_count
+    )
+    checkpointing: bool = option(False, "recompute each block's activations")
+    eager_attention: bool = option(False, "attention keeps its matrices")
+    ranks: int = option(1, "GPUs of the whole job, data-parallel", group="machine", type=parse_count)
+    zero: int = option(0, "ZeRO stage that divides over the ranks (0: none)", type=int, choices=range(4))
+    chosen_size: int = option(0, "parameters (as DOSAdam chooses)", flag="subgroup-size", type=parse_count)
+    reserved: int = option(
+        DEFAULT_RESERVED,
+        "GPU memory for CUDA and fragmentation (assumed: 1GiB)",
+        group="machine",
+        type=parse_bytes_or_0,
+    )
+    attach: bool = option(True, "step() waits for its updates")
     flops_rate: float | None = None
-    offload_gradients: bool = False
-    state_format: str | None = None
-    accumulation: bool = True
-    micro_batches: int = 1
-    trainable: float = 1.0
-    host_reserved: int | None = None
-    fused_loss: bool = False
-    nodes: int = 1
-    fsdp: bool = False
-    replicas: int = 1
-    offload_parameters: bool = False
+    offload_gradients: bool = option(False, "DOSAdam(offload_gradients=True)")
+    state_format: str | None = option(
+        None, "DOSAdam(state_format=...)", choices=[name for name in STATE_FORMATS if name]
+    )
+    accumulation: bool = option(True, "one micro-batch in each step", group="steps")
+    micro_batches: int = option(
+        1, "micro-batches of each step, of which times are", flag="accumulation", group="steps", type=parse_count
+    )
+    trainable: float = option(1.0, "parameters that are not frozen: 40M, 0.5%%", "N|SHARE")
+    host_reserved: int | None = option(
+        None,
+        "host memory for the system and the processes of a node (assumed: 4GiB and 2GiB for each rank)",
+        group="machine",
+        type=parse_bytes_or_0,
+    )
+    fused_loss: bool = option(False, "never all logits: Liger's linear cross-entropy")
+    nodes: int = option(1, "hosts that share the ranks equally", group="machine", type=parse_count)
+    fsdp: bool = option(False, "FSDP2 divides the model over the ranks")
+    replicas: int = option(1, "of the model with --fsdp (1); --hsdp: as many as nodes", type=parse_count)
+    offload_parameters: bool = option(False, "FSDP2's CPUOffloadPolicy")
     fabric: Fabric = PCIE
 
     def __post_init__(self) -> None:

@@ -1,284 +1,230 @@
-"""The planner's answer as text for people."""
+"""The planner's answer as text for people: what `--json` prints, in sentences and tables of the same names."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from perfmodel.format import INT8
-from perfmodel.plan import Placement
-from perfmodel.planner.advise import Advice
-from perfmodel.planner.jobtext import job_assumptions, job_headline, job_tables
-from perfmodel.planner.outcome import CPU_ONLY, FUSED, Outcome
-from perfmodel.planner.question import MARGIN
-from perfmodel.planner.situation import Situation
-from perfmodel.planner.tables import new_table
+from perfmodel.planner.outcome import CPU_ONLY, FUSED
 from perfmodel.planner.units import format_bytes, format_count, format_seconds
-from perfmodel.planner.whatif import Effect, Remedy
+
+Answer = Mapping[str, Any]
 
 EFFECTS = {
-    Effect.NOTHING: "",
-    Effect.MACHINE: "",
-    Effect.ROUNDING: "; moments in 8 bits give other results than AdamW's",
-    Effect.TRAINING: "; this changes the training, for a step then has another batch",
+    "rounding": "; moments in 8 bits give other results than AdamW's",
+    "training": "; this changes the training, for a step then has another batch",
 }
+"""What a remedy changes besides memory and time."""
 LARGE_CHANGE = 0.005
 """Shares of the time below this are shown as no change."""
+NEARLY = 0.9
+"""A resource that works for this share of the iteration or more leaves little to gain elsewhere."""
+MEMORY = {
+    "weights": "weights",
+    "gradients": "gradients",
+    "gathered": "weights gathered",
+    "model": "parameters and gradients",
+    "activations": "activations when backward begins",
+    "logits": "logits and their loss",
+    "block": "one block at work",
+    "reserved": "CUDA; a node's system",
+    "peak": "peak without optimizer state",
+    "master": "optimizer state: master weights",
+    "moments": "optimizer state: moments",
+    "gradient_staging": "staging of gradients",
+    "parameter_staging": "staging of parameters",
+    "accumulated": "gradients accumulated",
+    "resident_state": "state resident beside the peak",
+    "per_rank": "needed by a rank",
+    "per_node": "needed by a node",
+    "total": "there is",
+    "available": "there is on a node",
+    "all_resident_total": "for all state on the GPU",
+}
+"""Rows of memory by their keys in the answer's device and host."""
+FORMATS: dict[str, Callable[[Any], str]] = {
+    **dict.fromkeys(("GPU", "host", "bytes"), format_bytes),
+    **dict.fromkeys(("seconds", "update", "iteration", "exposed"), format_seconds),
+    **dict.fromkeys(("share", "CPU", "streamed", "resident"), "{:.0%}".format),
+    "change": lambda share: f"{share:+.0%}" if abs(share) >= LARGE_CHANGE else "same",
+}
+"""How the columns of tables are written; others as they are, with commas in numbers."""
 
 
-def assumptions(advice: Advice) -> list[str]:
-    """What the figures rest on that was not given, a line each, beside what is assumed of the machine."""
-    situation, question = advice.situation, advice.situation.question
-    lines = [question.model.assumed] if question.model.assumed else []
-    flops = sum(question.model.flops(1, checkpointing=question.checkpointing, trainable=question.trainable))
-    lines.append(f"{flops / question.model.numel:.3g} operations per parameter and token")
-    lines += job_assumptions(advice)
-    lines.append(
-        f"{format_bytes(question.reserved)} of GPU memory for CUDA and fragmentation (--reserved); "
-        f"{MARGIN:.0%} that DOSAdam leaves alone"
-    )
-    lines.append("activations of fused kernels, gradients None before forward: zero_grad() as it is by default")
-    lines.append(_accumulation(advice.situation))
-    if question.attach:
-        lines.append("updates run on into the next forward: optimizer.attach(model)")
-    if question.state_format == INT8:
-        lines.append("moments in 8 bits: other results than AdamW's (docs/formats.md)")
-    if question.trainable < 1:
-        lines.append(f"{format_count(question.trained)} parameters are trained, the others frozen (--trainable)")
-    if question.host_bytes is not None:
-        lines.append(
-            f"{format_bytes(situation.host_reserved)} of each node's memory for the system and the processes "
-            "(--host-reserved)"
-        )
-    return lines
-
-
-def _accumulation(situation: Situation) -> str:
-    """What is assumed about the micro-batches of a step, and what the other assumption would give."""
-    question = situation.question
-    if not question.accumulation:
-        return "one micro-batch in each step (--no-accumulation), so gradients come as activations go"
-    text = "gradient accumulation: steps of several micro-batches, whose gradients "
-    if question.offload_gradients:
-        text += "add up on the host, in float32"
-    elif question.offload_parameters:
-        text += "add up on the host"
-    else:
-        text += "stay beside the next one's activations"
-    peak = situation.device.peak
-    less = f", and a peak of {format_bytes(peak)}" if peak < situation.peak else ""
-    times = "one (--accumulation N)" if question.micro_batches == 1 else f"{question.micro_batches}"
-    return f"{text} (--no-accumulation: one{less}); times are of a step with {times}"
-
-
-def show(advice: Advice, notes: list[str], console: Console) -> None:
+def show(answer: Answer) -> None:
     """Print the answer."""
-    for line in headline(advice):
+    console = Console(markup=False)
+    for line in _headline(answer):
         console.print(line, highlight=False, soft_wrap=True)
-    console.print(_memory(advice))
-    if advice.situation.job.has_communication:
-        for table in job_tables(advice):
-            console.print(table)
-    if advice.situation.fits:
-        console.print(_times(advice))
-    if advice.levers:
-        console.print(_what_if(advice))
+    for table in _tables(answer):
+        console.print(table)
     console.print("Assumed:", style="dim")
-    for note in notes:
+    for note in answer["assumptions"]:
         console.print(f"  {note}", style="dim", highlight=False, soft_wrap=True)
 
 
-def headline(advice: Advice) -> Iterator[str]:
+def _headline(answer: Answer) -> Iterator[str]:
     """The answer in a few sentences."""
-    situation, question, best = advice.situation, advice.situation.question, advice.best
-    ranks = f" on {question.ranks} GPUs" if question.ranks > 1 else ""
-    if question.nodes > 1:
-        ranks += f" of {question.nodes} nodes"
-    what = f"{format_count(question.model.numel)} parameters in {question.dtype}{ranks}, {situation.profile.name}"
-    if question.zero in (1, 2) and question.ranks > 1:
+    job, settings, device, host = answer["job"], answer["settings"], answer["device"], answer["host"]
+    ranks = f" on {job['ranks']} GPUs" if job["ranks"] > 1 else ""
+    ranks += f" of {job['nodes']} nodes" if job["nodes"] > 1 else ""
+    parameters = format_count(answer["model"]["numel"])
+    what = f"{parameters} parameters in {settings['dtype']}{ranks}, {answer['machine']['name']}"
+    if settings["zero"] in (1, 2) and job["ranks"] > 1:
         yield (
             "DOSAdam's state is divided over GPUs with the parameters (--fsdp). With --zero 1 or 2 something else must "
             "divide it, into plain tensors. That is not tested."
         )
-    if not situation.fits_device:
+    if not device["fits"]:
         yield (
-            f"{what}: DOES NOT FIT. Without any optimizer state the GPU needs {format_bytes(situation.peak)}, "
-            f"{format_bytes(situation.peak - question.device_bytes)} more than it has."
+            f"{what}: DOES NOT FIT. Without any optimizer state the GPU needs {format_bytes(device['peak'])}, "
+            f"{format_bytes(device['peak'] - device['total'])} more than it has."
         )
-    if not situation.fits_host:
-        needed, there = situation.host_needed, (question.host_bytes or 0) - situation.host_reserved
-        each = " on each node" if question.nodes > 1 else ""
+    if not host["fits"]:
+        on_host = "Parameters, gradients and optimizer state" if host["model"] else "Optimizer state and staging"
+        missing = host["per_node"] + host["reserved"] - host["available"]
         yield (
-            f"{what}: DOES NOT FIT. {_on_host(situation)} need {format_bytes(needed)} of host memory{each}, "
-            f"{format_bytes(needed - there)} more than there is beside the {format_bytes(situation.host_reserved)} of "
-            "the system and the processes."
+            f"{what}: DOES NOT FIT. {on_host} need {format_bytes(host['per_node'])} of host memory"
+            f"{' on each node' if job['nodes'] > 1 else ''}, {format_bytes(missing)} more than there is beside the "
+            f"{format_bytes(host['reserved'])} of the system and the processes."
         )
-    if not situation.fits and advice.alternative is not None:
-        yield f"The state of {advice.alternative.policy} fits on the GPU, which needs none of that on the host."
-    for remedy in advice.remedies:
-        yield _remedy(remedy)
-    if situation.fits:
-        share = 1.0 if situation.all_resident else best.shares[Placement.GPU_RESIDENT]
+    if not answer["fits"] and answer["alternative"]:
+        yield f"The state of {answer['alternative']['policy']} fits on the GPU, which needs none of that on the host."
+    for remedy in answer["remedies"]:
+        takes = f"; an iteration takes {format_seconds(remedy['iteration_s'])}" if remedy["iteration_s"] else ""
+        yield (
+            f"It fits {remedy['change']}: the GPU then needs {format_bytes(remedy['device_peak'])}, the host "
+            f"{format_bytes(remedy['host_per_node'])}{takes}{EFFECTS.get(remedy['effect'], '')}."
+        )
+    if answer["fits"]:
+        all_resident = device["room_for_state"] >= device["state"]
+        share = 1.0 if all_resident else device["resident_state"] / device["state"]
         where = f"{share:.0%} of the optimizer state can stay on the GPU"
-        if question.offload_parameters:
+        if settings["offload_parameters"]:
             where = "parameters, gradients and optimizer state are on the host"
         yield f"{what}: fits; {where}."
-        yield from _expected(advice)
-        yield from job_headline(advice)
-    if advice.largest_batch or advice.largest_sequence:
-        yield _largest_input(advice)
-    if advice.largest:
-        most = format_count(advice.largest)
-        yield f"The largest model of the usual shape that fits with these settings: about {most} parameters."
+        yield from _expected(answer)
+    yield from _largest(answer)
+
+
+def _expected(answer: Answer) -> Iterator[str]:
+    """How long it takes, beside the best of the other policies, and what limits the update and the job."""
+    job, bound, best = answer["job"], answer["bound"], answer["policies"][-1]
+    seconds = {row["policy"]: row[_timed(answer)] for row in answer["policies"] if row["fits"]}
+    takes = f"An {_timed(answer)[:-2]} takes {format_seconds(best[_timed(answer)])}"
+    if (other := answer["alternative"]) is None:
+        yield f"{takes}; parameters are updated in place on the host."
+    else:
+        compared = f"{_times_as_fast(other['speedup'])} the best of the others that fit ({other['policy']})"
+        if other["policy"] != CPU_ONLY:
+            compared += f", {_times_as_fast(seconds[CPU_ONLY] / best[_timed(answer)])} {CPU_ONLY}"
+        yield f'{takes} with policy="adaptive", {compared}.'
+        limit = f"What limits the update is {bound['binding']}, to {format_seconds(bound['update_s'])} at least"
+        if best["iteration_s"] and best["exposed_s"] < 0.05 * best["iteration_s"]:
+            limit += "; nearly all of it hides behind forward and backward, which limit the iteration"
+        yield f"{limit}."
+        if FUSED in seconds:
+            yield "All of AdamW's state fits on the GPU as it is: DOSAdam gains nothing until memory is short."
+    if job["tokens_per_s"] is not None:
+        tokens = f"{job['tokens_per_s']:,.0f} tokens/s"
+        if job["ranks"] > 1:
+            tokens += f" of the job, {job['tokens_per_s_per_gpu']:,.0f} per GPU"
+        share = job["busy_s"][job["limit"]] / best["iteration_s"]
+        waits = "" if share >= NEARLY else "; for the rest one waits for another"
+        yield f"{tokens}. What limits the job is {job['limit']}, at work for {share:.0%} of the iteration{waits}."
+
+
+def _largest(answer: Answer) -> Iterator[str]:
+    """The largest batch and sequence of this model, each with the other as it is, and the largest model."""
+    settings, batch, sequence = answer["settings"], answer["largest_batch"], answer["largest_sequence"]
+    if batch or sequence:
+        whole = " (the longest it takes)" if sequence == answer["model"]["longest"] else ""
+        each = " per GPU" if settings["ranks"] > 1 else ""
+        yield (
+            f"The largest batch that fits{each}: {batch:,} x {settings['sequence']:,} tokens or "
+            f"{settings['batch']:,} x {sequence:,} tokens{whole}."
+        )
+    if answer["largest_parameters"]:
+        numel = format_count(answer["largest_parameters"])
+        yield f"The largest model of the usual shape that fits with these settings: about {numel} parameters."
     else:
         yield "With these settings no model fits: lower --batch or --seq."
 
 
-def _expected(advice: Advice) -> Iterator[str]:
-    """How long it takes, beside the best of the other policies, and what limits the update."""
-    best, other = advice.best, advice.alternative
-    unit = "update" if best.iteration_s is None else "iteration"
-    takes = f"An {unit} takes {format_seconds(best.seconds)}"
-    if other is None:
-        yield f"{takes}; parameters are updated in place on the host."
-        return
-    compared = f"{_times_as_fast(best, other)} the best of the others that fit ({other.policy})"
-    cpu_only = next(outcome for outcome in advice.outcomes if outcome.policy == CPU_ONLY)
-    if other is not cpu_only:
-        compared += f", {_times_as_fast(best, cpu_only)} {CPU_ONLY}"
-    yield f'{takes} with policy="adaptive", {compared}. {_bottleneck(advice)}'
-    if any(outcome.policy == FUSED and outcome.fits for outcome in advice.outcomes):
-        yield "All of AdamW's state fits on the GPU as it is: DOSAdam gains nothing until memory is short."
-
-
-def _largest_input(advice: Advice) -> str:
-    """The largest batch and sequence of this model, each with the other as it is."""
-    question = advice.situation.question
-    whole = " (the longest it takes)" if advice.largest_sequence == question.model.longest else ""
-    many = "s" if advice.largest_batch != 1 else ""
-    batch = f"{advice.largest_batch:,} sequence{many} of {question.sequence:,} tokens" if advice.largest_batch else ""
-    tokens = f"{question.batch:,} of {advice.largest_sequence:,} tokens{whole}" if advice.largest_sequence else ""
-    each = " per GPU" if question.ranks > 1 else ""
-    return f"The largest batch that fits{each}: {' or '.join(filter(None, (batch, tokens)))}."
-
-
-def _times_as_fast(best: Outcome, other: Outcome) -> str:
-    ratio = other.seconds / best.seconds
-    return "as fast as" if abs(ratio - 1) < LARGE_CHANGE else f"{ratio:.2f}x as fast as"
-
-
-def _on_host(situation: Situation) -> str:
-    return "Parameters, gradients and optimizer state" if situation.host_model else "Optimizer state and staging"
-
-
-def _remedy(remedy: Remedy) -> str:
-    situation, change = remedy.situation, remedy.change
-    device, host = format_bytes(situation.peak), format_bytes(situation.host_needed)
-    seconds = remedy.outcome.iteration_s
-    takes = "" if seconds is None else f"; an iteration takes {format_seconds(seconds)}"
-    return f"It fits {change}: the GPU then needs {device}, the host {host}{takes}{EFFECTS[remedy.effect]}."
-
-
-def _bottleneck(advice: Advice) -> str:
-    best, bound = advice.best, advice.bound
-    if bound is None or best.update_s is None:
-        return ""
-    text = f"What limits the update is {bound.binding}, to {format_seconds(bound.seconds)} at least"
-    if best.exposed_s is not None and best.iteration_s and best.exposed_s < 0.05 * best.iteration_s:
-        text += "; nearly all of it hides behind forward and backward, which limit the iteration"
-    return text + "."
-
-
-def _memory(advice: Advice) -> Table:
-    situation, question = advice.situation, advice.situation.question
-    device, host, ranks = situation.device, situation.host, question.layout.per_node
-    title = "Where things are" + (", one rank" if question.ranks > 1 else "")
-    table = new_table(title, "", "GPU", "host", "bytes on the host")
-    resident = advice.resident_bytes
-    peak = "peak: activations beside gradients" if question.accumulation else "peak: gradients replace activations"
-    rows: list[tuple[str, int | None, int | None]] = [
-        ("weights", device.weights, situation.host_model // 2),
-        ("gradients", device.gradients, situation.host_model // 2),
-        ("weights gathered", device.gathered, None),
-        ("activations when backward begins", device.activations, None),
-        ("logits and their loss", device.logits, None),
-        ("one block at work", device.block, None),
-        ("CUDA, fragmentation", device.reserved, None),
-        (peak, situation.peak, None),
-        ("optimizer state: master weights", None, host.master),
-        ("optimizer state: moments", None, host.moments),
-        ("staging of gradients", None, host.gradient_staging),
-        ("staging of parameters", None, host.parameter_staging),
-        ("gradients accumulated", None, host.accumulated),
-    ]
-    for name, on_device, on_host in rows:
+def _tables(answer: Answer) -> Iterator[Table]:
+    """Memory; communication, if there is any; times of what fits; what would help."""
+    job, device, host, timed = answer["job"], answer["device"], answer["host"], _timed(answer)
+    *_, best = policies = answer["policies"]
+    table = _table("Memory" + (" of one rank" if job["ranks"] > 1 else ""), "", "GPU", "host", "bytes on the host")
+    for key, name in MEMORY.items():
+        on_device, on_host = device.get(key) or None, host.get(key) or None
         if on_device or on_host:
-            table.add_row(
-                name,
-                format_bytes(on_device) if on_device else "",
-                format_bytes(on_host) if on_host else "",
-                f"{on_host:,}" if on_host else "",
-            )
-    table.add_section()
-    if not situation.host_model:
-        table.add_row("state resident beside it", format_bytes(resident), "", "")
-    table.add_row("needed", format_bytes(situation.peak + resident), *_both(situation.host_per_rank))
-    if ranks > 1:
-        of = "of a node" if question.nodes > 1 else ""
-        table.add_row(f"needed by {ranks} ranks {of}".rstrip(), "", *_both(situation.host_needed))
-    there = "not given" if question.host_bytes is None else format_bytes(question.host_bytes)
-    if question.host_bytes is not None:
-        table.add_row("system and processes of a node", "", *_both(situation.host_reserved))
-    table.add_row("there is", format_bytes(question.device_bytes), there, "")
-    if advice.all_resident_bytes is not None:
-        table.add_row("for all state on the GPU", format_bytes(advice.all_resident_bytes), "", "")
+            _add(table, name, on_device, on_host, on_host)
+    yield table
+
+    table = _table("What each GPU sends and receives in an iteration", "", "nodes", "bytes", "seconds")
+    for each in job["collectives"]:
+        over = each["over"].removesuffix(" nodes")
+        _add(table, f"{each['what']}, {each['part']}", over, each["bytes"], each["seconds"])
+    for what, way in (("weights, forward", "h2d"), ("weights, backward", "h2d"), ("gradients, backward", "d2h")):
+        if copied := job["copied_bytes"]:
+            _add(table, f"copies of {what}", None, copied, copied / answer["machine"][f"{way}_bandwidth"])
+    if job["exposed_communication_s"] is not None:
+        table.caption = f"Of that {format_seconds(job['exposed_communication_s'])} are not hidden behind compute."
+    if table.rows:
+        yield table
+
+    if job["busy_s"]:
+        table = _table("At work in an iteration", "", "seconds", "share")
+        for resource, seconds in sorted(job["busy_s"].items(), key=lambda item: -item[1]):
+            _add(table, resource, seconds, seconds / best["iteration_s"])
+        yield table
+
+    if answer["fits"]:
+        table = _table("Expected times", "policy", "update", "iteration", "exposed", "CPU", "streamed", "resident")
+        for row in policies:
+            update = row["update_s"] if row["fits"] else "does not fit"
+            _add(table, row["policy"], update, row["iteration_s"], row["exposed_s"], *row["shares"].values())
+        if answer["bound"]:
+            _add(table, "bound of any plan", answer["bound"]["update_s"])
+        yield table
+
+    if answer["levers"]:
+        table = _table("What would help (adaptive, planned anew)", "", timed[:-2], "change", "largest batch")
+        for row in answer["levers"]:
+            change = row[timed] / best[timed] - 1 if best["fits"] else "fits"
+            _add(table, row["change"], row[timed], change, row["largest_batch"])
+        size = format_count(answer["settings"]["subgroup_size"])
+        table.caption = f"GPU memory counts in whole subgroups, of {size} parameters here."
+        yield table
+
+
+def _table(title: str, *columns: str) -> Table:
+    """An empty table; all columns but the first are numbers."""
+    table = Table(title=title, title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD)
+    table.pad_edge, table.collapse_padding = False, True
+    for name in columns:
+        table.add_column(name, justify="left" if name == columns[0] else "right", no_wrap=True)
     return table
 
 
-def _both(nbytes: int) -> tuple[str, str]:
-    """A size for people, and to the byte."""
-    return format_bytes(nbytes), f"{nbytes:,}"
+def _add(table: Table, *values: Any) -> None:
+    """A row, each value as its column's name says what it is; None and nothing stay empty."""
+    cells = []
+    for column, value in zip(table.columns, values, strict=False):
+        written = FORMATS.get(str(column.header), "{:,}".format)
+        cells.append(value if isinstance(value, str) else written(value) if value is not None else "")
+    table.add_row(*cells)
 
 
-def _times(advice: Advice) -> Table:
-    training_s = advice.situation.training_s
-    title = "Expected times"
-    if training_s is not None:
-        beside = " with what is exchanged" if advice.situation.job.has_communication else ""
-        title += f"; forward and backward alone{beside} {format_seconds(training_s)}"
-    table = new_table(title, "policy", "update", "iteration", "tokens/s", "CPU", "streamed", "resident")
-    question = advice.situation.question
-    tokens = question.tokens * question.micro_batches * question.ranks
-    for outcome in advice.outcomes:
-        if outcome.update_s is None:
-            table.add_row(outcome.policy, "does not fit", style="dim")
-            continue
-        table.add_row(
-            outcome.policy,
-            format_seconds(outcome.update_s),
-            "not known" if outcome.iteration_s is None else format_seconds(outcome.iteration_s),
-            "" if outcome.iteration_s is None else f"{tokens / outcome.iteration_s:,.0f}",
-            *(f"{outcome.shares[p]:.0%}" for p in Placement),
-            style="bold" if outcome is advice.best else None,
-        )
-    if advice.bound is not None:
-        table.add_row("bound of any plan", format_seconds(advice.bound.seconds), style="dim")
-    return table
+def _timed(answer: Answer) -> str:
+    """What is timed, as a key of each outcome: the update, if that is all that is known."""
+    return "update_s" if answer["compute_s"] is None else "iteration_s"
 
 
-def _what_if(advice: Advice) -> Table:
-    best = advice.best
-    unit = "update" if advice.situation.compute_s is None else "iteration"
-    table = new_table("What would help (adaptive, planned anew)", "change", unit, "", "largest batch")
-    if not advice.situation.question.offload_parameters:
-        size = format_bytes(advice.situation.update_workload.slot_bytes)
-        table.caption = f"GPU memory counts in whole subgroups, of {size} of state here."
-    for lever in advice.levers:
-        seconds = lever.outcome.seconds
-        change = seconds / best.seconds - 1
-        batch = "" if lever.largest_batch is None else f"{lever.largest_batch:,}"
-        told = f"{change:+.0%}" if abs(change) >= LARGE_CHANGE else "same"
-        table.add_row(lever.change, format_seconds(seconds), told if best.fits else "fits", batch)
-    return table
+def _times_as_fast(ratio: float) -> str:
+    return "as fast as" if abs(ratio - 1) < LARGE_CHANGE else f"{ratio:.2f}x as fast as"

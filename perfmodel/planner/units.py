@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 import re
 from dataclasses import dataclass
@@ -24,6 +25,10 @@ _COUNTS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 _NUMBER = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*([a-z]*)", re.IGNORECASE)
 
 
+class UnitError(argparse.ArgumentTypeError, ValueError):
+    """A text that is no such quantity. argparse shows its message as it is."""
+
+
 def parse_bytes(text: str) -> int:
     """The bytes that `24GiB`, `80 GB`, `1.5TiB` or `25769803776` mean; 1 GB is 1000**3, 1 GiB 1024**3.
 
@@ -32,13 +37,18 @@ def parse_bytes(text: str) -> int:
     number, unit = _split(text)
     units = {name.upper(): size for name, size in _BYTES.items()}
     if unit.upper() not in units:
-        raise ValueError(f"expected a size such as 24GiB, in {', '.join(filter(None, _BYTES))}, found {text!r}")
+        raise UnitError(f"expected a size such as 24GiB, in {', '.join(filter(None, _BYTES))}, found {text!r}")
     value = number * units[unit.upper()]
     if not 1 <= value <= LARGEST:
-        raise ValueError(f"expected a size of 1 byte or more (and {LARGEST:.0e} at most), found {text!r}")
+        raise UnitError(f"expected a size of 1 byte or more (and {LARGEST:.0e} at most), found {text!r}")
     if not unit and value < 2**20:
-        raise ValueError(f"{text} would be {value:g} bytes; write the unit, such as {text.strip()}GB")
+        raise UnitError(f"{text} would be {value:g} bytes; write the unit, such as {text.strip()}GB")
     return round(value)
+
+
+def parse_bytes_or_0(text: str) -> int:
+    """As `parse_bytes`, but `0` is a size, too."""
+    return 0 if text.strip() == "0" else parse_bytes(text)
 
 
 @dataclass(frozen=True)
@@ -72,10 +82,10 @@ def parse_count(text: str) -> int:
     """
     number, unit = _split(text)
     if unit.upper() not in _COUNTS:
-        raise ValueError(f"expected a number such as 7e9, 7B or 350M, found {text!r}")
+        raise UnitError(f"expected a number such as 7e9, 7B or 350M, found {text!r}")
     value = number * _COUNTS[unit.upper()]
     if not 1 <= value <= LARGEST:
-        raise ValueError(f"expected a number of 1 or more (and {LARGEST:.0e} at most), found {text!r}")
+        raise UnitError(f"expected a number of 1 or more (and {LARGEST:.0e} at most), found {text!r}")
     return round(value)
 
 
@@ -87,7 +97,26 @@ def parse_rate(text: str) -> float:
     number, unit = _split(text.strip().removesuffix("/s").removesuffix("ps"))
     value = number * _RATES.get(unit, math.nan)
     if not 1e6 / 8 <= value <= LARGEST:
-        raise ValueError(f"expected a bandwidth per second such as 400Gb (bits) or 50GB (bytes), found {text!r}")
+        raise UnitError(f"expected a bandwidth per second such as 400Gb (bits) or 50GB (bytes), found {text!r}")
+    return value
+
+
+def parse_positive(text: str) -> float:
+    """The number. Raises ValueError for anything else, and for what is not from 1e-6 to 1e9."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 1e-6 <= value <= 1e9:
+        raise UnitError(f"expected a number above 0 (1e-6 to 1e9), found {text!r}")
+    return value
+
+
+def parse_share(text: str) -> float:
+    """As `parse_positive`, and no more than 1."""
+    value = parse_positive(text)
+    if value > 1:
+        raise UnitError(f"expected a number in (0, 1], found {text!r}")
     return value
 
 

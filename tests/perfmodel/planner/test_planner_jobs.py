@@ -17,16 +17,16 @@ def test_a_job_of_several_nodes(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     assert "13B parameters in bf16 on 8 GPUs of 2 nodes, h100: fits; " in text
     assert re.search(r"[\d,]+ tokens/s of the job, [\d,]+ per GPU. What limits the job is network", text)
-    assert "needed by 4 ranks of a node" in text
-    assert re.search(r"all-gather of weights, backward +4 GPUs of a node", text)
-    assert re.search(r"all-reduce between replicas, backward +2 nodes", text)
+    assert "needed by a node" in text
+    assert re.search(r"all-gather of weights, backward +within", text)
+    assert re.search(r"all-reduce between replicas, backward +between", text)
     assert "collectives reach 40 GB/s per node between nodes: 80% of the 50 GB/s given (--network)" in text
     assert "collectives reach 360 GB/s per GPU within a node: 80% of NVLink 4 (--interconnect)" in text
     assert max(len(line.rstrip()) for line in text.splitlines() if "  " in line.strip()) <= 80, "tables fit a terminal"
     assert main([*JOB, "--fsdp", "--offload-parameters", "--host", "64GiB"]) == 0
     text = capsys.readouterr().out
     assert "DOES NOT FIT. Parameters, gradients and optimizer state need 84.8 GiB of host memory on each node" in text
-    assert "weights from the host, forward" in text
+    assert "copies of weights, forward" in text
     assert "whose gradients add up on the host (--no-accumulation: one)" in text
 
 
