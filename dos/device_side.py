@@ -179,6 +179,7 @@ class DeviceSide:
             lambda copies: engine.send_gradients(index, copies),
             engine.run_on_host,
             pin=not (in_backward and record.sharded),
+            in_backward=in_backward,
         )
 
     def abandon(self) -> None:

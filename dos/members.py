@@ -16,8 +16,9 @@ from dos.device_side import DeviceSide
 from dos.devices import Device, DeviceFinder
 from dos.guard import Guard
 from dos.options import Options
+from dos.parameters.active import Active
 from dos.parameters.admission import Group
-from dos.parameters.registry import Active, Registry
+from dos.parameters.registry import Registry
 from dos.parameters.watching import Watching
 from dos.sharding.local import is_sharded
 from dos.sharding.meshes import Meshes

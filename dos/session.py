@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,11 +17,12 @@ from dos.guard import exclusive
 from dos.lifetime import over
 from dos.members import Members
 from dos.options import Options
+from dos.parameters.active import Active, updates_of
 from dos.parameters.admission import Group
 from dos.parameters.hooks import Attachment
 from dos.parameters.live_state import Entries, LiveState
 from dos.parameters.loading import makes_state
-from dos.parameters.registry import Active
+from dos.parameters.reconciler import Reconciler
 from dos.sharding.fingerprint import look_at_bits
 from dos.sharding.meshes import Meshes
 from dos.stages import Ready, Stage
@@ -52,9 +52,8 @@ class Session(Members):
         self.seen = False
         self.attachment: Attachment | None = None
         self.clipping = Clipping(self.registry.offloaded, options.max_grad_norm, meshes)
+        self._reconciler = Reconciler(self.registry, self.guard, options.state_format)
         self._in_place = InPlace(self.guard)
-        self._coming: dict[int, set[int]] = {}
-        """By id of the parameter, the threads in whose backward a gradient is about to be added to its own."""
         self.unfinished: dict[ParameterRecord, None] = {}
         """Whose updates the caller has not waited for."""
         self._joined: dict[ParameterRecord, set[Caller]] = {}
@@ -84,7 +83,6 @@ class Session(Members):
                 self.clipping.forget()
             else:
                 self.commit(self.prepare(scale.factor, scale.writes))
-            self._coming.clear()
             if self.on_device is not None:
                 self.on_device.end_iteration(scale.writes, skipped=scale.skip)
         except BaseException:
@@ -106,17 +104,17 @@ class Session(Members):
         try:
             ready = self._prepare(scale, writes)
         except BaseException:
-            self.registry.withdraw(self.state)
+            self._reconciler.withdraw(self.state)
             raise
         self.stage = Stage.PREPARED
         return ready
 
     def _prepare(self, scale: float, writes: int | None) -> Ready:
         registry = self.registry
-        self._watching.renew(self, registry.offloaded is not None)
+        self._watching.renew(self)
         registry.place_gradients(self.groups)
-        departures = [] if self.on_device is None else [self.on_device.departures]
-        look_at_bits([registry, self.clipping.pending, *departures])
+        departed = [] if self.on_device is None else self.on_device.departures.marked()
+        look_at_bits([*registry.marked(), *self.clipping.pending.marked(), *departed])
         active = self._active()
         if self.on_device is not None and over():
             raise RuntimeError(
@@ -128,7 +126,8 @@ class Session(Members):
         if self.attachment is not None and self.attachment.news:
             registry.order_by_use(self.attachment.first_use)
         plan = None if self.on_device is None else self.on_device.plan_step(attached=self.attachment is not None)
-        updates = registry.updates(active, self.clipping.scales(active.members, self.with_gradients, scale))
+        scales = self.clipping.scales(active.members, self.with_gradients, scale)
+        updates = updates_of(active, registry, scales)
         room = None
         if self.on_device is not None and plan is not None:
             room = self.on_device.make_room(plan, updates, writes)
@@ -137,17 +136,17 @@ class Session(Members):
     def _active(self) -> Active:
         """The records of all parameters with a gradient, fit to be used; what they need is done."""
         registry = self.registry
-        settled, others, gone = registry.look(self.groups, self.state, seen=self.seen)
+        settled, others, gone = self._reconciler.look(self.groups, self.state, seen=self.seen)
         if gone:
             # Their arenas go as a whole: what still referred to one could use memory that is no more.
             with self.guard.change():
                 self._let_go(gone)
                 registry.forget(gone, self.groups)
         del gone  # with it goes their memory, which newcomers may need
-        found = registry.checked(others, self.state)
-        if registry.need_home(found, self.state):
+        found = self._reconciler.checked(others, self.state)
+        if self._reconciler.need_home(found, self.state):
             self.bring_home()
-        registry.settle(found, self.groups, self.state)
+        self._reconciler.settle(found, self.groups, self.state)
         self._meet_newcomers()
         return Active(settled + found, len(settled))
 
@@ -164,7 +163,7 @@ class Session(Members):
             behind = {piece.record for subgroup in late for piece in subgroup.pieces}
             self.unfinished = {r: None for r, _ in active.members if r.arena.accelerated or r in behind}
             self.stage = Stage.COMMITTED
-            registry.count(active, seen=self.seen)
+            self._reconciler.count(active, seen=self.seen)
             if self.on_device is not None and plan is not None and room is not None:
                 self.on_device.start(plan, room)
             if registry.offloaded is not None:
@@ -234,26 +233,22 @@ class Session(Members):
     def _make_state(self) -> None:
         """Give every parameter the state that it has before its first step, and nothing else."""
         self._active()
-        self.registry.keep_beginners()
+        self._reconciler.keep_beginners()
         self.seen = True
 
     def capturing(self) -> bool:
         """Called by hooks: whether what runs now is being captured in a CUDA graph, whose replays run no hooks."""
         return self.on_device is not None and self.on_device.device.capturing()
 
-    @exclusive
-    def gradient_coming(self, parameter: int) -> None:
-        """Called by a hook when backward adds to the ``grad`` of the parameter with this id, if it is offloaded."""
-        if self.capturing():
-            raise RuntimeError(
-                "a CUDA graph that captures backward writes gradients where it has found them, and "
-                "offload_gradients=True takes them away; build the optimizer with offload_gradients=False"
-            )
-        self._coming.setdefault(parameter, set()).add(threading.get_ident())
-
     def gradient_ready(self, parameter: Tensor) -> None:
         """Called by a hook when backward has written to ``parameter.grad``, from several threads perhaps."""
         if self.on_device is not None and self.capturing():
+            if self.registry.offloaded is not None:
+                parameter.grad = None  # the graph that would compute it will not be
+                raise RuntimeError(
+                    "a CUDA graph that captures backward writes gradients where it has found them, and "
+                    "offload_gradients=True takes them away; build the optimizer with offload_gradients=False"
+                )
             self.on_device.replays = True  # what they write is found by step() alone
             return
         record = self.registry.record(parameter)
@@ -263,10 +258,7 @@ class Session(Members):
     @exclusive
     def _gradient_ready(self, parameter: Tensor) -> None:
         if self.registry.offloaded is not None:
-            coming = self._coming.get(id(parameter), set())
-            coming.discard(threading.get_ident())
-            if coming:
-                return  # another thread may be adding to the gradient just now; its hook takes the sum
+            self.registry.offloaded.refuse_second_thread(self.registry.record(parameter))
         self._end_last_step()
         if self.guard.broken or over():
             return  # the step says what is wrong
@@ -312,7 +304,6 @@ class Session(Members):
     def forget_gradients(self) -> None:
         """Those that are there are of no use any more."""
         self.clipping.forget()
-        self._coming.clear()  # no backward is running; one that raised may have announced what never came
         if self.registry.offloaded is not None:
             self.registry.offloaded.clear()
         if self.on_device is not None:
@@ -329,9 +320,10 @@ class Session(Members):
         self.registry.place_gradients(groups)
         if self.registry.offloaded is not None:
             self._end_last_step()
-            found = self.registry.with_gradients(groups, self.state)
+            settled, others, _ = self._reconciler.look(groups, self.state, seen=self.seen)
+            found = self._reconciler.checked(others, self.state)
             self._meet_newcomers()
-            self._take_remaining_gradients(found)
+            self._take_remaining_gradients(settled + found)
 
     def _take_remaining_gradients(self, active: Sequence[tuple[ParameterRecord, Group]]) -> None:
         """Offload gradients that no hook has seen, so that all of a subgroup are in one place."""
@@ -345,7 +337,7 @@ class Session(Members):
         """Offload a gradient."""
         if record.layout_changed():  # to which the gradient is added
             self.bring_home()
-            self.registry.settle_layout(record, self.state)
+            self._reconciler.settle_layout(record, self.state)
         self.clipping.about_to_add(record)
         on_device.take_gradient(record, in_backward=in_backward)
 

@@ -6,7 +6,7 @@ import enum
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from dos.parameters.registry import Active
+from dos.parameters.active import Active
 from dos.state.subgroup import Subgroup
 from dos.step.room import Prepared
 from dos.step.work import SubgroupUpdate

@@ -5,57 +5,18 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
-import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
-from concurrent.futures import Future
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
+from dos.gradients.identity import Gradient, Token
 from dos.gradients.offload import OffloadedGradients
 from dos.gradients.scaling import versions_of_a_check
 from dos.kernels.update import sum_of_squares
-from dos.sharding.fingerprint import fingerprint
-from dos.sharding.local import counts_writes, local, version
+from dos.sharding.local import local
 from dos.sharding.meshes import Meshes
 from dos.state.record import ParameterRecord, flat_alias
-
-Gradient = Tensor | Future
-"""A gradient with its parameter, or what `OffloadedGradients.handles` has for one that is not."""
-
-
-class _Clipped(NamedTuple):
-    """A gradient as it was when its factor was computed: this object, this memory, this version.
-
-    bits: a fingerprint where the version does not count all writes.
-    """
-
-    gradient: weakref.ref[Any]
-    memory: tuple[int, StorageWeakRef] | None
-    version: int
-    bits: Tensor | None
-    factor: Tensor
-
-    @classmethod
-    def of(cls, gradient: Gradient, factor: Tensor) -> _Clipped:
-        if not isinstance(gradient, Tensor):
-            return cls(weakref.ref(gradient), None, 0, None, factor)
-        mine = local(gradient)
-        bits = None if counts_writes(gradient) else fingerprint(mine)
-        memory = mine.data_ptr(), StorageWeakRef(mine.untyped_storage())
-        return cls(weakref.ref(gradient), memory, version(gradient), bits, factor)
-
-    def still(self, gradient: Gradient) -> bool:
-        """Whether it is this gradient, but for writes that `bits` alone can tell."""
-        if not isinstance(gradient, Tensor) or self.memory is None:
-            return True
-        mine, (address, storage) = local(gradient), self.memory
-        if mine.data_ptr() != address or mine.untyped_storage()._cdata != storage.cdata:
-            return False  # `gradient.data = ...` leaves object and version as they were
-        # GradScaler may have checked and unscaled it since, which in some versions of torch count as writes.
-        return 0 <= version(gradient) - self.version <= 2 * versions_of_a_check()
 
 
 class PendingClip:
@@ -65,12 +26,11 @@ class PendingClip:
     """
 
     def __init__(self) -> None:
-        self._clipped: dict[int, _Clipped] = {}
-        self._rewritten: Collection[int] = ()
+        self._clipped: dict[int, tuple[Token, Tensor]] = {}
+        """By id of the gradient: that as it was, and its factor."""
         self._floats: dict[int, float] = {}
 
     def __bool__(self) -> bool:
-        """Whether there is any."""
         return bool(self._clipped)
 
     def clip(self, gradients: Iterable[Gradient], factor: Tensor) -> None:
@@ -79,29 +39,28 @@ class PendingClip:
         # Most often all have the same one, which is then read from the device only once.
         products = {id(old): old * factor for _, old in before if old is not None}
         self._floats = {}
-        self._clipped = {id(each): _Clipped.of(each, products.get(id(old), factor)) for each, old in before}
+        self._clipped = {id(each): (Token(each), products.get(id(old), factor)) for each, old in before}
 
     def fold(self, gradients: Iterable[Gradient], factor: Tensor) -> None:
         """Multiply the factors of these gradients by `factor`, and keep all others."""
-        others = {key: clipped for key, clipped in self._clipped.items() if clipped.gradient() is not None}
+        others = {key: clipped for key, clipped in self._clipped.items() if _alive(clipped[0]) is not None}
         self.clip(gradients, factor)
         self._clipped = others | self._clipped
 
-    def marked(self) -> list[tuple[Tensor, Tensor]]:
-        """See `Remembers`."""
-        found = ((clipped.bits, clipped.gradient()) for clipped in self._clipped.values())
-        return [(bits, local(gradient)) for bits, gradient in found if bits is not None and gradient is not None]
-
-    def heed(self, rewritten: Collection[int]) -> None:
-        """See `Remembers`."""
-        self._rewritten = rewritten
+    def marked(self) -> list[tuple[Token, Tensor]]:
+        """What may have been written to since without being counted; see `look_at_bits`."""
+        found = ((token, _alive(token)) for token, _ in self._clipped.values())
+        return [(token, local(gradient)) for token, gradient in found if isinstance(gradient, Tensor)]
 
     def factor(self, gradient: Gradient) -> Tensor | None:
         """What clipping multiplies the gradient by: float32, shape (); None: it was not clipped, or changed since."""
-        clipped = self._of(gradient)
-        if clipped is None or id(clipped.bits) in self._rewritten or not clipped.still(gradient):
+        token, factor = self._clipped.get(id(gradient), (None, None))
+        if token is None or token.rewritten or not token.holds(gradient):
             return None
-        return clipped.factor
+        # GradScaler may have checked and unscaled it since, which in some versions of torch count as writes.
+        if isinstance(gradient, Tensor) and not 0 <= token.writes(gradient) <= 2 * versions_of_a_check():
+            return None
+        return factor
 
     def as_float(self, gradient: Gradient) -> float:
         """The factor as a number, 1 if there is none. One synchronisation for all gradients that share it."""
@@ -114,12 +73,12 @@ class PendingClip:
 
     def lost(self, gradient: Gradient) -> bool:
         """Whether the gradient was clipped and has been written to since."""
-        return self._of(gradient) is not None and self.factor(gradient) is None
+        token, _ = self._clipped.get(id(gradient), (None, None))
+        return token is not None and _alive(token) is gradient and self.factor(gradient) is None
 
-    def _of(self, gradient: Gradient) -> _Clipped | None:
-        """How the gradient was clipped, if it was."""
-        clipped = self._clipped.get(id(gradient))
-        return clipped if clipped is not None and clipped.gradient() is gradient else None
+
+def _alive(token: Token) -> Gradient | None:
+    return None if token.gradient is None else token.gradient()
 
 
 class Clipping:

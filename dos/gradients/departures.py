@@ -9,11 +9,10 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from dos.devices import Caller, Copy, Device, Job
-from dos.sharding.fingerprint import fingerprint
-from dos.sharding.local import counts_writes, local, version
+from dos.gradients.identity import Token
+from dos.sharding.local import local
 from dos.state.record import Layout, ParameterRecord
 from dos.state.subgroup import Piece, Subgroup
 
@@ -23,74 +22,32 @@ Send = Callable[[Subgroup, Sequence[Copy], Collection[Caller]], Job]
 """Starts gradients of a subgroup, which backward wrote in these queues, on their way to the host."""
 
 
-@dataclass(frozen=True, eq=False)
-class _Written:
-    """One parameter's gradient as backward has just left it: this object, this memory read in this way, this version.
-
-    A new one is made each time backward writes, and compared by identity. Numbers alone do not tell two gradients
-    apart: versions begin anew with each tensor, and addresses come back once memory was freed.
-
-    gradient: None where another tensor will have the same values, with the parameter.
-    bits: a fingerprint instead of the version, where that does not count all writes, or for another tensor.
-    """
-
-    gradient: weakref.ref[Tensor] | None
-    storage: StorageWeakRef
-    address: int
-    reading: tuple[object, ...]
-    version: int
-    layout: Layout
-    bits: Tensor | None
-
-    @classmethod
-    def of(cls, gradient: Tensor, record: ParameterRecord, *, here: bool) -> _Written:
-        """gradient: of the parameter of this record, in whose order elements leave. here: whether it is with that."""
-        mine = local(gradient)
-        storage = StorageWeakRef(mine.untyped_storage())
-        bits = None if here and counts_writes(gradient) else fingerprint(mine)
-        there = weakref.ref(gradient) if here else None
-        return cls(there, storage, mine.data_ptr(), _reading(mine), version(mine), record.layout, bits)
-
-    def still(self, gradient: Tensor | None, writes: int | None, rewritten: Collection[int]) -> bool:
-        """Whether `gradient` is this one, but for `writes` writes that changed no value; None: it is not.
-
-        rewritten: the ids of fingerprints that are known to have changed.
-        """
-        if gradient is None or id(self.bits) in rewritten:
-            return False
-        if self.gradient is None:
-            return True
-        if self.gradient() is not gradient:
-            return False
-        mine = local(gradient)
-        return (
-            # `gradient.data = ...` leaves object and version as they were.
-            self.address == mine.data_ptr()
-            and self.storage.cdata == mine.untyped_storage()._cdata
-            and self.reading == _reading(mine)
-            and (self.bits is not None or (writes is not None and self.version + writes == version(mine)))
-        )
-
-
-def _reading(tensor: Tensor) -> tuple[object, ...]:
-    """How values are read from the tensor's memory."""
-    return tensor.dtype, tensor.shape, tensor.stride(), tensor.is_neg()
-
-
 @dataclass
 class _Seen:
     """What the hooks saw of one parameter's gradient in this iteration, and what to expect of the next.
 
-    gradient: the last one. written: that as backward left it, where it is to leave.
+    gradient: the last one. written: that as backward left it, where it is to leave: another one each time.
+    layout: in whose order it leaves.
     times: how often backward wrote to it; expected: how often in the last iteration (accumulation, micro-batches).
     untouched: whether the step found it as backward had left it. If not, sending it early was in vain.
     """
 
     gradient: weakref.ref[Tensor] | None = None
-    written: _Written | None = None
+    written: Token | None = None
+    layout: Layout = None
     times: int = 0
     expected: int = 1
     untouched: bool = True
+
+    def is_untouched(self, gradient: Tensor | None, writes: int | None) -> bool:
+        """Whether `gradient` is what was written, but for `writes` writes that changed no value; None: it is not."""
+        written = self.written
+        if written is None or gradient is None or written.rewritten:
+            return False
+        if written.gradient is None:
+            return True
+        known = written.bits is not None or (writes is not None and written.writes(gradient) == writes)
+        return known and written.holds(gradient)
 
 
 @dataclass
@@ -103,9 +60,9 @@ class _Departure:
 
     staging: Tensor
     awaited: set[Piece]
-    gathered: dict[Piece, tuple[Copy, _Written]] = field(default_factory=dict)
+    gathered: dict[Piece, tuple[Copy, Token]] = field(default_factory=dict)
     callers: set[Caller] = field(default_factory=set)
-    sent: dict[Piece, tuple[Job, _Written]] = field(default_factory=dict)
+    sent: dict[Piece, tuple[Job, Token]] = field(default_factory=dict)
 
 
 class Departures:
@@ -121,7 +78,6 @@ class Departures:
         self._departures: dict[Subgroup, _Departure] = {}
         self._fired = 0
         self._fired_last = 0
-        self._rewritten: Collection[int] = ()
         self._explained = False
 
     @property
@@ -148,7 +104,8 @@ class Departures:
         places = [place for place in places if place[0] in wanted]
         if gradient is None or not places:
             return
-        written = seen.written = _Written.of(gradient, record, here=here)
+        written = seen.written = Token(gradient, here=here)
+        seen.layout = record.layout
         staging = record.arena.gradient
         if seen.times != seen.expected or not seen.untouched or staging is None or staging.dtype != gradient.dtype:
             return
@@ -186,14 +143,10 @@ class Departures:
             seen.times, seen.gradient = 1, weakref.ref(gradient)
         return seen
 
-    def marked(self) -> list[tuple[Tensor, Tensor]]:
-        """See `Remembers`."""
-        seen = ((record.gradient, seen.written) for record, seen in self._seen.items() if seen.written is not None)
-        return [(w.bits, g) for g, w in seen if g is not None and w.bits is not None]
-
-    def heed(self, rewritten: Collection[int]) -> None:
-        """See `Remembers`."""
-        self._rewritten = rewritten
+    def marked(self) -> list[tuple[Token, Tensor]]:
+        """What may have been written to since without being counted; see `look_at_bits`."""
+        seen = ((seen.written, record.gradient) for record, seen in self._seen.items() if seen.written is not None)
+        return [(written, gradient) for written, gradient in seen if gradient is not None]
 
     def arriving(self, subgroup: Subgroup, pieces: Iterable[Piece], writes: int | None) -> tuple[set[Piece], list[Job]]:
         """Those of the pieces whose gradients went early and still hold, and the jobs that bring them.
@@ -210,23 +163,24 @@ class Departures:
             if piece not in departure.sent:
                 continue
             job, written = departure.sent[piece]
+            seen = self._seen[piece.record]
             # What went may be of an earlier backward than the last.
-            last = self._seen[piece.record].written is written and written.layout == piece.record.layout
-            if last and written.still(piece.record.parameter.grad, writes, self._rewritten):
+            last = seen.written is written and seen.layout == piece.record.layout
+            if last and seen.is_untouched(piece.record.parameter.grad, writes):
                 holding.add(piece)
                 jobs[id(job)] = job
         return holding, list(jobs.values())
 
     def finish(self, writes: int | None) -> None:
         """The step has used the gradients, or was skipped: learn from how they were found, and begin anew."""
-        fired = [(record, seen, seen.written) for record, seen in self._seen.items() if seen.written is not None]
-        for record, seen, written in fired:
-            seen.untouched = written.still(record.parameter.grad, writes, self._rewritten)
+        fired = [(record, seen) for record, seen in self._seen.items() if seen.written is not None]
+        for record, seen in fired:
+            seen.untouched = seen.is_untouched(record.parameter.grad, writes)
         for seen in self._seen.values():
             seen.expected = seen.times
         self._fired_last = self._fired
         self.forget()
-        if fired and not any(seen.untouched for _, seen, _ in fired) and not self._explained:
+        if fired and not any(seen.untouched for _, seen in fired) and not self._explained:
             self._explained = True
             logger.warning(
                 "gradients change between backward and step(), so they cannot leave during backward, which is slower; "
@@ -239,7 +193,6 @@ class Departures:
         for seen in self._seen.values():
             seen.times, seen.gradient, seen.written = 0, None, None
         self._departures = {}
-        self._rewritten = ()
         self._fired = 0
 
     def forget_records(self, records: Iterable[ParameterRecord]) -> None:

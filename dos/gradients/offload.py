@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
@@ -32,11 +33,15 @@ _INCOMPLETE = (
 
 
 class _Total(NamedTuple):
-    """A parameter's gradient so far: complete once `arrived` is, and where. staged: no other was added to it."""
+    """A parameter's gradient so far: complete once `arrived` is, and where. staged: no other was added to it.
+
+    thread: in which backward made it; None: it was taken in no backward.
+    """
 
     arrived: Future[None]
     values: Tensor
     staged: bool
+    thread: int | None
 
 
 class OffloadedGradients:
@@ -55,7 +60,14 @@ class OffloadedGradients:
         self._leaving_bytes = 0
 
     def take(
-        self, record: ParameterRecord, subgroups: Collection[Subgroup], send: Send, run: Run, *, pin: bool
+        self,
+        record: ParameterRecord,
+        subgroups: Collection[Subgroup],
+        send: Send,
+        run: Run,
+        *,
+        pin: bool,
+        in_backward: bool,
     ) -> None:
         """Add the parameter's gradient to what is on the host, and free it on the accelerator once it is there.
 
@@ -94,8 +106,26 @@ class OffloadedGradients:
             if total is not None:
                 accumulate(staged[place], total[place], overwrite=before is None)
 
-        self._totals[record] = _Total(run(arrive), (staged if total is None else total)[place], total is None)
+        values = (staged if total is None else total)[place]
+        thread = threading.get_ident() if in_backward and not record.sharded else None
+        self._totals[record] = _Total(run(arrive), values, total is None, thread)
         self._torn = False
+
+    def refuse_second_thread(self, record: ParameterRecord | None) -> None:
+        """Called in backward: raise RuntimeError if the parameter's gradient so far was made in another thread.
+
+        That may have been adding to `p.grad` while it was taken away, so that a gradient were lost or counted twice.
+        """
+        total = None if record is None else self._totals.get(record)
+        if record is None or total is None or total.thread in (None, threading.get_ident()):
+            return
+        self._torn = True
+        raise RuntimeError(
+            f"backward ran in two threads since the last step and has added to the gradient of one parameter, of shape "
+            f"{tuple(record.parameter.shape)}, in both; DOSAdam(offload_gradients=True) takes it away while the other "
+            "thread may be adding to it; run backward in one thread, or build the optimizer with "
+            "offload_gradients=False"
+        )
 
     def _wait_for_link(self, nbytes: int) -> None:
         """Hold backward up while gradients that it has freed take MOST_LEAVING bytes of the device, with these."""

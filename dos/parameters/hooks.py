@@ -1,11 +1,11 @@
-"""Hooks on parameters and modules: when a gradient is final, and what must be finished before a module runs."""
+"""Hooks on modules: what must be finished before one runs, is saved or is copied."""
 
 from __future__ import annotations
 
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,74 +13,6 @@ from torch.utils.hooks import RemovableHandle
 
 from dos.sharding.ddp import wait_before_broadcasts
 from dos.sharding.fsdp import sharded_groups
-
-
-class Hooks(NamedTuple):
-    """Of one parameter. watcher: the optimizer that they call. implementation: the address of torch's own tensor."""
-
-    handles: tuple[RemovableHandle, ...]
-    watcher: weakref.ref[Any]
-    implementation: int
-
-    def remove(self) -> None:
-        """Take them off."""
-        for handle in self.handles:
-            handle.remove()
-
-
-_takers: dict[int, Hooks] = {}
-"""The hooks that take a parameter's gradient away, by the parameter's id."""
-
-
-def watch_gradient(parameter: Tensor, watcher: Any, *, takes: bool) -> Hooks | None:
-    """Tell the optimizer each time backward has accumulated into the parameter's gradient; None if it gets none.
-
-    takes: whether the optimizer then takes the gradient away. An earlier one that does so no longer does: most likely
-    it was replaced, and the garbage collector has not come to it yet. See `taker`.
-    """
-    taker = _takers.pop(id(parameter), None)
-    if taker is not None:
-        taker.remove()  # does nothing if it was a hook of a parameter that is no more
-    if not parameter.requires_grad:
-        return None
-    reference = weakref.ref(watcher)  # the parameter must not keep its optimizer alive
-
-    def report(parameter: Tensor) -> None:
-        alive = reference()
-        if alive is not None:
-            alive.gradient_ready(parameter)
-
-    key = id(parameter)  # tensors with weak references cannot be swapped, as model.to() does under FSDP2
-
-    def announce(gradient: Tensor | None) -> None:
-        alive = reference()
-        if alive is not None and gradient is not None:
-            alive.gradient_coming(key)
-
-    after = parameter.register_post_accumulate_grad_hook(report)
-    if not takes:
-        return Hooks((after,), reference, parameter._cdata)
-    _takers[key] = hooks = Hooks((parameter.register_hook(announce), after), reference, parameter._cdata)
-    return hooks
-
-
-def hook_again(watched: dict[Tensor, Hooks]) -> None:
-    """Let torch call all hooks of these parameters again where it has swapped the tensor that calls them.
-
-    So `model.to()` does with DTensors: their hooks are still listed, and never called.
-    """
-    for parameter in [p for p, hooks in watched.items() if hooks.implementation != p._cdata]:
-        for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-            listed = getattr(parameter, name)
-            if listed:
-                setattr(parameter, name, listed)
-        watched[parameter] = watched[parameter]._replace(implementation=parameter._cdata)
-
-
-def taker(parameter: Tensor) -> weakref.ref[Any] | None:
-    """The last optimizer that was to take the parameter's gradient away, though it may be gone; None: there is none."""
-    hooks = _takers.get(id(parameter))
-    return None if hooks is None else hooks.watcher
 
 
 def check_model(model: object, parameters: Iterable[Tensor]) -> None:

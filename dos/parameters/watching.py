@@ -1,13 +1,25 @@
-"""Which parameters' gradients an optimizer watches."""
+"""Hooks on parameters: which gradients an optimizer watches become final in backward."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
-from dos.parameters.hooks import Hooks, hook_again, taker, watch_gradient
+
+class _Hook(NamedTuple):
+    """Of one parameter. watcher: what it calls. implementation: the address of torch's own tensor."""
+
+    handle: RemovableHandle
+    watcher: weakref.ref[Any]
+    implementation: int
+
+
+_takers: dict[int, _Hook] = {}
+"""The hooks whose optimizer takes a parameter's gradient away, by the parameter's id."""
 
 
 class Watching:
@@ -15,26 +27,48 @@ class Watching:
 
     def __init__(self, *, takes: bool) -> None:
         self._takes = takes
-        self._watched: dict[Tensor, Hooks] = {}
+        self._watched: dict[Tensor, _Hook] = {}
 
     def watch(self, parameter: Tensor, watcher: Any, wanted: bool) -> None:
-        """Watch the parameter's gradient if that is wanted, and no longer if it is not."""
-        if not wanted and parameter in self._watched:
-            self._watched.pop(parameter).remove()
-        elif wanted and parameter not in self._watched:
-            hooks = watch_gradient(parameter, watcher, takes=self._takes)
-            if hooks is not None:
-                self._watched[parameter] = hooks
+        """Call `watcher.gradient_ready` each time backward has written to the gradient, if that is wanted.
 
-    def renew(self, watcher: Any, takes: bool) -> None:
+        An earlier optimizer that takes the gradient away no longer does: most likely it was replaced, and the garbage
+        collector has not come to it yet.
+        """
+        if not wanted and parameter in self._watched:
+            self._watched.pop(parameter).handle.remove()
+        if not wanted or parameter in self._watched:
+            return
+        earlier = _takers.pop(id(parameter), None)
+        if earlier is not None:
+            earlier.handle.remove()  # does nothing if it was a hook of a parameter that is no more
+        if not parameter.requires_grad:
+            return
+        reference = weakref.ref(watcher)  # the parameter must not keep its optimizer alive
+
+        def report(parameter: Tensor) -> None:
+            alive = reference()
+            if alive is not None:
+                alive.gradient_ready(parameter)
+
+        hook = _Hook(parameter.register_post_accumulate_grad_hook(report), reference, parameter._cdata)
+        self._watched[parameter] = hook
+        if self._takes:
+            _takers[id(parameter)] = hook
+
+    def renew(self, watcher: Any) -> None:
         """Hook again where torch has swapped tensors, and where another optimizer took gradients away that is gone.
 
         Raises RuntimeError if another one does that is still there.
         """
-        hook_again(self._watched)
-        if not takes:
+        # `model.to()` swaps the tensors of DTensors: their hooks are still listed, and never called.
+        for parameter in [p for p, hook in self._watched.items() if hook.implementation != p._cdata]:
+            parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
+            self._watched[parameter] = self._watched[parameter]._replace(implementation=parameter._cdata)
+        if not self._takes:
             return
-        lost = {p: there() for p in self._watched if (there := taker(p)) is not None and there() is not watcher}
+        takers = {p: _takers[id(p)].watcher() for p in self._watched if id(p) in _takers}
+        lost = {p: other for p, other in takers.items() if other is not watcher}
         others = [parameter for parameter, other in lost.items() if other is not None]
         if others:
             raise RuntimeError(
@@ -43,13 +77,13 @@ class Watching:
                 "taken away serves one optimizer alone, so build both with offload_gradients=False, or delete the other"
             )
         for parameter in lost:
-            self._watched.pop(parameter).remove()
+            self._watched.pop(parameter).handle.remove()
             self.watch(parameter, watcher, wanted=True)
 
     def keep(self, wanted: Callable[[Tensor], bool]) -> None:
         """Watch no parameters but these."""
         for parameter in [p for p in self._watched if not wanted(p)]:
-            self._watched.pop(parameter).remove()
+            self._watched.pop(parameter).handle.remove()
 
     def clear(self) -> None:
         """Watch none, for an optimizer that is gone."""

@@ -7,7 +7,7 @@ values and count nowhere, with object and address as they were.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import Protocol
 
 import torch
@@ -42,22 +42,19 @@ def _bits(tensor: Tensor) -> torch.dtype:
     return torch.int32 if tensor.itemsize == torch.int32.itemsize else torch.int16
 
 
-class Remembers(Protocol):
-    """What has fingerprints of tensors."""
+class Marked(Protocol):
+    """What has the fingerprint of a tensor, if one is needed, and is told whether the tensor was rewritten."""
 
-    def marked(self) -> list[tuple[Tensor, Tensor]]:
-        """Tensors that may have been written to since, each after its fingerprint."""
-
-    def heed(self, rewritten: Collection[int]) -> None:
-        """These of the fingerprints, by id, hold no more."""
+    bits: Tensor | None
+    rewritten: bool
 
 
-def look_at_bits(askers: Iterable[Remembers]) -> None:
-    """Tell each of them what was written to since, by one wait for the device."""
-    found = list(askers)
-    changed = rewritten(pair for asker in found for pair in asker.marked())
-    for asker in found:
-        asker.heed(changed)
+def look_at_bits(marked: Iterable[tuple[Marked, Tensor]]) -> None:
+    """Tell each whether its tensor was written to since its fingerprint was made, by one wait for the device."""
+    found = [(each, each.bits, tensor) for each, tensor in marked if each.bits is not None]
+    changed = rewritten((bits, tensor) for _, bits, tensor in found)
+    for each, bits, _ in found:
+        each.rewritten |= id(bits) in changed
 
 
 def rewritten(marked: Iterable[tuple[Tensor, Tensor]]) -> set[int]:

@@ -60,17 +60,71 @@ def train(threaded: bool, **settings: object) -> list[bytes]:
 
 
 @pytest.mark.parametrize("policy", ["cpu", "stride:2", 0.0])
-@pytest.mark.parametrize("offload", [True, False])
-def test_backward_in_several_threads(policy: str | float, offload: bool) -> None:
+def test_backward_in_several_threads(policy: str | float) -> None:
     expected = train(threaded=False)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
         for _ in range(5):
             device = EmulatedDevice(FAST, capacity=10**7)
-            assert train(threaded=True, policy=policy, offload_gradients=offload, device=device) == expected
+            assert train(threaded=True, policy=policy, device=device) == expected
     finally:
         sys.setswitchinterval(interval)
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_offloaded_gradients_of_two_threads_are_refused(at_once: bool) -> None:
+    """Of one parameter. The step says so, too, for the thread's error may end with the thread."""
+    model, refused = Branches(), []
+    optimizer = DOSAdam(model.parameters(), offload_gradients=True, device=EmulatedDevice(FAST, capacity=10**7))
+
+    def run(thread: int) -> None:
+        try:
+            backward(model, 0, thread)
+        except RuntimeError as error:
+            refused.append(str(error))
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+        if not at_once:
+            thread.join()
+    for thread in threads:
+        thread.join()
+    assert refused
+    assert all("backward ran in two threads" in each or "not complete" in each for each in refused)
+    before = bits([*model.parameters()])
+    with pytest.raises(RuntimeError, match=r"the gradients are not complete; call optimizer\.zero_grad"):
+        optimizer.step()
+    assert bits([*model.parameters()]) == before
+    optimizer.zero_grad()
+    backward(model, 0, 0)
+    optimizer.step()
+    assert bits([*model.parameters()]) != before
+
+
+def test_offloaded_gradients_of_threads_that_share_no_parameter() -> None:
+    def train(threaded: bool) -> list[bytes]:
+        models = [mlp(seed=i) for i in range(THREADS)]
+        parameters = [p for model in models for p in model.parameters()]
+        device = EmulatedDevice(FAST, capacity=10**7)
+        optimizer = DOSAdam(parameters, subgroup_size=300, offload_gradients=True, device=device)
+        for _ in range(3):
+            threads = [
+                threading.Thread(target=lambda m=m: m(torch.ones(8, 24)).square().mean().backward()) for m in models
+            ]
+            for thread in threads:
+                if threaded:
+                    thread.start()
+                else:
+                    thread.run()
+            for thread in threads:
+                if threaded:
+                    thread.join()
+            optimizer.step()
+        return bits(parameters)
+
+    assert train(threaded=True) == train(threaded=False)
 
 
 @pytest.mark.parametrize("attached", [False, True])

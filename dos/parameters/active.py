@@ -1,0 +1,72 @@
+"""What takes part in a step, and what the step does to each subgroup."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from dos.kernels.adam import AdamStep
+from dos.parameters.admission import Group
+from dos.parameters.registry import Registry
+from dos.state.record import ParameterRecord
+from dos.state.subgroup import Subgroup
+from dos.step.work import Given, SubgroupUpdate
+
+
+class Active(NamedTuple):
+    """What takes part in a step.
+
+    members: the records of parameters with a gradient, with their groups.
+    settled: how many of them, first of all, are as the last step left them.
+    """
+
+    members: list[tuple[ParameterRecord, Group]]
+    settled: int
+
+
+def updates_of(active: Active, registry: Registry, scales: Iterable[float]) -> dict[Subgroup, SubgroupUpdate]:
+    """What the step does to each subgroup that has a gradient. scales: what each gradient is multiplied by."""
+    given, offloaded = Given(registry.numbered), registry.offloaded
+    before: tuple[Group | None, float, float] = None, 0.0, 0.0
+    known: dict[tuple[int, float, float], int] = {}
+    setting = 0
+    for number, ((record, group), scale) in enumerate(zip(active.members, scales, strict=False)):
+        # Most often all have the same.
+        if group is not before[0] or record.count != before[1] or scale != before[2]:
+            before = group, record.count, scale
+            setting = known.setdefault((id(group), record.count, scale), len(known))
+            if setting == len(given.settings):
+                given.settings.append(_adam_step(group, record.count + 1, scale))
+        given.which[record.number] = setting
+        if offloaded is not None and record in offloaded:
+            gradient = offloaded.flat(record)
+        else:
+            mine = record.gradient
+            assert mine is not None, "each record has one"
+            gradient = mine if number < active.settled else record.flat_gradient(mine)
+        if number >= active.settled and record.changed():
+            given.follows.add(record)
+        given.add(record, gradient)
+    updates = {}
+    for subgroup in itertools.chain(registry.local, registry.accelerated):
+        update = SubgroupUpdate(subgroup, given, offloaded=offloaded is not None and subgroup.arena.accelerated)
+        if update.pieces:
+            updates[subgroup] = update
+    return updates
+
+
+def _adam_step(group: Group, count: float, grad_scale: float) -> AdamStep:
+    beta1, beta2 = group["betas"]
+    return AdamStep(
+        lr=float(group["lr"]),
+        beta1=float(beta1),
+        beta2=float(beta2),
+        eps=group["eps"],
+        weight_decay=group["weight_decay"],
+        step=count,
+        amsgrad=group["amsgrad"],
+        maximize=group["maximize"],
+        decoupled_weight_decay=group["decoupled_weight_decay"],
+        grad_scale=grad_scale,
+    )

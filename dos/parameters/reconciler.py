@@ -1,0 +1,236 @@
+"""Follows what user code does to parameters, gradients and state between two steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dos.guard import Guard
+from dos.options import check_settings
+from dos.parameters.active import Active
+from dos.parameters.admission import Group, check_overlaps
+from dos.parameters.allocation import explain_oom
+from dos.parameters.registry import Registry
+from dos.sharding.local import laid_out_as, local
+from dos.state.arena import Arena
+from dos.state.entries import step_of, write_entry
+from dos.state.record import ParameterRecord, in_logical_order
+from perfmodel.format import STATE_KEYS
+
+StateDict = MutableMapping[Tensor, Any]
+
+
+class Look(NamedTuple):
+    """What a step finds of the parameters that have a gradient, with their groups.
+
+    settled: are as the last step left them; others: about these something is new, or they are.
+    gone: records of arenas none of whose parameters is in a group any more, or has an entry in the state.
+    """
+
+    settled: list[tuple[ParameterRecord, Group]]
+    others: list[tuple[Tensor, Group]]
+    gone: list[ParameterRecord]
+
+
+class Reconciler:
+    """Makes records and arenas agree with what user code has left in parameters, gradients and `optimizer.state`."""
+
+    def __init__(self, registry: Registry, guard: Guard, state_format: str | None) -> None:
+        """state_format: as the user chose it."""
+        self._registry = registry
+        self._guard = guard
+        self._state_format = state_format
+        self._beginners: list[ParameterRecord] = []
+        """Whose entries are of a first step that has not been counted."""
+
+    def look(self, groups: Sequence[Group], state: StateDict, *, seen: bool) -> Look:
+        """Look at all parameters with a gradient: those of `others` are to be `checked` and settled.
+
+        seen: whether users may have changed `state`.
+        Raises before anything is changed if a parameter, a gradient, a setting or a state cannot be used.
+        """
+        offloaded, records, known = self._registry.offloaded, self._registry.records, 0
+        if offloaded is not None:
+            offloaded.check()
+        settled: list[tuple[ParameterRecord, Group]] = []
+        others: list[tuple[Tensor, Group]] = []
+        for number, group in enumerate(groups):
+            checked = False
+            amsgrad = group["amsgrad"]
+            for p in group["params"]:
+                gradient = p.grad
+                record = records.get(id(p))
+                known += record is not None
+                if gradient is None and (offloaded is None or record not in offloaded):
+                    continue
+                if not checked:
+                    check_settings(group, f"param group {number}", self._state_format)
+                    checked = True
+                if record is not None and record.sharded:
+                    gradient = record.gradient
+                if (
+                    record is not None
+                    and record.settled(gradient)
+                    and (record.arena.amsgrad or not amsgrad)
+                    and not (seen and not record.intact(state.get(p) or {}))
+                ):
+                    settled.append((record, group))
+                else:
+                    others.append((p, group))
+        return Look(settled, others, self._registry.replaced(groups, state) if known < len(records) else [])
+
+    def checked(
+        self, parameters: Iterable[tuple[Tensor, Group]], state: Mapping[Tensor, Any]
+    ) -> list[tuple[ParameterRecord, Group]]:
+        """The records of parameters that have a gradient, enrolled if new. Raises as `look` does."""
+        found = list(parameters)
+        for parameter, group in found:
+            entry = state.get(parameter) or {}
+            self._registry.admission.check(parameter, group, entry, enrolled=id(parameter) in self._registry.records)
+        self._registry.enrol(found)
+        return [(self._registry.records[id(p)], group) for p, group in found]
+
+    def need_home(self, found: Iterable[tuple[ParameterRecord, Group]], state: StateDict) -> bool:
+        """Whether `settle` takes state of these from the host, or changes its shape or order: it must be there then.
+
+        State that came home later would overwrite it.
+        """
+        for record, group in found:
+            entry = state.get(record.parameter) or {}
+            foreign = not record.is_adopted(entry) if entry or not record.fresh else False  # a newcomer's is nowhere
+            if foreign or record.layout_changed() or (group["amsgrad"] and not record.arena.amsgrad):
+                return True
+        return False
+
+    def settle(self, found: Sequence[tuple[ParameterRecord, Group]], groups: Sequence[Group], state: StateDict) -> None:
+        """Make these fit for the step: their state is what `state` says, and everything lies as it is used.
+
+        What of it is on the device has come home if they `need_home`.
+        """
+        for record, _ in found:
+            record.write_step()
+        if any(record.moved() for record, _ in found):
+            check_overlaps([(p, group) for group in groups for p in group["params"] if id(p) in self._registry.records])
+        for record, _ in found:
+            self.settle_layout(record, state)
+        for record, _ in found:
+            # A state that is another parameter's live view, as when two are exchanged, must not change under our hands.
+            entry = state.get(record.parameter) or {}
+            for key, value in entry.items():
+                if isinstance(value, Tensor) and value is not record.views.get(key) and local(value)._base is not None:
+                    entry[key] = laid_out_as(local(value).clone(), value)
+        for record, group in found:
+            if group["amsgrad"] and not record.arena.amsgrad:
+                self._add_amsgrad(record.arena)
+            gradient = record.gradient
+            if gradient is not None:
+                record.arena.stage_gradients_as(gradient.dtype)
+            self._adopt(record, state.setdefault(record.parameter, {}))
+            flat = record.flat
+            record.locate()
+            if record.flat is not flat:
+                self._registry.forget_batches(record)
+            record.settle(gradient)
+
+    def settle_layout(self, record: ParameterRecord, state: StateDict) -> None:
+        """Reorder state and offloaded gradients of a parameter whose elements lie in another order than before.
+
+        Its state is at home.
+        """
+        if not record.layout_changed():
+            return
+        if record.arena.format.block > 1 and not in_logical_order(record.local):
+            raise RuntimeError(
+                f"a parameter of shape {tuple(record.parameter.shape)} has its elements in another order in memory "
+                "than before, and state_format='int8' keeps its state by blocks of neighbours; bring the model into "
+                "its memory format before the first step, or leave state_format out"
+            )
+        offloaded = self._registry.offloaded
+        total = offloaded.flat(record) if offloaded is not None and record in offloaded else None
+        like = local(next(iter(record.views.values())))
+        added = None if total is None else total.as_strided(like.size(), like.stride(), total.storage_offset()).clone()
+        entry = state.get(record.parameter, {})
+        self._make_homes([record])
+        before = {key: local(value).clone() for key, value in record.views.items()}
+        mine = {key: entry.get(key) is view for key, view in record.views.items()}
+
+        with self._guard.change():
+            record.remember_layout()
+            self._registry.forget_batches(record)
+            if total is not None and added is not None:
+                record.shaped(total).copy_(added)
+            for key, view in record.views.items():
+                local(view).copy_(before[key])
+                if mine[key]:
+                    entry[key] = view
+
+    def _adopt(self, record: ParameterRecord, entry: dict[str, Any]) -> None:
+        """Make `entry`, empty, or filled by user code or a checkpoint, the live view of this record's state."""
+        step = step_of(entry)
+        record.renew_views()
+        if record.is_adopted(entry):
+            entry["step"] = step
+            record.adopt_step(step)
+            return
+        # State that was never written is zero wherever it will be, and takes no memory here until then.
+        if any(key in entry for key in STATE_KEYS):
+            record.fresh = False
+        if record.fresh:
+            self._beginners.append(record)
+        else:
+            self._make_homes([record])
+            write_entry(entry, record.parameter, record.views)
+        # In an order that can be interrupted: what the entry says is lost at no point.
+        for key in STATE_KEYS:
+            if key not in record.views:
+                entry.pop(key, None)
+        entry.update({"step": step.clone(), **record.views})
+        record.adopt_step(entry["step"])
+        record.version = -1  # whatever the master was, it must agree with the parameter
+
+    def _add_amsgrad(self, arena: Arena) -> None:
+        at_home = [s for s in self._registry.accelerated if s.arena is arena and self._registry.host_store.has(s)]
+        with explain_oom():
+            arena.add_amsgrad(lambda tensor: self._registry.host_store.take_field(tensor, at_home))
+        for record in self._registry.records.values():
+            if record.arena is arena:
+                record.views = record.make_views()
+                record.version = -1  # its entry gets the new view when it takes part again
+                self._registry.forget_batches(record)
+        self._registry.reindex()
+
+    def count(self, active: Active, *, seen: bool) -> None:
+        """Count the step. seen: in what `optimizer.state` has, too, because users have that."""
+        for record in self._beginners:
+            record.fresh = False
+        self._beginners = []
+        for record, _ in active.members:
+            record.count += 1
+        if seen and active.members:
+            torch._foreach_add_([record.step for record, _ in active.members], 1)
+            for record, _ in active.members:
+                record.saw_step()
+
+    def withdraw(self, state: StateDict) -> None:
+        """Take back entries of parameters whose first step does not come to be, so that they have no state."""
+        begun = [record.parameter for record in self._beginners]
+        for parameter in (*begun, *(p for p, entry in list(state.items()) if not entry)):
+            state.pop(parameter, None)
+        self._beginners = []
+
+    def keep_beginners(self) -> None:
+        """Let the state of parameters that have had no step be there, for torch to fill."""
+        self._registry.host_store.take(
+            subgroup for record in self._beginners for subgroup, _ in self._registry.places[record]
+        )
+        for record in self._beginners:
+            record.fresh = False
+        self._beginners = []
+
+    def _make_homes(self, records: Iterable[ParameterRecord]) -> None:
+        """Have host memory for the state of these."""
+        places = self._registry.places
+        self._registry.host_store.take(subgroup for record in records for subgroup, _ in places[record])
