@@ -12,7 +12,7 @@ import numpy as np
 import scipy  # which loads `optimize`, three quarters of a second, when it is first asked for
 
 from perfmodel.demand import Demand, demand
-from perfmodel.hardware import HardwareProfile, changed
+from perfmodel.hardware import HardwareProfile
 from perfmodel.lanes import CPU, D2H, H2D, LANES, Stream, lane_speeds
 from perfmodel.plan import Placement
 from perfmodel.simulate import UPDATE_ALONE, Phase, Scope
@@ -64,7 +64,7 @@ def lower_bound(workload: Workload, profile: HardwareProfile, scope: Scope = UPD
 
     def improved(resource: str) -> float:
         rates = {rate: 1.01 * getattr(profile, rate) for rate in faster[resource]}
-        return _solve(workload, changed(profile, rates), scope)[0]
+        return _solve(workload, profile.replace(**rates), scope)[0]
 
     return Bound(seconds, min(faster, key=improved) if seconds > 0 else "nothing", shares)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -113,7 +112,11 @@ class HardwareProfile:
 
     def scaled(self, factor: float) -> HardwareProfile:
         """A machine with all rates times `factor` and the same fixed costs: the same proportions, slower or faster."""
-        return changed(self, {name: getattr(self, name) * factor for name in RATES if name != "cpu_traffic_factor"})
+        return self.replace(**{name: getattr(self, name) * factor for name in RATES if name != "cpu_traffic_factor"})
+
+    def replace(self, **values: Any) -> HardwareProfile:
+        """The profile with other values of the fields that are named."""
+        return dataclasses.replace(self, **values)
 
     def to_json(self) -> dict[str, Any]:
         """The profile as plain JSON values; infinite host bandwidth becomes null."""
@@ -136,13 +139,14 @@ class HardwareProfile:
                 "measure again with `python -m dos.calibrate`"
             )
         fields = {f.name: f for f in dataclasses.fields(cls)}
-        missing = [n for n, f in fields.items() if n not in values and _required(f)]
-        unknown = sorted(values.keys() - fields.keys() - {"version", *_RETIRED})
-        if missing or unknown:
-            found = [f"missing {', '.join(missing)}"] * bool(missing) + [f"unknown {', '.join(unknown)}"] * bool(
-                unknown
-            )
-            raise ValueError(f"hardware profile {values.get('name', '')!r}: {'; '.join(found)}")
+        required = (n for n, f in fields.items() if f.default is f.default_factory is dataclasses.MISSING)
+        wrong = {
+            "missing": [name for name in required if name not in values],
+            "unknown": sorted(values.keys() - fields.keys() - {"version", *_RETIRED}),
+        }
+        found = "; ".join(f"{what} {', '.join(names)}" for what, names in wrong.items() if names)
+        if found:
+            raise ValueError(f"hardware profile {values.get('name', '')!r}: {found}")
         arguments = {name: value for name, value in values.items() if name in fields}
         if arguments["host_bandwidth"] is None:
             arguments["host_bandwidth"] = math.inf
@@ -197,13 +201,3 @@ def builtin_profiles() -> dict[str, HardwareProfile]:
         HardwareProfile.from_json(json.loads(f.read_text())) for f in folder.iterdir() if f.name.endswith(".json")
     )
     return {p.name: p for p in sorted(profiles, key=lambda p: p.name)}
-
-
-def changed(profile: HardwareProfile, values: Mapping[str, float]) -> HardwareProfile:
-    """The profile with other values of the rates and latencies that are named."""
-    arguments: dict[str, Any] = dict(values)
-    return dataclasses.replace(profile, **arguments)
-
-
-def _required(field_: dataclasses.Field[Any]) -> bool:
-    return field_.default is dataclasses.MISSING and field_.default_factory is dataclasses.MISSING

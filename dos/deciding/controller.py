@@ -11,7 +11,7 @@ from functools import partial
 from perfmodel import Lane, Op, Placement, Plan, Timeline, Workload
 from perfmodel.adaptive import AdaptivePlanner
 from perfmodel.demand import demand
-from perfmodel.hardware import HardwareProfile, changed
+from perfmodel.hardware import HardwareProfile
 from perfmodel.lanes import Stream
 from perfmodel.policies import cpu_only, resident, static_ratio, stride
 from perfmodel.schedule import Schedule
@@ -131,7 +131,7 @@ class Refinement:
         busy = {lane for lane, ratios in self._ratios.items() if ratios}
         for ratios in self._ratios.values():
             ratios.clear()
-        return changed(profile, _corrected(profile, workload, off, busy))
+        return profile.replace(**_corrected(profile, workload, off, busy))
 
     def _simulated(self, profile: HardwareProfile, schedule: Schedule, workload: Workload) -> Timeline:
         """The optimizer's own work as it is predicted."""

@@ -27,7 +27,7 @@ from perfmodel import Placement, Plan, Workload
 from perfmodel.adaptive import adaptive
 from perfmodel.bounds import lower_bound
 from perfmodel.format import MIXED
-from perfmodel.hardware import HardwareProfile, changed
+from perfmodel.hardware import HardwareProfile
 from perfmodel.policies import cpu_only, static_ratio, stride
 from perfmodel.simulate import makespan
 
@@ -57,8 +57,8 @@ class Machine:
 def machines() -> list[Machine]:
     """Published and data-sheet machines, a starved and a one-sided link, large and small subgroups, two dtypes."""
     h100, a100, desktop, gh200 = map(HardwareProfile.builtin, ("h100", "a100_bound", "rtx_4090_desktop", "gh200"))
-    one_sided = changed(h100, {"d2h_bandwidth": h100.d2h_bandwidth / 4, "d2h_bandwidth_duplex": h100.d2h_bandwidth / 4})
-    starved = changed(h100, {r: getattr(h100, r) / 4 for r in _LINKS})
+    one_sided = h100.replace(d2h_bandwidth=h100.d2h_bandwidth / 4, d2h_bandwidth_duplex=h100.d2h_bandwidth / 4)
+    starved = h100.replace(**{r: getattr(h100, r) / 4 for r in _LINKS})
     return [
         dataclasses.replace(machine, profile=slowed(machine.profile, machine.workload(), UPDATE_S))
         for machine in (

@@ -9,7 +9,7 @@ import numpy as np
 from scipy import optimize
 
 from experiments.paper.zero3 import BackwardRates, Run, backward_features, rest_features, update_seconds
-from perfmodel.hardware import HardwareProfile, changed
+from perfmodel.hardware import HardwareProfile
 
 NOISE = 0.08
 """Relative residual from which a run counts as an outlier rather than as noise (soft L1 loss)."""
@@ -43,7 +43,7 @@ def fit_runs(
     sigma = np.array([uncertainty[name] for name in names])
 
     def profile(x: np.ndarray) -> HardwareProfile:
-        return changed(prior, dict(zip(names, np.exp(x).tolist(), strict=True)))
+        return prior.replace(**dict(zip(names, np.exp(x).tolist(), strict=True)))
 
     def residuals(x: np.ndarray) -> np.ndarray:
         candidate = profile(x)

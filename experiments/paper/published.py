@@ -22,7 +22,7 @@ from experiments.paper.fit import UNCERTAINTY, backward_seconds, fit_backward, f
 from experiments.paper.runs import DATA_SHEETS, DEVICE_BANDWIDTHS, RUNS, PublishedRun, read_runs
 from experiments.paper.zero3 import BackwardRates, Mode, Run, update_seconds
 from experiments.plots import can_draw, drawn, grid, picture
-from perfmodel.hardware import HardwareProfile, changed
+from perfmodel.hardware import HardwareProfile
 
 K = TypeVar("K")
 T = TypeVar("T")
@@ -260,7 +260,7 @@ def write_profiles(runs: Sequence[PublishedRun], folder: Path) -> None:
             for f in dataclasses.fields(profile)
             if isinstance(value := getattr(profile, f.name), float)
         }
-        changed(profile, rounded).save(folder / f"{name}.json")
+        profile.replace(**rounded).save(folder / f"{name}.json")
 
 
 def _grouped(items: Iterable[T], key: Callable[[T], K]) -> list[tuple[K, list[T]]]:

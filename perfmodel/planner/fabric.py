@@ -1,10 +1,11 @@
-"""How GPUs reach one another: data sheets of the built-in machines, and what collectives get of it."""
+"""How GPUs reach one another, by data sheets (`machines.json`), and what collectives get of it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from perfmodel.hardware import HardwareProfile
+from perfmodel.planner.datasheets import DATA
 from perfmodel.planner.layout import Group, Layout
 
 EFFICIENCY = 0.8
@@ -30,29 +31,8 @@ class Fabric:
 
 PCIE = Fabric()
 """Of machines of which nothing is known but the profile."""
-NVLINK_3, NVLINK_4 = (300e9, "NVLink 3"), (450e9, "NVLink 4")
-"""Data sheets: A100 600 GB/s in both directions together; H100, H200 and GH200 900 GB/s."""
-
-
-def _fabric(nvlink: tuple[float, str] | None, adapters: int, gbit: int, what: str) -> Fabric:
-    """Of nodes with so many network adapters, of so many Gb/s each."""
-    network, between = adapters * gbit * 1e9 / 8, f"{adapters} x {gbit} Gb/s {what}"
-    return Fabric(None, network, between=between) if nvlink is None else Fabric(nvlink[0], network, nvlink[1], between)
-
-
-FABRICS = {
-    "a100_bound": _fabric(NVLINK_3, 2, 200, "Slingshot 11, as ALCF's Polaris has"),
-    "a100_unbound": _fabric(NVLINK_3, 2, 200, "Slingshot 11, as ALCF's Polaris has"),
-    "a100_pcie_server": _fabric(None, 1, 200, "ConnectX-6, an assumption"),
-    "gh200": _fabric(NVLINK_4, 1, 400, "ConnectX-7, an assumption"),
-    "h100": _fabric(NVLINK_4, 4, 400, "ConnectX-7, one per GPU as the DGX H100 has"),
-    "h200_node": _fabric(NVLINK_4, 8, 400, "ConnectX-7, as the DGX H200 has"),
-    "l40s_server": _fabric(None, 1, 400, "ConnectX-7, an assumption"),
-}
-"""By the name of the built-in profile; the networks of desktops are not known. Sources: NVIDIA's
-data sheets of the GPUs, of ConnectX-6 and of ConnectX-7; NVIDIA DGX H100/H200 User Guide, "Network
-Modules": eight ConnectX-7, one per GPU; ALCF User Guides, "Polaris": four A100 with NVLink and two
-Slingshot 11 adapters per node."""
+FABRICS = {name: Fabric(**values["fabric"]) for name, values in DATA["machines"].items() if "fabric" in values}
+"""By the name of the built-in profile; the networks of desktops are not known."""
 
 
 @dataclass(frozen=True)

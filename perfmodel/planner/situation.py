@@ -9,7 +9,6 @@ import math
 from perfmodel.demand import demand
 from perfmodel.footprint import FP32_BYTES, DeviceBytes, HostBytes, host_footprint
 from perfmodel.format import float32
-from perfmodel.hardware import changed
 from perfmodel.lanes import Stream
 from perfmodel.plan import Placement, Plan
 from perfmodel.planner.job import Job
@@ -28,7 +27,7 @@ class Situation:
 
     def __init__(self, question: Question) -> None:
         self.question = question
-        self.profile = changed(question.profile, {"ranks_per_host": question.layout.per_node})
+        self.profile = question.profile.replace(ranks_per_host=question.layout.per_node)
         self.device = device_footprint(question)
         self.host: HostBytes = host_footprint(
             question.state_numel,

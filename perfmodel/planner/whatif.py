@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from perfmodel.format import INT8
-from perfmodel.hardware import changed
 from perfmodel.planner.outcome import Outcome, adaptive_outcome
 from perfmodel.planner.question import MAX_SUBGROUPS, Question
 from perfmodel.planner.situation import Situation
@@ -91,7 +90,7 @@ def _hardware(question: Question) -> Iterator[tuple[str, Question]]:
         ("host memory twice as fast", ("host_bandwidth",)),
         ("CPU update twice as fast", ("cpu_update_rate",)),
     ):
-        faster = changed(question.profile, {rate: 2 * getattr(question.profile, rate) for rate in rates})
+        faster = question.profile.replace(**{rate: 2 * getattr(question.profile, rate) for rate in rates})
         yield what, dataclasses.replace(question, profile=faster)
     fabric, layout = question.fabric, question.layout
     if fabric.interconnect is not None and layout.per_node > 1:

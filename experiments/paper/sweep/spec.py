@@ -14,7 +14,7 @@ from typing import Any
 
 from experiments.paper.runs import DATA_SHEETS
 from experiments.paper.zero3 import Mode
-from perfmodel.hardware import HardwareProfile, builtin_profiles, changed
+from perfmodel.hardware import HardwareProfile, builtin_profiles
 
 PUBLISHED_LOOPS = tuple(mode.value for mode in Mode)
 """Policies that are DeepSpeed's loops, as in the published runs."""
@@ -81,7 +81,7 @@ class Configuration:
 
     def left_of(self, profile: HardwareProfile) -> HardwareProfile:
         """What contention leaves of a machine's rates."""
-        return changed(profile, {rate: getattr(profile, rate) * (1 - self.contention) for rate in CONTENDED})
+        return profile.replace(**{rate: getattr(profile, rate) * (1 - self.contention) for rate in CONTENDED})
 
 
 CONTENDED = ("host_bandwidth", "h2d_bandwidth", "d2h_bandwidth", "h2d_bandwidth_duplex", "d2h_bandwidth_duplex")

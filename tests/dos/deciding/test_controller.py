@@ -12,7 +12,7 @@ from dos.deciding.controller import AdaptivePolicy, Controller, Refinement, reso
 from dos.step.pace import _Typical
 from perfmodel import Placement, Plan, Timeline, Workload
 from perfmodel.adaptive import adaptive
-from perfmodel.hardware import HardwareProfile, changed
+from perfmodel.hardware import HardwareProfile
 from perfmodel.policies import stride
 from perfmodel.schedule import schedule
 from perfmodel.scope import Scope
@@ -51,7 +51,7 @@ def stretched(timeline: Timeline, factor: float) -> Timeline:
 @pytest.mark.parametrize("factor", [0.5, 0.8, 1.7])
 def test_a_lasting_change_is_followed_within_ten_steps(rate: str, factor: float) -> None:
     rates = [rate, f"{rate}_duplex"] if rate.endswith("bandwidth") else [rate]
-    truth = changed(BELIEVED, {name: getattr(BELIEVED, name) * factor for name in rates})
+    truth = BELIEVED.replace(**{name: getattr(BELIEVED, name) * factor for name in rates})
     found = steps(truth, BELIEVED, 10)
     for name in rates:
         assert getattr(found, name) == pytest.approx(getattr(truth, name), rel=0.05)
@@ -138,7 +138,7 @@ def noisy(rng: random.Random, truth: HardwareProfile, share: float) -> HardwareP
     """The rates of one step, each off by itself."""
     rates = ("host_bandwidth", "cpu_update_rate", "gpu_update_rate", "h2d_bandwidth", "d2h_bandwidth")
     found = {name: getattr(truth, name) * rng.lognormvariate(0, share) for name in rates}
-    return changed(truth, found | {f"{name}_duplex": found[name] for name in rates[3:]})
+    return truth.replace(**(found | {f"{name}_duplex": found[name] for name in rates[3:]}))
 
 
 @pytest.mark.parametrize(("share", "changes"), [(0.05, 1), (0.2, 4)])

@@ -17,7 +17,7 @@ from dos.memory.forecast import MARGIN as DOS_MARGIN
 from perfmodel import Placement
 from perfmodel.adaptive import adaptive
 from perfmodel.bounds import lower_bound
-from perfmodel.hardware import HardwareProfile, builtin_profiles, changed
+from perfmodel.hardware import HardwareProfile, builtin_profiles
 from perfmodel.planner.advise import Advice, Outcome, adaptive_outcome, advise
 from perfmodel.planner.datasheets import GPUS
 from perfmodel.planner.question import MARGIN, PROCESS_BYTES, SYSTEM_BYTES, Question
@@ -82,7 +82,7 @@ def test_zero_divides_what_its_stage_says() -> None:
 def test_figures_are_the_performance_model_s() -> None:
     asked = question()
     advice = advise(asked)
-    work, profile = advice.situation.update_workload, changed(A100, {"ranks_per_host": 1})
+    work, profile = advice.situation.update_workload, A100.replace(ranks_per_host=1)
     best = advice.best
     beside = dataclasses.replace(work, forward_s=2 * 7e9 * 2048 / 125e12, backward_s=6 * 7e9 * 2048 / 125e12)
     assert best.plan == adaptive(beside, profile)
@@ -110,13 +110,12 @@ def test_what_would_help_is_planned_anew() -> None:
     levers = {lever.change: lever.outcome for lever in advise(asked).levers}
     more = adaptive_outcome(Situation(dataclasses.replace(asked, device_bytes=asked.device_bytes + 8 * GIB)))
     assert levers["8 GiB more GPU memory"] == more
-    faster = changed(
-        A100,
-        {
+    faster = A100.replace(
+        **{
             f"{way}_bandwidth{kind}": 2 * getattr(A100, f"{way}_bandwidth{kind}")
             for way in ("h2d", "d2h")
             for kind in ("", "_duplex")
-        },
+        }
     )
     assert levers["links twice as fast"] == adaptive_outcome(Situation(dataclasses.replace(asked, profile=faster)))
     assert "--checkpointing" not in levers, "it is on already"
@@ -345,7 +344,7 @@ def test_questions_that_cannot_be(settings: dict[str, object], message: str) -> 
 def test_the_plan_is_the_optimizer_s_and_the_update_takes_as_long_as_expected(name: str) -> None:
     """The optimizer on an emulated machine makes the planner's plan, and is within 15% of the planner's time."""
     numel, cpu_only_s = 2_000_000, 0.2
-    machine = changed(HardwareProfile.builtin(name), {"copy_latency_s": 0.0, "launch_latency_s": 0.0})
+    machine = HardwareProfile.builtin(name).replace(copy_latency_s=0.0, launch_latency_s=0.0)
     asked = question(
         numel,
         profile=machine,
