@@ -123,8 +123,9 @@ class Tasks:
         """Run all tasks, filling `start` and `end`.
 
         A lane serves one task at a time: among the streams whose next task is ready, the one that has been ready
-        longest, then the one issued first; activations go before state. A copy beside one in the other direction runs
-        at the duplex rate, and whatever touches host DRAM shares it by `shared_rates`.
+        longest, then the one issued first; activations go before state, which travels in short pieces and waits between
+        them. A copy beside one in the other direction runs at the duplex rate, and whatever touches host DRAM shares it
+        by `shared_rates`.
         """
         stream_of, seconds, demand, infinite = self.stream, self.seconds, self.demand, math.inf
         waits = [len(after) for after in self.after]
@@ -140,14 +141,19 @@ class Tasks:
         end = self.end = [math.nan] * len(waits)
         speeds_of: dict[tuple[float, ...], list[float]] = {}
         running, left, demands = [-1] * len(LANES), [0.0] * len(LANES), [-1.0] * len(LANES)
-        now, busy = 0.0, list[int]()
+        now, busy, interrupted = 0.0, list[int](), dict[int, float]()
         free = list(range(len(LANES)))  # those that may begin something
         while True:
             for lane in free:
                 stream, other, first = _FED[lane]
                 since = ready[stream]
                 if ready[first] < infinite:
-                    stream, since = first, ready[first]
+                    stream, since, held = first, ready[first], running[lane]
+                    if held >= 0:  # it waits, and goes on before others
+                        interrupted.setdefault(held, start[held])
+                        seconds[held], ready[stream_of[held]] = left[lane], -1.0
+                        running[lane] = -1
+                        busy.remove(lane)
                 elif ready[other] < since or (
                     ready[other] == since < infinite and queues[other][-1] < queues[stream][-1]
                 ):
@@ -158,6 +164,8 @@ class Tasks:
                     left[lane], demands[lane], start[task] = seconds[task], demand[task], now
                     busy.append(lane)
             if not busy:
+                for task, since in interrupted.items():
+                    start[task] = since
                 return
             key = tuple(demands)
             speeds = speeds_of.get(key)

@@ -66,6 +66,7 @@ class Plan:
     placements: one per subgroup, by subgroup index.
     order: the subgroup indices in the order in which every lane serves them; a permutation.
     slots: staging slots on the device; at least 1 if any subgroup is streamed.
+    activation_bytes: of saved tensors that leave for the host, those saved first.
 
     Raises ValueError when the parts do not fit together.
     """
@@ -73,6 +74,7 @@ class Plan:
     placements: tuple[Placement, ...]
     order: tuple[int, ...]
     slots: int
+    activation_bytes: int = 0
 
     def __post_init__(self) -> None:
         n = len(self.placements)
@@ -81,8 +83,9 @@ class Plan:
                 f"plan order must name each of the {n} subgroups once, found {len(self.order)} entries "
                 f"({len(set(self.order))} distinct); use tuple(range({n})) for the natural order"
             )
-        if self.slots < 0:
-            raise ValueError(f"plan slots must be 0 or more, found {self.slots}")
+        for name in ("slots", "activation_bytes"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"plan {name} must be 0 or more, found {getattr(self, name)}")
         if self.slots == 0 and Placement.GPU_STREAMED in self.placements:
             raise ValueError("a plan with streamed subgroups needs at least 1 staging slot, found 0")
 

@@ -46,7 +46,7 @@ class Op(enum.Enum):
 class Span:
     """Work of one lane from `start` to `end`, in seconds since the timeline's origin.
 
-    subgroup: index, or None for forward and backward.
+    subgroup: index, or None for forward, backward and saved tensors.
     """
 
     lane: Lane

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 from perfmodel.format import MIXED, Format, update_traffic
 
@@ -48,17 +50,32 @@ class SubgroupLoad:
         return int(update_traffic(self.numel, *each))
 
 
+class SavedTensors(NamedTuple):
+    """Tensors that forward saves for backward and that may be on the host in between.
+
+    nbytes: of them all. born: share of forward that has passed when they are saved.
+    due: share of backward that has passed when it needs them.
+    """
+
+    nbytes: int
+    born: float
+    due: float
+
+
 @dataclass(frozen=True)
 class Workload:
     """One iteration's optimizer work and the compute beside it.
 
     subgroups: at least one.
     forward_s, backward_s: compute times in seconds that transfers may hide behind (0: nothing to hide behind).
-    peak_free_bytes: device memory free at the peak of the iteration; what resident state may use.
+    peak_free_bytes: device memory free at the peak of the iteration while all saved tensors stay there; what resident
+        state may use.
     update_free_bytes: device memory free while updating, beyond resident state; what staging slots may use.
     shared_free_bytes: device memory free while updating that resident state and slots share.
+    activations: saved tensors that may leave, in the order in which forward saves them, a few together.
+    activation_host_bytes: host memory that they may take.
 
-    Raises ValueError for an empty workload, or negative times or sizes.
+    Raises ValueError for an empty workload, negative times or sizes, or saved tensors that are out of order.
     """
 
     subgroups: tuple[SubgroupLoad, ...]
@@ -67,13 +84,22 @@ class Workload:
     peak_free_bytes: float = math.inf
     update_free_bytes: float = math.inf
     shared_free_bytes: float = math.inf
+    activations: tuple[SavedTensors, ...] = ()
+    activation_host_bytes: float = math.inf
 
     def __post_init__(self) -> None:
         if not self.subgroups:
             raise ValueError("a workload needs at least one subgroup, found none")
-        for name in ("forward_s", "backward_s", "peak_free_bytes", "update_free_bytes", "shared_free_bytes"):
+        free = "peak_free_bytes", "update_free_bytes", "shared_free_bytes", "activation_host_bytes"
+        for name in ("forward_s", "backward_s", *free):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be 0 or more, found {getattr(self, name)}")
+        for early, late in pairwise((SavedTensors(0, 0.0, 1.0), *self.activations, SavedTensors(0, 1.0, 0.0))):
+            if early.nbytes < 0 or not (early.born <= late.born and early.due >= late.due):
+                raise ValueError(
+                    "activations must be in the order in which forward saves them and be due in the reverse order, "
+                    f"with shares of forward and backward in [0, 1]; found {early} before {late}"
+                )
 
     @classmethod
     def of_sizes(
@@ -112,3 +138,8 @@ class Workload:
     def slot_bytes(self) -> int:
         """Size of a staging slot that takes any of the subgroups, in bytes."""
         return max(load.state_bytes for load in self.subgroups)
+
+    def leaving(self, activation_bytes: int) -> tuple[SavedTensors, ...]:
+        """Those saved first, which fit into so many bytes: they leave."""
+        sums = accumulate(each.nbytes for each in self.activations)
+        return tuple(each for each, nbytes in zip(self.activations, sums, strict=True) if nbytes <= activation_bytes)

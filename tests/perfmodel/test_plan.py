@@ -1,8 +1,11 @@
 """Plans and workloads: validation and text."""
 
+from dataclasses import replace
+
 import pytest
 
 from perfmodel import Placement, Plan, SubgroupLoad, Workload
+from perfmodel.workload import SavedTensors
 
 C, S, R = Placement.CPU, Placement.GPU_STREAMED, Placement.GPU_RESIDENT
 
@@ -43,3 +46,5 @@ def test_bad_workloads() -> None:
         Workload.of_sizes([1], peak_free_bytes=float("nan"))
     with pytest.raises(ValueError, match="numel must be 0 or more"):
         Workload.of_sizes([-1])
+    with pytest.raises(ValueError, match="due in the reverse order"):
+        replace(Workload.of_sizes([1]), activations=(SavedTensors(8, 0.5, 0.5), SavedTensors(8, 0.6, 0.6)))
