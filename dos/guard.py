@@ -25,7 +25,8 @@ def exclusive(method: Callable[Concatenate[Any, _P], _T]) -> Callable[Concatenat
     """Of an object with a `_lock`: its methods that are exclusive run in one thread at a time, and wholly.
 
     They raise KeyboardInterrupt at their end if Ctrl-C came meanwhile; the second Ctrl-C takes effect at once. Python's
-    own locks can be left locked by an interruption, so that no call could wait for a transfer any more.
+    own locks, those of futures too, can be left locked by an interruption: later calls that wait for the same transfer,
+    such as to save a checkpoint after Ctrl-C, would then wait for ever.
     Where a program handles SIGINT in its own way, and in threads other than the main one, which Ctrl-C does not reach,
     nothing is done about it.
     In torch.inference_mode, too, they make ordinary tensors: other threads could not write to those of that mode.
@@ -111,7 +112,11 @@ _held: list[Guard] = []
 
 
 def _before_fork() -> None:
-    """Let no step be half done in the child: wait until no thread is in a call, and nothing is in flight."""
+    """Wait until no thread is in a call, and nothing is in flight.
+
+    Else a child, such as a data loader's worker, could have parameters of a step that is half done, which no thread
+    there completes, and locks that no thread there releases.
+    """
     _forking.acquire()
     for guard in list(_guards):
         guard.lock.acquire()
@@ -128,5 +133,4 @@ def _after_fork() -> None:
     _forking.release()
 
 
-# A forked child, such as a data loader's worker, sees parameters that are finished.
 os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)

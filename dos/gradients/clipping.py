@@ -23,6 +23,8 @@ class PendingClip:
     """Clip factors waiting for the step, each for one gradient as it was when the factor was computed.
 
     A gradient that is replaced or written to afterwards, as zeroing and backward do, is another one: no factor is its.
+    Trainers zero gradients through the model, which the optimizer is not told of: factors kept by parameter would clip
+    the gradients of the next iteration by the norm of these.
     """
 
     def __init__(self) -> None:

@@ -16,8 +16,8 @@ from perfmodel.format import STATE_KEYS
 class LiveState(defaultdict[Tensor, Any]):
     """AdamW's state by parameter. Asking whether there is any, for which parameters, and how many, changes nothing.
 
-    For code that only wants to know whether the optimizer has state yet, as
-    torch.distributed.checkpoint does at every turn.
+    torch.distributed.checkpoint and trainers ask that at every turn. If it brought state home, code that only looks
+    would move all residents in each iteration, and run into MemoryError where the host has no room for them.
     """
 
     def __init__(self, entries: Mapping[Tensor, Any], before: Callable[[], None]) -> None:

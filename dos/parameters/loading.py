@@ -23,8 +23,9 @@ from perfmodel.format import STATE_KEYS
 def makes_state() -> bool:
     """Whether the step that calls this is that by which torch.distributed.checkpoint makes a fresh optimizer's state.
 
-    It gives all parameters zeros for gradients, and lr is 0. AdamW counts it, and corrects the next step's bias for it.
-    Who calls is asked, for values do not tell: those of a warm-up's first step may be the same, on some ranks.
+    It gives all parameters zeros for gradients, and lr is 0. Counted, it would leave every step that a checkpoint does
+    not overwrite at 1, and the next update's bias correction wrong. Values do not tell it from the first step of a
+    warm-up, which may be the same on some ranks, so the caller is looked up.
     """
     return _called_by("_init_optim_state")
 

@@ -15,8 +15,9 @@ from dos.sharding.local import is_sharded
 def replaced(parameters: Iterable[Tensor]) -> list[Tensor]:
     """Those that got no gradient, are no module's any more, and have the shape of a DTensor that is.
 
-    So `fully_shard` and `parallelize_module` leave the parameters that they were given. Looks through
-    all objects of the process if there can be such, which takes some 50 ms: to be asked once.
+    So `fully_shard` and `parallelize_module` leave the parameters that they were given. Without this search a model
+    that was divided in part would train in part, silently: steps find gradients on the rest. It looks through all
+    objects of the process if there can be such, which takes some 50 ms: to be asked once.
     """
     if "torch.distributed.tensor" not in sys.modules or not dist.is_initialized():
         return []
