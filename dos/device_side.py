@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dos.deciding.controller import Policy
 from dos.deciding.decisions import Decisions
-from dos.devices import Caller, Copy, Device, Job
+from dos.devices import Device
 from dos.gradients.departures import Departures
 from dos.guard import Guard
 from dos.options import Options
@@ -136,7 +136,11 @@ class DeviceSide:
             if plan is None:
                 return
         places = self._registry.places[record]
-        self.departures.gradient_ready(record, places, self._now.wanted, self._send, self.device, gradient)
+        for departure in self.departures.gradient_ready(record, places, self._now.wanted, self.device, gradient):
+            if self._now.left is None:
+                self._now.left = self.device.mark()
+            index = self._registry.index[departure.subgroup]
+            departure.left(self.engine.send_gradients(index, departure.copies, departure.callers))
         if self.departures.past_half:
             self.engine.early.prefetch(plan, self._registry.accelerated, self.decisions.memory.spare_in_backward)
 
@@ -157,11 +161,6 @@ class DeviceSide:
         self._now.plan = plan
         return plan
 
-    def _send(self, subgroup: Subgroup, copies: Sequence[Copy], callers: Collection[Caller]) -> Job:
-        if self._now.left is None:
-            self._now.left = self.device.mark()
-        return self.engine.send_gradients(self._registry.index[subgroup], copies, callers)
-
     def take_gradient(self, record: ParameterRecord, *, in_backward: bool) -> None:
         """Offload a gradient: add it to those on the host and free it here.
 
@@ -176,7 +175,7 @@ class DeviceSide:
         offloaded.take(
             record,
             subgroups,
-            lambda copies: engine.send_gradients(index, copies),
+            lambda copies: engine.send_gradients(index, copies).job,
             engine.run_on_host,
             pin=not (in_backward and record.sharded),
             in_backward=in_backward,
@@ -229,9 +228,10 @@ class DeviceSide:
 
     def _subject(self, subgroup: Subgroup, update: SubgroupUpdate | None, writes: int | None) -> Subject:
         if update is None or update.offloaded:
-            return Subject(subgroup, update, (), frozenset())
+            return Subject(subgroup, update, (), ())
         holding, departed = self.departures.arriving(subgroup, update.pieces, writes)
-        return Subject(subgroup, update, departed, frozenset(update.pieces) - holding)
+        late = [item for item in update.items if item[0] not in holding] if holding else update.items
+        return Subject(subgroup, update, departed, late)
 
     def end_iteration(self, writes: int | None, *, skipped: bool) -> None:
         """The step was issued or skipped: what comes now belongs to the next iteration."""

@@ -28,7 +28,7 @@ from dos.sharding.meshes import Meshes
 from dos.stages import Ready, Stage
 from dos.state.record import ParameterRecord
 from dos.step.in_place import InPlace
-from dos.step.work import apply
+from dos.step.work import Placed, apply
 
 _CAPTURED = (
     "a CUDA graph is being captured while an update runs on, for which its replays would not wait; call "
@@ -170,7 +170,7 @@ class Session(Members):
                 registry.offloaded.clear()
             self._in_place.start(updates[subgroup] for subgroup in late)
             for subgroup in now:
-                apply([(updates[subgroup], subgroup.state)])
+                apply([Placed(updates[subgroup], subgroup.state)])
             registry.written([record for record, _ in active.members if record not in self.unfinished])
             self.clipping.forget()
         if self.attachment is not None:

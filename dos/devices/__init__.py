@@ -1,6 +1,6 @@
 """Accelerators behind one small protocol."""
 
-from dos.devices.base import LANES, Cached, Caller, Copy, Device, Job, Mark, Memory, pinned_zeros
+from dos.devices.base import LANES, Cached, Caller, Copy, Device, Issued, Job, Mark, Memory, pinned_zeros
 from dos.devices.emulated import EmulatedDevice
 from dos.devices.occupancy import Script
 from dos.devices.select import DeviceFinder
@@ -13,6 +13,7 @@ __all__ = [
     "Device",
     "DeviceFinder",
     "EmulatedDevice",
+    "Issued",
     "Job",
     "Mark",
     "Memory",

@@ -13,7 +13,7 @@ from perfmodel import Op, Span
 from perfmodel.format import MIXED
 from perfmodel.hardware import HardwareProfile
 from perfmodel.lanes import LANE_OF_STREAM
-from perfmodel.schedule import FLUSH, GRADIENT, ON_DEVICE, PARAMETER, PREFETCH, RESTORE, SAVE
+from perfmodel.schedule import FLUSH, GRADIENT, ON_DEVICE, PARAMETER, PREFETCH, RESTORE, SAVE, Task
 
 Copy = tuple[Tensor, Tensor]
 """(destination, source): 1-D tensors of equal length and dtype."""
@@ -47,6 +47,14 @@ class Job(Protocol):
 
     def wait(self) -> Span:
         """Block until the work is done and say when it ran. Raises what the work, or work it waited for, raised."""
+
+
+class Issued(NamedTuple):
+    """A task under way. number: rises in the order in which they were issued."""
+
+    number: int
+    task: Task
+    job: Job
 
 
 class Mark(Protocol):

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from dos.devices import Caller, Copy, Device, Job
+from dos.devices import Caller, Copy, Device, Issued
 from dos.gradients.identity import Token
 from dos.sharding.local import local
 from dos.state.record import Layout, ParameterRecord
 from dos.state.subgroup import Piece, Subgroup
 
 logger = logging.getLogger(__name__)
-
-Send = Callable[[Subgroup, Sequence[Copy], Collection[Caller]], Job]
-"""Starts gradients of a subgroup, which backward wrote in these queues, on their way to the host."""
 
 
 @dataclass
@@ -51,22 +48,33 @@ class _Seen:
 
 
 @dataclass
-class _Departure:
+class Departure:
     """The gradients of one subgroup on their way.
 
     awaited: pieces whose gradients are expected in this iteration and not gathered yet; all go once there are none.
     callers: in which of the caller's queues those that are gathered were written, or copied into another layout.
     """
 
+    subgroup: Subgroup
     staging: Tensor
     awaited: set[Piece]
     gathered: dict[Piece, tuple[Copy, Token]] = field(default_factory=dict)
     callers: set[Caller] = field(default_factory=set)
-    sent: dict[Piece, tuple[Job, Token]] = field(default_factory=dict)
+    sent: dict[Piece, tuple[Issued, Token]] = field(default_factory=dict)
+
+    @property
+    def copies(self) -> list[Copy]:
+        """What brings those that are gathered to the host."""
+        return [copy for copy, _ in self.gathered.values()]
+
+    def left(self, issued: Issued) -> None:
+        """Those that were gathered are on their way."""
+        self.sent |= {piece: (issued, written) for piece, (_, written) in self.gathered.items()}
+        self.gathered, self.callers = {}, set()
 
 
 class Departures:
-    """Watches gradients become final, one parameter after the other, and sends off those of whole subgroups.
+    """Watches gradients become final, one parameter after the other, and says when those of whole subgroups may leave.
 
     A gradient that changes after it was sent (clipping or unscaling in place, another backward) is noticed by its
     identity and version, and the step sends it again: always right, fast where nothing was touched. What was always
@@ -75,7 +83,7 @@ class Departures:
 
     def __init__(self) -> None:
         self._seen: dict[ParameterRecord, _Seen] = {}
-        self._departures: dict[Subgroup, _Departure] = {}
+        self._departures: dict[Subgroup, Departure] = {}
         self._fired = 0
         self._fired_last = 0
         self._explained = False
@@ -90,11 +98,10 @@ class Departures:
         record: ParameterRecord,
         places: Sequence[tuple[Subgroup, Piece]],
         wanted: Collection[Subgroup],
-        send: Send,
         device: Device,
         gradient: Tensor | None = None,
-    ) -> None:
-        """Backward has written to the parameter's gradient, in the caller's present queue.
+    ) -> list[Departure]:
+        """Backward has written to the parameter's gradient, in the caller's present queue. Returns what leaves now.
 
         gradient: what the parameter's will be made of, where it is not that yet.
         places: the parameter's pieces, each with its subgroup. wanted: the subgroups whose gradients go to the host.
@@ -103,29 +110,29 @@ class Departures:
         seen, gradient = self.count(record, gradient), record.parameter.grad if gradient is None else gradient
         places = [place for place in places if place[0] in wanted]
         if gradient is None or not places:
-            return
+            return []
         written = seen.written = Token(gradient, here=here)
         seen.layout = record.layout
         staging = record.arena.gradient
         if seen.times != seen.expected or not seen.untouched or staging is None or staging.dtype != gradient.dtype:
-            return
+            return []
         if record.changed() or record.stand_in:
-            return  # the step will read the parameter anew first
+            return []  # the step will read the parameter anew first
         caller = device.caller()
         with torch.no_grad():
             flat = record.flat_gradient(local(gradient))
+        complete = []
         for subgroup, piece in places:
             departure = self._departures.get(subgroup)
             if departure is None:
                 awaited = {other for other in subgroup.pieces if self._expects(other)}
-                departure = self._departures[subgroup] = _Departure(staging, awaited)
+                departure = self._departures[subgroup] = Departure(subgroup, staging, awaited)
             departure.awaited.discard(piece)
             departure.gathered[piece] = (subgroup.gradient[piece.run], piece.of_parameter(flat)), written
             departure.callers.add(caller)
             if not departure.awaited:
-                job = send(subgroup, [copy for copy, _ in departure.gathered.values()], departure.callers)
-                departure.sent |= {p: (job, written) for p, (_, written) in departure.gathered.items()}
-                departure.gathered, departure.callers = {}, set()
+                complete.append(departure)
+        return complete
 
     def count(self, record: ParameterRecord, gradient: Tensor | None = None) -> _Seen:
         """Backward has written to the parameter's gradient. gradient: another tensor that has it."""
@@ -148,8 +155,10 @@ class Departures:
         seen = ((seen.written, record.gradient) for record, seen in self._seen.items() if seen.written is not None)
         return [(written, gradient) for written, gradient in seen if gradient is not None]
 
-    def arriving(self, subgroup: Subgroup, pieces: Iterable[Piece], writes: int | None) -> tuple[set[Piece], list[Job]]:
-        """Those of the pieces whose gradients went early and still hold, and the jobs that bring them.
+    def arriving(
+        self, subgroup: Subgroup, pieces: Iterable[Piece], writes: int | None
+    ) -> tuple[set[Piece], list[Issued]]:
+        """Those of the pieces whose gradients went early and still hold, and the transfers that bring them.
 
         writes: how often every gradient was written since without changing a value (GradScaler's check for inf);
             None: values have changed.
@@ -158,18 +167,18 @@ class Departures:
         if departure is None or departure.staging is not subgroup.arena.gradient:  # which may have become wider since
             return set(), []
         holding = set()
-        jobs = {}
+        transfers = {}
         for piece in pieces:
             if piece not in departure.sent:
                 continue
-            job, written = departure.sent[piece]
+            issued, written = departure.sent[piece]
             seen = self._seen[piece.record]
             # What went may be of an earlier backward than the last.
             last = seen.written is written and seen.layout == piece.record.layout
             if last and seen.is_untouched(piece.record.parameter.grad, writes):
                 holding.add(piece)
-                jobs[id(job)] = job
-        return holding, list(jobs.values())
+                transfers[issued.number] = issued
+        return holding, list(transfers.values())
 
     def finish(self, writes: int | None) -> None:
         """The step has used the gradients, or was skipped: learn from how they were found, and begin anew."""

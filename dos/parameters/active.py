@@ -11,7 +11,7 @@ from dos.parameters.admission import Group
 from dos.parameters.registry import Registry
 from dos.state.record import ParameterRecord
 from dos.state.subgroup import Subgroup
-from dos.step.work import Given, SubgroupUpdate
+from dos.step.work import Gradient, SubgroupUpdate
 
 
 class Active(NamedTuple):
@@ -27,7 +27,9 @@ class Active(NamedTuple):
 
 def updates_of(active: Active, registry: Registry, scales: Iterable[float]) -> dict[Subgroup, SubgroupUpdate]:
     """What the step does to each subgroup that has a gradient. scales: what each gradient is multiplied by."""
-    given, offloaded = Given(registry.numbered), registry.offloaded
+    gradients: list[Gradient | None] = [None] * registry.numbered
+    settings: list[AdamStep] = []
+    offloaded = registry.offloaded
     before: tuple[Group | None, float, float] = None, 0.0, 0.0
     known: dict[tuple[int, float, float], int] = {}
     setting = 0
@@ -36,22 +38,21 @@ def updates_of(active: Active, registry: Registry, scales: Iterable[float]) -> d
         if group is not before[0] or record.count != before[1] or scale != before[2]:
             before = group, record.count, scale
             setting = known.setdefault((id(group), record.count, scale), len(known))
-            if setting == len(given.settings):
-                given.settings.append(_adam_step(group, record.count + 1, scale))
-        given.which[record.number] = setting
+            if setting == len(settings):
+                settings.append(_adam_step(group, record.count + 1, scale))
         if offloaded is not None and record in offloaded:
             gradient = offloaded.flat(record)
         else:
             mine = record.gradient
             assert mine is not None, "each record has one"
             gradient = mine if number < active.settled else record.flat_gradient(mine)
-        if number >= active.settled and record.changed():
-            given.follows.add(record)
-        given.add(record, gradient)
+        follows = number >= active.settled and record.changed()
+        gradients[record.number] = Gradient(gradient, gradient.data_ptr(), setting, follows)
     updates = {}
     for subgroup in itertools.chain(registry.local, registry.accelerated):
-        update = SubgroupUpdate(subgroup, given, offloaded=offloaded is not None and subgroup.arena.accelerated)
-        if update.pieces:
+        here = offloaded is None or not subgroup.arena.accelerated
+        update = SubgroupUpdate(subgroup, gradients, settings, offloaded=not here)
+        if update.items:
             updates[subgroup] = update
     return updates
 

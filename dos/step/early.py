@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from dos.devices import Caller, Copy, Device, Job
+from dos.devices import Caller, Copy, Device, Issued, Job
 from dos.devices.coalesce import joined
 from dos.state.arena import State
 from dos.state.stores import DeviceStore, HostStore
 from dos.state.subgroup import Subgroup
-from dos.step.issue import Issued, state_copies
+from dos.step.issue import state_copies
 from dos.step.work import Subject
 from perfmodel import Op, Placement, Plan
 from perfmodel.lanes import Stream
@@ -23,7 +24,8 @@ MOST_EARLY_JOBS = 1000
 class Early:
     """Transfers that are issued before the step that uses them.
 
-    begun: what is under way. prefetched: of that, the state that fills the slots, by subgroup.
+    begun: what is under way and no step has, in order.
+    prefetched: of that, the state that fills the slots, by subgroup.
     arriving: state that comes to stay, by subgroup; None: its memory is there, and its way has not begun.
     shown: whether user code was given the state at home since the last step, and may write there until the next.
     considered: the plan whose streamed subgroups are known.
@@ -39,14 +41,14 @@ class Early:
         self.host_store = host_store
         self.considered: Plan | None = None
         self._streamed: Sequence[int] = ()
+        self._numbers = itertools.count()
 
-    def send_gradients(self, index: int, copies: Sequence[Copy], callers: Collection[Caller]) -> Job:
+    def send_gradients(self, index: int, copies: Sequence[Copy], callers: Collection[Caller]) -> Issued:
         """As `Engine.send_gradients`."""
         # What backward writes in any of them is read here.
         job = self._device.copy(Op.GRADIENT, index, joined(copies), self._device.fence(callers))
         nbytes = sum(source.nbytes for _, source in copies)
-        self.begun.append(Issued(Task(Op.GRADIENT, Stream.GRADIENT, index, nbytes), job))
-        return job
+        return self._began(Task(Op.GRADIENT, Stream.GRADIENT, index, nbytes), job)
 
     def prefetch(self, plan: Plan, subgroups: Sequence[Subgroup], spare: Callable[[], int]) -> None:
         """Fill the slots while backward runs, if that was not done yet and they take no more than `spare` bytes."""
@@ -91,7 +93,10 @@ class Early:
         copies, after = state_copies(state, subgroup.state), self._device.fence()
         job = self._device.copy(Op.PREFETCH, index, copies, after)
         task = Task(Op.PREFETCH, Stream.PREFETCH, index, subgroup.state.nbytes, (), slot)
-        self.begun.append(Issued(task, job))
+        return self._began(task, job)
+
+    def _began(self, task: Task, job: Job) -> Issued:
+        self.begun.append(Issued(next(self._numbers), task, job))
         return self.begun[-1]
 
     def drop_prefetched(self) -> None:
@@ -115,35 +120,32 @@ class Early:
 
     def forget_many(self) -> None:
         """Backward after backward without a step: let go of transfers that have ended. Who uses them has them, too."""
-        if len(self.begun) <= MOST_EARLY_JOBS:
-            return
-        kept = [i for i in (*self.prefetched.values(), *self.arriving.values()) if i is not None]
-        for issued in self.begun:
-            with contextlib.suppress(Exception):
-                issued.job.wait()
-        self.begun = kept
+        if len(self.begun) > MOST_EARLY_JOBS:
+            for issued in self.begun:
+                with contextlib.suppress(Exception):
+                    issued.job.wait()
+            kept = (*self.prefetched.values(), *self.arriving.values())
+            self.begun = sorted(issued for issued in kept if issued is not None)
 
     def find(
         self, plan: Plan, subjects: Sequence[Subject], found: Sequence[SubgroupState]
     ) -> tuple[list[SubgroupState], list[Issued]]:
         """What is found, with what is under way, and all of that which the step uses."""
-        known = {id(issued.job): issued for issued in self.begun}
-        fetched = {s: issued for s, issued in (*self.prefetched.items(), *self.arriving.items()) if issued is not None}
-        used = {id(issued.job): issued for issued in fetched.values()}
+        fetched = [self.prefetched.get(s.subgroup) or self.arriving.get(s.subgroup) for s in subjects]
         # Gradients of what is updated on the device after all have left in vain.
         left = [s.departed if p is Placement.CPU else () for s, p in zip(subjects, plan.placements, strict=True)]
-        for i, jobs in enumerate(left):
-            for job in jobs:
-                # What has been let go of is used all the same.
-                whole = Task(Op.GRADIENT, Stream.GRADIENT, i, subjects[i].subgroup.gradient.nbytes)
-                used[id(job)] = known.get(id(job)) or Issued(whole, job)
-        begun = [issued for job, issued in known.items() if job in used]
-        begun += [issued for job, issued in used.items() if job not in known]
-        places = {id(issued.job): place for place, issued in enumerate(begun)}
+        begun = sorted(filter(None, (*fetched, *itertools.chain.from_iterable(left))))
+        places = {issued.number: place for place, issued in enumerate(begun)}
+        return [
+            each._replace(
+                departed=tuple(places[issued.number] for issued in departed),
+                fetched=None if state is None else places[state.number],
+            )
+            for each, departed, state in zip(found, left, fetched, strict=True)
+        ], begun
 
-        def with_begun(subject: Subject, found: SubgroupState, jobs: Sequence[Job]) -> SubgroupState:
-            way = fetched.get(subject.subgroup)
-            place = None if way is None else places[id(way.job)]
-            return found._replace(departed=tuple(places[id(job)] for job in jobs), fetched=place)
-
-        return [with_begun(*each) for each in zip(subjects, found, left, strict=True)], begun
+    def hand_over(self, begun: Iterable[Issued]) -> None:
+        """A step has these from now on."""
+        used = {issued.number for issued in begun}
+        self.begun = [issued for issued in self.begun if issued.number not in used]
+        self.prefetched, self.arriving = {}, {}

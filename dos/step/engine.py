@@ -10,9 +10,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
 
-from torch import Tensor
-
-from dos.devices import LANES, Caller, Copy, Device, Job
+from dos.devices import LANES, Caller, Copy, Device, Issued, Job
 from dos.guard import Guard
 from dos.lifetime import watch
 from dos.state.stores import DeviceStore, HostStore
@@ -73,7 +71,7 @@ class Engine:
                     f"device has {total} bytes in all; choose a smaller subgroup_size or policy='cpu'"
                 )
 
-    def send_gradients(self, index: int, copies: Sequence[Copy], callers: Collection[Caller] = ()) -> Job:
+    def send_gradients(self, index: int, copies: Sequence[Copy], callers: Collection[Caller] = ()) -> Issued:
         """Start gradients of one subgroup on their way to the host, after what the caller has queued on the device.
 
         callers: the queues in which backward wrote them, if not all in the present one.
@@ -106,7 +104,7 @@ class Engine:
             self.schedule = schedule_step(plan, workload, found, [issued.task for issued in begun])
             step = Step(self.device, self.device_store, self.schedule, subjects, found, begun, self._started)
             self._step = step
-            self.early.prefetched, self.early.arriving = {}, {}
+            self.early.hand_over(begun)
             turns = step.issue()
             self._lane_done = None
             if turns or step.leaving or self.device_store.slots:
@@ -202,10 +200,8 @@ class Engine:
         # It may be interrupted anywhere, and then is called again: nothing is let go of before all has been seen.
         errors: list[Exception] = []
         step = self._step
-        jobs = [] if step is None else step.all_jobs(errors)
-        used = {id(job) for job in jobs}
-        spans = _spans(jobs, errors)
-        unused = _spans([issued.job for issued in self.early.begun if id(issued.job) not in used], errors)
+        spans = _spans([] if step is None else step.all_jobs(errors), errors)
+        unused = _spans([issued.job for issued in self.early.begun], errors)
         if self._lane_done is not None:
             self._lane_done.result()  # slots and the memory of leaving state are free again
         spans += self._host.spans
@@ -272,16 +268,15 @@ class Engine:
             if subgroup in self.device_store.resident:
                 self.device_store.drop(subgroup)
 
-    def fetch(self, destination: Tensor, source: Tensor) -> None:
-        """Copy from the device to the host, after what the caller has queued on the device. Blocks."""
-        self.device.copy(Op.GRADIENT, 0, [(destination, source)], self.device.fence()).wait()
-
     def _meet_parameters(self, plan: Plan, subjects: Sequence[Subject], found: Sequence[SubgroupState]) -> None:
         """Bring parameters to which others wrote since our last step to masters that the host updates."""
         for i in plan.served(Placement.CPU):
             subgroup, update = subjects[i].subgroup, subjects[i].update
             if update is not None and found[i].state is Tier.HOST:
-                update.follow_on_host(self.fetch)
+                copies = update.download_written()
+                if copies:
+                    self.device.copy(Op.GRADIENT, 0, copies, self.device.fence()).wait()
+                    update.follow_on_host()
             elif update is not None and found[i].gradient is Tier.HOST:
                 update.follow(self.device_store.state(subgroup))  # from where it comes here first
 

@@ -14,7 +14,7 @@ from dos.guard import Guard
 from dos.lifetime import watch
 from dos.machine.threads import leave_a_core
 from dos.state.subgroup import Subgroup
-from dos.step.work import SubgroupUpdate, apply
+from dos.step.work import Placed, SubgroupUpdate, apply
 
 
 class InPlace:
@@ -75,4 +75,4 @@ def _thread() -> ThreadPoolExecutor:
 
 def _apply(update: SubgroupUpdate) -> None:
     with torch.no_grad():
-        apply([(update, update.subgroup.state)])
+        apply([Placed(update, update.subgroup.state)])

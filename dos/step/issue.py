@@ -5,25 +5,19 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import NamedTuple
 
-from dos.devices import Copy, Device, Job, Mark
+from torch import Tensor
+
+from dos.devices import Copy, Device, Issued, Job, Mark
 from dos.state.arena import State
 from dos.state.stores import DeviceStore
 from dos.state.subgroup import Subgroup
 from dos.step.host_lane import Turn
-from dos.step.work import SubgroupUpdate, Subject, apply
+from dos.step.work import Placed, SubgroupUpdate, Subject, apply
 from perfmodel import Op
 from perfmodel.lanes import Stream
 from perfmodel.plan import Tier
 from perfmodel.schedule import Schedule, SubgroupState, Task
-
-
-class Issued(NamedTuple):
-    """A task under way."""
-
-    task: Task
-    job: Job
 
 
 class Step:
@@ -137,8 +131,7 @@ class Step:
         assert task.subgroup is not None, "a transfer is of a subgroup"
         subject = self._subjects[task.subgroup]
         assert subject.update is not None, "only what is updated is sent"
-        copies = subject.update.downloads(subject.late) + subject.update.download_parameters()
-        return self._device.copy(Op.GRADIENT, task.subgroup, copies, after)
+        return self._device.copy(Op.GRADIENT, task.subgroup, subject.update.downloads(subject.late), after)
 
     def _prefetch(self, task: Task, after: Sequence[Job]) -> Job:
         """Bring up what the update on the device has not: state, offloaded gradients, or both."""
@@ -147,23 +140,30 @@ class Step:
         if found.state is Tier.HOST and found.fetched is None:
             copies += state_copies(self._state(task), subgroup.state)
         if update.offloaded:
-            assert task.slot is not None, "offloaded gradients come up through a slot"
-            taken = 0 if self._store.has(subgroup) else subgroup.state.carved_bytes
-            copies += update.fetch_gradients(self._store.slots[task.slot][taken:])
+            copies += update.fetch_gradients(self._room(task, subgroup))
         return self._device.copy(Op.PREFETCH, i, copies, after)
 
     def _update(self, task: Task, after: Sequence[Job]) -> Job:
         """Of one subgroup, or of residents together."""
         i, first, _ = self._of(task)
         lasting = self._store.has(first)
-        updates = [(self._of(each)[2], self._state(each)) for each in (task, *_others(task))]
-        reads = [gradient for update, _ in updates if not update.offloaded for gradient in update.gradients]
+        updates = [self._placed(each) for each in (task, *_others(task))]
+        reads = [g.values for each in updates if not each.update.offloaded for _, g in each.update.items]
         name = first.arena.format.name
         job = self._device.launch(i, lambda: apply(updates, lasting=lasting), task.size, after, reads, name)
         done: Future[Job] = Future()
         done.set_result(job)
-        self.done |= {update.subgroup: done for update, _ in updates}
+        self.done |= {each.update.subgroup: done for each in updates}
         return job
+
+    def _placed(self, task: Task) -> Placed:
+        _, subgroup, update = self._of(task)
+        return Placed(update, self._state(task), self._room(task, subgroup) if update.offloaded else None)
+
+    def _room(self, task: Task, subgroup: Subgroup) -> Tensor:
+        """The part of its slot to which offloaded gradients come: behind the state, if that is there, too."""
+        assert task.slot is not None, "offloaded gradients come up through a slot"
+        return self._store.slots[task.slot][0 if self._store.has(subgroup) else subgroup.state.carved_bytes :]
 
     def _flush(self, task: Task, after: Sequence[Job]) -> Job:
         assert task.subgroup is not None, "state is of a subgroup"

@@ -2,143 +2,122 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from dos.devices import Copy, Job
+from dos.devices import Copy, Issued
 from dos.kernels.adam import AdamArrays, AdamStep
 from dos.kernels.masters import follow, settle
 from dos.kernels.update import AdamBatch, update_together
 from dos.state.arena import State
-from dos.state.record import ParameterRecord, flat_alias
+from dos.state.record import flat_alias
 from dos.state.subgroup import Piece, Subgroup
 from perfmodel.format import MASTER, REST
 from perfmodel.plan import Tier
 from perfmodel.schedule import SubgroupState
 
 
-class Given:
-    """What a step is given, by number of the record.
+class Gradient(NamedTuple):
+    """What a step is given for one parameter.
 
-    gradients: in the order of the record's `flat`, of any shape; None: it has none.
-    addresses: of their first elements; 0: there is none.
-    settings: those that occur; which: the one of each record.
-    follows: the records to whose parameters user code wrote since our last step, so that their
-        masters have to follow first.
+    values: of its gradient, in the order of the record's `flat`, of any shape; empty once they were let go of.
+    address: of the first one that is used.
+    setting: which of the step's settings it takes.
+    follows: whether user code wrote to the parameter since our last step, so that its master has to follow first.
     """
 
-    def __init__(self, records: int) -> None:
-        self.gradients: list[Tensor | None] = [None] * records
-        self.addresses = [0] * records
-        self.settings: list[AdamStep] = []
-        self.which = [0] * records
-        self.follows: set[ParameterRecord] = set()
+    values: Tensor
+    address: int
+    setting: int
+    follows: bool
 
-    def add(self, record: ParameterRecord, gradient: Tensor) -> None:
-        """The record has this gradient."""
-        self.gradients[record.number] = gradient
-        self.addresses[record.number] = gradient.data_ptr()
+
+_NOTHING = torch.empty(0, device="cpu")
+_NO_GRADIENT = Gradient(_NOTHING, 0, 0, False)
+_ROOM = torch.float32.itemsize
+"""Bytes of a slot for each offloaded gradient's element: they may have been added up."""
+
+Item = tuple[Piece, Gradient]
+"""A piece that is updated, with what the step is given for it."""
 
 
 class SubgroupUpdate:
     """What a step does to one subgroup.
 
-    pieces: those that have a gradient. gradients: of the parameters to which they belong, as a whole.
-    numel: parameters updated. settings: those of the step that occur.
+    items: its pieces that have a gradient. numel: parameters updated. settings: those of the step that occur.
     offloaded: whether the gradients are on the host, although the parameters are not.
     """
 
-    def __init__(self, subgroup: Subgroup, given: Given, *, offloaded: bool) -> None:
+    def __init__(
+        self, subgroup: Subgroup, gradients: Sequence[Gradient | None], settings: Sequence[AdamStep], *, offloaded: bool
+    ) -> None:
+        """gradients: by number of the record; None: it has none."""
         self.subgroup = subgroup
+        self.settings = settings
         self.offloaded = offloaded
-        numbers = subgroup.numbers
-        self._addresses = [given.addresses[n] for n in numbers]
-        gradients = [given.gradients[n] for n in numbers]
-        self.gradients = [gradient for gradient in gradients if gradient is not None]
-        # Skipped pieces have any type.
-        self._types = [torch.float32 if gradient is None else gradient.dtype for gradient in gradients]
-        whole = len(self.gradients) == len(numbers)
-        self.pieces = (
-            subgroup.pieces if whole else tuple(p for p in subgroup.pieces if given.addresses[p.record.number])
-        )
-        self.numel = subgroup.numel if whole else sum(piece.numel for piece in self.pieces)
-        first = subgroup.pieces[0].parameter_start
-        if first and self._addresses[0]:
-            self._addresses[0] += first * self._types[0].itemsize
-        self.settings = given.settings
-        self._which = [given.which[n] for n in numbers] if len(given.settings) > 1 else None
-        self._follows = [p for p in self.pieces if p.record in given.follows] if given.follows else []
+        given = zip(subgroup.pieces, [gradients[n] for n in subgroup.numbers], strict=True)
+        self.items: list[Item] = [(piece, gradient) for piece, gradient in given if gradient is not None]
+        self._whole = len(self.items) == len(subgroup.pieces)
+        self.numel = subgroup.numel if self._whole else sum(piece.numel for piece, _ in self.items)
+        if self.items and self.items[0][0].parameter_start:  # only the first piece begins within its parameter
+            piece, gradient = self.items[0]
+            start = piece.parameter_start * gradient.values.itemsize
+            self.items[0] = piece, gradient._replace(address=gradient.address + start)
+
+    @property
+    def pieces(self) -> Sequence[Piece]:
+        """Those that are updated."""
+        return self.subgroup.pieces if self._whole else [piece for piece, _ in self.items]
+
+    @property
+    def follows(self) -> list[Piece]:
+        """The pieces to whose parameters user code wrote since our last step."""
+        return [piece for piece, gradient in self.items if gradient.follows]
 
     def release(self) -> None:
         """Let go of gradients on the device: what is still to be done reads none there."""
         if not self.offloaded:
-            self.gradients = []
+            self.items = [(piece, gradient._replace(values=_NOTHING)) for piece, gradient in self.items]
 
     @property
     def stale(self) -> Sequence[Piece]:
         """The pieces whose newest parameters the host lacks, where it needs them to update split masters."""
         newest = self.subgroup.newest
-        if not self.subgroup.arena.format.splits or not (self._follows or len(newest) < len(self.subgroup.pieces)):
+        if not self.subgroup.arena.format.splits:
             return ()
-        known = newest.difference(self._follows)
+        known = newest.difference(self.follows) if newest else newest
         return [piece for piece in self.pieces if piece not in known] if known else self.pieces
 
-    @property
-    def gradient_bytes(self) -> int:
-        """Of the pieces that are updated."""
-        return sum(p.numel * g.itemsize for p, g in zip(self.pieces, self.gradients, strict=True))
+    def downloads(self, items: Sequence[Item]) -> list[Copy]:
+        """The copies that bring the gradients of these items, and stale parameters, to the host."""
+        gradient, parameter = self.subgroup.gradient, self.subgroup.parameter
+        copies = [(gradient[item[0].run], _values(item)) for item in items]
+        return copies + ([] if parameter is None else [(parameter[p.run], _of_parameter(p)) for p in self.stale])
 
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes of a slot that takes the state and, if they must come up again, the gradients."""
-        return self.subgroup.state.carved_bytes + self.slot_bytes_of_gradients
-
-    @property
-    def slot_bytes_of_gradients(self) -> int:
-        """Bytes of a slot that takes the gradients alone, if they must come up again."""
-        return self.subgroup.offloaded_gradient_bytes if self.offloaded else 0
-
-    def downloads(self, pieces: Set[Piece]) -> list[Copy]:
-        """The copies that stage the gradients of these pieces on the host."""
-        staged = self.subgroup.gradient
-        return [
-            (staged[p.run], g) for p, g in zip(self.pieces, self._pieces_of_gradients(), strict=True) if p in pieces
-        ]
-
-    def download_parameters(self) -> list[Copy]:
-        """The copies that bring stale parameters to the host."""
-        staged = self.subgroup.parameter
-        return [] if staged is None else [(staged[p.run], p.of_parameter(p.record.flat)) for p in self.stale]
-
-    def fetch_gradients(self, buffer: Tensor) -> list[Copy]:
-        """The copies that bring offloaded gradients up into `buffer` (1-D uint8), from where they are used then."""
-        copies = []
-        numbers = [number for number, address in enumerate(self._addresses) if address]
-        for number, piece, gradient in zip(numbers, self.pieces, self._pieces_of_gradients(), strict=True):
-            place = buffer[torch.float32.itemsize * piece.start :][: gradient.nbytes].view(gradient.dtype)
-            self._addresses[number] = place.data_ptr()
-            copies.append((place, gradient))
-        return copies
+    def fetch_gradients(self, room: Tensor) -> list[Copy]:
+        """The copies that bring offloaded gradients up into `room` (1-D uint8 on the device)."""
+        gradients = [(piece, _values((piece, gradient))) for piece, gradient in self.items]
+        return [(room[_ROOM * piece.start :][: g.nbytes].view(g.dtype), g) for piece, g in gradients]
 
     def uploads(self) -> list[Copy]:
         """The copies that bring the new parameters to the device."""
         parameter = self.subgroup.parameter
         staged = self.subgroup.state.master if parameter is None else parameter
         assert staged is not None, "accelerated parameters have a master"
-        return [(p.of_parameter(p.record.flat), staged[p.run]) for p in self.pieces]
+        return [(_of_parameter(p), staged[p.run]) for p, _ in self.items]
 
-    def prepare(self, state: State, *, lasting: bool = True) -> AdamBatch:
+    def prepare(self, state: State, room: Tensor | None = None, *, lasting: bool = True) -> AdamBatch:
         """The update of `state`, and of the parameters in the memory where it is, ready for `apply`.
 
+        room: to which `fetch_gradients` brings the gradients, if that has to be.
         lasting: whether later steps find state in the same place.
         """
         self.follow(state)
         batch = self._batch("with parameters", state, lasting=lasting)
-        batch.point(self._addresses, self._types)
-        batch.choose(self.settings, self._which)
+        self._point(batch, 0 if room is None else room.data_ptr(), _ROOM)
         return batch
 
     def finish(self, state: State) -> None:
@@ -146,62 +125,65 @@ class SubgroupUpdate:
         if self.subgroup.newest:
             self.subgroup.newest.difference_update(self.pieces)
         if state.master is not None and state.master.dtype != torch.float32:
-            for piece in self.pieces:
-                piece.of_parameter(piece.record.flat).copy_(state.master[piece.run])
+            for piece, _ in self.items:
+                _of_parameter(piece).copy_(state.master[piece.run])
 
     def apply_on_host(self) -> None:
         """Update the host state from staged or offloaded gradients; the new parameters stay staged."""
         state = self.subgroup.state
         if state.rest is not None:
-            for piece in self._follows:
+            for piece in self.follows:
                 settle(state.rest[piece.run], self._staged(piece))
         batch = self._batch("at home", state)
         if self.offloaded:
-            batch.point(self._addresses, self._types)
+            self._point(batch)
         else:
             staged = self.subgroup.gradient
-            first, size = staged.data_ptr(), staged.itemsize
-            places = [
-                first + size * piece.start if address else 0
-                for piece, address in zip(self.subgroup.pieces, self._addresses, strict=True)
-            ]
-            batch.point(places, [staged.dtype] * len(places))
-        batch.update(self.settings, self._which)
+            self._point(batch, staged.data_ptr(), staged.itemsize, staged.dtype)
+        update_together([batch], self.settings)
         if state.rest is not None and len(self.subgroup.newest) < len(self.subgroup.pieces):
             self.subgroup.newest.update(self.pieces)
 
     def follow(self, state: State) -> None:
         """Let masters in `state`, which is where the parameters are, follow those that user code wrote to."""
-        for piece in self._follows:
-            parameter = piece.of_parameter(piece.record.flat)
+        for piece in self.follows:
             if state.master is not None:
-                follow(state.master[piece.run], parameter)
+                follow(state.master[piece.run], _of_parameter(piece))
             elif state.rest is not None:
-                settle(state.rest[piece.run], parameter)
+                settle(state.rest[piece.run], _of_parameter(piece))
 
-    def follow_on_host(self, fetch: Callable[[Tensor, Tensor], None]) -> None:
-        """The same for masters on the host, but for split ones, whose other halves come with the step's gradients.
+    def download_written(self) -> list[Copy]:
+        """The copies that bring parameters to which user code wrote to the host, before their masters there follow.
 
-        fetch: copies from the parameters' device to the host; blocks.
+        But for split ones, whose other halves come with the step's gradients.
         """
         master, staged = self.subgroup.state.master, self.subgroup.parameter
-        if master is None:
-            return
-        for piece in self._follows:
-            mine, theirs = master[piece.run], piece.of_parameter(piece.record.flat)
-            if staged is None:
-                fetch(mine, theirs)
-            else:
-                fetch(staged[piece.run], theirs)
-                follow(mine, staged[piece.run])
+        place = master if staged is None else staged
+        return [] if master is None or place is None else [(place[p.run], _of_parameter(p)) for p in self.follows]
 
-    def _pieces_of_gradients(self) -> list[Tensor]:
-        pieces = []
-        for piece, gradient in zip(self.pieces, self.gradients, strict=True):
-            flat = flat_alias(gradient)
-            assert flat is not None, "the gradient has the order of the record's memory"
-            pieces.append(piece.of_parameter(flat.detach()))
-        return pieces
+    def follow_on_host(self) -> None:
+        """Let masters on the host follow what `download_written` has brought."""
+        master, staged = self.subgroup.state.master, self.subgroup.parameter
+        if master is not None and staged is not None:
+            for piece in self.follows:
+                follow(master[piece.run], staged[piece.run])
+
+    def _point(self, batch: AdamBatch, first: int = 0, itemsize: int = 0, dtype: torch.dtype | None = None) -> None:
+        """Say what each run of the batch is given.
+
+        first: the address from which on gradients lie as the pieces do, an element every `itemsize` bytes; 0: each lies
+        where it was given. dtype: of all; None: their own.
+        """
+        items = self.items
+        if not self._whole:
+            given = dict(items)
+            items = [(piece, given.get(piece, _NO_GRADIENT)) for piece in self.subgroup.pieces]
+        if first:
+            addresses = [first + itemsize * piece.start if gradient.address else 0 for piece, gradient in items]
+        else:
+            addresses = [gradient.address for _, gradient in items]
+        batch.point(addresses, [gradient.values.dtype if dtype is None else dtype for _, gradient in items])
+        batch.choose(self.settings, [gradient.setting for _, gradient in items] if len(self.settings) > 1 else None)
 
     def _batch(self, place: str, state: State, *, lasting: bool = True) -> AdamBatch:
         """The update of all pieces in one place, which is remembered where that lasts."""
@@ -223,7 +205,7 @@ class SubgroupUpdate:
         if at_home:
             assert master is not None, "accelerated parameters have a master"
             return AdamArrays(master, master, **fields, out=None if staged is None else staged[piece.run])
-        parameter = piece.of_parameter(piece.record.flat)
+        parameter = _of_parameter(piece)
         if master is None:
             return AdamArrays(parameter, parameter, **fields)
         return AdamArrays(parameter, master, **fields, out=parameter if master.dtype == torch.float32 else None)
@@ -235,49 +217,68 @@ class SubgroupUpdate:
         return staged[piece.run]
 
 
-def apply(updates: Sequence[tuple[SubgroupUpdate, State]], *, lasting: bool = True) -> None:
+def _of_parameter(piece: Piece) -> Tensor:
+    return piece.of_parameter(piece.record.flat)
+
+
+def _values(item: Item) -> Tensor:
+    """The piece's gradient."""
+    piece, gradient = item
+    flat = flat_alias(gradient.values)
+    assert flat is not None, "the gradient has the order of the record's memory"
+    return piece.of_parameter(flat.detach())
+
+
+class Placed(NamedTuple):
+    """An update where the parameters are. room: to which offloaded gradients have come, if they have."""
+
+    update: SubgroupUpdate
+    state: State
+    room: Tensor | None = None
+
+
+def apply(updates: Sequence[Placed], *, lasting: bool = True) -> None:
     """Update subgroups together where their parameters are, with their states there.
 
     lasting: whether later steps find the states in the same places.
     """
-    batches = [update.prepare(state, lasting=lasting) for update, state in updates]
-    update_together(batches, updates[0][0].settings)
-    for update, state in updates:
-        update.finish(state)
+    batches = [each.update.prepare(each.state, each.room, lasting=lasting) for each in updates]
+    update_together(batches, updates[0].update.settings)
+    for each in updates:
+        each.update.finish(each.state)
 
 
 class Subject(NamedTuple):
     """One subgroup in a step.
 
     update: None without any gradient. departed: the copies by which gradients left during backward.
-    late: the pieces whose gradients have not.
+    late: what is updated and has not left.
     """
 
     subgroup: Subgroup
     update: SubgroupUpdate | None
-    departed: Sequence[Job]
-    late: Set[Piece]
+    departed: Sequence[Issued]
+    late: Sequence[Item]
 
     def found(self, state: Tier) -> SubgroupState:
         """What the step finds of it, but for what is under way. state: where that is."""
         update = self.update
         if update is None:
             return SubgroupState(state, None, 0, None, 0)
-        itemsize = self.subgroup.arena.dtype.itemsize
-        parameter_bytes, stale = update.numel * itemsize, update.stale
-        stale_bytes = parameter_bytes if stale is update.pieces else itemsize * sum(p.numel for p in stale)
-        if update.offloaded:
-            gradient_bytes = update.gradient_bytes
-            return SubgroupState(
-                state, Tier.HOST, update.numel, gradient_bytes, parameter_bytes, stale_bytes=stale_bytes
-            )
-        late: int | None = update.gradient_bytes
-        if len(self.late) < len(update.pieces):
-            sizes = zip(update.pieces, update.gradients, strict=True)
-            late = sum(p.numel * g.itemsize for p, g in sizes if p in self.late) or None
-        return SubgroupState(state, Tier.DEVICE, update.numel, late, parameter_bytes, stale_bytes=stale_bytes)
+        items = update.items if update.offloaded else self.late
+        gradient_bytes = sum(piece.numel * gradient.values.itemsize for piece, gradient in items)
+        itemsize, stale = self.subgroup.arena.dtype.itemsize, update.stale
+        return SubgroupState(
+            state,
+            Tier.HOST if update.offloaded else Tier.DEVICE,
+            update.numel,
+            gradient_bytes or None,
+            update.numel * itemsize,
+            stale_bytes=itemsize * (update.numel if len(stale) == len(update.items) else sum(p.numel for p in stale)),
+        )
 
     def slot_bytes(self, *, staying: bool) -> int:
         """Bytes of the slot that it needs. staying: its state has a place of its own there."""
         assert self.update is not None, "nothing passes through a slot without a gradient"
-        return self.update.slot_bytes_of_gradients if staying else self.update.slot_bytes
+        state = 0 if staying else self.subgroup.state.carved_bytes
+        return state + (self.subgroup.offloaded_gradient_bytes if self.update.offloaded else 0)
