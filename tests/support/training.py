@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dos import DOSAdam
+from dos import DOSAdam, EmulatedDevice
 from perfmodel.hardware import HardwareProfile
 
 FAST = HardwareProfile(
@@ -52,11 +53,10 @@ def train(
     before_step: Callable[[int], None] | None = None,
 ) -> list[float]:
     """Train on batches that depend on the step number alone; the losses."""
-    dtype = next(model.parameters()).dtype
     losses = []
     for step in range(first_step, first_step + steps):
         generator = torch.Generator().manual_seed(1000 + step)
-        inputs = torch.randn(8, 24, generator=generator).to(dtype)
+        inputs = torch.randn(8, 24, generator=generator).to(next(model.parameters()).dtype)
         targets = torch.randint(0, 7, (8,), generator=generator)
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(inputs).float(), targets)
@@ -66,6 +66,41 @@ def train(
         optimizer.step()
         losses.append(loss.item())
     return losses
+
+
+def batch(seed: int, model: nn.Module | None = None) -> Tensor:
+    """Inputs of the small network that depend on the seed alone, in the model's dtype."""
+    inputs = torch.randn(8, 24, generator=torch.Generator().manual_seed(seed))
+    return inputs if model is None else inputs.to(next(model.parameters()).dtype)
+
+
+def backward(model: nn.Module, seed: int, micro_batches: int = 1) -> None:
+    """Add up the gradients of so many batches, which depend on the seed alone."""
+    for micro_batch in range(micro_batches):
+        model(batch(seed + micro_batch, model)).float().square().mean().backward()
+
+
+def on(place: Any, capacity: int = 10**9, machine: HardwareProfile = FAST, **more: Any) -> dict[str, Any]:
+    """DOSAdam's settings for a place: "host", or else a policy, on an emulated device. more: settings there."""
+    return {} if place == "host" else {"policy": place, "device": EmulatedDevice(machine, capacity), **more}
+
+
+Make = Callable[[Any], Any]
+"""Gives an optimizer of these parameters."""
+
+
+def maker(place: Any = "host", **settings: Any) -> Make:
+    """Makes DOSAdam there; subgroups are small where there are any."""
+    return lambda parameters: DOSAdam(parameters, **{"subgroup_size": 300, **on(place), **settings})
+
+
+def assert_as_adamw(run: Callable[[Make], Iterable[Tensor]], place: Any, ulps: int = 64, **settings: Any) -> None:
+    """Fail unless `run`, which is given what makes an optimizer, leaves the same with DOSAdam there and with AdamW.
+
+    settings: DOSAdam's own; both have a learning rate of 0.01.
+    """
+    ours = list(run(maker(place, lr=0.01, **settings)))
+    assert_close_ulp(ours, run(lambda parameters: torch.optim.AdamW(parameters, lr=0.01)), ulps)
 
 
 def plan_anew(optimizer: DOSAdam) -> None:

@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from dos import DOSAdam, EmulatedDevice
+from dos import DOSAdam
 from dos.kernels.update import AdamArrays, AdamStep, accumulate, adam_update, sum_of_squares
-from tests.support.training import FAST, assert_close_ulp, bits, mlp
+from tests.support.training import Make, assert_as_adamw, backward, batch, bits, maker, mlp
 
 pytestmark = pytest.mark.usefixtures("one_kernel_thread")
 
 POLICIES: list[str | float] = ["cpu", "stride:2", 0.0, 0.5]
-
-
-def optimizer_for(model: nn.Module, policy: str | float | None) -> torch.optim.Optimizer:
-    """DOSAdam with this policy on an emulated device; None: torch's AdamW."""
-    if policy is None:
-        return torch.optim.AdamW(model.parameters(), lr=0.01)
-    device = EmulatedDevice(FAST, capacity=10**7)
-    return DOSAdam(model.parameters(), lr=0.01, policy=policy, subgroup_size=300, device=device)
-
-
-def backward(model: nn.Module, seed: int) -> None:
-    inputs = torch.randn(8, 24, generator=torch.Generator().manual_seed(seed))
-    model(inputs).square().mean().backward()
 
 
 def load_weights(model: nn.Module) -> None:
@@ -52,111 +39,60 @@ def replace_memory_twice(model: nn.Module) -> None:
         parameter.data = parameter.data + 0.25
 
 
-@pytest.mark.parametrize("write", [load_weights, write_in_place, replace_memory, replace_memory_twice])
-@pytest.mark.parametrize("policy", POLICIES)
-def test_gradients_of_a_batch_that_was_given_up_are_not_used(
-    policy: str | float, write: Callable[[nn.Module], None]
-) -> None:
-    models = mlp(), mlp()
-    for model, whose in zip(models, (policy, None), strict=True):
-        optimizer = optimizer_for(model, whose)
-        for step in range(3):
-            backward(model, seed=10 * step)
-            write(model)
-            optimizer.zero_grad()
-            backward(model, seed=10 * step + 1)
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_close_ulp(models[0].parameters(), models[1].parameters())
-
-
 class Breaks(torch.autograd.Function):
-    """Raises in backward if it is told to."""
-
-    broken = False
-
     @staticmethod
     def forward(ctx: object, x: Tensor) -> Tensor:
         return x.clone()
 
     @staticmethod
     def backward(ctx: object, grad: Tensor) -> Tensor:  # type: ignore[override]
-        if Breaks.broken:
-            raise ArithmeticError("half way")
-        return grad
+        raise ArithmeticError("half way")
 
 
+@pytest.mark.parametrize("breaks", [False, True])
+@pytest.mark.parametrize("write", [load_weights, write_in_place, replace_memory, replace_memory_twice])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_backward_that_raises_half_way_before_weights_are_written(policy: str | float) -> None:
-    models = mlp(), mlp()
-    for model, whose in zip(models, (policy, None), strict=True):
-        optimizer = optimizer_for(model, whose)
+def test_gradients_of_a_batch_that_was_given_up_are_not_used(
+    policy: str | float, write: Callable[[nn.Module], None], breaks: bool
+) -> None:
+    """Whether its backward went through or raised half way."""
+
+    def run(make: Make) -> Iterable[Tensor]:
+        model = mlp()
+        optimizer = make(model.parameters())
         for step in range(3):
-            inputs = torch.randn(8, 24, generator=torch.Generator().manual_seed(step))
-            Breaks.broken = True
-            with pytest.raises(ArithmeticError):
-                model[3](Breaks.apply(model[:3](inputs))).square().mean().backward()
-            Breaks.broken = False
-            load_weights(model)
+            if breaks:
+                with pytest.raises(ArithmeticError):
+                    model[3](Breaks.apply(model[:3](batch(10 * step)))).square().mean().backward()
+            else:
+                backward(model, 10 * step)
+            write(model)
             optimizer.zero_grad()
-            backward(model, seed=10 * step + 1)
+            backward(model, 10 * step + 1)
             optimizer.step()
             optimizer.zero_grad()
-    assert_close_ulp(models[0].parameters(), models[1].parameters())
+        return model.parameters()
+
+    assert_as_adamw(run, policy)
 
 
-def other_memory(gradient: Tensor) -> None:
+def other_memory(gradient: Tensor, _: Tensor) -> Tensor:
     gradient.data = gradient.data * 3
+    return gradient
 
 
-def other_memory_twice(gradient: Tensor) -> None:
+def other_memory_twice(gradient: Tensor, _: Tensor) -> Tensor:
     """The second time the allocator most likely gives the first address again."""
     gradient.data = gradient.data * 2
     gradient.data = gradient.data * 1.5
+    return gradient
 
 
-def another_part_of_the_same_memory(gradient: Tensor) -> None:
+def another_part_of_the_same_memory(gradient: Tensor, _: Tensor) -> Tensor:
     both = torch.stack([gradient.data, -gradient.data])
     gradient.data = both[0]
     gradient.data = both[1]
-
-
-@pytest.mark.parametrize(
-    "edit", [other_memory, other_memory_twice, another_part_of_the_same_memory], ids=lambda f: f.__name__
-)
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_gradient_whose_memory_was_replaced_is_sent_again(
-    policy: str | float, edit: Callable[[Tensor], None]
-) -> None:
-    """Neither the tensor nor its version number tell."""
-    models = mlp(), mlp()
-    for model, whose in zip(models, (policy, None), strict=True):
-        optimizer = optimizer_for(model, whose)
-        for step in range(3):
-            optimizer.zero_grad()
-            backward(model, seed=step)
-            if step > 0:  # gradients leave early from then on, if they were not touched the last time
-                for parameter in model.parameters():
-                    edit(parameter.grad)
-            optimizer.step()
-    assert_close_ulp(models[0].parameters(), models[1].parameters())
-
-
-def test_a_gradient_whose_memory_was_replaced_is_not_clipped() -> None:
-    models = mlp(), mlp()
-    for model, whose in zip(models, ("cpu", None), strict=True):
-        optimizer = optimizer_for(model, whose)
-        backward(model, seed=0)
-        if isinstance(optimizer, DOSAdam):
-            optimizer.clip_grad_norm_(1e-9)
-        for parameter in model.parameters():
-            parameter.grad.data = torch.ones_like(parameter)
-        if isinstance(optimizer, DOSAdam):
-            with pytest.warns(UserWarning, match="is not clipped"):
-                optimizer.step()
-        else:
-            optimizer.step()
-    assert_close_ulp(models[0].parameters(), models[1].parameters())
+    return gradient
 
 
 def twin_of_the_same_version(gradient: Tensor, _: Tensor) -> Tensor:
@@ -183,30 +119,52 @@ def negated_where_it_is(gradient: Tensor, _: Tensor) -> Tensor:
     return gradient
 
 
-@pytest.mark.parametrize(
-    "edit", [twin_of_the_same_version, other_half, transposed, negated_where_it_is], ids=lambda f: f.__name__
-)
+EDITS = [other_memory, other_memory_twice, another_part_of_the_same_memory]
+EDITS += [twin_of_the_same_version, other_half, transposed, negated_where_it_is]
+
+
+@pytest.mark.parametrize("edit", EDITS, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_each_guard_of_a_gradient_that_has_left(policy: str | float, edit: Callable[[Tensor, Tensor], Tensor]) -> None:
     """All but one of object, address and reading, storage and version are as they were when it left."""
     starts = [torch.randn(24, 24, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
-    ends = []
-    for whose in (policy, None):
+
+    def run(make: Make) -> Iterable[Tensor]:
         model = nn.Sequential(*(nn.Linear(24, 24, bias=False) for _ in starts))
         buffers = torch.zeros(len(starts), 2, 24, 24)
         for parameter, start, buffer in zip(model.parameters(), starts, buffers, strict=True):
             parameter.data = start.clone()
             parameter.grad = buffer[0]
-        optimizer = optimizer_for(model, whose)
+        optimizer = make(model.parameters())
         for step in range(4):
             optimizer.zero_grad(set_to_none=False)
-            backward(model, seed=step)
+            backward(model, step)
             if step == 2:
                 for parameter, buffer in zip(model.parameters(), buffers, strict=True):
                     parameter.grad = edit(parameter.grad, buffer)
             optimizer.step()
-        ends.append(list(model.parameters()))
-    assert_close_ulp(*ends)
+        return model.parameters()
+
+    assert_as_adamw(run, policy)
+
+
+def test_a_gradient_whose_memory_was_replaced_is_not_clipped() -> None:
+    def run(make: Make) -> Iterable[Tensor]:
+        model = mlp()
+        optimizer = make(model.parameters())
+        backward(model, 0)
+        if isinstance(optimizer, DOSAdam):
+            optimizer.clip_grad_norm_(1e-9)
+        for parameter in model.parameters():
+            parameter.grad.data = torch.ones_like(parameter)
+        if isinstance(optimizer, DOSAdam):
+            with pytest.warns(UserWarning, match="is not clipped"):
+                optimizer.step()
+        else:
+            optimizer.step()
+        return model.parameters()
+
+    assert_as_adamw(run, "cpu")
 
 
 class Conjugated(nn.Module):
@@ -227,54 +185,56 @@ def negated(gradient: Tensor) -> Tensor:
     return torch._neg_view(-gradient.detach())
 
 
-@pytest.mark.parametrize("device", ["host", "cpu", "stride:1", 0.0])
+@pytest.mark.parametrize("place", ["host", "cpu", "stride:1", 0.0])
 @pytest.mark.parametrize("offload", [False, True])
-def test_lazily_negated_gradients_keep_their_sign(device: str | float, offload: bool) -> None:
-    models = Conjugated(), Conjugated()
-    settings = {} if device == "host" else {"policy": device, "device": EmulatedDevice(FAST, capacity=10**6)}
-    ours = DOSAdam(models[0].parameters(), lr=0.1, subgroup_size=5, offload_gradients=offload, **settings)
-    theirs = torch.optim.AdamW(models[1].parameters(), lr=0.1)
-    for step in range(4):
-        for model in models:
+def test_lazily_negated_gradients_keep_their_sign(place: str | float, offload: bool) -> None:
+    def run(make: Make) -> Iterable[Tensor]:
+        model = Conjugated()
+        optimizer = make(model.parameters())
+        for step in range(4):
             model().backward()
-        if step == 2 and not (offload and device != "host"):
-            for model in models:
+            if step == 2 and not (offload and place != "host"):
                 for parameter in model.parameters():
                     parameter.grad = negated(parameter.grad)
                     assert parameter.grad.is_neg()
-        ours.step()
-        theirs.step()
-        ours.zero_grad()
-        theirs.zero_grad()
-    assert_close_ulp(models[0].parameters(), models[1].parameters())
-
-
-@pytest.mark.parametrize("device", ["host", "cpu", "stride:1", 0.0])
-def test_lazily_negated_parameters_are_updated_with_their_sign(device: str | float) -> None:
-    def parameters() -> list[nn.Parameter]:
-        return [nn.Parameter(negated(torch.linspace(-1, 1, 9))), nn.Parameter(torch.ones(4))]
-
-    ours, theirs = parameters(), parameters()
-    assert ours[0].is_neg()
-    settings = {} if device == "host" else {"policy": device, "device": EmulatedDevice(FAST, capacity=10**6)}
-    optimizers = DOSAdam(ours, lr=0.1, subgroup_size=5, **settings), torch.optim.AdamW(theirs, lr=0.1)
-    for _ in range(4):
-        for ps, optimizer in zip((ours, theirs), optimizers, strict=True):
-            optimizer.zero_grad()
-            (ps[0] * torch.linspace(1, 2, 9)).sum().backward()
-            ps[1].grad = torch.ones(4)
             optimizer.step()
-    assert_close_ulp(ours, theirs)
+            optimizer.zero_grad()
+        return model.parameters()
+
+    assert_as_adamw(run, place, subgroup_size=5, offload_gradients=offload)
+
+
+@pytest.mark.parametrize("place", ["host", "cpu", "stride:1", 0.0])
+@pytest.mark.parametrize("after", [0, 1])
+def test_lazily_negated_parameters_are_updated_with_their_sign(place: str | float, after: int) -> None:
+    """after: so many steps they come to be so."""
+
+    def run(make: Make) -> Iterable[Tensor]:
+        parameters = [nn.Parameter(torch.linspace(-1, 1, 9)), nn.Parameter(torch.ones(4))]
+        optimizer = make(parameters)
+        for step in range(4):
+            if step == after:
+                parameters[0].data = negated(parameters[0])
+                assert parameters[0].is_neg()
+            optimizer.zero_grad()
+            (parameters[0] * torch.linspace(1, 2, 9)).sum().backward()
+            parameters[1].grad = torch.ones(4)
+            optimizer.step()
+        return parameters
+
+    assert_as_adamw(run, place, subgroup_size=5)
 
 
 def test_a_gradient_that_has_no_memory() -> None:
-    ours, theirs = ([nn.Parameter(torch.ones(5))] for _ in range(2))
-    optimizers = DOSAdam(ours, lr=0.1), torch.optim.AdamW(theirs, lr=0.1)
-    for ps, optimizer in zip((ours, theirs), optimizers, strict=True):
+    def run(make: Make) -> Iterable[Tensor]:
+        parameter = nn.Parameter(torch.ones(5))
+        optimizer = make([parameter])
         for gradient in (torch.ones(5), torch._efficientzerotensor(5)):
-            ps[0].grad = gradient
+            parameter.grad = gradient
             optimizer.step()
-    assert_close_ulp(ours, theirs)
+        return [parameter]
+
+    assert_as_adamw(run, "host")
 
 
 def test_kernels_refuse_what_is_not_in_memory() -> None:
@@ -288,32 +248,24 @@ def test_kernels_refuse_what_is_not_in_memory() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
-@pytest.mark.parametrize("policy", [None, "cpu", "adaptive", 0.0])
+@pytest.mark.parametrize("place", ["host", "cpu", "adaptive", 0.0])
 @pytest.mark.parametrize("offload", [False, True])
-def test_a_default_dtype_changes_nothing(dtype: torch.dtype, policy: str | float | None, offload: bool) -> None:
+def test_a_default_dtype_changes_nothing(dtype: torch.dtype, place: str | float, offload: bool) -> None:
     ends = []
     for default in (torch.float32, dtype):
-        model = mlp()
-        batches = [torch.randn(8, 24, generator=torch.Generator().manual_seed(step)) for step in range(3)]
+        model, batches = mlp(), [batch(step) for step in range(3)]
         torch.set_default_dtype(default)
         try:
-            ends.append(train_clipped(model, batches, policy, offload))
+            optimizer = maker(place, max_grad_norm=0.05, offload_gradients=offload)(model.parameters())
+            norms = [optimizer.grad_norm()]
+            for inputs in batches:
+                optimizer.zero_grad()
+                model(inputs).square().mean().backward()
+                norms.append(optimizer.clip_grad_norm_(0.1))
+                optimizer.step()
+            states = [t for entry in optimizer.state.values() for t in entry.values()]
+            assert {t.dtype for t in [*norms, *states]} == {torch.float32}
+            ends.append(bits([*norms, *model.parameters(), *states]))
         finally:
             torch.set_default_dtype(torch.float32)
     assert ends[0] == ends[1]
-
-
-def train_clipped(model: nn.Module, batches: list[Tensor], policy: str | float | None, offload: bool) -> list[bytes]:
-    settings = {} if policy is None else {"policy": policy, "device": EmulatedDevice(FAST, capacity=10**7)}
-    optimizer = DOSAdam(
-        model.parameters(), lr=0.01, max_grad_norm=0.05, offload_gradients=offload, subgroup_size=300, **settings
-    )
-    norms = [optimizer.grad_norm()]
-    for inputs in batches:
-        optimizer.zero_grad()
-        model(inputs).square().mean().backward()
-        norms.append(optimizer.clip_grad_norm_(0.1))
-        optimizer.step()
-    states = [t for entry in optimizer.state.values() for t in entry.values()]
-    assert {t.dtype for t in [*norms, *states]} == {torch.float32}
-    return bits([*norms, *model.parameters(), *states])

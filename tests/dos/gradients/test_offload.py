@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,44 +12,50 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_ as clip_imported_before
 from torch.nn.utils import clip_grad_value_ as clip_value_imported_before
 
-from dos import DOSAdam, EmulatedDevice
+from dos import DOSAdam
 from perfmodel import Op
-from tests.support.training import FAST, assert_close_ulp, bits, mlp, train
+from tests.support.training import assert_close_ulp, backward, batch, bits, mlp, on, train
 
 pytestmark = pytest.mark.usefixtures("one_core")
 
-POLICIES = ["adaptive", "cpu", "stride:1", "stride:3", 0.5, 0.0]
+
+def offloading(model: nn.Module, policy: str | float = "stride:3", capacity: int = 10**7, **settings: Any) -> DOSAdam:
+    place = on(policy, capacity, subgroup_size=150, offload_gradients=True)
+    return DOSAdam(model.parameters(), **place, **settings)
 
 
-def offloading(model: nn.Module, **settings: object) -> DOSAdam:
-    device = EmulatedDevice(FAST, capacity=10**7)
-    defaults = {"policy": "stride:3", "subgroup_size": 150, "device": device, "offload_gradients": True}
-    return DOSAdam(model.parameters(), **{**defaults, **settings})
+def same_bits(
+    ours: Callable[[nn.Module], DOSAdam], micro_batches: int = 4, change: Callable[[nn.Module], None] = lambda _: None
+) -> nn.Module:
+    """Train so and without offloading, and compare; the model. change: gradients before each step."""
+    models = mlp(), mlp()
+    for model, make in zip(models, (ours, lambda model: DOSAdam(model.parameters())), strict=True):
+        optimizer = make(model)
+        for step in range(5):
+            optimizer.zero_grad()
+            backward(model, 10 * step, micro_batches)
+            change(model)
+            optimizer.step()
+        optimizer.synchronize()
+    assert bits(models[0].parameters()) == bits(models[1].parameters())
+    return models[0]
 
 
-def accumulate(model: nn.Module, optimizer: torch.optim.Optimizer, micro_batches: int = 4) -> None:
-    dtype = next(model.parameters()).dtype
-    for step in range(5):
-        optimizer.zero_grad()
-        for micro in range(micro_batches):
-            inputs = torch.randn(8, 24, generator=torch.Generator().manual_seed(10 * step + micro)).to(dtype)
-            model(inputs).float().square().mean().backward()
-        optimizer.step()
-
-
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    ("policy", "capacity"), [*((p, 10**7) for p in ("adaptive", "cpu", "stride:1", "stride:3", 0.5, 0.0)), (0.0, 6000)]
+)
 @pytest.mark.parametrize("micro_batches", [1, 4])
 @pytest.mark.parametrize("attach", [False, True])
-def test_same_bits_as_without_offloading(policy: str | float, micro_batches: int, attach: bool) -> None:
-    """In float32 the host adds what autograd would have added, in the same order."""
-    model, twin = mlp(), mlp()
-    optimizer = offloading(model, policy=policy)
-    if attach:
-        optimizer.attach(model)
-    accumulate(model, optimizer, micro_batches)
-    accumulate(twin, DOSAdam(twin.parameters()), micro_batches)
-    optimizer.synchronize()
-    assert bits(model.parameters()) == bits(twin.parameters())
+def test_same_bits_as_without_offloading(policy: str | float, capacity: int, micro_batches: int, attach: bool) -> None:
+    """In float32 the host adds what autograd would have added, in the same order; without room there it updates."""
+
+    def ours(model: nn.Module) -> DOSAdam:
+        optimizer = offloading(model, policy, capacity)
+        if attach:
+            optimizer.attach(model)
+        return optimizer
+
+    same_bits(ours, micro_batches)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -56,10 +64,9 @@ def test_low_precision_gradients_add_up_in_float32(dtype: torch.dtype) -> None:
     model, twin = mlp(dtype), mlp(dtype)
     optimizer = offloading(model, betas=(0.0, 0.999))
     sums = [torch.zeros_like(p, dtype=torch.float32) for p in twin.parameters()]
-    for micro in range(4):
-        inputs = torch.randn(8, 24, generator=torch.Generator().manual_seed(micro)).to(dtype)
-        for m in (model, twin):
-            m(inputs).float().square().mean().backward()
+    for micro_batch in range(4):
+        backward(model, micro_batch)
+        backward(twin, micro_batch)
         for total, p in zip(sums, twin.parameters(), strict=True):
             total += p.grad.float()
             p.grad = None
@@ -97,7 +104,7 @@ def test_torch_clips_offloaded_gradients(clip, norm_type: float | str) -> None:
         norms = []
         for step in range(4):
             for micro in range(2):
-                inputs = torch.randn(8, 24, generator=torch.Generator().manual_seed(10 * step + micro))
+                inputs = batch(10 * step + micro)
                 torch.stack([net(inputs).square().mean() for net in nets]).sum().backward()
             norms.append(clip(iter(parameters), 0.05, norm_type, error_if_nonfinite=True, foreach=None))
             assert clip(parameters, 10.0, norm_type=norm_type) < 0.051, "the norm of what was clipped"
@@ -114,9 +121,9 @@ def test_torch_clips_offloaded_gradients(clip, norm_type: float | str) -> None:
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 def test_torch_clipping_of_what_is_not_finite(value: float) -> None:
     ends = []
-    for ours in (True, False):
+    for make in (offloading, lambda model: torch.optim.AdamW(model.parameters())):
         model = mlp()
-        optimizer = offloading(model) if ours else torch.optim.AdamW(model.parameters())
+        optimizer = make(model)
         (model(torch.ones(2, 24)).sum() * value).backward()
         with pytest.raises(
             RuntimeError, match=r"total norm of order 2\.0 for gradients .* non-finite|is (nan|inf), so"
@@ -162,64 +169,49 @@ def test_grad_scaler_is_refused_with_a_reason() -> None:
 
 
 def test_gradients_set_by_hand_count_as_one_more_micro_batch() -> None:
-    model, twin = mlp(), mlp()
-
-    def add(m: nn.Module) -> None:
-        for p in m.parameters():
+    def add(model: nn.Module) -> None:
+        for p in model.parameters():
             extra = torch.full_like(p, 0.5)
             p.grad = extra if p.grad is None else p.grad + extra
 
-    train(model, offloading(model), 4, before_step=lambda _: add(model))
-    train(twin, DOSAdam(twin.parameters()), 4, before_step=lambda _: add(twin))
-    assert bits(model.parameters()) == bits(twin.parameters())
-
-
-def test_device_memory_without_room_for_gradients_falls_back_to_the_host() -> None:
-    model, twin = mlp(), mlp()
-    optimizer = offloading(model, policy=0.0, device=EmulatedDevice(FAST, capacity=6000))
-    accumulate(model, optimizer)
-    accumulate(twin, DOSAdam(twin.parameters()))
-    assert bits(model.parameters()) == bits(twin.parameters())
+    same_bits(offloading, change=add)
 
 
 def test_another_optimizer_that_takes_gradients_away_is_named() -> None:
     model = mlp()
     first = offloading(model)
     second = offloading(model)
-    before = bits(model.parameters())
     train(model, second, 1)
-    model(torch.randn(8, 24)).square().mean().backward()
-    changed = bits(model.parameters())
-    assert changed != before
+    backward(model, 1)
+    before = bits(model.parameters())
     with pytest.raises(RuntimeError, match="another optimizer, built later with offload_gradients=True, takes away"):
         first.step()
-    assert bits(model.parameters()) == changed
+    assert bits(model.parameters()) == before
     second.step()
-    assert bits(model.parameters()) != changed
+    assert bits(model.parameters()) != before
 
 
 def test_gradients_are_taken_away_again_once_another_optimizer_is_gone() -> None:
-    model, twin = mlp(), mlp()
-    optimizer = offloading(model)
-    other = offloading(model)
-    del other
-    accumulate(model, optimizer)
-    accumulate(twin, DOSAdam(twin.parameters()))
-    assert bits(model.parameters()) == bits(twin.parameters())
-    model(torch.randn(8, 24)).square().mean().backward()
+    def ours(model: nn.Module) -> DOSAdam:
+        optimizers.append(offloading(model))
+        offloading(model)
+        return optimizers[0]
+
+    optimizers: list[DOSAdam] = []
+    model = same_bits(ours)
+    backward(model, 0)
     assert all(p.grad is None for p in model.parameters())
 
 
 def test_an_optimizer_built_later_that_leaves_gradients_gets_its_own() -> None:
     """As an actor and a critic with a common trunk: each has its backward before its step."""
-    model, twin = mlp(), mlp()
     found = []
-    for net, first in ((model, offloading(model)), (twin, DOSAdam(twin.parameters()))):
-        second = DOSAdam(net.parameters(), lr=1e-2)
+    for make in (offloading, lambda model: DOSAdam(model.parameters())):
+        model = mlp()
+        optimizers = make(model), DOSAdam(model.parameters(), lr=1e-2)
         for number in range(6):
-            optimizer = (first, second)[number % 2]
-            optimizer.zero_grad()
-            net(torch.randn(8, 24, generator=torch.Generator().manual_seed(number))).square().mean().backward()
-            optimizer.step()
-        found.append(bits(net.parameters()))
+            optimizers[number % 2].zero_grad()
+            backward(model, number)
+            optimizers[number % 2].step()
+        found.append(bits(model.parameters()))
     assert found[0] == found[1]
