@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from dos import DOSAdam, EmulatedDevice
@@ -70,6 +70,15 @@ def dos_adam(parameters: Iterable[Tensor], **kwargs: Any) -> DOSAdam:
     return DOSAdam(parameters, **settings)
 
 
+def adamw(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+def on_host(size: int | None = None, **kwargs: Any) -> nn.Sequential:
+    """Sharded, and all of it on the host. kwargs: of `model`."""
+    return shard(model(**kwargs), mesh_of(size), offload_policy=CPUOffloadPolicy(pin_memory=False))
+
+
 def train(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -78,13 +87,32 @@ def train(
     micro_batches: int = 1,
     before_step: Callable[[int], None] = lambda step: None,
 ) -> None:
+    width = next(m.normalized_shape[0] for m in model.modules() if isinstance(m, nn.LayerNorm))
     dtype = next(model.parameters()).dtype
     for step in steps:
         for micro_batch in range(micro_batches):
-            model(batch(10 * step + micro_batch, dtype=dtype)).float().pow(2).mean().backward()
+            model(batch(10 * step + micro_batch, width, dtype)).float().pow(2).mean().backward()
         before_step(step)
         optimizer.step()
         optimizer.zero_grad()
+
+
+def trained(
+    make: Callable[[Any], Any],
+    build: Callable[[], nn.Module] | None = None,
+    attach: bool = False,
+    before_step: Callable[[nn.Module, int], None] = lambda model, step: None,
+    **how: Any,
+) -> list[Tensor]:
+    """Whole parameters of a new model, sharded by default, after training with what `make` gives of its parameters."""
+    module = shard(model(), mesh_of()) if build is None else build()
+    optimizer = make(module.parameters())
+    if attach:
+        optimizer.attach(module)
+    train(module, optimizer, before_step=lambda step: before_step(module, step), **how)
+    if isinstance(optimizer, DOSAdam):
+        optimizer.synchronize()
+    return values(module)
 
 
 def whole(tensor: Tensor) -> Tensor:

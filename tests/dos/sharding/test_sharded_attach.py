@@ -15,7 +15,7 @@ from dos import DOSAdam
 from perfmodel import Op
 from tests.support.devices import Copying, UpdatesAfterStep
 from tests.support.ranks import Ranks, on_pair
-from tests.support.sharded import assert_equal, batch, dos_adam, mesh_of, model, shard, train, values
+from tests.support.sharded import assert_equal, batch, dos_adam, mesh_of, model, shard, train, trained, values
 from tests.support.training import profile
 
 UPDATE_S = 0.1
@@ -43,23 +43,22 @@ def ways_to_gather(divided: nn.Sequential, way: str) -> None:
 
 
 def old_weights(way: str, reshard: bool | int, policy: str) -> None:
-    quick = shard(model(blocks=3), mesh_of(), reshard_after_forward=reshard)
-    train(quick, dos_adam(quick.parameters(), policy="cpu"), steps=range(3))
-    late = shard(model(blocks=3), mesh_of(), reshard_after_forward=reshard)
-    ways_to_gather(late, way)
-    slow_device = slow()
-    optimizer = dos_adam(late.parameters(), policy=policy, device=slow_device, subgroup_size=50)
-    optimizer.attach(late)
+    def build() -> nn.Sequential:
+        return shard(model(blocks=3), mesh_of(), reshard_after_forward=reshard)
 
+    late, device = build(), slow()
+    ways_to_gather(late, way)
+    optimizer = dos_adam(late.parameters(), policy=policy, device=device, subgroup_size=50)
+    optimizer.attach(late)
     for step in range(3):
         late(batch(10 * step)).pow(2).mean().backward()
         if policy == "cpu" and step > 0:  # the first step cannot know which layers will wait
-            slow_device.returned.clear()
+            device.returned.clear()
         optimizer.step()
-        slow_device.returned.set()
+        device.returned.set()
         optimizer.zero_grad()
     optimizer.synchronize()
-    assert_equal(values(late), values(quick))
+    assert_equal(values(late), trained(lambda p: dos_adam(p, policy="cpu"), build))
 
 
 @pytest.mark.parametrize(

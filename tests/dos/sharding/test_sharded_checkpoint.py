@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -18,16 +18,19 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from dos import DOSAdam
 from tests.support.ranks import Ranks, on_pair, on_ranks
 from tests.support.sharded import (
+    adamw,
     assert_close,
     assert_equal,
     dos_adam,
     load,
     mesh_of,
     model,
+    on_host,
     save,
     shard,
     train,
@@ -35,40 +38,83 @@ from tests.support.sharded import (
     whole,
 )
 
-
-def build(
-    size: int | None, dtype: torch.dtype, kind: str = "dos", **kwargs: Any
-) -> tuple[nn.Module, torch.optim.Optimizer]:
-    divided = shard(model(dtype=dtype), mesh_of(size))
-    if kind == "adamw":
-        return divided, torch.optim.AdamW(divided.parameters(), lr=1e-2)
-    return divided, dos_adam(divided.parameters(), **kwargs)
+CODED = {"state_format": "int8", "subgroup_size": 5000}
+Pair = tuple[nn.Module, Any]
 
 
-def resume(folder: str, before: int | None, after: int | None, dtype: torch.dtype, how: str, policy: str) -> None:
-    through, first = build(before, dtype, policy=policy)
-    train(through, first, steps=range(2))
-    # Groups of ranks of one mesh: those of the first one save.
-    save(folder, through, first, how)
-    train(through, first, steps=range(2, 4))
-    resumed, second = build(after, dtype, policy=policy)
-    load(folder, resumed, second)
-    train(resumed, second, steps=range(2, 4))
-    assert_equal(values(resumed), values(through))
+def build(size: int | None, dtype: torch.dtype, kind: str = "dos", **settings: Any) -> Pair:
+    """kind: of optimizer, or else where its parameters are."""
+    shape = {"width": 128, "blocks": 1} if "state_format" in settings else {}
+    if kind == "on host":
+        divided = on_host(size, dtype=dtype, **shape)
+        return divided, DOSAdam(divided.parameters(), lr=1e-2, **settings)
+    divided = shard(model(**shape, dtype=dtype), mesh_of(size))
+    return divided, adamw(divided.parameters()) if kind == "adamw" else dos_adam(divided.parameters(), **settings)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("policy", "how"), [("cpu", "async"), ("resident", "save"), ("adaptive", "async")])
-def test_resume_on_as_many_ranks(pair: Ranks, tmp_path: Path, policy: str, dtype: torch.dtype, how: str) -> None:
-    pair.run(resume, str(tmp_path), None, None, dtype, how, policy)
+def go_on(through: Pair, *others: Pair) -> None:
+    """All train on, and agree in the end."""
+    for pair in (through, *others):
+        train(*pair, steps=range(2, 4))
+    for module, _ in others:
+        assert_equal(values(module), values(through[0]))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("before", "after"), [(4, 2), (1, 4)])
-def test_resume_on_another_number_of_ranks(
-    ranks: Ranks, tmp_path: Path, before: int, after: int, dtype: torch.dtype
+def resume(
+    folder: str,
+    before: int | None,
+    after: int | None,
+    dtype: torch.dtype,
+    how: str,
+    settings: dict[str, Any],
+    later: dict[str, Any],
 ) -> None:
-    ranks.run(resume, str(tmp_path), before, after, dtype, "save", "adaptive")
+    through = build(before, dtype, **settings)
+    train(*through, steps=range(2))
+    # Groups of ranks of one mesh: those of the first one save.
+    save(folder, *through, how)
+    resumed = build(after, dtype, **later)
+    load(folder, *resumed)
+    go_on(through, resumed)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("how", "settings"),
+    [
+        ("async", {"policy": "cpu"}),
+        ("save", {"policy": "resident"}),
+        ("async", {"policy": "adaptive"}),
+        ("save", {"kind": "on host"}),
+    ],
+)
+def test_resume_on_as_many_ranks(
+    pair: Ranks, tmp_path: Path, settings: dict[str, Any], dtype: torch.dtype, how: str
+) -> None:
+    pair.run(resume, str(tmp_path), None, None, dtype, how, settings, settings)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "dtype", "settings", "later"),
+    [
+        (4, 2, torch.float32, {}, {}),
+        (1, 4, torch.float32, {}, {}),
+        (4, 2, torch.bfloat16, {}, {}),
+        (1, 4, torch.bfloat16, {}, {}),
+        (4, 2, torch.bfloat16, {"policy": "resident", **CODED}, {"policy": "cpu", **CODED}),
+        (2, 4, torch.bfloat16, {"policy": "resident", **CODED}, {"policy": "cpu", **CODED}),
+    ],
+)
+def test_resume_on_another_number_of_ranks(
+    ranks: Ranks,
+    tmp_path: Path,
+    before: int,
+    after: int,
+    dtype: torch.dtype,
+    settings: dict[str, Any],
+    later: dict[str, Any],
+) -> None:
+    ranks.run(resume, str(tmp_path), before, after, dtype, "save", settings, later)
 
 
 @pytest.mark.parametrize(
@@ -77,89 +123,77 @@ def test_resume_on_another_number_of_ranks(
 )
 @on_ranks
 def test_full_state_dicts(cpu_offload: bool, broadcast: bool, dtype: torch.dtype) -> None:
-    through, first = build(4, dtype)
-    train(through, first, steps=range(2))
+    through = build(4, dtype)
+    train(*through, steps=range(2))
     options = StateDictOptions(full_state_dict=True, cpu_offload=cpu_offload)
-    weights = get_model_state_dict(through, options=options)
-    state = copy.deepcopy(get_optimizer_state_dict(through, first, options=options))  # its steps are live, as AdamW's
+    weights = get_model_state_dict(through[0], options=options)
+    state = copy.deepcopy(get_optimizer_state_dict(*through, options=options))  # its steps are live, as AdamW's
     if not cpu_offload or dist.get_rank() == 0:
         assert not any(isinstance(v, DTensor) for entry in state["state"].values() for v in entry.values())
-    if not broadcast and cpu_offload:
-        return  # the other ranks have nothing to load from
     load_options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
-    resumed, second = build(2, dtype, policy="cpu")
-    set_model_state_dict(resumed, weights, options=load_options)
-    set_optimizer_state_dict(resumed, second, state, options=load_options)
-    train(through, first, steps=range(2, 4))
-    train(resumed, second, steps=range(2, 4))
-    assert_equal(values(resumed), values(through))
+    resumed = build(2, dtype, policy="cpu")
+    set_model_state_dict(resumed[0], weights, options=load_options)
+    set_optimizer_state_dict(*resumed, state, options=load_options)
+    go_on(through, resumed)
 
 
 @pytest.mark.parametrize(("before", "after"), [("adamw", "dos"), ("dos", "adamw")])
 @on_ranks
 def test_from_and_to_adamw(tmp_path: Path, before: str, after: str) -> None:
-    through, first = build(4, torch.float32, before)
-    train(through, first, steps=range(2))
-    save(tmp_path, through, first, "save")
-    train(through, first, steps=range(2, 4))
-    resumed, second = build(2, torch.float32, after)
-    load(tmp_path, resumed, second)
-    train(resumed, second, steps=range(2, 4))
-    assert_close(values(resumed), values(through))
+    through, resumed = build(4, torch.float32, before), build(2, torch.float32, after)
+    train(*through, steps=range(2))
+    save(tmp_path, *through, "save")
+    load(tmp_path, *resumed)
+    for pair in (through, resumed):
+        train(*pair, steps=range(2, 4))
+    assert_close(values(resumed[0]), values(through[0]))
 
 
 @pytest.mark.parametrize("policy", ["cpu", "resident"])
 @on_ranks
 def test_plain_state_dicts(policy: str) -> None:
     """As torch.save writes them, each rank its own, and a whole one from a run that was not divided."""
-    through, first = build(4, torch.float32, policy=policy)
-    train(through, first, steps=range(2))
-    state = copy.deepcopy(first.state_dict())
-    for entry, parameter in zip(state["state"].values(), through.parameters(), strict=True):
+    through = build(4, torch.float32, policy=policy)
+    train(*through, steps=range(2))
+    state = copy.deepcopy(through[1].state_dict())
+    for entry, parameter in zip(state["state"].values(), through[0].parameters(), strict=True):
         assert isinstance(entry["exp_avg"], DTensor)
         assert entry["exp_avg"].placements == parameter.placements
-    resumed, second = build(4, torch.float32, policy="cpu")
-    resumed.load_state_dict(through.state_dict())
-    second.load_state_dict(state)
+    resumed = build(4, torch.float32, policy="cpu")
+    resumed[0].load_state_dict(through[0].state_dict())
+    resumed[1].load_state_dict(state)
     undivided = {
         "state": {i: {k: whole(v) for k, v in entry.items()} for i, entry in state["state"].items()},
         "param_groups": state["param_groups"],
     }
-    again, third = build(2, torch.float32, policy=policy)
-    for theirs, mine in zip(again.parameters(), values(through), strict=True):
-        theirs.data.copy_(torch.distributed.tensor.distribute_tensor(mine, theirs.device_mesh, theirs.placements))
-    third.load_state_dict(undivided)
-    for each, optimizer in ((through, first), (resumed, second), (again, third)):
-        train(each, optimizer, steps=range(2, 4))
-    assert_equal(values(resumed), values(through))
-    assert_equal(values(again), values(through))
+    again = build(2, torch.float32, policy=policy)
+    for theirs, mine in zip(again[0].parameters(), values(through[0]), strict=True):
+        theirs.data.copy_(distribute_tensor(mine, theirs.device_mesh, theirs.placements))
+    again[1].load_state_dict(undivided)
+    go_on(through, resumed, again)
 
 
 @pytest.mark.parametrize("policy", ["cpu", "resident"])
 @on_pair
 def test_reading_the_state_of_a_fresh_optimizer_changes_nothing(policy: str) -> None:
-    quiet, first = build(None, torch.float32, policy=policy)
-    train(quiet, first)
-    read, second = build(None, torch.float32, policy=policy)
-    assert all(float(entry["step"]) == 0 for entry in get_optimizer_state_dict(read, second)["state"].values())
-    train(read, second)
-    assert_equal(values(read), values(quiet))
+    quiet, read = (build(None, torch.float32, policy=policy) for _ in range(2))
+    assert all(float(entry["step"]) == 0 for entry in get_optimizer_state_dict(*read)["state"].values())
+    go_on(quiet, read)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @on_pair
 def test_loaded_state_is_not_there_twice(tmp_path: Path, dtype: torch.dtype) -> None:
-    through, first = build(None, dtype, policy="cpu")
-    train(through, first, steps=range(2))
-    save(tmp_path, through, first, "save")
-    resumed, second = build(None, dtype, policy="cpu")
-    state = get_optimizer_state_dict(resumed, second)
+    through, resumed = (build(None, dtype, policy="cpu") for _ in range(2))
+    train(*through, steps=range(2))
+    save(tmp_path, *through, "save")
+    state = get_optimizer_state_dict(*resumed)
     places = [v.to_local().data_ptr() for e in state["state"].values() for v in e.values() if isinstance(v, DTensor)]
     dcp.load({"optimizer": state}, checkpoint_id=tmp_path)
-    set_optimizer_state_dict(resumed, second, state)
-    resumed.load_state_dict(through.state_dict())
-    train(resumed, second, steps=[2])
-    entries = second.state.values()
+    set_optimizer_state_dict(*resumed, state)
+    resumed[0].load_state_dict(through[0].state_dict())
+    train(*resumed, steps=[2])
+    entries = resumed[1].state.values()
     assert places == [v.to_local().data_ptr() for e in entries for v in e.values() if isinstance(v, DTensor)]
     assert all(entry["step"] == 3 for entry in entries)
 
@@ -168,15 +202,44 @@ def test_loaded_state_is_not_there_twice(tmp_path: Path, dtype: torch.dtype) -> 
 @on_pair
 def test_what_is_written_to_a_state_dict_counts(policy: str, how: str) -> None:
     ends = []
-    for kind in ("adamw", "dos"):
-        through, optimizer = build(None, torch.float32, kind, **({"policy": policy} if kind == "dos" else {}))
-        train(through, optimizer, steps=range(2))
-        averages = [entry["exp_avg"] for entry in optimizer.state_dict()["state"].values()]
+    for through in (build(None, torch.float32, "adamw"), build(None, torch.float32, policy=policy)):
+        train(*through, steps=range(2))
+        averages = [entry["exp_avg"] for entry in through[1].state_dict()["state"].values()]
         if how == "foreach":
             torch._foreach_mul_(averages, -30.0)
         else:
             for average in averages:
                 average.mul_(-30.0)
-        train(through, optimizer, steps=range(2, 4))
-        ends.append(values(through))
+        train(*through, steps=range(2, 4))
+        ends.append(values(through[0]))
     assert_close(*ends)
+
+
+def full_state_into_divided_blocks(alone: list[dict[str, Tensor]]) -> None:
+    """Of parameters that have codes alone, and none where ranks divide their blocks."""
+    for shape, entry in zip(SHAPES, alone, strict=True):
+        parameter = nn.Parameter(distribute_tensor(torch.zeros(shape), mesh_of(4), [Shard(0)]))
+        optimizer = dos_adam([parameter], state_format="int8")
+        parameter.grad = distribute_tensor(torch.zeros(shape), mesh_of(4), [Shard(0)])
+        state = optimizer.state_dict()
+        optimizer.load_state_dict({**state, "state": {0: entry["codes"]}})
+        optimizer.step()
+        found = optimizer.adamw_state(parameter)["exp_avg"]
+        assert isinstance(found, DTensor)
+        torch.testing.assert_close(found.full_tensor(), 0.9 * entry["exp_avg"], rtol=2e-2, atol=2e-2)
+
+
+SHAPES = (96, 200), (4480,), (67, 128)  # the last is divided between blocks
+
+
+def test_full_state_loads_where_ranks_divide_blocks(ranks: Ranks, one_kernel_thread: None) -> None:
+    alone = []
+    for shape in SHAPES:
+        parameter = nn.Parameter(torch.zeros(shape))
+        parameter.grad = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        optimizer = dos_adam([parameter], state_format="int8")
+        optimizer.step()
+        codes = {key: torch.as_tensor(value).clone() for key, value in optimizer.state[parameter].items()}
+        assert "exp_avg_codes" in codes
+        alone.append({"codes": codes, "exp_avg": optimizer.adamw_state(parameter)["exp_avg"]})
+    ranks.run(full_state_into_divided_blocks, alone)

@@ -21,85 +21,83 @@ from perfmodel import Op
 from tests.support.clock import eventually
 from tests.support.devices import Copying
 from tests.support.ranks import Ranks, on_pair
-from tests.support.sharded import Block, assert_close, batch, dos_adam, mesh_of, model, shard, values
+from tests.support.sharded import Block, adamw, assert_close, batch, dos_adam, mesh_of, model, shard, values
 from tests.support.training import FAST
 
 STEPS, MICRO_BATCHES = 3, 2
 
 
 class Sometimes(nn.Sequential):
-    """Whose second block runs only where and when it is `wanted`."""
+    """Whose second block runs only when it is `wanted`."""
 
-    wanted: Callable[[int], bool] = staticmethod(lambda step: True)
-    step = 0
+    wanted = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for i, layer in enumerate(self):
-            if i != 1 or type(self).wanted(self.step):
+            if i != 1 or self.wanted:
                 x = layer(x)
         return x
 
 
-def without_sync(divided: FSDPModule, micro_batch: int) -> None:
-    divided.set_requires_gradient_sync(micro_batch == MICRO_BATCHES - 1)
-
-
-def without_all_reduce(divided: FSDPModule, micro_batch: int) -> None:
-    divided.set_requires_all_reduce(micro_batch == MICRO_BATCHES - 1)
-
-
-def nothing(divided: FSDPModule, micro_batch: int) -> None:
-    pass
-
-
-def prepared(kind: str, dtype: torch.dtype) -> nn.Sequential:
-    found = model(dtype=dtype, blocks=3)
+def prepared(kind: str) -> nn.Sequential:
+    found = model(blocks=3)
     if kind == "checkpointed":
         found = nn.Sequential(*(checkpoint_wrapper(layer) for layer in found))
-    if kind in ("unused", "sometimes"):
+    if kind in ("unused", "sometimes", "filled in"):
         found = Sometimes(*found)
     if kind == "frozen":
         found[0].requires_grad_(False)
         found[1].up.requires_grad_(False)
-    return found
+    more = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)} if kind == "mixed" else {}
+    divided = shard(found, mesh_of(2, 2) if kind == "not all-reduced" else mesh_of(), **more)
+    if kind == "filled in":  # with zeros where a block is not used
+        for layer in divided.modules():
+            if isinstance(layer, FSDPModule):
+                layer.set_reduce_scatter_unused_params(True)
+    return divided
 
 
-def trained(make: Callable[[Any], torch.optim.Optimizer], kind: str, dtype: torch.dtype) -> list[torch.Tensor]:
-    before = {"unsynchronised": without_sync, "not all-reduced": without_all_reduce}.get(kind, nothing)
-    more: dict[str, Any] = {}
-    if kind == "mixed":
-        more = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
-    divided = shard(prepared(kind, dtype), mesh_of(2, 2) if kind == "not all-reduced" else mesh_of(), **more)
+USED: dict[str, Callable[[int], bool]] = {
+    "unused": lambda step: False,
+    "sometimes": lambda step: step != 1,
+    "filled in": lambda step: step != 1,
+}
+
+
+def gradients(kind: str, make: Callable[[Any], torch.optim.Optimizer]) -> list[torch.Tensor]:
+    divided = prepared(kind)
     optimizer = make(divided.parameters())
     for step in range(STEPS):
         if isinstance(divided, Sometimes):
-            divided.step = step
-            type(divided).wanted = staticmethod({"unused": lambda _: False, "sometimes": lambda step: step != 1}[kind])
+            divided.wanted = USED[kind](step)
         for micro_batch in range(MICRO_BATCHES):
-            before(divided, micro_batch)
-            divided(batch(10 * step + micro_batch, dtype=dtype)).float().pow(2).mean().backward()
+            if kind == "unsynchronised":
+                divided.set_requires_gradient_sync(micro_batch == MICRO_BATCHES - 1)
+            elif kind == "not all-reduced":
+                divided.set_requires_all_reduce(micro_batch == MICRO_BATCHES - 1)
+            divided(batch(10 * step + micro_batch)).float().pow(2).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     return values(divided)
 
 
-def as_adamw(kind: str, settings: dict[str, Any], dtype: torch.dtype) -> None:
-    found = trained(lambda p: dos_adam(p, **settings), kind, dtype)
-    assert_close(found, trained_by_adamw(kind, dtype))
-
-
 @functools.cache
-def trained_by_adamw(kind: str, dtype: torch.dtype) -> list[torch.Tensor]:
-    return trained(lambda p: torch.optim.AdamW(p, lr=1e-2), kind, dtype)
+def those_of_adamw(kind: str) -> list[torch.Tensor]:
+    return gradients(kind, adamw)
+
+
+def as_adamw(kind: str, settings: dict[str, Any]) -> None:
+    if kind != "filled in" or hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        assert_close(gradients(kind, lambda p: dos_adam(p, **settings)), those_of_adamw(kind))
 
 
 @pytest.mark.parametrize(
     "kind",
-    ["unsynchronised", "not all-reduced", "checkpointed", "frozen", "unused", "sometimes", "mixed"],
+    ["unsynchronised", "not all-reduced", "checkpointed", "frozen", "unused", "sometimes", "filled in", "mixed"],
 )
 def test_all_ways_in_which_gradients_come(ranks: Ranks, pair: Ranks, kind: str) -> None:
     for settings in ({"policy": "cpu"}, {"policy": "stride:2", "offload_gradients": True}):
-        (ranks if kind == "not all-reduced" else pair).run(as_adamw, kind, settings, torch.float32)
+        (ranks if kind == "not all-reduced" else pair).run(as_adamw, kind, settings)
 
 
 def one_copy_for_a_group() -> list[int]:
@@ -145,29 +143,6 @@ def test_a_step_waits_once_to_see_what_was_rewritten(clips: bool) -> None:
             optimizer.step()
         optimizer.zero_grad()
     assert flags.read == 1
-
-
-@on_pair
-def test_unused_parameters_that_fsdp_fills_in() -> None:
-    """A block that only some ranks use: FSDP2 fills in zeros on the others if it is told to."""
-    divided = shard(Sometimes(*model()), mesh_of())
-    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
-        return
-    for layer in divided.modules():
-        if isinstance(layer, FSDPModule):
-            layer.set_reduce_scatter_unused_params(True)
-    twin = shard(Sometimes(*model()), mesh_of())
-    for layer in twin.modules():
-        if isinstance(layer, FSDPModule):
-            layer.set_reduce_scatter_unused_params(True)
-    Sometimes.wanted = staticmethod(lambda step: True)
-    ours, theirs = dos_adam(divided.parameters(), policy="cpu"), torch.optim.AdamW(twin.parameters(), lr=1e-2)
-    for step in range(3):
-        for each, optimizer in ((divided, ours), (twin, theirs)):
-            each(batch(step)).pow(2).mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_close(values(divided), values(twin))
 
 
 def test_block_has_all_sizes() -> None:

@@ -2,89 +2,83 @@
 
 from __future__ import annotations
 
-import copy
+import functools
 import threading
 import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-from torch.distributed.fsdp import CPUOffloadPolicy
+from torch import Tensor, nn
 
 from dos import DOSAdam
 from dos.step import in_place
 from dos.step.work import SubgroupUpdate
 from tests.support.ranks import on_pair
-from tests.support.sharded import assert_close, assert_equal, batch, mesh_of, model, shard, train, values
+from tests.support.sharded import adamw, assert_close, assert_equal, batch, on_host, train, trained, values
 
 UPDATE_S = 0.02
 
 
-def offloaded(size: int | None = None, dtype: torch.dtype = torch.float32, blocks: int = 2) -> nn.Sequential:
-    return shard(model(dtype=dtype, blocks=blocks), mesh_of(size), offload_policy=CPUOffloadPolicy(pin_memory=False))
+def in_place_adam(parameters: Iterable[Tensor], **settings: Any) -> DOSAdam:
+    return DOSAdam(parameters, lr=1e-2, subgroup_size=100, **settings)
 
 
-@pytest.mark.parametrize(
-    ("size", "settings", "dtype"),
-    [
-        (1, {}, torch.float32),
-        (1, {"max_grad_norm": 0.05}, torch.bfloat16),
-        (None, {}, torch.bfloat16),
-        (None, {"max_grad_norm": 0.05}, torch.float32),
-    ],
-)
+def no_hooks(model: nn.Module, step: int) -> None:
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters()), "their presence makes copies blocking"
+
+
+@pytest.mark.parametrize("clip", [None, 0.05])
+@pytest.mark.parametrize("size", [1, None])
 @on_pair
-def test_updates_in_place(size: int | None, settings: dict[str, Any], dtype: torch.dtype) -> None:
-    ours, theirs = offloaded(size, dtype), offloaded(size, torch.float32)
-    optimizer = DOSAdam(ours.parameters(), lr=1e-2, subgroup_size=100, **settings)
-    assert not any(p._post_accumulate_grad_hooks for p in ours.parameters()), "their presence makes copies blocking"
-    attached = offloaded(size, dtype)
-    late = DOSAdam(attached.parameters(), lr=1e-2, subgroup_size=100, **settings)
-    late.attach(attached)
-    train(ours, optimizer, micro_batches=2)
-    train(attached, late, micro_batches=2)
-    late.synchronize()
-    assert_equal(values(attached), values(ours))
-    if dtype == torch.float32:
-        reference = torch.optim.AdamW(theirs.parameters(), lr=1e-2)
-        clip = settings.get("max_grad_norm")
-        train(
-            theirs,
-            reference,
-            micro_batches=2,
-            before_step=lambda step: clip and torch.nn.utils.clip_grad_norm_(theirs.parameters(), clip),
+def test_updates_in_place(size: int | None, clip: float | None) -> None:
+    def clipped(model: nn.Module, step: int) -> None:
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+
+    for dtype in (torch.float32, torch.bfloat16):
+        build, make = (
+            functools.partial(on_host, size, dtype=dtype),
+            functools.partial(in_place_adam, max_grad_norm=clip),
         )
-        assert_close(values(ours), values(theirs))
-    assert not any(p._post_accumulate_grad_hooks for p in ours.parameters())
+        found = trained(make, build, micro_batches=2, before_step=no_hooks)
+        assert_equal(trained(make, build, attach=True, micro_batches=2), found)
+        if dtype == torch.float32:
+            assert_close(found, trained(adamw, build, micro_batches=2, before_step=clipped))
 
 
-plain_apply = in_place._apply
+@contextmanager
+def applied_by(apply: Callable[[Callable[..., None], SubgroupUpdate], None]) -> Iterator[None]:
+    """Updates are done by this, which gets what does them otherwise."""
+    plain = in_place._apply
+    in_place._apply = functools.partial(apply, plain)
+    try:
+        yield
+    finally:
+        in_place._apply = plain
 
 
 @on_pair
 def test_updates_run_into_the_next_forward() -> None:
-    quick = offloaded(blocks=3)
-    train(quick, DOSAdam(quick.parameters(), lr=1e-2, subgroup_size=100), steps=range(4))
-    late = offloaded(blocks=3)
-    optimizer = DOSAdam(late.parameters(), lr=1e-2, subgroup_size=100)
+    late = on_host(blocks=3)
+    optimizer = in_place_adam(late.parameters())
     optimizer.attach(late)
     entered = threading.Event()
     late[0].register_forward_pre_hook(lambda *_: entered.set())
     last_block = {id(p) for p in late[2].parameters()}
     awaited = []
 
-    def slow_apply(update: SubgroupUpdate) -> None:
+    def slow_apply(apply: Callable[..., None], update: SubgroupUpdate) -> None:
         if last_block.issuperset(id(piece.record.parameter) for piece in update.pieces):
             # It would not, if `step` waited for the last block's updates, or the first layer did.
             assert entered.wait(60), "the next forward did not begin"
             awaited.append(update)
         time.sleep(UPDATE_S)
-        plain_apply(update)
+        apply(update)
 
-    in_place._apply = slow_apply
-    try:
+    with applied_by(slow_apply):
         for step in range(4):
             late(batch(10 * step)).pow(2).mean().backward()
             if step > 0:  # the first step cannot know which layers will wait
@@ -93,45 +87,24 @@ def test_updates_run_into_the_next_forward() -> None:
             optimizer.zero_grad()
         entered.set()
         optimizer.synchronize()
-    finally:
-        in_place._apply = plain_apply
-    assert_equal(values(late), values(quick))
+    assert_equal(values(late), trained(in_place_adam, functools.partial(on_host, blocks=3), steps=range(4)))
     assert awaited
 
 
 @on_pair
 def test_a_failure_is_said() -> None:
-    late = offloaded()
-    optimizer = DOSAdam(late.parameters(), lr=1e-2, subgroup_size=100)
+    late = on_host()
+    optimizer = in_place_adam(late.parameters())
     optimizer.attach(late)
     train(late, optimizer, steps=[0, 1])
     optimizer.synchronize()
 
-    def breaks(update: SubgroupUpdate) -> None:
+    def breaks(apply: Callable[..., None], update: SubgroupUpdate) -> None:
         raise OSError("the memory is broken")
 
-    in_place._apply = breaks
-    try:
+    with applied_by(breaks):
         train(late, optimizer, steps=[2])
         with pytest.raises(RuntimeError, match="the memory is broken"):
             optimizer.synchronize()
-    finally:
-        in_place._apply = plain_apply
     with pytest.raises(RuntimeError, match="an earlier step failed part way"):
         optimizer.step()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@on_pair
-def test_checkpoints(dtype: torch.dtype) -> None:
-    through = offloaded(dtype=dtype)
-    first = DOSAdam(through.parameters(), lr=1e-2)
-    train(through, first, steps=range(2))
-    state = copy.deepcopy(get_optimizer_state_dict(through, first))
-    resumed = offloaded(dtype=dtype)
-    resumed.load_state_dict(copy.deepcopy(through.state_dict()))
-    second = DOSAdam(resumed.parameters(), lr=1e-2)
-    set_optimizer_state_dict(resumed, second, state)
-    train(through, first, steps=range(2, 4))
-    train(resumed, second, steps=range(2, 4))
-    assert_equal(values(resumed), values(through))
