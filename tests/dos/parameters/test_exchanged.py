@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from dos import DOSAdam, EmulatedDevice
-from tests.support.training import FAST, bits
+from dos import DOSAdam
+from tests.support.training import FAST, bits, on
 
 pytestmark = pytest.mark.usefixtures("one_core")
 
@@ -20,7 +20,7 @@ PLACES = ["host", "cpu", 0.0, 0.5, "stride:2", "adaptive", "resident"]
 
 
 class Points(nn.Module):
-    """Two tensors with a row for each point, and a layer that stays."""
+    """Two tensors with a row for each point, a layer that stays, and a parameter that joins later."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,18 +28,15 @@ class Points(nn.Module):
         self.places = nn.Parameter(torch.randn(NUMEL // 3, 3))
         self.sizes = nn.Parameter(torch.randn(NUMEL // 3, 1))
         self.last = nn.Linear(3, 1)
+        self.more = nn.Parameter(torch.ones(1))
 
     def forward(self) -> torch.Tensor:
-        return (self.last(self.places) * self.sizes).square().mean()
+        return (self.last(self.places) * self.sizes * self.more).square().mean()
 
 
 def made(place: str | float, model: Points, **settings: Any) -> DOSAdam:
     groups = [{"params": [model.places]}, {"params": [model.sizes]}, {"params": list(model.last.parameters())}]
-    if place == "host":
-        return DOSAdam(groups, lr=1e-2)
-    device = EmulatedDevice(FAST, 24 * NUMEL)
-    chosen = {"policy": place, "device": device, "profile": FAST, "subgroup_size": 3_000, **settings}
-    return DOSAdam(groups, lr=1e-2, **chosen)
+    return DOSAdam(groups, lr=1e-2, **on(place, 24 * NUMEL, profile=FAST, subgroup_size=3_000, **settings))
 
 
 def exchange(model: Points, optimizer: torch.optim.Optimizer, kept: torch.Tensor) -> None:
@@ -56,12 +53,14 @@ def exchange(model: Points, optimizer: torch.optim.Optimizer, kept: torch.Tensor
 
 
 def trained(model: Points, optimizer: torch.optim.Optimizer) -> list[weakref.ref[nn.Parameter]]:
-    """Exchanged after every second step; the parameters that were there."""
+    """Exchanged after every second step; the parameters that were there. One joins by hand."""
     seen = []
     for step in range(9):
         optimizer.zero_grad()
         model().backward()
         optimizer.step()
+        if step == 4:
+            optimizer.param_groups[2]["params"].append(model.more)
         if step % 2:
             if isinstance(optimizer, DOSAdam):
                 optimizer.synchronize()

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dos import DOSAdam, EmulatedDevice
 from dos.state.arena import Arena
 from dos.state.record import make_records
 from dos.state.subgroup import split
-from tests.support.training import FAST, assert_close_ulp
-
-
-def _channels_last() -> Tensor:
-    return torch.randn(4, 3, 5, 5).to(memory_format=torch.channels_last)
-
+from tests.support.training import FAST, assert_close_ulp, bits, maker, on
 
 MAKERS = {
     "plain": lambda: torch.randn(6, 7),
@@ -23,7 +21,7 @@ MAKERS = {
     "empty": lambda: torch.empty(0, 4),
     "one element": lambda: torch.randn(1),
     "transposed": lambda: torch.randn(6, 7).t(),
-    "channels last": _channels_last,
+    "channels last": lambda: torch.randn(4, 3, 5, 5).to(memory_format=torch.channels_last),
     "with gaps": lambda: torch.randn(6, 8)[:, ::2],
     "a slice at an odd offset": lambda: torch.randn(50)[3:40],
     "axes of length one": lambda: torch.randn(5, 1, 4).transpose(0, 1),
@@ -41,14 +39,14 @@ def test_large_subgroups_begin_where_loads_are_wide(size: int, cut: int) -> None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("policy", [None, "cpu", "stride:1", "stride:2", 0.0], ids=str)
+@pytest.mark.parametrize("place", ["host", "cpu", "stride:1", "stride:2", 0.0])
 @pytest.mark.parametrize("name", MAKERS)
-def test_layouts_agree_with_adamw(name: str, policy: str | float | None, dtype: torch.dtype) -> None:
+def test_layouts_agree_with_adamw(name: str, place: str | float, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     parameter = nn.Parameter(MAKERS[name]().to(dtype))
     reference = nn.Parameter(parameter.detach().float().clone())
     neighbours = [nn.Parameter(torch.randn(5, dtype=dtype)) for _ in range(2)]
-    ours = {} if policy is None else {"policy": policy, "device": EmulatedDevice(FAST, 10**9), "subgroup_size": 11}
+    ours = on(place, subgroup_size=11)
     optimizer = DOSAdam([neighbours[0], parameter, neighbours[1]], lr=1e-2, **ours)
     adamw = torch.optim.AdamW([reference], lr=1e-2)
     layout = parameter.stride()
@@ -69,45 +67,41 @@ def test_layouts_agree_with_adamw(name: str, policy: str | float | None, dtype: 
     torch.testing.assert_close(state["exp_avg"], adamw.state[reference]["exp_avg"], rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("policy", [None, "cpu", "stride:1", 0.0], ids=str)
+def relaid(layer: nn.Conv2d, layout: torch.memory_format) -> None:
+    layer.weight.data = layer.weight.data.contiguous(memory_format=layout)
+
+
+def moved(layer: nn.Conv2d, layout: torch.memory_format) -> None:
+    layer.to(memory_format=layout)
+
+
+@pytest.mark.parametrize("place", ["host", "cpu", "stride:1", 0.0, "adaptive"])
+@pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_layout_that_changes_while_training_takes_its_state_along(policy: str | float | None, dtype) -> None:
-    torch.manual_seed(0)
-    start = torch.randn(4, 3, 5, 5)
-    ours = {} if policy is None else {"policy": policy, "device": EmulatedDevice(FAST, 10**9), "subgroup_size": 11}
-    parameter, reference = nn.Parameter(start.to(dtype)), nn.Parameter(start.to(dtype).float())
-    optimizer, adamw = DOSAdam([parameter], lr=1e-2, **ours), torch.optim.AdamW([reference], lr=1e-2)
-    for step in range(6):
-        gradient = torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(step)).to(dtype)
-        if step == 2:
-            parameter.data = parameter.data.to(memory_format=torch.channels_last)
-        if step == 4:
-            parameter.data = parameter.data.contiguous()
-        parameter.grad, reference.grad = gradient, gradient.float()
-        optimizer.step()
-        adamw.step()
-    assert_close_ulp([parameter], [reference.detach().to(dtype)], ulps=64 if dtype == torch.float32 else 2)
-    torch.testing.assert_close(
-        optimizer.state[parameter]["exp_avg"], adamw.state[reference]["exp_avg"], rtol=1e-5, atol=1e-7
-    )
-
-
-def test_parameters_put_into_a_group_by_hand() -> None:
+@pytest.mark.parametrize(("when", "change"), [(0, relaid), (1, relaid), (2, relaid), (2, moved)])
+def test_a_layout_that_changes_while_training_takes_its_state_along(
+    place: Any, offload: bool, dtype: torch.dtype, when: int, change: Callable[..., None]
+) -> None:
+    """when: after so many of an iteration's micro-batches."""
     ends = []
-    for make in (torch.optim.AdamW, lambda p: DOSAdam(p, policy="stride:2", device=EmulatedDevice(FAST, 10**9))):
-        old, new, more = (nn.Parameter(torch.full((4,), v)) for v in (1.0, 2.0, 3.0))
-        optimizer = make([old])
-        for step in range(4):
-            if step == 1:
-                optimizer.param_groups[0]["params"].append(more)
-            if step == 2:
-                optimizer.param_groups[0]["params"][0] = new
-                optimizer.state[new] = optimizer.state.pop(old)
-            for p in (old, new, more):
-                p.grad = torch.full_like(p, 0.5)
+    for layouts in ((torch.channels_last, torch.contiguous_format), ()):
+        torch.manual_seed(0)
+        layer = nn.Conv2d(3, 4, 5).to(dtype)
+        optimizer = maker(place, subgroup_size=11, offload_gradients=offload)(layer.parameters())
+        for step in range(6):
+            optimizer.zero_grad()
+            for micro_batch in range(3):
+                if micro_batch == when and step in (2, 4)[: len(layouts)]:
+                    change(layer, layouts[step // 4])
+                if micro_batch < 2:
+                    generator = torch.Generator().manual_seed(10 * step + micro_batch)
+                    sum(
+                        (p * torch.randn(p.shape, generator=generator).to(dtype)).sum()
+                        for p in (layer.weight, layer.bias)
+                    ).backward()
             optimizer.step()
-        ends.append([old.detach(), new.detach(), more.detach()])
-    assert_close_ulp(ends[1], ends[0])
+        ends.append(bits([layer.weight, layer.bias, optimizer.state[layer.weight]["exp_avg"]]))
+    assert ends[0] == ends[1]
 
 
 def test_frozen_parameters_may_be_of_any_kind() -> None:

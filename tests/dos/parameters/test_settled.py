@@ -12,32 +12,34 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dos import DOSAdam, EmulatedDevice
+from dos import DOSAdam
 from dos.step.iteration import Iteration
 from perfmodel import Placement, Plan, Workload
-from tests.support.training import FAST, bits, plan_anew
+from tests.support.training import Make, assert_as_adamw, bits, maker, plan_anew
 
 pytestmark = pytest.mark.usefixtures("one_core")
 
 PLACES = ["host", "cpu", 0.0, "stride:1", "resident"]
 
 
-def made(place: str | float, parameters: Any, **settings: Any) -> DOSAdam:
-    if place == "host":
-        return DOSAdam(parameters, lr=0.1, **settings)
-    return DOSAdam(parameters, lr=0.1, policy=place, device=EmulatedDevice(FAST, 10**9), **settings)
+def made(place: Any, parameters: Any, **settings: Any) -> DOSAdam:
+    return maker(place, lr=0.1, **{"subgroup_size": None, **settings})(parameters)
 
 
-def both(place: str | float, work: Callable[[list[nn.Parameter], Any], None], numel: int = 40, **settings: Any) -> None:
+def weights(numel: int = 40) -> list[nn.Parameter]:
+    torch.manual_seed(0)
+    return [nn.Parameter(torch.randn(numel)) for _ in range(3)]
+
+
+def as_adamw(place: Any, work: Callable[[list[nn.Parameter], Any], None], numel: int = 40) -> None:
     """The same with DOSAdam and AdamW; their parameters agree in the end."""
-    found = []
-    for make in (lambda ps: made(place, ps, **settings), lambda ps: torch.optim.AdamW(ps, lr=0.1, **settings)):
-        torch.manual_seed(0)
-        parameters = [nn.Parameter(torch.randn(numel)) for _ in range(3)]
+
+    def run(make: Make) -> list[nn.Parameter]:
+        parameters = weights(numel)
         work(parameters, make(parameters))
-        found.append([p.detach().clone() for p in parameters])
-    for ours, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+        return parameters
+
+    assert_as_adamw(run, place, subgroup_size=None)
 
 
 def step(optimizer: Any, *parameters: Tensor) -> None:
@@ -48,22 +50,11 @@ def step(optimizer: Any, *parameters: Tensor) -> None:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_group_with_amsgrad_and_one_with_an_idle_parameter(place: str | float) -> None:
-    torch.manual_seed(0)
-    a, b, c = (nn.Parameter(torch.randn(8)) for _ in range(3))
-    optimizer = made(place, [{"params": [a], "amsgrad": True}, {"params": [b, c]}])
-    step(optimizer, a, b, c)
-    step(optimizer, a, b)
-    assert [float(optimizer.state[p]["step"]) for p in (a, b, c)] == [2, 2, 1]
-
-
-@pytest.mark.parametrize("place", PLACES)
 def test_amsgrad_switched_on_while_a_parameter_is_idle(place: str | float) -> None:
     """The same in any place, whether state is read never, once or always."""
     found = []
     for where, read in (("host", ()), (place, ()), (place, (1,)), (place, range(4))):
-        torch.manual_seed(0)
-        ps = [nn.Parameter(torch.randn(40)) for _ in range(3)]
+        ps = weights()
         optimizer = made(where, ps)
         for _ in range(2):
             step(optimizer, *ps)
@@ -90,7 +81,7 @@ def test_state_whose_storage_was_moved_is_found_there(place: str) -> None:
         for _ in range(3):
             step(optimizer, *ps)
 
-    both(place, work, numel=5000)
+    as_adamw(place, work, numel=5000)
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -112,17 +103,7 @@ def test_steps_that_users_write(place: str | float, write: str) -> None:
         assert float(optimizer.state[ps[0]]["step"]) == 1
         assert float(optimizer.state[ps[1]]["step"]) == 4
 
-    both(place, work)
-
-
-@pytest.mark.parametrize("place", ["host", "cpu", 0.0])
-def test_a_parameter_whose_sign_is_in_no_memory(place: str | float) -> None:
-    def work(ps: list[nn.Parameter], optimizer: Any) -> None:
-        step(optimizer, *ps)
-        ps[0].data = torch._neg_view(ps[0].data)
-        step(optimizer, *ps)
-
-    both(place, work)
+    as_adamw(place, work)
 
 
 def test_memory_that_was_another_for_a_failed_step_only() -> None:
@@ -162,7 +143,7 @@ def test_memory_at_the_address_of_that_which_it_replaces(place: str | float, str
         ps[0].data = torch.from_numpy(memory)[::stride].copy_(torch.linspace(-1, 1, 60))
         step(optimizer, *ps)
 
-    both(place, work)
+    as_adamw(place, work)
 
 
 @pytest.mark.skipif(not hasattr(Tensor, "grad_dtype"), reason="this torch takes no gradient of another dtype")

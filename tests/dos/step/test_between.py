@@ -16,56 +16,9 @@ from perfmodel import Plan, Workload
 from perfmodel.policies import cpu_only
 from tests.support.interruptions import EVERYWHERE, interrupted_at
 from tests.support.programs import REFUSED, Program, Training
-from tests.support.training import FAST, assert_close_ulp, bits, mlp, train
+from tests.support.training import FAST, backward, bits, mlp, train
 
 pytestmark = pytest.mark.usefixtures("one_core")
-
-
-def backward(model: nn.Module, seed: int) -> None:
-    inputs = torch.randn(8, 24, generator=torch.Generator().manual_seed(seed))
-    model(inputs.to(next(model.parameters()).dtype)).float().square().mean().backward()
-
-
-def relaid(parameter: nn.Parameter) -> None:
-    parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
-
-
-@pytest.mark.parametrize("policy", ["host", "cpu", "stride:1", 0.0, "adaptive"])
-@pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize("change", ["module", "data", "between micro-batches"])
-def test_a_layout_that_changes_before_the_step(policy: str | float, offload: bool, change: str) -> None:
-    torch.manual_seed(0)
-    models = [nn.Conv2d(3, 4, 3)]
-    models.append(copy.deepcopy(models[0]))
-    place = {} if policy == "host" else {"policy": policy, "device": EmulatedDevice(FAST, capacity=10**7)}
-    ours = DOSAdam(models[0].parameters(), lr=0.1, subgroup_size=50, offload_gradients=offload, **place)
-    optimizers = ours, torch.optim.AdamW(models[1].parameters(), lr=0.1)
-    for model, optimizer in zip(models, optimizers, strict=True):
-        for step in range(4):
-            optimizer.zero_grad()
-            for micro_batch in range(2):
-                inputs = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(10 * step + micro_batch))
-                model(inputs).square().mean().backward()
-                if step == 2 and change == "between micro-batches" and not micro_batch:
-                    relaid(model.weight)
-            if step == 2 and change == "module":
-                model.to(memory_format=torch.channels_last)
-            elif step == 2 and change == "data":
-                relaid(model.weight)
-            optimizer.step()
-    assert_close_ulp(models[0].parameters(), models[1].parameters())
-
-
-def test_memory_that_is_shared_by_other_strides_at_the_same_address() -> None:
-    buffer = torch.arange(8.0)
-    a, b = nn.Parameter(buffer[:4]), nn.Parameter(buffer[4:])
-    optimizer = DOSAdam([a, b])
-    for parameter in (a, b):
-        parameter.grad = torch.ones(4)
-    optimizer.step()
-    a.data = buffer[::2]
-    with pytest.raises(RuntimeError, match="share memory"):
-        optimizer.step()
 
 
 def test_gradients_asked_for_without_accumulation_do_not_stop_the_offloading() -> None:
