@@ -5,23 +5,24 @@ from __future__ import annotations
 import copy
 import pickle
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from dos import DOSAdam, EmulatedDevice
-from tests.support.training import FAST, assert_close_ulp, bits, mlp, train
+from dos import DOSAdam
+from perfmodel import Op
+from tests.support.training import Make, assert_as_adamw, assert_close_ulp, backward, bits, maker, mlp, train
 
 pytestmark = pytest.mark.usefixtures("one_core")
 
 
-def dos(model: nn.Module, **settings: object) -> DOSAdam:
-    device = EmulatedDevice(FAST, capacity=10**9)
-    return DOSAdam(model.parameters(), **{"policy": "stride:2", "subgroup_size": 300, "device": device, **settings})
+def dos(model: nn.Module, policy: str | float = "stride:2", **settings: object) -> DOSAdam:
+    return maker(policy, **settings)(model.parameters())
 
 
 def test_keys_are_those_of_adamw() -> None:
@@ -52,19 +53,6 @@ def test_resetting_the_state_starts_over() -> None:
     assert bits(model.parameters()) == bits(fresh.parameters())
 
 
-def test_loading_does_not_tie_the_optimizer_to_the_state_dict() -> None:
-    model = mlp()
-    optimizer = dos(model)
-    train(model, optimizer, 2)
-    saved = copy.deepcopy(optimizer.state_dict())
-    other = mlp()
-    loaded = dos(other)
-    loaded.load_state_dict(saved)
-    before = bits(t for entry in saved["state"].values() for t in entry.values())
-    train(other, loaded, 2)
-    assert bits(t for entry in saved["state"].values() for t in entry.values()) == before
-
-
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_copies_of_model_and_optimizer_go_their_own_way(how: str, dtype: torch.dtype) -> None:
@@ -93,22 +81,24 @@ def test_hooks_on_state_dict_and_on_loading() -> None:
     assert log == ["saving", 1, "loaded"]
 
 
-def test_an_older_state_dict_without_newer_keys() -> None:
+@pytest.mark.parametrize("adam", [torch.optim.AdamW, torch.optim.Adam])
+def test_an_older_state_dict_without_newer_keys(adam: type[torch.optim.Adam]) -> None:
+    """Nor is it taken from a checkpoint how to decay."""
     model, reference = mlp(), mlp()
-    for m in (model, reference):
-        train(m, torch.optim.AdamW(m.parameters()), 0)
-    donor = torch.optim.AdamW(model.parameters())
+    donor = adam(model.parameters(), weight_decay=0.0)
     train(model, donor, 2)
     old = copy.deepcopy(donor.state_dict())
-    for key in ("foreach", "maximize", "capturable", "differentiable", "fused", "decoupled_weight_decay"):
-        old["param_groups"][0].pop(key, None)
+    if adam is torch.optim.AdamW:
+        for key in ("foreach", "maximize", "capturable", "differentiable", "fused", "decoupled_weight_decay"):
+            old["param_groups"][0].pop(key, None)
     for entry in old["state"].values():
         entry["step"] = int(entry["step"])
     optimizer = dos(model)
     optimizer.load_state_dict(old)
     assert optimizer.param_groups[0]["maximize"] is False
+    assert optimizer.param_groups[0]["decoupled_weight_decay"] is True
     train(model, optimizer, 2, first_step=2)
-    train(reference, torch.optim.AdamW(reference.parameters()), 4)
+    train(reference, torch.optim.AdamW(reference.parameters(), weight_decay=0.0), 4)
     assert_close_ulp(model.parameters(), reference.parameters())
 
 
@@ -127,22 +117,6 @@ def test_a_bfloat16_run_may_pass_through_adamw_and_return() -> None:
     back.param_groups[0]["lr"] = 0.0
     train(model, back, 1, first_step=6)
     assert bits(model.parameters()) == bits(before)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_distributed_checkpoint_helpers(dtype: torch.dtype) -> None:
-    model = mlp(dtype)
-    optimizer = dos(model)
-    train(model, optimizer, 3)
-    state = copy.deepcopy(get_optimizer_state_dict(model, optimizer))
-    assert state["state"]["0.weight"]["exp_avg"].shape == model[0].weight.shape
-    other = mlp(dtype)
-    other.load_state_dict(model.state_dict())
-    loaded = dos(other)
-    set_optimizer_state_dict(other, loaded, state)
-    train(other, loaded, 3, first_step=3)
-    train(model, optimizer, 3, first_step=3)
-    assert bits(model.parameters()) == bits(other.parameters())
 
 
 def _break_group_count(state: dict) -> None:
@@ -172,8 +146,7 @@ def _break_kind(state: dict) -> None:
 )
 def test_a_state_dict_that_does_not_match_changes_nothing(damage, message: str) -> None:
     model = mlp()
-    device = EmulatedDevice(FAST, capacity=10**9)
-    optimizer = DOSAdam(model.named_parameters(), policy="stride:2", subgroup_size=300, device=device)
+    optimizer = maker("stride:2")(model.named_parameters())
     train(model, optimizer, 2)
     twin, twin_optimizer = copy.deepcopy((model, optimizer))
     bad = copy.deepcopy(optimizer.state_dict())
@@ -187,8 +160,7 @@ def test_a_state_dict_that_does_not_match_changes_nothing(damage, message: str) 
 
 @pytest.mark.parametrize("policy", ["cpu", "stride:1", 0.0])
 def test_states_exchanged_between_parameters_are_exchanged(policy: str | float) -> None:
-    ends = []
-    for make in (torch.optim.AdamW, lambda p: DOSAdam(p, policy=policy, device=EmulatedDevice(FAST, 10**8))):
+    def run(make: Make) -> list[Tensor]:
         a, b = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
         optimizer = make([a, b])
         for sign in (1.0, None, 0.5):
@@ -197,8 +169,9 @@ def test_states_exchanged_between_parameters_are_exchanged(policy: str | float) 
                 continue
             a.grad, b.grad = torch.full((3,), sign), torch.full((3,), -sign)
             optimizer.step()
-        ends.append([t.clone() for p in (a, b) for t in (optimizer.state[p]["exp_avg"], p.detach())])
-    torch.testing.assert_close(ends[1], ends[0])
+        return [t for p in (a, b) for t in (optimizer.state[p]["exp_avg"], p)]
+
+    assert_as_adamw(run, policy)
 
 
 def test_state_tensors_whose_data_was_replaced_count() -> None:
@@ -214,30 +187,10 @@ def test_state_tensors_whose_data_was_replaced_count() -> None:
     assert all(entry["step"] == 3 for entry in optimizer.state.values())
 
 
-def test_what_others_keep_in_the_state_stays() -> None:
-    model = mlp()
-    optimizer = dos(model)
-    train(model, optimizer, 1)
-    saved = copy.deepcopy(optimizer.state_dict())
-    saved["state"][0]["mine"] = "a note"
-    optimizer.load_state_dict(saved)
-    train(model, optimizer, 1)
-    assert optimizer.state[model[0].weight]["mine"] == "a note"
-
-
-def test_how_to_decay_is_not_taken_from_a_checkpoint() -> None:
-    model = mlp()
-    adam = torch.optim.Adam(model.parameters())
-    train(model, adam, 1)
-    optimizer = dos(model)
-    optimizer.load_state_dict(adam.state_dict())
-    assert optimizer.param_groups[0]["decoupled_weight_decay"] is True
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_one_parameters_state_as_adamw_has_it(dtype: torch.dtype) -> None:
     model = mlp(dtype)
-    optimizer = DOSAdam(model.parameters(), amsgrad=True, device=EmulatedDevice(FAST, 10**9), policy="resident")
+    optimizer = dos(model, "resident", amsgrad=True)
     with pytest.raises(KeyError, match="has no state"):
         optimizer.adamw_state(model[0].weight)
     train(model, optimizer, 2)
@@ -251,49 +204,32 @@ def test_one_parameters_state_as_adamw_has_it(dtype: torch.dtype) -> None:
         assert bits([entry["exp_avg"]]) != bits([optimizer.state[p]["exp_avg"]]), "a copy"
 
 
-def resident(model: nn.Module) -> tuple[DOSAdam, EmulatedDevice]:
-    device = EmulatedDevice(FAST, capacity=10**8)
-    return DOSAdam(model.parameters(), policy=0.0, subgroup_size=300, device=device), device
-
-
 def test_asking_whether_there_is_state_moves_nothing() -> None:
+    """Reading it does, and it returns in the next step."""
     model = mlp()
-    optimizer, device = resident(model)
+    optimizer = dos(model, 0.0)
     assert not optimizer.state
     train(model, optimizer, 2)
-    held = device.usage().held
+    held = optimizer.metrics()["memory_held_bytes"]
     assert optimizer.state
     assert len(optimizer.state) == len(list(model.parameters()))
     assert model[0].weight in optimizer.state
     assert set(optimizer.state) == set(model.parameters())
-    assert device.usage().held == held > 0
+    train(model, optimizer, 1)
+    assert optimizer.metrics()["memory_held_bytes"] == held > 0
+    assert not {span.op for span in optimizer.timeline().spans} - {Op.UPDATE}
     assert optimizer.state[model[0].weight]["exp_avg"].any()
-    assert device.usage().held == 0
+    train(model, optimizer, 1)
+    assert optimizer.metrics()["memory_held_bytes"] == held
+    assert {span.op for span in optimizer.timeline().spans} == {Op.PREFETCH, Op.UPDATE}
 
 
-def test_training_goes_on_after_a_checkpoint_as_if_there_were_none() -> None:
-    """State comes home for it, and returns in the next step."""
-    model = mlp()
-    optimizer, device = resident(model)
-    train(model, optimizer, 2)
-    held = device.usage().held
-    saved = copy.deepcopy(optimizer.state_dict())
-    assert device.usage().held == 0
-    other = copy.deepcopy(model)
-    loaded, _ = resident(other)
-    loaded.load_state_dict(saved)
-    train(model, optimizer, 3, first_step=2)
-    train(other, loaded, 3, first_step=2)
-    assert device.usage().held == held > 0
-    assert bits(model.parameters()) == bits(other.parameters())
-
-
-@pytest.mark.parametrize("policy", ["cpu", 0.0, "resident"])
-def test_reading_the_state_of_a_fresh_optimizer_changes_nothing(policy: str | float) -> None:
+@pytest.mark.parametrize("place", ["cpu", 0.0, "resident"])
+def test_reading_the_state_of_a_fresh_optimizer_changes_nothing(place: str | float) -> None:
     ends = []
     for read in (False, True):
         model = mlp()
-        optimizer = DOSAdam(model.parameters(), policy=policy, device=EmulatedDevice(FAST, 10**8))
+        optimizer = dos(model, place)
         if read:
             state = get_optimizer_state_dict(model, optimizer)
             assert all(entry["step"] == 0 and not entry["exp_avg"].any() for entry in state["state"].values())
@@ -304,18 +240,10 @@ def test_reading_the_state_of_a_fresh_optimizer_changes_nothing(policy: str | fl
     assert ends[0] == ends[1]
 
 
-def test_a_first_step_that_changes_nothing_counts() -> None:
-    model = mlp()
-    optimizer, _ = resident(model)
-    optimizer.param_groups[0]["lr"] = 0.0  # as warm-ups begin
-    train(model, optimizer, 2)
-    assert all(entry["step"] == 2 and entry["exp_avg"].any() for entry in optimizer.state.values())
-
-
 def test_a_warm_up_that_begins_with_nothing_counts_as_in_adamw() -> None:
-    for make in (lambda model: torch.optim.AdamW(model.parameters()), lambda model: resident(model)[0]):
+    for make in (torch.optim.AdamW, maker(0.0)):
         model = mlp()
-        optimizer = make(model)
+        optimizer = make(model.parameters())
         optimizer.param_groups[0]["lr"] = 0.0
         for p in model.parameters():
             p.grad = torch.zeros_like(p)
@@ -327,30 +255,26 @@ def test_a_warm_up_that_begins_with_nothing_counts_as_in_adamw() -> None:
 @pytest.mark.parametrize("policy", [0.0, "stride:1", "cpu"])
 @pytest.mark.parametrize("late", [False, True])
 def test_any_write_to_a_state_dict_counts(write: Any, policy: str | float, late: bool) -> None:
-    ends = []
-    for make in (torch.optim.AdamW, lambda p: DOSAdam(p, policy=policy, subgroup_size=300, device=device())):
+    def run(make: Make) -> Iterable[Tensor]:
         model = mlp()
         optimizer = make(model.parameters())
         train(model, optimizer, 2)
         state = optimizer.state_dict()["state"]
         if late:
-            model(torch.ones(1, next(model.parameters()).shape[1])).pow(2).sum().backward()
+            backward(model, 0)
         for entry in state.values():
             write(entry["exp_avg"])
         if late:
             optimizer.step()
         train(model, optimizer, 2, first_step=2)
-        ends.append([p.detach().clone() for p in model.parameters()])
-    torch.testing.assert_close(ends[0], ends[1])
+        return model.parameters()
 
-
-def device() -> EmulatedDevice:
-    return EmulatedDevice(FAST, capacity=10**8)
+    assert_as_adamw(run, policy)
 
 
 def test_a_dict_of_the_state_is_up_to_date() -> None:
     model = mlp()
-    optimizer, _ = resident(model)
+    optimizer = dos(model, 0.0)
     train(model, optimizer, 3)
     for found in (dict(optimizer.state), {**optimizer.state}, optimizer.state | {}, {} | optimizer.state):
         assert all(entry["step"] == 3 and entry["exp_avg"].any() for entry in found.values())
