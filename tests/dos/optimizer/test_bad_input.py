@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from torch import nn
 
 from dos import DOSAdam, EmulatedDevice
 from perfmodel import Placement, Plan
-from tests.support.training import FAST, bits, mlp, train
+from tests.support.training import FAST, bits, mlp, on, train
 
 
 @pytest.mark.parametrize(
@@ -66,22 +66,6 @@ def test_settings_of_another_type(settings: dict) -> None:
         DOSAdam(mlp().parameters(), **settings)
 
 
-def test_empty_parameter_list() -> None:
-    with pytest.raises(ValueError, match="empty parameter list"):
-        DOSAdam([])
-
-
-def test_a_tensor_instead_of_a_list() -> None:
-    with pytest.raises(TypeError, match="iterable of Tensors"):
-        DOSAdam(torch.ones(3, requires_grad=True))
-
-
-@pytest.mark.parametrize("model", [nn.Linear(2, 2), mlp()], ids=["layer", "sequence"])
-def test_a_model_instead_of_its_parameters(model: nn.Module) -> None:
-    with pytest.raises(TypeError, match=r"found a model, \w+; pass its parameters\(\)"):
-        DOSAdam(model)
-
-
 def test_what_cannot_be_attached(device: EmulatedDevice) -> None:
     model = mlp()
     optimizer = DOSAdam(model.parameters(), device=device)
@@ -118,10 +102,12 @@ def test_a_bad_group_is_not_added() -> None:
     optimizer.add_param_group({"params": model[2].parameters(), "lr": 1.0})
 
 
-def test_sparse_gradients() -> None:
+@pytest.mark.parametrize("offload", [False, True])
+def test_sparse_gradients(offload: bool, device: EmulatedDevice) -> None:
     embedding = nn.Embedding(5, 3, sparse=True)
     other = nn.Parameter(torch.ones(2))
-    optimizer = DOSAdam([*embedding.named_parameters(), ("other", other)])
+    where = {"device": device, "offload_gradients": True} if offload else {}
+    optimizer = DOSAdam([*embedding.named_parameters(), ("other", other)], **where)
     embedding(torch.tensor([1, 2])).sum().backward()
     other.grad = torch.ones(2)
     before = bits([embedding.weight, other])
@@ -131,21 +117,12 @@ def test_sparse_gradients() -> None:
     assert not optimizer.state
 
 
-def test_sparse_gradients_are_not_offloaded() -> None:
-    embedding = nn.Embedding(5, 3, sparse=True)
-    optimizer = DOSAdam(embedding.parameters(), device=EmulatedDevice(FAST, 10**8), offload_gradients=True)
-    embedding(torch.tensor([1])).sum().backward()
-    with pytest.raises(RuntimeError, match="DOSAdam does not support sparse gradients"):
-        optimizer.step()
-
-
-@pytest.mark.parametrize("policy", ["host", "cpu", "stride:1", "resident"])
+@pytest.mark.parametrize("place", ["host", "cpu", "stride:1", "resident"])
 @pytest.mark.parametrize("numel", [3, 20])
 @pytest.mark.parametrize("steps", [0, 1])
-def test_gradients_of_another_shape(policy: str, numel: int, steps: int) -> None:
+def test_gradients_of_another_shape(place: str, numel: int, steps: int) -> None:
     p = nn.Parameter(torch.ones(10))
-    settings = {} if policy == "host" else {"policy": policy, "device": EmulatedDevice(FAST, 10**8)}
-    optimizer = DOSAdam([p], **settings)  # type: ignore[arg-type]
+    optimizer = DOSAdam([p], **on(place))
     for _ in range(steps):
         p.grad = torch.ones(10)
         optimizer.step()
@@ -158,6 +135,28 @@ def test_gradients_of_another_shape(policy: str, numel: int, steps: int) -> None
     p.grad = torch.ones(10)
     optimizer.step()
     assert optimizer.state[p]["step"] == steps + 1
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (
+            lambda o, p: o.state[p].update(exp_avg=torch.zeros(3)),
+            r"its state 'exp_avg' must have shape \(40, 24\), found shape \(3,\)",
+        ),
+        (lambda o, p: o.param_groups[0].update(betas=(1.0, 0.999)), r"betas\[0\] must lie in \[0, 1\)"),
+    ],
+)
+def test_what_is_spoilt_while_training_changes_nothing(spoil: Callable[..., None], message: str) -> None:
+    model = mlp()
+    optimizer = DOSAdam(model.parameters())
+    train(model, optimizer, 1)
+    before = bits(model.parameters())
+    spoil(optimizer, model[0].weight)
+    with pytest.raises(ValueError, match=message):
+        train(model, optimizer, 1)
+    assert bits(model.parameters()) == before
+    assert all(entry["step"] == 1 for entry in optimizer.state.values())
 
 
 def test_parameters_converted_after_their_first_step(device: EmulatedDevice) -> None:
@@ -213,38 +212,15 @@ def test_policies_that_return_nonsense(device: EmulatedDevice) -> None:
         train(model, optimizer, 1)
 
 
-def test_a_state_of_another_shape_put_in_by_hand() -> None:
-    model = mlp()
-    optimizer = DOSAdam(model.parameters())
-    train(model, optimizer, 1)
-    twin, other = copy.deepcopy((model, optimizer))
-    optimizer.state[model[0].bias]["exp_avg"] = torch.zeros(3)
-    with pytest.raises(ValueError, match=r"its state 'exp_avg' must have shape \(40,\), found shape \(3,\)"):
-        train(model, optimizer, 1)
-    assert bits(model.parameters()) == bits(twin.parameters())
-    assert other.state[twin[0].bias]["step"] == 1
-
-
-def test_settings_spoilt_while_training_change_nothing() -> None:
-    model = mlp()
-    optimizer = DOSAdam(model.parameters())
-    train(model, optimizer, 1)
-    before = bits(model.parameters())
-    optimizer.param_groups[0]["betas"] = (1.0, 0.999)
-    with pytest.raises(ValueError, match=r"betas\[0\] must lie in \[0, 1\)"):
-        train(model, optimizer, 1)
-    assert bits(model.parameters()) == before
-    assert all(entry["step"] == 1 for entry in optimizer.state.values())
-
-
-def test_a_clip_factor_does_not_outlive_its_gradients() -> None:
-    model, twin = mlp(), mlp()
-    optimizer, plain = DOSAdam(model.parameters()), DOSAdam(twin.parameters())
-    for m, o in ((model, optimizer), (twin, plain)):
-        train(m, o, 1)
-    model(torch.full((1, 24), torch.nan)).sum().backward()
-    assert optimizer.clip_grad_norm_(1.0).isnan()
-    model.zero_grad()
-    for m, o in ((model, optimizer), (twin, plain)):
-        train(m, o, 1, first_step=1)
-    assert bits(model.parameters()) == bits(twin.parameters())
+@pytest.mark.parametrize(
+    ("parameters", "error", "message"),
+    [
+        ([], ValueError, "empty parameter list"),
+        (torch.ones(3, requires_grad=True), TypeError, "iterable of Tensors"),
+        (nn.Linear(2, 2), TypeError, r"found a model, Linear; pass its parameters\(\)"),
+        (mlp(), TypeError, r"found a model, Sequential; pass its parameters\(\)"),
+    ],
+)
+def test_what_are_no_parameters(parameters: object, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        DOSAdam(parameters)

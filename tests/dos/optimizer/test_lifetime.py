@@ -18,11 +18,9 @@ from dos.machine import host_memory
 from dos.state.arena import Arena
 from tests.support import ROOT
 from tests.support.clock import eventually
-from tests.support.training import FAST, mlp, train
+from tests.support.training import FAST, mlp, on, train
 
 pytestmark = pytest.mark.usefixtures("one_kernel_thread")
-
-PLACES = [None, "cpu", "stride:2", 0.0, "adaptive"]
 
 
 @pytest.fixture(autouse=True)
@@ -42,53 +40,36 @@ def state_memory() -> list[weakref.ref[Tensor]]:
     return [weakref.ref(o) for o in gc.get_objects() if type(o) is Arena]
 
 
-@pytest.mark.parametrize("policy", PLACES)
+@pytest.mark.parametrize("place", ["host", "cpu", "stride:2", 0.0, "adaptive"])
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("attached", [False, True])
-def test_state_and_threads_go_with_the_optimizer(policy: str | float | None, offload: bool, attached: bool) -> None:
+def test_state_and_threads_go_with_the_optimizer(place: str | float, offload: bool, attached: bool) -> None:
+    """And the device, with its threads."""
     assert not state_memory()
-    device = None if policy is None else EmulatedDevice(FAST, capacity=10**7)
+    settings = on(place, 10**7)
+    device = settings.get("device")
     model = mlp(torch.bfloat16)
     hooks = [len(p._post_accumulate_grad_hooks or ()) for p in model.parameters()]
     before = threading.active_count()
-    optimizer = DOSAdam(
-        model.parameters(),
-        subgroup_size=300,
-        device=device,
-        offload_gradients=offload,
-        **({} if policy is None else {"policy": policy}),
-    )
+    optimizer = DOSAdam(model.parameters(), subgroup_size=300, offload_gradients=offload, **settings)
     if attached:
         optimizer.attach(model)
     train(model, optimizer, 3)
     optimizer.state_dict()
     optimizer.explain()
     train(model, optimizer, 2)
-    views = [t for entry in optimizer.state.values() for t in entry.values()]
-    memory = [weakref.ref(t) for t in views]
+    memory = [weakref.ref(t) for entry in optimizer.state.values() for t in entry.values()]
     arenas = state_memory()
     assert arenas
-    del views
     gone = weakref.ref(optimizer)
     del optimizer
     assert gone() is None
     assert all(reference() is None for reference in (*memory, *arenas))
-    assert eventually(lambda: threading.active_count() <= before)
     assert [len(p._post_accumulate_grad_hooks or ()) for p in model.parameters()] == hooks
     if device is not None:
         assert device.usage().held == 0
-
-
-@pytest.mark.parametrize("attached", [False, True])
-def test_an_emulated_device_takes_its_threads_along(attached: bool) -> None:
-    before = threading.active_count()
-    device, model = EmulatedDevice(FAST, capacity=10**7), mlp()
-    optimizer = DOSAdam(model.parameters(), policy="stride:2", subgroup_size=300, device=device)
-    if attached:
-        optimizer.attach(model)
-    train(model, optimizer, 2)
-    gone = weakref.ref(device)
-    del optimizer, device
+        gone = weakref.ref(device)
+    del device, settings
     assert eventually(lambda: gone() is None, seconds=10)  # a thread of its own may be at its last line
     assert eventually(lambda: threading.active_count() <= before, seconds=10)
 
@@ -101,19 +82,6 @@ def test_a_step_in_flight_ends_before_its_optimizer_goes() -> None:
     del optimizer
     train(twin, DOSAdam(twin.parameters()), 2)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
-
-
-def test_many_optimizers_one_after_the_other_need_the_memory_of_one() -> None:
-    """Each has 12 MB of state beside its 4 MB of parameters."""
-    held = []
-    for _ in range(12):
-        parameter = torch.nn.Parameter(torch.zeros(10**6))
-        optimizer = DOSAdam([parameter], policy="cpu", device=EmulatedDevice(FAST, capacity=10**8))
-        parameter.grad = torch.ones(10**6)
-        optimizer.step()
-        held.append(len(state_memory()))
-        del optimizer, parameter
-    assert held == [1] * 12
 
 
 def test_memory_is_collected_before_there_is_too_little(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +101,7 @@ def test_memory_is_collected_before_there_is_too_little(monkeypatch: pytest.Monk
 AT_EXIT = """
 import atexit, sys, torch
 from dos import DOSAdam, EmulatedDevice
-from tests.support.training import FAST, mlp, train
+from tests.support.training import on,  FAST, mlp, train
 
 def save():
     optimizer.state_dict()["state"][0]["exp_avg"].clone()

@@ -95,10 +95,8 @@ def test_a_layout_that_changes_while_training_takes_its_state_along(
                     change(layer, layouts[step // 4])
                 if micro_batch < 2:
                     generator = torch.Generator().manual_seed(10 * step + micro_batch)
-                    sum(
-                        (p * torch.randn(p.shape, generator=generator).to(dtype)).sum()
-                        for p in (layer.weight, layer.bias)
-                    ).backward()
+                    for p in layer.parameters():
+                        (p * torch.randn(p.shape, generator=generator).to(dtype)).sum().backward()
             optimizer.step()
         ends.append(bits([layer.weight, layer.bias, optimizer.state[layer.weight]["exp_avg"]]))
     assert ends[0] == ends[1]

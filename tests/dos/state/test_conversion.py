@@ -117,42 +117,59 @@ def goes_on(
         assert_equal(values(resumed), values(model))
 
 
-def as_full_state(pair: tuple[str, str], before: int | None, after: int | None, trained: bool, **options: bool) -> None:
-    through = weights(before)
-    first = build(pair[0], through)
+ON_RANKS = [("split", "float32"), ("float32", "split"), ("float32", "int8"), ("int8", "float32"), ("adamw", "split")]
+
+
+def moves(
+    pair: tuple[str, str],
+    folder: str | None,
+    before: int | None,
+    after: int | None,
+    trained: bool,
+    flatten_optimizer_state_dict: bool = False,
+    **options: bool,
+) -> None:
+    """A run of the first kind goes on as one of the second; by a checkpoint in the folder, or a full state dict."""
+    through, resumed = weights(before), weights(after)
+    first, second = build(pair[0], through), build(pair[1], resumed)
     learn(through, first, range(3))
-    broadcast = options.get("broadcast_from_rank0", False)
-    flat = options.pop("flatten_optimizer_state_dict", False)  # torch sees it when it loads
-    whole_state = StateDictOptions(full_state_dict=True, cpu_offload=broadcast, flatten_optimizer_state_dict=flat)
-    state = copy.deepcopy(get_optimizer_state_dict(through, first, options=whole_state))
+    broadcast, full = options.get("broadcast_from_rank0", False), folder is None
+    flat = {"flatten_optimizer_state_dict": flatten_optimizer_state_dict}
+    saved = StateDictOptions(full_state_dict=full, cpu_offload=broadcast, **flat)
+    loaded = StateDictOptions(full_state_dict=full, **options, **({} if full else flat))  # torch sees it when it loads
+    state = copy.deepcopy(get_optimizer_state_dict(through, first, options=saved))
     assert not broadcast or dist.get_rank() == 0 or not state
-    resumed = weights(after)
-    second = build(pair[1], resumed)
     if trained:
         learn(resumed, second, range(7, 9))
     for mine, value in zip(resumed, copy_of(through, after), strict=True):
         mine.data.copy_(value)
-    set_optimizer_state_dict(resumed, second, state, options=StateDictOptions(full_state_dict=True, **options))
+    if folder is not None:
+        dcp.save({"optimizer": state}, checkpoint_id=folder)
+        state = get_optimizer_state_dict(resumed, second, options=loaded)
+        dcp.load(found := {"optimizer": state}, checkpoint_id=folder, planner=LoadPlanner())
+        state = found["optimizer"]
+    set_optimizer_state_dict(resumed, second, state, options=loaded)
     goes_on(pair, through, first, resumed, second, after)
 
 
 @pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("checkpoint", [False, True])
 @pytest.mark.parametrize("pair", PAIRS)
-def test_a_full_state_dict_loads_into_any_format(pair: tuple[str, str], trained: bool) -> None:
-    as_full_state(pair, None, None, trained)
+def test_state_loads_into_any_format(pair: tuple[str, str], checkpoint: bool, trained: bool, tmp_path: Path) -> None:
+    moves(pair, str(tmp_path) if checkpoint else None, None, None, trained)
 
 
-@pytest.mark.parametrize("pair", PAIRS)
-def test_a_flat_full_state_dict_loads_into_any_format(pair: tuple[str, str]) -> None:
-    as_full_state(pair, None, None, trained=True, flatten_optimizer_state_dict=True)
+@pytest.mark.parametrize(
+    ("pair", "checkpoint"), [*((pair, False) for pair in PAIRS), *((pair, True) for pair in ON_RANKS)]
+)
+def test_flat_state_loads_into_any_format(pair: tuple[str, str], checkpoint: bool, tmp_path: Path) -> None:
+    """As torchtitan saves it."""
+    moves(pair, str(tmp_path) if checkpoint else None, None, None, True, flatten_optimizer_state_dict=True)
 
 
-ON_RANKS = [("split", "float32"), ("float32", "split"), ("float32", "int8"), ("int8", "float32"), ("adamw", "split")]
-
-
-def full_states(trained: bool, options: dict[str, bool]) -> None:
-    for each in [*ON_RANKS, ("amsgrad", "float32")]:
-        as_full_state(each, 2, 1 if trained else 2, trained, **options)
+def move_all(folder: str | None, before: int, after: int, trained: bool, options: dict[str, bool]) -> None:
+    for pair in [*ON_RANKS, ("amsgrad", "float32")]:
+        moves(pair, folder and f"{folder}/{pair}", before, after, trained, **options)
 
 
 @pytest.mark.parametrize(
@@ -162,51 +179,14 @@ def full_states(trained: bool, options: dict[str, bool]) -> None:
 def test_a_full_state_dict_loads_into_any_format_on_ranks(
     pair: Ranks, one_kernel_thread: None, trained: bool, options: dict[str, bool]
 ) -> None:
-    pair.run(full_states, trained, options)
-
-
-def as_checkpoint(
-    pair: tuple[str, str], folder: str, before: int | None, after: int | None, *, trained: bool, flat: bool = False
-) -> None:
-    through = weights(before)
-    first = build(pair[0], through)
-    learn(through, first, range(3))
-    options = StateDictOptions(flatten_optimizer_state_dict=flat)
-    dcp.save({"optimizer": get_optimizer_state_dict(through, first, options=options)}, checkpoint_id=folder)
-    resumed = weights(after)
-    second = build(pair[1], resumed)
-    if trained:
-        learn(resumed, second, range(7, 9))
-    for mine, value in zip(resumed, copy_of(through, after), strict=True):
-        mine.data.copy_(value)
-    state = {"optimizer": get_optimizer_state_dict(resumed, second, options=options)}
-    dcp.load(state, checkpoint_id=folder, planner=LoadPlanner())
-    set_optimizer_state_dict(resumed, second, state["optimizer"], options=options)
-    goes_on(pair, through, first, resumed, second, after)
-
-
-@pytest.mark.parametrize("trained", [False, True])
-@pytest.mark.parametrize("pair", PAIRS)
-def test_a_checkpoint_loads_into_any_format(pair: tuple[str, str], tmp_path: Path, trained: bool) -> None:
-    as_checkpoint(pair, str(tmp_path), None, None, trained=trained)
-
-
-@pytest.mark.parametrize("pair", ON_RANKS)
-def test_a_flat_checkpoint_loads_into_any_format(pair: tuple[str, str], tmp_path: Path) -> None:
-    """As torchtitan saves them."""
-    as_checkpoint(pair, str(tmp_path), None, None, trained=True, flat=True)
-
-
-def checkpoints(folder: str, before: int, after: int) -> None:
-    for pair in [*ON_RANKS, ("amsgrad", "float32")]:
-        as_checkpoint(pair, f"{folder}/{pair}", before, after, trained=before > after)
+    pair.run(move_all, None, 2, 1 if trained else 2, trained, options)
 
 
 @pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4)])
 def test_a_checkpoint_loads_into_any_format_on_ranks(
     ranks: Ranks, one_kernel_thread: None, tmp_path: Path, before: int, after: int
 ) -> None:
-    ranks.run(checkpoints, str(tmp_path), before, after)
+    ranks.run(move_all, str(tmp_path), before, after, before > after, {})
 
 
 def test_amsgrad_that_a_checkpoint_switches_on_is_not_without_its_maximum(tmp_path: Path) -> None:
