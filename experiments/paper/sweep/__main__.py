@@ -4,7 +4,7 @@
     python -m experiments.sweep ratio mine.toml     # a ready one, and one of yours
     python -m experiments.sweep --report            # all ready ones, and docs/results.md with their pictures
 
-A sweep is a TOML file; `experiments/sweep/ready/` has examples. Each run is a row of OUT/NAME.csv.
+A sweep is a TOML file; `experiments/paper/sweep/ready/` has examples. Each run is a row of OUT/NAME.csv.
 """
 
 from __future__ import annotations

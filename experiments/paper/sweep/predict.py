@@ -224,7 +224,7 @@ def lanes(simulation: Simulation, timeline: Timeline) -> dict[str, float]:
     traffic = sum(cost.traffic for placement, load in placed for cost in demand(placement, load, profile).values())
 
     def busy(lane: Lane) -> float:
-        return sum(s.duration for s in timeline.on(lane) if s.subgroup is not None)
+        return sum((s.duration for s in timeline.on(lane) if s.subgroup is not None), 0.0)
 
     return {
         "resident": plan.placements.count(Placement.GPU_RESIDENT),
