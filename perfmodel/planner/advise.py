@@ -49,16 +49,13 @@ class Advice:
     @functools.cached_property
     def largest_sequence(self) -> int:
         """Of this model, with the batch as it is; 0 if nothing fits."""
-        question = self.situation.question
-        return most(question, "sequence", question.model.longest)
+        return most(self.situation.question, "sequence", self.situation.question.model.longest)
 
     @property
     def all_resident_bytes(self) -> int | None:
         """Device memory with which all optimizer state stays on the device; None if it never does."""
-        situation = self.situation
-        return (
-            math.ceil((situation.peak + situation.update_workload.state_bytes) / (1 - MARGIN)) if self._placed else None
-        )
+        needed = self.situation.peak + self.situation.update_workload.state_bytes
+        return math.ceil(needed / (1 - MARGIN)) if self._placed else None
 
     @functools.cached_property
     def remedies(self) -> tuple[Remedy, ...]:
@@ -95,9 +92,8 @@ class Advice:
     @property
     def busy_s(self) -> dict[str, float]:
         """Seconds for which each resource works in an iteration; empty if that is not known."""
-        return (
-            {} if self.best.plan is None else self.situation.job.busy_s(self.best.plan, self.situation.update_workload)
-        )
+        plan, situation = self.best.plan, self.situation
+        return {} if plan is None else situation.job.busy_s(plan, situation.update_workload)
 
     @property
     def limit(self) -> str:

@@ -10,9 +10,9 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from perfmodel.planner.advise import Advice, advise
+from perfmodel.planner.advise import advise
 from perfmodel.planner.answer import to_json
 from perfmodel.planner.datasheets import ALIASES, CARDS, GPUS, UTILISATION
 from perfmodel.planner.fabric import FABRICS, PCIE, Fabric
@@ -47,9 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         from perfmodel.planner import text
     except ImportError:
         parser.error("rich is needed to print the answer: pip install rich")
-    if options.plot is not None:
-        _plot(parser, options.plot, advice)
     answer = to_json(advice, notes)
+    if options.plot is not None:
+        _plot(parser, options.plot, answer, question)
     if options.json:
         print(json.dumps(answer, allow_nan=False))
     else:
@@ -57,13 +57,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _plot(parser: _Parser, path: Path, advice: Advice) -> None:
+def _plot(parser: _Parser, path: Path, answer: dict[str, Any], question: Question) -> None:
     try:
         from perfmodel.planner import picture
     except ImportError:
         parser.error("--plot needs matplotlib: pip install matplotlib")
     try:
-        picture.save(advice, path)
+        picture.save(answer, question, path)
     except OSError as error:
         parser.error(f"cannot write {path}: {error.strerror or error}")
     except ValueError as error:

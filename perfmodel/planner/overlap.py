@@ -6,11 +6,10 @@ busy. What a layer takes on a lane is an equal part of the whole.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Pass:
+class Pass(NamedTuple):
     """One pass through the model, in seconds for all layers together.
 
     compute: of the layers themselves.
@@ -29,8 +28,7 @@ class Pass:
 
     def of_a_layer(self, layers: int) -> Pass:
         """An equal part of everything."""
-        parts = (self.compute, self.up, self.gather, self.reduce, self.replicate, self.down)
-        return Pass(*(part / layers for part in parts))
+        return Pass(*(part / layers for part in self))
 
 
 def forward_s(whole: Pass, layers: int, updated: float = 0.0) -> float:

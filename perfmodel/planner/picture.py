@@ -13,8 +13,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from perfmodel.plan import Placement
-from perfmodel.planner.advise import Advice, adaptive_outcome
+from perfmodel.planner.outcome import adaptive_outcome
+from perfmodel.planner.question import Question
 from perfmodel.planner.situation import Situation
 from perfmodel.planner.units import format_bytes, format_count
 
@@ -29,21 +29,24 @@ _STYLE: Any = {
     "legend.frameon": False,
     "savefig.dpi": 150,
 }
-_BLUE, _GREY, _AMBER, _GREEN, _RED = "#2f6fb0", "#8d97a5", "#e0a100", "#2a9d6f", "#d1603d"
+_BLUE, _GREY, _AMBER, _GREEN, _RED, _PALE, _PINK = (
+    *("#2f6fb0", "#8d97a5", "#e0a100", "#2a9d6f"),
+    *("#d1603d", "#c9ced6", "#c97bb0"),
+)
 
 
-def save(advice: Advice, path: str | Path) -> None:
+def save(answer: dict[str, Any], question: Question, path: str | Path) -> None:
     """Write the picture. Raises OSError if the file cannot be written, ValueError for an unknown kind of file."""
-    question = advice.situation.question
+    timed = "update_s" if answer["compute_s"] is None else "iteration_s"
     with plt.rc_context(_STYLE):
         figure, (memory, times, slope) = plt.subplots(1, 3, figsize=(13, 4.3), layout="constrained")
         try:
-            _draw_memory(memory, advice)
-            _draw_times(times, advice)
-            _draw_slope(slope, advice)
+            _draw_memory(memory, answer)
+            _draw_times(times, answer, timed)
+            _draw_slope(slope, answer, timed, question)
             figure.suptitle(
                 f"{format_count(question.model.numel)} parameters, {question.dtype}, {question.ranks} x "
-                f"{format_bytes(question.device_bytes)}, {advice.situation.profile.name} (simulated)",
+                f"{format_bytes(question.device_bytes)}, {question.profile.name} (simulated)",
                 x=0.01,
                 ha="left",
                 fontweight="bold",
@@ -53,44 +56,36 @@ def save(advice: Advice, path: str | Path) -> None:
             plt.close(figure)
 
 
-def _draw_memory(axes: Axes, advice: Advice) -> None:
+def _draw_memory(axes: Axes, answer: dict[str, Any]) -> None:
     """What is on the device when backward begins and when it ends."""
-    situation, device = advice.situation, advice.situation.device
-    resident = 0
-    if advice.best.plan is not None:
-        loads = situation.update_workload.subgroups
-        resident = sum(loads[i].state_bytes for i in advice.best.plan.served(Placement.GPU_RESIDENT))
-    parts = {
-        "CUDA, fragmentation": (device.reserved, device.reserved, "#c9ced6"),
-        "weights": (device.weights, device.weights, _GREY),
-        "activations": (device.activations, device.block, _AMBER),
-        "logits and their loss": (device.logits, 0, "#c97bb0"),
-        "gradients": (device.gradients if situation.question.accumulation else 0, device.gradients, _RED),
-        "resident state": (resident, resident, _BLUE),
-    }
-    if device.gathered:
-        parts["weights gathered"] = (device.gathered, device.gathered, _GREEN)
+    device = answer["device"]
     bottoms = [0.0, 0.0]
-    for label, (begin, end, colour) in parts.items():
-        sizes = [begin / GIB, end / GIB]
+    for label, begins, ends, colour in (
+        ("CUDA, fragmentation", device["reserved"], device["reserved"], _PALE),
+        ("weights", device["weights"], device["weights"], _GREY),
+        ("activations", device["activations"], device["block"], _AMBER),
+        ("logits and their loss", device["logits"], 0, _PINK),
+        ("gradients", device["gradients"] * answer["settings"]["accumulation"], device["gradients"], _RED),
+        ("resident state", device["resident_state"], device["resident_state"], _BLUE),
+        ("weights gathered", device["gathered"], device["gathered"], _GREEN),
+    ):
+        sizes = [begins / GIB, ends / GIB]
         axes.bar(["backward begins", "backward ends"], sizes, bottom=bottoms, color=colour, label=label, width=0.6)
         bottoms = [bottom + size for bottom, size in zip(bottoms, sizes, strict=True)]
-    axes.axhline(situation.question.device_bytes / GIB, color="black", linewidth=1, linestyle="--")
-    axes.set_ylabel("GPU memory (GiB)")
-    axes.set_title("GPU memory; dashed: what there is")
+    axes.axhline(device["total"] / GIB, color="black", linewidth=1, linestyle="--")
+    axes.set(ylabel="GPU memory (GiB)", title="GPU memory; dashed: what there is")
     _legend(axes, columns=3)
 
 
-def _draw_times(axes: Axes, advice: Advice) -> None:
+def _draw_times(axes: Axes, answer: dict[str, Any], timed: str) -> None:
     """Iteration by policy, or the update if that is all that is known."""
-    compute_s = advice.situation.compute_s or 0.0
-    fitting = [outcome for outcome in advice.outcomes if outcome.fits][::-1]
-    names = [outcome.policy for outcome in fitting]
-    axes.barh(names, [compute_s] * len(fitting), color="#c9ced6", label="forward and backward")
-    rest = [max(0.0, outcome.seconds - compute_s) for outcome in fitting]
+    compute_s = answer["compute_s"] or 0.0
+    fitting = [row for row in answer["policies"] if row["fits"]][::-1]
+    names = [row["policy"] for row in fitting]
+    axes.barh(names, [compute_s] * len(fitting), color=_PALE, label="forward and backward")
+    rest = [max(0.0, row[timed] - compute_s) for row in fitting]
     axes.barh(names, rest, left=compute_s, color=_BLUE, label="optimizer, exposed")
-    axes.set_xlabel(f"{_kind(advice)} (s)")
-    axes.set_title("Expected times")
+    axes.set(xlabel=f"{timed[:-2]} (s)", title="Expected times")
     if fitting:
         _legend(axes, columns=2)
     else:
@@ -98,31 +93,23 @@ def _draw_times(axes: Axes, advice: Advice) -> None:
         axes.text(0.5, 0.5, "does not fit", ha="center", transform=axes.transAxes)
 
 
-def _draw_slope(axes: Axes, advice: Advice) -> None:
+def _draw_slope(axes: Axes, answer: dict[str, Any], timed: str, question: Question) -> None:
     """The adaptive policy by device memory, from nothing to spare to all state resident."""
-    question = advice.situation.question
-    low = advice.situation.peak
-    high = advice.all_resident_bytes or 2 * low
+    low = answer["device"]["peak"]
+    high = answer["device"]["all_resident_total"] or 2 * low
     sizes = [int(low + (1.05 * high - low) * i / (POINTS - 1)) for i in range(POINTS)]
     outcomes = [adaptive_outcome(Situation(dataclasses.replace(question, device_bytes=size))) for size in sizes]
     points = [(size / GIB, outcome.seconds) for size, outcome in zip(sizes, outcomes, strict=True) if outcome.fits]
     if points:
         axes.plot(*zip(*points, strict=True), color=_BLUE, marker=".", label="adaptive")
         axes.set_ylim(bottom=0)
-    for outcome, colour in zip(advice.outcomes[1:-1], (_GREY, _AMBER, _GREEN), strict=False):
-        if outcome.fits:
-            axes.axhline(outcome.seconds, color=colour, linewidth=1, linestyle=":", label=f"{outcome.policy}, as it is")
+    for row, colour in zip(answer["policies"][1:-1], (_GREY, _AMBER, _GREEN), strict=False):
+        if row["fits"]:
+            axes.axhline(row[timed], color=colour, linewidth=1, linestyle=":", label=f"{row['policy']}, as it is")
     axes.axvline(question.device_bytes / GIB, color="black", linewidth=1, linestyle="--")
-    axes.set_xlabel("GPU memory (GiB)")
-    axes.set_ylabel(f"{_kind(advice)} (s)")
-    axes.set_title("What memory buys; dashed: what there is")
+    axes.set(xlabel="GPU memory (GiB)", ylabel=f"{timed[:-2]} (s)", title="What memory buys; dashed: what there is")
     if points:
         _legend(axes, columns=2)
-
-
-def _kind(advice: Advice) -> str:
-    """What is timed."""
-    return "update" if advice.situation.compute_s is None else "iteration"
 
 
 def _legend(axes: Axes, columns: int) -> None:

@@ -63,12 +63,8 @@ class Situation:
 
         DOSAdam's constructor compares the same sum with the memory that is available then.
         """
-        return self.question.host_bytes is None or self.host_needed <= self.question.host_bytes - self.host_reserved
-
-    @property
-    def host_reserved(self) -> int:
-        """Bytes of a node's memory that are not DOSAdam's."""
-        return self.question.reserved_on_host
+        question = self.question
+        return question.host_bytes is None or self.host_needed <= question.host_bytes - question.reserved_on_host
 
     @property
     def fits(self) -> bool:
@@ -108,11 +104,8 @@ class Situation:
     @functools.cached_property
     def training_s(self) -> float | None:
         """Seconds of a step's forward and backward with their collectives and copies; None if not known."""
-        return None if self.job.compute_s is None else self._micro_batch_s * self.question.micro_batches
-
-    @property
-    def _micro_batch_s(self) -> float:
-        return self.iteration_workload.forward_s + self.iteration_workload.backward_s
+        work = self.iteration_workload
+        return None if self.job.compute_s is None else (work.forward_s + work.backward_s) * self.question.micro_batches
 
     @property
     def exposed_communication_s(self) -> float | None:
@@ -169,14 +162,14 @@ class Situation:
         No less than any resource is busy for: what collectives take of PCIe is not there for the
         optimizer's transfers, which the simulation of the schedule does not know.
         """
-        if self.compute_s is None:
+        if self.training_s is None:
             return None
         if self.question.offload_parameters:
             seconds = self._on_host_s
         else:
             seconds = makespan(plan, self.iteration_workload, self.profile, self.scope)
         # Micro-batches but the last are forward and backward, with no update beside them.
-        seconds += (self.question.micro_batches - 1) * self._micro_batch_s
+        seconds += self.training_s * (1 - 1 / self.question.micro_batches)
         if not self.job.has_communication:
             return seconds
         return max(seconds + self.job.after_update_s, *self.job.busy_s(plan, self.update_workload).values())

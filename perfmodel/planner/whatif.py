@@ -197,7 +197,7 @@ def _changed(question: Question, changes: dict[str, Any], *, larger_host: bool) 
         return None
     if larger_host:
         situation = Situation(other)
-        hosts = (gib << 30 for gib in HOSTS_GIB if gib << 30 >= situation.host_needed + situation.host_reserved)
+        hosts = (gib << 30 for gib in HOSTS_GIB if gib << 30 >= situation.host_needed + question.reserved_on_host)
         enough = next(hosts, None)
         if enough is None or enough <= (question.host_bytes or 0):
             return None
