@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -21,6 +22,7 @@ from experiments.bench import decisions
 from perfmodel.footprint import host_footprint
 from tests.support import ROOT, pages
 from tests.support.messages import messages, plain
+from tests.support.planner import answer
 from tests.support.ranks import Ranks
 
 DOCS = ROOT / "docs"
@@ -96,6 +98,47 @@ def test_the_bytes_per_parameter_are_the_planners(name: str) -> None:
             expected = [2 * width, width, host.state / 10**6, host.total / 10**6]
             assert [float(cell) for cell in found[:4]] == pytest.approx(expected, abs=3e-3), row
             assert more == 4 * 10**6
+
+
+LLAMA_31_8B = {
+    "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": False,
+}  # fmt: skip
+LLAMA_2_7B = {**LLAMA_31_8B, "intermediate_size": 11008, "num_key_value_heads": 32, "vocab_size": 32000}
+TRAINED = {
+    "exact, one micro-batch in each step": [],
+    "exact, accumulation": ["--accumulation", "8"],
+    "`--state-format int8`, one micro-batch": ["--state-format", "int8"],
+    "`--state-format int8`, accumulation": ["--state-format", "int8", "--accumulation", "8"],
+}
+"""The rows of the host's memory in docs/8b-on-24gb.md, by what they ask of the planner."""
+
+
+@pytest.mark.parametrize(("model", "name", "column"), [(LLAMA_31_8B, "8B", 0), (LLAMA_2_7B, "7B", 1)], ids=["8B", "7B"])
+def test_what_8b_on_24_gb_says_is_the_planners(
+    model: dict[str, Any], name: str, column: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bytes per parameter and GiB of the host, the least host memory, seconds on an RTX 4090."""
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(model))
+    lines = pages.page("8b-on-24gb").read_text().splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    host = {row[0]: row[1:] for row in rows if len(row) == 6}
+    seconds = {row[0]: row[2].split(" / ") for row in rows if len(row) == 4}
+    for row, options in TRAINED.items():
+        several = "--accumulation" in options
+        least = host[row][3 + column].replace(" ", "")
+        asked = [str(config), "--machine", "rtx-4090", "--host", least, "--checkpointing", "--offload-gradients"]
+        found = answer(capsys, *asked, *options, *([] if several else ["--no-accumulation"]))
+        assert found["fits"], row
+        assert float(host[row][0]) == pytest.approx(found["host"]["per_node"] / found["model"]["numel"], abs=0.01), row
+        assert float(host[row][1 + column]) == pytest.approx(found["host"]["per_node"] / 2**30, abs=0.06), row
+        smaller = {"64GB": "48GB", "96GB": "64GB", "128GB": "96GB", "192GB": "128GB"}[least]
+        asked[4] = smaller
+        assert not answer(capsys, *asked, *options, *([] if several else ["--no-accumulation"]))["fits"], row
+        adaptive = next(policy for policy in found["policies"] if policy["policy"] == "adaptive")
+        said = float(seconds[f"{name}, {'int8' if 'int8' in options else 'exact'}"][several])
+        assert said == pytest.approx(adaptive["iteration_s"], abs=0.15), row
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if pages.commands(name)])

@@ -1,0 +1,190 @@
+"""Full fine-tuning of a 7B or 8B model on a GPU of 24 GB: exact AdamW, clipping, accumulation; a loop, or Trainer.
+
+python examples/full_finetune_24gb.py --model meta-llama/Llama-3.1-8B --text corpus.txt             # a plain loop
+python examples/full_finetune_24gb.py --model meta-llama/Llama-3.1-8B --text corpus.txt --trainer   # Hugging Face's
+python examples/full_finetune_24gb.py --tiny                                     # on a laptop, with an emulated GPU
+
+With --accumulation 1 it takes 105 GiB of host memory for 8B, 60 GiB with --state-format int8; docs/8b-on-24gb.md has
+more. Run it again with --resume to go on from the last checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import tiny
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+from dos import DOSAdam, EmulatedDevice
+from perfmodel.hardware import HardwareProfile
+
+CHUNK = 512
+"""Tokens of which logits are there at once."""
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="a name or a folder, as from_pretrained takes them")
+    parser.add_argument("--text", type=Path, help="a text file to train on")
+    parser.add_argument("--tiny", action="store_true", help="a random Llama of 0.4 million parameters, emulated GPU")
+    parser.add_argument("--trainer", action="store_true", help="Hugging Face's Trainer, not a plain loop")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--accumulation", type=int, default=4, help="micro-batches in each step")
+    parser.add_argument("--length", type=int, default=2048, help="tokens of a sequence")
+    parser.add_argument("--lr", type=float, default=1e-5)
+    parser.add_argument("--state-format", choices=("split", "int8"), default="split", help="int8 is not exact")
+    parser.add_argument("--output", type=Path, default=Path("out"))
+    parser.add_argument("--save-every", type=int, default=0, metavar="STEPS", help="10 bytes a parameter, beside 2")
+    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --output")
+    options = parser.parse_args(arguments)
+    if not options.tiny and (options.model is None or options.text is None):
+        parser.error("pass --model and --text, or --tiny")
+    return options
+
+
+def tiny_model() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    shape = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=tiny.VOCABULARY, **shape)).to(torch.bfloat16)
+
+
+def tiny_gpu(numel: int) -> EmulatedDevice:
+    """Has for each parameter what 24 GB are to 8 billion of them: 3 bytes, of which the weights take 2."""
+    machine = HardwareProfile.builtin("rtx_4090_desktop").scaled(5e-3)
+    return EmulatedDevice(machine, capacity=3 * numel, occupied=2 * numel)
+
+
+def rows_of_tokens(options: argparse.Namespace) -> Tensor:
+    """int64 of shape (sequences, length)."""
+    if options.tiny:
+        return tiny.progressions(64)
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    tokens = tokenizer(options.text.read_text(), return_tensors="pt", verbose=False).input_ids[0]
+    return tokens[: len(tokens) // options.length * options.length].view(-1, options.length)
+
+
+def causal_loss(model: LlamaForCausalLM, tokens: Tensor) -> Tensor:
+    """The mean loss, with logits of CHUNK tokens at a time.
+
+    Llama 3 has 128,256 of them for each token, which with their loss take 14 bytes each: 3.4 GiB for 2,048 tokens, and
+    0.9 GiB for 512. The last layer is computed again in backward, which is 2% of the work. Liger-Kernel's loss, where
+    it is installed, does the same faster.
+    """
+    hidden = model.model(input_ids=tokens, use_cache=False).last_hidden_state[:, :-1].flatten(0, 1)
+    targets = tokens[:, 1:].flatten()
+
+    def summed(hidden: Tensor, targets: Tensor) -> Tensor:
+        return cross_entropy(model.lm_head(hidden).float(), targets, reduction="sum")
+
+    chunks = zip(hidden.split(CHUNK), targets.split(CHUNK), strict=True)
+    return sum(checkpoint(summed, *chunk, use_reentrant=False) for chunk in chunks) / len(targets)
+
+
+def train_in_a_loop(model: LlamaForCausalLM, rows: Tensor, settings: dict[str, Any], options: argparse.Namespace):
+    optimizer = DOSAdam(model.parameters(), max_grad_norm=1.0, **settings)
+    optimizer.attach(model)  # step() returns early; each module waits for its own parameters
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, options.steps)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    file = options.output / "checkpoint.pt"
+    done = 0
+    if options.resume:
+        # mmap: read as it is used; otherwise all state would be in memory twice.
+        saved = torch.load(file, map_location="cpu", mmap=True)
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        schedule.load_state_dict(saved["schedule"])
+        done = saved["step"]
+    losses = []
+    for step in range(done, options.steps):
+        loss = torch.zeros((), device=model.device)
+        for tokens in micro_batches(rows, step, options.accumulation):
+            part = causal_loss(model, tokens.to(model.device)) / options.accumulation
+            part.backward()  # each gradient leaves for the host as soon as it is complete
+            loss += part.detach()
+        optimizer.step()  # clips to the norm of 1.0 first
+        optimizer.zero_grad()
+        schedule.step()
+        losses.append(loss.item())
+        print(f"step {step + 1}: loss {losses[-1]:.4f}")
+        if options.save_every and (step + 1) % options.save_every == 0:
+            checkpointed = {"model": model, "optimizer": optimizer, "schedule": schedule}
+            state = {name: part.state_dict() for name, part in checkpointed.items()}
+            torch.save({**state, "step": step + 1}, file.with_suffix(".new"))
+            file.with_suffix(".new").replace(file)  # the old one stays whole until then
+    optimizer.synchronize()
+    return optimizer, losses
+
+
+def micro_batches(rows: Tensor, step: int, count: int) -> Iterator[Tensor]:
+    """Those of one step: int64 of shape (1, length) each."""
+    for i in range(step * count, (step + 1) * count):
+        yield rows[i % len(rows)][None]
+
+
+class LargeModelTrainer(Trainer):
+    """Trainer with the loss above, and state that is read as it is used when training resumes."""
+
+    loss_is_scaled_for_ga = False
+
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Tensor], *_: Any, **__: Any) -> Tensor:
+        return causal_loss(self.accelerator.unwrap_model(model), inputs["input_ids"])
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Trainer's own reads optimizer.pt whole, so that all state would be in memory twice."""
+        if checkpoint is not None:
+            state = torch.load(Path(checkpoint, "optimizer.pt"), map_location="cpu", mmap=True)
+            self.optimizer.load_state_dict(state)
+            self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, "scheduler.pt")))
+
+
+def train_by_trainer(model: LlamaForCausalLM, rows: Tensor, settings: dict[str, Any], options: argparse.Namespace):
+    arguments = TrainingArguments(
+        str(options.output),
+        max_steps=options.steps,
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=options.accumulation,
+        gradient_checkpointing=True,
+        gradient_checkpointing_kwargs={"use_reentrant": False},
+        learning_rate=options.lr,  # of the log; the optimizer's is in `settings`
+        logging_steps=1,
+        save_strategy="steps" if options.save_every else "no",
+        save_steps=options.save_every or 500,
+        save_total_limit=2,
+        report_to="none",
+        use_cpu=options.tiny,
+    )
+    data = [{"input_ids": row, "labels": row} for row in rows]
+    trainer = LargeModelTrainer(model, arguments, train_dataset=data, optimizer_cls_and_kwargs=(DOSAdam, settings))
+    optimizer = trainer.create_optimizer()
+    optimizer.attach(model)
+    trainer.train(resume_from_checkpoint=options.resume)  # clips to the norm of 1.0 by default
+    return optimizer, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def main(arguments: Sequence[str] | None = None) -> list[float]:
+    """Train; the loss of each step."""
+    options = parse(arguments)
+    settings = {"lr": options.lr, "offload_gradients": True, "state_format": options.state_format}
+    if options.tiny:
+        model = tiny_model()
+        numel = sum(p.numel() for p in model.parameters())
+        settings |= {"device": tiny_gpu(numel), "subgroup_size": numel // 16, "lr": 1e-3}
+    else:
+        model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16, device_map="cuda")
+    options.output.mkdir(parents=True, exist_ok=True)
+    train = train_by_trainer if options.trainer else train_in_a_loop
+    optimizer, losses = train(model, rows_of_tokens(options), settings, options)
+    print(optimizer.explain())
+    return losses
+
+
+if __name__ == "__main__":
+    main()

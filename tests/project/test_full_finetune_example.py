@@ -1,0 +1,184 @@
+"""The example for 24 GB: its loop and Trainer have AdamW's losses, go on where they were, and read state once."""
+
+from __future__ import annotations
+
+import runpy
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import AdamW
+
+from tests.support import ROOT
+
+pytest.importorskip("transformers", reason="transformers is not installed: pip install '.[examples]'")
+pytest.importorskip("accelerate", reason="accelerate is not installed: pip install '.[examples]'")
+pytestmark = [
+    pytest.mark.usefixtures("one_core"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
+]
+LOOP, TRAINER = [], ["--trainer"]
+Example = dict[str, Any]
+
+
+@pytest.fixture
+def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Example:
+    """Its names. `main` writes to the test's folder."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    monkeypatch.chdir(tmp_path)
+    return runpy.run_path(str(ROOT / "examples" / "full_finetune_24gb.py"))
+
+
+class AdamWithMasters(AdamW):
+    """torch's AdamW on float32 copies of bfloat16 parameters, whose gradients add up and are clipped in float32."""
+
+    def __init__(self, params: Iterable[nn.Parameter], max_grad_norm: float, **settings: Any) -> None:
+        self.low = list(params)
+        self.max_grad_norm = max_grad_norm
+        for p in self.low:
+            p.register_post_accumulate_grad_hook(self.add)
+        self.sums = {p: torch.zeros_like(p, dtype=torch.float32) for p in self.low}
+        super().__init__([nn.Parameter(p.detach().float()) for p in self.low], lr=settings["lr"])
+
+    def add(self, p: torch.Tensor) -> None:
+        assert p.grad is not None
+        self.sums[p] += p.grad.float()  # type: ignore[index]
+        p.grad = None
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        masters = self.param_groups[0]["params"]
+        for p, master in zip(self.low, masters, strict=True):
+            master.grad = self.sums[p].clone()
+            self.sums[p].zero_()
+        torch.nn.utils.clip_grad_norm_(masters, self.max_grad_norm)
+        super().step()
+        for p, master in zip(self.low, masters, strict=True):
+            p.copy_(master)
+
+    def attach(self, model: nn.Module) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def explain(self) -> str:
+        return ""
+
+
+def test_the_loop_has_the_losses_of_adamw(example: Example) -> None:
+    main: Callable[[list[str]], list[float]] = example["main"]
+    losses = main(["--tiny", "--steps", "12"])
+    main.__globals__["DOSAdam"] = AdamWithMasters
+    assert losses == pytest.approx(main(["--tiny", "--steps", "12"]), rel=5e-3)
+    assert sum(losses[-4:]) < sum(losses[:4])
+
+
+@pytest.mark.parametrize("way", [LOOP, TRAINER], ids=["loop", "trainer"])
+def test_what_was_saved_goes_on_with_the_same_losses(way: list[str], example: Example, tmp_path: Path) -> None:
+    arguments = ["--tiny", "--steps", "5", *way]
+    whole = example["main"]([*arguments, "--save-every", "3"])
+    shutil.rmtree(tmp_path / "out" / "checkpoint-5", ignore_errors=True)  # Trainer's, of the end
+    resumed = example["main"]([*arguments, "--resume"])
+    assert resumed[-2:] == whole[-2:]
+    assert len(resumed) == (2 if way is LOOP else 5)  # of which Trainer's log has the earlier ones
+
+
+def test_the_loss_in_chunks_is_that_of_the_model(example: Example) -> None:
+    model = example["tiny_model"]().float()
+    tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(1))
+    expected = model(input_ids=tokens, labels=tokens).loss
+    expected_gradients = torch.autograd.grad(expected, list(model.parameters()))
+    example["causal_loss"].__globals__["CHUNK"] = 7
+    loss = example["causal_loss"](model, tokens)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(torch.autograd.grad(loss, list(model.parameters())), expected_gradients)
+
+
+def test_rows_of_tokens_are_whole_sequences_of_the_text(example: Example, tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    from transformers import PreTrainedTokenizerFast
+
+    letters = "abcdefghijklmnopqrstuvw"
+    vocabulary = {letter: number for number, letter in enumerate(letters)}
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="a"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="a").save_pretrained(str(tmp_path / "model"))
+    (tmp_path / "text").write_text(" ".join(letters))
+    options = example["parse"](["--model", str(tmp_path / "model"), "--text", str(tmp_path / "text"), "--length", "5"])
+    assert torch.equal(example["rows_of_tokens"](options), torch.arange(20).view(4, 5))
+
+
+PEAK = """
+import os, sys, threading, time
+sys.path.insert(0, sys.argv[1])
+import torch
+import full_finetune_24gb as example
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer
+from tests.support.training import FAST
+
+how, layers, arguments = sys.argv[2], int(sys.argv[3]), sys.argv[4:]
+
+def model():
+    torch.manual_seed(0)
+    shape = dict(hidden_size=1024, intermediate_size=4096, num_hidden_layers=layers, num_attention_heads=8)
+    return LlamaForCausalLM(LlamaConfig(vocab_size=64, dtype="bfloat16", **shape)).bfloat16()
+
+def anonymous():
+    return 1024 * int(next(line for line in open("/proc/self/status") if line.startswith("RssAnon:")).split()[1])
+
+def watch():
+    while True:
+        peaks.append(anonymous())
+        time.sleep(0.002)
+
+if how == "whole":
+    example.LargeModelTrainer._load_optimizer_and_scheduler = Trainer._load_optimizer_and_scheduler
+    load = torch.load
+    torch.load = lambda *a, mmap=None, **k: load(*a, **k)
+built = model()
+example.tiny_model = lambda: built
+example.tiny_gpu = lambda numel: example.EmulatedDevice(FAST, capacity=3 * numel, occupied=2 * numel)
+numel = sum(p.numel() for p in built.parameters())
+peaks = [anonymous()]
+threading.Thread(target=watch, daemon=True).start()
+example.main(["--tiny", "--accumulation", "1", *arguments])
+print("\\nPEAK", numel, max(peaks) - peaks[0], flush=True)
+os._exit(0)
+"""
+
+
+def host_peak(how: str, layers: int, *arguments: str) -> tuple[int, int]:
+    """A process trains; how many parameters, and its most host memory beside the model, without pages of files.
+
+    how: "mmap" as the example reads checkpoints, "whole" as Trainer does.
+    """
+    command = [sys.executable, "-c", PEAK, str(ROOT / "examples"), how, str(layers), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    _, numel, peak = done.stdout.splitlines()[-1].split()
+    return int(numel), int(peak)
+
+
+def test_resuming_takes_the_memory_of_training(tmp_path: Path) -> None:
+    """And not that of a second copy of state, of 10 bytes per parameter."""
+    settings = ["--output", str(tmp_path / "out"), "--trainer"]
+    numel, fresh = host_peak("mmap", 1, "--steps", "2", "--save-every", "2", *settings)
+    _, resumed = host_peak("mmap", 1, "--steps", "3", "--resume", *settings)
+    _, twice = host_peak("whole", 1, "--steps", "3", "--resume", *settings)
+    assert resumed < fresh + numel
+    assert twice > resumed + 5 * numel
+
+
+if __name__ == "__main__":  # what docs/8b-on-24gb.md says: python -m tests.project.test_full_finetune_example FOLDER
+    for way in (LOOP, TRAINER):
+        settings = ["--output", str(Path(sys.argv[1]) / "-".join(["out", *way])), *way]
+        print(way, "fresh", host_peak("mmap", 6, "--steps", "2", "--save-every", "2", *settings))
+        for how in ("mmap", "whole"):
+            print(way, how, host_peak(how, 6, "--steps", "3", "--resume", *settings))
