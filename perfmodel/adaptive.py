@@ -71,9 +71,4 @@ def _has_room(plan: Plan, workload: Workload) -> bool:
     if len(plan) != len(workload.subgroups):
         return False
     held = sum(workload.subgroups[i].state_bytes for i in plan.served(Placement.GPU_RESIDENT))
-    staged = plan.slots * workload.slot_bytes
-    return (
-        held <= workload.peak_free_bytes
-        and staged <= workload.update_free_bytes
-        and held + staged <= workload.shared_free_bytes
-    )
+    return workload.has_room(held, plan.slots * workload.slot_bytes, plan.activation_bytes)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import scipy  # which loads `optimize`, three quarters of a second, when it is first asked for
 
-from perfmodel.demand import Demand, demand
+from perfmodel.demand import Demand, demand, operation_demand
 from perfmodel.hardware import HardwareProfile
 from perfmodel.lanes import CPU, D2H, H2D, LANES, Stream, lane_speeds
 from perfmodel.plan import Placement
@@ -49,7 +49,9 @@ def lower_bound(workload: Workload, profile: HardwareProfile, scope: Scope = UPD
         early           gradients that leave beside an overlapped backward, in seconds of D2H
         filling         slots that are filled beside it, in seconds of H2D
         first           slots that are filled for the first time, beside it or not, likewise
-        T               the time, which is minimised
+        away            bytes of saved tensors that leave, over those of all state
+        stall           time for which an overlapped backward waits for them
+        T               the time after backward; it and `stall` are minimised
 
     The constraints are the rows of `_solve`, where each has its name. The capacity of a lane is the sum of its speeds
     over all those sets of lanes, each times its t or u.
@@ -81,18 +83,19 @@ def _solve(workload: Workload, profile: HardwareProfile, scope: Scope) -> tuple[
     def total(*streams: Stream, part: int = 0) -> np.ndarray:
         return counts * np.array([sum(c[stream][part] for stream in streams) for c in costs])
 
-    speeds = _speeds_by_busy_lanes(costs, profile)
+    each = workload.subgroups[0]
+    saves = [operation_demand(Stream.SAVE, saved.nbytes, each, profile) for saved in workload.activations]
+    speeds = _speeds_by_busy_lanes(costs, saves, profile)
     cpu, h2d, d2h = speeds.T
     before = workload.backward_s if scope.backward is Phase.OVERLAPPED else 0.0
     after = workload.forward_s if scope.forward is Phase.OVERLAPPED else 0.0
-    one = dict.fromkeys(("early", "filling", "first", "T"), 1)
+    one = dict.fromkeys(("early", "filling", "first", "T", "away", "stall"), 1)
     sizes = dict.fromkeys("xyz", n) | dict.fromkeys("tu", len(speeds)) | one
 
     def row(**coefficients: np.ndarray | float) -> np.ndarray:
         return np.concatenate([np.broadcast_to(coefficients.get(name, 0.0), size) for name, size in sizes.items()])
 
     staging = min(workload.update_free_bytes, workload.shared_free_bytes)
-    resident = min(workload.peak_free_bytes, workload.shared_free_bytes)
     room = staging / max(float(state.min()), 1.0)
     fitting = math.floor(room) if math.isfinite(room) else math.inf
     slowest = max(c[Stream.PREFETCH].seconds for c in costs)
@@ -100,6 +103,12 @@ def _solve(workload: Workload, profile: HardwareProfile, scope: Scope) -> tuple[
     gpu, flush, prefetch, gradient = (
         total(stream) for stream in (Stream.GPU, Stream.FLUSH, Stream.PREFETCH, Stream.GRADIENT)
     )
+    scale = max(float(counts @ state), 1.0)
+    held = counts * state / scale
+    most = min(sum(saved.nbytes for saved in workload.activations), workload.activation_host_bytes) / scale
+    least = min(most, workload.activation_least_bytes / scale)
+    back = scale / profile.h2d_bandwidth if scope.backward is Phase.OVERLAPPED else 0.0
+    saved = scale / profile.d2h_bandwidth if scope.forward is Phase.OVERLAPPED else 0.0
     together = np.maximum(gpu - counts * profile.launch_latency_s, 0.0)  # residents have one launch
     # Each with what it may not exceed.
     rows = {
@@ -107,8 +116,12 @@ def _solve(workload: Workload, profile: HardwareProfile, scope: Scope) -> tuple[
         "CPU": (row(x=total(Stream.CPU), t=-cpu, u=-cpu), 0.0),
         "H2D": (row(x=total(Stream.PARAMETER), y=prefetch, t=-h2d, u=-h2d, filling=-1), 0.0),
         "streaming up": (row(y=prefetch, u=-h2d, first=-1), 0.0),
-        "D2H": (row(x=gradient, y=flush, t=-d2h, u=-d2h, early=-1), 0.0),
-        "streaming down": (row(y=flush, u=-d2h), 0.0),
+        "D2H": (row(x=gradient, y=flush, t=-d2h, u=-d2h, early=-1, away=saved), 0.0),
+        "streaming down": (row(y=flush, u=-d2h, away=saved), 0.0),
+        # Beside backward, which waits no longer than saved tensors take to come back.
+        "backward, D2H": (row(early=1, stall=-1), before),
+        "backward, H2D": (row(filling=1, away=back, stall=-1), before),
+        "stall": (row(away=-back, stall=1), 0.0),
         # Gradients that leave early are those of subgroups on the CPU.
         "early": (row(x=-gradient, early=1), 0.0),
         # The GPU updates residents first; what is streamed comes after them, the forward at the end.
@@ -123,19 +136,18 @@ def _solve(workload: Workload, profile: HardwareProfile, scope: Scope) -> tuple[
         on_cpu = total(Stream.GRADIENT, Stream.CPU, Stream.PARAMETER, part=1) / host
         streamed = total(Stream.PREFETCH, Stream.FLUSH, part=1) / host
         up, down = profile.h2d_bandwidth / host, profile.d2h_bandwidth / host
-        rows["host DRAM"] = row(x=on_cpu, y=streamed, early=-down, filling=-up, T=-1), after
-        rows["DRAM, others"] = row(y=streamed, z=together, first=-up, T=-1), after
-    scale = max(float(counts @ state), 1.0)
-    held = counts * state / scale
+        rows["host DRAM"] = row(x=on_cpu, y=streamed, early=-down, filling=-up, T=-1, away=saved * down), after
+        rows["DRAM, others"] = row(y=streamed, z=together, first=-up, T=-1, away=saved * down), after
     if 0 < fitting < math.inf:
-        rows["slots"] = row(y=(prefetch + gpu + flush) / fitting, T=-1), before + after
-    if math.isfinite(resident):
-        rows["memory"] = row(z=held), resident / scale
+        rows["slots"] = row(y=(prefetch + gpu + flush) / fitting, T=-1, stall=-1), before + after
+    if math.isfinite(workload.peak_free_bytes):
+        rows["memory"] = row(z=held, away=-1), workload.peak_free_bytes / scale
     shared = workload.shared_free_bytes
-    if math.isfinite(shared) and slowest > 0:
-        rows["memory, shared"] = row(z=held, first=float(state.min()) / slowest / scale), shared / scale
+    if math.isfinite(shared):
+        slot = float(state.min()) / slowest / scale if slowest > 0 else 0.0
+        rows["memory, shared"] = row(z=held, first=slot), shared / scale
     solution = scipy.optimize.linprog(
-        row(T=1),
+        row(T=1, stall=1),
         A_ub=np.array([coefficients for coefficients, _ in rows.values()]),
         b_ub=np.array([limit for _, limit in rows.values()]),
         A_eq=np.array([row(x=each, y=each, z=each) for each in np.eye(n)]),
@@ -144,7 +156,7 @@ def _solve(workload: Workload, profile: HardwareProfile, scope: Scope) -> tuple[
         + [(0.0, 1.0 if size <= staging else 0.0) for size in state]
         + [(0.0, 1.0)] * n
         + [(0.0, None)] * (2 * len(speeds))
-        + [(0.0, before), (0.0, before), (0.0, fill), (0.0, None)],
+        + [(0.0, None), (0.0, None), (0.0, fill), (0.0, None), (least, most), (0.0, None)],
         method="highs",
     )
     if solution.x is None or solution.fun is None:
@@ -154,20 +166,22 @@ def _solve(workload: Workload, profile: HardwareProfile, scope: Scope) -> tuple[
     return float(solution.fun), {p: float(share) for p, share in zip(order, parts, strict=True)}
 
 
-def _speeds_by_busy_lanes(costs: Sequence[dict[Stream, Demand]], profile: HardwareProfile) -> np.ndarray:
+def _speeds_by_busy_lanes(
+    costs: Sequence[dict[Stream, Demand]], saves: Sequence[Demand], profile: HardwareProfile
+) -> np.ndarray:
     """Speeds of CPU, H2D and D2H, one row for each set of them that is busy.
 
     Where operations differ in their demand on host DRAM the least one counts: no plan is faster.
     """
 
-    def least(*streams: Stream) -> float:
-        found = [c[stream] for c in costs for stream in streams]
+    def least(*streams: Stream, others: Sequence[Demand] = ()) -> float:
+        found = [*others, *(c[stream] for c in costs for stream in streams)]
         return min((traffic / seconds for seconds, traffic in found if traffic > 0), default=0.0)
 
     demands = {
         CPU: least(Stream.CPU),
         H2D: least(Stream.PARAMETER, Stream.PREFETCH),
-        D2H: least(Stream.GRADIENT, Stream.FLUSH),
+        D2H: least(Stream.GRADIENT, Stream.FLUSH, others=saves),
     }
     rows = []
     for busy in itertools.product((True, False), repeat=len(demands)):

@@ -110,7 +110,8 @@ class Plan:
     def __str__(self) -> str:
         counts = Counter(self.placements)
         parts = [f"{counts[p]} {p.label}" for p in Placement if counts[p]]
-        return f"{len(self)} subgroups: {', '.join(parts) or 'none'}; {self.slots} slots; {self._runs()}"
+        left = f"; {self.activation_bytes / 2**20:.1f} MiB of saved tensors leave" if self.activation_bytes else ""
+        return f"{len(self)} subgroups: {', '.join(parts) or 'none'}; {self.slots} slots; {self._runs()}{left}"
 
     def _runs(self) -> str:
         """The service order in short: `C` CPU, `S` streamed, `R` resident, runs counted, e.g. `S C C` as `S 2C`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ from perfmodel.lanes import Stream
 from perfmodel.plan import ARRIVING, LEAVING, Placement, Plan, Tier
 from perfmodel.scope import UPDATE_ALONE, Phase, Scope
 from perfmodel.timeline import Op
-from perfmodel.workload import SubgroupLoad, Workload
+from perfmodel.workload import SavedTensors, SubgroupLoad, Workload
 
 # What tasks do, and on which stream. Names of their own, because the planner makes some hundred
 # thousand tasks, and looking up a member of an enum takes as long as making one.
@@ -26,7 +26,7 @@ DEVICE, HOST = Tier.DEVICE, Tier.HOST
 class Task(NamedTuple):
     """One operation of one stream.
 
-    subgroup: None for forward and backward. size: bytes of a copy; parameters of anything else.
+    subgroup: None for forward, backward and saved tensors. size: bytes of a copy; parameters of anything else.
     after: numbers of earlier tasks that must have ended, besides the one before it in its stream.
     slot: the staging slot that it fills, uses or empties, if any.
     others: further subgroups that the same update updates.
@@ -101,7 +101,7 @@ def schedule(plan: Plan, workload: Workload, scope: Scope = UPDATE_ALONE) -> Sch
     slots = max(plan.slots, any(load.returned_bytes for load in loads) and RESIDENT in plan.placements)
     vacated: list[tuple[int, ...]] = [()] * slots
     if scope.backward is not Phase.ABSENT:
-        made.pieces()
+        made.pieces(workload.leaving(plan.activation_bytes))
         backward = (made.piece[0],)
         vacated = [backward] * slots
     if overlapped:
@@ -185,10 +185,46 @@ class ScheduleBuilder:
         self.tasks.append(Task(what[0], what[1], subgroup, size, after, slot))
         return len(self.tasks) - 1
 
-    def pieces(self) -> None:
-        """Backward, last subgroup first, a piece for each in proportion to its parameters."""
-        for i in range(len(self._loads) - 1, -1, -1):
-            self.piece[i] = self.add(BACKWARD, None, self._loads[i].numel)
+    def pieces(self, left: Sequence[SavedTensors] = ()) -> None:
+        """Backward, last subgroup first, a piece for each in proportion to its parameters.
+
+        left: saved tensors that come back, the last two at once, each of the others when backward has no more use for
+        those that were saved two places after it.
+        """
+        back = left[::-1]
+        restores = [self.add(RESTORE, None, each.nbytes) for each in back[:2]]
+
+        def due(number: int, piece: int) -> tuple[int, ...]:
+            if 0 < number < len(back) - 1:
+                restores.append(self.add(RESTORE, None, back[number + 1].nbytes, (piece,)))
+            return (restores[number],)
+
+        runs = ((i, self._loads[i].numel, ()) for i in range(len(self._loads) - 1, -1, -1))
+        self.piece = self._compute(BACKWARD, runs, self._workload.numel, [each.due for each in back], due)
+
+    def _compute(
+        self,
+        what: tuple[Op, Stream],
+        runs: Iterable[tuple[int, int, tuple[int, ...]]],
+        size: int,
+        shares: Sequence[float],
+        passed: Callable[[int, int], tuple[int, ...]],
+    ) -> dict[int, int]:
+        """Forward or backward; the last piece of each of its runs.
+
+        runs: subgroup, size and what it waits for. size: of them all. shares: of it, where pieces end in between.
+        passed: called with the places of a share and of the task that ends there, gives what the next piece waits for.
+        """
+        pieces, waits, number, done, end = dict[int, int](), tuple[int, ...](), 0, 0, 0
+        for i, numel, after in runs:
+            end, waits = end + numel, waits + after
+            while number < len(shares) and (shares[number] * size < end or end == size):
+                at = min(max(round(shares[number] * size), done), end)
+                waits = passed(number, self.add(what, None, at - done, waits))
+                number, done = number + 1, at
+            pieces[i] = self.add(what, None, end - done, waits)
+            done, waits = end, ()
+        return pieces
 
     def begun(self, transfers: Sequence[Task], found: Sequence[SubgroupState]) -> None:
         """Transfers beside backward: complete gradients leave, state comes.
@@ -320,7 +356,7 @@ class ScheduleBuilder:
         """
         work = self._workload
         held = sum(self._loads[i].state_bytes for i in self._plan.served(RESIDENT))
-        spare = work.peak_free_bytes - held
+        spare = work.peak_free(self._plan.activation_bytes) - held
         needed = (slot + 1) * work.slot_bytes
         if needed <= spare:
             return ()
@@ -330,11 +366,20 @@ class ScheduleBuilder:
         return (self.piece[count - max(1, min(count, -int(-freed * count // 1)))],)
 
     def forward(self, phase: Phase) -> None:
-        """The next forward, first subgroup first."""
+        """The next forward, first subgroup first; saved tensors leave at once."""
+        if phase is Phase.ABSENT:
+            return
+        leaving, size = self._workload.leaving(self._plan.activation_bytes), self._workload.numel
+        runs: list[tuple[int, int, tuple[int, ...]]]
         if phase is Phase.SERIAL:
-            everything = tuple(range(len(self.tasks)))
-            self.add(FORWARD, None, max(self._workload.numel, 1), everything)
-        elif phase is Phase.OVERLAPPED:
-            for i, load in enumerate(self._loads):
-                updated = (self._updated[i],) if i in self._updated else ()
-                self.add(FORWARD, None, load.numel, updated)
+            size = max(size, 1)
+            runs = [(0, size, tuple(range(len(self.tasks))))]
+        else:
+            updated = {i: (task,) for i, task in self._updated.items()}
+            runs = [(i, load.numel, updated.get(i, ())) for i, load in enumerate(self._loads)]
+
+        def born(number: int, piece: int) -> tuple[int, ...]:
+            self.add(SAVE, None, leaving[number].nbytes, (piece,))
+            return ()
+
+        self._compute(FORWARD, runs, size, [each.born for each in leaving], born)

@@ -2,7 +2,8 @@
 
 As many subgroups are resident as fit: they cost nothing on a scarce lane. Two numbers remain: how many of the others
 the CPU updates, and how many staging slots there are where those take their memory from residents. They are found
-for a few subgroups of mean size first, then near there for as many as there are, FINE at most.
+for a few subgroups of mean size first, then near there for as many as there are, FINE at most. Where saved tensors may
+leave, how many do is a third: beginning with none and all, places on both sides of the best are tried, ever nearer.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
+from typing import NamedTuple
 
 from perfmodel.hardware import HardwareProfile
 from perfmodel.plan import Placement, Plan
@@ -28,8 +31,20 @@ FINE = 128
 """Subgroups that are simulated at most."""
 MOST_TASKS = 5
 """Of a subgroup in a simulation: three for its update, one of backward and one of forward."""
+NEAREST = 1 / 16
+"""Share of the saved tensors by which the amounts that are tried differ at least."""
+MOST_ANSWERS = 4
+"""First answers that are worth a look in the next."""
 WORTHWHILE = 0.01
 """Share of an iteration by which another plan must shorten it where all state could stay on the GPU."""
+
+
+class _Memory(NamedTuple):
+    """How device memory is divided. free: bytes for residents."""
+
+    slots: int
+    activation_bytes: int
+    free: float
 
 
 class Search:
@@ -47,10 +62,10 @@ class Search:
         self.ended = False
         self.tasks = 0
         self._fits = workload.state_bytes <= min(workload.peak_free_bytes, workload.shared_free_bytes)
-        memory = {0: math.inf} if self._fits else _memory(workload)
-        self._residents = {slots: _fitting(workload, nbytes) for slots, nbytes in memory.items()}
-        self._samples: dict[tuple[int, int], _Sample] = {}
-        self._known: dict[tuple[int, int, int], float] = {}
+        self._leaving = _leaving(workload)
+        self._residents: dict[_Memory, list[int]] = {}
+        self._samples: dict[tuple[_Memory, int], _Sample] = {}
+        self._known: dict[tuple[_Memory, int, int], float] = {}
         self._left, self._begun = 0.0, False
 
     def advance(self, tasks: float) -> None:
@@ -68,21 +83,36 @@ class Search:
         size, *finer = [*(level for level in LEVELS if n >= 1.5 * level), min(n, FINE)]
         answers: list[tuple[float, _Sample, int]] = []
         near, step = size // 2, size // 4
-        for slots in self._residents:
-            sample = self._sample(slots, size)
-            near, step = self._lowest(sample, near, step, sample.ends), 1
-            answers.append((self._cost(sample, near), sample, near))
-            self.plan = self._judged(*min(answers, key=_cost_of))
+        costs, stride = dict[int, float](), len(self._leaving) - 1
+        places = [0, stride] if stride else [0]
+        while places:
+            for place in places:
+                for memory in self._divided(self._leaving[place]):
+                    sample = self._sample(memory, size)
+                    near, step = self._lowest(sample, near, step, sample.ends), 1
+                    answers.append((self._cost(sample, near), sample, near))
+                    costs[place] = min(costs.get(place, math.inf), answers[-1][0])
+                self.plan = self._judged(*min(answers, key=_cost_of))
+            best, stride = min(costs, key=costs.__getitem__), stride // 2
+            near_best = {best - stride, best + stride} if stride >= NEAREST * len(self._leaving) else set()
+            places = [place for place in near_best if 0 <= place < len(self._leaving) and place not in costs]
         for finer_size in finer:
-            limit = LEVELS[size] * min(answers, key=_cost_of)[0]
+            answers = sorted(answers, key=_cost_of)[:MOST_ANSWERS]
+            limit = LEVELS[size] * answers[0][0]
             answers = [self._refined(answer, finer_size, limit) for answer in answers if answer[0] <= limit]
             size = finer_size
         return self._judged(*min(answers, key=_cost_of))
 
+    def _divided(self, activation_bytes: int) -> Iterator[_Memory]:
+        """Divisions of memory, if so much of the saved tensors leaves."""
+        memory = {0: math.inf} if self._fits else _memory(self.inputs[0], activation_bytes)
+        for slots, free in memory.items():
+            yield _Memory(slots, activation_bytes, free)
+
     def _refined(self, answer: tuple[float, _Sample, int], size: int, limit: float) -> tuple[float, _Sample, int]:
         """The same for more subgroups. limit: what the ends may have cost to be looked at again."""
         _, before, on_cpu = answer
-        sample = self._sample(before.slots, size)
+        sample = self._sample(before.memory, size)
         pairs = zip(sample.ends, before.ends, strict=True)
         ends = [end for end, earlier in pairs if self._cost(before, earlier) <= limit]
         on_cpu = self._lowest(sample, before.scaled(on_cpu, sample), max(1, size // before.size // 2), ends)
@@ -94,8 +124,8 @@ class Search:
         if self._fits:
             compute_s, all_resident_s = sample.compute_s, self._cost(sample, 0)
             if not workload.backward_s or compute_s + cost > (1 - WORTHWHILE) * (compute_s + all_resident_s):
-                return resident(workload)
-        whole = self._sample(sample.slots, len(workload.subgroups))
+                return dataclasses.replace(resident(workload), activation_bytes=sample.memory.activation_bytes)
+        whole = self._sample(sample.memory, len(workload.subgroups))
         if sample is not whole:
             grown = self._grown(sample, on_cpu, whole) if sample.size == FINE else sample.scaled(on_cpu, whole)
             on_cpu = min(max(round(grown), whole.least), whole.size)
@@ -105,7 +135,7 @@ class Search:
         """An answer for more subgroups than were simulated: on a straight line through those for two sizes."""
         if on_cpu - sample.least <= 1 or on_cpu > sample.others:
             return sample.scaled(on_cpu, whole)
-        smaller = self._sample(sample.slots, max(LEVELS))
+        smaller = self._sample(sample.memory, max(LEVELS))
         before = self._bottom(smaller, self._lowest(smaller, sample.scaled(on_cpu, smaller), 1))
         now = self._bottom(sample, on_cpu)
         slope = (now - before) / max(sample.others - smaller.others, 1)
@@ -133,9 +163,11 @@ class Search:
 
     def _cost(self, sample: _Sample, on_cpu: int) -> float:
         """Exposed seconds with so many subgroups on the CPU, for as much as the whole has. Raises _PauseError."""
-        key = sample.slots, sample.size, on_cpu
+        key = sample.memory, sample.size, on_cpu
         if key not in self._known:
-            if self._begun and self._left < MOST_TASKS * sample.size:
+            if self._begun and self._left < MOST_TASKS * sample.size + 4 * len(
+                self.inputs[0].leaving(sample.memory.activation_bytes)
+            ):
                 raise _PauseError
             before = sample.simulator.tasks
             self._known[key] = sample.exposed(on_cpu)
@@ -144,10 +176,12 @@ class Search:
             self._begun = True
         return self._known[key]
 
-    def _sample(self, slots: int, size: int) -> _Sample:
-        if (slots, size) not in self._samples:
-            self._samples[slots, size] = _Sample(*self.inputs, slots, self._residents[slots], size)
-        return self._samples[slots, size]
+    def _sample(self, memory: _Memory, size: int) -> _Sample:
+        if memory not in self._residents:
+            self._residents[memory] = _fitting(self.inputs[0], memory.free)
+        if (memory, size) not in self._samples:
+            self._samples[memory, size] = _Sample(*self.inputs, memory, self._residents[memory], size)
+        return self._samples[memory, size]
 
 
 def _cost_of(answer: tuple[float, _Sample, int]) -> float:
@@ -159,7 +193,7 @@ class _PauseError(Exception):
 
 
 class _Sample:
-    """A workload in so many subgroups, with a number of staging slots.
+    """A workload in so many subgroups, with a division of memory.
 
     A smaller one has residents and others in the proportion of the whole; the others are of its mean size.
 
@@ -168,9 +202,10 @@ class _Sample:
     """
 
     def __init__(
-        self, workload: Workload, profile: HardwareProfile, slots: int, residents: Sequence[int], size: int
+        self, workload: Workload, profile: HardwareProfile, memory: _Memory, residents: Sequence[int], size: int
     ) -> None:
-        self.slots, self.size = slots, size
+        self.memory, self.slots, self.size = memory, memory.slots, size
+        self._activation_bytes = memory.activation_bytes
         self._workload, self._residents, self._share = workload, residents, 1.0
         count, held = len(workload.subgroups), len(residents)
         if size < count:
@@ -178,17 +213,22 @@ class _Sample:
             some = min(max(some, held > 0), size - min(count - held, size // 2))  # not too few of the others
             self._share = (size - some) / (count - held) if held < count else size / count
             each = _times(mean, held * self._share / some) if some else mean
-            spare = max(0.0, workload.peak_free_bytes - sum(workload.subgroups[i].state_bytes for i in residents))
+            peak = workload.peak_free(memory.activation_bytes)
+            spare = max(0.0, peak - sum(workload.subgroups[i].state_bytes for i in residents))
+            left = workload.leaving(memory.activation_bytes)
+            left = tuple(saved._replace(nbytes=round(saved.nbytes * self._share)) for saved in left)
+            self._activation_bytes = sum(saved.nbytes for saved in left)
             self._workload = Workload(
                 (each,) * some + (mean,) * (size - some),
                 workload.forward_s * self._share,
                 workload.backward_s * self._share,
-                some * each.state_bytes + spare,
+                max(0.0, some * each.state_bytes + spare - self._share * workload.room(memory.activation_bytes)),
                 workload.update_free_bytes,
+                activations=left,
             )
             self._residents = range(some)
         self.others = size - len(self._residents)
-        self.least = 0 if slots else self.others
+        self.least = 0 if self.slots else self.others
         self.ends = (self.least, min(self.least + 1, size))
         self.scope = Scope.beside(workload)
         self.simulator = Simulator(self._workload, profile, self.scope)
@@ -230,12 +270,25 @@ class _Sample:
                     placements[i] = Placement.GPU_STREAMED
                     owed -= loads[i].numel
         slots = min(self.slots, placements.count(Placement.GPU_STREAMED))
-        return Plan(tuple(placements), tuple(range(self.size)), slots)
+        return Plan(tuple(placements), tuple(range(self.size)), slots, self._activation_bytes)
 
 
-def _memory(workload: Workload) -> dict[int, float]:
+def _leaving(workload: Workload) -> list[int]:
+    """How many bytes of saved tensors can leave, in ascending order: no more than makes room for all state."""
+    sums = accumulate((saved.nbytes for saved in workload.activations), initial=0)
+    fitting = [nbytes for nbytes in dict.fromkeys(sums) if nbytes <= workload.activation_host_bytes]
+    allowed = [nbytes for nbytes in fitting if nbytes >= workload.activation_least_bytes] or fitting[-1:]
+    wanted = min(workload.state_bytes, workload.shared_free_bytes)
+    if not (workload.forward_s and workload.backward_s):
+        return allowed[:1]
+    most = next((nbytes for nbytes in allowed if workload.peak_free(nbytes) >= wanted), allowed[-1])
+    return [nbytes for nbytes in allowed if nbytes <= most]
+
+
+def _memory(workload: Workload, activation_bytes: int) -> dict[int, float]:
     """Bytes for residents by the number of slots beside them; several where both share their memory."""
-    peak, shared, slot = workload.peak_free_bytes, workload.shared_free_bytes, max(workload.slot_bytes, 1)
+    peak = workload.peak_free(activation_bytes)
+    shared, slot = workload.shared_free_bytes, max(workload.slot_bytes, 1)
     slots = int(min(MAX_SLOTS, workload.update_free_bytes / slot))
     if math.isinf(shared):
         return {slots: peak}

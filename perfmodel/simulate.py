@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from perfmodel.demand import operation_demand
 from perfmodel.hardware import HardwareProfile
-from perfmodel.lanes import LANE_OF_STREAM, Tasks
+from perfmodel.lanes import LANE_OF_STREAM, Stream, Tasks
 from perfmodel.plan import Plan
 from perfmodel.schedule import Schedule, schedule
 from perfmodel.scope import UPDATE_ALONE, Phase, Scope
@@ -60,15 +60,16 @@ class Simulator:
         """The tasks of a schedule with what they ask of their lanes, served."""
         loads, workload, known = self._workload.subgroups, self._workload, self._known
         each_s = workload.backward_s / max(workload.numel, 1), workload.forward_s / max(workload.numel, 1)
-        served = Tasks()
+        served, compute = Tasks(), Stream.COMPUTE
         stream_of, seconds_of, demand_of, after_of = served.stream, served.seconds, served.demand, served.after
         for op, stream, subgroup, size, after, _, _ in schedule.tasks:
-            if subgroup is None:
+            if stream is compute:
                 seconds, rate = each_s[op is Op.FORWARD] * size, 0.0
             else:
-                key = stream, size, id(loads[subgroup])  # equal ones often are one object, which the workload keeps
+                load = loads[subgroup or 0]
+                key = stream, size, id(load)  # equal ones often are one object, which the workload keeps
                 if key not in known:
-                    seconds, traffic = operation_demand(stream, size, loads[subgroup], self._profile)
+                    seconds, traffic = operation_demand(stream, size, load, self._profile)
                     known[key] = seconds, traffic / seconds if seconds > 0 else 0.0
                 seconds, rate = known[key]
             stream_of.append(stream)
@@ -84,7 +85,7 @@ def _spans(schedule: Schedule, served: Tasks) -> Iterator[Span]:
     compute: Span | None = None
     for task, start, end in zip(schedule.tasks, served.start, served.end, strict=True):
         span = Span(LANE_OF_STREAM[task.stream], task.op, task.subgroup, start, end)
-        if task.subgroup is not None:
+        if task.stream is not Stream.COMPUTE:
             yield span
         elif compute is not None and compute.op is task.op and compute.end == span.start:
             compute = Span(span.lane, task.op, None, compute.start, span.end)

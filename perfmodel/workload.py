@@ -73,7 +73,7 @@ class Workload:
     update_free_bytes: device memory free while updating, beyond resident state; what staging slots may use.
     shared_free_bytes: device memory free while updating that resident state and slots share.
     activations: saved tensors that may leave, in the order in which forward saves them, a few together.
-    activation_host_bytes: host memory that they may take.
+    activation_least_bytes, activation_host_bytes: of them have to leave, and have room on the host.
 
     Raises ValueError for an empty workload, negative times or sizes, or saved tensors that are out of order.
     """
@@ -85,13 +85,14 @@ class Workload:
     update_free_bytes: float = math.inf
     shared_free_bytes: float = math.inf
     activations: tuple[SavedTensors, ...] = ()
+    activation_least_bytes: float = 0.0
     activation_host_bytes: float = math.inf
 
     def __post_init__(self) -> None:
         if not self.subgroups:
             raise ValueError("a workload needs at least one subgroup, found none")
-        free = "peak_free_bytes", "update_free_bytes", "shared_free_bytes", "activation_host_bytes"
-        for name in ("forward_s", "backward_s", *free):
+        free = "peak_free_bytes", "update_free_bytes", "shared_free_bytes"
+        for name in ("forward_s", "backward_s", *free, "activation_least_bytes", "activation_host_bytes"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be 0 or more, found {getattr(self, name)}")
         for early, late in pairwise((SavedTensors(0, 0.0, 1.0), *self.activations, SavedTensors(0, 1.0, 0.0))):
@@ -143,3 +144,24 @@ class Workload:
         """Those saved first, which fit into so many bytes: they leave."""
         sums = accumulate(each.nbytes for each in self.activations)
         return tuple(each for each, nbytes in zip(self.activations, sums, strict=True) if nbytes <= activation_bytes)
+
+    def peak_free(self, activation_bytes: int) -> float:
+        """Device memory free at the peak when so much of the saved tensors leaves."""
+        return self.peak_free_bytes + self.room(activation_bytes)
+
+    def room(self, activation_bytes: int) -> int:
+        """What leaving makes free at the peak: less than leaves, as the device has two of `activations` even so.
+
+        One is in use while the other is on its way.
+        """
+        sizes = [each.nbytes for each in self.leaving(activation_bytes)]
+        return max(0, sum(sizes) - 2 * max(sizes, default=0))
+
+    def has_room(self, resident_bytes: float, staged_bytes: float, activation_bytes: int) -> bool:
+        """Whether there is memory for so much resident state, so many bytes of slots, and what leaves."""
+        return (
+            resident_bytes <= self.peak_free(activation_bytes)
+            and staged_bytes <= self.update_free_bytes
+            and resident_bytes + staged_bytes <= self.shared_free_bytes
+            and self.activation_least_bytes <= activation_bytes <= self.activation_host_bytes
+        )

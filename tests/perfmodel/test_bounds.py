@@ -1,5 +1,6 @@
 """The lower bound: by hand where one lane binds, and below every plan."""
 
+import dataclasses
 import math
 
 import pytest
@@ -12,6 +13,7 @@ from perfmodel.hardware import HardwareProfile, builtin_profiles
 from perfmodel.simulate import UPDATE_ALONE, Phase, Scope, exposed
 from perfmodel.workload import Workload
 from tests.support.machines import machine, work
+from tests.support.random_plans import saved_tensors
 
 C, S, R = Placement.CPU, Placement.GPU_STREAMED, Placement.GPU_RESIDENT
 FAST_LINKS = dict.fromkeys(("h2d_bandwidth", "d2h_bandwidth", "h2d_bandwidth_duplex", "d2h_bandwidth_duplex"), 1e6)
@@ -76,7 +78,14 @@ def cases(draw: st.DrawFn) -> tuple[Plan, Workload, HardwareProfile]:
         forward_s=draw(st.sampled_from([0.0, 0.05, 2.0])),
     )
     order = tuple(draw(st.permutations(range(len(sizes)))))
-    return Plan(placements, order, slots), load, draw(st.sampled_from(list(builtin_profiles().values())))
+    activations = draw(saved_tensors(sum(sizes)))
+    plan = Plan(placements, order, slots, draw(st.integers(0, sum(each.nbytes for each in activations))))
+    load = dataclasses.replace(load, activations=activations)
+    if resident:
+        load = dataclasses.replace(
+            load, peak_free_bytes=max(0, load.peak_free_bytes - load.room(plan.activation_bytes))
+        )
+    return plan, load, draw(st.sampled_from(list(builtin_profiles().values())))
 
 
 @given(cases(), st.booleans())

@@ -15,7 +15,7 @@ from perfmodel.hardware import HardwareProfile, builtin_profiles
 from perfmodel.policies import balanced_stride, cpu_only, static_ratio, stride
 from perfmodel.search import Search
 from perfmodel.simulate import Phase, Scope, exposed, makespan
-from perfmodel.workload import SubgroupLoad, Workload
+from perfmodel.workload import SavedTensors, SubgroupLoad, Workload
 from tests.support.machines import machine, work
 
 C, S, R = Placement.CPU, Placement.GPU_STREAMED, Placement.GPU_RESIDENT
@@ -249,3 +249,59 @@ def test_all_state_stays_where_it_fits_unless_the_cpu_shortens_the_iteration_by_
         assert (set(plan.placements) == {R}) is alone
         best = min(makespan(static_ratio(load, ratio / 20), load, profile, scope) for ratio in range(20))
         assert makespan(plan, load, profile, scope) <= 1.01 * best
+
+
+@st.composite
+def with_saved_tensors(draw: st.DrawFn) -> tuple[Workload, HardwareProfile]:
+    n = draw(st.integers(1, 40))
+    each = draw(st.integers(10, 500)) * 1_000_000
+    state = 12 * n * each
+    forward = draw(st.sampled_from([0.01, 0.1, 1.0]))
+    load = Workload.of_sizes(
+        [each] * n,
+        forward_s=forward,
+        backward_s=2 * forward,
+        peak_free_bytes=draw(st.floats(0, 1)) * state,
+        update_free_bytes=draw(st.sampled_from([0.0, 0.3])) * state,
+        shared_free_bytes=draw(st.sampled_from([0.9 * state, math.inf])),
+    )
+    many = draw(st.sampled_from([3, 12, 32]))
+    nbytes = int(draw(st.floats(0.01, 1)) * state / many)
+    saved = tuple(SavedTensors(nbytes, (i + 1) / many, 1 - (i + 1) / many) for i in range(many))
+    load = dataclasses.replace(load, activations=saved)
+    return load, MACHINES[draw(st.sampled_from(sorted(MACHINES)))]
+
+
+def best_with(load: Workload, profile: HardwareProfile) -> list[float]:
+    """Seconds of an iteration if no saved tensors leave, if all do, and if the policy decides."""
+    everything, found = sum(each.nbytes for each in load.activations), []
+    for least, most in ((0, 0), (everything, everything), (0, everything)):
+        allowed = dataclasses.replace(load, activation_least_bytes=least, activation_host_bytes=most)
+        plan = adaptive(allowed, profile)
+        assert least <= plan.activation_bytes <= most
+        held = sum(load.subgroups[i].state_bytes for i in plan.served(R))
+        assert held <= load.peak_free(plan.activation_bytes), "what leaves makes room for the residents"
+        found.append(makespan(plan, allowed, profile, Scope.beside(load)))
+    return found
+
+
+@given(with_saved_tensors())
+def test_what_leaves_is_as_good_as_nothing_and_all(case: tuple[Workload, HardwareProfile]) -> None:
+    stay, leave, best = best_with(*case)
+    assert best <= 1.02 * min(stay, leave)
+
+
+def test_part_of_the_saved_tensors_leaves_where_links_have_room_for_a_part() -> None:
+    state = 12 * 16 * 62_500_000
+    saved = tuple(SavedTensors(int(0.6 * state / 24), (i + 1) / 24, 1 - (i + 1) / 24) for i in range(24))
+    load = dataclasses.replace(
+        Workload.of_sizes([62_500_000] * 16, forward_s=0.064, backward_s=0.128, peak_free_bytes=0.6 * state),
+        update_free_bytes=0.0,
+        activations=saved,
+    )
+    stay, leave, part = best_with(load, MACHINES["h100"])
+    assert part < min(stay, leave) / 1.3
+
+
+def test_a_plan_says_what_leaves() -> None:
+    assert str(Plan((R,), (0,), 0, 2**20)).endswith("; 1.0 MiB of saved tensors leave")

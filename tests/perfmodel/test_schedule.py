@@ -15,6 +15,7 @@ from perfmodel.plan import Tier
 from perfmodel.schedule import Schedule, SubgroupState, Task, arriving, leaving, schedule, schedule_step, staged
 from perfmodel.scope import UPDATE_ALONE, Phase, Scope
 from perfmodel.simulate import serve
+from perfmodel.workload import SavedTensors
 from tests.support.machines import machine, work
 
 C, S, R = Placement.CPU, Placement.GPU_STREAMED, Placement.GPU_RESIDENT
@@ -255,3 +256,29 @@ def test_a_step_that_finds_all_as_planned_is_the_plan(scope: Scope) -> None:
     issued = schedule_step(plan, work(5), finds, ()).tasks[1:]
     planned = schedule(plan, work(5), scope).tasks
     assert [task[:4] for task in issued] == [task[:4] for task in planned if task.op is not Op.BACKWARD]
+
+
+def test_saved_tensors_leave_in_forward_and_come_back_in_backward() -> None:
+    """In reverse, two ahead, each in time for the piece of backward that needs it; the last one stays."""
+    saved = tuple(SavedTensors(12, share, 1 - share) for share in (0.25, 0.5, 0.75, 1.0))
+    load = dataclasses.replace(work(2, forward_s=1.0, backward_s=1.0), activations=saved)
+    whole = Scope(Phase.OVERLAPPED, Phase.OVERLAPPED)
+    assert lines(schedule(Plan((R, R), (0, 1), 0, activation_bytes=47), load, whole)) == [
+        "0 restore RESTORE 12",
+        "1 restore RESTORE 12",
+        "2 backward COMPUTE 6",
+        "3 backward COMPUTE 6 after 0",
+        "4 backward COMPUTE 0",
+        "5 restore RESTORE 12 after 4",
+        "6 backward COMPUTE 6 after 1",
+        "7 backward COMPUTE 6 after 5",
+        "8 update 0+1 GPU 24 after 7",
+        "9 forward COMPUTE 6 after 8",
+        "10 save SAVE 12 after 9",
+        "11 forward COMPUTE 6",
+        "12 forward COMPUTE 0 after 8",
+        "13 save SAVE 12 after 12",
+        "14 forward COMPUTE 6",
+        "15 save SAVE 12 after 14",
+        "16 forward COMPUTE 6",
+    ]

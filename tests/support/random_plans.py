@@ -7,6 +7,7 @@ import random
 from hypothesis import strategies as st
 
 from perfmodel import Placement, Plan, Workload
+from perfmodel.workload import SavedTensors
 
 SHAPES = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 
@@ -20,6 +21,14 @@ GROUPS = st.fixed_dictionaries(
         "maximize": st.booleans(),
     }
 )
+
+
+@st.composite
+def saved_tensors(draw: st.DrawFn, nbytes: int) -> tuple[SavedTensors, ...]:
+    """Saved tensors of any sizes, up to so many bytes each, saved and due at any times."""
+    sizes = draw(st.lists(st.integers(1, nbytes), max_size=8))
+    shares = st.lists(st.floats(0, 1), min_size=len(sizes), max_size=len(sizes)).map(sorted)
+    return tuple(map(SavedTensors, sizes, draw(shares), reversed(draw(shares))))
 
 
 class RandomPlans:
