@@ -185,6 +185,24 @@ def _means(values: Sequence[float], window: int) -> list[float]:
 
 
 @drawn
+def save_predictions(pairs: Mapping[str, Sequence[tuple[float, float]]], path: Path, *, what: str, title: str) -> None:
+    """Published and simulated figures by machine; on the line they are equal."""
+    looks = {"h100": ("#2f6fb0", "o"), "a100_bound": ("#2a9d6f", "s"), "a100_unbound": ("#d1603d", "^")}
+    with picture(path, figsize=(5.6, 4.6), dpi=100) as (_, panel):
+        for name, of_machine in pairs.items():
+            colour, marker = looks[name]
+            published, simulated = zip(*of_machine, strict=True)
+            panel.scatter(published, simulated, 30, colour, marker=marker, alpha=0.75, label=name, linewidths=0)
+        both = [value for of_machine in pairs.values() for pair in of_machine for value in pair]
+        line = [min(both), max(both)]
+        panel.plot(line, line, color="#8d97a5", linewidth=1, zorder=0)
+        panel.annotate("equal", (line[1], line[1]), textcoords="offset points", xytext=(-8, -14), color="#5b6470")
+        panel.set(xlabel=f"published {what}", ylabel=f"simulated {what}", title=title)
+        grid(panel)
+        panel.legend()
+
+
+@drawn
 def save_timelines(timelines: Mapping[str, Timeline], path: Path, *, title: str = "") -> None:
     """Timelines under each other on one time axis: a panel for each, a track for each lane, a colour for each op."""
     end = _end(timelines.values())

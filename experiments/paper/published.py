@@ -17,11 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from experiments.command import Parser
+from rich.console import Console
+
+from experiments.command import Parser, table
 from experiments.paper.fit import UNCERTAINTY, backward_seconds, fit_backward, fit_rest, fit_runs, rest_seconds
 from experiments.paper.runs import DATA_SHEETS, DEVICE_BANDWIDTHS, RUNS, PublishedRun, read_runs
 from experiments.paper.zero3 import BackwardRates, Mode, Run, update_seconds
-from experiments.plots import can_draw, drawn, grid, picture
+from experiments.plots import can_draw, save_predictions
 from perfmodel.hardware import HardwareProfile
 
 K = TypeVar("K")
@@ -165,72 +167,18 @@ def cross_validation(
     return dict(found)
 
 
-def print_table(title: str, predictions: dict[str, list[Prediction]]) -> None:
-    """Errors per class and mode."""
-    print(f"\n{title}\n{'':31} runs  update median / max   backward median   speedup median   best stride")
+def show(title: str, predictions: dict[str, list[Prediction]]) -> None:
+    """Errors per class and mode, and how many strides were predicted to be best that are, of how many."""
+    rows = []
     for name, of_class in predictions.items():
         for mode in (None, *Mode):
             chosen = [p for p in of_class if mode is None or p.published.run.mode is mode]
-            if not chosen:
-                continue
-            s = summary(name, chosen)
-            percent = [
-                "-".rjust(7) if s[k] is None else f"{100 * float(s[k] or 0):6.1f}%"
-                for k in ("update_median_error", "update_max_error", "backward_median_error", "speedup_median_error")
-            ]
-            strides = f"{s['stride_hits']} of {s['stride_cases']}" if s["stride_cases"] else "-"
-            label = f"{name} {mode.value if mode else 'all'}"
-            update = f"{percent[0]:>9} /{percent[1]}"
-            print(f"{label:31} {s['runs']:4}  {update}  {percent[2]:>12}  {percent[3]:>15}   {strides:>11}")
-
-
-CLASSES = {
-    "h100": "H100 node",
-    "a100_bound": "A100 node, ranks bound to NUMA nodes",
-    "a100_unbound": "A100 node, ranks not bound",
-}
-MODES = {
-    Mode.ZERO3_OFFLOAD: ("ZeRO-Offload", "#5b6470", "o"),
-    Mode.ASYNC_GRAD_ONLY: ("asynchronous gradients", "#e0a100", "s"),
-    Mode.DOS: ("the paper's schedule", "#2f6fb0", "D"),
-}
-"""Labels, colours and markers of pictures."""
-
-
-@drawn
-def draw(title: str, predictions: dict[str, list[Prediction]], path: Path) -> None:
-    """Predicted against published update times, one panel per class; on the line they are equal."""
-    from matplotlib.lines import Line2D
-
-    columns = len(predictions)
-    with picture(
-        path, f"Predicted against published, {title}", ncols=columns, figsize=(4.2 * columns, 4.6), squeeze=False
-    ) as (figure, panels):
-        for panel, name in zip(panels[0], (name for name in CLASSES if name in predictions), strict=True):
-            of_class = predictions[name]
-            both = [s for p in of_class for s in (p.published.update_s, p.update_s)]
-            ends = (min(both) / 1.15, max(both) * 1.15)
-            panel.plot(ends, ends, color="#c9ced6", linewidth=1.5, zorder=1)
-            for mode, (_, colour, marker) in MODES.items():
-                chosen = [p for p in of_class if p.published.run.mode is mode]
-                published, predicted = [p.published.update_s for p in chosen], [p.update_s for p in chosen]
-                panel.scatter(
-                    published, predicted, 26, colour, marker=marker, edgecolors="white", linewidths=0.5, zorder=2
-                )
-            panel.set(xscale="log", yscale="log", xlim=ends, ylim=ends, aspect="equal", title=CLASSES[name])
-            for axis in (panel.xaxis, panel.yaxis):
-                axis.set_ticks([tick for tick in (0.25, 0.5, 1, 2, 4, 8, 16) if ends[0] <= tick <= ends[1]])
-                axis.set_major_formatter("{x:g} s")
-                axis.set_minor_formatter("")
-                axis.set_ticks([], minor=True)
-            grid(panel)
-            panel.set_xlabel("published update")
-        panels[0][0].set_ylabel("predicted update")
-        handles = [
-            Line2D([], [], linestyle="none", color=colour, marker=marker, label=label)
-            for label, colour, marker in MODES.values()
-        ]
-        figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
+            if chosen:
+                runs, *errors, hits, cases = summary(name, chosen).values()
+                percent = ("-" if error is None else f"{error:.1%}" for error in errors)
+                rows.append([name, mode.value if mode else "all", str(runs), *percent, f"{hits}/{cases}"])
+    headings = ("", "mode", "runs", "update", "max", "backward", "speedup", "strides")
+    Console().print(table(f"{title}: median errors", headings, rows, left=2))
 
 
 def write_profiles(runs: Sequence[PublishedRun], folder: Path) -> None:
@@ -299,9 +247,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     for title, predictions in report.items():
-        print_table(title, predictions)
+        show(title, predictions)
         if not options.test:
-            draw(title, predictions, options.out / f"{title.replace(' ', '_')}.png")
+            pairs = {n: [(p.published.update_s, p.update_s) for p in found] for n, found in predictions.items()}
+            path = options.out / f"{title.replace(' ', '_')}.png"
+            save_predictions(pairs, path, what="update (s)", title=f"Updates, {title}")
     if not options.test and can_draw():
         print(f"\npictures in {options.out}")
     if options.json:

@@ -78,9 +78,7 @@ def speedup_table(predictions: Mapping[str, Sequence[Prediction]], machines: Ite
     for machine in machines:
         for p in predictions[machine]:
             r = p.published.run
-            pair = speedup_pairs([p])
-            if r.mode is Mode.DOS and pair[0]:
-                published, simulated = pair[0][0], pair[1][0]
+            for published, simulated in speedup_pairs([p]) if r.mode is Mode.DOS else ():
                 cells = [machine, p.published.model, f"{r.cpu_ratio:g}", str(r.stride)]
                 lines.append([*cells, f"{published:.2f}×", f"{simulated:.2f}×", f"{simulated / published - 1:+.1%}"])
     return lines

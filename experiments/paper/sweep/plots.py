@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments.paper.published import MEASURED_AS_BEST, Prediction
+from experiments.paper.published import Prediction
 from experiments.paper.sweep.compare import KINDS, METRICS, Comparison, Series
-from experiments.plots import CURVE_COLOURS, drawn, grid, picture
+from experiments.plots import CURVE_COLOURS, drawn, grid, picture, save_predictions
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -92,34 +92,17 @@ def _marker(edge: str) -> dict[str, Any]:
     return {"marker": "o", "markersize": 8, "markerfacecolor": "white", "markeredgecolor": edge, "markeredgewidth": 2}
 
 
-@drawn
 def save_speedups(predictions: Mapping[str, Sequence[Prediction]], path: Path) -> None:
-    """Simulated against published speedups of the iteration over ZeRO-Offload, a colour for each machine.
-
-    predictions: by machine, of runs that were not fitted.
-    """
-    looks = dict(zip(MEASURED_AS_BEST, (("#2f6fb0", "o"), ("#2a9d6f", "s"), ("#d1603d", "^")), strict=True))
-    with picture(path, figsize=(5.6, 4.6), dpi=100) as (_, panel):
-        ends: list[float] = []
-        for name, of_class in predictions.items():
-            published, simulated = speedup_pairs(of_class)
-            face, shape = looks[name]
-            panel.scatter(published, simulated, 30, color=face, marker=shape, alpha=0.75, label=name, linewidths=0)
-            ends += [*published, *simulated]
-        line = [min(ends), max(ends)]
-        panel.plot(line, line, color="#8d97a5", linewidth=1, zorder=0)
-        panel.annotate("equal", (line[1], line[1]), textcoords="offset points", xytext=(-8, -14), color="#5b6470")
-        panel.set(xlabel="published speedup over ZeRO-Offload (×)", ylabel="simulated speedup (×)")
-        panel.set_title("Iteration speedups of runs the model was not fitted to")
-        grid(panel)
-        panel.legend()
+    """Simulated against published speedups of the iteration over ZeRO-Offload. predictions: of runs not fitted."""
+    pairs = {name: speedup_pairs(of_class) for name, of_class in predictions.items()}
+    title = "Iteration speedups of runs the model was not fitted to"
+    save_predictions(pairs, path, what="speedup over ZeRO-Offload (×)", title=title)
 
 
-def speedup_pairs(predictions: Sequence[Prediction]) -> tuple[list[float], list[float]]:
+def speedup_pairs(predictions: Sequence[Prediction]) -> list[tuple[float, float]]:
     """Published and simulated speedups of the predictions that have something to be compared with."""
-    pairs = [
+    return [
         (p.baseline[0] / p.published.iteration_s, p.baseline[1] / p.iteration_s)
         for p in predictions
         if p.baseline is not None and p.speedup_error is not None
     ]
-    return [a for a, _ in pairs], [b for _, b in pairs]
