@@ -225,10 +225,12 @@ class EmulatedDevice:
     def _queue(
         self, op: Op, subgroup: int, work: Callable[[], None], alone_s: float, traffic: int, after: Sequence[Job]
     ) -> Job:
+        urgent = op in (Op.SAVE, Op.RESTORE)
+
         def run() -> Span:
             for job in after:
                 job.wait()
-            with torch.no_grad(), self._pacer.serve(LANES[op], alone_s, traffic) as start:
+            with torch.no_grad(), self._pacer.serve(LANES[op], alone_s, traffic, urgent=urgent) as start:
                 work()
             return Span(LANES[op], op, subgroup, start, time.perf_counter())
 

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from perfmodel import Lane
 
@@ -17,51 +18,68 @@ _DONE_S = 1e-6
 """Work below this many seconds counts as done; waits are not more exact than that."""
 
 
+@dataclass(eq=False)
+class _Ticket:
+    """A place in a lane's queue."""
+
+    urgent: bool
+
+
 class Pacer:
-    """Serves one piece of work per lane at a time, first come first served; lanes slow each other by `speeds`."""
+    """Serves one piece of work per lane at a time, first come first served; lanes slow each other by `speeds`.
+
+    Urgent work does not wait for other work: what the lane has begun of that goes on afterwards.
+    """
 
     def __init__(self, speeds: Speeds) -> None:
         self._speeds = speeds
         self._changed = threading.Condition()
-        self._queues: dict[Lane, deque[object]] = {lane: deque() for lane in Lane}
+        self._queues: dict[Lane, deque[_Ticket]] = {lane: deque() for lane in Lane}
         self._remaining: dict[Lane, float] = {}
         self._demands: dict[Lane, float] = {}
+        self._interrupted: dict[Lane, tuple[float, float]] = {}
+        """What remains of the work that urgent work interrupted, and what it demands."""
         self._speed: Mapping[Lane, float] = {}
         self._advanced = 0.0
 
     @contextmanager
-    def serve(self, lane: Lane, alone_s: float, traffic: float = 0.0) -> Iterator[float]:
+    def serve(self, lane: Lane, alone_s: float, traffic: float = 0.0, *, urgent: bool = False) -> Iterator[float]:
         """Occupy the lane while the body runs, and for at least as long as work of `alone_s` seconds takes on it.
 
         alone_s: seconds that the work takes when no other lane is busy. traffic: bytes that it moves through host DRAM.
         Gives the time.perf_counter() of its start.
         """
-        start = self._enter(lane, alone_s, traffic / alone_s if alone_s > 0 else 0.0)
+        ticket = _Ticket(urgent)
+        start = self._enter(lane, ticket, alone_s, traffic / alone_s if alone_s > 0 else 0.0)
         try:
             yield start
         finally:
-            self._leave(lane)
+            self._leave(lane, ticket)
 
-    def _enter(self, lane: Lane, alone_s: float, demand: float) -> float:
-        ticket = object()
+    def _enter(self, lane: Lane, ticket: _Ticket, alone_s: float, demand: float) -> float:
         with self._changed:
             queue = self._queues[lane]
-            queue.append(ticket)
+            queue.insert(sum(other.urgent for other in queue) if ticket.urgent else len(queue), ticket)
             while queue[0] is not ticket:
                 self._changed.wait()
             self._advance()
+            if lane in self._remaining:
+                self._interrupted[lane] = self._remaining[lane], self._demands[lane]
             self._remaining[lane], self._demands[lane] = alone_s, demand
             self._share()
             return self._advanced
 
-    def _leave(self, lane: Lane) -> None:
+    def _leave(self, lane: Lane, ticket: _Ticket) -> None:
         with self._changed:
+            queue = self._queues[lane]
             self._advance()
-            while self._remaining[lane] > _DONE_S:
-                self._changed.wait(self._remaining[lane] / self._speed[lane])
+            while queue[0] is not ticket or self._remaining[lane] > _DONE_S:
+                self._changed.wait(self._remaining[lane] / self._speed[lane] if queue[0] is ticket else None)
                 self._advance()
             del self._remaining[lane], self._demands[lane]
-            self._queues[lane].popleft()
+            queue.popleft()
+            if lane in self._interrupted and not queue[0].urgent:
+                self._remaining[lane], self._demands[lane] = self._interrupted.pop(lane)
             self._share()
 
     def _advance(self) -> None:

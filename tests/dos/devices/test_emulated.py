@@ -1,0 +1,36 @@
+"""The emulated device keeps the simulator's order."""
+
+import itertools
+import time
+
+import torch
+
+from dos.devices.emulated import EmulatedDevice
+from perfmodel import Op
+from perfmodel.lanes import Stream, Tasks
+from tests.support.clock import compares_with_a_clock
+from tests.support.machines import machine
+
+
+@compares_with_a_clock
+def test_saved_tensors_interrupt_state_on_their_link() -> None:
+    rates = machine(**dict.fromkeys(("h2d_bandwidth", "h2d_bandwidth_duplex"), 1e6))
+    device = EmulatedDevice(rates, 2**20)
+    tasks = Tasks()
+    for stream, seconds in ((Stream.COMPUTE, 0.1), (Stream.PREFETCH, 0.3), (Stream.PARAMETER, 0.1)):
+        tasks.add(stream, seconds, 0.0)
+    for after in ((0,), ()):
+        tasks.add(Stream.RESTORE, 0.05, 0.0, after)
+    tasks.serve(rates)
+
+    def copy(op: Op, nbytes: int):  # type: ignore[no-untyped-def]
+        return device.copy(op, 0, [(torch.zeros(nbytes, dtype=torch.uint8), torch.ones(nbytes, dtype=torch.uint8))])
+
+    origin = time.perf_counter()
+    jobs = [copy(Op.PREFETCH, 300_000), copy(Op.PARAMETER, 100_000)]
+    time.sleep(0.1)
+    jobs += [copy(Op.RESTORE, 50_000), copy(Op.RESTORE, 50_000)]
+    measured = [(job.wait().start - origin, job.wait().end - origin) for job in jobs]
+    expected = list(zip(tasks.start[1:], tasks.end[1:], strict=True))
+    gaps = [abs(a - b) for a, b in zip(itertools.chain(*measured), itertools.chain(*expected), strict=True)]
+    assert max(gaps) < 0.02, (measured, expected)
