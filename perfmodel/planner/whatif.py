@@ -25,6 +25,21 @@ LARGER_BATCH = 1.5
 """So many times the largest batch is worth a mention, whatever it does to the time."""
 HOSTS_GIB = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 """Memory that hosts are sold with."""
+ONE_REPLICA = "one replica over all ranks"
+SETTINGS: dict[str, dict[str, Any]] = {
+    "--checkpointing": {"checkpointing": True},
+    "--offload-gradients": {"offload_gradients": True},
+    "--fused-loss": {"fused_loss": True},
+    "without --offload-gradients": {"offload_gradients": False},
+    "--fsdp": {"fsdp": True, "zero": 0},
+    ONE_REPLICA: {"replicas": 1},
+    "--offload-parameters": {"offload_parameters": True, "offload_gradients": False},
+    "without --offload-parameters": {"offload_parameters": False},
+    "--no-attach": {"attach": False},
+}
+"""Settings that change no result, and what each changes of the question."""
+SAVING = tuple(SETTINGS)[:7]
+"""Those that may save memory."""
 MOST_REMEDIES = 4
 """Proposals for what does not fit."""
 MOST = 2**24
@@ -93,32 +108,29 @@ def _hardware(question: Question) -> Iterator[tuple[str, Question]]:
         faster = question.profile.replace(**{rate: 2 * getattr(question.profile, rate) for rate in rates})
         yield what, dataclasses.replace(question, profile=faster)
     fabric, layout = question.fabric, question.layout
-    if fabric.interconnect is not None and layout.per_node > 1:
-        faster_fabric = dataclasses.replace(fabric, interconnect=2 * fabric.interconnect)
-        yield "GPU interconnect twice as fast", dataclasses.replace(question, fabric=faster_fabric)
-    if fabric.network is not None and layout.nodes > 1:
-        faster_fabric = dataclasses.replace(fabric, network=2 * fabric.network)
-        yield "network twice as fast", dataclasses.replace(question, fabric=faster_fabric)
+    for what, rate, ranks in (
+        ("GPU interconnect", "interconnect", layout.per_node),
+        ("network", "network", layout.nodes),
+    ):
+        if (now := getattr(fabric, rate)) is not None and ranks > 1:
+            faster_fabric = dataclasses.replace(fabric, **{rate: 2 * now})
+            yield f"{what} twice as fast", dataclasses.replace(question, fabric=faster_fabric)
 
 
 def _settings(question: Question) -> Iterator[tuple[str, Question]]:
     """Choices of the user's with which the same work is done."""
     smaller = question.subgroup_size // 4
     if smaller and math.ceil(question.state_numel / smaller) <= MAX_SUBGROUPS:
-        change = f"subgroups of {format_count(smaller)} parameters"
-        yield change, dataclasses.replace(question, chosen_size=smaller)
-    if question.attach:
-        yield "--no-attach", dataclasses.replace(question, attach=False)
-    if not question.checkpointing:
-        yield "--checkpointing", dataclasses.replace(question, checkpointing=True)
-    if not question.fused_loss:
-        yield "--fused-loss", dataclasses.replace(question, fused_loss=True)
-    if question.offload_parameters:
-        yield "without --offload-parameters", dataclasses.replace(question, offload_parameters=False)
+        yield f"subgroups of {format_count(smaller)} parameters", dataclasses.replace(question, chosen_size=smaller)
+    names = ["--no-attach", "--checkpointing", "--fused-loss", "without --offload-parameters"]
+    settings = {name: SETTINGS[name] for name in names}
     if question.fsdp and question.replicas > 1:
-        yield "one replica over all ranks", dataclasses.replace(question, replicas=1)
+        settings[ONE_REPLICA] = SETTINGS[ONE_REPLICA]
     elif question.fsdp and question.nodes > 1:
-        yield "--hsdp", dataclasses.replace(question, replicas=question.nodes)
+        settings["--hsdp"] = {"replicas": question.nodes}
+    for name, changes in settings.items():
+        if (other := dataclasses.replace(question, **changes)) != question:
+            yield name, other
 
 
 def remedies(question: Question) -> list[Remedy]:
@@ -164,29 +176,19 @@ def _more(question: Question) -> Iterator[tuple[Effect, tuple[str, ...], dict[st
 
 
 def _combinations(question: Question) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
-    """None, one, two or three of the settings that change no result."""
-    single: list[tuple[str, dict[str, Any]]] = [
-        ("--checkpointing", {"checkpointing": True}),
-        ("--offload-gradients", {"offload_gradients": True}),
-        ("--fused-loss", {"fused_loss": True}),
-        ("without --offload-gradients", {"offload_gradients": False}),
-        ("--fsdp", {"fsdp": True, "zero": 0}),
-        ("one replica over all ranks", {"replicas": 1}),
-        ("--offload-parameters", {"offload_parameters": True, "offload_gradients": False}),
-    ]
+    """None, one, two or three of the settings that change no result and may save memory."""
     several = question.ranks > 1
     useful = [
-        (name, settings)
-        for name, settings in single
-        if any(getattr(question, key) != value for key, value in settings.items())
+        name
+        for name in SAVING
+        if any(getattr(question, key) != value for key, value in SETTINGS[name].items())
         and (name != "--fsdp" or (several and not question.sharded))
         and (name != "--offload-parameters" or several or question.sharded)
     ]
     for count in range(4):
-        for chosen in itertools.combinations(useful, count):
-            names, settings = zip(*chosen, strict=True) if chosen else ((), ())
+        for names in itertools.combinations(useful, count):
             if not {"--offload-gradients", "--offload-parameters"} <= set(names):
-                yield names, {key: value for each in settings for key, value in each.items()}
+                yield names, {key: value for name in names for key, value in SETTINGS[name].items()}
 
 
 def _changed(question: Question, changes: dict[str, Any], *, larger_host: bool) -> Question | None:
