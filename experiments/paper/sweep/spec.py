@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from experiments.paper.runs import DATA_SHEETS
 from experiments.paper.zero3 import Mode
@@ -64,7 +64,7 @@ class Configuration:
         missing = [key for key in ("machine", "model", "policy") if key not in values]
         if missing:
             raise ValueError(f"a run needs {missing[0]!r}")
-        read = {key: KEYS[key](key, value) for key, value in values.items()}
+        read = {key: _read_value(key, value) for key, value in values.items()}
         given: dict[str, Any] = DEFAULTS | {"ranks_per_node": min(read.get("ranks", DEFAULTS["ranks"]), 4)} | read
         if given["ranks"] % given["ranks_per_node"]:
             raise ValueError(
@@ -130,78 +130,64 @@ def _check_together(given: Mapping[str, Any]) -> None:
             raise ValueError(f"memory 'trace' needs a published machine ({published}), found machine {machine!r}")
 
 
-def _number(
-    wanted: str, accept: Callable[[float], bool], kind: type = float, *words: str
-) -> Callable[[str, object], Any]:
-    """How a number is read, or one of some words."""
-
-    def read(key: str, value: object) -> Any:
-        if value in words:
-            return value
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not accept(value):
-            raise ValueError(f"{key} {wanted}, found {value!r}")
-        return kind(value)
-
-    return read
+def _is_number(value: object, least: float, below: float) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value < below
 
 
-_whole = _number("must be a whole number of 1 or more", lambda n: n >= 1 and n == n // 1, int)  # 1e8 is one
-
-
-def _model(key: str, value: object) -> str:
+def _is_size(value: object) -> bool:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)B", value) if isinstance(value, str) else None
-    if found is None or float(found[1]) <= 0:
-        raise ValueError(f"{key} must be a size in billions of parameters such as '7B', found {value!r}")
-    return f"{float(found[1]):g}B"
+    return found is not None and float(found[1]) > 0
 
 
-def _machine(key: str, value: object) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{key} must be the name of a profile or a file, found {value!r}")
-    if value not in builtin_profiles():
+class Key(NamedTuple):
+    """What a run may say for a key. wanted: in words. accepts: whether a value is one. read: what it becomes."""
+
+    wanted: str
+    accepts: Callable[[Any], bool]
+    read: Callable[[Any], Any] = lambda value: value
+
+    @classmethod
+    def one_of(cls, *names: str) -> Key:
+        return cls(f"must be one of {', '.join(names)}", lambda value: value in names)
+
+
+_WHOLE = Key(  # 1e8 is one
+    "must be a whole number of 1 or more", lambda n: _is_number(n, 1, math.inf) and n == n // 1, int
+)
+KEYS = {
+    "machine": Key("must be the name of a profile or a file", lambda value: isinstance(value, str)),
+    "model": Key(
+        "must be a size in billions of parameters such as '7B'", _is_size, lambda value: f"{float(value[:-1]):g}B"
+    ),
+    "policy": Key.one_of(*PUBLISHED_LOOPS, *OUR_POLICIES),
+    **dict.fromkeys(("ranks", "ranks_per_node", "micro_batch", "accumulation", "subgroup_size", "stride"), _WHOLE),
+    "ratio": Key(
+        "is the share on the host and must lie in [0, 1]", lambda n: _is_number(n, 0, math.nextafter(1, 2)), float
+    ),
+    "memory": Key(
+        "must be 'ratio', 'trace' or 0 GiB or more",
+        lambda n: n in ("ratio", "trace") or _is_number(n, 0, math.inf),
+        lambda n: n if isinstance(n, str) else float(n),
+    ),
+    "attach": Key("must be true or false", lambda value: isinstance(value, bool)),
+    "contention": Key("is the share that others take and must lie in [0, 1)", lambda n: _is_number(n, 0, 1), float),
+    "device": Key.one_of(*DEVICES),
+    "parameters": _WHOLE,
+}
+
+
+def _read_value(key: str, value: object) -> Any:
+    """The value as a configuration has it. Raises ValueError for one that the key does not take."""
+    wanted, accepts, read = KEYS[key]
+    if not accepts(value):
+        raise ValueError(f"{key} {wanted}, found {value!r}")
+    if key == "machine" and value not in builtin_profiles():
         try:
-            HardwareProfile.load(value)
+            HardwareProfile.load(str(value))
         except OSError:
             names = ", ".join(builtin_profiles())
             raise ValueError(f"{key} {value!r} is neither a built-in profile ({names}) nor a file") from None
-    return value
-
-
-def _attach(key: str, value: object) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError(f"{key} must be true or false, found {value!r}")
-    return value
-
-
-def _one_of(*names: str) -> Callable[[str, object], str]:
-    def read(key: str, value: object) -> str:
-        if value not in names:
-            raise ValueError(f"{key} must be one of {', '.join(names)}, found {value!r}")
-        return str(value)
-
-    return read
-
-
-KEYS: dict[str, Callable[[str, object], Any]] = {
-    "machine": _machine,
-    "model": _model,
-    "policy": _one_of(*PUBLISHED_LOOPS, *OUR_POLICIES),
-    "ranks": _whole,
-    "ranks_per_node": _whole,
-    "micro_batch": _whole,
-    "accumulation": _whole,
-    "subgroup_size": _whole,
-    "stride": _whole,
-    "ratio": _number("is the share on the host and must lie in [0, 1]", lambda n: 0 <= n <= 1),
-    "memory": _number(
-        "must be 'ratio', 'trace' or 0 GiB or more", lambda n: 0 <= n < math.inf, float, "ratio", "trace"
-    ),
-    "attach": _attach,
-    "contention": _number("is the share that others take and must lie in [0, 1)", lambda n: 0 <= n < 1),
-    "device": _one_of(*DEVICES),
-    "parameters": _whole,
-}
-"""What a run may say, and how it is read and checked."""
+    return read(value)
 
 
 @dataclass(frozen=True)
