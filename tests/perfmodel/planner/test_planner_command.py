@@ -14,6 +14,7 @@ import pytest
 from perfmodel.hardware import HardwareProfile
 from perfmodel.planner.datasheets import ALIASES, CARDS, GPUS, LINKS
 from perfmodel.planner.main import main
+from perfmodel.planner.text import show
 from perfmodel.subgroups import automatic_subgroup_size
 from tests.support import ROOT
 from tests.support.planner import answer, refused
@@ -157,6 +158,16 @@ def test_documented_output_is_the_command_s(capsys: pytest.CaptureFixture[str]) 
         assert main(line) == 0
         printed = capsys.readouterr().out
         assert [row.rstrip() for row in output.splitlines()] == [row.rstrip() for row in printed.splitlines()]
+
+
+@pytest.mark.parametrize("settings", ["--host 48GB", "--ranks 4 --fsdp --offload-parameters", "--tflops 100"])
+def test_the_text_says_nothing_but_what_json_has(settings: str, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--params", "7e9", "--machine", "h100", *settings.split()]
+    found = answer(capsys, *asked)
+    show(found)
+    shown = capsys.readouterr().out
+    assert main(asked) == 0
+    assert capsys.readouterr().out == shown
 
 
 def test_json_has_it_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -367,6 +378,7 @@ def bad_files(folder: Path) -> None:
         ),
         ("--params 7e9 --machine h100 --plot none/plan.png", "cannot write none/plan.png: No such file or directory"),
         ("--params 7e9 --machine h100 --plot plan.xyz", "cannot write plan.xyz: Format 'xyz' is not supported"),
+        ("--params 7e9 --machine h100 --trainable 0%", "expected a number above 0 (1e-6 to 1e9), found '0'"),
         ("--params 7e9 --machine h100 --frobnicate", "unrecognized arguments: --frobnicate"),
     ],
 )
