@@ -15,10 +15,12 @@ from perfmodel import Plan, Workload
 from perfmodel.adaptive import adaptive
 from perfmodel.format import MIXED
 from perfmodel.hardware import HardwareProfile
+from perfmodel.planner.question import Question
+from perfmodel.planner.transformer import Transformer
 from perfmodel.policies import cpu_only
 from perfmodel.simulate import makespan
 from perfmodel.subgroups import LEAST_SIZE, MOST, SHARE, automatic_subgroup_size
-from tests.support.training import FAST
+from tests.support.training import FAST, mlp
 
 GIB = 2**30
 
@@ -77,3 +79,16 @@ def sizes_of(model: nn.Module, inputs: int) -> list[int]:
     model(torch.ones(2, inputs)).sum().backward()
     optimizer.step()
     return sizes
+
+
+def test_the_planner_and_the_optimizer_divide_alike() -> None:
+    """And lazy parameters as others."""
+    numel = sum(p.numel() for p in mlp().parameters())
+    size = automatic_subgroup_size(numel, 50_000)
+    assert size < numel / 4
+    assert sizes_of(mlp(), 24)[0] == size
+    asked = Question(Transformer.of_size(10**9), HardwareProfile.builtin("h100"), 80 * GIB)
+    assert asked.subgroup_size == automatic_subgroup_size(asked.state_numel, 80 * GIB)
+    sizes = sizes_of(nn.Linear(32, 64), 32)
+    assert len(sizes) > 1
+    assert sizes_of(nn.LazyLinear(64), 32) == sizes

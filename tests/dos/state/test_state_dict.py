@@ -53,6 +53,20 @@ def test_resetting_the_state_starts_over() -> None:
     assert bits(model.parameters()) == bits(fresh.parameters())
 
 
+def test_loading_does_not_tie_the_optimizer_to_the_state_dict() -> None:
+    """And what others keep there stays."""
+    model = mlp()
+    optimizer = dos(model)
+    train(model, optimizer, 2)
+    saved = copy.deepcopy(optimizer.state_dict())
+    before = bits(t for entry in saved["state"].values() for t in entry.values())
+    saved["state"][0]["mine"] = "a note"
+    optimizer.load_state_dict(saved)
+    train(model, optimizer, 2)
+    assert optimizer.state[model[0].weight]["mine"] == saved["state"][0].pop("mine") == "a note"
+    assert bits(t for entry in saved["state"].values() for t in entry.values()) == before
+
+
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_copies_of_model_and_optimizer_go_their_own_way(how: str, dtype: torch.dtype) -> None:
