@@ -42,29 +42,36 @@ from tests.support.random_plans import RandomPlans
 from tests.support.ranks import TORCH_2_6
 from tests.support.training import bits, mlp, plan_anew, train
 
-POLICIES = ["cpu", 0.5, 0.0, "stride:2", "stride:1"]
-
 
 def trained(
     device: FakeCudaDevice | None,
     *,
     attached: bool = False,
+    streams: Sequence[FakeStream] = (),
+    prepare: Callable[[nn.Parameter], None] = lambda parameter: None,
     before_step: Callable[[DOSAdam], None] = lambda optimizer: None,
     **options: object,
 ) -> list[bytes]:
-    """Losses, parameters and state after some steps, to the bit. On a device all that the caller does is late, too."""
+    """Losses, parameters and state after some steps, to the bit. On a device all that the caller does is late, too.
+
+    streams: on which backward runs if not on the caller's. prepare: is called with each parameter before.
+    """
     model = mlp(torch.bfloat16)
+    for parameter in model.parameters():
+        prepare(parameter)
     if device is not None:
-        queue_gradients(device.runtime, model.parameters())
+        queue_gradients(device.runtime, model.parameters(), streams or None)
 
     def backward_is_issued(step: int) -> None:
         before_step(optimizer)
         if device is not None:
             was = bits(model.parameters())
             device.runtime.caller.enqueue(lambda: unchanged.append(bits(model.parameters()) == was))
+            end_backward(device.runtime, streams)
 
     unchanged: list[bool] = []
-    optimizer = DOSAdam(model.parameters(), lr=1e-2, device=device, subgroup_size=300, **options)  # type: ignore[arg-type]
+    settings = {"lr": 1e-2, "device": device, "subgroup_size": 300, **options}
+    optimizer = DOSAdam(model.parameters(), **settings)  # type: ignore[arg-type]
     if attached:
         optimizer.attach(model)
     losses = train(model, optimizer, 4, before_step=backward_is_issued)
@@ -76,13 +83,23 @@ def trained(
 
 @pytest.mark.parametrize("seed", [None, 0])
 @pytest.mark.parametrize("attached", [False, True])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    ("policy", "offload"), [*((p, False) for p in ("cpu", 0.5, 0.0, "stride:2", "stride:1")), ("stride:2", True)]
+)
 def test_no_order_of_work_changes_a_bit(
-    policy: str | float, attached: bool, seed: int | None, monkeypatch: pytest.MonkeyPatch
+    policy: str | float, offload: bool, attached: bool, seed: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = trained(None)
     device = FakeCudaDevice(install(monkeypatch, seed))
-    assert trained(device, attached=attached, policy=policy) == expected
+    assert trained(device, attached=attached, policy=policy, offload_gradients=offload) == expected
+
+
+def resident(runtime: Runtime, **settings: Any) -> tuple[nn.Parameter, DOSAdam]:
+    """A parameter with a gradient whose state stays on the device."""
+    parameter = nn.Parameter(torch.ones(8))
+    optimizer = DOSAdam([parameter], **{"device": FakeCudaDevice(runtime), "policy": "resident", **settings})
+    parameter.grad = torch.ones(8)
+    return parameter, optimizer
 
 
 @pytest.mark.parametrize("policy", ["resident", "adaptive"])
@@ -123,37 +140,23 @@ def test_a_step_on_the_device_is_four_launches_and_waits_for_nothing(
 
 
 def test_steps_on_the_device_end_with_their_optimizer(runtime: Runtime) -> None:
-    """Memory that they use goes with it."""
+    """Memory that they use goes with it. And gradients are zeroed without waiting for an update that comes first."""
     runtime.caller = FakeStream(runtime)
-    parameter = nn.Parameter(torch.ones(8))
-    optimizer = DOSAdam([parameter], device=FakeCudaDevice(runtime), policy="resident")
+    parameter, optimizer = resident(runtime)
     for _ in range(3):
-        parameter.grad = torch.ones(8)
         optimizer.step()
-    was = bits([parameter])
+    was, waits = bits([parameter]), runtime.waits
+    optimizer.zero_grad(set_to_none=False)
+    assert runtime.waits == waits
     optimizer._session._end_last_step()  # as the next backward does
     del optimizer
     assert bits([parameter]) != was
 
 
-def test_gradients_are_zeroed_without_waiting_for_an_update_that_comes_first(runtime: Runtime) -> None:
-    runtime.caller = FakeStream(runtime)
-    parameter = nn.Parameter(torch.ones(8))
-    optimizer = DOSAdam([parameter], device=FakeCudaDevice(runtime), policy="resident")
-    parameter.grad = torch.ones(8)
-    for _ in range(3):
-        optimizer.step()
-    waits = runtime.waits
-    optimizer.zero_grad(set_to_none=False)
-    assert runtime.waits == waits
-
-
 def test_a_step_that_fails_on_the_device_is_told_by_the_next_call(
     runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parameter = nn.Parameter(torch.ones(8))
-    optimizer = DOSAdam([parameter], device=FakeCudaDevice(runtime), policy="resident")
-    parameter.grad = torch.ones(8)
+    _, optimizer = resident(runtime)
     optimizer.step()
 
     def fail(event: object) -> None:
@@ -161,10 +164,9 @@ def test_a_step_that_fails_on_the_device_is_told_by_the_next_call(
 
     for method in ("query", "synchronize"):
         monkeypatch.setattr(FakeEvent, method, fail)
-    with pytest.raises(RuntimeError, match="failed part way"):
-        optimizer.step()
-    with pytest.raises(RuntimeError, match="failed part way"):
-        optimizer.step()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="failed part way"):
+            optimizer.step()
 
 
 def test_hooks_leave_a_capture_early_and_what_it_reads_is_finished_by_the_step(runtime: Runtime) -> None:
@@ -204,12 +206,10 @@ def test_hooks_leave_a_capture_early_and_what_it_reads_is_finished_by_the_step(r
 
 
 def test_offloaded_gradients_cannot_be_captured(runtime: Runtime) -> None:
-    parameter = nn.Parameter(torch.ones(8))
-    optimizer = DOSAdam([parameter], device=FakeCudaDevice(runtime), offload_gradients=True)
+    parameter, _optimizer = resident(runtime, offload_gradients=True)
     runtime.capturing = True
     with pytest.raises(RuntimeError, match="offload_gradients=False"):
         parameter.sum().backward()
-    del optimizer
 
 
 @pytest.mark.parametrize("seed", [None, 0])
@@ -219,13 +219,6 @@ def test_plans_that_change_every_step(slots: int, seed: int | None, monkeypatch:
     policy = RandomPlans(seed or 0, slots)
     device = FakeCudaDevice(install(monkeypatch, seed))
     assert trained(device, attached=True, policy=policy, before_step=plan_anew) == expected
-
-
-@pytest.mark.parametrize("seed", [None, 0])
-def test_offloaded_gradients(seed: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = trained(None)
-    device = FakeCudaDevice(install(monkeypatch, seed))
-    assert trained(device, policy="stride:2", offload_gradients=True) == expected
 
 
 @pytest.mark.parametrize("offload", [False, True], ids=["", "offload"])
@@ -259,32 +252,11 @@ def test_a_backward_on_two_streams(
 ) -> None:
     """Pieces of one subgroup come from both. layouts: gradients lie otherwise than parameters, so they are copied."""
 
-    def trained_on(runtime: Runtime | None) -> list[bytes]:
-        model = mlp(torch.bfloat16)
-        parameters = list(model.parameters())
-        streams = [] if runtime is None else [runtime.caller_stream(), runtime.caller_stream()]
+    def relaid(parameter: nn.Parameter) -> None:
         if layouts:
             with torch.no_grad():
-                for parameter in parameters:
-                    parameter.set_(parameter.t().contiguous().t())
-                    parameter.register_post_accumulate_grad_hook(relaid)
-        if runtime is not None:
-            queue_gradients(runtime, parameters, streams)
-        device = None if runtime is None else FakeCudaDevice(runtime)
-        optimizer = DOSAdam(
-            parameters, lr=1e-2, device=device, policy="cpu", subgroup_size=700, offload_gradients=offload
-        )
-
-        def backward_ends(step: int) -> None:
-            if runtime is not None:
-                end_backward(runtime, streams)
-
-        train(model, optimizer, 4, before_step=backward_ends)
-        return bits(parameters)
-
-    def relaid(parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        parameter.grad = parameter.grad.contiguous()
+                parameter.set_(parameter.t().contiguous().t())
+            parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", p.grad.contiguous()))
 
     def flat_gradient(record: ParameterRecord, gradient: Tensor) -> Tensor:
         flat = made(record, gradient)
@@ -292,11 +264,13 @@ def test_a_backward_on_two_streams(
             runtime.current_stream().enqueue(lambda: flat.copy_(made(record, gradient)))
         return flat
 
-    expected = trained_on(None)
+    settings: dict[str, Any] = {"policy": "cpu", "subgroup_size": 700, "offload_gradients": offload, "prepare": relaid}
+    expected = trained(None, **settings)
     runtime = install(monkeypatch, seed)
     made = ParameterRecord.flat_gradient
     monkeypatch.setattr(ParameterRecord, "flat_gradient", flat_gradient)
-    assert trained_on(runtime) == expected
+    streams = [runtime.caller_stream(), runtime.caller_stream()]
+    assert trained(FakeCudaDevice(runtime), streams=streams, **settings) == expected
 
 
 def test_a_weight_of_two_modules_is_waited_for_on_the_stream_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -464,8 +438,7 @@ def test_two_optimizers_share_streams(seed: int | None, monkeypatch: pytest.Monk
         for model, policy in zip(models, ["stride:2", "cpu"], strict=True):
             device = None if runtime is None else FakeCudaDevice(runtime)
             optimizers.append(DOSAdam(model.parameters(), lr=1e-2, device=device, subgroup_size=300, policy=policy))
-            if device is not None:
-                optimizers[-1].attach(model)  # so that both are in flight at once
+            optimizers[-1].attach(model)  # so that both are in flight at once
         for step in range(3):
             for model, optimizer in zip(models, optimizers, strict=True):
                 train(model, optimizer, 1, first_step=step)
@@ -529,15 +502,7 @@ def test_memory_that_hooks_take_is_of_the_stream_of_step(runtime: Runtime, monke
 
     monkeypatch.setattr(FakeCudaDevice, "allocate", noted)
     theirs = runtime.caller_stream()
-    expected = trained(None)
-    model = mlp(torch.bfloat16)
-    queue_gradients(runtime, model.parameters(), [theirs])
-    device = FakeCudaDevice(runtime)
-    optimizer = DOSAdam(model.parameters(), lr=1e-2, device=device, subgroup_size=300, policy="stride:1")
-    losses = train(model, optimizer, 4, before_step=lambda step: end_backward(runtime, [theirs]))
-    state = optimizer.state
-    tensors = [torch.tensor(losses), *model.parameters(), *(t for s in state.values() for t in s.values())]
-    assert bits(tensors) == expected
+    assert trained(FakeCudaDevice(runtime), streams=[theirs], policy="stride:1") == trained(None)
     assert any(taken), "nothing was allocated in a hook"
     assert runtime.allocated == {runtime.caller}
 
