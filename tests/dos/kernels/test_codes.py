@@ -47,41 +47,30 @@ def run_of(blocks: int) -> AdamArrays:
     return coded_arrays(blocks * BLOCK, torch.bfloat16, *PARAMETERS[0], seed=1)
 
 
+def by_torch_as_on_cuda(arrays: AdamArrays, step: AdamStep) -> None:
+    with CudaArithmetic():
+        _adam_update_torch(arrays, step)
+
+
+OTHERS = {name: kernel for name, kernel in KERNELS.items() if name != "torch"} | {"torch on CUDA": by_torch_as_on_cuda}
+
+
 @pytest.mark.parametrize("grad", FLOATS)
 @pytest.mark.parametrize("step", [step for step in STEPS if not step.amsgrad])
-@pytest.mark.parametrize("kernel", [name for name in KERNELS if name != "torch"])
+@pytest.mark.parametrize("kernel", OTHERS)
 def test_kernels_write_the_same_codes(kernel: str, step: AdamStep, grad: torch.dtype) -> None:
     for seed, kind in enumerate(PARAMETERS):
-        expected = coded_arrays(1 << 15, grad, *kind, seed)
+        expected = coded_arrays(1 << 13, grad, *kind, seed)
+        if seed == 3:  # was loaded so
+            assert expected.exp_avg_sq_scale is not None
+            expected.exp_avg_sq_scale[::2] = torch.inf
+            expected.exp_avg_sq.view(-1, BLOCK)[::2] = 0
         ours = cloned(expected)
         for count in range(3):  # also on what came of infinities and of the largest floats
             now = replace(step, step=step.step + count)
-            KERNELS[kernel](ours, now)
+            OTHERS[kernel](ours, now)
             _adam_update_torch(expected, now)
             assert_same_bytes(ours, expected)
-
-
-@pytest.mark.parametrize("kernel", [name for name in KERNELS if name != "torch"])
-def test_an_infinite_scale_that_was_loaded_is_the_same_to_all(kernel: str) -> None:
-    expected = coded_arrays(1 << 10, torch.float32, torch.float32, None, False, 0)
-    assert expected.exp_avg_sq_scale is not None
-    expected.exp_avg_sq_scale.fill_(torch.inf)
-    expected.exp_avg_sq.zero_()
-    ours = cloned(expected)
-    KERNELS[kernel](ours, STEPS[0])
-    _adam_update_torch(expected, STEPS[0])
-    assert_same_bytes(ours, expected)
-
-
-@pytest.mark.parametrize("step", [step for step in STEPS if not step.amsgrad])
-@pytest.mark.parametrize("kind", PARAMETERS, ids=str)
-def test_torch_operations_give_the_same_bits_with_the_arithmetic_of_cuda(kind: Any, step: AdamStep) -> None:
-    expected = coded_arrays(1 << 15, torch.bfloat16, *kind, seed=3)
-    ours = cloned(expected)
-    with CudaArithmetic():
-        _adam_update_torch(ours, step)
-    _adam_update_torch(expected, step)
-    assert_same_bytes(ours, expected)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])

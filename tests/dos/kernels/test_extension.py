@@ -38,6 +38,14 @@ def site(tmp_path: Path) -> Path:
     return site
 
 
+def error_of(folder: Path, site: Path | None = None) -> str:
+    """What an import says in its last line."""
+    done = python(folder, "-c", "import dos", site=site)
+    assert done.returncode == 1
+    assert "circular" not in done.stderr
+    return done.stderr.splitlines()[-1]
+
+
 def python(folder: Path, *arguments: str, site: Path | None = None) -> subprocess.CompletedProcess[str]:
     """Run Python in the folder; `site` comes before the packages that this Python has."""
     path = os.pathsep.join([*([] if site is None else [str(site)]), *PACKAGES])
@@ -65,25 +73,17 @@ def test_sources_that_shadow_the_installed_package_work(checkout: Path, site: Pa
 def test_another_version_is_not_used(checkout: Path, site: Path, module: str) -> None:
     with (site / "dos" / module).open("a") as file:
         file.write("# another\n")
-    done = python(checkout, "-c", "import dos", site=site)
-    assert done.returncode == 1
-    last = done.stderr.splitlines()[-1]
-    assert f"the source folder {checkout / 'dos'} shadows the installed package {site / 'dos'}" in last
-    assert "circular" not in done.stderr
+    said = f"the source folder {checkout / 'dos'} shadows the installed package {site / 'dos'}"
+    assert said in error_of(checkout, site)
 
 
 @pytest.mark.skipif(any((p / "dos/kernels/update.py").exists() for p in map(Path, PACKAGES)), reason="dos is installed")
 def test_without_any_compiled_part_the_message_says_so(checkout: Path) -> None:
-    done = python(checkout, "-c", "import dos")
-    assert done.returncode == 1
-    last = done.stderr.splitlines()[-1]
-    assert f"the compiled part of dos is not in {checkout / 'dos'}" in last
-    assert "pip install ." in last
-    assert "circular" not in done.stderr
+    said = error_of(checkout)
+    assert f"the compiled part of dos is not in {checkout / 'dos'}" in said
+    assert "pip install ." in said
 
 
 def test_a_compiled_part_that_does_not_load(checkout: Path) -> None:
     (checkout / "dos" / COMPILED.name).write_bytes(b"not a library")
-    done = python(checkout, "-c", "import dos")
-    assert done.returncode == 1
-    assert "the compiled part of dos cannot be loaded" in done.stderr.splitlines()[-1]
+    assert "the compiled part of dos cannot be loaded" in error_of(checkout)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,13 +11,14 @@ from torch import Tensor
 
 from dos import DOSAdam
 from dos.kernels.adam import AdamArrays, AdamStep, off_ties
-from dos.kernels.gpu_update import _adam_update_torch
 from dos.kernels.update import instruction_sets
 from tests.support.arrays import (
     ALL_FLOATS,
     CHUNK,
+    KERNELS,
     NOTHING,
     STEPS,
+    Kernel,
     assert_same_bits,
     bits,
     clone,
@@ -29,25 +29,6 @@ from tests.support.arrays import (
 from tests.support.training import bits as bytes_of
 from tests.support.training import mlp, train
 
-Write = Callable[[Tensor, Tensor], None]
-"""Updates a master, the first, by nothing; the second receives the parameter."""
-
-
-def cpp(isa: str) -> Write:
-    def write(master: Tensor, out: Tensor) -> None:
-        grad, exp_avg, exp_avg_sq = (torch.zeros(len(master)) for _ in range(3))
-        update([grad, master, exp_avg, exp_avg_sq, None, out], NOTHING, isa=isa)
-
-    return write
-
-
-def torch_operations(master: Tensor, out: Tensor) -> None:
-    grad, exp_avg, exp_avg_sq = (torch.zeros(len(master)) for _ in range(3))
-    _adam_update_torch(AdamArrays(grad, master, exp_avg, exp_avg_sq, None, out), NOTHING)
-
-
-WRITERS = {f"C++ {isa}": cpp(isa) for isa in instruction_sets()} | {"torch": torch_operations}
-
 
 def recovered(out: Tensor, lower: Tensor) -> Tensor:
     """The master's bits from the parameter and the master's lower half, as DESIGN has it."""
@@ -55,10 +36,10 @@ def recovered(out: Tensor, lower: Tensor) -> Tensor:
     return (upper << 16 | lower) - torch.where(lower > 0x8000, 0x10000, 0).to(torch.int32)
 
 
-def moved(before: Tensor, write: Write) -> int:
+def moved(before: Tensor, kernel: Kernel) -> int:
     """How many masters an update by nothing moves, all of it checked."""
     after, out = before.clone(), torch.empty(len(before), dtype=torch.bfloat16)
-    write(after, out)
+    kernel(AdamArrays(torch.zeros(len(before)), after, *torch.zeros(2, len(before)), None, out), NOTHING)
     nan = before.isnan()
     expected = before.to(torch.bfloat16)
     assert torch.equal(bits(out), torch.where(nan, 0x7FC0, bits(expected)).to(torch.int16))
@@ -72,22 +53,22 @@ def moved(before: Tensor, write: Write) -> int:
     return int(tie.sum())
 
 
-@pytest.mark.parametrize("writer", WRITERS)
-def test_every_tie_moves_and_nothing_else_does(writer: str) -> None:
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_every_tie_moves_and_nothing_else_does(kernel: str) -> None:
     random = torch.randint(-(2**31), 2**31, (1 << 20,), generator=torch.Generator().manual_seed(0)).to(torch.int32)
     beside = [(bits(ties()) + shift).view(torch.float32) for shift in (-0x8000, -1, 1, 0x7FFF)]
-    assert moved(ties(), WRITERS[writer]) == 65_280
-    assert moved(torch.cat(beside), WRITERS[writer]) == 0
-    moved(random.view(torch.float32), WRITERS[writer])
+    assert moved(ties(), KERNELS[kernel]) == 65_280
+    assert moved(torch.cat(beside), KERNELS[kernel]) == 0
+    moved(random.view(torch.float32), KERNELS[kernel])
 
 
 @pytest.mark.skipif(ALL_FLOATS not in os.environ, reason=f"takes minutes; set {ALL_FLOATS}=1")
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("writer", WRITERS)
-def test_all_floats(writer: str) -> None:
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_all_floats(kernel: str) -> None:
     starts = range(-(2**31), 2**31, CHUNK)
     floats = (torch.arange(start, start + CHUNK).to(torch.int32).view(torch.float32) for start in starts)
-    assert sum(moved(chunk, WRITERS[writer]) for chunk in floats) == 65_280
+    assert sum(moved(chunk, KERNELS[kernel]) for chunk in floats) == 65_280
 
 
 @pytest.mark.parametrize(

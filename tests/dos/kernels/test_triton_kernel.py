@@ -26,7 +26,7 @@ from dos.kernels.gpu_update import GpuBatch, gpu_kernel_name
 from dos.kernels.update import AdamArrays, AdamBatch, AdamStep
 from perfmodel.format import BLOCK
 from tests.support import ROOT
-from tests.support.arrays import STEP, STEPS, assert_same_bits, clone, random_arrays, update
+from tests.support.arrays import STEP, STEPS, assert_same_bits, random_arrays, update
 
 
 def test_interpreted_it_has_the_bits_of_the_cpu_kernel() -> None:
@@ -175,24 +175,6 @@ def updated_by_gpu_code(arrays: list[torch.Tensor | None], step: AdamStep) -> No
     GpuBatch(torch.device("cpu")).update([step], AdamBatch(runs)._table, [run[1:] for run in runs])
 
 
-def test_without_triton_torch_does_the_same(
-    afresh: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setitem(sys.modules, "triton", None)
-    monkeypatch.delitem(sys.modules, "dos.kernels.triton_kernel", raising=False)
-    with caplog.at_level(logging.WARNING):
-        for step in STEPS:
-            expected = random_arrays(3000, step, torch.bfloat16, torch.float32, torch.bfloat16, seed=0)
-            ours = clone(expected)
-            updated_by_gpu_code(ours, step)
-            update(expected, step)
-            assert_same_bits(ours, expected)
-    assert gpu_kernel_name() == "torch"
-    assert len(caplog.records) == 1
-    assert "Triton kernel cannot be used (ModuleNotFoundError" in caplog.text
-    assert "it needs the triton package" in caplog.text
-
-
 class ShortOfMemory(TorchDispatchMode):
     """A device that has no memory for the result of one operation, and is asked for so much (bytes) at most."""
 
@@ -257,51 +239,6 @@ def test_torch_operations_need_no_more_memory_than_they_say(work: str) -> None:
     assert memory.peak / numel <= 100
 
 
-def test_a_kernel_that_does_not_compile_is_given_up(
-    afresh: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    calls = []
-
-    def fails(*arguments: object) -> None:
-        calls.append(arguments)
-        raise RuntimeError("Failed to find C compiler")
-
-    monkeypatch.setattr(module, "_import_triton_kernel", lambda: fails)
-    assert gpu_kernel_name() == "triton"
-    with caplog.at_level(logging.WARNING):
-        for _ in range(2):
-            expected = random_arrays(100, STEP, torch.bfloat16, torch.float32, torch.bfloat16, seed=0)
-            ours = clone(expected)
-            updated_by_gpu_code(ours, STEP)
-            update(expected, STEP)
-            assert_same_bits(ours, expected)
-    assert gpu_kernel_name() == "torch"
-    assert len(calls) == 1
-    assert calls[0][1] == STEP
-    assert len(caplog.records) == 1
-    assert "(RuntimeError: Failed to find C compiler)" in caplog.text
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        subprocess.CalledProcessError(1, "gcc"),
-        PermissionError("~/.triton/cache"),
-        ImportError("cuda_utils.so"),
-        RuntimeError("PassManager::run failed"),
-        RuntimeError("Triton Error [CUDA]: the provided PTX was compiled with an unsupported toolchain."),
-        RuntimeError("Triton Error [CUDA]: device kernel image is invalid"),
-    ],
-)
-def test_what_will_not_work_next_time_either(error: Exception, afresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*arguments: object) -> None:
-        raise error
-
-    monkeypatch.setattr(module, "_import_triton_kernel", lambda: fails)
-    updated_by_gpu_code(random_arrays(100, STEP, torch.bfloat16, torch.float32, torch.bfloat16, seed=0), STEP)
-    assert gpu_kernel_name() == "torch"
-
-
 NO_MEMORY = [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("Triton Error [CUDA]: out of memory")]
 
 
@@ -318,11 +255,10 @@ def test_a_kernel_that_finds_no_memory_is_tried_again(
 
     monkeypatch.setattr(module, "_import_triton_kernel", lambda: loads)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("trim"))
-    arrays = random_arrays(100, STEP, torch.bfloat16, torch.float32, torch.bfloat16, seed=0)
-    untouched = clone(arrays)
+    arrays = some_arrays()
     updated_by_gpu_code(arrays, STEP)
     assert calls == ["load", "trim", "load"]
-    assert_same_bits(arrays, untouched)
+    assert_same_bits(arrays, some_arrays())
     assert gpu_kernel_name() == "triton"
     assert not caplog.records
 
@@ -331,19 +267,13 @@ def test_a_kernel_that_finds_no_memory_is_tried_again(
     "error",
     [*NO_MEMORY, MemoryError(), RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")],
 )
-def test_what_is_wrong_with_the_device_is_said_and_triton_stays(
-    error: Exception, afresh: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails(*arguments: object) -> None:
-        raise error
-
-    monkeypatch.setattr(module, "_import_triton_kernel", lambda: fails)
-    arrays = random_arrays(100, STEP, torch.bfloat16, torch.float32, torch.bfloat16, seed=0)
-    untouched = clone(arrays)
+def test_what_is_wrong_with_the_device_is_said_and_triton_stays(error: Exception, failing: Fails) -> None:
+    failing(error)
+    arrays = some_arrays()
     with pytest.raises(type(error)) as caught:
         updated_by_gpu_code(arrays, STEP)
     assert caught.value is error
-    assert_same_bits(arrays, untouched)
+    assert_same_bits(arrays, some_arrays())
     assert gpu_kernel_name() == "triton"
 
 
@@ -351,3 +281,62 @@ def test_scalars_are_rounded_once() -> None:
     exact = torch.tensor(STEP.scalars, dtype=torch.float64)
     assert torch.tensor(STEP.float32_scalars, dtype=torch.float64).equal(exact.float().double())
     assert STEP.float32_scalars != STEP.scalars
+
+
+Fails = Callable[[BaseException], list[Any]]
+
+
+@pytest.fixture
+def failing(afresh: None, monkeypatch: pytest.MonkeyPatch) -> Fails:
+    """Has the Triton kernel raise this; the calls of it."""
+
+    def fail_with(error: BaseException) -> list[Any]:
+        calls: list[Any] = []
+
+        def fails(*arguments: object) -> None:
+            calls.append(arguments)
+            raise error
+
+        monkeypatch.setattr(module, "_import_triton_kernel", lambda: fails)
+        assert gpu_kernel_name() == "triton"
+        return calls
+
+    return fail_with
+
+
+def some_arrays(step: AdamStep = STEP) -> list[torch.Tensor | None]:
+    return random_arrays(100, step, torch.bfloat16, torch.float32, torch.bfloat16, seed=0)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        None,
+        RuntimeError("Failed to find C compiler"),
+        subprocess.CalledProcessError(1, "gcc"),
+        PermissionError("~/.triton/cache"),
+        ImportError("cuda_utils.so"),
+        RuntimeError("PassManager::run failed"),
+        RuntimeError("Triton Error [CUDA]: the provided PTX was compiled with an unsupported toolchain."),
+        RuntimeError("Triton Error [CUDA]: device kernel image is invalid"),
+    ],
+)
+def test_a_kernel_that_will_not_work_next_time_either_is_given_up(
+    error: Exception | None, failing: Fails, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And torch does the same. None: there is no Triton."""
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.delitem(sys.modules, "dos.kernels.triton_kernel", raising=False)
+    calls = [] if error is None else failing(error)
+    with caplog.at_level(logging.WARNING):
+        for step in STEPS:
+            expected, ours = some_arrays(step), some_arrays(step)
+            updated_by_gpu_code(ours, step)
+            update(expected, step)
+            assert_same_bits(ours, expected)
+    assert gpu_kernel_name() == "torch"
+    assert [call[1] for call in calls] == ([] if error is None else [STEPS[0]])
+    (record,) = caplog.records
+    said = "ModuleNotFoundError" if error is None else f"{type(error).__name__}: {error}"
+    assert f"Triton kernel cannot be used ({said}" in record.getMessage()
+    assert "it needs the triton package" in caplog.text
