@@ -7,8 +7,6 @@ import importlib.util
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ from perfmodel.footprint import host_footprint
 from tests.support import ROOT, pages
 from tests.support.messages import messages, plain
 from tests.support.planner import answer
+from tests.support.processes import python
 from tests.support.ranks import Ranks
 
 DOCS = ROOT / "docs"
@@ -253,15 +252,7 @@ def test_messages_are_found(tmp_path: Path) -> None:
 def test_pages_build_without_warnings(tmp_path: Path) -> None:
     for package in ("mkdocs", "material", "mkdocstrings"):
         pytest.importorskip(package, reason=f"{package} is not installed: pip install '.[docs]'")
-    build = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)],
-        cwd=ROOT,
-        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert build.returncode == 0, build.stdout + build.stderr
+    python("-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path, NO_MKDOCS_2_WARNING="1")
     api = (tmp_path / "api" / "index.html").read_text()
     assert "clip_grad_norm_" in api
     assert "<li><code>subgroups</code>: at least one.</li>" in api  # fields of docstrings are lists

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import logging
 import re
 import runpy
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dos import DOSAdam
-from dos.devices import Caller, Copy, Job
-from dos.step.engine import Engine
 from tests.support import ROOT
+from tests.support.processes import python
+from tests.support.training import leaving_early
 
 EXAMPLES = ROOT / "examples"
 NEEDS = {
@@ -58,16 +60,9 @@ def _main(name: str, monkeypatch: pytest.MonkeyPatch) -> Main:
 @pytest.mark.parametrize("name", NEEDS)
 def test_example(name: str, optimizers: list[DOSAdam], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    left_early: list[int] = []
-    send_gradients = Engine.send_gradients
-
-    def send(self: Engine, index: int, copies: Sequence[Copy], callers: Collection[Caller] = ()) -> Job:
-        left_early.append(index)
-        return send_gradients(self, index, copies, callers)
-
-    monkeypatch.setattr(Engine, "send_gradients", send)
     main = _main(name, monkeypatch)
-    losses = main(["--device", "emulated", "--steps", "12"])
+    with leaving_early() as left_early:
+        losses = main(["--device", "emulated", "--steps", "12"])
     assert losses[-1] < losses[0]
     on_host = main(["--device", "cpu", "--steps", "12"])
     # Where state is changes no bit. Trainer clips by torch, which rounds gradients that are not offloaded.
@@ -93,6 +88,27 @@ def _scalars(folder: Path) -> set[str]:
     events = EventAccumulator(str(folder))
     events.Reload()
     return set(events.Tags()["scalars"])
+
+
+@pytest.fixture
+def code() -> list[dict[str, Any]]:
+    """The notebook's cells with code."""
+    notebook = json.loads((EXAMPLES / "demo.ipynb").read_text())
+    assert (notebook["nbformat"], notebook["metadata"]["kernelspec"]["name"]) == (4, "python3")
+    return [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+
+
+def test_the_notebook_runs_from_top_to_bottom(code: list[dict[str, Any]], tmp_path: Path) -> None:
+    """Its cells are one program; Jupyter runs them in one namespace, too."""
+    (tmp_path / "demo.py").write_text("\n\n".join("".join(cell["source"]) for cell in code))
+    said = python("demo.py", cwd=tmp_path)
+    assert "All have the same bits." in said
+    assert "The same bits again." in said
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+
+
+def test_the_notebook_has_no_outputs(code: list[dict[str, Any]]) -> None:
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
 
 
 def test_every_example_is_tested() -> None:

@@ -16,9 +16,7 @@ import pytest
 
 import dos
 from tests.support import ROOT
-
-PACKAGES = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
-"""Where this Python has torch and the rest."""
+from tests.support.processes import PACKAGES, run
 
 
 def _can_build() -> bool:
@@ -37,15 +35,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (ROOT / "build").mkdir(exist_ok=True)
     with (ROOT / "build" / "wheel.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # tests may run in several processes, and share the folder of the build
-        done = subprocess.run(
-            ["bash", "scripts/wheel.sh", "--no-build-isolation"],
-            cwd=ROOT,
-            env={**os.environ, "PYTHON": sys.executable, "DIST": str(folder)},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-    assert done.returncode == 0, done.stdout + done.stderr
+        run("bash", "scripts/wheel.sh", "--no-build-isolation", PYTHON=sys.executable, DIST=str(folder))
     [built] = folder.glob("*.whl")
     return built
 
@@ -55,22 +45,14 @@ def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the wheel installed and nothing else."""
     folder = tmp_path_factory.mktemp("site")
     install = ["-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(folder), str(wheel)]
-    subprocess.run([sys.executable, *install], check=True)
+    run(sys.executable, *install)
     return folder
 
 
 def python(site: Path, folder: Path, *arguments: str) -> str:
     """What Python prints, run in the folder, with the installed package before all others and no editable one."""
-    done = subprocess.run(
-        [sys.executable, "-S", *arguments],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(site), *PACKAGES])},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    path = os.pathsep.join([str(site), *PACKAGES])
+    return run(sys.executable, "-S", *arguments, cwd=folder, PYTHONPATH=path).stdout
 
 
 def test_the_wheel_has_what_it_should(wheel: Path) -> None:

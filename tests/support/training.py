@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dos import DOSAdam, EmulatedDevice
+from dos.devices import Job
+from dos.step.engine import Engine
 from perfmodel.hardware import HardwareProfile
 
 FAST = HardwareProfile(
@@ -121,3 +124,20 @@ def assert_close_ulp(actual: Iterable[Tensor], expected: Iterable[Tensor], ulps:
         torch.testing.assert_close(
             a.detach(), e.detach(), rtol=0, atol=ulps * torch.finfo(e.dtype).eps * max(scale, 1e-6)
         )
+
+
+@contextmanager
+def leaving_early() -> Iterator[list[int]]:
+    """The subgroups whose gradients leave during backward meanwhile."""
+    found: list[int] = []
+    send_gradients = Engine.send_gradients
+
+    def send(self: Engine, index: int, *rest: Any, **more: Any) -> Job:
+        found.append(index)
+        return send_gradients(self, index, *rest, **more)
+
+    Engine.send_gradients = send  # type: ignore[method-assign]
+    try:
+        yield found
+    finally:
+        Engine.send_gradients = send_gradients  # type: ignore[method-assign]

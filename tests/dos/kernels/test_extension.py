@@ -12,10 +12,9 @@ import pytest
 
 from dos.kernels import update
 from tests.support import ROOT
+from tests.support.processes import PACKAGES, run
 
 COMPILED = Path(str(update._adam.__file__))
-PACKAGES = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
-"""Where this Python has torch and the rest."""
 
 
 def sources(folder: Path) -> Path:
@@ -50,14 +49,7 @@ def python(folder: Path, *arguments: str, site: Path | None = None) -> subproces
     """Run Python in the folder; `site` comes before the packages that this Python has."""
     path = os.pathsep.join([*([] if site is None else [str(site)]), *PACKAGES])
     # -S: no hooks of an editable installation.
-    return subprocess.run(
-        [sys.executable, "-S", *arguments],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return run(sys.executable, "-S", *arguments, cwd=folder, good=False, PYTHONPATH=path)
 
 
 def test_sources_that_shadow_the_installed_package_work(checkout: Path, site: Path) -> None:

@@ -25,18 +25,15 @@ from dos.kernels import masters
 from dos.kernels.gpu_update import GpuBatch, gpu_kernel_name
 from dos.kernels.update import AdamArrays, AdamBatch, AdamStep
 from perfmodel.format import BLOCK
-from tests.support import ROOT
 from tests.support.arrays import STEP, STEPS, assert_same_bits, random_arrays, update
+from tests.support.processes import python
 
 
 def test_interpreted_it_has_the_bits_of_the_cpu_kernel() -> None:
     semantic = pytest.importorskip("triton.language.semantic", reason="Triton is not installed")
     if not hasattr(semantic, "TritonSemantic"):
         pytest.skip("this Triton, which may be that of torch 2.6, has no TritonSemantic to interpret with")
-    program = [sys.executable, "-m", "tests.support.interpret_triton"]
-    done = subprocess.run(program, capture_output=True, text=True, check=False, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    assert "596 updates compared" in done.stdout
+    assert "596 updates compared" in python("-m", "tests.support.interpret_triton")
 
 
 FULL = (torch.float32, torch.float32, None)

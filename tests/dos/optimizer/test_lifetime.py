@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -16,8 +14,8 @@ from torch import Tensor
 from dos import DOSAdam, EmulatedDevice
 from dos.machine import host_memory
 from dos.state.arena import Arena
-from tests.support import ROOT
 from tests.support.clock import eventually
+from tests.support.processes import python
 from tests.support.training import FAST, mlp, on, train
 
 pytestmark = pytest.mark.usefixtures("one_kernel_thread")
@@ -122,6 +120,4 @@ train(model, optimizer, 2)
 
 @pytest.mark.parametrize("policy", ["host", "cpu", "stride:2", "adaptive"])
 def test_state_can_be_saved_when_the_interpreter_ends(policy: str) -> None:
-    program = [sys.executable, "-c", AT_EXIT, policy]
-    done = subprocess.run(program, capture_output=True, text=True, check=False, cwd=ROOT)
-    assert done.stdout == "saved\n", done.stderr
+    assert python("-c", AT_EXIT, policy) == "saved\n"

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
-import textwrap
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 from dos import DOSAdam, EmulatedDevice
-from tests.support import ROOT
-from tests.support.training import FAST, SLOW, bits, mlp
+from tests.support.processes import python
+from tests.support.training import FAST, SLOW, backward, bits, mlp, on
 
 pytestmark = pytest.mark.usefixtures("one_kernel_thread")
 
@@ -32,7 +29,7 @@ class Branches(nn.Module):
         self.shared = nn.Parameter(torch.zeros(50))
 
 
-def backward(model: Branches, step: int, thread: int) -> None:
+def backward_of(model: Branches, step: int, thread: int) -> None:
     for micro_batch in range(3):
         generator = torch.Generator().manual_seed(1000 * step + 10 * thread + micro_batch)
         inputs = torch.randn(8, 24, generator=generator)
@@ -46,7 +43,7 @@ def train(threaded: bool, **settings: object) -> list[bytes]:
     optimizer = DOSAdam(model.parameters(), lr=0.01, subgroup_size=300, **settings)  # type: ignore[arg-type]
     for step in range(4):
         optimizer.zero_grad()
-        threads = [threading.Thread(target=backward, args=(model, step, i)) for i in range(THREADS)]
+        threads = [threading.Thread(target=backward_of, args=(model, step, i)) for i in range(THREADS)]
         for thread in threads:
             if threaded:
                 thread.start()
@@ -80,7 +77,7 @@ def test_offloaded_gradients_of_two_threads_are_refused(at_once: bool) -> None:
 
     def run(thread: int) -> None:
         try:
-            backward(model, 0, thread)
+            backward_of(model, 0, thread)
         except RuntimeError as error:
             refused.append(str(error))
 
@@ -98,7 +95,7 @@ def test_offloaded_gradients_of_two_threads_are_refused(at_once: bool) -> None:
         optimizer.step()
     assert bits([*model.parameters()]) == before
     optimizer.zero_grad()
-    backward(model, 0, 0)
+    backward_of(model, 0, 0)
     optimizer.step()
     assert bits([*model.parameters()]) != before
 
@@ -134,9 +131,7 @@ def test_forks_in_another_thread_change_nothing(policy: str | float, attached: b
 
     def run(forks: bool) -> list[bytes]:
         model = mlp(torch.bfloat16)
-        optimizer = DOSAdam(
-            model.parameters(), lr=0.01, policy=policy, subgroup_size=200, device=EmulatedDevice(SLOW, 10**7)
-        )
+        optimizer = DOSAdam(model.parameters(), lr=0.01, subgroup_size=200, **on(policy, machine=SLOW))
         if attached:
             optimizer.attach(model)
         done = threading.Event()
@@ -157,8 +152,7 @@ def test_forks_in_another_thread_change_nothing(policy: str | float, attached: b
             for step in range(15):
                 time.sleep(2e-3)
                 optimizer.zero_grad()
-                inputs = torch.randn(8, 24, generator=torch.Generator().manual_seed(step)).bfloat16()
-                model(inputs).float().square().mean().backward()
+                backward(model, step)
                 optimizer.step()
         finally:
             done.set()
@@ -173,45 +167,34 @@ def test_forks_in_another_thread_change_nothing(policy: str | float, attached: b
         assert run(forks=True) == expected
 
 
-def test_a_data_loader_with_workers_started_from_a_thread(tmp_path: Path) -> None:
+LOADS_IN_A_THREAD = """
+import threading
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from dos import DOSAdam, EmulatedDevice
+from tests.support.training import FAST, mlp
+
+model = mlp()
+device = EmulatedDevice(FAST, 10**7)
+optimizer = DOSAdam(model.parameters(), policy="stride:2", subgroup_size=200, device=device)
+data = TensorDataset(torch.randn(32, 24))
+
+def load():
+    for _ in range(3):
+        loader = DataLoader(data, batch_size=8, num_workers=2, multiprocessing_context="fork")
+        assert sum(len(batch) for (batch,) in loader) == 32
+
+loading = threading.Thread(target=load)
+loading.start()
+while loading.is_alive():
+    optimizer.zero_grad()
+    model(torch.ones(8, 24)).square().mean().backward()
+    optimizer.step()
+loading.join()
+print("ended well")
+"""
+
+
+def test_a_data_loader_with_workers_started_from_a_thread() -> None:
     """In a process of its own, so that nothing hangs here if it does there."""
-    program = tmp_path / "program.py"
-    program.write_text(
-        textwrap.dedent(
-            """
-            import threading
-            import torch
-            from torch.utils.data import DataLoader, TensorDataset
-            from dos import DOSAdam, EmulatedDevice
-            from tests.support.training import FAST, bits, mlp
-
-            model = mlp()
-            device = EmulatedDevice(FAST, 10**7)
-            optimizer = DOSAdam(model.parameters(), policy="stride:2", subgroup_size=200, device=device)
-            data = TensorDataset(torch.randn(32, 24))
-
-            def load():
-                for _ in range(3):
-                    loader = DataLoader(data, batch_size=8, num_workers=2, multiprocessing_context="fork")
-                    assert sum(len(batch) for (batch,) in loader) == 32
-
-            loading = threading.Thread(target=load)
-            loading.start()
-            while loading.is_alive():
-                optimizer.zero_grad()
-                model(torch.ones(8, 24)).square().mean().backward()
-                optimizer.step()
-            loading.join()
-            print("ended well")
-            """
-        )
-    )
-    found = subprocess.run(
-        [sys.executable, "-W", "ignore", str(program)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-    )
-    assert found.stdout.strip() == "ended well", found.stderr
+    assert python("-W", "ignore", "-c", LOADS_IN_A_THREAD, OMP_NUM_THREADS="1") == "ended well\n"
