@@ -5,14 +5,16 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from dos.activations.offload import checked_amount
 from dos.clipped import Clipped
 from dos.deciding.controller import Policy
 from dos.devices import Device
@@ -190,7 +192,7 @@ class DOSAdam(Optimizer):
         """
         self._session.synchronize()
 
-    def attach(self, model: nn.Module) -> None:
+    def attach(self, model: nn.Module, *, activations: float | Literal["auto"] | None = None) -> None:
         """Let updates run on into the next forward of ``model``: ``step()`` returns while the host still works.
 
         Each module waits for its own parameters just before it runs, in training; ``step()`` itself waits for those
@@ -199,10 +201,34 @@ class DOSAdam(Optimizer):
         gradients in any other way after ``step()``, such as ``model.to()``, and before a CUDA graph is captured.
         Subgroups are updated in the order of first use as observed. Attaching another model replaces the first. A model
         that is compiled is attached afterwards.
+
+        activations: how much of what autograd saves in the model's forward leaves for the host until backward needs it,
+        as in ``offload_activations``; None: nothing.
         Raises TypeError for anything but a model, ValueError for one that has none of the optimizer's parameters.
         """
         check_model(model, (p for group in self.param_groups for p in group["params"]))
-        self._session.attach(model)
+        self._session.attach(model, checked_amount(activations))
+
+    def offload_activations(self, activations: float | Literal["auto"] = "auto") -> AbstractContextManager[None]:
+        """Let tensors that autograd saves leave for the host until backward needs them; surrounds a forward. ::
+
+            with optimizer.offload_activations(0.5):
+                loss = model(batch).loss
+            loss.backward()
+
+        The result is the same to the bit. Those saved first leave first, for they are needed last: tensors of 1 MiB or
+        more that are no parameters, buffers or views of them (a model's buffers are known once it is attached).
+        With all parameters on the host, nothing leaves.
+
+        activations: the share that leaves, from 0 to 1, or the bytes that may be on the host, an int. ``"auto"``: as
+        much as the plan says, beginning with nothing.
+        Backward raises RuntimeError, as without this, if a tensor was written to after it was saved.
+        Raises TypeError or ValueError for another ``activations``.
+        """
+        amount = checked_amount(activations)
+        if amount is None:
+            raise TypeError("activations must be a share from 0 to 1, bytes as an int, or 'auto', found None")
+        return self._session.offload_activations(amount)
 
     def register_ddp(
         self, model: DistributedDataParallel, comm_hook: CommHook | None = None, comm_state: Any = None

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from dos.activations.offload import ActivationOffload, Amount
 from dos.device_side import DeviceSide
 from dos.devices import Caller, Device
 from dos.gradients.clipping import Clipping
@@ -24,6 +26,7 @@ from dos.parameters.live_state import Entries, LiveState
 from dos.parameters.loading import makes_state
 from dos.parameters.reconciler import Reconciler
 from dos.sharding.fingerprint import look_at_bits
+from dos.sharding.local import local
 from dos.sharding.meshes import Meshes
 from dos.stages import Ready, Stage
 from dos.state.record import ParameterRecord
@@ -42,6 +45,7 @@ class Session(Members):
     stage: of the iteration. state: the optimizer's entries.
     seen: whether users have had entries of the state, which they may change from then on, whenever they like.
     attachment: the model whose next forward updates run into, if any.
+    activations: what moves saved tensors, once that was asked for.
     """
 
     state: Entries
@@ -51,6 +55,7 @@ class Session(Members):
         self.stage = Stage.IDLE
         self.seen = False
         self.attachment: Attachment | None = None
+        self.activations: ActivationOffload | None = None
         self.clipping = Clipping(self.registry.offloaded, options.max_grad_norm, meshes)
         self._reconciler = Reconciler(self.registry, self.guard, options.state_format)
         self._in_place = InPlace(self.guard)
@@ -95,6 +100,8 @@ class Session(Members):
             self._hand_over()
         if self.on_device is not None:
             self.on_device.step_returns()
+        if self.activations is not None:
+            self.activations.settle()
 
     def prepare(self, scale: float, writes: int | None) -> Ready:
         """Look into everything that a step needs, and get the memory for it; nothing has changed if this raises.
@@ -242,6 +249,8 @@ class Session(Members):
 
     def gradient_ready(self, parameter: Tensor) -> None:
         """Called by a hook when backward has written to ``parameter.grad``, from several threads perhaps."""
+        if self.activations is not None and parameter.grad is not None:
+            self.activations.device.count(local(parameter.grad))
         if self.on_device is not None and self.capturing():
             if self.registry.offloaded is not None:
                 parameter.grad = None  # the graph that would compute it will not be
@@ -377,13 +386,34 @@ class Session(Members):
         for subgroup, _ in self.registry.places[record]:
             self._in_place.wait_for(subgroup)
 
-    def attach(self, model: nn.Module) -> None:
-        """Let updates run on into the forward of this model."""
+    def attach(self, model: nn.Module, amount: Amount | None) -> None:
+        """Let updates run on into the forward of this model. amount: of its saved tensors leave meanwhile."""
         self.synchronize()
         before, self.attachment = self.attachment, None  # until there is another, step() waits for all
         if before is not None:
             before.detach()
         self.attachment = Attachment(model, self)
+        offload = self._offload(amount)
+        if amount is not None and offload is not None:
+            self.attachment.surround(lambda module: offload.begin(module, amount, _lasting(module)), offload.end)
+
+    def offload_activations(self, amount: Amount) -> AbstractContextManager[None]:
+        """Surrounds a forward of which so much leaves."""
+        offload = self._offload(amount)
+        if offload is None:
+            return contextlib.nullcontext()
+        model = None if self.attachment is None else self.attachment.model
+        known = [p for group in self.groups for p in group["params"]]
+        return offload.around(amount, known if model is None else [*known, *_lasting(model)])
+
+    def _offload(self, amount: Amount | None) -> ActivationOffload | None:
+        """What moves saved tensors, with memory for the first forward; None with all parameters on the host."""
+        if amount is not None and self.devices.found is not None:
+            if self.activations is None:
+                registry = self.registry
+                self.activations = ActivationOffload(self.devices.found, self._lock, lambda: registry.bytes_to_come)
+            self.activations.prepare(amount)
+        return self.activations
 
     @exclusive
     def bring_home(self) -> None:
@@ -421,4 +451,11 @@ class Session(Members):
         self.synchronize()
         if self.on_device is not None:
             self.on_device.release(held)
+        if self.activations is not None:
+            self.activations.settle()
         return held
+
+
+def _lasting(model: nn.Module) -> list[Tensor]:
+    """What of a model outlives its forward."""
+    return [*model.parameters(), *model.buffers()]

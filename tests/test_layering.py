@@ -56,6 +56,7 @@ INNER: dict[str, set[str]] = {
     "machine": set(),
     "sharding": set(),
     "devices": {"guard", "lifetime", "machine"},
+    "activations": {"devices", "guard", "machine", "sharding"},
     "kernels": {"machine"},
     "state": {"devices", "kernels", "machine", "sharding"},
     "gradients": {"devices", "kernels", "sharding", "state"},
@@ -89,6 +90,7 @@ INNER: dict[str, set[str]] = {
         "state",
     },
     "session": {
+        "activations",
         "deciding",
         "device_side",
         "devices",

@@ -74,8 +74,9 @@ def pinned_zeros(device: Device, numel: int, dtype: torch.dtype) -> Tensor:
 class Device(Protocol):
     """An accelerator: memory, and one in-order stream for each kind of operation.
 
-    Work of different streams runs at once unless `after` orders it. Two streams share each link (gradients and flushes,
-    prefetches and parameters), so that a transfer that waits does not hold up one that could go.
+    Work of different streams runs at once unless `after` orders it. Three streams share each link (gradients, flushes
+    and saved tensors; prefetches, parameters and restored tensors), so that a transfer that waits does not hold up one
+    that could go.
     """
 
     @property
@@ -117,6 +118,18 @@ class Device(Protocol):
 
     def free(self, buffer: Tensor) -> None:
         """Give back what `allocate` gave. No work in flight may use it."""
+
+    def keep(self, buffer: Tensor, op: Op | None = None) -> None:
+        """Let the memory stay, once it is let go of, until what is queued so far may not use it any more.
+
+        op: on the stream of this operation; None: in the queue in which the caller works now.
+        """
+
+    def count(self, tensor: Tensor) -> None:
+        """Count a tensor of the model's as long as it is there. Only emulated devices must be told.
+
+        Raises torch.OutOfMemoryError if there is no room for it.
+        """
 
     def memory(self) -> Memory:
         """Free and total device memory as the runtime sees it."""

@@ -106,6 +106,12 @@ class CudaDevice:
     def free(self, buffer: Tensor) -> None:
         pass  # the caching allocator takes the memory when the last view goes
 
+    def keep(self, buffer: Tensor, op: Op | None = None) -> None:
+        buffer.record_stream(self._streams[op] if op is not None else torch.cuda.current_stream(self.torch_device))
+
+    def count(self, tensor: Tensor) -> None:
+        pass  # the allocator does
+
     def memory(self) -> Memory:
         return Memory(*torch.cuda.mem_get_info(self.torch_device))
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from dos.devices.base import LANES, Cached, Caller, Copy, Job, Mark, Memory
 from dos.devices.occupancy import Occupancy
@@ -36,13 +37,37 @@ class Usage(NamedTuple):
     neighbour: int
 
 
+class _Storages:
+    """Memory that is counted while it is there, whoever refers to it."""
+
+    def __init__(self) -> None:
+        self._bytes: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        known = self._bytes.get(tensor.untyped_storage()._cdata)
+        return known is not None and not known[0].expired()
+
+    def add(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self._bytes[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+
+    def remove(self, tensor: Tensor) -> None:
+        self._bytes.pop(tensor.untyped_storage()._cdata, None)
+
+    def nbytes(self) -> int:
+        for key in [key for key, (storage, _) in list(self._bytes.items()) if storage.expired()]:
+            self._bytes.pop(key, None)
+        return sum(nbytes for _, nbytes in list(self._bytes.values()))
+
+
 class EmulatedDevice:
     """Emulates an accelerator and its host; parameters are ordinary CPU tensors that count as being on it.
 
     profile: rates of the links, the device and the host's update. `profile.scaled(1 / 500)` makes a large machine's
         proportions last long enough to be reproduced by a small one.
     capacity: device memory in bytes.
-    occupied: bytes of it that the model and its activations take; what is not taken now stays reserved for them.
+    occupied: bytes of it that the model and its activations take; what is not taken now stays reserved for them. Beside
+        them count the tensors that `count` was called for: where saved tensors are offloaded, those and gradients.
     neighbour: bytes that another process wants; it takes what is free and waits for the rest.
     peak_bytes: the most that was in use. own_peak_bytes: without the neighbour. unmet_bytes: what that waits for.
 
@@ -70,7 +95,7 @@ class EmulatedDevice:
         self.peak_bytes = 0
         self.own_peak_bytes = 0
         self.unmet_bytes = 0
-        self._live: dict[int, int] = {}  # bytes of each buffer, by its id
+        self._live, self._counted = _Storages(), _Storages()
         self._reserved = 0
         self._granted = 0
         self._start_streams()
@@ -130,19 +155,32 @@ class EmulatedDevice:
                 f"emulated device out of memory: {nbytes} bytes asked for, {free} of {self.capacity} free"
             )
         buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        # Before it is counted, so that what is counted goes with the buffer, however this ends.
-        weakref.finalize(buffer, self._live.pop, id(buffer), None)
-        self._live[id(buffer)] = nbytes
+        self._live.add(buffer)
         self._free()
         return buffer
 
     def free(self, buffer: Tensor) -> None:
-        self._live.pop(id(buffer), None)  # it may be gone already, if the engine was interrupted while freeing it
+        self._live.remove(buffer)
         self._free()
 
-    @property
-    def _held(self) -> int:
-        return sum(list(self._live.values()))
+    def keep(self, buffer: Tensor, op: Op | None = None) -> None:
+        pass  # copies hold their memory, and the caller's computation is over when it returns
+
+    @exclusive
+    def count(self, tensor: Tensor) -> None:
+        if tensor in self._live or tensor in self._counted:
+            return
+        nbytes, free = tensor.untyped_storage().nbytes(), self._free()
+        if nbytes > free:
+            raise torch.OutOfMemoryError(
+                f"emulated device out of memory: a tensor of {nbytes} bytes was made, {free} of {self.capacity} free"
+            )
+        self._counted.add(tensor)
+        self._free()
+
+    def _taken(self) -> int:
+        """Bytes of the model now."""
+        return self._counted.nbytes() + (self.occupied() if callable(self.occupied) else self.occupied)
 
     def memory(self) -> Memory:
         return Memory(self._free(), self.capacity)
@@ -158,20 +196,19 @@ class EmulatedDevice:
     def usage(self) -> Usage:
         """Who holds what, now."""
         self._free()
-        occupied = self.occupied() if callable(self.occupied) else self.occupied
-        return Usage(occupied, self._held, self._granted)
+        return Usage(self._taken(), self._live.nbytes(), self._granted)
 
     @exclusive
     def _free(self) -> int:
         """Bytes that are free for us, everybody else having taken what is theirs."""
-        occupied = self.occupied() if callable(self.occupied) else self.occupied
+        occupied, held = self._taken(), self._live.nbytes()
         wanted = self.neighbour() if callable(self.neighbour) else self.neighbour
         self._reserved = max(self._reserved, occupied)
-        self._granted = min(wanted, max(self._granted, self.capacity - self._reserved - self._held))
+        self._granted = min(wanted, max(self._granted, self.capacity - self._reserved - held))
         self.unmet_bytes = wanted - self._granted
-        used = occupied + self._granted + self._held
+        used = occupied + self._granted + held
         self.peak_bytes = max(self.peak_bytes, used)
-        self.own_peak_bytes = max(self.own_peak_bytes, occupied + self._held)
+        self.own_peak_bytes = max(self.own_peak_bytes, occupied + held)
         return max(0, self.capacity - used)
 
     def join(self, job: Job) -> None:

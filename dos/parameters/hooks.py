@@ -63,6 +63,23 @@ class Attachment:
         self._add(model)
 
     @property
+    def model(self) -> nn.Module | None:
+        """None if it is no more."""
+        return self._model()
+
+    def surround(self, begin: Callable[[nn.Module], None], end: Callable[[nn.Module], None]) -> None:
+        """Call these before and after each forward of the model, even one that raises."""
+        model = self._model()
+        assert model is not None, "it is being attached"
+        before, after = _Wait(begin), _Wait(end)
+        if _is_compiled(model):
+            before, after = torch.compiler.disable(before), torch.compiler.disable(after)
+        self._handles += [
+            model.register_forward_pre_hook(before, prepend=True),
+            model.register_forward_hook(after, always_call=True),
+        ]
+
+    @property
     def first_use(self) -> list[int]:
         """The ids of the parameters in the order in which modules first used them. Reading it ends `news` of it."""
         self.news = False

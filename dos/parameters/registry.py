@@ -68,6 +68,11 @@ class Registry:
         """The parameter's record, if it has had a gradient."""
         return self.records.get(id(parameter))
 
+    @property
+    def bytes_to_come(self) -> int:
+        """Of the host's memory that state may take yet."""
+        return max(0, sum(self._promised.values()) - self.host_store.nbytes)
+
     def loads(self) -> tuple[SubgroupLoad, ...]:
         """The accelerated subgroups as the performance model sees them."""
         if self._loads is None:

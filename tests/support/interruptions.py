@@ -44,6 +44,7 @@ def interrupted_at(line: int) -> Iterator[list[int]]:
 
 
 def in_finalizer(frame: FrameType | None) -> bool:
-    while frame is not None and frame.f_code is not weakref.finalize.__call__.__code__:
+    finalizes = weakref.finalize.__call__.__code__
+    while frame is not None and frame.f_code is not finalizes and frame.f_code.co_name != "__del__":
         frame = frame.f_back
     return frame is not None

@@ -1,0 +1,277 @@
+"""Decides which tensors leave that autograd saves, and when they come back: hooks around a forward."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from dos.activations.pool import HostPool
+from dos.activations.saved import Kept, Packed, Saved
+from dos.devices import Device, Job
+from dos.guard import exclusive
+from dos.machine.host_memory import available_bytes
+from dos.machine.process import local_ranks
+from dos.sharding.local import is_sharded, local
+
+Amount = float | int | Literal["auto"]
+"""What leaves of all that is saved: a share (a float), bytes, or what the plan says."""
+
+LEAST_BYTES = 1 << 20
+"""Smaller tensors stay: a transfer would take longer to issue than to run."""
+_SCALE = 16
+"""On an emulated device as small a share of its memory as that is of 64 GiB: so many bits."""
+WINDOW = 16
+"""Of what a forward has saved, the part that may be on its way to the host, or back ahead of its use, at a time."""
+_AT_ONCE = 2
+"""Tensors that may, at least."""
+
+
+class Births:
+    """What one forward saves, in order. nbytes: of it all. ended: whether backward has begun to read it."""
+
+    def __init__(self, leaves: Callable[[Births], bool]) -> None:
+        self.saved: list[weakref.ref[Saved]] = []
+        self.sizes: list[int] = []
+        self.nbytes = 0
+        self.gone = 0
+        self.ended = False
+        self.ranges: weakref.WeakValueDictionary[tuple[int, int, int], Saved] = weakref.WeakValueDictionary()
+        self.leaving: deque[weakref.ref[Saved]] = deque()
+        self.leaves = leaves
+
+    def add(self, saved: Saved) -> None:
+        """It is needed again, after all others so far."""
+        saved.place = len(self.saved)
+        self.saved.append(weakref.ref(saved))
+
+    @property
+    def window(self) -> int:
+        """Bytes that may be on their way at a time."""
+        return self.nbytes // WINDOW
+
+
+class ActivationOffload:
+    """The saved tensors of one optimizer's models.
+
+    lock: the optimizer's. amount: see `checked_amount`. pool: their memory on the host.
+    state_to_come: gives the bytes of the host's memory that state will take yet.
+    """
+
+    def __init__(self, device: Device, lock: Any, state_to_come: Callable[[], int]) -> None:
+        self.device = device
+        self.pool = HostPool(device)
+        self._lock = lock
+        self._state_to_come = state_to_come
+        self._of_thread = threading.local()
+        self._last: Sequence[int] = ()
+        """The sizes of what the last forward saved, in order."""
+        self._restored: Job | None = None
+        """The last transfer to the device, after which all blocks that were given back are free."""
+        self._denied = 0
+        self._wanted = 0
+        """The most bytes on the host that there would have been at a time, if the pool had been as large."""
+        total = device.memory().total
+        self.least_bytes = LEAST_BYTES if device.known_profile is None else min(LEAST_BYTES, total >> _SCALE)
+
+    def prepare(self, amount: Amount) -> None:
+        """Make room on the host before the first forward, of which nothing is known.
+
+        What is given as bytes is what there can be; of a share, the same share of the device's memory.
+        """
+        if not self.pool.nbytes and amount != "auto":
+            guess = int(amount * self.device.memory().total) if isinstance(amount, float) else amount
+            self.pool.resize(min(guess, self._left_on_host() // 2))
+
+    def settle(self) -> None:
+        """Size the room by what was wanted. Between iterations, for pinning takes long and must not hold up ranks."""
+        wanted = self._wanted + self._wanted // 8
+        self._denied = 0
+        if self._wanted and not self._wanted <= self.pool.nbytes <= 2 * wanted:
+            size = min(wanted, self._left_on_host() + self.pool.nbytes)
+            if not self.pool.nbytes <= size <= self.pool.nbytes + self.pool.nbytes // 8:
+                self.pool.resize(size)
+
+    def _left_on_host(self) -> int:
+        available = available_bytes()
+        if available is None:
+            return self.device.memory().total
+        return max(0, available // local_ranks() - self._state_to_come())
+
+    @contextlib.contextmanager
+    def around(self, amount: Amount, known: Iterable[Tensor]) -> Iterator[None]:
+        """Surrounds a forward. known: parameters and buffers, which stay."""
+        key = object()
+        self.begin(key, amount, known)
+        try:
+            yield
+        finally:
+            self.end(key)
+
+    @exclusive
+    def begin(self, key: object, amount: Amount, known: Iterable[Tensor]) -> None:
+        """A forward begins in this thread; nothing leaves if no graph is made or a CUDA graph is captured."""
+        self.end(key)  # an interruption may have ended the last forward before its hook
+        if not torch.is_grad_enabled() or self.device.capturing():
+            return
+        births = Births(self._chosen(amount))
+        lasting = frozenset(local(p).untyped_storage()._cdata for p in known if not is_lazy(p))
+        hooks = torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: self._pack(tensor, births, lasting), self._unpack
+        )
+        hooks.__enter__()
+        self._stack.append((key, hooks, births))
+
+    @exclusive
+    def end(self, key: object) -> None:
+        """The forward has ended, however it did; nothing if it has not begun."""
+        stack = self._stack
+        if all(other is not key for other, _, _ in stack):
+            return
+        ended = None
+        while ended is not key:
+            ended, hooks, births = stack.pop()
+            hooks.__exit__()
+            if births.sizes:
+                self._last = births.sizes
+
+    @property
+    def _stack(self) -> list[Any]:
+        """The forwards that run in this thread."""
+        return self._of_thread.__dict__.setdefault("stack", [])
+
+    def _chosen(self, amount: Amount) -> Callable[[Births], bool]:
+        """Whether the last born may leave: those saved first do, until it is as much as asked for."""
+        if amount == "auto":
+            amount = 0.0
+        if not isinstance(amount, float):
+            return lambda births: births.gone + births.sizes[-1] <= amount
+        total, before, first = amount * sum(self._last), 0, len(self._last)
+        for place, nbytes in enumerate(self._last):
+            if before >= total:
+                first = place
+                break
+            before += nbytes
+        # By place, not by bytes, so that batches of other lengths are divided alike.
+        return lambda births: amount > 0 and (not self._last or len(births.sizes) <= first)
+
+    def _pack(self, tensor: Any, births: Births, lasting: frozenset[int]) -> Kept | Packed:
+        """What autograd keeps in place of a tensor that it saves."""
+        part = local(tensor)
+        if not self._is_eligible(tensor, part, lasting):
+            return Kept(tensor)
+        return self._save(tensor, part, births)
+
+    def _is_eligible(self, tensor: Any, part: Tensor, lasting: frozenset[int]) -> bool:
+        """Whether the tensor may leave: not so parameters and buffers, nor views of them, which leaving would not free.
+
+        Under FSDP2 gathered parameters are such.
+        """
+        plain = type(tensor) is Tensor or is_sharded(tensor)
+        if not plain or part.layout is not torch.strided or not self.device.owns(part):
+            return False
+        if part.is_complex() or part.is_quantized or part.is_neg():
+            return False
+        if isinstance(part if part._base is None else part._base, nn.Parameter):
+            return False
+        storage = part.untyped_storage()
+        if storage._cdata in lasting:
+            return False
+        self.device.count(part)
+        return min(part.nbytes, storage.nbytes()) >= self.least_bytes
+
+    @torch.no_grad()
+    @exclusive
+    def _save(self, tensor: Any, part: Tensor, births: Births) -> Packed:
+        storage, span = part.untyped_storage(), _span(part)
+        key = (storage._cdata, *span)
+        saved = births.ranges.get(key)
+        if saved is None or not saved.watch.holds:
+            saved = Saved(self.device, part, span)
+            saved.births = births
+            births.sizes.append(saved.nbytes)
+            births.nbytes += saved.nbytes
+            births.add(saved)
+            births.ranges[key] = saved
+            if not births.ended and births.leaves(births):
+                self._send(saved, births)
+        else:
+            births.add(saved)
+        return Packed(tensor, part, saved)
+
+    def _send(self, saved: Saved, births: Births) -> None:
+        """Start its way to the host, if there is room, and let go of what has arrived there."""
+        block = self.pool.take(saved.nbytes)
+        if block is None:
+            self._denied += saved.nbytes
+        else:
+            saved.leave(block, () if self._restored is None else (self._restored,))
+            births.leaving.append(weakref.ref(saved))
+            births.gone += saved.nbytes
+        self._wanted = max(self._wanted, self.pool.used + self._denied)
+        under_way = [each for each in (reference() for reference in births.leaving) if each is not None]
+        while len(under_way) > _AT_ONCE and sum(each.nbytes for each in under_way[1:]) >= births.window:
+            under_way.pop(0).free()
+        births.leaving = deque(map(weakref.ref, under_way))
+
+    def _unpack(self, packed: Kept | Packed) -> Tensor:
+        """The tensor, when backward needs it. Raises RuntimeError if it was written to."""
+        if isinstance(packed, Kept):
+            return packed.read()
+        packed.check()
+        return self._fetch(packed)
+
+    @torch.no_grad()
+    @exclusive
+    def _fetch(self, packed: Packed) -> Tensor:
+        saved = packed.saved
+        births: Births = saved.births
+        births.ended = True
+        if saved.away:
+            self._restored = saved.bring_back()
+        found = saved.read(packed)
+        ahead = 0
+        for count, reference in enumerate(reversed(births.saved[: saved.place])):
+            if count >= _AT_ONCE and ahead >= births.window:
+                break
+            other = reference()
+            if other is None:
+                continue
+            ahead += other.nbytes
+            if other.away:
+                try:
+                    self._restored = other.bring_back()
+                except torch.OutOfMemoryError:
+                    break  # there may be memory when it is needed
+        return found
+
+
+def _span(part: Tensor) -> tuple[int, int]:
+    """The bytes of the storage that leave with a tensor: all of them where it is a large part."""
+    extent = 1 + sum(int((size - 1) * stride) for size, stride in zip(part.size(), part.stride(), strict=True))
+    first, nbytes = int(part.storage_offset()) * part.itemsize, extent * part.itemsize
+    whole = part.untyped_storage().nbytes()
+    return (0, whole) if 2 * nbytes >= whole else (first, first + nbytes)
+
+
+def checked_amount(value: object) -> Amount | None:
+    """How much leaves: a share from 0 to 1 as a float, bytes as an int, "auto", or None. 0 and 1 are shares.
+
+    Raises TypeError or ValueError for anything else.
+    """
+    if value is None:
+        return None
+    if value == "auto":
+        return "auto"
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"activations must be a share from 0 to 1, bytes as an int, 'auto' or None, found {value!r}")
+    if not value >= 0 or (isinstance(value, float) and value > 1):
+        raise ValueError(f"activations must be a share from 0 to 1, or bytes as an int, found {value}")
+    return float(value) if value <= 1 else value

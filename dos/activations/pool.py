@@ -1,0 +1,64 @@
+"""Host memory for tensors that leave: one pinned region, of which blocks are taken."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch import Tensor
+
+from dos.devices import Device
+
+_ALIGNMENT = 256
+"""Bytes on whose multiples blocks begin and end."""
+
+
+class Block:
+    """Memory of a pool from `start` to `end`, free once this is collected. tensor: what was asked for, 1-D uint8."""
+
+    __slots__ = ("__weakref__", "end", "start", "tensor")
+
+    def __init__(self, tensor: Tensor, start: int, end: int) -> None:
+        self.tensor, self.start, self.end = tensor, start, end
+
+
+class HostPool:
+    """One pinned region. nbytes: of it."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self.resize(0)
+
+    def resize(self, nbytes: int) -> None:
+        """Have a region of this size in place of the present one, whose memory goes with its last block."""
+        self.nbytes = 0
+        self._blocks: list[weakref.ref[Block]] = []  # by address
+        self._region = torch.empty(0, dtype=torch.uint8, device="cpu")  # the old one goes before there is another
+        nbytes = _aligned(nbytes)
+        if nbytes:
+            region = self._device.host_zeros(nbytes, torch.uint8)
+            self._device.pin(region)
+            self._region, self.nbytes = region, nbytes
+
+    @property
+    def used(self) -> int:
+        """Bytes of blocks that are in use."""
+        return sum(block.end - block.start for block in self._in_use())
+
+    def take(self, nbytes: int) -> Block | None:
+        """A block of this size, the first that there is room for; None if there is none."""
+        needed, blocks, end = _aligned(nbytes), self._in_use(), 0
+        for place, start in enumerate([*(block.start for block in blocks), self.nbytes]):
+            if start - end >= needed:
+                found = Block(self._region[end : end + nbytes], end, end + needed)
+                self._blocks = [weakref.ref(block) for block in (*blocks[:place], found, *blocks[place:])]
+                return found
+            end = blocks[place].end if place < len(blocks) else end
+        return None
+
+    def _in_use(self) -> list[Block]:
+        return [block for block in (reference() for reference in self._blocks) if block is not None]
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

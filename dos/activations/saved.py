@@ -1,0 +1,189 @@
+"""What autograd keeps in place of a tensor that it saves, and where the bytes are meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from dos.activations.pool import Block
+from dos.devices import Device, Job
+from dos.sharding.local import is_sharded, laid_out_as, version
+from perfmodel import Op
+
+_ALIGNMENT = 256
+"""Bytes. A tensor that has come back begins as far from a multiple of these as before: kernels may look at that."""
+
+
+class Saved:
+    """A range of device memory that backward will read: on the device, on the host, or on its way.
+
+    nbytes: of it. place: its number among the births of its forward. tensors: how many were saved in it.
+    """
+
+    _back: Tensor | None = None
+
+    def __init__(self, device: Device, part: Tensor, span: tuple[int, int]) -> None:
+        """span: bytes of the storage of `part`, from where to where."""
+        storage = part.untyped_storage()
+        self._device = device
+        self._first, last = span
+        self.nbytes = last - self._first
+        # While this is held no other storage gets the same address, by which ranges are known.
+        self._storage = StorageWeakRef(storage)
+        self._source: Tensor | None = torch.empty(0, dtype=torch.uint8, device=part.device)
+        self._source.set_(storage, self._first, (self.nbytes,), (1,))
+        self._queue = self._lender = device.caller()
+        self._block: Block | None = None
+        self._saving: Job | None = None
+        self._restoring: Job | None = None
+        self._used = 0
+        self.watch = Watch(part)
+        self.tensors = 0
+        self.place = 0
+        self.births: Any = None
+
+    @property
+    def away(self) -> bool:
+        """Whether it has left, and nothing brings it back yet."""
+        return self._source is None and self._back is None
+
+    def leave(self, block: Block, after: Sequence[Job]) -> None:
+        """Start its way to the host. after: what must be over before the block is written."""
+        assert self._source is not None, "it is on the device when it is saved"
+        copies = [(block.tensor, self._source)]
+        self._saving = self._device.copy(Op.SAVE, self.place, copies, (*self._device.fence(), *after))
+        self._block = block
+
+    def free(self) -> None:
+        """Let go of the device's memory, once the copy to the host has ended there."""
+        assert self._saving is not None, "it is on its way"
+        if self._device.caller() == self._queue:
+            # What the caller queues next may get the memory, which the copy still reads.
+            self._device.join(self._saving)
+        elif self._source is not None:
+            self._device.keep(self._source, Op.SAVE)
+        self._source = None
+
+    def bring_back(self) -> Job:
+        """Start its way back. Raises torch.OutOfMemoryError."""
+        assert self._block is not None, "it is on the host"
+        assert self._saving is not None, "it went there"
+        lead = self._first % _ALIGNMENT
+        buffer = self._device.allocate(lead + self.nbytes)
+        self._lender = self._device.owner
+        # What the memory's queue did there before must be over, and the bytes must have come to the host.
+        after = (*self._device.fence([self._lender]), self._saving)
+        copies = [(buffer[lead:], self._block.tensor)]
+        self._restoring = self._device.copy(Op.RESTORE, self.place, copies, after)
+        self._back = buffer
+        return self._restoring
+
+    def read(self, tensor: Packed) -> Tensor:
+        """The tensor, for what the caller queues on the device from now on. It is on the device or on its way there."""
+        if self._source is not None:
+            return tensor.made_of(self._source, 0)
+        assert self._back is not None, "what is away was brought back before"
+        assert self._restoring is not None, "its copy was issued"
+        self._device.join(self._restoring)
+        if self._device.caller() != self._lender:
+            self._device.keep(self._back)
+        found = tensor.made_of(self._back, self._first - self._first % _ALIGNMENT)
+        self._used += 1
+        if self._used >= self.tensors:  # autograd has what it needs; with retain_graph it may ask again
+            self.drop()
+        return found
+
+    def drop(self) -> None:
+        """Let go of what has come back: the host has it still."""
+        if self._back is not None and not self._used:
+            self._device.keep(self._back, Op.RESTORE)  # which may be writing there, and has not been waited for
+        self._back, self._restoring, self._used = None, None, 0
+
+    def __del__(self) -> None:
+        self.drop()
+
+
+class Watch:
+    """Knows how often a tensor is written, without its memory. Raises RuntimeError from `check` if it was since."""
+
+    __slots__ = ("_kind", "_tensor", "_version")
+
+    def __init__(self, tensor: Any, part: Tensor | None = None) -> None:
+        """part: what this rank has of a DTensor."""
+        part = tensor if part is None else part
+        self._kind = f"[{part.type()} {list(tensor.shape)}]"
+        counter = part.detach()
+        counter.data = part.new_empty(0)  # it counts on with the tensor
+        if is_sharded(tensor):
+            wrapper = tensor.detach()
+            wrapper._local_tensor = counter
+            counter = wrapper
+        self._tensor, self._version = counter, version(tensor)
+
+    @property
+    def holds(self) -> bool:
+        """Whether it was not written."""
+        return version(self._tensor) == self._version
+
+    def check(self) -> None:
+        """As torch does where no hooks are."""
+        check(self._kind, version(self._tensor), self._version)
+
+    def like(self) -> Any:
+        """For the layout of a DTensor."""
+        return self._tensor
+
+
+def check(kind: str, now: int, expected: int) -> None:
+    """Raise what torch raises for a saved tensor that was written to."""
+    if now != expected:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"{kind} is at version {now}; expected version {expected} instead. Hint: enable anomaly detection to find "
+            "the operation that failed to compute its gradient, with torch.autograd.set_detect_anomaly(True)."
+        )
+
+
+class Kept:
+    """A tensor that stays where it is."""
+
+    __slots__ = ("_tensor", "_version")
+
+    def __init__(self, tensor: Any) -> None:
+        # What has a grad_fn may be what is saved for that one, which would then hold itself.
+        self._tensor = tensor if tensor.is_leaf and tensor.requires_grad else tensor.detach()
+        self._version = version(tensor)
+
+    def read(self) -> Tensor:
+        """The tensor. Raises RuntimeError if it was written to."""
+        tensor = self._tensor
+        check(f"[{tensor.type()} {list(tensor.shape)}]", version(tensor), self._version)
+        return tensor
+
+
+class Packed:
+    """A tensor in a range that may leave. saved: that range."""
+
+    __slots__ = ("_dtype", "_offset", "_size", "_stride", "_watch", "saved")
+
+    def __init__(self, tensor: Any, part: Tensor, saved: Saved) -> None:
+        self.saved = saved
+        self._watch = Watch(tensor, part)
+        self._dtype, self._size, self._stride = part.dtype, part.size(), part.stride()
+        self._offset = part.storage_offset() * part.itemsize
+        saved.tensors += 1
+
+    def check(self) -> None:
+        """Raise RuntimeError if the tensor was written to."""
+        self._watch.check()
+
+    def made_of(self, memory: Tensor, origin: int) -> Tensor:
+        """The tensor in memory whose storage begins with what was byte `origin` of the tensor's own."""
+        part = torch.empty(0, dtype=self._dtype, device=memory.device)
+        offset = (self._offset - origin) // part.itemsize
+        part.set_(memory.untyped_storage(), offset, self._size, self._stride)
+        return laid_out_as(part, self._watch.like())

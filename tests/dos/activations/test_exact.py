@@ -1,0 +1,300 @@
+"""Saved tensors that leave and come back change no bit, in any way of using autograd."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
+
+from dos import DOSAdam
+from perfmodel import Op
+from tests.support.devices import Copying
+from tests.support.training import bits, train
+
+SHARES = [1.0, 0.5, 0.0, 20_000]
+
+
+class Block(nn.Module):
+    """What transformers are made of: a residual, a fused projection that is cut, a buffer, an expanded tensor."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.both = nn.Linear(width, 2 * width)
+        self.out = nn.Linear(width, width)
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, 8 * width).view(8, width))
+        self.bias = nn.Parameter(torch.zeros(1, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, value = self.both(x).chunk(2, dim=-1)
+        mixed = torch.sigmoid(gate) * value.t().contiguous().t() * self.scale
+        return x + torch.tanh(self.out(mixed) * self.bias.expand(len(x), -1).exp())
+
+
+class Net(nn.Module):
+    def __init__(self, blocks: int = 4) -> None:
+        super().__init__()
+        torch.default_generator.manual_seed(0)
+        self.first = nn.Linear(24, 16)
+        self.blocks = nn.ModuleList(Block(16) for _ in range(blocks))
+        self.last = nn.Linear(16, 7)
+        self.run: Callable[[nn.Module, Tensor], Tensor] = lambda block, x: block(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = self.run(block, x)
+        return self.last(x)
+
+
+def reentrant(block: nn.Module, x: Tensor) -> Tensor:
+    return checkpoint(block, x, use_reentrant=True)
+
+
+def not_reentrant(block: nn.Module, x: Tensor) -> Tensor:
+    return checkpoint(block, x, use_reentrant=False)
+
+
+def autocast(block: nn.Module, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return block(x).float()
+
+
+def with_evaluation_inside(block: nn.Module, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        scale = block(x).abs().mean()
+    return block(x) * scale
+
+
+def through_functional_call(block: nn.Module, x: Tensor) -> Tensor:
+    return functional_call(block, {name: 2 * p for name, p in block.named_parameters()}, (x,))
+
+
+def optimizer_of(model: nn.Module, activations: Any = None) -> DOSAdam:
+    optimizer = DOSAdam(model.parameters(), lr=1e-2, device=Copying(), policy="cpu")
+    if activations is not None:
+        optimizer.attach(model, activations=activations)
+        optimizer._session.activations.least_bytes = 64
+    return optimizer
+
+
+def saved(optimizer: DOSAdam) -> int:
+    """Bytes that have left so far."""
+    return sum(asked.nbytes for asked in optimizer._device.asked if asked.op is Op.SAVE)
+
+
+@pytest.mark.parametrize("activations", SHARES)
+@pytest.mark.parametrize(
+    "run", [None, reentrant, not_reentrant, autocast, with_evaluation_inside, through_functional_call]
+)
+def test_training_is_the_same_to_the_bit(run: Any, activations: Any) -> None:
+    def trained(activations: Any) -> tuple[list[bytes], int]:
+        model = Net()
+        if run is not None:
+            model.run = run
+        optimizer = optimizer_of(model, activations)
+        losses = train(model, optimizer, 3)
+        optimizer.synchronize()
+        return bits([torch.tensor(losses), *model.parameters()]), saved(optimizer)
+
+    found, left = trained(activations)
+    assert found == trained(None)[0]
+    assert (left > 0) == (activations != 0.0)
+
+
+def gradients(activations: Any, way: Callable[[Callable[[Tensor], Tensor], Tensor, Net], list[Tensor]]) -> list[bytes]:
+    """What a way of using autograd gives."""
+    model = Net()
+    optimizer = optimizer_of(model)
+    x = torch.randn(8, 24, generator=torch.Generator().manual_seed(1)).requires_grad_()
+
+    def forward(x: Tensor) -> Tensor:
+        if activations is None:
+            return model(x)
+        with optimizer.offload_activations(activations):
+            optimizer._session.activations.least_bytes = 64
+            return model(x)
+
+    found = bits(way(forward, x, model))
+    assert (saved(optimizer) > 0) == (activations not in (None, 0.0))
+    return found
+
+
+def retain_graph(forward: Any, x: Tensor, model: Net) -> list[Tensor]:
+    loss = forward(x).square().mean()
+    loss.backward(retain_graph=True)
+    once = [p.grad.clone() for p in model.parameters()]
+    loss.backward(retain_graph=True)
+    loss.backward()
+    return once + [p.grad for p in model.parameters()]
+
+
+def in_two_parts(forward: Any, x: Tensor, model: Net) -> list[Tensor]:
+    found = forward(x)
+    one = torch.autograd.grad(found[0].sum(), list(model.parameters()), retain_graph=True)
+    return [*one, *torch.autograd.grad(found[1].sum(), list(model.parameters()))]
+
+
+def double_backward(forward: Any, x: Tensor, model: Net) -> list[Tensor]:
+    (slope,) = torch.autograd.grad(forward(x).square().mean(), x, create_graph=True)
+    slope.square().sum().backward()
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def two_forwards(forward: Any, x: Tensor, model: Net) -> list[Tensor]:
+    (forward(x) * forward(2 * x)).mean().backward()
+    return [p.grad for p in model.parameters()]
+
+
+def backwards_in_other_order(forward: Any, x: Tensor, model: Net) -> list[Tensor]:
+    first, second = forward(x).mean(), forward(2 * x).square().mean()
+    first.backward()
+    second.backward()
+    return [p.grad for p in model.parameters()]
+
+
+def a_forward_that_is_dropped(forward: Any, x: Tensor, model: Net) -> list[Tensor]:
+    dropped = forward(3 * x)
+    kept = forward(x)
+    del dropped
+    forward(2 * x)
+    kept.mean().backward()
+    return [p.grad for p in model.parameters()]
+
+
+def without_graph_inside(forward: Any, x: Tensor, model: Net) -> list[Tensor]:
+    with torch.no_grad():
+        target = forward(x)
+    with torch.inference_mode():
+        forward(x)
+    (forward(x) - target - 1).square().mean().backward()
+    return [p.grad for p in model.parameters()]
+
+
+WAYS = [
+    retain_graph,
+    in_two_parts,
+    double_backward,
+    two_forwards,
+    backwards_in_other_order,
+    a_forward_that_is_dropped,
+    without_graph_inside,
+]
+
+
+@pytest.mark.parametrize("activations", SHARES)
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_of_using_autograd_gives_the_same_bits(way: Any, activations: Any) -> None:
+    assert gradients(activations, way) == gradients(None, way)
+
+
+class Remembers(torch.autograd.Function):
+    """Saves what it is given, and gives it in backward to whoever asks."""
+
+    found: list[Tensor] = []  # noqa: RUF012
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        Remembers.found[:] = ctx.saved_tensors
+        return gradients[0], *(None for _ in ctx.saved_tensors)
+
+
+VIEWS: list[Callable[[Tensor], Tensor]] = [
+    lambda x: x,
+    lambda x: x.t(),
+    lambda x: x[3:30],
+    lambda x: x[:, 5:9],
+    lambda x: x[::2, ::3],
+    lambda x: x.expand(3, *x.shape),
+    lambda x: x[0].expand(50, -1),
+    lambda x: x.unfold(0, 8, 4),
+    lambda x: x.view(-1).view(torch.int32)[7:],
+    lambda x: x.contiguous(memory_format=torch.preserve_format).permute(1, 0)[:, None],
+    lambda x: x[1, 1],
+    lambda x: x[:0],
+]
+
+
+@pytest.mark.parametrize("activations", [1.0, 0.0])
+@pytest.mark.parametrize("number", range(len(VIEWS)))
+def test_tensors_of_any_layout_come_back_in_it(number: int, activations: float) -> None:
+    optimizer = optimizer_of(nn.Linear(2, 2))
+    whole = torch.randn(40, 30)
+    values, layout = VIEWS[number](whole).clone(), VIEWS[number](whole).stride()
+    x = torch.ones((), requires_grad=True)
+    with optimizer.offload_activations(activations):
+        optimizer._session.activations.least_bytes = 64
+        y = Remembers.apply(x, VIEWS[number](whole), VIEWS[number](whole))
+        for _ in range(4):  # so that the first leave the device
+            y = Remembers.apply(y, torch.randn(40, 30))
+    del whole
+    y.backward()
+    for found in Remembers.found:
+        assert torch.equal(found, values)
+        assert found.stride() == layout
+        assert found.dtype == values.dtype
+
+
+@pytest.mark.parametrize("activations", [1.0, 0.0])
+@pytest.mark.parametrize("least_bytes", [64, 10**6])
+@pytest.mark.parametrize("write", [lambda t: t.add_(1), lambda t: t.t()[0].zero_(), lambda t: t.detach().zero_()])
+def test_a_tensor_that_was_written_to_raises_as_in_torch(activations: float, least_bytes: int, write: Any) -> None:
+    def words(context: Callable[[], AbstractContextManager[None]]) -> list[str]:
+        with context():
+            z = torch.randn(40, 30, requires_grad=True).exp()
+            end = z.sigmoid().square() * torch.randn(40, 30)
+            for _ in range(4):  # so that the first leave the device
+                end = end.sin()
+        write(z)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation") as raised:
+            end.sum().backward()
+        return re.split(r", which is output 0 of \w+,|, check_nan=False", str(raised.value))
+
+    optimizer = optimizer_of(nn.Linear(2, 2))
+    optimizer.offload_activations(activations)
+    optimizer._session.activations.least_bytes = least_bytes
+    assert "".join(words(lambda: optimizer.offload_activations(activations))) == "".join(words(nullcontext))
+
+
+def test_a_tensor_that_is_saved_again_after_it_was_written_to_leaves_again() -> None:
+    optimizer = optimizer_of(nn.Linear(2, 2))
+    x = torch.ones((), requires_grad=True)
+    t = torch.randn(40, 30)
+    with optimizer.offload_activations(1.0):
+        optimizer._session.activations.least_bytes = 64
+        Remembers.apply(x, t)
+        t.add_(1)
+        y = Remembers.apply(x, t, t.view(-1))
+    expected = t.clone()
+    y.backward()
+    assert torch.equal(Remembers.found[0], expected)
+    assert [asked.nbytes for asked in optimizer._device.asked if asked.op is Op.SAVE] == 2 * [t.nbytes]
+
+
+def test_parameters_buffers_and_views_of_them_stay() -> None:
+    model = Net()
+    optimizer = optimizer_of(model, 1.0)
+    lasting = {t.untyped_storage().data_ptr() for t in [*model.parameters(), *model.buffers()]}
+    sources: list[int] = []
+    copy = optimizer._device.copy
+
+    def noted(op: Op, subgroup: int, copies: Any, after: Any = ()) -> Any:
+        if op is Op.SAVE:
+            sources.extend(source.untyped_storage().data_ptr() for _, source in copies)
+        return copy(op, subgroup, copies, after)
+
+    optimizer._device.copy = noted
+    model(torch.randn(8, 24))
+    assert sources
+    assert lasting.isdisjoint(sources)

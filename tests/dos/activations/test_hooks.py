@@ -1,0 +1,165 @@
+"""The hooks of `attach(activations=...)`: they go with the forward, however it ends, and with the attachment."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dos import DOSAdam
+from perfmodel import Op
+from tests.dos.activations.test_exact import Net, optimizer_of, saved
+from tests.support.devices import Copying
+from tests.support.interruptions import interrupted_at
+from tests.support.training import bits
+
+
+def leaves(optimizer: DOSAdam) -> bool:
+    """Whether anything leaves that is saved now."""
+    before = saved(optimizer)
+    x = torch.randn(64, 64, requires_grad=True)
+    _ = x.exp().exp().sum()
+    return saved(optimizer) > before
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_a_forward_that_raises_takes_its_hooks_off(error: type[BaseException]) -> None:
+    model = Net()
+    optimizer = optimizer_of(model, 1.0)
+
+    def fail(*_: Any) -> None:
+        raise error
+
+    handle = model.blocks[2].register_forward_hook(fail)
+    with pytest.raises(error):
+        model(torch.randn(8, 24))
+    handle.remove()
+    if error is KeyboardInterrupt:  # torch calls no hooks then; the next forward makes up for it
+        assert leaves(optimizer)
+        model(torch.randn(8, 24))
+    assert not leaves(optimizer)
+
+
+def test_an_exception_leaves_a_context() -> None:
+    optimizer = optimizer_of(Net(), 1.0)
+    context = optimizer.offload_activations(1.0)
+    with pytest.raises(ZeroDivisionError), context:
+        leaves(optimizer) / 0
+    assert not leaves(optimizer)
+
+
+def test_attaching_again_takes_the_first_hooks_off() -> None:
+    model = Net()
+    optimizer = optimizer_of(model, 1.0)
+    optimizer.attach(model)
+    model(torch.randn(8, 24)).sum().backward()
+    assert saved(optimizer) == 0
+
+
+def test_what_runs_in_another_thread_stays() -> None:
+    optimizer = optimizer_of(Net(), 1.0)
+    found: list[bool] = []
+    with optimizer.offload_activations(1.0):
+        thread = threading.Thread(target=lambda: found.append(leaves(optimizer)))
+        thread.start()
+        thread.join()
+    assert found == [False]
+
+
+def test_backward_may_run_in_another_thread() -> None:
+    model = Net()
+    optimizer_of(model, 1.0)
+    loss = model(torch.randn(8, 24, generator=torch.Generator().manual_seed(0))).square().mean()
+    thread = threading.Thread(target=loss.backward)
+    thread.start()
+    thread.join()
+    expected = Net()
+    expected(torch.randn(8, 24, generator=torch.Generator().manual_seed(0))).square().mean().backward()
+    assert bits(p.grad for p in model.parameters()) == bits(p.grad for p in expected.parameters())
+
+
+def test_copies_and_pickles_of_the_model_offload_nothing() -> None:
+    model = nn.Sequential(nn.Linear(24, 64), nn.Sigmoid(), nn.Linear(64, 7))
+    optimizer = optimizer_of(model, 1.0)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        other(torch.randn(8, 24)).sum().backward()
+    assert saved(optimizer) == 0
+
+
+@pytest.mark.parametrize("how", ["around", "whole", "within"])
+def test_of_a_compiled_model_leaves_what_its_graphs_hand_over(how: str) -> None:
+    """Compiled by a backend that needs no compiler."""
+
+    def trained(activations: float | None) -> tuple[list[bytes], int]:
+        torch.compiler.reset()
+        model: Any = Net(2)
+        optimizer = DOSAdam(model.parameters(), lr=1e-2, device=Copying(), policy="cpu")
+        if how == "within":
+            for block in model.blocks:
+                block.compile(backend="aot_eager")
+        else:
+            model = torch.compile(model, backend="aot_eager")
+        if activations is not None and how == "whole":
+            optimizer.attach(model, activations=activations)
+        elif activations is not None:
+            optimizer.attach(model)
+            optimizer.offload_activations(activations)
+        if activations is not None:
+            optimizer._session.activations.least_bytes = 64
+        for step in range(3):
+            x = torch.randn(8, 24, generator=torch.Generator().manual_seed(step))
+            optimizer.zero_grad()
+            if how == "whole" or activations is None:
+                loss = model(x).square().mean()
+            else:
+                with optimizer.offload_activations(activations):
+                    loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+        optimizer.synchronize()
+        return bits(model.parameters()), saved(optimizer)
+
+    found, left = trained(1.0)
+    assert left > 0
+    assert found == trained(None)[0]
+
+
+def step(model: nn.Module, optimizer: DOSAdam, number: int) -> Tensor:
+    x = torch.randn(8, 24, generator=torch.Generator().manual_seed(number))
+    optimizer.zero_grad()
+    loss = model(x).square().mean()
+    loss.backward()
+    return loss
+
+
+@pytest.mark.timeout(120)
+def test_an_interruption_anywhere_in_forward_or_backward_changes_no_later_bit() -> None:
+    def start() -> tuple[nn.Module, DOSAdam]:
+        model = Net(2)
+        optimizer = optimizer_of(model, 1.0)
+        step(model, optimizer, 0)
+        return model, optimizer
+
+    model, optimizer = start()
+    with interrupted_at(-1) as count:
+        step(model, optimizer, 1)
+    expected = bits(p.grad for p in model.parameters())
+    for line in range(1, count[0], max(1, count[0] // 150)):
+        model, optimizer = start()
+        try:
+            with interrupted_at(line):
+                step(model, optimizer, 1)
+        except KeyboardInterrupt:
+            pass
+        step(model, optimizer, 1)
+        assert bits(p.grad for p in model.parameters()) == expected, line
+        assert not leaves(optimizer)
+        offload = optimizer._session.activations
+        assert offload is not None
+        assert offload.pool.used == 0, line
+    assert Op.SAVE in {asked.op for asked in optimizer._device.asked}

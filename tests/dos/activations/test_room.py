@@ -1,0 +1,224 @@
+"""What leaves, the memory that it gives back on the device, and the memory that it takes on the host."""
+
+from __future__ import annotations
+
+import gc
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dos.activations.offload as offload_module
+from dos import DOSAdam, EmulatedDevice
+from dos.activations.offload import ActivationOffload
+from perfmodel import Op
+from tests.support.devices import Copying
+from tests.support.training import FAST
+
+WIDTH, BATCH, LAYERS = 64, 256, 16
+EACH = 4 * WIDTH * BATCH
+"""Bytes that a layer saves."""
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.sigmoid(layer(x))
+        return x
+
+
+def session(activations: Any, device: EmulatedDevice | None = None) -> tuple[nn.Module, DOSAdam, ActivationOffload]:
+    model = Layers()
+    device = device or Copying()
+    optimizer = DOSAdam(model.parameters(), device=device, policy="cpu")
+    optimizer.attach(model, activations=activations)
+    offload = optimizer._session.activations
+    assert offload is not None
+    offload.least_bytes = 4096
+    return model, optimizer, offload
+
+
+def forward(model: nn.Module, batch: int = BATCH) -> Tensor:
+    return model(torch.randn(batch, WIDTH)).square().mean()
+
+
+def saves(optimizer: DOSAdam) -> list[int]:
+    """Bytes of each transfer of the last forward to the host."""
+    found = [asked.nbytes for asked in optimizer._device.asked if asked.op is Op.SAVE]
+    optimizer._device.asked.clear()
+    return found
+
+
+@pytest.mark.parametrize("batch", [BATCH, BATCH // 2, 2 * BATCH])
+@pytest.mark.parametrize(("share", "layers"), [(1.0, LAYERS + 1), (0.5, 9), (0.25, 5), (0.0, 0)])
+def test_a_share_is_a_prefix_of_what_is_saved_whatever_the_length_of_the_batch(
+    share: float, layers: int, batch: int
+) -> None:
+    model, optimizer, offload = session(share)
+    forward(model).backward()
+    optimizer.step()
+    offload.pool.resize(2 * offload.pool.nbytes)
+    saves(optimizer)
+    forward(model, batch)
+    assert saves(optimizer) == layers * [4 * WIDTH * batch]  # the batch, and what each layer gives
+
+
+def test_bytes_are_the_most_that_leaves() -> None:
+    model, optimizer, offload = session(5 * EACH + 100)
+    forward(model)
+    assert saves(optimizer) == 5 * [EACH]
+    assert offload.pool.nbytes == pytest.approx(5 * EACH, rel=0.01)
+
+
+def peak(activations: float) -> int:
+    """The most that saved tensors and gradients take of the device."""
+    device = EmulatedDevice(FAST, 10**9, occupied=10**6)
+    model, optimizer, _ = session(activations, device)
+    for _ in range(2):
+        device.own_peak_bytes = 0
+        loss = forward(model)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return device.own_peak_bytes - 10**6
+
+
+def test_what_has_left_takes_no_memory_of_the_device() -> None:
+    stays, half, leaves = (peak(share) for share in (0.0, 0.5, 1.0))
+    assert stays == pytest.approx((LAYERS + 1) * EACH, rel=0.3)
+    assert half < stays - 0.4 * (LAYERS - 4) * EACH
+    assert leaves < stays - 0.7 * LAYERS * EACH + LAYERS * 4 * WIDTH * (WIDTH + 1)
+
+
+def test_a_device_that_is_full_of_saved_tensors_is_out_of_memory() -> None:
+    def train(activations: float) -> None:
+        model, _, _ = session(activations, EmulatedDevice(FAST, LAYERS * EACH // 2, occupied=EACH))
+        forward(model)
+
+    train(20 * EACH)
+    with pytest.raises(torch.OutOfMemoryError, match="a tensor of"):
+        train(0.0)
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_memory_comes_back_with_the_graph(share: float) -> None:
+    device = EmulatedDevice(FAST, 10**9)
+    model, _, offload = session(share, device)
+    loss = forward(model)
+    assert device.usage().occupied > 0
+    assert (offload.pool.used > 0) == (share > 0)
+    del loss
+    assert_empty(device, offload)
+
+
+def assert_empty(device: EmulatedDevice, offload: ActivationOffload) -> None:
+    deadline = time.monotonic() + 10
+    while device.usage() != (0, 0, 0) and time.monotonic() < deadline:
+        time.sleep(0.01)  # the last copy has not ended
+    assert device.usage() == (0, 0, 0)
+    assert offload.pool.used == 0
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        raise ValueError("in backward")
+
+
+def test_an_exception_in_backward_keeps_no_memory() -> None:
+    device = EmulatedDevice(FAST, 10**9)
+    model, optimizer, offload = session(1.0, device)
+    model.layers[3].register_forward_hook(lambda module, inputs, output: Fails.apply(output))
+    loss = forward(model)
+    with pytest.raises(ValueError, match="in backward"):
+        loss.backward()
+    del loss
+    optimizer.zero_grad()
+    gc.collect()  # the exception's frames
+    assert_empty(device, offload)
+
+
+def test_the_pool_grows_and_shrinks_to_what_is_wanted_and_the_rest_stays_until_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, optimizer, offload = session(1.0)
+    assert offload.pool.nbytes >= (LAYERS + 1) * EACH  # of nothing is known how much it is
+    offload.pool.resize(3 * EACH)
+    loss = forward(model)
+    assert saves(optimizer) == 3 * [EACH]
+    loss.backward()
+    optimizer.step()
+    wanted = offload.pool.nbytes
+    assert (LAYERS + 1) * EACH <= wanted < 1.25 * (LAYERS + 1) * EACH
+    forward(model)
+    assert saves(optimizer) == (LAYERS + 1) * [EACH]
+    offload.pool.resize(3 * EACH)
+    monkeypatch.setattr(offload_module, "available_bytes", lambda: 4 * EACH + optimizer._session.registry.bytes_to_come)
+    optimizer.step()
+    assert offload.pool.nbytes <= 7 * EACH  # what the host has left, and what it had
+
+
+def test_with_no_memory_left_on_the_host_all_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload_module, "available_bytes", lambda: 0)
+    model, optimizer, offload = session(1.0)
+    forward(model).backward()
+    optimizer.step()
+    assert offload.pool.nbytes == 0
+    assert saves(optimizer) == []
+
+
+def test_only_a_part_is_on_its_way_or_back_at_a_time() -> None:
+    device = EmulatedDevice(FAST, 10**9)
+    model, _, _ = session(1.0, device)
+    most = 0
+
+    def looked(*_: Any) -> None:
+        nonlocal most
+        most = max(most, device.usage().occupied + device.usage().held)
+
+    for layer in model.layers:
+        layer.register_forward_hook(looked)
+        layer.register_full_backward_hook(looked)
+    forward(model).backward()
+    gradients = sum(p.nbytes for p in model.parameters())
+    assert most < 7 * EACH + gradients
+
+
+def test_parameters_on_the_host_have_nothing_to_leave_from() -> None:
+    model = Layers()
+    optimizer = DOSAdam(model.parameters())
+    optimizer.attach(model, activations=1.0)
+    with optimizer.offload_activations(0.5):
+        loss = forward(model)
+    loss.backward()
+    optimizer.step()
+    assert optimizer._session.activations is None
+
+
+@pytest.mark.parametrize("activations", [True, "all", [0.5]])
+def test_another_kind_of_amount_is_refused(activations: Any) -> None:
+    optimizer = DOSAdam(nn.Linear(2, 2).parameters())
+    with pytest.raises(TypeError, match="activations must be a share from 0 to 1, bytes as an int, 'auto' or None"):
+        optimizer.offload_activations(activations)
+
+
+@pytest.mark.parametrize("activations", [-1, 1.5, float("nan"), -0.5])
+def test_amounts_out_of_range_are_refused(activations: Any) -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="activations must be a share from 0 to 1, or bytes as an int, found"):
+        DOSAdam(model.parameters()).attach(model, activations=activations)
+
+
+def test_none_is_no_amount_for_a_context() -> None:
+    with pytest.raises(TypeError, match="found None"):
+        DOSAdam(nn.Linear(2, 2).parameters()).offload_activations(None)  # type: ignore[arg-type]
