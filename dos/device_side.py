@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dos.deciding.controller import Policy
 from dos.deciding.decisions import Decisions
+from dos.deciding.policies import Policy
 from dos.devices import Device
 from dos.gradients.departures import Departures
 from dos.guard import Guard

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from dos.deciding.controller import resolve_policy
 from dos.deciding.decisions import Decisions
+from dos.deciding.policies import resolve_policy
 from dos.device_side import DeviceSide
 from dos.devices import Device, DeviceFinder
 from dos.guard import Guard

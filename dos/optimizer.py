@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from dos.activations.offload import checked_amount
 from dos.clipped import Clipped
-from dos.deciding.controller import Policy
+from dos.deciding.policies import Policy
 from dos.devices import Device
 from dos.gradients.scaling import amp_scale
 from dos.gradients.torch_clipping import watch_clipping

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dos.deciding.controller import Policy, resolve_policy
+from dos.deciding.policies import Policy, resolve_policy
 from dos.machine.profiles import check_named
 from perfmodel.format import INT8, STATE_FORMATS
 from perfmodel.hardware import HardwareProfile

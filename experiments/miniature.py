@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from dos import DOSAdam, EmulatedDevice
-from dos.deciding.controller import Policy
+from dos.deciding.policies import Policy
 from perfmodel import Workload
 from perfmodel.hardware import HardwareProfile
 from perfmodel.policies import cpu_only

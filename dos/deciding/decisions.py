@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from dos.calibration.measure import measure_minimum, name_of
-from dos.deciding.controller import Controller, Policy
+from dos.deciding.policies import AdaptivePolicy, Policy, plan_of
 from dos.deciding.report import Report, why_changed
 from dos.devices import Device
 from dos.kernels.gpu_update import gpu_kernel_name
@@ -63,7 +63,9 @@ class Decisions:
         self.memory = MemoryMonitor(device, held, budget, interval)
         self.pace = Pace()
         self._device = device
-        self._controller = Controller(policy)
+        self._policy = policy
+        self._adaptive = policy if isinstance(policy, AdaptivePolicy) else None
+        self._decided: tuple[Workload, Plan] | None = None
         self._profile = profile
         self._held, self._on_host = held, on_host
         self._ended: Ended | None = None
@@ -75,7 +77,7 @@ class Decisions:
     @property
     def follows_memory(self) -> bool:
         """Whether plans follow the memory that is free."""
-        return self._controller.follows_memory
+        return self._adaptive is not None
 
     def decide(self, loads: tuple[SubgroupLoad, ...], now: Iteration, *, attached: bool, beside: int) -> Plan:
         """Where to update these subgroups in this iteration.
@@ -83,15 +85,16 @@ class Decisions:
         attached: whether the update runs on into the next forward. beside: see `MemoryMonitor.workload`.
         Raises ValueError or TypeError for a plan that is none.
         """
-        if self._controller.needs_profile:
-            self._controller.profile = self._find_profile()
+        if self._adaptive is not None and self._adaptive.profile is None:
+            self._adaptive.profile = self._find_profile()
         workload = self.memory.workload(loads, update_overlaps_forward=attached, beside=beside)
         workload = dataclasses.replace(
             workload, forward_s=self.pace.forward_s if attached else 0.0, backward_s=self.pace.backward_s
         )
-        plan = self._controller.plan(workload)
+        if self._adaptive is not None or self._decided is None or self._decided[0] != workload:
+            self._decided = workload, plan_of(self._policy, workload)
         now.workload, now.withheld = workload, self.memory.withheld
-        return plan
+        return self._decided[1]
 
     def begin_step(self, plan: Plan, now: Iteration) -> None:
         """A step of this plan is issued."""
@@ -120,8 +123,8 @@ class Decisions:
             return
         # Before the profile is corrected: with what was believed when the plan was made.
         self._ended = Ended(self._report(plan, stepped, timeline), stepped, origin)
-        if issued is not None:
-            self._controller.observe(issued[0], stepped.workload, issued[1])
+        if issued is not None and self._adaptive is not None:
+            self._adaptive.observe(issued[0], stepped.workload, issued[1])
 
     @property
     def timeline(self) -> Timeline | None:
@@ -134,7 +137,7 @@ class Decisions:
     @property
     def profile(self) -> HardwareProfile | None:
         """The rates that are believed now; None if no policy has asked for any."""
-        return self._controller.profile
+        return None if self._adaptive is None else self._adaptive.profile
 
     def report(self) -> Report | None:
         """What the last complete step did; None before it. Waits for nothing, and may be asked on any thread."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from dos.deciding.controller import WORTH_A_CHANGE
+from dos.deciding.policies import WORTH_A_CHANGE
 from dos.memory.monitor import SPARE_TO_GROW, TOO_LITTLE
 from perfmodel import Placement, Plan, Workload
 from perfmodel.adaptive import adaptive

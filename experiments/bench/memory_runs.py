@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dos import DOSAdam
-from dos.deciding.controller import Policy
+from dos.deciding.policies import Policy
 from dos.devices import Script
 from experiments.bench.progress import Progress
 from experiments.gpt import GPT, GPTConfig

@@ -27,7 +27,7 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from dos import DOSAdam
-from dos.deciding.controller import resolve_policy
+from dos.deciding.policies import resolve_policy
 from experiments.bench.machines import Machine, choose_machine
 from experiments.bench.memory_log import MemoryLog
 from experiments.bench.train_report import DEFAULT, REFERENCE, Iteration, Result, report, report_neighbour

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import AdamW
 
 from dos import DOSAdam, EmulatedDevice
-from dos.deciding.controller import AdaptivePolicy, Policy
+from dos.deciding.policies import AdaptivePolicy, Policy
 from experiments.check.contest import Broken
 from experiments.check.models import SETTINGS, Batch, Job, free_memory
 from experiments.gpt import GPT

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 
-from dos.deciding.controller import AdaptivePolicy, resolve_policy
+from dos.deciding.policies import AdaptivePolicy, resolve_policy
 from dos.machine.threads import kernel_threads
 from experiments.check.base import Bench, Settings, Size, Skipped, Target
 from experiments.check.calibration import measured_profile

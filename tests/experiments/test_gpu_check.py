@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 
 from dos import EmulatedDevice
-from dos.deciding.controller import AdaptivePolicy, resolve_policy
+from dos.deciding.policies import AdaptivePolicy, resolve_policy
 from dos.machine.process import usable_cores
 from dos.machine.threads import kernel_threads, set_kernel_threads
 from dos.memory.monitor import Source

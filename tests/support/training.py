@@ -107,9 +107,9 @@ def assert_as_adamw(run: Callable[[Make], Iterable[Tensor]], place: Any, ulps: i
 
 
 def plan_anew(optimizer: DOSAdam) -> None:
-    """Make the controller ask its policy again although nothing has changed."""
+    """Have the policy asked again although nothing has changed."""
     if optimizer._session.decisions is not None:
-        optimizer._session.decisions._controller._last = None
+        optimizer._session.decisions._decided = None
 
 
 def bits(tensors: Iterable[Tensor]) -> list[bytes]:

@@ -7,13 +7,14 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from dos import DOSAdam, EmulatedDevice
-from dos.deciding.controller import Refinement
+from dos.deciding.policies import Refinement
 from perfmodel import Lane, Op, Placement, Plan, Span, Timeline, Workload
 from perfmodel.hardware import HardwareProfile
 from perfmodel.policies import cpu_only, static_ratio, stride
@@ -178,7 +179,14 @@ def learnt_from(optimizer: DOSAdam, model: nn.Module, between: Callable[[], None
     train(model, optimizer, 1)
     decisions = optimizer._session.decisions
     assert decisions is not None
-    decisions._controller.observe = lambda *step: seen.append(step)  # type: ignore[method-assign]
+    learn = decisions.learn
+
+    def watch(plan: Plan, stepped: Any, timeline: Timeline, origin: float, issued: Any) -> None:
+        if issued is not None:
+            seen.append((issued[0], stepped.workload, issued[1]))
+        learn(plan, stepped, timeline, origin, issued)
+
+    decisions.learn = watch  # type: ignore[method-assign]
     train(model, optimizer, 6, first_step=1, before_step=lambda _: between())
     return seen
 

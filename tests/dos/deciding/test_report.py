@@ -13,7 +13,7 @@ import torch
 from torch.optim import AdamW
 
 from dos import DOSAdam, EmulatedDevice
-from dos.deciding.controller import AdaptivePolicy
+from dos.deciding.policies import AdaptivePolicy
 from dos.deciding.report import Report, why_changed
 from dos.deciding.unused import unused
 from dos.devices import Memory

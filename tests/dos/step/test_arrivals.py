@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dos import DOSAdam, EmulatedDevice
-from dos.deciding.controller import AdaptivePolicy
+from dos.deciding.policies import AdaptivePolicy
 from dos.devices import Copy, Job
 from perfmodel import Op, Placement, Plan, Workload
 from tests.support.devices import JitteryDevice

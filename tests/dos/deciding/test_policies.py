@@ -8,7 +8,8 @@ import random
 
 import pytest
 
-from dos.deciding.controller import AdaptivePolicy, Controller, Refinement, resolve_policy
+from dos import DOSAdam, EmulatedDevice
+from dos.deciding.policies import AdaptivePolicy, Refinement, resolve_policy
 from dos.step.pace import _Typical
 from perfmodel import Placement, Plan, Timeline, Workload
 from perfmodel.adaptive import adaptive
@@ -17,7 +18,7 @@ from perfmodel.policies import stride
 from perfmodel.schedule import schedule
 from perfmodel.scope import Scope
 from perfmodel.simulate import makespan, serve, simulate
-from tests.support.training import profile
+from tests.support.training import FAST, mlp, profile, train
 
 BELIEVED = profile(
     host_bandwidth=1e15,
@@ -92,15 +93,14 @@ def test_lanes_that_hardly_work_say_nothing() -> None:
 
 def test_the_adaptive_policy_plans_anew_on_what_it_learns() -> None:
     policy = AdaptivePolicy(BELIEVED)
-    controller = Controller(policy)
     work = Workload.of_sizes([10**7] * 40, peak_free_bytes=0, update_free_bytes=4 * 12e7)
-    before = controller.plan(work)
-    assert controller.plan(work) is before
+    before = policy(work)
+    assert policy(work) is before
     truth = dataclasses.replace(BELIEVED, cpu_update_rate=BELIEVED.cpu_update_rate / 4)
     for _ in range(12):
-        plan = controller.plan(work)
-        controller.observe(schedule(plan, work), work, simulate(plan, work, truth))
-    after = controller.plan(work)
+        plan = policy(work)
+        policy.observe(schedule(plan, work), work, simulate(plan, work, truth))
+    after = policy(work)
     assert len(after.served(Placement.CPU)) < len(before.served(Placement.CPU))
 
 
@@ -111,12 +111,12 @@ def test_other_policies_are_asked_once_for_each_workload() -> None:
         asked.append(work)
         return stride(work, 2)
 
-    controller = Controller(policy)
-    first = controller.plan(WORK)
-    assert controller.plan(dataclasses.replace(WORK)) is first
-    controller.plan(Workload.of_sizes([5]))
-    assert len(asked) == 2
-    controller.observe(SCHEDULE, WORK, simulate(PLAN, WORK, BELIEVED))
+    model = mlp()
+    device = EmulatedDevice(FAST, capacity=10**7)
+    optimizer = DOSAdam(model.parameters(), policy=policy, memory_budget=10**5, subgroup_size=200, device=device)
+    train(model, optimizer, 8)
+    assert all(a != b for a, b in itertools.pairwise(asked))
+    assert len(asked) < 8, "only the length of backward has changed, in coarse steps"
 
 
 def test_names() -> None:

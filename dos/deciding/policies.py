@@ -1,4 +1,4 @@
-"""Decides where subgroups are updated: pure functions of what is known, no device and no tensor."""
+"""Policies, and how an adaptive one learns: pure functions of what is known, no device and no tensor."""
 
 from __future__ import annotations
 
@@ -183,49 +183,13 @@ def _corrected(
     return rates
 
 
-class Controller:
-    """Asks the policy for a plan when the workload has changed, and tells an adaptive one how it went."""
-
-    def __init__(self, policy: Policy) -> None:
-        self._policy = policy
-        self._adaptive = policy if isinstance(policy, AdaptivePolicy) else None
-        self._last: tuple[Workload, Plan] | None = None
-
-    @property
-    def follows_memory(self) -> bool:
-        """Whether plans follow the memory that is free."""
-        return self._adaptive is not None
-
-    @property
-    def needs_profile(self) -> bool:
-        """Whether `profile` is to be set before a plan is asked for."""
-        return self._adaptive is not None and self._adaptive.profile is None
-
-    @property
-    def profile(self) -> HardwareProfile | None:
-        """The rates that are believed now; None where no policy asks for any."""
-        return None if self._adaptive is None else self._adaptive.profile
-
-    @profile.setter
-    def profile(self, profile: HardwareProfile) -> None:
-        assert self._adaptive is not None, "only set where it is needed"
-        self._adaptive.profile = profile
-
-    def plan(self, workload: Workload) -> Plan:
-        """The plan for this iteration. Raises TypeError or ValueError if the policy returns something else."""
-        if self._last is not None and self._last[0] == workload and self._adaptive is None:
-            return self._last[1]
-        plan = self._policy(workload)
-        if not isinstance(plan, Plan):
-            raise TypeError(f"the policy must return a perfmodel.Plan, found {type(plan).__name__}")
-        if len(plan) != len(workload.subgroups):
-            raise ValueError(
-                f"the policy returned a plan of {len(plan)} subgroups for a workload of {len(workload.subgroups)}"
-            )
-        self._last = workload, plan
-        return plan
-
-    def observe(self, schedule: Schedule, workload: Workload, timeline: Timeline) -> None:
-        """A step has run this schedule, and took this."""
-        if self._adaptive is not None:
-            self._adaptive.observe(schedule, workload, timeline)
+def plan_of(policy: Policy, workload: Workload) -> Plan:
+    """The policy's plan. Raises TypeError or ValueError if it returns something else."""
+    plan = policy(workload)
+    if not isinstance(plan, Plan):
+        raise TypeError(f"the policy must return a perfmodel.Plan, found {type(plan).__name__}")
+    if len(plan) != len(workload.subgroups):
+        raise ValueError(
+            f"the policy returned a plan of {len(plan)} subgroups for a workload of {len(workload.subgroups)}"
+        )
+    return plan
