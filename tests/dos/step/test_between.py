@@ -6,6 +6,8 @@ import copy
 import os
 import signal
 import threading
+import time
+from typing import Any
 
 import pytest
 import torch
@@ -140,6 +142,65 @@ def test_interrupted_enrolment_leaves_nothing_twice() -> None:
                 raise
             continue
         assert enrolled[-1] == sum(p.numel() for p in model.parameters())
+
+
+def test_a_new_layout_interrupted_anywhere() -> None:
+    """The step is taken whole, or the next is refused, or it does what the interrupted one would have done."""
+
+    def prepared() -> tuple[nn.Conv2d, DOSAdam]:
+        torch.manual_seed(0)
+        model = nn.Conv2d(3, 4, 3)
+        optimizer = DOSAdam(model.parameters(), lr=0.1)
+        for step in range(2):
+            model(torch.full((1, 3, 4, 4), 1.0 + step)).square().mean().backward()
+            if step:
+                relaid(model.weight)
+            else:
+                optimizer.step()
+        return model, optimizer
+
+    model, optimizer = prepared()
+    optimizer.step()
+    expected = bits([*model.parameters(), *optimizer.state[model.weight].values()])
+    line, interrupted = 0, True
+    while interrupted:
+        line += 1 if EVERYWHERE else 5
+        model, optimizer = prepared()
+        try:
+            with interrupted_at(line):
+                optimizer.step()
+            interrupted = False
+        except KeyboardInterrupt:
+            pass
+        try:
+            if optimizer.state[model.weight]["step"] < 2:
+                optimizer.step()
+            found = bits([*model.parameters(), *optimizer.state[model.weight].values()])
+        except RuntimeError as error:
+            if REFUSED not in str(error):
+                raise
+            continue
+        assert found == expected, line
+
+
+@pytest.mark.parametrize("policy", ["stride:1", "adaptive"])
+def test_state_that_is_written_after_backward_through_views_that_were_read_before(policy: str) -> None:
+    """Backward sends no state to the device that user code may still write to at home."""
+
+    def trained(**settings: Any) -> list[bytes]:
+        model = mlp()
+        optimizer = DOSAdam(model.parameters(), lr=0.01, subgroup_size=300, **settings)
+        for step in range(6):
+            optimizer.zero_grad()
+            views = [optimizer.state[p]["exp_avg"] for p in model.parameters()] if step > 2 else []
+            backward(model, step)
+            time.sleep(0.01)  # so that what was sent has been read
+            for view in views:
+                view.mul_(0.5)
+            optimizer.step()
+        return bits(model.parameters())
+
+    assert trained(policy=policy, device=EmulatedDevice(FAST, 10**7)) == trained()
 
 
 def test_two_threads_that_fork_at_once() -> None:
