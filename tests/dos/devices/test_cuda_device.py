@@ -205,6 +205,41 @@ def test_hooks_leave_a_capture_early_and_what_it_reads_is_finished_by_the_step(r
     assert bits(model.parameters()) != was
 
 
+def test_gradients_leave_no_more_once_a_backward_was_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay writes to them after backward, without a version that tells it."""
+    runtime = install(monkeypatch, 0)
+    parameter = nn.Parameter(torch.ones(300))
+    optimizer = DOSAdam([parameter], device=FakeCudaDevice(runtime), policy="cpu")
+    for _ in range(2):
+        optimizer.zero_grad()
+        parameter.sum().backward()
+        optimizer.step()
+    runtime.capturing = True
+    parameter.sum().backward()
+    runtime.capturing = False
+    optimizer.zero_grad()
+    parameter.sum().backward()
+    while runtime.advance():  # what has left has arrived
+        pass
+    parameter.grad.data.fill_(0.5)
+    optimizer.step()
+    expected = 0.9 * (1 - 0.9**2) + 0.1 * 0.5
+    torch.testing.assert_close(optimizer.state[parameter]["exp_avg"], torch.full((300,), expected))
+
+
+def test_slots_are_given_back_when_step_returns(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward needs their memory, however late the CPU lane comes to that."""
+    model, device = mlp(), FakeCudaDevice(runtime)
+    optimizer = DOSAdam(model.parameters(), device=device, policy="stride:1", subgroup_size=300)
+    free, held = device.free, []
+    monkeypatch.setattr(device, "free", lambda buffer: (time.sleep(0.05), free(buffer)))
+    for _ in range(3):
+        model(torch.ones(2, 24)).sum().backward()
+        optimizer.step()
+        held.append(optimizer._session.on_device.engine.device_store.nbytes)
+    assert held == [0, 0, 0]
+
+
 def test_offloaded_gradients_cannot_be_captured(runtime: Runtime) -> None:
     parameter, _optimizer = resident(runtime, offload_gradients=True)
     runtime.capturing = True

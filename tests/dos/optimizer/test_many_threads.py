@@ -74,18 +74,21 @@ def test_offloaded_gradients_of_two_threads_are_refused(at_once: bool) -> None:
     """Of one parameter. The step says so, too, for the thread's error may end with the thread."""
     model, refused = Branches(), []
     optimizer = DOSAdam(model.parameters(), offload_gradients=True, device=EmulatedDevice(FAST, capacity=10**7))
+    ended = [threading.Event() for _ in range(2)]
 
     def run(thread: int) -> None:
+        if thread and not at_once:
+            ended[0].wait()
         try:
             backward_of(model, 0, thread)
         except RuntimeError as error:
             refused.append(str(error))
+        ended[thread].set()
+        ended[1 - thread].wait()  # so that they are two, and not one after the other under one number
 
     threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
     for thread in threads:
         thread.start()
-        if not at_once:
-            thread.join()
     for thread in threads:
         thread.join()
     assert refused

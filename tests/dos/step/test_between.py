@@ -154,7 +154,7 @@ def test_a_new_layout_interrupted_anywhere() -> None:
         for step in range(2):
             model(torch.full((1, 3, 4, 4), 1.0 + step)).square().mean().backward()
             if step:
-                relaid(model.weight)
+                model.weight.data = model.weight.data.contiguous(memory_format=torch.channels_last)
             else:
                 optimizer.step()
         return model, optimizer
