@@ -16,7 +16,7 @@ from torch.optim import AdamW
 
 from dos import DOSAdam, EmulatedDevice
 from dos.deciding.policies import AdaptivePolicy, Policy
-from experiments.check.contest import Broken
+from experiments.check.contest import Broken, Contender
 from experiments.check.models import SETTINGS, Batch, Job, free_memory
 from experiments.gpt import GPT
 from perfmodel import Plan, Timeline, Workload
@@ -25,7 +25,7 @@ from perfmodel.hardware import HardwareProfile
 from perfmodel.schedule import Schedule
 
 
-class OnDevice:
+class OnDevice(Contender):
     """A model of its own, made anew for each turn, with torch.optim.AdamW wholly on the device, or with nothing.
 
     masters: whether float32 copies of the parameters are updated, as DOSAdam does; None for no optimizer at all.
@@ -68,9 +68,6 @@ class OnDevice:
         elif self._step is not None:
             self._step()
         self._model.zero_grad()
-
-    def metrics(self) -> dict[str, float]:
-        return {}
 
 
 def adamw_step(parameters: Sequence[Tensor], *, masters: bool) -> Callable[[], None]:
@@ -137,7 +134,7 @@ class Rig:
         self.model.zero_grad()
 
 
-class Ours:
+class Ours(Contender):
     """DOSAdam under one policy. share: of the state, for which there is memory."""
 
     def __init__(self, name: str, rig: Rig, policy: Policy, share: float = 0.0) -> None:
@@ -182,7 +179,7 @@ class Kind:
     build: Callable[[GPT, Job], Any]
 
 
-class Peer:
+class Peer(Contender):
     """A contender with a model of its own, built at its first turn and kept, since peers take long to set up."""
 
     def __init__(self, kind: Kind, job: Job, device: torch.device) -> None:
@@ -212,9 +209,6 @@ class Peer:
     def step(self) -> None:
         self._try(self._optimizer.step)
         self._try(self._optimizer.zero_grad)
-
-    def metrics(self) -> dict[str, float]:
-        return {}
 
     def _try(self, work: Callable[[], object]) -> None:
         """What goes wrong is the peer's, but for memory that is too small."""

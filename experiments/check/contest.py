@@ -7,14 +7,14 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from experiments.check.models import Batch, free_memory
 
 
-class Contender(Protocol):
+class Contender:
     """One way to train. `open` and `close` surround each of its turns."""
 
     name: str
@@ -33,6 +33,7 @@ class Contender(Protocol):
 
     def metrics(self) -> dict[str, float]:
         """Of the last update, once nothing is in flight; empty if it does not tell."""
+        return {}
 
 
 class Broken(Exception):  # noqa: N818  (the contender's own error is its cause)
