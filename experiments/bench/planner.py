@@ -7,7 +7,6 @@ Times are simulated, of the update beside a backward during which gradients leav
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import math
@@ -17,6 +16,7 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from experiments.command import Parser
 from perfmodel.adaptive import AdaptivePlanner
 from perfmodel.bounds import lower_bound
 from perfmodel.hardware import HardwareProfile, builtin_profiles
@@ -97,12 +97,12 @@ def fixed_plans(work: Workload, budget: Budget) -> tuple[list[Plan], list[Plan]]
 
 
 def planned(work: Workload, profile: HardwareProfile) -> tuple[Plan, list[float]]:
-    """The final plan, and the seconds of each call until it is there."""
+    """The final plan, and the processor's seconds of each call until it is there."""
     planner, calls = AdaptivePlanner(), []
     while not planner.settled:
-        started = time.perf_counter()
+        started = time.thread_time()
         plan = planner(work, profile)
-        calls.append(time.perf_counter() - started)
+        calls.append(time.thread_time() - started)
     return plan, calls
 
 
@@ -169,23 +169,19 @@ def cached_s() -> float:
     spent = []
     for _ in range(7):
         again = dataclasses.replace(work)
-        started = time.perf_counter()
+        started = time.thread_time()
         planner(again, profile)
-        spent.append(time.perf_counter() - started)
+        spent.append(time.thread_time() - started)
     return min(spent)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit status, 1 when adaptive misses a figure."""
-    parser = argparse.ArgumentParser(prog="python -m experiments.planner", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="print the rows as JSON on the last line")
-    parser.add_argument("--profile", action="append", help="only this built-in profile; may be repeated")
-    options = parser.parse_args(arguments)
     profiles = builtin_profiles()
-    unknown = sorted(set(options.profile or ()) - profiles.keys())
-    if unknown:
-        print(f"error: no built-in profile {', '.join(unknown)}; there are {', '.join(profiles)}", file=sys.stderr)
-        return 2
+    parser = Parser(prog="python -m experiments.planner", description=(__doc__ or "").splitlines()[0])
+    parser.add_json()
+    parser.add_argument("--profile", action="append", choices=profiles, help="only this one; may be repeated")
+    options = parser.parse_args(arguments)
     print("machine                n budget   a call   search   adaptive  / bound  stride   ratio    CPU")
     rows = []
     for name in options.profile or profiles:
