@@ -1,4 +1,4 @@
-"""Hypothesis strategies for what is trained, and plans that change at every step."""
+"""Hypothesis strategies for what is trained, plans that change at every step, and plans of one placement."""
 
 from __future__ import annotations
 
@@ -43,3 +43,9 @@ class RandomPlans:
         order = list(range(n))
         self.random.shuffle(order)
         return Plan(tuple(self.random.choices(list(Placement), k=n)), tuple(order), self.slots)
+
+
+def all_in(placement: Placement, workload: Workload, slots: int = 0) -> Plan:
+    """All subgroups in one place."""
+    n = len(workload.subgroups)
+    return Plan((placement,) * n, tuple(range(n)), slots)

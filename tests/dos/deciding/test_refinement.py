@@ -248,8 +248,7 @@ def test_state_that_arrives_and_leaves_is_predicted() -> None:
     resident = itertools.cycle([True, False])
 
     def policy(work: Workload) -> Plan:
-        n = len(work.subgroups)
-        return static_ratio(work, 0.0) if next(resident) else Plan((Placement.CPU,) * n, tuple(range(n)), 0)
+        return static_ratio(work, 0.0) if next(resident) else cpu_only(work)
 
     optimizer = adaptive(model, policy=policy, memory_budget=None)
     steps = learnt_from(optimizer, model, lambda: plan_anew(optimizer))

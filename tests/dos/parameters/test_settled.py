@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from dos import DOSAdam
 from dos.step.iteration import Iteration
 from perfmodel import Placement, Plan, Workload
+from tests.support.random_plans import all_in
 from tests.support.training import Make, assert_as_adamw, bits, maker, plan_anew
 
 pytestmark = pytest.mark.usefixtures("one_core")
@@ -110,8 +111,7 @@ def test_memory_that_was_another_for_a_failed_step_only() -> None:
     def policy(workload: Workload) -> Plan:
         if fails:
             raise ValueError("not now")
-        n = len(workload.subgroups)
-        return Plan((Placement.GPU_RESIDENT,) * n, tuple(range(n)), 0)
+        return all_in(Placement.GPU_RESIDENT, workload)
 
     fails = False
     p, q = nn.Parameter(torch.ones(10)), nn.Parameter(torch.ones(10))

@@ -10,33 +10,25 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 from dos import DOSAdam
 from tests.support.ranks import DIED, Ranks, needs_fsdp2
-from tests.support.sharded import assert_equal, batch, dos_adam, model, train, values
+from tests.support.sharded import assert_equal, batch, dos_adam, load, model, save, shard, train, values
 
 WORLD = 2
 
 
 def build() -> tuple[nn.Module, DOSAdam]:
-    found = model()
-    mesh = init_device_mesh("cpu", (WORLD,))
-    for block in found[:-1]:
-        fully_shard(block, mesh=mesh)
-    fully_shard(found, mesh=mesh)
+    found = shard(model(), init_device_mesh("cpu", (WORLD,)))  # of the group that there is now
     return found, dos_adam(found.parameters(), policy="stride:2", max_grad_norm=1.0)
 
 
 def saves_and_goes_on(folder: str) -> list[Tensor]:
     module, optimizer = build()
     train(module, optimizer, steps=range(2))
-    weights, state = get_state_dict(module, optimizer)
-    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
+    save(folder, module, optimizer, "save")
     train(module, optimizer, steps=range(2, 5))
     return values(module)
 
@@ -80,9 +72,7 @@ def waits_for_a_rank(said: str) -> None:
 
 def resumes(folder: str) -> list[Tensor]:
     module, optimizer = build()
-    weights, state = get_state_dict(module, optimizer)
-    dcp.load({"model": weights, "optimizer": state}, checkpoint_id=folder)
-    set_state_dict(module, optimizer, model_state_dict=weights, optim_state_dict=state)
+    load(folder, module, optimizer)
     train(module, optimizer, steps=range(2, 5))
     return values(module)
 

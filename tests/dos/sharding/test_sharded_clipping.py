@@ -6,6 +6,7 @@ import contextlib
 import math
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,20 @@ from torch.distributed.fsdp import fully_shard
 import dos
 from perfmodel import Op
 from tests.support.ranks import on_pair, on_ranks
-from tests.support.sharded import Block, assert_close, batch, dos_adam, mesh_of, model, shard, train, values, whole
+from tests.support.sharded import (
+    Block,
+    adamw,
+    assert_close,
+    batch,
+    dos_adam,
+    mesh_of,
+    model,
+    shard,
+    train,
+    trained,
+    values,
+    whole,
+)
 
 NORM = 0.05
 
@@ -106,41 +120,17 @@ def test_clipped_training(way: str, policy: str) -> None:
         train(divided, optimizer, before_step=clip)
     finally:
         dos.fold_clipping(False)
-    reference = shard(model(), mesh_of())
     expected: list[Tensor] = []
-    train(
-        reference,
-        torch.optim.AdamW(reference.parameters(), lr=1e-2),
-        before_step=lambda step: expected.append(
-            torch.nn.utils.clip_grad_norm_(reference.parameters(), NORM).full_tensor()
-        ),
-    )
+
+    def clip_there(model: nn.Module, step: int) -> None:
+        expected.append(torch.nn.utils.clip_grad_norm_(model.parameters(), NORM).full_tensor())
+
+    assert_close(values(divided), trained(adamw, before_step=clip_there))
     if norms:
         torch.testing.assert_close(norms, expected, rtol=1e-5, atol=0)
-    assert_close(values(divided), values(reference))
     sent = [span for span in optimizer.timeline().spans if span.op is Op.GRADIENT] if policy == "cpu" else []
     if sent and way != "torch":  # the last ones begin late where other programs take the processor
         assert sum(span.start < 0 for span in sent) > len(sent) / 2
-
-
-@pytest.mark.parametrize("unscale", [False, True])
-@on_ranks
-def test_what_is_infinite_on_one_rank_skips_the_step_on_all(unscale: bool) -> None:
-    divided = mixed_meshes(head=False)  # GradScaler takes no mixture of DTensors and others
-    optimizer = dos_adam(divided.parameters(), policy="cpu")
-    scaler = GradScaler("cpu", init_scale=8.0)
-    for step in range(3):
-        before = values(divided)
-        scaler.scale(divided(batch(step)).pow(2).mean()).backward()
-        if step == 1 and dist.get_rank() == 0:
-            dos.sharding.local.local(divided[0].down.weight.grad).view(-1)[:1] = math.inf
-        if unscale:
-            scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        changed = any(not torch.equal(a, b) for a, b in zip(values(divided), before, strict=True))
-        assert changed == (step != 1)
 
 
 @on_ranks
@@ -186,19 +176,23 @@ def test_folding_leaves_other_optimizers_alone(folding: None) -> None:
     assert_close(*ends)
 
 
-@pytest.mark.parametrize(("unscale", "known"), [(False, True), (True, True), (True, False)])
+@pytest.mark.parametrize(
+    ("unscale", "known", "block"),
+    [(False, True, 2), (True, True, 2), (True, False, 2), (False, True, 0), (True, True, 0)],
+)
 @on_ranks
-def test_scales_stay_equal(unscale: bool, known: bool) -> None:
-    """An infinity on one rank, of a mesh that GradScaler does not look at on the others."""
-    divided = mixed_meshes(head=False)
-    pairs = divided[2]  # of two ranks each
-    optimizer = dos_adam([*pairs.parameters(), *divided[0].parameters()], policy="cpu")
+def test_what_is_infinite_on_one_rank_skips_the_step_on_all_and_scales_stay_equal(
+    unscale: bool, known: bool, block: int
+) -> None:
+    """block: 2 is of a mesh of two ranks each, at which GradScaler does not look on the others."""
+    divided = mixed_meshes(head=False)  # GradScaler takes no mixture of DTensors and others
+    optimizer = dos_adam([*divided[2].parameters(), *divided[0].parameters()], policy="cpu")
     scaler = GradScaler("cpu", init_scale=8.0)
     for step in range(3):
         before = values(divided[0])
         scaler.scale(divided(batch(step)).pow(2).mean()).backward()
         if step == 1 and dist.get_rank() == 0:
-            dos.sharding.local.local(pairs.down.weight.grad).view(-1)[:1] = math.inf
+            dos.sharding.local.local(divided[block].down.weight.grad).view(-1)[:1] = math.inf
         if unscale:
             scaler.unscale_(optimizer)
         if known:
@@ -259,21 +253,20 @@ def test_clipping_twice_is_refused(folding: None) -> None:
 
 @on_pair
 def test_dtensors_that_are_written_after_clipping_are_seen() -> None:
-    ends = []
-    for ours in (False, True):
-        divided = shard(model(), mesh_of())
-        parameters = list(divided.parameters())
-        optimizer = dos_adam(parameters, policy="cpu") if ours else torch.optim.AdamW(parameters, lr=1e-2)
-        for step in range(2):
-            divided(batch(step)).pow(2).mean().backward()
-            if ours:
-                optimizer.clip_grad_norm_(NORM)
-            with torch.no_grad():
-                torch._foreach_add_([p.grad for p in parameters], 0.1)
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                optimizer.step()
-            assert any("written to between" in str(w.message) for w in caught) == (ours and step == 0)
-            optimizer.zero_grad()
-        ends.append(values(divided))
-    assert_close(*ends)
+    optimizers: list[dos.DOSAdam] = []
+
+    def make(parameters: Any) -> dos.DOSAdam:
+        optimizers.append(dos_adam(parameters, policy="cpu"))
+        return optimizers[0]
+
+    @torch.no_grad()
+    def write(model: nn.Module, step: int) -> None:
+        for optimizer in optimizers:
+            optimizer.clip_grad_norm_(NORM)
+        torch._foreach_add_([p.grad for p in model.parameters()], 0.1)
+
+    expected = trained(adamw, before_step=write)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert_close(trained(make, before_step=write), expected)
+    assert sum("written to between" in str(w.message) for w in caught) == 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -22,6 +22,7 @@ from tests.support.ranks import Ranks
 from tests.support.sharded import assert_close, assert_equal, batch, dos_adam, mesh_of, model, shard, values
 
 STEPS = 4
+FULL = StateDictOptions(full_state_dict=True)
 
 
 class Run(NamedTuple):
@@ -59,7 +60,7 @@ def drawn() -> st.SearchStrategy[Run]:
     )
 
 
-def follow(run: Run, *, divided: bool) -> list[Tensor]:
+def follow(run: Run, divided: bool) -> list[Tensor]:
     def build(mesh: tuple[int, int]) -> tuple[nn.Module, DOSAdam]:
         found = model(run.width, dtype=run.dtype)
         if divided:
@@ -89,26 +90,14 @@ def follow(run: Run, *, divided: bool) -> list[Tensor]:
         elif reads == "state dict":
             optimizer.state_dict()
         elif reads == "move" and divided:
-            state = get_full(module, optimizer)
+            state = get_optimizer_state_dict(module, optimizer, options=FULL)
             weights = values(module)
             module, optimizer = build(run.moves_to)
             for p, value in zip(module.parameters(), weights, strict=True):
                 p.data.copy_(torch.distributed.tensor.distribute_tensor(value, p.device_mesh, p.placements))
-            set_full(module, optimizer, state)
+            set_optimizer_state_dict(module, optimizer, state, options=FULL)
     optimizer.synchronize()
     return values(module)
-
-
-def get_full(module: nn.Module, optimizer: DOSAdam) -> dict[str, Any]:
-    return get_optimizer_state_dict(module, optimizer, options=StateDictOptions(full_state_dict=True))
-
-
-def set_full(module: nn.Module, optimizer: DOSAdam, state: dict[str, Any]) -> None:
-    set_optimizer_state_dict(module, optimizer, state, options=StateDictOptions(full_state_dict=True))
-
-
-def divided(run: Run) -> list[Tensor]:
-    return follow(run, divided=True)
 
 
 @pytest.mark.usefixtures("one_kernel_thread")
@@ -118,8 +107,8 @@ def divided(run: Run) -> list[Tensor]:
 )
 @given(run=drawn())
 def test_bits_are_those_of_one_process(ranks: Ranks, run: Run) -> None:
-    alone = follow(run, divided=False)
-    for found in ranks.run(divided, run):
+    alone = follow(run, False)
+    for found in ranks.run(follow, run, True):
         if run.clip is None:
             assert_equal(found, alone)
         else:

@@ -13,6 +13,7 @@ from dos.kernels.adam import joined
 from dos.kernels.masters import follow
 from perfmodel import Op, Placement, Plan, Workload
 from tests.support.devices import Copying
+from tests.support.random_plans import all_in
 from tests.support.training import bits, maker, mlp, plan_anew, train
 
 CPU, STREAMED, RESIDENT = Placement.CPU, Placement.GPU_STREAMED, Placement.GPU_RESIDENT
@@ -36,8 +37,7 @@ def test_bytes_that_are_moved(before: Placement, now: Placement, moved: dict[Op,
     placements = [before, now]
 
     def policy(workload: Workload) -> Plan:
-        n = len(workload.subgroups)
-        return Plan((placements[0],) * n, tuple(range(n)), 2)
+        return all_in(placements[0], workload, slots=2)
 
     model, device = mlp(torch.bfloat16), Copying()
     settings_ = {"policy": policy, "device": device, "offload_gradients": offload_gradients}

@@ -19,7 +19,7 @@ from dos.state.entries import scale_shape
 from perfmodel.footprint import host_footprint
 from perfmodel.format import BLOCK
 from tests.support.random_plans import RandomPlans
-from tests.support.training import FAST, bits, plan_anew
+from tests.support.training import FAST, bits, maker, plan_anew
 
 CODED = {"exp_avg_codes", "exp_avg_scales", "exp_avg_sq_codes", "exp_avg_sq_scales"}
 
@@ -31,33 +31,36 @@ def network(dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
     return nn.Sequential(*layers).to(dtype)
 
 
-def learn(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, micro_batches: int = 1) -> None:
+Pair = tuple[nn.Sequential, DOSAdam]
+
+
+def learn(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
     dtype = next(model.parameters()).dtype
     for step in steps:
-        for micro_batch in range(micro_batches):
-            generator = torch.Generator().manual_seed(10 * step + micro_batch)
-            model(torch.randn(4, 128, generator=generator).to(dtype)).float().square().mean().backward()
+        generator = torch.Generator().manual_seed(10 * step)
+        model(torch.randn(4, 128, generator=generator).to(dtype)).float().square().mean().backward()
         if isinstance(optimizer, DOSAdam):
             plan_anew(optimizer)
         optimizer.step()
         optimizer.zero_grad()
 
 
-def make(model: nn.Module, *, emulated: bool = True, **kwargs: Any) -> DOSAdam:
-    if emulated:
-        kwargs = {"device": EmulatedDevice(FAST, 10**8), "subgroup_size": 2000, **kwargs}
-    return DOSAdam(model.parameters(), lr=1e-2, **{"state_format": "int8", **kwargs})
+def built(place: Any = "cpu", dtype: torch.dtype = torch.bfloat16, **settings: Any) -> Pair:
+    model = network(dtype)
+    return model, maker(place, **{"lr": 1e-2, "subgroup_size": 2000, "state_format": "int8", **settings})(
+        model.parameters()
+    )
 
 
-def everything(model: nn.Module, optimizer: DOSAdam) -> list[bytes]:
+def everything(pair: Pair) -> list[bytes]:
+    model, optimizer = pair
     states = [optimizer.state[p] for p in model.parameters()]
     return bits(model.parameters()) + bits([v for s in states for k, v in sorted(s.items()) if isinstance(v, Tensor)])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_which_parameters_have_codes(dtype: torch.dtype) -> None:
-    model = network(dtype)
-    optimizer = make(model)
+    model, optimizer = built(dtype=dtype)
     learn(model, optimizer, range(1))
     names = {name for name, p in model.named_parameters() if optimizer.state[p].keys() >= CODED}
     assert names == {"0.weight", "2.weight", "3.weight"}
@@ -71,9 +74,6 @@ def test_which_parameters_have_codes(dtype: torch.dtype) -> None:
             assert entry["exp_avg_scales"].shape == scale_shape(parameter.shape)
     assert scale_shape((96, 128)) == (96, 1)
     assert scale_shape((128, 96)) == (96,)
-
-
-def test_what_cannot_be_coded() -> None:
     assert can_be_coded(torch.empty(LEAST_CODED))
     assert not can_be_coded(torch.empty(LEAST_CODED - BLOCK))
     assert not can_be_coded(torch.empty(LEAST_CODED + 1))
@@ -89,51 +89,44 @@ def test_what_cannot_be_coded() -> None:
     attach=st.booleans(),
 )
 def test_any_plan_gives_the_same_bits(seed: int, size: int, dtype: torch.dtype, offload: bool, attach: bool) -> None:
-    expected, found = network(dtype), network(dtype)
-    reference = make(expected, emulated=False)
-    learn(expected, reference, range(4))
-    optimizer = make(found, policy=RandomPlans(seed, slots=1 + seed % 3), subgroup_size=size, offload_gradients=offload)
+    expected = built("host", dtype)
+    policy = RandomPlans(seed, slots=1 + seed % 3)
+    found = built(policy, dtype, subgroup_size=size, offload_gradients=offload)
     if attach:
-        optimizer.attach(found)
-    learn(found, optimizer, range(4))
-    optimizer.synchronize()
-    assert everything(found, optimizer) == everything(expected, reference)
+        found[1].attach(found[0])
+    for pair in (expected, found):
+        learn(*pair, range(4))
+    found[1].synchronize()
+    assert everything(found) == everything(expected)
 
 
 @pytest.mark.parametrize("form", ["codes", "AdamW"])
 @pytest.mark.parametrize("policy", ["cpu", "stride:1", "resident"])
 def test_a_resumed_run_has_the_same_bits(policy: str, form: str) -> None:
-    through = network()
-    first = make(through, policy=policy)
-    learn(through, first, range(3))
-    weights, saved = copy.deepcopy(through.state_dict()), copy.deepcopy(first.state_dict())
+    through, resumed = built(policy), built("adaptive")
+    learn(*through, range(3))
+    saved = copy.deepcopy(through[1].state_dict())
     if form == "AdamW":  # whose moments have the same codes again
-        parameters = list(through.parameters())
-        saved["state"] = {i: first.adamw_state(p) for i, p in enumerate(parameters)}
+        saved["state"] = {i: through[1].adamw_state(p) for i, p in enumerate(through[0].parameters())}
         assert not any(CODED & entry.keys() for entry in saved["state"].values())
-    learn(through, first, range(3, 6))
-    resumed = network()
-    resumed.load_state_dict(weights)
-    second = make(resumed, policy="adaptive")
-    second.load_state_dict(saved)
-    learn(resumed, second, range(3, 6))
-    assert everything(resumed, second) == everything(through, first)
+    resumed[0].load_state_dict(through[0].state_dict())
+    resumed[1].load_state_dict(saved)
+    for pair in (through, resumed):
+        learn(*pair, range(3, 6))
+    assert everything(resumed) == everything(through)
 
 
 def test_state_of_adamw_and_for_adamw() -> None:
-    model = network(torch.float32)
+    model, optimizer = built(dtype=torch.float32)
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
     learn(model, adamw, range(3))
-    optimizer = make(model)
     optimizer.load_state_dict(adamw.state_dict())
     learn(model, optimizer, range(3, 4))
     weight = model[0].weight
     back = optimizer.adamw_state(weight)
     exact = DOSAdam(model.parameters(), lr=1e-2)
     exact.load_state_dict(optimizer.state_dict())  # of another format
-    model(torch.ones(1, 128)).sum().backward()
-    learn(model, exact, range(4, 4))
-    exact.step()
+    learn(model, exact, range(4, 5))
     assert back["exp_avg"].shape == weight.shape
     assert {"step", "exp_avg", "exp_avg_sq"} == exact.state[weight].keys()
     entry = optimizer.state[weight]
@@ -144,44 +137,39 @@ def test_state_of_adamw_and_for_adamw() -> None:
 
 def test_what_a_user_writes_counts() -> None:
     """Into the codes, and as AdamW has it."""
-    one, other = network(torch.float32), network(torch.float32)
-    first, second = make(one, policy="resident"), make(other, policy="cpu")
-    learn(one, first, range(2))
-    learn(other, second, range(2))
-    first.state[one[0].weight]["exp_avg_codes"].zero_()
-    second.state[other[0].weight]["exp_avg_codes"].zero_()
-    learn(one, first, range(2, 3))
-    learn(other, second, range(2, 3))
-    assert everything(one, first) == everything(other, second)
-    for model, optimizer in ((one, first), (other, second)):
+    pairs = built("resident", torch.float32), built("cpu", torch.float32)
+    for model, optimizer in pairs:
+        learn(model, optimizer, range(2))
+        optimizer.state[model[0].weight]["exp_avg_codes"].zero_()
+        learn(model, optimizer, range(2, 3))
+    assert everything(pairs[0]) == everything(pairs[1])
+    for model, optimizer in pairs:
         state = optimizer.adamw_state(model[0].weight)
         optimizer.state[model[0].weight] |= {key: value / 2 for key, value in state.items() if key != "step"}
         learn(model, optimizer, range(3, 4))
         assert optimizer.state[model[0].weight].keys() >= CODED
         assert "exp_avg" not in optimizer.state[model[0].weight]
-    assert everything(one, first) == everything(other, second)
+    assert everything(pairs[0]) == everything(pairs[1])
 
 
-def test_codes_for_a_parameter_that_is_no_blocks() -> None:
-    for shape in ((), (100,)):
-        optimizer = DOSAdam([nn.Parameter(torch.zeros(shape))])
-        state = optimizer.state_dict()
-        codes = torch.zeros(shape, dtype=torch.int8)
-        entry = {"step": 1.0, "exp_avg_codes": codes, "exp_avg_scales": torch.zeros(0)}
-        state["state"] = {0: entry | {"exp_avg_sq_codes": codes.to(torch.uint8), "exp_avg_sq_scales": torch.zeros(0)}}
-        with pytest.raises(ValueError, match="is not whole blocks of 128"):
-            optimizer.load_state_dict(state)
+@pytest.mark.parametrize("shape", [(), (100,)])
+def test_codes_for_a_parameter_that_is_no_blocks(shape: tuple[int, ...]) -> None:
+    optimizer = DOSAdam([nn.Parameter(torch.zeros(shape))])
+    codes = torch.zeros(shape, dtype=torch.int8)
+    entry = {"step": 1.0, "exp_avg_codes": codes, "exp_avg_scales": torch.zeros(0)}
+    entry |= {"exp_avg_sq_codes": codes.to(torch.uint8), "exp_avg_sq_scales": torch.zeros(0)}
+    with pytest.raises(ValueError, match="is not whole blocks of 128"):
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": {0: entry}})
 
 
 @pytest.mark.parametrize("state_format", ["int8", None])
 def test_one_moment_as_adamw_has_it(state_format: str | None) -> None:
     """Beside the codes of both, of which the other's still count."""
-    model = network(torch.float32)
-    first = make(model)
+    model, first = built(dtype=torch.float32)
     learn(model, first, range(2))
     state = copy.deepcopy(first.state_dict())
     state["state"][0]["exp_avg"] = torch.full((96, 128), 7.0)
-    second = make(model, state_format=state_format)
+    second = DOSAdam(model.parameters(), state_format=state_format)
     second.load_state_dict(state)
     squares = first.adamw_state(model[0].weight)["exp_avg_sq"]
     model[0].weight.grad = torch.zeros_like(model[0].weight)
@@ -205,23 +193,21 @@ def test_host_memory_to_the_byte(dtype: torch.dtype) -> None:
 
 
 def test_amsgrad_is_refused() -> None:
-    model = network()
     with pytest.raises(ValueError, match=r"amsgrad=True needs .* state_format='int8'"):
-        make(model, amsgrad=True)
-    optimizer = make(model)
+        built(amsgrad=True)
+    model, optimizer = built()
     learn(model, optimizer, range(1))
+    before = everything((model, optimizer))
     with pytest.raises(ValueError, match="amsgrad=True"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))], "amsgrad": True})
-    before = everything(model, optimizer)
     theirs = torch.optim.AdamW(network().parameters(), amsgrad=True)
     with pytest.raises(ValueError, match="param group 0 of the state dict: amsgrad=True"):
         optimizer.load_state_dict(theirs.state_dict())
-    assert everything(model, optimizer) == before
     optimizer.param_groups[0]["amsgrad"] = True
     with pytest.raises(ValueError, match="param group 0: amsgrad=True"):
         learn(model, optimizer, range(1, 2))
     optimizer.param_groups[0]["amsgrad"] = False
-    assert everything(model, optimizer) == before
+    assert everything((model, optimizer)) == before
 
 
 def test_another_memory_format_is_refused() -> None:
@@ -233,8 +219,6 @@ def test_another_memory_format_is_refused() -> None:
     model.weight.data = torch.empty(32, 16, 4, 8)[..., ::2].copy_(model.weight.data)  # gaps change no order
     optimizer.step()
     model.to(memory_format=torch.channels_last)
-    optimizer.zero_grad()
-    model(torch.ones(1, 16, 4, 4)).sum().backward()
     with pytest.raises(RuntimeError, match=r"a parameter of shape \(32, 16, 4, 4\) has its elements in another order"):
         optimizer.step()
 
@@ -258,12 +242,11 @@ def test_another_memory_format_is_refused() -> None:
     ],
 )
 def test_a_state_dict_that_cannot_be_loaded(change: Callable[[dict[str, Any]], object], message: str) -> None:
-    model = network()
-    optimizer = make(model)
+    model, optimizer = built()
     learn(model, optimizer, range(1))
     state = copy.deepcopy(optimizer.state_dict())
     change(state["state"][0])
-    before = everything(model, optimizer)
+    before = everything((model, optimizer))
     with pytest.raises(ValueError, match=message):
         optimizer.load_state_dict(state)
-    assert everything(model, optimizer) == before
+    assert everything((model, optimizer)) == before
