@@ -92,9 +92,9 @@ Make = Callable[[Any], Any]
 """Gives an optimizer of these parameters."""
 
 
-def maker(place: Any = "host", **settings: Any) -> Make:
+def maker(place: Any = "host", machine: HardwareProfile = FAST, **settings: Any) -> Make:
     """Makes DOSAdam there; subgroups are small where there are any."""
-    return lambda parameters: DOSAdam(parameters, **{"subgroup_size": 300, **on(place), **settings})
+    return lambda parameters: DOSAdam(parameters, **{"subgroup_size": 300, **on(place, machine=machine), **settings})
 
 
 def assert_as_adamw(run: Callable[[Make], Iterable[Tensor]], place: Any, ulps: int = 64, **settings: Any) -> None:
@@ -104,6 +104,11 @@ def assert_as_adamw(run: Callable[[Make], Iterable[Tensor]], place: Any, ulps: i
     """
     ours = list(run(maker(place, lr=0.01, **settings)))
     assert_close_ulp(ours, run(lambda parameters: torch.optim.AdamW(parameters, lr=0.01)), ulps)
+
+
+def assert_as_on_host(run: Callable[[Make], Iterable[Tensor]], place: Any, **settings: Any) -> None:
+    """Fail unless `run`, which is given what makes an optimizer, leaves the same bits there and on the host."""
+    assert bits(run(maker(place, **settings))) == bits(run(maker("host", **settings)))
 
 
 def plan_anew(optimizer: DOSAdam) -> None:

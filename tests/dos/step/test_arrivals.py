@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from dos import DOSAdam, EmulatedDevice
 from dos.deciding.policies import AdaptivePolicy
 from dos.devices import Copy, Job
 from perfmodel import Op, Placement, Plan, Workload
 from tests.support.devices import JitteryDevice
+from tests.support.random_plans import all_in
 from tests.support.training import FAST, bits, mlp, profile, train
 
 pytestmark = pytest.mark.usefixtures("one_kernel_thread")
@@ -33,7 +35,15 @@ class Changes(AdaptivePolicy):
     def __call__(self, workload: Workload) -> Plan:
         n = len(workload.subgroups)
         placements = tuple(self.random.choices(list(Placement), [1, 1, 2], k=n))
-        return Plan(placements, tuple(range(n)), slots=2)
+        return Plan(placements, tuple(self.random.sample(range(n), n)), slots=2)
+
+
+Forget = Callable[[nn.Sequential, int], None]
+"""Takes gradients away before a step."""
+
+
+def nothing(model: nn.Sequential, step: int) -> None:
+    pass
 
 
 class InTurn(AdaptivePolicy):
@@ -44,9 +54,7 @@ class InTurn(AdaptivePolicy):
         self.placements = list(placements)
 
     def __call__(self, workload: Workload) -> Plan:
-        n = len(workload.subgroups)
-        placement = self.placements.pop(0) if len(self.placements) > 1 else self.placements[0]
-        return Plan((placement,) * n, tuple(range(n)), slots=2)
+        return all_in(self.placements.pop(0) if len(self.placements) > 1 else self.placements[0], workload, slots=2)
 
 
 class Late(EmulatedDevice):
@@ -93,18 +101,31 @@ class Interrupted(EmulatedDevice):
         return super().copy(op, subgroup, copies, after)
 
 
+def start(policy: Any, device: EmulatedDevice) -> tuple[nn.Sequential, DOSAdam]:
+    model = mlp()
+    return model, DOSAdam(model.parameters(), policy=policy, subgroup_size=150, device=device)
+
+
+def assert_as_on_host(model: nn.Sequential, optimizer: DOSAdam, steps: int, forget: Forget = nothing) -> None:
+    """Fail unless parameters and state are those of so many steps on the host."""
+    twin = mlp()
+    reference = DOSAdam(twin.parameters())
+    train(twin, reference, steps, before_step=lambda step: forget(twin, step))
+    optimizer.synchronize()
+    assert bits(model.parameters()) == bits(twin.parameters())
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert bits([optimizer.state[p]["exp_avg_sq"]]) == bits([reference.state[q]["exp_avg_sq"]])
+
+
 def test_state_that_comes_to_stay_travels_before_the_step() -> None:
     device = Announcing(profile(h2d_bandwidth=1e6, h2d_bandwidth_duplex=1e6), 10**9)
-    model = mlp()
-    optimizer = DOSAdam(model.parameters(), policy=InTurn(CPU, RESIDENT), subgroup_size=150, device=device)
+    model, optimizer = start(InTurn(CPU, RESIDENT), device)
 
     def wait(step: int) -> None:
         assert step == 0 or device.prefetching.wait(10), "nothing has been issued during backward"
 
     train(model, optimizer, 2, before_step=wait)
-    timeline = optimizer.timeline()
-    assert timeline is not None
-    arrived = [span for span in timeline.spans if span.op is Op.PREFETCH]
+    arrived = [span for span in optimizer.timeline().spans if span.op is Op.PREFETCH]
     assert {span.subgroup for span in arrived} == set(range(len(optimizer.plan() or ())))
     assert arrived[0].start < 0, "before step()"
 
@@ -113,65 +134,48 @@ def test_state_that_comes_to_stay_travels_before_the_step() -> None:
 @pytest.mark.parametrize("unused", [False, True])
 @pytest.mark.parametrize("seed", range(3))
 def test_plans_that_change_between_backward_and_step_change_no_bit(seed: int, unused: bool, attached: bool) -> None:
-    """What arrives may have to leave in the same step, with an update or, where there is no gradient, without one."""
-    model, twin = mlp(), mlp()
+    """What arrives may have to leave in the same step, with an update or, where there is no gradient, without one.
+
+    Lanes overtake each other in every way.
+    """
+
+    def forget(network: nn.Sequential, step: int) -> None:
+        if unused and step % 2:
+            network[0].weight.grad = None
+
     device = JitteryDevice(seed)
-    optimizer = DOSAdam(model.parameters(), policy=Changes(seed), subgroup_size=150, device=device)
-    reference = DOSAdam(twin.parameters(), policy="cpu", subgroup_size=150, device=EmulatedDevice(FAST, 10**9))
+    model, optimizer = start(Changes(seed), device)
     if attached:
         optimizer.attach(model)
-    for step in range(8):
-        for network, adam in ((model, optimizer), (twin, reference)):
-
-            def forget(step: int, network: torch.nn.Sequential = network) -> None:
-                if unused and step % 2:
-                    network[0].weight.grad = None
-
-            train(network, adam, 1, first_step=step, before_step=forget)
-    optimizer.synchronize()
-    assert bits(model.parameters()) == bits(twin.parameters())
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        assert bits([optimizer.state[p]["exp_avg_sq"]]) == bits([reference.state[q]["exp_avg_sq"]])
+    train(model, optimizer, 8, before_step=lambda step: forget(model, step))
+    assert_as_on_host(model, optimizer, 8, forget)
     assert device.usage().held == 0
 
 
 def test_state_that_is_still_arriving_does_not_go_home_before_it_is_there() -> None:
-    model, twin = mlp(), mlp()
-    policy = InTurn(CPU, RESIDENT, CPU)
-    optimizer = DOSAdam(model.parameters(), policy=policy, subgroup_size=150, device=Late(Op.PREFETCH))
-    reference = DOSAdam(twin.parameters(), policy="cpu", subgroup_size=150, device=EmulatedDevice(FAST, 10**9))
-    for network, adam in ((model, optimizer), (twin, reference)):
+    def forget(network: nn.Sequential, step: int) -> None:
+        if step == 1:
+            network[0].weight.grad = None  # it leaves without an update, behind which it would wait anyway
 
-        def forget(step: int, network: torch.nn.Sequential = network) -> None:
-            if step == 1:
-                network[0].weight.grad = None  # it leaves without an update, behind which it would wait anyway
-
-        train(network, adam, 3, before_step=forget)
-    assert bits(model.parameters()) == bits(twin.parameters())
+    model, optimizer = start(InTurn(CPU, RESIDENT, CPU), Late(Op.PREFETCH))
+    train(model, optimizer, 3, before_step=lambda step: forget(model, step))
+    assert_as_on_host(model, optimizer, 3, forget)
 
 
 def test_state_that_is_still_on_its_way_home_is_not_sent_back() -> None:
     """Attached, the last step may still flush when backward begins, which therefore waits for it first."""
-    model, twin = mlp(), mlp()
-    policy = InTurn(STREAMED, RESIDENT)
-    optimizer = DOSAdam(model.parameters(), policy=policy, subgroup_size=150, device=Late(Op.FLUSH))
+    model, optimizer = start(InTurn(STREAMED, RESIDENT), Late(Op.FLUSH))
     optimizer.attach(model)
     train(model, optimizer, 3)
-    optimizer.synchronize()
-    reference = DOSAdam(twin.parameters(), policy="cpu", subgroup_size=150, device=EmulatedDevice(FAST, 10**9))
-    train(twin, reference, 3)
-    assert bits(model.parameters()) == bits(twin.parameters())
+    assert_as_on_host(model, optimizer, 3)
 
 
 @pytest.mark.parametrize("nth", [1, 2, 5])
 @pytest.mark.parametrize("before", ["step", "state", "release"])
 def test_an_interruption_leaves_no_memory_that_only_looks_like_state(nth: int, before: str) -> None:
-    model, twin = mlp(), mlp()
     device = Interrupted(FAST, 10**9)
-    optimizer = DOSAdam(model.parameters(), policy=InTurn(CPU, RESIDENT), subgroup_size=150, device=device)
-    reference = DOSAdam(twin.parameters(), policy="cpu", subgroup_size=150, device=EmulatedDevice(FAST, 10**9))
+    model, optimizer = start(InTurn(CPU, RESIDENT), device)
     train(model, optimizer, 1)
-    train(twin, reference, 3)
     device.left = nth
     with pytest.raises(KeyboardInterrupt):
         train(model, optimizer, 1, first_step=1)
@@ -182,4 +186,4 @@ def test_an_interruption_leaves_no_memory_that_only_looks_like_state(nth: int, b
         optimizer.release_memory()
         assert device.usage().held == 0
     train(model, optimizer, 2, first_step=1)
-    assert bits(model.parameters()) == bits(twin.parameters())
+    assert_as_on_host(model, optimizer, 3)

@@ -23,12 +23,14 @@ PAGE = mmap.PAGESIZE // 4
 
 
 class Chosen:
-    """A policy that is told."""
+    """A policy that is told, or fails."""
 
     def __init__(self, *placements: Placement) -> None:
         self.now = placements
 
     def __call__(self, workload: Workload) -> Plan:
+        if not self.now:
+            raise ValueError("not now")
         return Plan(self.now, tuple(range(len(self.now))), slots=1)
 
 
@@ -79,39 +81,29 @@ def test_state_that_was_deleted_begins_anew_with_amsgrad(policy: str | float) ->
 
 
 def test_a_first_step_that_failed_leaves_no_state() -> None:
-    def policy(workload: Workload) -> Plan:
-        if fails:
-            raise ValueError("not now")
-        return Plan((RESIDENT,) * len(workload.subgroups), tuple(range(len(workload.subgroups))), 0)
-
-    fails = True
+    policy = Chosen()
     parameter, optimizer = started(policy)
     with pytest.raises(ValueError, match="not now"):
         step(parameter, optimizer)
     assert not optimizer.state
-    fails = False
+    policy.now = RESIDENT, RESIDENT
     step(parameter, optimizer)
     assert optimizer.state[parameter]["step"] == 1
 
 
-def test_amsgrad_for_which_there_is_no_memory() -> None:
-    parameter, optimizer = started("resident", capacity=2 * PAGE * 13)
+@pytest.mark.parametrize("enough", [False, True])
+def test_amsgrad_needs_memory_that_lasts(enough: bool) -> None:
+    parameter, optimizer = started("resident", capacity=2 * PAGE * (20 if enough else 13))
     step(parameter, optimizer)
     optimizer.param_groups[0]["amsgrad"] = True
-    for _ in range(2):
+    for _ in range(2 if not enough else 0):
         with pytest.raises(torch.OutOfMemoryError, match="policy='resident' keeps all"):
             step(parameter, optimizer)
-    optimizer.param_groups[0]["amsgrad"] = False
+    optimizer.param_groups[0]["amsgrad"] = enough
     step(parameter, optimizer)
     assert optimizer.state[parameter]["step"] == 2
-
-
-def test_memory_that_lasts_is_counted_with_amsgrad() -> None:
-    parameter, optimizer = started("resident")
     step(parameter, optimizer)
-    optimizer.param_groups[0]["amsgrad"] = True
-    step(parameter, optimizer)
-    assert optimizer.metrics()["memory_held_bytes"] == 2 * PAGE * 16
+    assert optimizer.metrics()["memory_held_bytes"] == 2 * PAGE * (16 if enough else 12)
 
 
 @pytest.mark.parametrize("size", [PAGE, PAGE // 2, 3 * PAGE // 4])

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from dos import DOSAdam, EmulatedDevice
 from perfmodel import Op
 from tests.support import ROOT
 from tests.support.devices import Asked, Copying, UpdatesAfterStep
-from tests.support.training import FAST, SLOW, bits, mlp, train
+from tests.support.training import SLOW, Make, assert_as_on_host, backward, batch, bits, mlp, train
 
 pytestmark = pytest.mark.usefixtures("one_kernel_thread")
 
@@ -36,9 +37,6 @@ def accelerated(model: nn.Module, *, attach: bool = False, **settings: object) -
 
 def on_host(model: nn.Module, **settings: object) -> DOSAdam:
     return DOSAdam(model.parameters(), **{k: v for k, v in settings.items() if k != "policy"})
-
-
-POLICIES = ["adaptive", "cpu", "stride:1", "stride:3", 0.5]
 
 
 @pytest.mark.parametrize("attach", [False, True])
@@ -98,24 +96,24 @@ def test_accumulation_sends_only_the_last_after_one_iteration() -> None:
 @pytest.mark.parametrize("unscale", [False, True])
 def test_gradients_that_left_before_a_scaler_changed_them_are_sent_again(unscale: bool, edit: bool) -> None:
     """GradScaler writes without counting a version; the early copies are long over when it does."""
-    ends = []
-    for make in (on_host, lambda m: accelerated(m, policy="cpu", device=EmulatedDevice(FAST, 10**7))):
+
+    def run(make: Make) -> Iterable[Tensor]:
         model = mlp()
-        optimizer = make(model)
+        optimizer = make(model.parameters())
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
-        for step in range(5):
+        for step in range(4):
             optimizer.zero_grad()
-            inputs = torch.randn(8, 24, generator=torch.Generator().manual_seed(step))
-            scaler.scale(model(inputs).square().mean()).backward()
+            scaler.scale(model(batch(step)).square().mean()).backward()
             time.sleep(0.02)
             if unscale:
                 scaler.unscale_(optimizer)
-            if edit and step == 3:
+            if edit and step == 2:
                 model[0].weight.grad.mul_(0.5)
             scaler.step(optimizer)
             scaler.update()
-        ends.append(bits(model.parameters()))
-    assert ends[0] == ends[1]
+        return model.parameters()
+
+    assert_as_on_host(run, "cpu")
 
 
 def test_attached_step_returns_early_and_settings_are_those_of_its_call() -> None:
@@ -166,27 +164,27 @@ class Odd(nn.Module):
         return self.tied(x)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", ["adaptive", "cpu", "stride:1", "stride:3", 0.5])
 def test_odd_models(policy: str | float) -> None:
-    ends = []
-    for make in (on_host, lambda m: accelerated(m, attach=True, policy=policy)):
+    def run(make: Make) -> list[Tensor]:
         model = Odd()
-        optimizer = make(model)
+        optimizer = make(model.parameters())
+        optimizer.attach(model)
         losses = []
         for step in range(8):
             optimizer.zero_grad()
-            x = torch.randn(4, 24, generator=torch.Generator().manual_seed(step))
-            loss = model(x).square().mean()
+            loss = model(batch(step)).square().mean()
             loss.backward()
             optimizer.step()
-            losses.append(loss.item())
+            losses.append(loss)
             if step == 4:
                 model.eval()
                 with torch.no_grad():
-                    losses.append(model(x).sum().item())
+                    losses.append(model(batch(step)).sum())
                 model.train()
-        ends.append((losses, bits(model.state_dict().values())))
-    assert ends[0] == ends[1]
+        return [*losses, *model.state_dict().values()]
+
+    assert_as_on_host(run, policy, machine=SLOW)
 
 
 def attached_after_a_step() -> tuple[nn.Sequential, DOSAdam, list[bytes]]:
@@ -261,36 +259,32 @@ def test_compiled_models(how: str) -> None:
     assert bits(model.parameters()) == bits(twin.parameters())
 
 
-def test_parameters_that_no_forward_waits_for_are_finished_by_the_step() -> None:
+class Odder(nn.Module):
     """Lightning's training_step is no forward and uses the root's own parameter; another parameter is in no model."""
 
-    class Odder(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.positions = nn.Parameter(torch.randn(300, 24))
-            self.layer = nn.Linear(24, 7)
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.positions = nn.Parameter(torch.randn(300, 24))
+        self.layer = nn.Linear(24, 7)
 
-        def training_step(self, x: Tensor, outside: Tensor) -> Tensor:
-            return (self.layer(x + self.positions[:8]) * outside).square().mean()
+    def training_step(self, x: Tensor, outside: Tensor) -> Tensor:
+        return (self.layer(x + self.positions[:8]) * outside).square().mean()
 
-    ends = []
-    for accelerate in (False, True):
+
+def test_parameters_that_no_forward_waits_for_are_finished_by_the_step() -> None:
+    def run(make: Make) -> Iterable[Tensor]:
         model, outside = Odder(), nn.Parameter(torch.ones(7))
-        parameters = [*model.parameters(), outside]
-        device = EmulatedDevice(SLOW, capacity=10**7)
-        ours = {"device": device, "policy": "cpu", "subgroup_size": 1000} if accelerate else {}
-        optimizer = DOSAdam(parameters, **ours)
-        if accelerate:
-            optimizer.attach(model)
+        optimizer = make([*model.parameters(), outside])
+        optimizer.attach(model)
         for step in range(6):
             optimizer.zero_grad()
-            x = torch.randn(8, 24, generator=torch.Generator().manual_seed(step))
-            model.training_step(x, outside).backward()
+            model.training_step(batch(step), outside).backward()
             optimizer.step()
         optimizer.synchronize()
-        ends.append(bits(parameters))
-    assert ends[0] == ends[1]
+        return [*model.parameters(), outside]
+
+    assert_as_on_host(run, "cpu", machine=SLOW, subgroup_size=1000)
 
 
 def test_an_attached_optimizer_of_host_parameters_sees_edits_and_disturbs_no_graph() -> None:
@@ -354,24 +348,22 @@ def test_a_launch_that_fails_at_once_does_not_hang(reason: str, said: str) -> No
 
 
 def test_two_optimizers_attached_to_one_model() -> None:
-    model, twin = mlp(), mlp()
-    ends = []
-    for m, make in ((model, accelerated), (twin, lambda _, params: DOSAdam(params))):
-        if make is accelerated:
-            device = EmulatedDevice(SLOW, capacity=10**7)
-            make = lambda _, params, device=device: DOSAdam(params, policy="cpu", device=device)  # noqa: E731
-        optimizers = [make(m, m[0].parameters()), make(m, [*m[2].parameters(), *m[3].parameters()])]
+    def run(make: Make) -> list[Tensor]:
+        model = mlp()
+        optimizers = [make(model[0].parameters()), make([*model[2].parameters(), *model[3].parameters()])]
         for optimizer in optimizers:
-            optimizer.attach(m)
+            optimizer.attach(model)
         for step in range(4):
-            m(torch.full((2, 24), 1.0 + step)).square().mean().backward()
+            backward(model, step)
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-        ends.append(bits(copy.deepcopy(m).parameters()))
+        read = copy.deepcopy(model)
         for optimizer in optimizers:
             optimizer.synchronize()
-    assert ends[0] == ends[1]
+        return list(read.parameters())
+
+    assert_as_on_host(run, "cpu", machine=SLOW)
 
 
 @pytest.mark.parametrize("in_flight", [False, True])
