@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from perfmodel.format import BYTES, MASTER, REST, format_of
 
@@ -87,11 +86,6 @@ def host_footprint(
         parameter_staging=numel * value_bytes if accelerated and state.stages_parameters else 0,
         accumulated=numel * FP32_BYTES if accelerated and offload_gradients else 0,
     )
-
-
-def host_bytes(numel: int, value_bytes: int, **settings: Any) -> int:
-    """`host_footprint`, whose settings it takes, in one number."""
-    return host_footprint(numel, value_bytes, **settings).total
 
 
 @dataclass(frozen=True)

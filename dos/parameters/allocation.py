@@ -62,7 +62,7 @@ class Allocation:
         numel = sum(local(p).numel() for p in run)
         if self._options.never_leaves and self._devices.holds(run[0]):
             return numel * (run[0].dtype.itemsize + footprint.FP32_BYTES) if self._options.offload_gradients else 0
-        return footprint.host_bytes(
+        return footprint.host_footprint(
             numel,
             run[0].dtype.itemsize,
             master_weights=self._options.master_weights,
@@ -71,7 +71,7 @@ class Allocation:
             accelerated=self._devices.holds(run[0]),
             values=str(run[0].dtype).removeprefix("torch."),
             state_format=self._state_format(run[0]),
-        )
+        ).total
 
     def size_on_device(self, numel: int) -> int:
         """Parameters of new subgroups there, where so many have state then."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from perfmodel.adaptive import adaptive
 from perfmodel.plan import Placement, Plan
 from perfmodel.planner.situation import Situation
-from perfmodel.policies import DEFAULT_SLOTS, balanced_stride, cpu_only, static_ratio, stride
+from perfmodel.policies import DEFAULT_SLOTS, balanced_stride, cpu_only, resident, static_ratio, stride
 from perfmodel.simulate import Phase
 
 FUSED, CPU_ONLY = "fused AdamW", "CPU only"
@@ -73,10 +73,8 @@ def adaptive_outcome(situation: Situation, kept: Plan | None = None) -> Outcome:
 def baselines(situation: Situation) -> Iterator[Outcome]:
     """The policies that adaptive is compared with."""
     work = situation.update_workload
-    n = len(work.subgroups)
-    everything = Plan((Placement.GPU_RESIDENT,) * n, tuple(range(n)), 0)
     fits = situation.fits_device and situation.adamw_bytes <= situation.room
-    yield _outcome(FUSED, situation, everything, fits)
+    yield _outcome(FUSED, situation, resident(work), fits)
     yield _outcome(CPU_ONLY, situation, cpu_only(work))
     yield _best_ratio(situation)
     k = balanced_stride(work.subgroups[0], situation.profile)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from dos import DOSAdam, EmulatedDevice
 from dos.state.arena import Arena
 from experiments.gpt import GPT, GPTConfig
-from perfmodel.footprint import host_bytes, host_footprint
+from perfmodel.footprint import host_footprint
 from perfmodel.planner.main import main
 from tests.support.training import FAST, bits
 
@@ -68,7 +68,7 @@ def test_host_memory_of_an_optimizer_to_the_byte(
         device, dtype, micro_batches, policy="cpu", offload_gradients=offload_gradients, **settings
     )
     accumulates = offload_gradients and micro_batches > 1
-    expected = host_bytes(numel, dtype.itemsize, offload_gradients=accumulates, **settings, **kept(dtype))
+    expected = host_footprint(numel, dtype.itemsize, offload_gradients=accumulates, **settings, **kept(dtype)).total
     assert device.made == expected
     assert optimizer.metrics()["host_held_bytes"] == expected
 
@@ -95,7 +95,7 @@ def test_host_memory_is_made_for_what_leaves() -> None:
     optimizer = DOSAdam([parameter], policy=0.5, subgroup_size=page, device=device)
     parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    assert device.made == host_bytes(2 * page, 4)
+    assert device.made == host_footprint(2 * page, 4).total
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -164,7 +164,7 @@ def test_bytes_of_a_bfloat16_parameter(state_format: str | None) -> None:
     assert (found.total - found.accumulated, found.state) == (14 + more, 10 + more)
     device = RecordingDevice()
     _, numel = trained(device, torch.bfloat16, policy="cpu", state_format=state_format)
-    assert device.made == host_bytes(numel, 2, state_format=state_format) == (14 + more) * numel
+    assert device.made == host_footprint(numel, 2, state_format=state_format).total == (14 + more) * numel
     there, numel = trained(RecordingDevice(), torch.bfloat16, policy="resident", state_format=state_format)
     assert there.metrics()["memory_held_bytes"] == (10 + more) * numel
 
@@ -187,7 +187,7 @@ def test_the_planner_says_what_an_optimizer_then_allocates(tmp_path: Path, capsy
 
 def test_sizes_that_cannot_be() -> None:
     with pytest.raises(ValueError, match="numel must be 0 or more, found -1"):
-        host_bytes(-1, 2)
+        host_footprint(-1, 2)
     with pytest.raises(ValueError, match=r"value_bytes must be 2 .bfloat16, float16. or 4 .float32., found 8"):
-        host_bytes(1, 8)
-    assert host_bytes(0, 2) == 0
+        host_footprint(1, 8)
+    assert host_footprint(0, 2).total == 0
