@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sys
 import threading
@@ -196,6 +197,26 @@ while loading.is_alive():
 loading.join()
 print("ended well")
 """
+
+
+@pytest.mark.parametrize("policy", ["cpu", "stride:2"])
+def test_a_child_forked_with_a_step_in_flight_has_what_the_step_makes(policy: str) -> None:
+    model = mlp()
+    device = EmulatedDevice(SLOW, capacity=10**7)
+    optimizer = DOSAdam(model.parameters(), lr=0.01, policy=policy, subgroup_size=200, device=device)
+    optimizer.attach(model)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(8, 24)).square().mean().backward()
+        optimizer.step()
+    reads, writes = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(writes, hashlib.sha256(b"".join(bits(model.parameters()))).digest())
+        os._exit(0)
+    os.waitpid(child, 0)
+    optimizer.synchronize()
+    assert os.read(reads, 32) == hashlib.sha256(b"".join(bits(model.parameters()))).digest()
 
 
 def test_a_data_loader_with_workers_started_from_a_thread() -> None:

@@ -14,9 +14,11 @@ import torch
 from torch import nn
 
 from dos import DOSAdam, EmulatedDevice
+from perfmodel import Plan, Workload
+from perfmodel.policies import cpu_only
 from tests.support.interruptions import EVERYWHERE, interrupted_at
 from tests.support.programs import PROGRAMS, STEPS, Program, Training, finish, is_whole
-from tests.support.training import SLOW, mlp
+from tests.support.training import FAST, SLOW, mlp
 
 pytestmark = pytest.mark.usefixtures("one_core")
 
@@ -89,6 +91,21 @@ def test_ctrl_c_leaves_a_state_that_can_be_saved(program: Program) -> None:
         except KeyboardInterrupt:
             is_whole(program, training.read(), done)
         timer.join()
+
+
+@pytest.mark.parametrize("presses", [1, 2])
+def test_ctrl_c_in_a_step_takes_effect_at_its_end_and_twice_at_once(presses: int) -> None:
+    def policy(work: Workload) -> Plan:
+        for _ in range(presses):
+            signal.raise_signal(signal.SIGINT)
+        return cpu_only(work)
+
+    model = mlp()
+    optimizer = DOSAdam(model.parameters(), policy=policy, device=EmulatedDevice(FAST, capacity=10**7))
+    model(torch.ones(2, 24)).sum().backward()
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    assert [float(entry["step"]) for entry in optimizer.state.values()] == [1.0] * 5 * (presses == 1)
 
 
 def test_a_handler_of_the_programs_own_is_left_alone() -> None:
