@@ -6,35 +6,24 @@ import concurrent.futures.thread  # noqa: F401 - registered before us, it ends a
 import os
 import threading
 import weakref
-from typing import Protocol
+from typing import Any
+
+_working: weakref.WeakSet[Any] = weakref.WeakSet()
+_ended = threading.Event()
 
 
-class Working(Protocol):
-    """What has work in flight, and threads."""
-
-    def finish(self) -> None:
-        """Wait for all of it."""
-
-    def after_fork(self) -> None:
-        """Renew what a forked child does not inherit."""
-
-
-_working: weakref.WeakSet[Working] = weakref.WeakSet()
-_over = threading.Event()
-
-
-def watch(working: Working) -> None:
-    """Let its work end before the process exits, and its threads be renewed in a forked child."""
+def watch(working: Any) -> None:
+    """Let its work end before the process exits, by `finish`; `after_fork` renews its threads in a forked child."""
     _working.add(working)
 
 
-def over() -> bool:
+def main_thread_ended() -> bool:
     """Whether the main thread has ended, so that executors start no more work; other threads may run on."""
-    return _over.is_set()
+    return _ended.is_set()
 
 
 def _finish_all() -> None:
-    _over.set()
+    _ended.set()
     for each in list(_working):
         each.finish()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from dos.activations.offload import ActivationOffload, Amount
 from dos.device_side import DeviceSide
-from dos.devices import Caller, Device
+from dos.devices import Device
 from dos.gradients.clipping import Clipping
 from dos.gradients.scaling import AmpScale
 from dos.guard import exclusive
-from dos.lifetime import over
-from dos.members import Members
+from dos.in_flight import InFlight
+from dos.lifetime import main_thread_ended
 from dos.options import Options
 from dos.parameters.active import Active, updates_of
 from dos.parameters.admission import Group
@@ -30,19 +30,13 @@ from dos.sharding.local import local
 from dos.sharding.meshes import Meshes
 from dos.stages import Ready, Stage
 from dos.state.record import ParameterRecord
-from dos.step.in_place import InPlace
 from dos.step.work import Placed, apply
 
-_CAPTURED = (
-    "a CUDA graph is being captured while an update runs on, for which its replays would not wait; call "
-    "optimizer.synchronize() before the capture"
-)
 
-
-class Session(Members):
+class Session(InFlight):
     """What one optimizer does in its iterations. Nothing here refers to the optimizer, which holds this.
 
-    stage: of the iteration. state: the optimizer's entries.
+    state: the optimizer's entries.
     seen: whether users have had entries of the state, which they may change from then on, whenever they like.
     attachment: the model whose next forward updates run into, if any.
     activations: what moves saved tensors, once that was asked for.
@@ -52,17 +46,11 @@ class Session(Members):
 
     def __init__(self, options: Options, device: Device | torch.device | str | None, meshes: Meshes) -> None:
         super().__init__(options, device, meshes)
-        self.stage = Stage.IDLE
         self.seen = False
         self.attachment: Attachment | None = None
         self.activations: ActivationOffload | None = None
         self.clipping = Clipping(self.registry.offloaded, options.max_grad_norm, meshes)
         self._reconciler = Reconciler(self.registry, self.guard, options.state_format)
-        self._in_place = InPlace(self.guard)
-        self.unfinished: dict[ParameterRecord, None] = {}
-        """Whose updates the caller has not waited for."""
-        self._joined: dict[ParameterRecord, set[Caller]] = {}
-        """The caller's queues that come behind the updates of these."""
 
     @exclusive
     def step(self, groups: list[Group], amp: Callable[[], AmpScale]) -> None:
@@ -123,7 +111,7 @@ class Session(Members):
         departed = [] if self.on_device is None else self.on_device.departures.marked()
         look_at_bits([*registry.marked(), *self.clipping.pending.marked(), *departed])
         active = self._active()
-        if self.on_device is not None and over():
+        if self.on_device is not None and main_thread_ended():
             raise RuntimeError(
                 "the main thread has ended, after which Python starts no more work in the background, such as this "
                 "step's; let the main thread join() the one that trains"
@@ -168,7 +156,7 @@ class Session(Members):
             late = [s for s in registry.local if s in updates and self.attachment is not None and s.sharded]
             now = [s for s in registry.local if s in updates and s not in late]
             behind = {piece.record for subgroup in late for piece in subgroup.pieces}
-            self.unfinished = {r: None for r, _ in active.members if r.arena.accelerated or r in behind}
+            self.in_flight = {r: set() for r, _ in active.members if r.arena.accelerated or r in behind}
             self.stage = Stage.COMMITTED
             self._reconciler.count(active, seen=self.seen)
             if self.on_device is not None and plan is not None and room is not None:
@@ -178,74 +166,17 @@ class Session(Members):
             self._in_place.start(updates[subgroup] for subgroup in late)
             for subgroup in now:
                 apply([Placed(updates[subgroup], subgroup.state)])
-            registry.written([record for record, _ in active.members if record not in self.unfinished])
+            registry.written([record for record, _ in active.members if record not in self.in_flight])
             self.clipping.forget()
         if self.attachment is not None:
             covered = self.attachment.covered()
-            self.finish_parameters([r.parameter for r in self.unfinished if id(r.parameter) not in covered])
-
-    def _hand_over(self) -> None:
-        """Let the caller have all parameters: what it queues on the device comes after the update there.
-
-        The host waits for its own updates, and where memory must be back. What fails later is raised by the next call.
-        """
-        if self.on_device is None or not self.on_device.device.queues:
-            self.synchronize()
-            return
-        try:
-            self.on_device.order_caller()
-        except BaseException:  # interrupted, too: no hook would make up for it
-            with contextlib.suppress(Exception):  # what is raised already says that the step failed
-                self.synchronize()
-            raise
-        self.registry.written(self.unfinished)
-        self.unfinished, self._joined = {}, {}
-
-    def _end_last_step(self) -> None:
-        """Wait for the last step before another begins, unless all of it is queued on the device before that."""
-        if self.stage is not Stage.COMMITTED:
-            return
-        if self.on_device is not None and self.on_device.set_aside():
-            self.stage = Stage.IDLE
-        else:
-            self.synchronize()
-
-    @exclusive
-    def synchronize(self) -> None:
-        """Block until the last step is complete. Ctrl-C takes effect then, unless it comes twice."""
-        if self.on_device is not None and not self.on_device.idle and self.capturing():
-            raise RuntimeError(_CAPTURED)  # to wait would end the capture, and look like a step that failed
-        try:
-            self._finish()
-        except KeyboardInterrupt:
-            self._finish()
-            raise
-
-    def _finish(self) -> None:
-        try:
-            if self.on_device is not None:
-                self.on_device.wait()
-            self._in_place.wait()
-            self.registry.written(self.unfinished)
-        except Exception:
-            self._ended()
-            raise
-        self._ended()  # not before: an interrupted wait must be made up for
-
-    def _ended(self) -> None:
-        self.unfinished, self._joined = {}, {}
-        if self.stage is Stage.COMMITTED:
-            self.stage = Stage.IDLE
+            self.finish_parameters([r.parameter for r in self.in_flight if id(r.parameter) not in covered])
 
     def _make_state(self) -> None:
         """Give every parameter the state that it has before its first step, and nothing else."""
         self._active()
         self._reconciler.keep_beginners()
         self.seen = True
-
-    def capturing(self) -> bool:
-        """Called by hooks: whether what runs now is being captured in a CUDA graph, whose replays run no hooks."""
-        return self.on_device is not None and self.on_device.device.capturing()
 
     def gradient_ready(self, parameter: Tensor) -> None:
         """Called by a hook when backward has written to ``parameter.grad``, from several threads perhaps."""
@@ -269,7 +200,7 @@ class Session(Members):
         if self.registry.offloaded is not None:
             self.registry.offloaded.refuse_second_thread(self.registry.record(parameter))
         self._end_last_step()
-        if self.guard.broken or over():
+        if self.guard.broken or main_thread_ended():
             return  # the step says what is wrong
         if self.on_device is None and not self._accelerates(parameter):
             return
@@ -350,42 +281,6 @@ class Session(Members):
         self.clipping.about_to_add(record)
         on_device.take_gradient(record, in_backward=in_backward)
 
-    # Parameters and state.
-
-    def finish_parameters(self, parameters: Iterable[Tensor]) -> None:
-        """Called by a hook before these parameters are used: wait for their updates, and no others."""
-        if self.stage is Stage.COMMITTED:
-            self._finish_parameters(parameters)
-
-    @exclusive
-    def _finish_parameters(self, parameters: Iterable[Tensor]) -> None:
-        if self.capturing():
-            raise RuntimeError(_CAPTURED)
-        here = None if self.on_device is None else self.on_device.device.caller()
-        for parameter in parameters:
-            record = self.registry.record(parameter)
-            # A weight that several modules use may be read on several streams, each of which must wait.
-            if record is None or not (record in self.unfinished or here not in self._joined.get(record, (here,))):
-                continue
-            try:
-                self._wait_for(record)
-            except Exception:
-                with contextlib.suppress(Exception):  # what is raised already says that the step failed
-                    self.synchronize()
-                raise
-            self._joined.setdefault(record, set()).add(here)
-            if record in self.unfinished:
-                self.registry.written([record])
-                del self.unfinished[record]
-
-    def _wait_for(self, record: ParameterRecord) -> None:
-        if record.arena.accelerated:
-            assert self.on_device is not None, "made for the first parameter on it"
-            self.on_device.wait_for(record)
-            return
-        for subgroup, _ in self.registry.places[record]:
-            self._in_place.wait_for(subgroup)
-
     def attach(self, model: nn.Module, amount: Amount | None) -> None:
         """Let updates run on into the forward of this model. amount: of its saved tensors leave meanwhile."""
         self.synchronize()
@@ -414,13 +309,6 @@ class Session(Members):
                 self.activations = ActivationOffload(self.devices.found, self._lock, lambda: registry.bytes_to_come)
             self.activations.prepare(amount)
         return self.activations
-
-    @exclusive
-    def bring_home(self) -> None:
-        """Return all resident state to the host, once the last step is complete."""
-        self.synchronize()
-        if self.on_device is not None:
-            self.on_device.engine.bring_home()
 
     @exclusive
     def load(self, state: Mapping[Tensor, Any], publish: Callable[[], None]) -> None:

@@ -21,7 +21,7 @@ from dos.devices.occupancy import Occupancy
 from dos.devices.pacer import Pacer
 from dos.devices.pinned import lazy_zeros
 from dos.guard import exclusive
-from dos.lifetime import over
+from dos.lifetime import main_thread_ended
 from perfmodel import Lane, Op, Span
 from perfmodel.format import MIXED
 from perfmodel.hardware import HardwareProfile
@@ -271,7 +271,7 @@ class EmulatedDevice:
                 work()
             return Span(LANES[op], op, subgroup, start, time.perf_counter())
 
-        if over():  # as in atexit handlers: threads take no more work, and what they had has ended
+        if main_thread_ended():  # as in atexit handlers: threads take no more work, and what they had has ended
             done: Future[Span] = Future()
             done.set_result(run())
             return _EmulatedJob(done)

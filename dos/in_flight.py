@@ -1,0 +1,140 @@
+"""What is in flight after a step, and who waits for it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from dos.devices import Caller, Device
+from dos.guard import exclusive
+from dos.members import Members
+from dos.options import Options
+from dos.sharding.meshes import Meshes
+from dos.stages import Stage
+from dos.state.record import ParameterRecord
+from dos.step.in_place import InPlace
+
+_CAPTURED = (
+    "a CUDA graph is being captured while an update runs on, for which its replays would not wait; call "
+    "optimizer.synchronize() before the capture"
+)
+
+
+class InFlight(Members):
+    """The last step of a session, which may run on when `step()` has returned.
+
+    stage: of the iteration.
+    in_flight: the records that are updated in it, with the caller's queues that come behind the update of each.
+    """
+
+    def __init__(self, options: Options, device: Device | torch.device | str | None, meshes: Meshes) -> None:
+        super().__init__(options, device, meshes)
+        self.stage = Stage.IDLE
+        self.in_flight: dict[ParameterRecord, set[Caller]] = {}
+        self._in_place = InPlace(self.guard)
+
+    @property
+    def unfinished(self) -> list[ParameterRecord]:
+        """Whose updates the caller has not waited for."""
+        return [record for record, behind in self.in_flight.items() if not behind]
+
+    def capturing(self) -> bool:
+        """Called by hooks: whether what runs now is being captured in a CUDA graph, whose replays run no hooks."""
+        return self.on_device is not None and self.on_device.device.capturing()
+
+    def _end_last_step(self) -> None:
+        """Wait for the last step before another begins, unless all of it is queued on the device before that."""
+        if self.stage is not Stage.COMMITTED:
+            return
+        if self.on_device is not None and self.on_device.set_aside():
+            self.stage = Stage.IDLE
+        else:
+            self.synchronize()
+
+    def _hand_over(self) -> None:
+        """Let the caller have all parameters: what it queues on the device comes after the update there.
+
+        The host waits for its own updates, and where memory must be back. What fails later is raised by the next call.
+        """
+        if self.on_device is None or not self.on_device.device.queues:
+            self.synchronize()
+            return
+        try:
+            self.on_device.order_caller()
+        except BaseException:  # interrupted, too: no hook would make up for it
+            with contextlib.suppress(Exception):  # what is raised already says that the step failed
+                self.synchronize()
+            raise
+        self.registry.written(self.unfinished)
+        self.in_flight = {}
+
+    @exclusive
+    def synchronize(self) -> None:
+        """Block until the last step is complete. Ctrl-C takes effect then, unless it comes twice."""
+        if self.on_device is not None and not self.on_device.idle and self.capturing():
+            raise RuntimeError(_CAPTURED)  # to wait would end the capture, and look like a step that failed
+        try:
+            self._finish()
+        except KeyboardInterrupt:
+            self._finish()
+            raise
+
+    def _finish(self) -> None:
+        try:
+            if self.on_device is not None:
+                self.on_device.wait()
+            self._in_place.wait()
+            self.registry.written(self.unfinished)
+        except Exception:
+            self._ended()
+            raise
+        self._ended()  # not before: an interrupted wait must be made up for
+
+    def _ended(self) -> None:
+        self.in_flight = {}
+        if self.stage is Stage.COMMITTED:
+            self.stage = Stage.IDLE
+
+    def finish_parameters(self, parameters: Iterable[Tensor]) -> None:
+        """Called by a hook before these parameters are used: wait for their updates, and no others."""
+        if self.stage is Stage.COMMITTED:
+            self._finish_parameters(parameters)
+
+    @exclusive
+    def _finish_parameters(self, parameters: Iterable[Tensor]) -> None:
+        if self.capturing():
+            raise RuntimeError(_CAPTURED)
+        here = None if self.on_device is None else self.on_device.device.caller()
+        for parameter in parameters:
+            record = self.registry.record(parameter)
+            # A weight that several modules use may be read on several streams, each of which must wait.
+            behind = None if record is None else self.in_flight.get(record)
+            if record is None or behind is None or here in behind:
+                continue
+            try:
+                self._wait_for(record)
+            except Exception:
+                with contextlib.suppress(Exception):  # what is raised already says that the step failed
+                    self.synchronize()
+                raise
+            if not behind:
+                self.registry.written([record])
+            behind.add(here)
+
+    def _wait_for(self, record: ParameterRecord) -> None:
+        if record.arena.accelerated:
+            assert self.on_device is not None, "made for the first parameter on it"
+            self.on_device.wait_for(record)
+            return
+        for subgroup, _ in self.registry.places[record]:
+            self._in_place.wait_for(subgroup)
+
+    @exclusive
+    def bring_home(self) -> None:
+        """Return all resident state to the host, once the last step is complete."""
+        self.synchronize()
+        if self.on_device is not None:
+            self.on_device.engine.bring_home()
