@@ -182,6 +182,7 @@ RATES = tuple(
     f.name for f in dataclasses.fields(HardwareProfile) if f.name.endswith(("bandwidth", "_rate", "_duplex", "_factor"))
 )
 """The fields that must be positive."""
+LINK_RATES = tuple(name for name in RATES if name.startswith(("h2d", "d2h")))
 SPEEDS = tuple(f.name for f in dataclasses.fields(HardwareProfile) if "_speed_" in f.name)
 """Those that are relative to a rate."""
 _LIMITS: dict[str, tuple[float, float, bool]] = {

@@ -27,7 +27,7 @@ from perfmodel import Placement, Plan, Workload
 from perfmodel.adaptive import adaptive
 from perfmodel.bounds import lower_bound
 from perfmodel.format import MIXED
-from perfmodel.hardware import HardwareProfile
+from perfmodel.hardware import LINK_RATES, HardwareProfile
 from perfmodel.policies import cpu_only, static_ratio, stride
 from perfmodel.simulate import makespan
 
@@ -58,7 +58,7 @@ def machines() -> list[Machine]:
     """Published and data-sheet machines, a starved and a one-sided link, large and small subgroups, two dtypes."""
     h100, a100, desktop, gh200 = map(HardwareProfile.builtin, ("h100", "a100_bound", "rtx_4090_desktop", "gh200"))
     one_sided = h100.replace(d2h_bandwidth=h100.d2h_bandwidth / 4, d2h_bandwidth_duplex=h100.d2h_bandwidth / 4)
-    starved = h100.replace(**{r: getattr(h100, r) / 4 for r in _LINKS})
+    starved = h100.replace(**{r: getattr(h100, r) / 4 for r in LINK_RATES})
     return [
         dataclasses.replace(machine, profile=slowed(machine.profile, machine.workload(), UPDATE_S))
         for machine in (
@@ -70,9 +70,6 @@ def machines() -> list[Machine]:
             Machine("h100, links a quarter", starved, 3_000_000, 30),
         )
     ]
-
-
-_LINKS = ("h2d_bandwidth", "d2h_bandwidth", "h2d_bandwidth_duplex", "d2h_bandwidth_duplex")
 
 
 def plans(machine: Machine) -> dict[str, Plan]:

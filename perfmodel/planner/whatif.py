@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from perfmodel.format import INT8
+from perfmodel.hardware import LINK_RATES
 from perfmodel.planner.outcome import Outcome, adaptive_outcome
 from perfmodel.planner.question import MAX_SUBGROUPS, Question
 from perfmodel.planner.situation import Situation
@@ -99,9 +100,8 @@ def _hardware(question: Question) -> Iterator[tuple[str, Question]]:
     for gib in (1, 8) if not question.offload_parameters else ():
         more = question.device_bytes + gib * 2**30
         yield f"{gib} GiB more GPU memory", dataclasses.replace(question, device_bytes=more)
-    links = ("h2d_bandwidth", "d2h_bandwidth", "h2d_bandwidth_duplex", "d2h_bandwidth_duplex")
     for what, rates in (
-        ("links twice as fast", links),
+        ("links twice as fast", LINK_RATES),
         ("host memory twice as fast", ("host_bandwidth",)),
         ("CPU update twice as fast", ("cpu_update_rate",)),
     ):

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from experiments.paper.runs import DATA_SHEETS
 from experiments.paper.zero3 import Mode
-from perfmodel.hardware import HardwareProfile, builtin_profiles
+from perfmodel.hardware import LINK_RATES, HardwareProfile, builtin_profiles
 
 PUBLISHED_LOOPS = tuple(mode.value for mode in Mode)
 """Policies that are DeepSpeed's loops, as in the published runs."""
@@ -84,7 +84,7 @@ class Configuration:
         return profile.replace(**{rate: getattr(profile, rate) * (1 - self.contention) for rate in CONTENDED})
 
 
-CONTENDED = ("host_bandwidth", "h2d_bandwidth", "d2h_bandwidth", "h2d_bandwidth_duplex", "d2h_bandwidth_duplex")
+CONTENDED = ("host_bandwidth", *LINK_RATES)
 """Rates that others take a share of."""
 
 DEFAULTS: dict[str, Any] = {

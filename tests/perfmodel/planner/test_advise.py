@@ -17,7 +17,7 @@ from dos.memory.forecast import MARGIN as DOS_MARGIN
 from perfmodel import Placement
 from perfmodel.adaptive import adaptive
 from perfmodel.bounds import lower_bound
-from perfmodel.hardware import HardwareProfile, builtin_profiles
+from perfmodel.hardware import LINK_RATES, HardwareProfile, builtin_profiles
 from perfmodel.planner.advise import Advice, Outcome, adaptive_outcome, advise
 from perfmodel.planner.datasheets import GPUS
 from perfmodel.planner.question import MARGIN, PROCESS_BYTES, SYSTEM_BYTES, Question
@@ -110,13 +110,7 @@ def test_what_would_help_is_planned_anew() -> None:
     levers = {lever.change: lever.outcome for lever in advise(asked).levers}
     more = adaptive_outcome(Situation(dataclasses.replace(asked, device_bytes=asked.device_bytes + 8 * GIB)))
     assert levers["8 GiB more GPU memory"] == more
-    faster = A100.replace(
-        **{
-            f"{way}_bandwidth{kind}": 2 * getattr(A100, f"{way}_bandwidth{kind}")
-            for way in ("h2d", "d2h")
-            for kind in ("", "_duplex")
-        }
-    )
+    faster = A100.replace(**{rate: 2 * getattr(A100, rate) for rate in LINK_RATES})
     assert levers["links twice as fast"] == adaptive_outcome(Situation(dataclasses.replace(asked, profile=faster)))
     assert "--checkpointing" not in levers, "it is on already"
 
