@@ -29,7 +29,7 @@ from experiments.check.base import Bench, Check, Record, Settings, Size, Status
 from experiments.check.isolation import GRACE_S, read_record, run_isolated
 from experiments.check.report import alarms, gist, save_pictures, show, write_results
 from experiments.command import Parser
-from perfmodel.planner.units import parse_bytes
+from perfmodel.planner.units import parse_bytes, parse_positive
 
 RESULTS = Path("experiments/results")
 INTERRUPTED = "interrupted"
@@ -173,27 +173,12 @@ def slug(name: str) -> str:
     return re.sub("[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
-def _minutes(text: str) -> float:
-    value = float(text) if re.fullmatch(r"\d*\.?\d+", text) else 0.0
-    if value <= 0:
-        raise argparse.ArgumentTypeError(f"expected minutes above 0, found {text!r}")
-    return value
-
-
-def _bytes(text: str) -> int:
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="python -m experiments.gpu_check", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--minutes", type=_minutes, default=8.0, help="that all of it may take, roughly (8)")
+    parser.add_argument("--minutes", type=parse_positive, default=8.0, help="that all of it may take, roughly (8)")
     parser.add_out(None, "folder for the results (experiments/results/GPU-DATE)")
-    parser.add_argument(
-        "--host-bytes", type=_bytes, metavar="SIZE", help="host memory to choose models for: 96GiB (what is available)"
-    )
+    host = "host memory to choose models for: 96GiB (what is available)"
+    parser.add_argument("--host-bytes", type=parse_bytes, metavar="SIZE", help=host)
     parser.add_argument("--size", choices=[s.value for s in Size], help="full with a GPU, small without")
     parser.add_argument("--only", type=lambda text: text.split(","), help="names of checks, separated by commas")
     return parser

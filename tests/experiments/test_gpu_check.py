@@ -155,9 +155,9 @@ def test_pictures_and_timelines_are_drawn(out: Path, results: dict[str, Any]) ->
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--minutes=0"], "minutes above 0"),
-        (["--minutes=soon"], "minutes above 0"),
-        (["--minutes=nan"], "minutes above 0"),
+        (["--minutes=0"], "argument --minutes: expected a number above 0"),
+        (["--minutes=soon"], "argument --minutes: expected a number above 0"),
+        (["--minutes=nan"], "argument --minutes: expected a number above 0"),
         (["--size=huge"], "invalid choice"),
         (["--host-bytes=much"], "expected a size such as 24GiB"),
         (["--only=memory,nonsense"], "no check 'nonsense'; there are environment"),
