@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from perfmodel.hardware import HardwareProfile
 from perfmodel.plan import Placement, Plan
-from perfmodel.policies import resident
+from perfmodel.policies import cpu_only, resident
 from perfmodel.simulate import Scope, Simulator
 from perfmodel.workload import SubgroupLoad, Workload
 
@@ -52,17 +52,19 @@ class Search:
 
     Each step follows from what was simulated before: to go on is to take all steps again with what is known.
 
-    plan: the best of the last stage that has ended. ended: whether that was the last of all.
+    plan: the best of the last stage that has ended; before that, one for which there is room.
+    ended: whether that was the last of all.
     tasks: simulated so far.
     """
 
     def __init__(self, workload: Workload, profile: HardwareProfile) -> None:
         self.inputs = workload, profile
-        self.plan = resident(workload)
         self.ended = False
         self.tasks = 0
         self._fits = workload.state_bytes <= min(workload.peak_free_bytes, workload.shared_free_bytes)
         self._leaving = _leaving(workload)
+        first = resident(workload) if self._fits else cpu_only(workload)
+        self.plan = dataclasses.replace(first, activation_bytes=self._leaving[0])
         self._residents: dict[_Memory, list[int]] = {}
         self._samples: dict[tuple[_Memory, int], _Sample] = {}
         self._known: dict[tuple[_Memory, int, int], float] = {}
@@ -92,7 +94,7 @@ class Search:
                     near, step = self._lowest(sample, near, step, sample.ends), 1
                     answers.append((self._cost(sample, near), sample, near))
                     costs[place] = min(costs.get(place, math.inf), answers[-1][0])
-                self.plan = self._judged(*min(answers, key=_cost_of))
+                    self.plan = self._judged(*min(answers, key=_cost_of))
             best, stride = min(costs, key=costs.__getitem__), stride // 2
             near_best = {best - stride, best + stride} if stride >= NEAREST * len(self._leaving) else set()
             places = [place for place in near_best if 0 <= place < len(self._leaving) and place not in costs]

@@ -27,6 +27,21 @@ def letters(placements: tuple[Placement, ...]) -> str:
     return "".join({C: "C", S: "S", R: "R"}[p] for p in placements)
 
 
+@pytest.mark.parametrize("n", [1, 10, 22, 60])
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_there_is_room_for_every_plan_that_a_search_gives_on_its_way(n: int, share: float) -> None:
+    """However early it pauses: DOSAdam runs what there is."""
+    load = work(n, backward_s=5.0 * n)
+    free = share * load.state_bytes
+    search = Search(dataclasses.replace(load, peak_free_bytes=free, shared_free_bytes=free), machine())
+    while True:
+        held = sum(load.subgroups[i].state_bytes for i in search.plan.served(R))
+        assert held + search.plan.slots * load.slot_bytes <= free
+        if search.ended:
+            break
+        search.advance(1)
+
+
 def test_fixed_policies() -> None:
     load = work(6)
     assert letters(cpu_only(load).placements) == "CCCCCC"
