@@ -131,6 +131,16 @@ def assert_close_ulp(actual: Iterable[Tensor], expected: Iterable[Tensor], ulps:
         )
 
 
+def attached_after_a_step() -> tuple[nn.Sequential, DOSAdam, list[bytes]]:
+    """A model whose update is still in flight, and what its parameters will be."""
+    model, twin = mlp(), mlp()
+    train(twin, DOSAdam(twin.parameters()), 3)
+    optimizer = maker("cpu", machine=SLOW, subgroup_size=150)(model.parameters())
+    optimizer.attach(model)
+    train(model, optimizer, 3)
+    return model, optimizer, bits(twin.parameters())
+
+
 @contextmanager
 def leaving_early() -> Iterator[list[int]]:
     """The subgroups whose gradients leave during backward meanwhile."""

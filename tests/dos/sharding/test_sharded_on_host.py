@@ -30,8 +30,7 @@ def no_hooks(model: nn.Module, step: int) -> None:
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters()), "their presence makes copies blocking"
 
 
-@pytest.mark.parametrize("clip", [None, 0.05])
-@pytest.mark.parametrize("size", [1, None])
+@pytest.mark.parametrize(("size", "clip"), [(1, None), (None, 0.05)])
 @on_pair
 def test_updates_in_place(size: int | None, clip: float | None) -> None:
     def clipped(model: nn.Module, step: int) -> None:

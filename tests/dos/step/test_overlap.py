@@ -7,7 +7,6 @@ import logging
 import os
 import pickle
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterable
@@ -18,9 +17,19 @@ from torch import Tensor, nn
 
 from dos import DOSAdam, EmulatedDevice
 from perfmodel import Op
-from tests.support import ROOT
 from tests.support.devices import Asked, Copying, UpdatesAfterStep
-from tests.support.training import SLOW, Make, assert_as_on_host, backward, batch, bits, mlp, train
+from tests.support.processes import run
+from tests.support.training import (
+    SLOW,
+    Make,
+    assert_as_on_host,
+    attached_after_a_step,
+    backward,
+    batch,
+    bits,
+    mlp,
+    train,
+)
 
 pytestmark = pytest.mark.usefixtures("one_kernel_thread")
 
@@ -33,10 +42,6 @@ def accelerated(model: nn.Module, *, attach: bool = False, **settings: object) -
     if attach:
         optimizer.attach(model)
     return optimizer
-
-
-def on_host(model: nn.Module, **settings: object) -> DOSAdam:
-    return DOSAdam(model.parameters(), **{k: v for k, v in settings.items() if k != "policy"})
 
 
 @pytest.mark.parametrize("attach", [False, True])
@@ -119,7 +124,7 @@ def test_gradients_that_left_before_a_scaler_changed_them_are_sent_again(unscale
 def test_attached_step_returns_early_and_settings_are_those_of_its_call() -> None:
     model, twin = mlp(), mlp()
     device = UpdatesAfterStep(SLOW, capacity=10**7)
-    optimizer, plain = accelerated(model, attach=True, policy="cpu", device=device), on_host(twin)
+    optimizer, plain = accelerated(model, attach=True, policy="cpu", device=device), DOSAdam(twin.parameters())
     train(model, optimizer, 3)
     train(twin, plain, 3)
     optimizer.synchronize()
@@ -187,16 +192,6 @@ def test_odd_models(policy: str | float) -> None:
     assert_as_on_host(run, policy, machine=SLOW)
 
 
-def attached_after_a_step() -> tuple[nn.Sequential, DOSAdam, list[bytes]]:
-    """A model whose update is still in flight, and what its parameters will be."""
-    model, twin = mlp(), mlp()
-    train(twin, on_host(twin), 3)
-    expected = bits(twin.parameters())
-    optimizer = accelerated(model, attach=True, policy="cpu")
-    train(model, optimizer, 3)
-    return model, optimizer, expected
-
-
 @pytest.mark.parametrize(
     "read",
     [
@@ -236,7 +231,7 @@ def test_a_copy_of_an_attached_model_is_free_of_hooks_that_wait() -> None:
     model, optimizer, _ = attached_after_a_step()
     twin = copy.deepcopy(model)
     del optimizer
-    plain = on_host(twin)
+    plain = DOSAdam(twin.parameters())
     train(twin, plain, 1)
     again = pickle.loads(pickle.dumps(twin))
     assert bits(again.parameters()) == bits(twin.parameters())
@@ -254,7 +249,7 @@ def test_compiled_models(how: str) -> None:
     else:
         model[0].compile(backend="eager")
     optimizer.attach(called)
-    assert train(called, optimizer, 5) == train(twin, on_host(twin), 5)
+    assert train(called, optimizer, 5) == train(twin, DOSAdam(twin.parameters()), 5)
     optimizer.synchronize()
     assert bits(model.parameters()) == bits(twin.parameters())
 
@@ -289,7 +284,7 @@ def test_parameters_that_no_forward_waits_for_are_finished_by_the_step() -> None
 
 def test_an_attached_optimizer_of_host_parameters_sees_edits_and_disturbs_no_graph() -> None:
     model, twin = mlp(torch.bfloat16), mlp(torch.bfloat16)
-    optimizer, plain = on_host(model), on_host(twin)
+    optimizer, plain = DOSAdam(model.parameters()), DOSAdam(twin.parameters())
     optimizer.attach(model)
 
     def edit(m: nn.Module) -> None:
@@ -389,28 +384,28 @@ def test_a_forked_child_reads_finished_parameters(in_flight: bool) -> None:
     train(model, optimizer, 1, first_step=3)
 
 
-@pytest.mark.parametrize("how", ["plain", "atexit", "exception", "thread"])
-def test_the_interpreter_ends_with_a_step_in_flight(how: str) -> None:
-    """No hang, and what is saved at exit is finished. A thread that trains on is told why it cannot."""
-    script = f"""
+ENDS = """
 import atexit, sys, threading
-sys.path.insert(0, {str(ROOT)!r})
-from tests.dos.step.test_overlap import *
+from tests.support.training import attached_after_a_step, bits, train
 model, optimizer, expected = attached_after_a_step()
 def save():
     print("finished" if bits(model.state_dict().values()) == expected else "half")
-if {how!r} == "atexit":
+def train_on():
+    threading.main_thread().join()
+    train(model, optimizer, 1)
+if sys.argv[1] == "atexit":
     atexit.register(save)
-if {how!r} == "thread":
-    def train_on():
-        threading.main_thread().join()
-        train(model, optimizer, 1)
+if sys.argv[1] == "thread":
     threading.Thread(target=train_on).start()
-if {how!r} == "exception":
+if sys.argv[1] == "exception":
     raise SystemExit(3)
 """
-    command, environment = [sys.executable, "-c", script], {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.mark.parametrize("how", ["plain", "atexit", "exception", "thread"])
+def test_the_interpreter_ends_with_a_step_in_flight(how: str) -> None:
+    """No hang, and what is saved at exit is finished. A thread that trains on is told why it cannot."""
+    done = run(sys.executable, "-c", ENDS, how, good=False, OMP_NUM_THREADS="1")
     assert done.returncode == (3 if how == "exception" else 0), done.stderr
     assert done.stdout == ("finished\n" if how == "atexit" else "")
     assert ("RuntimeError: the main thread has ended" in done.stderr) == (how == "thread")
