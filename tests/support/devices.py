@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from dos import EmulatedDevice
 from dos.devices import Copy, Job
 from perfmodel import Op
@@ -30,22 +32,27 @@ class UpdatesAfterStep(EmulatedDevice):
         return super().host_update(numel, traffic, *state_format)
 
 
-class JitteryDevice(EmulatedDevice):
-    """Delays every copy and update by a random time, so that lanes overtake each other in every way."""
+class LateDevice(EmulatedDevice):
+    """Delays each copy and update by so many seconds, behind all that it waits for."""
 
-    def __init__(self, seed: int, longest_s: float = 2e-3) -> None:
+    def __init__(self, delay: Callable[[Op], float]) -> None:
         super().__init__(FAST, capacity=10**9)
-        self.random = random.Random(seed)
-        self.longest_s = longest_s
+        self.delay = delay
 
     def _queue(self, op: Op, subgroup: int, work: Callable[[], None], *rest: Any) -> Job:
-        delay = self.random.uniform(0, self.longest_s)
+        seconds = self.delay(op)
 
         def late() -> None:
-            time.sleep(delay)
+            time.sleep(seconds)
             work()
 
         return super()._queue(op, subgroup, late, *rest)
+
+
+def jittery_device(seed: int) -> LateDevice:
+    """Delays are random, so that lanes overtake each other in every way."""
+    drawn = random.Random(seed)
+    return LateDevice(lambda op: drawn.uniform(0, 2e-3))
 
 
 class Asked(NamedTuple):
@@ -70,3 +77,21 @@ class Copying(EmulatedDevice):
         job = super().copy(op, subgroup, copies, after)
         self.jobs.add(job)
         return job
+
+
+class Pinning(EmulatedDevice):
+    """Notes the host memory that is pinned, by its first byte and its end. on_pin: is called then."""
+
+    def __init__(self, capacity: int = 10**9, on_pin: Callable[[], None] = lambda: None) -> None:
+        super().__init__(FAST, capacity)
+        self.pinned: list[tuple[int, int]] = []
+        self.on_pin = on_pin
+
+    def pin(self, tensor: Tensor) -> None:
+        self.pinned.append((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes))
+        self.on_pin()
+
+    @property
+    def made(self) -> int:
+        """Bytes."""
+        return sum(end - first for first, end in self.pinned)

@@ -11,26 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dos import DOSAdam, EmulatedDevice
 from dos.state.arena import Arena
 from experiments.gpt import GPT, GPTConfig
 from perfmodel.footprint import host_footprint
 from perfmodel.planner.main import main
-from tests.support.training import FAST, bits
-
-
-class RecordingDevice(EmulatedDevice):
-    """Counts the host memory that is made."""
-
-    def __init__(self, capacity: int = 10**9) -> None:
-        super().__init__(FAST, capacity)
-        self.made = 0
-
-    def pin(self, tensor: Tensor) -> None:
-        self.made += tensor.nbytes
-
+from tests.support.devices import Pinning
+from tests.support.training import bits
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SETTINGS = list(itertools.product((True, False), repeat=2))
@@ -62,7 +51,7 @@ def trained(
 def test_host_memory_of_an_optimizer_to_the_byte(
     dtype: torch.dtype, master_weights: bool, amsgrad: bool, offload_gradients: bool, micro_batches: int
 ) -> None:
-    device = RecordingDevice()
+    device = Pinning()
     settings = {"master_weights": master_weights, "amsgrad": amsgrad}
     optimizer, numel = trained(
         device, dtype, micro_batches, policy="cpu", offload_gradients=offload_gradients, **settings
@@ -79,7 +68,7 @@ def test_host_memory_of_an_optimizer_to_the_byte(
 def test_state_that_is_on_the_device_takes_no_host_memory_until_it_leaves(
     dtype: torch.dtype, master_weights: bool, amsgrad: bool, policy: str | float
 ) -> None:
-    device = RecordingDevice()
+    device = Pinning()
     settings = {"master_weights": master_weights, "amsgrad": amsgrad}
     optimizer, numel = trained(device, dtype, steps=3, policy=policy, **settings)
     assert device.made == 0
@@ -90,7 +79,7 @@ def test_state_that_is_on_the_device_takes_no_host_memory_until_it_leaves(
 def test_host_memory_is_made_for_what_leaves() -> None:
     """Subgroups that begin on a page each have memory of their own."""
     page = mmap.PAGESIZE // 4
-    device = RecordingDevice()
+    device = Pinning()
     parameter = nn.Parameter(torch.ones(4 * page))
     optimizer = DOSAdam([parameter], policy=0.5, subgroup_size=page, device=device)
     parameter.grad = torch.ones_like(parameter)
@@ -101,10 +90,10 @@ def test_host_memory_is_made_for_what_leaves() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("offload_gradients", [False, True])
 def test_state_that_never_leaves(dtype: torch.dtype, offload_gradients: bool) -> None:
-    device = RecordingDevice()
+    device = Pinning()
     settings = {"offload_gradients": offload_gradients, "max_grad_norm": 1.0}
     optimizer, numel = trained(device, dtype, 2, policy="resident", **settings)
-    reference, _ = trained(RecordingDevice(), dtype, 2, policy="cpu", **settings)
+    reference, _ = trained(Pinning(), dtype, 2, policy="cpu", **settings)
     held = device.usage().held
     assert (
         held == host_footprint(numel, dtype.itemsize, **kept(dtype)).state == optimizer.metrics()["memory_held_bytes"]
@@ -128,7 +117,7 @@ def test_state_that_never_leaves(dtype: torch.dtype, offload_gradients: bool) ->
 
 def test_a_device_without_room_for_state_that_never_leaves() -> None:
     with pytest.raises(torch.OutOfMemoryError, match="policy='resident' keeps all optimizer state on the device"):
-        trained(RecordingDevice(capacity=4000), torch.float32, policy="resident")
+        trained(Pinning(capacity=4000), torch.float32, policy="resident")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -138,7 +127,7 @@ def test_host_memory_of_an_arena_to_the_byte(
     dtype: torch.dtype, master_weights: bool, amsgrad: bool, accelerated: bool, gradient: torch.dtype | None
 ) -> None:
     parameters = [torch.zeros(5, 3, dtype=dtype), torch.zeros(7, dtype=dtype)]
-    device = RecordingDevice() if accelerated else None
+    device = Pinning() if accelerated else None
     arena = Arena(parameters, device, master_weights=master_weights, amsgrad=amsgrad)
     if gradient is not None:
         arena.stage_gradients_as(gradient)
@@ -162,10 +151,10 @@ def test_bytes_of_a_bfloat16_parameter(state_format: str | None) -> None:
     more = 0 if state_format is None else 2
     found = host_footprint(1, 2, state_format=state_format, offload_gradients=True)
     assert (found.total - found.accumulated, found.state) == (14 + more, 10 + more)
-    device = RecordingDevice()
+    device = Pinning()
     _, numel = trained(device, torch.bfloat16, policy="cpu", state_format=state_format)
     assert device.made == host_footprint(numel, 2, state_format=state_format).total == (14 + more) * numel
-    there, numel = trained(RecordingDevice(), torch.bfloat16, policy="resident", state_format=state_format)
+    there, numel = trained(Pinning(), torch.bfloat16, policy="resident", state_format=state_format)
     assert there.metrics()["memory_held_bytes"] == (10 + more) * numel
 
 
@@ -177,7 +166,7 @@ def test_the_planner_says_what_an_optimizer_then_allocates(tmp_path: Path, capsy
     answer = json.loads(capsys.readouterr().out)
 
     model = GPT(GPTConfig(2, width=64, heads=2, context=128, vocabulary=500), dtype=torch.bfloat16)
-    device = RecordingDevice()
+    device = Pinning()
     optimizer = DOSAdam(model.parameters(), policy="cpu", device=device)
     tokens = torch.zeros(1, 16, dtype=torch.int64)
     model(tokens, tokens).backward()

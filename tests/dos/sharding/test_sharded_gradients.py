@@ -16,13 +16,12 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dos import DOSAdam, EmulatedDevice
+from dos import DOSAdam
 from perfmodel import Op
 from tests.support.clock import eventually
-from tests.support.devices import Copying
+from tests.support.devices import Copying, Pinning
 from tests.support.ranks import Ranks, on_pair
 from tests.support.sharded import Block, adamw, assert_close, batch, dos_adam, mesh_of, model, shard, values
-from tests.support.training import FAST
 
 STEPS, MICRO_BATCHES = 3, 2
 
@@ -151,33 +150,21 @@ def test_block_has_all_sizes() -> None:
     assert sizes == {0, 1, "fewer than ranks"}
 
 
-class SaysWhenItPins(EmulatedDevice):
-    """Remembers whether backward was running each time memory was pinned."""
-
-    in_backward = False
-    pinned_in_backward = pinned = 0
-
-    def pin(self, tensor: torch.Tensor) -> None:
-        self.pinned += 1
-        self.pinned_in_backward += self.in_backward
-
-
 @on_pair
 def test_nothing_is_pinned_in_backward() -> None:
     divided = shard(model(), mesh_of())
-    device = SaysWhenItPins(FAST, 1 << 24)
+    device = Pinning()
     settings = {"policy": "stride:2", "subgroup_size": 50, "offload_gradients": True}
     optimizer = DOSAdam(divided.parameters(), device=device, **settings)
     for step in range(3):
         for micro_batch in range(2):
             loss = divided(batch(10 * step + micro_batch)).pow(2).mean()
-            device.in_backward = True
+            before = device.made
             loss.backward()
-            device.in_backward = False
+            assert device.made == before
         optimizer.step()
         optimizer.zero_grad()
-        assert device.pinned > 0
-    assert device.pinned_in_backward == 0
+        assert device.made > 0
 
 
 @on_pair

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from dos import DOSAdam, EmulatedDevice
 from dos.deciding.policies import AdaptivePolicy
 from dos.devices import Copy, Job
 from perfmodel import Op, Placement, Plan, Workload
-from tests.support.devices import JitteryDevice
+from tests.support.devices import LateDevice, jittery_device
 from tests.support.random_plans import all_in
 from tests.support.training import FAST, bits, mlp, profile, train
 
@@ -57,21 +56,6 @@ class InTurn(AdaptivePolicy):
         return all_in(self.placements.pop(0) if len(self.placements) > 1 else self.placements[0], workload, slots=2)
 
 
-class Late(EmulatedDevice):
-    """One kind of copies begins 20 ms after all that it waits for."""
-
-    def __init__(self, op: Op) -> None:
-        super().__init__(FAST, 10**9)
-        self.op = op
-
-    def _queue(self, op: Op, subgroup: int, work: Callable[[], None], *rest: Any) -> Job:
-        def late() -> None:
-            time.sleep(20e-3)
-            work()
-
-        return super()._queue(op, subgroup, late if op is self.op else work, *rest)
-
-
 class Announcing(EmulatedDevice):
     """Says when its first prefetch has begun, whose start lies in the past then."""
 
@@ -99,6 +83,11 @@ class Interrupted(EmulatedDevice):
             if self.left == 0:
                 raise KeyboardInterrupt
         return super().copy(op, subgroup, copies, after)
+
+
+def late(late_op: Op) -> LateDevice:
+    """One kind of copies begins 20 ms late."""
+    return LateDevice(lambda op: 20e-3 * (op is late_op))
 
 
 def start(policy: Any, device: EmulatedDevice) -> tuple[nn.Sequential, DOSAdam]:
@@ -143,7 +132,7 @@ def test_plans_that_change_between_backward_and_step_change_no_bit(seed: int, un
         if unused and step % 2:
             network[0].weight.grad = None
 
-    device = JitteryDevice(seed)
+    device = jittery_device(seed)
     model, optimizer = start(Changes(seed), device)
     if attached:
         optimizer.attach(model)
@@ -157,14 +146,14 @@ def test_state_that_is_still_arriving_does_not_go_home_before_it_is_there() -> N
         if step == 1:
             network[0].weight.grad = None  # it leaves without an update, behind which it would wait anyway
 
-    model, optimizer = start(InTurn(CPU, RESIDENT, CPU), Late(Op.PREFETCH))
+    model, optimizer = start(InTurn(CPU, RESIDENT, CPU), late(Op.PREFETCH))
     train(model, optimizer, 3, before_step=lambda step: forget(model, step))
     assert_as_on_host(model, optimizer, 3, forget)
 
 
 def test_state_that_is_still_on_its_way_home_is_not_sent_back() -> None:
     """Attached, the last step may still flush when backward begins, which therefore waits for it first."""
-    model, optimizer = start(InTurn(STREAMED, RESIDENT), Late(Op.FLUSH))
+    model, optimizer = start(InTurn(STREAMED, RESIDENT), late(Op.FLUSH))
     optimizer.attach(model)
     train(model, optimizer, 3)
     assert_as_on_host(model, optimizer, 3)

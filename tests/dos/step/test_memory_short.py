@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import mmap
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from dos import DOSAdam, EmulatedDevice
 from dos.machine import host_memory
 from perfmodel import Placement, Plan, Workload
+from tests.support.devices import Pinning
 from tests.support.training import FAST, bits, plan_anew
 
 pytestmark = pytest.mark.usefixtures("one_kernel_thread")
@@ -108,19 +110,14 @@ def test_amsgrad_needs_memory_that_lasts(enough: bool) -> None:
 
 @pytest.mark.parametrize("size", [PAGE, PAGE // 2, 3 * PAGE // 4])
 def test_no_page_is_pinned_twice(size: int) -> None:
-    pinned: list[tuple[int, int]] = []
-
-    class Device(EmulatedDevice):
-        def pin(self, tensor: Tensor) -> None:
-            pages = tensor.data_ptr() // mmap.PAGESIZE, -(-(tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE)
-            assert all(pages[1] <= first or last <= pages[0] for first, last in pinned)
-            pinned.append(pages)
-
-    parameter = nn.Parameter(torch.ones(4 * PAGE + 100))
-    optimizer = DOSAdam([parameter], policy=0.5, subgroup_size=size, device=Device(FAST, 10**9))
+    device, parameter = Pinning(), nn.Parameter(torch.ones(4 * PAGE + 100))
+    optimizer = DOSAdam([parameter], policy=0.5, subgroup_size=size, device=device)
     for _ in range(2):
         step(parameter, optimizer)
         assert len(optimizer.state) == 1
+    pages = sorted((first // mmap.PAGESIZE, -(-end // mmap.PAGESIZE)) for first, end in device.pinned)
+    assert len(pages) > 2
+    assert all(one[1] <= other[0] for one, other in itertools.pairwise(pages))
 
 
 def test_parameters_on_the_host_are_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,21 +185,15 @@ def test_what_came_and_found_no_slot_is_given_back_once(monkeypatch: pytest.Monk
 
 def test_homes_are_pinned_part_by_part_before_state_leaves() -> None:
     """While memory grows short, one part a step; the step in which state leaves then pins nothing."""
-    pinned = [0]
-
-    class Device(EmulatedDevice):
-        def pin(self, tensor: Tensor) -> None:
-            pinned[0] += 1
-
     parameter = nn.Parameter(torch.ones(4 * PAGE))
     each, budget = 12 * PAGE, [0]
-    device = Device(FAST, 100 * each)
+    device = Pinning(100 * each)
     optimizer = DOSAdam([parameter], subgroup_size=PAGE, device=device, memory_budget=lambda: budget[0])
 
     def pins(nbytes: int) -> int:
-        budget[0], before = nbytes, pinned[0]
+        budget[0], before = nbytes, len(device.pinned)
         step(parameter, optimizer)
-        return pinned[0] - before
+        return len(device.pinned) - before
 
     assert [pins(4 * each + nbytes) for nbytes in (50 * each, 40 * each, 40 * each)] == [0, 0, 0], "there is plenty"
     parts = 4 * (3 + 1)  # three fields and a gradient
@@ -215,17 +206,13 @@ def test_homes_are_pinned_part_by_part_before_state_leaves() -> None:
 def test_pinning_that_lasts_tells_how_far_it_is(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    now = [0.0]
-
-    class Device(EmulatedDevice):
-        def pin(self, tensor: Tensor) -> None:
-            now[0] += 2.0
-
     for patched, lines in (False, 0), (True, 5):
+        device = Pinning()
         if patched:
-            monkeypatch.setattr("dos.state.stores.time", SimpleNamespace(perf_counter=lambda: now[0]))
+            now = SimpleNamespace(perf_counter=lambda device=device: 2.0 * len(device.pinned))
+            monkeypatch.setattr("dos.state.stores.time", now)
         parameter = nn.Parameter(torch.ones(4 * PAGE))
-        optimizer = DOSAdam([parameter], policy="cpu", subgroup_size=PAGE, device=Device(FAST, 10**9))
+        optimizer = DOSAdam([parameter], policy="cpu", subgroup_size=PAGE, device=device)
         caplog.clear()
         step(parameter, optimizer)
         told = [r.message for r in caplog.records if r.name == "dos.state.stores"]
