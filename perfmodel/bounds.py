@@ -95,7 +95,9 @@ def _solve(workload: Workload, profile: HardwareProfile, scope: Scope) -> tuple[
     def row(**coefficients: np.ndarray | float) -> np.ndarray:
         return np.concatenate([np.broadcast_to(coefficients.get(name, 0.0), size) for name, size in sizes.items()])
 
-    staging = min(workload.update_free_bytes, workload.shared_free_bytes)
+    most = min(sum(saved.nbytes for saved in workload.activations), workload.activation_host_bytes)
+    shared = workload.shared_free_bytes
+    staging = min(workload.update_free_bytes, shared + (most if workload.shares_peak else 0))
     room = staging / max(float(state.min()), 1.0)
     fitting = math.floor(room) if math.isfinite(room) else math.inf
     slowest = max(c[Stream.PREFETCH].seconds for c in costs)
@@ -105,8 +107,7 @@ def _solve(workload: Workload, profile: HardwareProfile, scope: Scope) -> tuple[
     )
     scale = max(float(counts @ state), 1.0)
     held = counts * state / scale
-    most = min(sum(saved.nbytes for saved in workload.activations), workload.activation_host_bytes) / scale
-    least = min(most, workload.activation_least_bytes / scale)
+    least = min(most, workload.activation_least_bytes)
     back = scale / profile.h2d_bandwidth if scope.backward is Phase.OVERLAPPED else 0.0
     saved = scale / profile.d2h_bandwidth if scope.forward is Phase.OVERLAPPED else 0.0
     together = np.maximum(gpu - counts * profile.launch_latency_s, 0.0)  # residents have one launch
@@ -142,10 +143,9 @@ def _solve(workload: Workload, profile: HardwareProfile, scope: Scope) -> tuple[
         rows["slots"] = row(y=(prefetch + gpu + flush) / fitting, T=-1, stall=-1), before + after
     if math.isfinite(workload.peak_free_bytes):
         rows["memory"] = row(z=held, away=-1), workload.peak_free_bytes / scale
-    shared = workload.shared_free_bytes
     if math.isfinite(shared):
         slot = float(state.min()) / slowest / scale if slowest > 0 else 0.0
-        rows["memory, shared"] = row(z=held, first=slot), shared / scale
+        rows["memory, shared"] = row(z=held, first=slot, away=-float(workload.shares_peak)), shared / scale
     solution = scipy.optimize.linprog(
         row(T=1, stall=1),
         A_ub=np.array([coefficients for coefficients, _ in rows.values()]),
@@ -156,7 +156,7 @@ def _solve(workload: Workload, profile: HardwareProfile, scope: Scope) -> tuple[
         + [(0.0, 1.0 if size <= staging else 0.0) for size in state]
         + [(0.0, 1.0)] * n
         + [(0.0, None)] * (2 * len(speeds))
-        + [(0.0, None), (0.0, None), (0.0, fill), (0.0, None), (least, most), (0.0, None)],
+        + [(0.0, None), (0.0, None), (0.0, fill), (0.0, None), (least / scale, most / scale), (0.0, None)],
         method="highs",
     )
     if solution.x is None or solution.fun is None:

@@ -280,9 +280,9 @@ def _leaving(workload: Workload) -> list[int]:
     sums = accumulate((saved.nbytes for saved in workload.activations), initial=0)
     fitting = [nbytes for nbytes in dict.fromkeys(sums) if nbytes <= workload.activation_host_bytes]
     allowed = [nbytes for nbytes in fitting if nbytes >= workload.activation_least_bytes] or fitting[-1:]
-    wanted = min(workload.state_bytes, workload.shared_free_bytes)
     if not (workload.forward_s and workload.backward_s):
         return allowed[:1]
+    wanted = workload.state_bytes if workload.shares_peak else min(workload.state_bytes, workload.shared_free_bytes)
     most = next((nbytes for nbytes in allowed if workload.peak_free(nbytes) >= wanted), allowed[-1])
     return [nbytes for nbytes in allowed if nbytes <= most]
 
@@ -290,7 +290,7 @@ def _leaving(workload: Workload) -> list[int]:
 def _memory(workload: Workload, activation_bytes: int) -> dict[int, float]:
     """Bytes for residents by the number of slots beside them; several where both share their memory."""
     peak = workload.peak_free(activation_bytes)
-    shared, slot = workload.shared_free_bytes, max(workload.slot_bytes, 1)
+    shared, slot = workload.shared_free(activation_bytes), max(workload.slot_bytes, 1)
     slots = int(min(MAX_SLOTS, workload.update_free_bytes / slot))
     if math.isinf(shared):
         return {slots: peak}

@@ -71,7 +71,8 @@ class Workload:
     peak_free_bytes: device memory free at the peak of the iteration while all saved tensors stay there; what resident
         state may use.
     update_free_bytes: device memory free while updating, beyond resident state; what staging slots may use.
-    shared_free_bytes: device memory free while updating that resident state and slots share.
+    shared_free_bytes: device memory free while updating that resident state and slots share. Where it is no more than
+        `peak_free_bytes`, as slots are in use at the next peak, it grows with that when saved tensors leave.
     activations: saved tensors that may leave, in the order in which forward saves them, a few together.
     activation_least_bytes, activation_host_bytes: of them have to leave, and have room on the host.
 
@@ -149,6 +150,15 @@ class Workload:
         """Device memory free at the peak when so much of the saved tensors leaves."""
         return self.peak_free_bytes + self.room(activation_bytes)
 
+    def shared_free(self, activation_bytes: int) -> float:
+        """The same of what resident state and slots share."""
+        return self.shared_free_bytes + (self.room(activation_bytes) if self.shares_peak else 0)
+
+    @property
+    def shares_peak(self) -> bool:
+        """Whether resident state and slots share the memory that is free at the peak."""
+        return self.shared_free_bytes <= self.peak_free_bytes
+
     def room(self, activation_bytes: int) -> int:
         """What leaving makes free at the peak: less than leaves, as the device has two of `activations` even so.
 
@@ -162,6 +172,6 @@ class Workload:
         return (
             resident_bytes <= self.peak_free(activation_bytes)
             and staged_bytes <= self.update_free_bytes
-            and resident_bytes + staged_bytes <= self.shared_free_bytes
+            and resident_bytes + staged_bytes <= self.shared_free(activation_bytes)
             and self.activation_least_bytes <= activation_bytes <= self.activation_host_bytes
         )

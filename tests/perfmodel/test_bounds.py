@@ -69,22 +69,21 @@ def cases(draw: st.DrawFn) -> tuple[Plan, Workload, HardwareProfile]:
     sizes = draw(st.lists(st.integers(1, 10).map(lambda m: m * 10_000_000), min_size=1, max_size=8))
     placements = tuple(draw(st.lists(st.sampled_from(Placement), min_size=len(sizes), max_size=len(sizes))))
     slots = draw(st.integers(1, 3))
-    resident = sum(12 * n for n, p in zip(sizes, placements, strict=True) if p is R)
+    order = tuple(draw(st.permutations(range(len(sizes)))))
+    activations = draw(saved_tensors(sum(sizes)))
+    plan = Plan(placements, order, slots, draw(st.integers(0, sum(each.nbytes for each in activations))))
     load = Workload.of_sizes(
         sizes,
-        peak_free_bytes=draw(st.sampled_from([resident, math.inf])),
         update_free_bytes=slots * 12 * max(sizes),
         backward_s=draw(st.sampled_from([0.0, 0.05, 2.0])),
         forward_s=draw(st.sampled_from([0.0, 0.05, 2.0])),
     )
-    order = tuple(draw(st.permutations(range(len(sizes)))))
-    activations = draw(saved_tensors(sum(sizes)))
-    plan = Plan(placements, order, slots, draw(st.integers(0, sum(each.nbytes for each in activations))))
     load = dataclasses.replace(load, activations=activations)
-    if resident:
-        load = dataclasses.replace(
-            load, peak_free_bytes=max(0, load.peak_free_bytes - load.room(plan.activation_bytes))
-        )
+    held = sum(12 * n for n, p in zip(sizes, placements, strict=True) if p is R)
+    shares_peak = draw(st.booleans())  # as where an update runs on to the next peak
+    peak = held + (load.update_free_bytes if shares_peak else 0)
+    peak = draw(st.sampled_from([max(0, peak - load.room(plan.activation_bytes)), math.inf]))
+    load = dataclasses.replace(load, peak_free_bytes=peak, shared_free_bytes=peak if shares_peak else math.inf)
     return plan, load, draw(st.sampled_from(list(builtin_profiles().values())))
 
 
