@@ -19,30 +19,18 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-OP_COLOURS = {
-    Op.FORWARD: "#c9ced6",
-    Op.BACKWARD: "#8d97a5",
-    Op.UPDATE: "#2f6fb0",
-    Op.GRADIENT: "#e0a100",
-    Op.PREFETCH: "#2a9d6f",
-    Op.PARAMETER: "#8bcbae",
-    Op.FLUSH: "#d1603d",
-    Op.SAVE: "#8f5fae",
-    Op.RESTORE: "#c3a6d8",
+OPS = {
+    Op.FORWARD: ("forward", "#c9ced6"),
+    Op.BACKWARD: ("backward", "#8d97a5"),
+    Op.UPDATE: ("update", "#2f6fb0"),
+    Op.GRADIENT: ("gradient to host", "#e0a100"),
+    Op.PREFETCH: ("state to device", "#2a9d6f"),
+    Op.PARAMETER: ("parameter to device", "#8bcbae"),
+    Op.FLUSH: ("state to host", "#d1603d"),
+    Op.SAVE: ("activations to host", "#8f5fae"),
+    Op.RESTORE: ("activations to device", "#c3a6d8"),
 }
-"""Compute in grey, the update in blue, what goes up in greens, what comes down in warm colours."""
-
-OP_LABELS = {
-    Op.FORWARD: "forward",
-    Op.BACKWARD: "backward",
-    Op.UPDATE: "update",
-    Op.GRADIENT: "gradient to host",
-    Op.PREFETCH: "state to device",
-    Op.PARAMETER: "parameter to device",
-    Op.FLUSH: "state to host",
-    Op.SAVE: "activations to host",
-    Op.RESTORE: "activations to device",
-}
+"""Labels and colours: compute in grey, the update in blue, what goes up in greens, what comes down in warm colours."""
 
 LANE_LABELS = {Lane.GPU: "device", Lane.CPU: "host CPU", Lane.H2D: "host → device", Lane.D2H: "device → host"}
 """From top to bottom of a panel."""
@@ -229,18 +217,20 @@ def _end(timelines: Iterable[Timeline]) -> float:
 def _colours_of(timelines: Iterable[Timeline]) -> dict[str, str]:
     """Of the operations in the timelines, by their labels."""
     shown = {span.op for timeline in timelines for span in timeline.spans}
-    return {OP_LABELS[op]: colour for op, colour in OP_COLOURS.items() if op in shown}
+    return {label: colour for op, (label, colour) in OPS.items() if op in shown}
 
 
 def _draw_lanes(axes: Axes, timeline: Timeline, scale: float, narrow_s: float) -> None:
     """One panel: bars edged in white, to tell neighbours apart, unless they are too narrow for that."""
     for row, lane in enumerate(LANE_LABELS):
         spans = timeline.on(lane)
+        colours = [OPS[span.op][1] for span in spans]
+        edges = zip(spans, colours, strict=True)
         axes.broken_barh(
             [(span.start * scale, span.duration * scale) for span in spans],
             (row - 0.38, 0.76),
-            facecolors=[OP_COLOURS[span.op] for span in spans],
-            edgecolors=[OP_COLOURS[span.op] if span.duration < narrow_s else "white" for span in spans],
+            facecolors=colours,
+            edgecolors=[colour if span.duration < narrow_s else "white" for span, colour in edges],
             linewidth=0.5,
         )
     axes.set_yticks(range(len(LANE_LABELS)), LANE_LABELS.values())

@@ -21,8 +21,7 @@ from experiments.plots import (
     CURVE_COLOURS,
     LANE_LABELS,
     MEMORY_COLOURS,
-    OP_COLOURS,
-    OP_LABELS,
+    OPS,
     MemorySample,
     save_losses,
     save_memory,
@@ -61,10 +60,11 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> Drawn:
 
 
 def test_every_operation_and_lane_has_a_look_of_its_own() -> None:
-    assert set(OP_COLOURS) == set(OP_LABELS) == set(Op)
-    assert len(set(OP_COLOURS.values())) == len(set(OP_LABELS.values())) == len(Op)
+    assert set(OPS) == set(Op)
+    labels, colours = zip(*OPS.values(), strict=True)
+    assert len(set(colours)) == len(set(labels)) == len(Op)
     assert set(LANE_LABELS) == set(Lane)
-    together = [*OP_COLOURS.values(), *MEMORY_COLOURS.values()]
+    together = [*colours, *MEMORY_COLOURS.values()]
     assert len(set(together)) == len(together), "there are pictures of operations and memory"
 
 
@@ -77,7 +77,7 @@ def test_as_many_curves_as_formats_has_rows_differ(tmp_path: Path) -> None:
 def test_timelines_show_their_operations_in_proportion(tmp_path: Path, drawn: Drawn) -> None:
     spans = [Span(Lane.CPU, Op.UPDATE, 0, 0.0, 0.3), Span(Lane.H2D, Op.PREFETCH, 1, 0.3, 0.4)]
     save_timelines({"one": Timeline.of(spans), "nothing": Timeline(())}, tmp_path / "timeline.png", title="both")
-    update, prefetch = (drawn.areas.pop(OP_COLOURS[op]) for op in (Op.UPDATE, Op.PREFETCH))
+    update, prefetch = (drawn.areas.pop(OPS[op][1]) for op in (Op.UPDATE, Op.PREFETCH))
     assert update == pytest.approx(3 * prefetch)
     assert not drawn.areas
     assert drawn.edges == {"#ffffff"}
@@ -86,7 +86,7 @@ def test_timelines_show_their_operations_in_proportion(tmp_path: Path, drawn: Dr
 def test_very_short_operations_stay_visible(tmp_path: Path, drawn: Drawn) -> None:
     spans = [Span(Lane.CPU, Op.UPDATE, 0, 0.0, 1.0), Span(Lane.GPU, Op.FLUSH, 1, 0.5, 0.5001)]
     save_timelines({"one": Timeline.of(spans)}, tmp_path / "timeline.png")
-    assert drawn.edges == {"#ffffff", OP_COLOURS[Op.FLUSH]}
+    assert drawn.edges == {"#ffffff", OPS[Op.FLUSH][1]}
 
 
 def test_losses_need_no_more_than_the_reference(tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_memory_beside_lanes(tmp_path: Path, drawn: Drawn) -> None:
     samples = [MemorySample(0.0, 30, 30, 0), MemorySample(2.0, 30, 30, 0)]
     save_memory_and_lanes({"one": (samples, timeline), "nothing": ([], Timeline(()))}, 100, tmp_path / "both.png")
     own, state, _ = MEMORY_COLOURS.values()
-    shown = {own, state, OP_COLOURS[Op.BACKWARD], OP_COLOURS[Op.PREFETCH]}
+    shown = {own, state, OPS[Op.BACKWARD][1], OPS[Op.PREFETCH][1]}
     assert {colour for colour, area in drawn.areas.items() if area} == shown
 
 
