@@ -51,7 +51,7 @@ class DeviceSide:
         self.replays = False
         self.engine = Engine(device, registry.host_store, guard)
         self.departures = Departures()
-        device_store, host_store = self.engine.device_store, registry.host_store
+        device_store, host_store = self.engine.stores.device, registry.host_store
         self.decisions = Decisions(
             device,
             policy,
@@ -155,9 +155,9 @@ class DeviceSide:
         subgroups, engine = self._registry.accelerated, self.engine
         if self.decisions.follows_memory and self.decisions.memory.foreseen:
             engine.early.settle(plan, subgroups)
-        on_host = (subgroups[i] for i in plan.served(Placement.CPU) if not engine.device_store.has(subgroups[i]))
+        on_host = (subgroups[i] for i in plan.served(Placement.CPU) if not engine.stores.device.has(subgroups[i]))
         # The memory through which gradients travel is made in step(), never here.
-        self._now.wanted = {subgroup for subgroup in on_host if engine.host_store.stages(subgroup)}
+        self._now.wanted = {subgroup for subgroup in on_host if engine.stores.host.stages(subgroup)}
         self._now.plan = plan
         return plan
 
@@ -201,7 +201,7 @@ class DeviceSide:
         subjects = [self._subject(subgroup, updates.get(subgroup), writes) for subgroup in self._registry.accelerated]
         departed = any(subject.departed for subject in subjects)
         if self._registry.offloaded is not None:  # what came in backward may have come to memory that is not pinned
-            self.engine.host_store.take(incoming=updates)
+            self.engine.stores.host.stage(updates)
         now = self._now
         now.step = self.device.mark()
         self.decisions.pace.step(now, early=departed if Placement.CPU in plan.placements else None)
@@ -211,9 +211,9 @@ class DeviceSide:
             prepared = self.engine.make_room(plan, subjects)
             if self.decisions.follows_memory and self.decisions.memory.grows_short:
                 # Pinning takes 0.2 to 0.4 s per GB, which the step in which state leaves should not have to spend.
-                resident = self.engine.device_store.resident
-                self.engine.host_store.prepare(s for s in reversed(self._registry.accelerated) if s in resident)
-        denied = self.engine.device_store.denied
+                resident = self.engine.stores.device.resident
+                self.engine.stores.host.prepare(s for s in reversed(self._registry.accelerated) if s in resident)
+        denied = self.engine.stores.device.denied
         if denied is not None:
             self.decisions.memory.allocation_failed(denied)
         return prepared
@@ -308,10 +308,14 @@ class DeviceSide:
                 self.engine.wait_for(subgroup)
             self._waited_for.add(subgroup)
 
+    def bring_home(self) -> None:
+        """Return all state that can leave to the host, once the running step is done."""
+        self.engine.bring_home(self._registry.accelerated)
+
     def release(self, held: int) -> None:
         """Give all device memory back, and remember that `held` bytes of it were needed for something else."""
         self.engine.early.drop_prefetched()
-        self.engine.bring_home()
+        self.bring_home()
         self.decisions.memory.ran_out(held)
         self._now.backward = None  # if the iteration is tried again, its peak is sampled, too
         self.device.trim()

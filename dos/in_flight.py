@@ -137,4 +137,4 @@ class InFlight(Members):
         """Return all resident state to the host, once the last step is complete."""
         self.synchronize()
         if self.on_device is not None:
-            self.on_device.engine.bring_home()
+            self.on_device.bring_home()

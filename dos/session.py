@@ -335,7 +335,9 @@ class Session(InFlight):
     @exclusive
     def release_memory(self) -> int:
         """Give all device memory that state can leave back at once; its bytes."""
-        held = 0 if self.on_device is None else self.on_device.engine.device_store.nbytes  # before slots are given back
+        held = (
+            0 if self.on_device is None else self.on_device.engine.stores.device.nbytes
+        )  # before slots are given back
         self.synchronize()
         if self.on_device is not None:
             self.on_device.release(held)

@@ -25,7 +25,7 @@ class Processor(enum.Enum):
 
 
 class Route(NamedTuple):
-    """The way of a subgroup's state through one iteration.
+    """The way of a subgroup's state through one iteration, as it is once the plan has settled.
 
     source: where it comes from. processor: what updates it. stays: where it rests afterwards.
     """
@@ -34,13 +34,12 @@ class Route(NamedTuple):
     processor: Processor
     stays: Tier
 
-    def starting(self, source: Tier) -> Route:
-        """The way of state that is somewhere else when the step begins. On the device it is updated there."""
-        return Route(source, Processor.GPU if source is Tier.DEVICE else self.processor, self.stays)
 
+class Move(NamedTuple):
+    """State goes from one tier to another, where there may be a slot for it or room of its own."""
 
-ARRIVING = Route(Tier.HOST, Processor.GPU, Tier.DEVICE)
-LEAVING = Route(Tier.DEVICE, Processor.GPU, Tier.HOST)
+    source: Tier
+    destination: Tier
 
 
 class Placement(enum.Enum):
@@ -96,9 +95,9 @@ class Plan:
         """Indices of the subgroups with this placement, in service order."""
         return tuple(i for i in self.order if self.placements[i] is placement)
 
-    def route(self, subgroup: int, source: Tier) -> Route:
-        """The way of a subgroup whose state is found in `source`."""
-        return self.placements[subgroup].value.starting(source)
+    def stays(self, subgroup: int) -> Tier:
+        """Where the subgroup's state rests after the iteration."""
+        return self.placements[subgroup].value.stays
 
     def on_host(self, subgroups: Collection[int]) -> Plan:
         """The plan with these subgroups updated on the host."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from perfmodel.lanes import Stream
-from perfmodel.plan import ARRIVING, LEAVING, Placement, Plan, Tier
+from perfmodel.plan import Move, Placement, Plan, Tier
 from perfmodel.scope import UPDATE_ALONE, Phase, Scope
 from perfmodel.timeline import Op
 from perfmodel.workload import SavedTensors, SubgroupLoad, Workload
@@ -21,6 +21,8 @@ SAVE, RESTORE = (Op.SAVE, Stream.SAVE), (Op.RESTORE, Stream.RESTORE)
 ON_HOST, ON_DEVICE = (Op.UPDATE, Stream.CPU), (Op.UPDATE, Stream.GPU)
 CPU, STREAMED, RESIDENT = Placement.CPU, Placement.GPU_STREAMED, Placement.GPU_RESIDENT
 DEVICE, HOST = Tier.DEVICE, Tier.HOST
+MOVES = {Move(HOST, DEVICE): PREFETCH, Move(DEVICE, HOST): FLUSH}
+"""What brings state from one tier to another."""
 
 
 class Task(NamedTuple):
@@ -30,6 +32,7 @@ class Task(NamedTuple):
     after: numbers of earlier tasks that must have ended, besides the one before it in its stream.
     slot: the staging slot that it fills, uses or empties, if any.
     others: further subgroups that the same update updates.
+    move: of the subgroup's state, if that goes from one tier to another.
     """
 
     op: Op
@@ -39,6 +42,7 @@ class Task(NamedTuple):
     after: tuple[int, ...] = ()
     slot: int | None = None
     others: tuple[int, ...] = ()
+    move: Move | None = None
 
 
 @dataclass(frozen=True)
@@ -133,12 +137,13 @@ def schedule_step(plan: Plan, workload: Workload, found: Sequence[SubgroupState]
 
 def arriving(plan: Plan, found: Sequence[SubgroupState]) -> list[int]:
     """Subgroups whose state comes to the device to stay, in service order."""
-    return [i for i in plan.order if found[i].gradient and plan.route(i, found[i].state) == ARRIVING]
+    residents = plan.served(RESIDENT)
+    return [i for i in residents if found[i].gradient and found[i].state is not DEVICE]
 
 
 def leaving(plan: Plan, found: Sequence[SubgroupState]) -> list[int]:
-    """Subgroups whose state is on the device and goes home for good, in service order."""
-    return [i for i in plan.order if plan.route(i, found[i].state) == LEAVING]
+    """Subgroups whose state is on the device and leaves it for good, in service order."""
+    return [i for i in plan.order if found[i].state is DEVICE and plan.placements[i] is not RESIDENT]
 
 
 def staged(plan: Plan, found: Sequence[SubgroupState]) -> list[int]:
@@ -150,7 +155,7 @@ def staged(plan: Plan, found: Sequence[SubgroupState]) -> list[int]:
     def passes(i: int) -> bool:
         if found[i].state is DEVICE or plan.placements[i] is RESIDENT:
             return found[i].gradient is HOST
-        return plan.placements[i] is STREAMED and found[i].gradient is not None
+        return plan.placements[i] is not CPU and found[i].gradient is not None
 
     return [i for i in plan.order if passes(i)]
 
@@ -254,16 +259,16 @@ class ScheduleBuilder:
         others, arriving, residents = [], [], dict[str, list[int]]()
         for i in self._plan.order:
             gradient, stays = found[i].gradient, self._plan.placements[i] is RESIDENT
-            if gradient is HOST or (found[i].state is HOST and not stays):
+            if gradient is HOST or (found[i].state is not DEVICE and not stays):
                 others.append(i)
             elif gradient is DEVICE and not stays:
-                self._flush(i, (self._update(i, found[i], backward),))
+                self._leave(i, (self._update(i, found[i], backward),))
             elif gradient is DEVICE and found[i].state is DEVICE:
                 residents.setdefault(self._loads[i].format, []).append(i)
             elif gradient is DEVICE:
                 arriving.append(i)
             elif not stays:
-                self._flush(i, backward)
+                self._leave(i, backward)
         ahead = [i for i in others if i in self.fetched and self._plan.placements[i] is not RESIDENT]
         self._others(ahead, 0, found, backward, vacated)
         for together in residents.values():
@@ -285,7 +290,7 @@ class ScheduleBuilder:
         for i in others:
             if found[i].gradient is None:
                 continue
-            on_host = found[i].state is HOST and self._plan.placements[i] is CPU
+            on_host = found[i].state is not DEVICE and self._plan.placements[i] is CPU
             if on_host or not vacated:
                 self._on_host(i, found[i], backward)
             else:
@@ -304,7 +309,7 @@ class ScheduleBuilder:
         """State that comes to stay, and its gradient is there."""
         fetched = self.fetched.get(i)
         if fetched is None:
-            fetched = self.add(PREFETCH, i, self._loads[i].state_bytes, backward)
+            fetched = self._move(i, Move(found.state, DEVICE), backward)
         self._update(i, found, (fetched, *backward))
 
     def _staged(
@@ -314,19 +319,20 @@ class ScheduleBuilder:
         stays = self._plan.placements[i] is RESIDENT
         fetched = self.fetched.get(i)
         ready: tuple[int, ...] = () if fetched is None else (fetched,)
-        state = found.state is HOST and fetched is None
-        if state or found.gradient is HOST:
-            nbytes = self._loads[i].state_bytes if state else 0
-            if found.gradient is HOST:
-                nbytes += found.gradient_bytes or 0
-            # The slot's last occupant must have left before the next one is written over it.
-            ready += (self.add(PREFETCH, i, nbytes, (*vacated, *self.departed.get(i, ())), slot),)
+        comes = found.state is not DEVICE and fetched is None
+        returned = (found.gradient_bytes or 0) if found.gradient is HOST else 0
+        # The slot's last occupant must have left before the next one is written over it.
+        after = (*vacated, *self.departed.get(i, ()))
+        if comes:
+            ready += (self._move(i, Move(found.state, DEVICE), after, slot, returned),)
+        elif found.gradient is HOST:
+            ready += (self.add(PREFETCH, i, returned, after, slot),)
         update = self._update(i, found, ready + backward, slot)
         if stays:
             return update
-        if found.state is HOST:
-            return self._flush(i, (update,), slot)
-        self._flush(i, (update,))
+        if found.state is not DEVICE:
+            return self._leave(i, (update,), slot)
+        self._leave(i, (update,))
         return update
 
     def _on_host(self, i: int, found: SubgroupState, backward: tuple[int, ...]) -> None:
@@ -335,8 +341,8 @@ class ScheduleBuilder:
         late = found.gradient_bytes if found.gradient is DEVICE else None
         if late is not None or found.stale_bytes:
             ready += (self.add(GRADIENT, i, (late or 0) + found.stale_bytes, backward),)
-        if found.state is DEVICE:
-            ready += (self._flush(i, backward),)
+        if found.state is not HOST:
+            ready += (self._move(i, Move(found.state, HOST), backward),)
         update = self.add(ON_HOST, i, found.numel, ready + backward)
         # What the caller queued before the step still reads the old parameters.
         after = (update, *backward)
@@ -346,8 +352,14 @@ class ScheduleBuilder:
         update = self._updated[i] = self.add(ON_DEVICE, i, found.numel, after, slot)
         return update
 
-    def _flush(self, i: int, after: tuple[int, ...], slot: int | None = None) -> int:
-        return self.add(FLUSH, i, self._loads[i].state_bytes, after, slot)
+    def _leave(self, i: int, after: tuple[int, ...], slot: int | None = None) -> int:
+        return self._move(i, Move(DEVICE, self._plan.stays(i)), after, slot)
+
+    def _move(self, i: int, move: Move, after: tuple[int, ...], slot: int | None = None, beside: int = 0) -> int:
+        """State goes from tier to tier. beside: bytes that go the same way."""
+        op, stream = MOVES[move]
+        self.tasks.append(Task(op, stream, i, self._loads[i].state_bytes + beside, after, slot, (), move))
+        return len(self.tasks) - 1
 
     def memory_for(self, slot: int) -> tuple[int, ...]:
         """The piece of backward whose end frees memory for this slot.

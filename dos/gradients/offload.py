@@ -13,8 +13,8 @@ from torch import Tensor
 
 from dos.devices import Copy, Job
 from dos.kernels.update import accumulate
+from dos.state.host_store import HostStore
 from dos.state.record import ParameterRecord
-from dos.state.stores import HostStore
 from dos.state.subgroup import Subgroup
 
 Send = Callable[[Sequence[Copy]], Job]
@@ -88,7 +88,7 @@ class OffloadedGradients:
             if arena.accumulated is None:
                 arena.accumulate()
         if pin and not all(map(self._store.stages, subgroups)):
-            self._store.take(incoming=subgroups)
+            self._store.stage(subgroups)
         self._wait_for_link(gradient.nbytes)
         self._torn = True
         staged, total = arena.gradient, arena.accumulated

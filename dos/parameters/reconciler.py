@@ -194,7 +194,7 @@ class Reconciler:
     def _add_amsgrad(self, arena: Arena) -> None:
         at_home = [s for s in self._registry.accelerated if s.arena is arena and self._registry.host_store.has(s)]
         with explain_oom():
-            arena.add_amsgrad(lambda tensor: self._registry.host_store.take_field(tensor, at_home))
+            arena.add_amsgrad(lambda tensor: self._registry.host_store.reserve_field(tensor, at_home))
         for record in self._registry.records.values():
             if record.arena is arena:
                 record.views = record.make_views()
@@ -223,7 +223,7 @@ class Reconciler:
 
     def keep_beginners(self) -> None:
         """Let the state of parameters that have had no step be there, for torch to fill."""
-        self._registry.host_store.take(
+        self._registry.host_store.reserve(
             subgroup for record in self._beginners for subgroup, _ in self._registry.places[record]
         )
         for record in self._beginners:
@@ -233,4 +233,4 @@ class Reconciler:
     def _make_homes(self, records: Iterable[ParameterRecord]) -> None:
         """Have host memory for the state of these."""
         places = self._registry.places
-        self._registry.host_store.take(subgroup for record in records for subgroup, _ in places[record])
+        self._registry.host_store.reserve(subgroup for record in records for subgroup, _ in places[record])

@@ -20,8 +20,8 @@ from dos.parameters.allocation import Allocation
 from dos.sharding.local import count_write, is_sharded, local, moved_to_layout
 from dos.sharding.meshes import Meshes
 from dos.sharding.replaced import replaced as find_replaced
+from dos.state.host_store import HostStore
 from dos.state.record import ParameterRecord
-from dos.state.stores import HostStore
 from dos.state.subgroup import Piece, Subgroup
 from perfmodel import SubgroupLoad
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dos.devices import Device
+from dos.devices import Copy, Device
 from dos.sharding.local import local
 from dos.state.host_tensor import HostTensor
 from perfmodel.format import MASTER, REST, Field, format_of
@@ -73,12 +73,18 @@ class State:
         return State(carved, self.blocks)
 
 
+def state_copies(destination: State, source: State) -> list[Copy]:
+    """The copies that move a subgroup's state."""
+    return list(zip(destination.tensors(), source.tensors(), strict=True))
+
+
 class Arena:
     """Flat state of parameters that got their first gradient together.
 
     All are of one param group, one dtype and one memory (host or accelerator). Each parameter's state is contiguous,
     in the parameter's own memory order, so `optimizer.state[p]["exp_avg"]` is a view of it.
 
+    device: where the parameters are; None: on the host.
     tier: where the state has its home; on the device it is there for good.
     format: what the state consists of; amsgrad: whether with room for amsgrad.
     gradient: staging for gradients on their way from the accelerator, in the parameters' dtype.
@@ -105,7 +111,7 @@ class Arena:
         self.tier = tier
         self.numel = sum(local(p).numel() for p in parameters)
         self.amsgrad = amsgrad
-        self._device = device
+        self.device = device
         self._format_with = functools.partial(
             format_of,
             str(self.dtype).removeprefix("torch."),
@@ -166,8 +172,8 @@ class Arena:
         return [tensor for name, tensor in self._staging.items() if name == "parameter"]
 
     def _stage(self, name: str, dtype: torch.dtype) -> None:
-        assert self._device is not None, "nothing is staged for parameters on the host"
-        self._staging[name] = HostTensor(self.numel, dtype, self._device, self._part)
+        assert self.device is not None, "nothing is staged for parameters on the host"
+        self._staging[name] = HostTensor(self.numel, dtype, self.device, self._part)
 
     def _staged(self, name: str) -> Tensor | None:
         found = self._staging.get(name)
@@ -204,12 +210,12 @@ class Arena:
 
     def _field(self, field: Field) -> Tensor:
         dtype = getattr(torch, field.type)
-        if self._device is None:
+        if self.device is None:
             return torch.zeros(self.numel // field.block, dtype=dtype, device="cpu")
         if self.tier is Tier.HOST:
-            self._homes[field.name] = HostTensor(self.numel, dtype, self._device, self._part, field.block, shown=True)
+            self._homes[field.name] = HostTensor(self.numel, dtype, self.device, self._part, field.block, shown=True)
             return self._homes[field.name].tensor
-        self._buffers.append(self._device.allocate(self.numel // field.block * dtype.itemsize))
+        self._buffers.append(self.device.allocate(self.numel // field.block * dtype.itemsize))
         return self._buffers[-1].zero_().view(dtype)
 
 

@@ -8,14 +8,13 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from dos.devices import Caller, Copy, Device, Issued, Job
 from dos.devices.coalesce import joined
-from dos.state.arena import State
-from dos.state.stores import DeviceStore, HostStore
+from dos.state.stores import Stores
 from dos.state.subgroup import Subgroup
-from dos.step.issue import state_copies
 from dos.step.work import Subject
 from perfmodel import Op, Placement, Plan
 from perfmodel.lanes import Stream
-from perfmodel.schedule import SubgroupState, Task
+from perfmodel.plan import Move, Tier
+from perfmodel.schedule import MOVES, SubgroupState, Task
 
 MOST_EARLY_JOBS = 1000
 """Transfers in flight without a step before the first are let go of."""
@@ -27,18 +26,18 @@ class Early:
     begun: what is under way and no step has, in order.
     prefetched: of that, the state that fills the slots, by subgroup.
     arriving: state that comes to stay, by subgroup; None: its memory is there, and its way has not begun.
-    shown: whether user code was given the state at home since the last step, and may write there until the next.
+    shown: whether user code was given the state at home since the last step. It may write there until the next, which
+        would be lost in state that has left before.
     considered: the plan whose streamed subgroups are known.
     """
 
-    def __init__(self, device: Device, device_store: DeviceStore, host_store: HostStore) -> None:
+    def __init__(self, device: Device, stores: Stores) -> None:
         self.begun: list[Issued] = []
         self.prefetched: dict[Subgroup, Issued] = {}
         self.arriving: dict[Subgroup, Issued | None] = {}
         self.shown = False
         self._device = device
-        self.device_store = device_store
-        self.host_store = host_store
+        self.stores = stores
         self.considered: Plan | None = None
         self._streamed: Sequence[int] = ()
         self._numbers = itertools.count()
@@ -52,12 +51,12 @@ class Early:
 
     def prefetch(self, plan: Plan, subgroups: Sequence[Subgroup], spare: Callable[[], int]) -> None:
         """Fill the slots while backward runs, if that was not done yet and they take no more than `spare` bytes."""
-        store = self.device_store
+        store = self.stores.device
         if store.slots or self.shown:
             return
         if self.considered is not plan:  # asked at each of many gradients
-            streams = [i for i in plan.served(Placement.GPU_STREAMED) if not store.has(subgroups[i])]
-            self._streamed = [i for i in streams if self.host_store.has(subgroups[i])]
+            served = plan.served(Placement.GPU_STREAMED)
+            self._streamed = [i for i in served if self.stores.where(subgroups[i]) not in (None, Tier.DEVICE)]
             self.considered = plan
         streamed = self._streamed
         if not streamed:
@@ -67,8 +66,9 @@ class Early:
         if nbytes * count > spare():
             return
         store.get_slots(count, nbytes)
-        for i, (number, slot) in zip(streamed, enumerate(store.slots), strict=False):
-            self.prefetched[subgroups[i]] = self._fetch(i, subgroups[i], subgroups[i].state.carve(slot), number)
+        for slot, i in enumerate(streamed[: len(store.slots)]):
+            store.occupy(subgroups[i], slot)
+            self.prefetched[subgroups[i]] = self._fetch(i, subgroups[i], self.stores.where(subgroups[i]), slot)
 
     def settle(self, plan: Plan, subgroups: Sequence[Subgroup]) -> None:
         """Start state that comes to stay on its way while backward runs, as far as there is memory for it.
@@ -78,26 +78,33 @@ class Early:
         """
         if self.shown:
             return
-        store = self.device_store
+        store = self.stores.device
         store.expect_denials(True)  # the step will try again
         for i in plan.served(Placement.GPU_RESIDENT):
-            if not store.has(subgroups[i]) and self.host_store.has(subgroups[i]):
+            source = self.stores.where(subgroups[i])
+            if source not in (None, Tier.DEVICE):
                 self.arriving[subgroups[i]] = None  # an interruption from here on leaves memory that is no state yet
-                state = store.take(subgroups[i])
-                if state is None:
+                if store.reserve([subgroups[i]]):
                     return
-                self.arriving[subgroups[i]] = self._fetch(i, subgroups[i], state)
+                self.arriving[subgroups[i]] = self._fetch(i, subgroups[i], source)
 
-    def _fetch(self, index: int, subgroup: Subgroup, state: State, slot: int | None = None) -> Issued:
+    def _fetch(self, index: int, subgroup: Subgroup, source: Tier | None, slot: int | None = None) -> Issued:
+        assert source is not None, "what is nowhere is not fetched"
+        move = Move(source, Tier.DEVICE)
         # The caller's stream may still use what was in this memory before.
-        copies, after = state_copies(state, subgroup.state), self._device.fence()
-        job = self._device.copy(Op.PREFETCH, index, copies, after)
-        task = Task(Op.PREFETCH, Stream.PREFETCH, index, subgroup.state.nbytes, (), slot)
-        return self._began(task, job)
+        job = self.stores.move(move, index, subgroup, self._device.fence())
+        return self._began(Task(*MOVES[move], index, subgroup.state.nbytes, (), slot, (), move), job)
 
     def _began(self, task: Task, job: Job) -> Issued:
         self.begun.append(Issued(next(self._numbers), task, job))
         return self.begun[-1]
+
+    def where(self, subgroup: Subgroup) -> Tier:
+        """Where the subgroup's newest state is, at home if nowhere; what is on its way is where it comes from."""
+        issued = self.arriving.get(subgroup)
+        if issued is not None and issued.task.move is not None:
+            return issued.task.move.source
+        return self.stores.where(subgroup) or Tier.HOST
 
     def drop_prefetched(self) -> None:
         """Forget state that was prefetched for another plan than the one that runs, or for a step that was skipped."""
@@ -105,7 +112,7 @@ class Early:
             with contextlib.suppress(Exception):  # a step that needs that state fetches it again
                 issued.job.wait()
         self.prefetched = {}
-        self.device_store.free_slots()
+        self.stores.device.free_slots()
 
     def drop_arriving(self, subgroups: Iterable[Subgroup]) -> None:
         """Free memory of subgroups that were on their way here; nothing has updated their state, so the host has it."""
@@ -114,8 +121,8 @@ class Early:
             if issued is not None:
                 with contextlib.suppress(Exception):  # a step that needs that state fetches it again
                     issued.job.wait()
-            if self.device_store.has(subgroup):
-                self.device_store.drop(subgroup)
+            if self.stores.device.has(subgroup):
+                self.stores.device.drop(subgroup)
             del self.arriving[subgroup]
 
     def forget_many(self) -> None:
@@ -131,17 +138,23 @@ class Early:
         self, plan: Plan, subjects: Sequence[Subject], found: Sequence[SubgroupState]
     ) -> tuple[list[SubgroupState], list[Issued]]:
         """What is found, with what is under way, and all of that which the step uses."""
-        fetched = [self.prefetched.get(s.subgroup) or self.arriving.get(s.subgroup) for s in subjects]
         # Gradients of what is updated on the device after all have left in vain.
-        left = [s.departed if p is Placement.CPU else () for s, p in zip(subjects, plan.placements, strict=True)]
-        begun = sorted(filter(None, (*fetched, *itertools.chain.from_iterable(left))))
+        used = [s.departed if p is Placement.CPU else () for s, p in zip(subjects, plan.placements, strict=True)]
+        fetched = [self.prefetched.get(s.subgroup) or self.arriving.get(s.subgroup) for s in subjects]
+        begun = [
+            # Subgroups may have another order than when it was issued.
+            issued._replace(task=issued.task._replace(subgroup=i))
+            for i, (departed, state) in enumerate(zip(used, fetched, strict=True))
+            for issued in (*departed, *([] if state is None else [state]))
+        ]
+        begun.sort()
         places = {issued.number: place for place, issued in enumerate(begun)}
         return [
             each._replace(
                 departed=tuple(places[issued.number] for issued in departed),
                 fetched=None if state is None else places[state.number],
             )
-            for each, departed, state in zip(found, left, fetched, strict=True)
+            for each, departed, state in zip(found, used, fetched, strict=True)
         ], begun
 
     def hand_over(self, begun: Iterable[Issued]) -> None:

@@ -13,15 +13,17 @@ from concurrent.futures import Future
 from dos.devices import LANES, Caller, Copy, Device, Issued, Job
 from dos.guard import Guard
 from dos.lifetime import watch
-from dos.state.stores import DeviceStore, HostStore
+from dos.state.device_store import DeviceStore
+from dos.state.host_store import HostStore
+from dos.state.stores import Stores
 from dos.state.subgroup import Subgroup
 from dos.step.early import Early
 from dos.step.host_lane import HostLane, Turn
-from dos.step.issue import Step, state_copies
+from dos.step.issue import Step
 from dos.step.room import Prepared, make_room
 from dos.step.work import Subject
 from perfmodel import Op, Placement, Plan, Span, Timeline, Workload
-from perfmodel.plan import Tier
+from perfmodel.plan import Move, Tier
 from perfmodel.schedule import Schedule, SubgroupState, schedule_step
 
 
@@ -30,7 +32,7 @@ class Engine:
 
     Between steps it owns the state of resident subgroups; `bring_home` returns that to the host.
 
-    host_store, device_store: what holds the state.
+    stores: what holds the state.
     guard: of the optimizer; the caller holds its lock. It is broken if a step fails.
     schedule: of the last step that was issued; None before the first.
     ran: when its tasks ran, and nothing else.
@@ -42,11 +44,10 @@ class Engine:
         self.device = device
         self.guard = guard
         self._host = HostLane(device)
-        self.host_store = host_store
-        self.device_store = DeviceStore(device)
+        self.stores = Stores(DeviceStore(device), host_store)
         self.schedule: Schedule | None = None
         self.ran = Timeline(())
-        self.early = Early(device, self.device_store, host_store)
+        self.early = Early(device, self.stores)
         self._step: Step | None = None
         self._aside: Step | None = None
         """The last that was set aside and not read."""
@@ -102,12 +103,12 @@ class Engine:
             self._meet_parameters(plan, subjects, found)
             found, begun = self.early.find(plan, subjects, found)
             self.schedule = schedule_step(plan, workload, found, [issued.task for issued in begun])
-            step = Step(self.device, self.device_store, self.schedule, subjects, found, begun, self._started)
+            step = Step(self.device, self.stores, self.schedule, subjects, begun, self._started)
             self._step = step
             self.early.hand_over(begun)
             turns = step.issue()
             self._lane_done = None
-            if turns or step.leaving or self.device_store.slots:
+            if turns or step.leaving or self.stores.device.slots:
                 self._lane_done = self._host.submit(functools.partial(self._run_host_lane, turns, step))
         except BaseException as error:
             failure = self.guard.failure(error)
@@ -240,21 +241,21 @@ class Engine:
         """Renew what a forked child does not inherit: threads."""
         self._host.renew()
 
-    def bring_home(self) -> None:
-        """Return the state of all resident subgroups to the host, once the running step is done."""
+    def bring_home(self, subgroups: Iterable[Subgroup]) -> None:
+        """Return the state of all these subgroups to where it has its home, once the running step is done."""
         self.wait()
         self.early.shown = True
-        self.device_store.expect_denials(False)
+        self.stores.device.expect_denials(False)
         self.early.drop_arriving(list(self.early.arriving))
-        resident = dict(self.device_store.resident)
-        self.host_store.take(resident)
+        places = [(s, self.stores.where(s)) for s in subgroups]
+        away = [(s, Move(tier, s.arena.tier)) for s, tier in places if tier not in (None, s.arena.tier)]
+        self.stores.host.reserve(s for s, _ in away)
         after = self.device.fence()
-        flushes = [self.device.copy(Op.FLUSH, 0, state_copies(s.state, resident[s]), after) for s in resident]
-        for flush in flushes:
+        for job in [self.stores.move(move, 0, s, after) for s, move in away]:
             # The host reads the state from here on.
-            flush.wait()
-        for subgroup in resident:
-            self.device_store.drop(subgroup)
+            job.wait()
+        for subgroup, move in away:
+            self.stores.of[move.source].drop(subgroup)
 
     def abandon(self) -> None:
         """End what backward has begun, once nothing of it is running; resident state stays."""
@@ -265,8 +266,9 @@ class Engine:
     def let_go(self, subgroups: Iterable[Subgroup]) -> None:
         """Free the state of these; nothing is in flight."""
         for subgroup in subgroups:
-            if subgroup in self.device_store.resident:
-                self.device_store.drop(subgroup)
+            for tier, store in self.stores.of.items():
+                if tier is not subgroup.arena.tier and store.has(subgroup):
+                    store.drop(subgroup)
 
     def _meet_parameters(self, plan: Plan, subjects: Sequence[Subject], found: Sequence[SubgroupState]) -> None:
         """Bring parameters to which others wrote since our last step to masters that the host updates."""
@@ -278,7 +280,7 @@ class Engine:
                     self.device.copy(Op.GRADIENT, 0, copies, self.device.fence()).wait()
                     update.follow_on_host()
             elif update is not None and found[i].gradient is Tier.HOST:
-                update.follow(self.device_store.state(subgroup))  # from where it comes here first
+                update.follow(self.stores.of[found[i].state].fetch(subgroup))  # from where it comes here first
 
     def _run_host_lane(self, turns: Sequence[Turn], step: Step) -> None:
         """The host's part of a step: update, then give back memory that was needed for it only."""
@@ -286,9 +288,9 @@ class Engine:
         for job in step.last.values():
             with contextlib.suppress(Exception):  # said by `wait`, which waits for the same jobs
                 job.wait()
-        self.device_store.free_slots()
-        for subgroup in step.leaving:
-            self.device_store.drop(subgroup)
+        self.stores.device.free_slots()
+        for subgroup, store in step.leaving:
+            store.drop(subgroup)
         self.trims |= bool(step.leaving)
 
     def trim(self) -> None:

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 
-from torch import Tensor
-
 from dos.devices import Copy, Device, Issued, Job, Mark
-from dos.state.arena import State
-from dos.state.stores import DeviceStore
+from dos.state.stores import Store, Stores
 from dos.state.subgroup import Subgroup
 from dos.step.host_lane import Turn
 from dos.step.work import Placed, SubgroupUpdate, Subject, apply
 from perfmodel import Op
 from perfmodel.lanes import Stream
-from perfmodel.plan import Tier
-from perfmodel.schedule import Schedule, SubgroupState, Task
+from perfmodel.plan import Move
+from perfmodel.schedule import Schedule, Task
 
 
 class Step:
@@ -30,16 +27,15 @@ class Step:
         are in order.
     started: when its step() was called, on the clock of time.perf_counter.
     ordered: where the caller's work on the device goes on behind the step, if it does.
-    leaving: the subgroups whose state is not on the device any more once the step is over.
+    leaving: the subgroups whose state will have left these stores once the step is over.
     """
 
     def __init__(
         self,
         device: Device,
-        store: DeviceStore,
+        stores: Stores,
         schedule: Schedule,
         subjects: Sequence[Subject],
-        found: Sequence[SubgroupState],
         begun: Sequence[Issued],
         started: float,
     ) -> None:
@@ -51,12 +47,10 @@ class Step:
         self.done: dict[Subgroup, Future[Job]] = {}
         self.backward: Sequence[Job] = ()
         self.last: dict[Stream, Job] = {}
-        self.leaving: list[Subgroup] = []
+        self.leaving: list[tuple[Subgroup, Store]] = []
         self._device = device
-        self._store = store
+        self._stores = stores
         self._subjects = subjects
-        self._found = found
-        self._states: dict[int, State] = {}
         self._ready: dict[int, Sequence[Job]] = {}
 
     def issue(self) -> list[Turn]:
@@ -87,7 +81,8 @@ class Step:
         # Else the gradients' memory would be held until the caller waits for the step.
         for turn in turns:
             turn.work.release()
-        self._subjects, self._found, self._states, self._ready = (), (), {}, {}
+        self.leaving = list(self._left())
+        self._subjects, self._ready = (), {}
         return turns
 
     @property
@@ -136,17 +131,39 @@ class Step:
     def _prefetch(self, task: Task, after: Sequence[Job]) -> Job:
         """Bring up what the update on the device has not: state, offloaded gradients, or both."""
         i, subgroup, update = self._of(task)
-        found, copies = self._found[i], []
-        if found.state is Tier.HOST and found.fetched is None:
-            copies += state_copies(self._state(task), subgroup.state)
-        if update.offloaded:
-            copies += update.fetch_gradients(self._room(task, subgroup))
-        return self._device.copy(Op.PREFETCH, i, copies, after)
+        gradients, device = list[Copy](), self._stores.device
+        if task.slot is not None:
+            if task.move is not None:
+                device.occupy(subgroup, task.slot)
+            if update.offloaded:
+                gradients = update.fetch_gradients(device.beside(subgroup, task.slot))
+        if task.move is None:
+            return self._device.copy(Op.PREFETCH, i, gradients, after)
+        return self._move(task, task.move, after, gradients)
+
+    def _flush(self, task: Task, after: Sequence[Job]) -> Job:
+        assert task.move is not None, "state goes somewhere"
+        return self._move(task, task.move, after)
+
+    def _move(self, task: Task, move: Move, after: Sequence[Job], beside: Sequence[Copy] = ()) -> Job:
+        assert task.subgroup is not None, "state is of a subgroup"
+        return self._stores.move(move, task.subgroup, self._subjects[task.subgroup].subgroup, after, beside)
+
+    def _left(self) -> Iterator[tuple[Subgroup, Store]]:
+        """The rooms that state leaves in this step, but for homes, which stay."""
+        ways: dict[int, Move] = {}
+        for task in self.schedule.tasks:
+            if task.move is not None and task.subgroup is not None:
+                ways[task.subgroup] = Move(ways.get(task.subgroup, task.move).source, task.move.destination)
+        for i, way in ways.items():
+            subgroup = self._subjects[i].subgroup
+            if way.source not in (way.destination, subgroup.arena.tier):
+                yield subgroup, self._stores.of[way.source]
 
     def _update(self, task: Task, after: Sequence[Job]) -> Job:
         """Of one subgroup, or of residents together."""
         i, first, _ = self._of(task)
-        lasting = self._store.has(first)
+        lasting = self._stores.device.has(first)
         updates = [self._placed(each) for each in (task, *_others(task))]
         reads = [g.values for each in updates if not each.update.offloaded for _, g in each.update.items]
         name = first.arena.format.name
@@ -158,19 +175,11 @@ class Step:
 
     def _placed(self, task: Task) -> Placed:
         _, subgroup, update = self._of(task)
-        return Placed(update, self._state(task), self._room(task, subgroup) if update.offloaded else None)
-
-    def _room(self, task: Task, subgroup: Subgroup) -> Tensor:
-        """The part of its slot to which offloaded gradients come: behind the state, if that is there, too."""
-        assert task.slot is not None, "offloaded gradients come up through a slot"
-        return self._store.slots[task.slot][0 if self._store.has(subgroup) else subgroup.state.carved_bytes :]
-
-    def _flush(self, task: Task, after: Sequence[Job]) -> Job:
-        assert task.subgroup is not None, "state is of a subgroup"
-        subgroup = self._subjects[task.subgroup].subgroup
-        if task.slot is None:
-            self.leaving.append(subgroup)
-        return self._device.copy(Op.FLUSH, task.subgroup, state_copies(subgroup.state, self._state(task)), after)
+        device, room = self._stores.device, None
+        if update.offloaded:
+            assert task.slot is not None, "offloaded gradients come up through a slot"
+            room = device.beside(subgroup, task.slot)
+        return Placed(update, device.fetch(subgroup), room)
 
     def _of(self, task: Task) -> tuple[int, Subgroup, SubgroupUpdate]:
         assert task.subgroup is not None, "an update is of a subgroup"
@@ -178,24 +187,7 @@ class Step:
         assert subject.update is not None, "nothing is updated without a gradient"
         return task.subgroup, subject.subgroup, subject.update
 
-    def _state(self, task: Task) -> State:
-        """Where the subgroup's state is on the device in this step."""
-        assert task.subgroup is not None, "state is of a subgroup"
-        if task.subgroup not in self._states:
-            subgroup = self._subjects[task.subgroup].subgroup
-            if self._store.has(subgroup):
-                self._states[task.subgroup] = self._store.state(subgroup)
-            else:
-                assert task.slot is not None, "state that does not stay on the device passes through a slot"
-                self._states[task.subgroup] = subgroup.state.carve(self._store.slots[task.slot])
-        return self._states[task.subgroup]
-
 
 def _others(task: Task) -> list[Task]:
     """An update of several subgroups as further ones of one each."""
     return [task._replace(subgroup=i) for i in task.others]
-
-
-def state_copies(destination: State, source: State) -> list[Copy]:
-    """The copies that move a subgroup's state."""
-    return list(zip(destination.tensors(), source.tensors(), strict=True))

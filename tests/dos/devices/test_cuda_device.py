@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from dos import DOSAdam
+from dos.deciding.policies import AdaptivePolicy
 from dos.devices import Copy, Job
 from dos.devices.cuda import CudaDevice
 from dos.devices.ranges import named
@@ -26,7 +27,7 @@ from dos.machine.threads import Cores, kernel_threads
 from dos.state.record import ParameterRecord
 from dos.step.host_lane import HostLane
 from dos.step.iteration import Iteration
-from perfmodel import Op
+from perfmodel import Op, Placement, Plan, Workload
 from tests.support.fake_cuda import (
     FakeCudaDevice,
     FakeEvent,
@@ -236,7 +237,7 @@ def test_slots_are_given_back_when_step_returns(runtime: Runtime, monkeypatch: p
     for _ in range(3):
         model(torch.ones(2, 24)).sum().backward()
         optimizer.step()
-        held.append(optimizer._session.on_device.engine.device_store.nbytes)
+        held.append(optimizer._session.on_device.engine.stores.device.nbytes)
     assert held == [0, 0, 0]
 
 
@@ -540,6 +541,48 @@ def test_memory_that_hooks_take_is_of_the_stream_of_step(runtime: Runtime, monke
     assert trained(FakeCudaDevice(runtime), streams=[theirs], policy="stride:1") == trained(None)
     assert any(taken), "nothing was allocated in a hook"
     assert runtime.allocated == {runtime.caller}
+
+
+@pytest.mark.parametrize("placement", [Placement.GPU_STREAMED, Placement.GPU_RESIDENT])
+def test_state_comes_in_backward_behind_what_still_uses_the_memory(placement: Placement, runtime: Runtime) -> None:
+    """The caller freed it, but its stream has not come past the last use; here that writes NaN."""
+
+    class Used(FakeCudaDevice):
+        in_backward, taken = False, 0
+
+        def _empty(self, nbytes: int) -> Tensor:
+            buffer = super()._empty(nbytes)
+            if self.in_backward:
+                self.taken += 1
+                runtime.current_stream().enqueue(lambda: buffer.fill_(0xFF))
+            return buffer
+
+    class AtHomeFirst(AdaptivePolicy):
+        first = True
+
+        def __call__(self, workload: Workload) -> Plan:
+            n = len(workload.subgroups)
+            chosen, self.first = (Placement.CPU if self.first else placement), False
+            return Plan((chosen,) * n, tuple(range(n)), slots=2)
+
+    def end_of_backward(step: int) -> None:
+        device.in_backward = False
+        assert optimizer._session.on_device is not None
+        for issued in optimizer._session.on_device.engine.early.begun:
+            issued.job.wait()
+
+    expected = trained(None)
+    device, model = Used(runtime), mlp(torch.bfloat16)
+    optimizer = DOSAdam(model.parameters(), lr=1e-2, device=device, subgroup_size=300, policy=AtHomeFirst())
+    losses: list[float] = []
+    for step in range(4):
+        optimizer.synchronize()
+        device.in_backward = True
+        losses += train(model, optimizer, 1, first_step=step, before_step=end_of_backward)
+    state = optimizer.state
+    tensors = [torch.tensor(losses), *model.parameters(), *(t for s in state.values() for t in s.values())]
+    assert bits(tensors) == expected
+    assert device.taken > 0, "nothing came in backward"
 
 
 def test_backward_waits_for_the_link(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from dos import DOSAdam, EmulatedDevice
 from dos.state.arena import Arena
+from dos.state.device_store import DeviceStore
 from dos.state.record import make_records
-from dos.state.stores import DeviceStore
 from dos.state.subgroup import split
 from perfmodel import Lane, Placement
 from tests.support.training import FAST, bits, mlp, train
@@ -67,9 +67,8 @@ def test_accounts_for_residents_and_slots() -> None:
     each = first.state.carved_bytes
     holdings = DeviceStore(device)
     for subgroup in (first, second):
-        state = holdings.take(subgroup)
-        assert state is not None
-        assert holdings.resident[subgroup] is state
+        assert holdings.reserve([subgroup]) == []
+        state = holdings.fetch(subgroup)
         assert [t.numel() for t in state.tensors()] == [100, 100, 100]
     holdings.get_slots(3, 1000)
     assert [slot.nbytes for slot in holdings.slots] == [1000] * 3

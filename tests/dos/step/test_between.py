@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dos import DOSAdam, EmulatedDevice
 from perfmodel import Plan, Workload
@@ -254,3 +254,21 @@ def test_a_child_forked_beside_steps_on_the_host_can_use_its_optimizer() -> None
     while forking.is_alive():
         optimizer.step()
     assert statuses == [0] * 5
+
+
+@pytest.mark.parametrize("policy", ["stride:1", "adaptive"])
+def test_state_that_user_code_holds_is_not_fetched_before_it_has_written_there(policy: str) -> None:
+    """It got a view before backward, in which state would be on its way to the device, and writes after that."""
+    model, twin = mlp(), mlp()
+    optimizer = DOSAdam(model.parameters(), policy=policy, subgroup_size=300, device=EmulatedDevice(FAST, 10**7))
+    reference = DOSAdam(twin.parameters())
+    for network, adam in ((model, optimizer), (twin, reference)):
+        train(network, adam, 3)
+        views = [adam.state[p]["exp_avg"] for p in network.parameters()]
+
+        def write(step: int, views: list[Tensor] = views) -> None:
+            for view in views:
+                view.fill_(0.5)
+
+        train(network, adam, 2, first_step=3, before_step=lambda step, write=write: write(step) if step == 3 else None)
+    assert bits(model.parameters()) == bits(twin.parameters())

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dos import DOSAdam, EmulatedDevice
 from dos.devices import Caller, Copy, Job
-from dos.state.stores import DeviceStore
+from dos.state.device_store import DeviceStore
 from perfmodel import Lane, Op, Span
 from perfmodel.format import MIXED
 from perfmodel.lanes import Stream
@@ -198,7 +198,7 @@ def history(seed: int, *, dtype: torch.dtype, offload_gradients: bool, failing: 
     )
     on_device = optimizer._session.on_device
     assert on_device is not None
-    device.store = on_device.engine.device_store
+    device.store = on_device.engine.stores.device
     # Gradients of bfloat16 parameters add up in float32 where they are offloaded.
     plain = {"policy": "cpu", "offload_gradients": True, "device": EmulatedDevice(FAST, capacity=10**9)}
     reference = DOSAdam(twin.parameters(), state_format="float32", **(plain if offload_gradients else {}))

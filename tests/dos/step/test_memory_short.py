@@ -210,11 +210,11 @@ def test_pinning_that_lasts_tells_how_far_it_is(
         device = Pinning()
         if patched:
             now = SimpleNamespace(perf_counter=lambda device=device: 2.0 * len(device.pinned))
-            monkeypatch.setattr("dos.state.stores.time", now)
+            monkeypatch.setattr("dos.state.host_store.time", now)
         parameter = nn.Parameter(torch.ones(4 * PAGE))
         optimizer = DOSAdam([parameter], policy="cpu", subgroup_size=PAGE, device=device)
         caplog.clear()
         step(parameter, optimizer)
-        told = [r.message for r in caplog.records if r.name == "dos.state.stores"]
+        told = [r.message for r in caplog.records if r.name == "dos.state.host_store"]
         assert len(told) == lines
     assert told[0] == "pinning host memory for optimizer state, once: 0 of 0 GiB after 6 s"

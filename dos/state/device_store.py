@@ -1,0 +1,116 @@
+"""State on the device: residents, and slots through which other state passes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from dos.devices import Copy, Device, Job
+from dos.state.arena import State, state_copies
+from dos.state.subgroup import Subgroup
+from perfmodel import Op
+from perfmodel.plan import Tier
+
+logger = logging.getLogger(__name__)
+
+
+class DeviceStore:
+    """State in device memory, and slots through which it passes. A failed allocation is an answer, not an error.
+
+    resident: state that has come here to stay, by subgroup. slots: staging buffers of equal size.
+    denied: bytes that were held when an allocation failed, if one has in this step that was not expected to.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.resident: dict[Subgroup, State] = {}
+        self.slots: list[Tensor] = []
+        self.denied: int | None = None
+        self._device = device
+        self._buffers: dict[Subgroup, Tensor] = {}
+        self._passing: dict[Subgroup, State] = {}
+        """What passes through a slot, by subgroup."""
+        self._expected = False
+        self._logged = False
+
+    @property
+    def nbytes(self) -> int:
+        """Of residents and slots together; may be read from any thread."""
+        return sum(buffer.nbytes for buffer in (*list(self._buffers.values()), *list(self.slots)))
+
+    def expect_denials(self, expected: bool) -> None:
+        """A step begins; in one that expects denials, they say nothing about the device's memory."""
+        self._expected, self.denied = expected, None
+        for subgroup in [s for s in self._buffers if s not in self.resident]:
+            self._device.free(self._buffers.pop(subgroup))  # whose eviction was interrupted
+
+    def has(self, subgroup: Subgroup) -> bool:
+        """Whether there is room here that is the subgroup's own."""
+        return subgroup in self.resident or subgroup.arena.tier is Tier.DEVICE
+
+    def reserve(self, subgroups: Iterable[Subgroup]) -> list[Subgroup]:
+        """Make room for the state of these, uninitialised; those for which there is no memory."""
+        denied = []
+        for subgroup in subgroups:
+            buffer = self._allocate(subgroup.state.carved_bytes)
+            if buffer is None:
+                denied.append(subgroup)
+            else:
+                self._buffers[subgroup] = buffer
+                self.resident[subgroup] = subgroup.state.carve(buffer)
+        return denied
+
+    def drop(self, subgroup: Subgroup) -> None:
+        """Free a resident subgroup's memory. Its state has come home; nothing in flight may use it."""
+        del self.resident[subgroup]
+        subgroup.batches.clear()  # which hold that memory
+        self._device.free(self._buffers[subgroup])
+        del self._buffers[subgroup]
+
+    def fetch(self, subgroup: Subgroup) -> State:
+        """Where the subgroup's state is: in room of its own, or in the slot that it occupies."""
+        if subgroup.arena.tier is Tier.DEVICE:
+            return subgroup.state
+        return self.resident.get(subgroup) or self._passing[subgroup]
+
+    def store(
+        self, number: int, subgroup: Subgroup, source: State, after: Sequence[Job], beside: Sequence[Copy] = ()
+    ) -> Job:
+        copies = state_copies(self.fetch(subgroup), source)
+        return self._device.copy(Op.PREFETCH, number, [*copies, *beside], after)
+
+    def occupy(self, subgroup: Subgroup, slot: int) -> None:
+        """Have the subgroup's state pass through this slot, until slots are given back."""
+        self._passing[subgroup] = subgroup.state.carve(self.slots[slot])
+
+    def beside(self, subgroup: Subgroup, slot: int) -> Tensor:
+        """The part of a slot that the subgroup's state does not take."""
+        return self.slots[slot][0 if self.has(subgroup) else subgroup.state.carved_bytes :]
+
+    def get_slots(self, count: int, nbytes: int) -> None:
+        """Allocate up to `count` slots of `nbytes`, fewer if memory runs out."""
+        for _ in range(count):
+            slot = self._allocate(nbytes)
+            if slot is None:
+                break
+            self.slots.append(slot)
+
+    def free_slots(self) -> None:
+        """Give the slots back. Nothing in flight may use them."""
+        self._passing = {}
+        while self.slots:
+            self._device.free(self.slots[-1])
+            self.slots.pop()  # not before: what is interrupted here is done again
+
+    def _allocate(self, nbytes: int) -> Tensor | None:
+        try:
+            return self._device.allocate(nbytes)
+        except torch.OutOfMemoryError as error:
+            level = logging.DEBUG if self._logged or self._expected else logging.WARNING
+            if not self._expected:
+                self._logged, self.denied = True, self.nbytes
+            # As text: with the error itself, a handler that keeps log records would keep this and all its memory.
+            logger.log(level, "no device memory for optimizer state, updating on the host instead: %s", str(error))
+            return None

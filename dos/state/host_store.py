@@ -1,0 +1,109 @@
+"""State at home: on the host."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+import weakref
+from collections.abc import Iterable, Sequence
+
+from dos.devices import Copy, Job
+from dos.machine.host_memory import reserve
+from dos.state.arena import State, state_copies
+from dos.state.host_tensor import HostTensor
+from dos.state.subgroup import Subgroup
+from perfmodel import Op
+
+logger = logging.getLogger(__name__)
+
+TELL_S = 5.0
+"""Seconds between two messages about memory that is being pinned."""
+
+
+class HostStore:
+    """State in host memory, and what travels through there: homes, whose memory is made once and then stays."""
+
+    def __init__(self) -> None:
+        self._tensors: weakref.WeakSet[HostTensor] = weakref.WeakSet()
+        self._apart: weakref.WeakSet[HostTensor] = weakref.WeakSet()
+        """State of which parts were pinned since users last got views of it."""
+
+    @property
+    def nbytes(self) -> int:
+        """Host memory that was made."""
+        return sum(tensor.nbytes for tensor in self._tensors)
+
+    def has(self, subgroup: Subgroup) -> bool:
+        """Whether there is room for the subgroup's state, where it has been or is to come."""
+        return all(tensor.has(subgroup.start, subgroup.stop) for tensor in subgroup.arena.home())
+
+    def stages(self, subgroup: Subgroup) -> bool:
+        """Whether its gradients can travel through here."""
+        return all(tensor.has(subgroup.start, subgroup.stop) for tensor in subgroup.arena.incoming())
+
+    def reserve(self, subgroups: Iterable[Subgroup], updated: Iterable[Subgroup] = ()) -> list[Subgroup]:
+        """Make room for the state of some subgroups, and for gradients and parameters of those that are updated here.
+
+        Raises MemoryError, before any is made, if the host has not enough: state has no other place to go.
+        """
+        wanted = [(tensor, s) for s in subgroups for tensor in s.arena.home()]
+        self._make([*wanted, *((tensor, s) for s in updated for tensor in (*s.arena.incoming(), *s.arena.outgoing()))])
+        return []
+
+    def stage(self, subgroups: Iterable[Subgroup]) -> None:
+        """Make room for gradients that come from these. Raises as `reserve`."""
+        self._make((tensor, s) for s in subgroups for tensor in s.arena.incoming())
+
+    def drop(self, subgroup: Subgroup) -> None:
+        """Nothing is given back: pinning took 0.2 to 0.4 s per GB, and the state may come home at any time."""
+
+    def fetch(self, subgroup: Subgroup) -> State:
+        return subgroup.state
+
+    def store(
+        self, number: int, subgroup: Subgroup, source: State, after: Sequence[Job], beside: Sequence[Copy] = ()
+    ) -> Job:
+        device = subgroup.arena.device
+        assert device is not None, "state of parameters on the host never leaves"
+        return device.copy(Op.FLUSH, number, [*state_copies(subgroup.state, source), *beside], after)
+
+    def prepare(self, subgroups: Iterable[Subgroup]) -> None:
+        """Make one more part of what these need once their state leaves the device, if the host has memory for it."""
+        for s in subgroups:
+            for tensor in (*s.arena.home(), *s.arena.incoming(), *s.arena.outgoing()):
+                if not tensor.has(s.start, s.stop):
+                    with contextlib.suppress(MemoryError):
+                        self._make([(tensor, s)])
+                    return
+
+    def reserve_field(self, tensor: HostTensor, subgroups: Iterable[Subgroup]) -> None:
+        """Make room for one more field of the state of these. Raises as `reserve`."""
+        self._make([(tensor, subgroup) for subgroup in subgroups])
+
+    def join_homes(self) -> None:
+        """Make state ready for users, who copy views of it that span subgroups. No step may be in flight."""
+        while self._apart:
+            self._apart.pop().join()
+
+    def _make(self, wanted: Iterable[tuple[HostTensor, Subgroup]]) -> None:
+        missing = {(t, *t.part(s.start, s.stop)): None for t, s in wanted if not t.has(s.start, s.stop)}
+        if missing:
+            total = sum((last - first) * t.tensor.itemsize for t, first, last in missing)
+            reserve(total, "optimizer state (DOSAdam)")
+            began = told = time.perf_counter()
+            done = 0
+            for tensor, first, last in missing:
+                if time.perf_counter() - told > TELL_S:
+                    told = time.perf_counter()
+                    logger.warning(
+                        "pinning host memory for optimizer state, once: %d of %d GiB after %d s",
+                        done >> 30,
+                        total >> 30,
+                        told - began,
+                    )
+                tensor.make(first, last)
+                done += (last - first) * tensor.tensor.itemsize
+                self._tensors.add(tensor)
+                if tensor.shown:
+                    self._apart.add(tensor)
