@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from dos.activations.pool import HostPool
 from dos.activations.saved import Kept, Packed, Saved
-from dos.devices import Device, Job
+from dos.devices import Device
 from dos.guard import exclusive
 from dos.machine.host_memory import available_bytes
 from dos.machine.process import local_ranks
@@ -38,7 +38,7 @@ class Births:
     """What one forward saves, in order. nbytes: of it all. ended: whether backward has begun to read it."""
 
     def __init__(self, leaves: Callable[[Births], bool]) -> None:
-        self.saved: list[weakref.ref[Saved]] = []
+        self.saved: list[weakref.ref[Saved] | None] = []
         self.sizes: list[int] = []
         self.nbytes = 0
         self.gone = 0
@@ -48,7 +48,9 @@ class Births:
         self.leaves = leaves
 
     def add(self, saved: Saved) -> None:
-        """It is needed again, after all others so far."""
+        """It is saved, perhaps again: backward needs it before all others so far."""
+        if saved.place is not None:
+            self.saved[saved.place] = None
         saved.place = len(self.saved)
         self.saved.append(weakref.ref(saved))
 
@@ -73,8 +75,6 @@ class ActivationOffload:
         self._of_thread = threading.local()
         self._last: Sequence[int] = ()
         """The sizes of what the last forward saved, in order."""
-        self._restored: Job | None = None
-        """The last transfer to the device, after which all blocks that were given back are free."""
         self._denied = 0
         self._wanted = 0
         """The most bytes on the host that there would have been at a time, if the pool had been as large."""
@@ -212,7 +212,7 @@ class ActivationOffload:
         if block is None:
             self._denied += saved.nbytes
         else:
-            saved.leave(block, () if self._restored is None else (self._restored,))
+            saved.leave(block)
             births.leaving.append(weakref.ref(saved))
             births.gone += saved.nbytes
         self._wanted = max(self._wanted, self.pool.used + self._denied)
@@ -235,19 +235,19 @@ class ActivationOffload:
         births: Births = saved.births
         births.ended = True
         if saved.away:
-            self._restored = saved.bring_back()
+            saved.bring_back()
         found = saved.read(packed)
         ahead = 0
         for count, reference in enumerate(reversed(births.saved[: saved.place])):
             if count >= _AT_ONCE and ahead >= births.window:
                 break
-            other = reference()
+            other = None if reference is None else reference()
             if other is None:
                 continue
             ahead += other.nbytes
             if other.away:
                 try:
-                    self._restored = other.bring_back()
+                    other.bring_back()
                 except torch.OutOfMemoryError:
                     break  # there may be memory when it is needed
         return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -36,14 +35,14 @@ class Saved:
         self._storage = StorageWeakRef(storage)
         self._source: Tensor | None = torch.empty(0, dtype=torch.uint8, device=part.device)
         self._source.set_(storage, self._first, (self.nbytes,), (1,))
-        self._queue = self._lender = device.caller()
+        self._queue = device.caller()  # to which the memory belongs
         self._block: Block | None = None
         self._saving: Job | None = None
         self._restoring: Job | None = None
         self._used = 0
         self.watch = Watch(part)
         self.tensors = 0
-        self.place = 0
+        self.place: int | None = None
         self.births: Any = None
 
     @property
@@ -51,11 +50,11 @@ class Saved:
         """Whether it has left, and nothing brings it back yet."""
         return self._source is None and self._back is None
 
-    def leave(self, block: Block, after: Sequence[Job]) -> None:
-        """Start its way to the host. after: what must be over before the block is written."""
+    def leave(self, block: Block) -> None:
+        """Start its way to the host."""
         assert self._source is not None, "it is on the device when it is saved"
         copies = [(block.tensor, self._source)]
-        self._saving = self._device.copy(Op.SAVE, self.place, copies, (*self._device.fence(), *after))
+        self._saving = self._device.copy(Op.SAVE, self.place or 0, copies, self._device.fence())
         self._block = block
 
     def free(self) -> None:
@@ -68,29 +67,29 @@ class Saved:
             self._device.keep(self._source, Op.SAVE)
         self._source = None
 
-    def bring_back(self) -> Job:
+    def bring_back(self) -> None:
         """Start its way back. Raises torch.OutOfMemoryError."""
         assert self._block is not None, "it is on the host"
         assert self._saving is not None, "it went there"
         lead = self._first % _ALIGNMENT
         buffer = self._device.allocate(lead + self.nbytes)
-        self._lender = self._device.owner
+        self._queue = self._device.owner
         # What the memory's queue did there before must be over, and the bytes must have come to the host.
-        after = (*self._device.fence([self._lender]), self._saving)
+        after = (*self._device.fence([self._queue]), self._saving)
         copies = [(buffer[lead:], self._block.tensor)]
-        self._restoring = self._device.copy(Op.RESTORE, self.place, copies, after)
+        self._restoring = self._device.copy(Op.RESTORE, self.place or 0, copies, after)
         self._back = buffer
-        return self._restoring
 
     def read(self, tensor: Packed) -> Tensor:
         """The tensor, for what the caller queues on the device from now on. It is on the device or on its way there."""
-        if self._source is not None:
-            return tensor.made_of(self._source, 0)
-        assert self._back is not None, "what is away was brought back before"
+        memory = self._source if self._back is None else self._back
+        assert memory is not None, "what is away was brought back before"
+        if self._device.caller() != self._queue:
+            self._device.keep(memory)
+        if self._back is None:
+            return tensor.made_of(memory, 0)
         assert self._restoring is not None, "its copy was issued"
         self._device.join(self._restoring)
-        if self._device.caller() != self._lender:
-            self._device.keep(self._back)
         found = tensor.made_of(self._back, self._first - self._first % _ALIGNMENT)
         self._used += 1
         if self._used >= self.tensors:  # autograd has what it needs; with retain_graph it may ask again

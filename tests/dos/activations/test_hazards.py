@@ -1,0 +1,228 @@
+"""Saved tensors where streams run late, or in any order, and memory is given away when it is freed."""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dos import DOSAdam
+from dos.activations.offload import ActivationOffload
+from dos.devices import Copy, Job
+from perfmodel import Op
+from tests.support.fake_cuda import FakeCudaDevice, FakeStream, Runtime, install
+
+N = 512
+LAYERS = 12
+SEEDS = [None, *range(12)]
+
+
+class Pages(np.ndarray):
+    """An array that can be referenced weakly."""
+
+
+class Reusing(FakeCudaDevice):
+    """What is let go of is given to what comes next in the stream that allocated it, as by the caching allocator."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        super().__init__(runtime)
+        self.kept: dict[int, list[FakeStream]] = defaultdict(list)
+        self.arrays: dict[int, Any] = {}
+        self.free_arrays: dict[tuple[FakeStream, int], list[Any]] = defaultdict(list)
+
+    def _empty(self, nbytes: int) -> Tensor:
+        owner: Any = self.runtime.current_stream()
+        free = self.free_arrays[owner, nbytes]
+        whole = free.pop() if free else np.empty(nbytes, np.uint8)
+        owner.enqueue(lambda: whole.fill(0xFF))  # what the stream did there before
+        pages = whole.view(Pages)
+        self.arrays[whole.ctypes.data] = whole
+        weakref.finalize(pages, self._reuse, whole, owner)
+        return torch.from_numpy(pages)
+
+    def _reuse(self, whole: Any, owner: FakeStream) -> None:
+        for stream in self.kept.pop(whole.ctypes.data, ()):
+            owner.wait_record(stream.record())
+        owner.enqueue(lambda: whole.fill(0xFF))
+        self.free_arrays[owner, len(whole)].append(whole)
+
+    def keep(self, buffer: Tensor, op: Op | None = None) -> None:
+        stream: Any = self.runtime.current_stream() if op is None else self._streams[op]
+        self.kept[buffer.untyped_storage().data_ptr()].append(stream)
+
+    def raw(self, tensor: Tensor) -> Tensor:
+        """The tensor as work that is queued knows it: by its address, which keeps no memory."""
+        address = tensor.untyped_storage().data_ptr()
+        memory = torch.from_numpy(self.arrays[address])
+        first = tensor.data_ptr() - address
+        return memory[first : first + tensor.nbytes].view(tensor.dtype)
+
+    def copy(self, op: Op, subgroup: int, copies: Sequence[Copy], after: Sequence[Job] = ()) -> Job:
+        assert op in (Op.SAVE, Op.RESTORE)
+        to_host = op is Op.SAVE
+        copies = [(d, self.raw(s)) if to_host else (self.raw(d), s) for d, s in copies]
+        return super().copy(op, subgroup, copies, after)
+
+    def new(self, work: Callable[[], Tensor], *reads: Tensor) -> Tensor:
+        """A tensor that is computed once the caller's stream comes to it. reads: what is there until it is queued."""
+        found = self._empty(4 * N).view(torch.float32)
+        made = self.raw(found)
+
+        def run() -> None:
+            with torch.no_grad():
+                made.copy_(work())
+
+        self.runtime.current_stream().enqueue(run)
+        return found
+
+
+class Layer(torch.autograd.Function):
+    """tanh(3 x), from its input and output in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, device: Reusing) -> Tensor:
+        given = device.raw(x)
+        out = device.new(lambda: torch.tanh(3 * given))
+        ctx.device = device
+        ctx.save_for_backward(x, out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        saved = ctx.saved_tensors  # there until the work is queued
+        x, out = map(ctx.device.raw, saved)
+        gradient = ctx.device.raw(gradients[0])
+        return ctx.device.new(lambda: gradient * (1 - out * out) * 3 + 0 * x, *saved), None
+
+
+def expected() -> Tensor:
+    slope, outs = torch.ones(N), [torch.linspace(-1, 1, N)]
+    for _ in range(LAYERS):
+        outs.append(torch.tanh(3 * outs[-1]))
+    for out in reversed(outs[1:]):
+        slope = slope * (1 - out * out) * 3
+    return slope
+
+
+def start(monkeypatch: pytest.MonkeyPatch, seed: int | None) -> tuple[Runtime, Reusing, DOSAdam, ActivationOffload]:
+    runtime = install(monkeypatch, seed)
+    runtime.caller = FakeStream(runtime)  # which is late, too
+    device = Reusing(runtime)
+    optimizer = DOSAdam(nn.Linear(2, 2).parameters(), device=device, policy="cpu")
+    optimizer.offload_activations(100 * N * 4)
+    offload = optimizer._session.activations
+    assert offload is not None
+    offload.least_bytes = 64
+    return runtime, device, optimizer, offload
+
+
+def forward(device: Reusing, optimizer: DOSAdam) -> tuple[Tensor, Tensor]:
+    values = torch.linspace(-1, 1, N)
+    x = device.new(lambda: values).requires_grad_()
+    with optimizer.offload_activations(1.0):
+        y = x
+        for _ in range(LAYERS):
+            y = Layer.apply(y, device)
+    return x, y
+
+
+def ones(device: Reusing) -> Tensor:
+    return device.new(lambda: torch.ones(N))
+
+
+def read(runtime: Runtime, tensor: Tensor) -> Tensor:
+    runtime.complete(runtime.current_stream().record())
+    return tensor.detach().clone()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_no_order_of_work_changes_a_bit(seed: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime, device, optimizer, offload = start(monkeypatch, seed)
+    for _ in range(3):  # blocks on the host are used again
+        x, y = forward(device, optimizer)
+        (slope,) = torch.autograd.grad(y, x, ones(device))
+        del y
+        assert torch.equal(read(runtime, slope), expected())
+    assert offload.pool.used == 0
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_backward_may_run_on_another_stream(seed: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime, device, optimizer, _ = start(monkeypatch, seed)
+    for _ in range(2):
+        x, y = forward(device, optimizer)
+        other = FakeStream(runtime)
+        other.wait_record(runtime.caller.record())
+        with runtime.stream(other):
+            (slope,) = torch.autograd.grad(y, x, ones(device))
+            del y
+            found = read(runtime, slope)
+        assert torch.equal(found, expected())
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_streams_of_forward_may_change(seed: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime, device, optimizer, _ = start(monkeypatch, seed)
+    streams = [runtime.caller, FakeStream(runtime), FakeStream(runtime)]
+    values = torch.linspace(-1, 1, N)
+    x = device.new(lambda: values).requires_grad_()
+    with optimizer.offload_activations(1.0):
+        y = x
+        for number in range(LAYERS):
+            before, now = streams[number % 3], streams[(number + 1) % 3]
+            now.wait_record(before.record())
+            device.keep(y)  # as users must
+            runtime.use(now)
+            device.keep(y)
+            y = Layer.apply(y, device)
+    runtime.caller.wait_record(streams[LAYERS % 3].record())
+    runtime.use(runtime.caller)
+    (slope,) = torch.autograd.grad(y, x, ones(device))
+    assert torch.equal(read(runtime, slope), expected())
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_what_was_brought_back_for_nothing_is_not_given_away_before_it_has_come(
+    seed: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime, device, optimizer, _ = start(monkeypatch, seed)
+    x, y = forward(device, optimizer)
+    y.grad_fn.next_functions[0][0].register_prehook(stop)  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match="stop"):
+        torch.autograd.grad(y, x, ones(device))
+    others = []
+    del x, y
+    for number in range(20):  # which get the memory that the failed backward had
+        others.append((device.new(lambda number=number: torch.full((N,), float(number))), number))  # type: ignore[misc]
+    assert all(torch.equal(read(runtime, other), torch.full((N,), float(number))) for other, number in others)
+
+
+def stop(*_: Any) -> None:
+    raise ValueError("stop")
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_memory_stays_until_the_copy_out_of_it_has_ended(seed: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime, device, optimizer, _ = start(monkeypatch, seed)
+    x, y = forward(device, optimizer)
+    first = forward(device, optimizer)
+    del first  # its copies may run still, and its blocks are used again
+    x2, y2 = forward(device, optimizer)
+    for given, found in ((x2, y2), (x, y)):
+        (slope,) = torch.autograd.grad(found, given, ones(device))
+        assert torch.equal(read(runtime, slope), expected())
+    assert runtime.waits < 10, "the host waits for the device only to read"
+
+
+def test_nothing_leaves_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime, device, optimizer, offload = start(monkeypatch, None)
+    runtime.capturing = True
+    _, y = forward(device, optimizer)
+    assert offload.pool.used == 0
+    assert isinstance(y, Tensor)
