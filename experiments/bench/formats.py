@@ -165,12 +165,17 @@ def update_s(state_format: str | None, policy: Callable[[Workload], Plan]) -> fl
 
 
 def hard_problems(console: Console) -> dict[str, dict[str, float]]:
-    """The final loss of each contender on problems with badly scaled gradients, relative to AdamW's."""
-    problems = {
-        "rows over six orders": scaled_rows,
-        "columns over six orders": scaled_columns,
+    """The final loss of each contender on problems with badly scaled gradients, relative to AdamW's.
+
+    Gradients differ by six orders of magnitude from row to row, where blocks lie within rows; from column to column,
+    where elements that share a scale differ by three orders; and in one step of a hundred they are a thousand times
+    as large.
+    """
+    problems: dict[str, Callable[[Make], float]] = {
+        "rows over six orders": lambda make: _regression(make, torch.logspace(0, -6, 64)[:, None]),
+        "columns over six orders": lambda make: _regression(make, torch.logspace(0, -6, 256)[None, :]),
         "sparse embedding": sparse_embedding,
-        "spikes": spikes,
+        "spikes": lambda make: _regression(make, torch.ones(()), lambda step: 1000.0 if step % 100 == 50 else 1.0),
     }
     found = {}
     for title, problem in problems.items():
@@ -211,21 +216,6 @@ def _regression(make: Make, scale: Tensor, spike: Callable[[int], float] = lambd
 
     _fit(make, torch.zeros_like(wanted), loss_of)
     return statistics.fmean(distance[-LAST:])
-
-
-def scaled_rows(make: Make) -> float:
-    """Gradients that differ by six orders of magnitude from row to row: blocks lie within rows."""
-    return _regression(make, torch.logspace(0, -6, 64)[:, None])
-
-
-def scaled_columns(make: Make) -> float:
-    """The same from column to column: elements that share a scale differ by three orders of magnitude."""
-    return _regression(make, torch.logspace(0, -6, 256)[None, :])
-
-
-def spikes(make: Make) -> float:
-    """Gradients that are a thousand times as large in one step of a hundred."""
-    return _regression(make, torch.ones(()), lambda step: 1000.0 if step % 100 == 50 else 1.0)
 
 
 def sparse_embedding(make: Make) -> float:
