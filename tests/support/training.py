@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -129,6 +130,29 @@ def assert_close_ulp(actual: Iterable[Tensor], expected: Iterable[Tensor], ulps:
         torch.testing.assert_close(
             a.detach(), e.detach(), rtol=0, atol=ulps * torch.finfo(e.dtype).eps * max(scale, 1e-6)
         )
+
+
+@functools.cache
+def bits_on_host(dtype: torch.dtype = torch.float32, steps: int = 12) -> list[bytes]:
+    """The small network's parameters after so many steps on the host."""
+    model = mlp(dtype)
+    train(model, DOSAdam(model.parameters()), steps)
+    return bits(model.parameters())
+
+
+def trained_as_on_host(
+    device: EmulatedDevice, attach: bool = False, dtype: torch.dtype = torch.float32, steps: int = 12, **settings: Any
+) -> tuple[nn.Sequential, DOSAdam]:
+    """A network and its optimizer after training on the device, with the bits of the host's and within its memory."""
+    model = mlp(dtype)
+    optimizer = DOSAdam(model.parameters(), **{"device": device, "subgroup_size": 100, **settings})
+    if attach:
+        optimizer.attach(model)
+    train(model, optimizer, steps)
+    optimizer.synchronize()
+    assert bits(model.parameters()) == bits_on_host(dtype, steps)
+    assert device.peak_bytes <= device.capacity
+    return model, optimizer
 
 
 def attached_after_a_step() -> tuple[nn.Sequential, DOSAdam, list[bytes]]:

@@ -20,7 +20,7 @@ from dos.devices import Cached, Memory
 from dos.memory.forecast import MARGIN
 from dos.memory.monitor import _REASONS, SHARE_AT_FIRST, SHARE_OF_TIME, Budget, MemoryMonitor, Reading, Source
 from perfmodel import Lane, Op, Placement, Plan, SubgroupLoad, Workload
-from tests.support.training import FAST, bits, mlp, train
+from tests.support.training import FAST, bits, bits_on_host, mlp, train, trained_as_on_host
 
 pytestmark = pytest.mark.usefixtures("one_core")
 
@@ -205,7 +205,7 @@ def test_the_thread_samples_and_ends_with_its_optimizer() -> None:
     train(model, optimizer, STEPS)
     (thread,) = (t for t in set(threading.enumerate()) - before if t.name == "dos-memory")
     assert thread.daemon
-    assert bits(model.parameters()) == on_host()
+    assert bits(model.parameters()) == bits_on_host()
 
     def reports(true: Memory) -> Memory:
         if threading.current_thread() is thread:
@@ -412,13 +412,6 @@ def test_budgets_that_are_none(budget: Any, error: type[Exception], message: str
 # The whole optimizer.
 
 
-@functools.cache
-def on_host(steps: int = STEPS) -> list[bytes]:
-    model = mlp()
-    train(model, DOSAdam(model.parameters()), steps)
-    return bits(model.parameters())
-
-
 class Watched(EmulatedDevice):
     """Remembers the most that state has held, and whether memory was denied. reports: what it says when it lies."""
 
@@ -442,25 +435,12 @@ class Watched(EmulatedDevice):
         return buffer
 
 
-def as_on_host(device: Watched, attach: bool = False, **settings: Any) -> DOSAdam:
-    """What has trained on the device, with the bits of the host's training."""
-    model = mlp()
-    optimizer = DOSAdam(model.parameters(), **{"device": device, "subgroup_size": 100, **settings})
-    if attach:
-        optimizer.attach(model)
-    train(model, optimizer, STEPS)
-    optimizer.synchronize()
-    assert bits(model.parameters()) == on_host()
-    assert device.peak_bytes <= device.capacity
-    return optimizer
-
-
 @pytest.mark.parametrize("attach", [False, True])
 @pytest.mark.parametrize("budget", [0, STATE_BYTES // 2, 0.01, 0.0, 10**9, 1.0])
 def test_no_more_is_held_than_the_budget(budget: float, attach: bool) -> None:
     """Subgroups whose tensors fill whole 256-byte lines: nothing is lost to alignment."""
     device = Watched()
-    as_on_host(device, attach, subgroup_size=128, memory_budget=budget)
+    trained_as_on_host(device, attach, subgroup_size=128, memory_budget=budget)
     limit = int(budget * device.capacity) if isinstance(budget, float) else budget
     assert device.most <= limit
     assert (device.most >= STATE_BYTES) == (limit >= 2 * STATE_BYTES)
@@ -468,7 +448,7 @@ def test_no_more_is_held_than_the_budget(budget: float, attach: bool) -> None:
 
 @pytest.mark.parametrize("policy", [0.0, 0.5, "stride:2"])
 def test_fixed_policies_do_not_look_at_memory_and_what_fails_is_updated_on_the_host(policy: str | float) -> None:
-    optimizer = as_on_host(Watched(STATE_BYTES // 3), policy=policy, memory_budget=0)
+    _, optimizer = trained_as_on_host(Watched(STATE_BYTES // 3), policy=policy, memory_budget=0)
     assert any(p is not Placement.CPU for p in optimizer.plan().placements), "as the policy says"
     assert optimizer.timeline().on(Lane.GPU)
     assert optimizer.timeline().on(Lane.CPU)
@@ -514,7 +494,7 @@ LIES = {
 def test_memory_that_lies_changes_no_bit(
     lie: str, policy: str, attach: bool, capacity: int, said: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    as_on_host(Watched(capacity, LIES[lie]()), attach, policy=policy)
+    trained_as_on_host(Watched(capacity, LIES[lie]()), attach, policy=policy)
     if lie in ("nonsense", "failing"):
         assert len(said) == 1, "what the user can act upon"
     if lie == "all is free" and capacity < STATE_BYTES and policy == "adaptive":
@@ -534,7 +514,7 @@ def test_a_figure_that_is_too_high_makes_no_state_travel() -> None:
     assert 3 <= sum(denied) <= 6
     assert flushes == 0
     assert device.usage().held == 5 * 12 * 128
-    assert bits(model.parameters()) == on_host(60)
+    assert bits(model.parameters()) == bits_on_host(steps=60)
 
 
 def _all_that_fit(work: Workload) -> Plan:
@@ -559,7 +539,7 @@ def test_offloaded_gradients_have_room_to_come_up_beside_residents(capacity: int
         assert len(moved) == resident, "one gradient each, and no state"
         assert not any(span.op is Op.FLUSH for span in optimizer.timeline().spans)
         assert not device.denied
-    assert bits(model.parameters()) == on_host()
+    assert bits(model.parameters()) == bits_on_host()
 
 
 def test_an_iteration_that_is_tried_again_has_its_peak_sampled_again(monkeypatch: pytest.MonkeyPatch) -> None:

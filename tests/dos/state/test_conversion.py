@@ -89,6 +89,12 @@ def copy_of(model: nn.Module, size: int | None) -> nn.ParameterList:
     return found
 
 
+def take_weights(model: nn.Module, source: nn.Module, size: int | None) -> None:
+    with torch.no_grad():
+        for mine, value in zip(model.parameters(), copy_of(source, size).parameters(), strict=True):
+            mine.copy_(value)
+
+
 def goes_on(
     pair: tuple[str, str],
     through: nn.Module,
@@ -141,14 +147,15 @@ def moves(
     assert not broadcast or dist.get_rank() == 0 or not state
     if trained:
         learn(resumed, second, range(7, 9))
-    for mine, value in zip(resumed, copy_of(through, after), strict=True):
-        mine.data.copy_(value)
+        take_weights(resumed, through, after)
     if folder is not None:
         dcp.save({"optimizer": state}, checkpoint_id=folder)
         state = get_optimizer_state_dict(resumed, second, options=loaded)
         dcp.load(found := {"optimizer": state}, checkpoint_id=folder, planner=LoadPlanner())
         state = found["optimizer"]
     set_optimizer_state_dict(resumed, second, state, options=loaded)
+    if not trained:  # in either order
+        take_weights(resumed, through, after)
     goes_on(pair, through, first, resumed, second, after)
 
 

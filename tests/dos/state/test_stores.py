@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import logging
 import random
@@ -17,7 +16,7 @@ from dos.state.device_store import DeviceStore
 from dos.state.record import make_records
 from dos.state.subgroup import split
 from perfmodel import Lane, Placement
-from tests.support.training import FAST, bits, mlp, train
+from tests.support.training import FAST, bits, bits_on_host, mlp, train, trained_as_on_host
 
 pytestmark = pytest.mark.usefixtures("one_core")
 
@@ -44,19 +43,6 @@ class Unreliable(EmulatedDevice):
 def held(device: EmulatedDevice) -> int:
     """Bytes of the device that state has, where nobody else has any."""
     return device.capacity - device.memory().free
-
-
-def trained(model: nn.Module, steps: int = STEPS, **settings: object) -> DOSAdam:
-    optimizer = DOSAdam(model.parameters(), **{"subgroup_size": 100, **settings})  # type: ignore[arg-type]
-    train(model, optimizer, steps)
-    return optimizer
-
-
-@functools.cache
-def on_host(dtype: torch.dtype = torch.float32, steps: int = STEPS) -> list[bytes]:
-    model = mlp(dtype)
-    trained(model, steps, policy="cpu")
-    return bits(model.parameters())
 
 
 def test_accounts_for_residents_and_slots() -> None:
@@ -115,16 +101,11 @@ def test_failures_beside_state_that_leaves_say_nothing(caplog: pytest.LogCapture
 def test_allocations_that_fail_at_random_change_no_bit(
     failing: float, policy: str | float, attach: bool, offload_gradients: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model, device = mlp(), Unreliable(failing)
-    optimizer = DOSAdam(
-        model.parameters(), policy=policy, subgroup_size=50, device=device, offload_gradients=offload_gradients
-    )
-    if attach:
-        optimizer.attach(model)
+    device = Unreliable(failing)
     with caplog.at_level(logging.WARNING, logger="dos"):
-        train(model, optimizer, STEPS)
-        optimizer.synchronize()
-    assert bits(model.parameters()) == on_host()
+        _, optimizer = trained_as_on_host(
+            device, attach, policy=policy, subgroup_size=50, offload_gradients=offload_gradients
+        )
     warned = [r.message for r in caplog.records if "no device memory" in r.message]
     assert len(warned) == (1 if device.failures else 0)
     if failing == 1.0:
@@ -135,8 +116,8 @@ def test_allocations_that_fail_at_random_change_no_bit(
 
 
 def test_after_failures_state_comes_to_the_device_again() -> None:
-    model, device = mlp(), Unreliable(1.0)
-    optimizer = trained(model, device=device)
+    device = Unreliable(1.0)
+    model, optimizer = trained_as_on_host(device)
     assert optimizer.metrics()["share_gpu_resident"] == 0
     device.failing = 0.0
     train(model, optimizer, 20, first_step=STEPS)
@@ -147,17 +128,13 @@ def test_after_failures_state_comes_to_the_device_again() -> None:
 @pytest.mark.parametrize("attach", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_with_enough_memory_nothing_travels_after_the_first_iteration(attach: bool, dtype: torch.dtype) -> None:
-    model, device = mlp(dtype), EmulatedDevice(FAST, capacity=10**6)
-    optimizer = DOSAdam(model.parameters(), device=device, subgroup_size=100)
-    if attach:
-        optimizer.attach(model)
-    train(model, optimizer, 1)
+    model, optimizer = trained_as_on_host(EmulatedDevice(FAST, capacity=10**6), attach, dtype, steps=1)
     for step in range(1, STEPS):
         train(model, optimizer, 1, first_step=step)
         optimizer.synchronize()
         lanes = {span.lane for span in optimizer.timeline().spans}
         assert lanes == {Lane.GPU}
-    assert bits(model.parameters()) == on_host(dtype)
+    assert bits(model.parameters()) == bits_on_host(dtype)
 
 
 @pytest.mark.parametrize("attach", [False, True])
@@ -165,16 +142,11 @@ def test_with_enough_memory_nothing_travels_after_the_first_iteration(attach: bo
 def test_without_any_memory_the_host_does_all_and_nothing_is_ever_allocated(
     attach: bool, offload_gradients: bool
 ) -> None:
-    model, device = mlp(), EmulatedDevice(FAST, capacity=10**5, occupied=10**5)
+    device = EmulatedDevice(FAST, capacity=10**5, occupied=10**5)
     device.allocate = _never  # type: ignore[method-assign]
-    optimizer = DOSAdam(model.parameters(), device=device, subgroup_size=100, offload_gradients=offload_gradients)
-    if attach:
-        optimizer.attach(model)
-    train(model, optimizer, STEPS)
-    optimizer.synchronize()
+    _, optimizer = trained_as_on_host(device, attach, offload_gradients=offload_gradients)
     assert set(optimizer.plan().placements) == {Placement.CPU}
     assert device.peak_bytes == 10**5
-    assert bits(model.parameters()) == on_host()
 
 
 def _never(nbytes: int) -> Tensor:
@@ -182,8 +154,8 @@ def _never(nbytes: int) -> Tensor:
 
 
 def test_release_says_how_much_it_gave_back() -> None:
-    model, device = mlp(), EmulatedDevice(FAST, capacity=10**6)
-    optimizer = trained(model, 3, device=device)
+    device = EmulatedDevice(FAST, capacity=10**6)
+    _, optimizer = trained_as_on_host(device)
     before = held(device)
     assert optimizer.release_memory() == before > 0
     assert optimizer.release_memory() == 0
@@ -193,8 +165,8 @@ def test_release_says_how_much_it_gave_back() -> None:
 @pytest.mark.parametrize("capacity", [10**6, STATE_BYTES // 2])
 def test_an_optimizer_that_is_gone_holds_nothing(capacity: int, caplog: pytest.LogCaptureFixture) -> None:
     """Not even through log records of what did not fit, which somebody keeps."""
-    model, device = mlp(), EmulatedDevice(FAST, capacity)
-    optimizer = trained(model, 3, policy=0.0, device=device)
+    device = EmulatedDevice(FAST, capacity)
+    _, optimizer = trained_as_on_host(device, policy=0.0)
     assert held(device) > 0
     assert len(caplog.records) == (capacity < STATE_BYTES)
     del optimizer
