@@ -7,6 +7,7 @@ import math
 from argparse import SUPPRESS
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from perfmodel.format import STATE_FORMATS, Format, format_of
@@ -31,16 +32,17 @@ MAX_SUBGROUPS = 5_000
 """More would take longer to plan than a planner's user wants to wait."""
 
 
-def option(default: Any, text: str, metavar: str | None = None, *, group: str = "training", **argument: Any) -> Any:
+def option(default: Any, text: str, group: str = "training", **argument: Any) -> Any:
     """A field that is also an option of the command, which is said only here.
 
-    text: its help. group: of options it stands with. argument: what else `argparse.add_argument` takes.
+    text: its help. group: of options it stands with. argument: what else `argparse.add_argument` takes; flag: the
+    option's name if it is not the field's.
     """
-    if argument.get("type") in (parse_count, parse_bytes_or_0):
-        metavar = metavar or ("N" if argument["type"] is parse_count else "SIZE")
-    if metavar:
-        argument["metavar"] = metavar
     return field(default=default, metadata={"group": group, "argument": {"help": text, **argument}})
+
+
+_count = partial(option, metavar="N", type=parse_count)
+_size = partial(option, group="machine", metavar="SIZE", type=parse_bytes_or_0)
 
 
 def add_options(groups: Mapping[str, Any]) -> None:
@@ -74,43 +76,29 @@ class Question:
     profile: HardwareProfile
     device_bytes: int
     host_bytes: int | None = None
-    dtype: str = option("bf16", "of parameters and gradients", group="model", choices=VALUE_BYTES)
-    batch: int = option(1, "sequences per GPU and micro-batch", type=parse_count)
-    sequence: int = option(
-        2048, "tokens per sequence (2048, or the longest that the model takes)", flag="seq", type=parse_count
-    )
+    dtype: str = option("bf16", "of parameters and gradients", "model", choices=VALUE_BYTES)
+    batch: int = _count(1, "sequences per GPU and micro-batch")
+    sequence: int = _count(2048, "tokens per sequence (2048, or the longest that the model takes)", flag="seq")
     checkpointing: bool = option(False, "recompute each block's activations")
     eager_attention: bool = option(False, "attention keeps its matrices")
-    ranks: int = option(1, "GPUs of the whole job, data-parallel", group="machine", type=parse_count)
+    ranks: int = _count(1, "GPUs of the whole job, data-parallel", "machine")
     zero: int = option(0, "ZeRO stage that divides over the ranks (0: none)", type=int, choices=range(4))
-    chosen_size: int = option(0, "parameters (as DOSAdam chooses)", flag="subgroup-size", type=parse_count)
-    reserved: int = option(
-        DEFAULT_RESERVED,
-        "GPU memory for CUDA and fragmentation (assumed: 1GiB)",
-        group="machine",
-        type=parse_bytes_or_0,
-    )
+    chosen_size: int = _count(0, "parameters (as DOSAdam chooses)", flag="subgroup-size")
+    reserved: int = _size(DEFAULT_RESERVED, "GPU memory for CUDA and fragmentation (assumed: 1GiB)")
     attach: bool = option(True, "step() waits for its updates")
     flops_rate: float | None = None
     offload_gradients: bool = option(False, "DOSAdam(offload_gradients=True)")
-    state_format: str | None = option(
-        None, "DOSAdam(state_format=...)", choices=[name for name in STATE_FORMATS if name]
-    )
-    accumulation: bool = option(True, "one micro-batch in each step", group="steps")
-    micro_batches: int = option(
-        1, "micro-batches of each step, of which times are", flag="accumulation", group="steps", type=parse_count
-    )
-    trainable: float = option(1.0, "parameters that are not frozen: 40M, 0.5%%", "N|SHARE")
-    host_reserved: int | None = option(
-        None,
-        "host memory for the system and the processes of a node (assumed: 4GiB and 2GiB for each rank)",
-        group="machine",
-        type=parse_bytes_or_0,
+    state_format: str | None = option(None, "DOSAdam(state_format=...)", choices=list(filter(None, STATE_FORMATS)))
+    accumulation: bool = option(True, "one micro-batch in each step", "steps")
+    micro_batches: int = _count(1, "micro-batches of each step, of which times are", "steps", flag="accumulation")
+    trainable: float = option(1.0, "parameters that are not frozen: 40M, 0.5%%", metavar="N|SHARE")
+    host_reserved: int | None = _size(
+        None, "host memory for the system and the processes of a node (assumed: 4GiB and 2GiB for each rank)"
     )
     fused_loss: bool = option(False, "never all logits: Liger's linear cross-entropy")
-    nodes: int = option(1, "hosts that share the ranks equally", group="machine", type=parse_count)
+    nodes: int = _count(1, "hosts that share the ranks equally", "machine")
     fsdp: bool = option(False, "FSDP2 divides the model over the ranks")
-    replicas: int = option(1, "of the model with --fsdp (1); --hsdp: as many as nodes", type=parse_count)
+    replicas: int = _count(1, "of the model with --fsdp (1); --hsdp: as many as nodes")
     offload_parameters: bool = option(False, "FSDP2's CPUOffloadPolicy")
     fabric: Fabric = PCIE
 
