@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -41,6 +41,22 @@ def interrupted_at(line: int) -> Iterator[list[int]]:
         yield count
     finally:
         sys.settrace(None)
+
+
+def interrupted_everywhere(stride: int) -> Iterator[Callable[[Callable[[], object]], None]]:
+    """Gives what calls a function and interrupts it, again and again, so many lines later each time, until it ends."""
+    line, ended = 0, False
+
+    def call(work: Callable[[], object]) -> None:
+        nonlocal ended
+        with suppress(KeyboardInterrupt), interrupted_at(line):
+            work()
+            ended = True
+
+    while not ended:
+        line += 1 if EVERYWHERE else stride
+        yield call
+    assert line > stride, "it was never interrupted"
 
 
 def in_finalizer(frame: FrameType | None) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import signal
 import threading
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from dos import DOSAdam, EmulatedDevice
 from perfmodel import Plan, Workload
 from perfmodel.policies import cpu_only
-from tests.support.interruptions import EVERYWHERE, interrupted_at
+from tests.support.interruptions import interrupted_everywhere
 from tests.support.programs import REFUSED, Program, Training
 from tests.support.training import FAST, backward, bits, mlp, train
 
@@ -41,24 +42,17 @@ def test_attaching_anew_interrupted_anywhere() -> None:
     optimizer = DOSAdam(model.parameters(), policy="cpu", subgroup_size=300, device=device)
     on_host = DOSAdam(twin.parameters())
     names = [set(vars(module)) for module in model.modules()]
-    line, step, interrupted = 0, 0, True
-    while interrupted:
-        line += 7
+    for number, call in enumerate(interrupted_everywhere(7)):
+        step = 2 * number
         optimizer.attach(model)
         train(model, optimizer, 1, first_step=step)
-        try:
-            with interrupted_at(line):
-                optimizer.attach(model)
-            interrupted = False
-        except KeyboardInterrupt:
-            pass
+        call(lambda: optimizer.attach(model))
         assert all(name <= set(vars(module)) for name, module in zip(names, model.modules(), strict=True))
         train(model, optimizer, 1, first_step=step + 1)
         optimizer.synchronize()
         train(twin, on_host, 2, first_step=step)
-        step += 2
         assert bits(model.parameters()) == bits(twin.parameters())
-    assert line > 50
+    assert number > 6
 
 
 @pytest.mark.parametrize("policy", [0.0, "stride:1", "adaptive"])
@@ -66,31 +60,20 @@ def test_attaching_anew_interrupted_anywhere() -> None:
 def test_memory_is_accounted_for_after_interruptions(policy: str | float, what: str) -> None:
     training = Training(Program(policy))
     optimizer, device = training.optimizer, training.device
-    line, step, interrupted = 1, 0, True
-    while interrupted:
-        line += 11
-        training.backward(step)
+    for number, call in enumerate(interrupted_everywhere(11)):
+        training.backward(2 * number)
         training.step()
-        training.backward(step + 1)
-        step += 2
-        try:
-            with interrupted_at(line):
-                getattr(optimizer, what)()
-            interrupted = False
-        except KeyboardInterrupt:
-            pass
+        training.backward(2 * number + 1)
+        call(getattr(optimizer, what))
         optimizer.step()
         optimizer.release_memory()
         assert device.usage().held == 0
-    assert line > 20
 
 
-@pytest.mark.parametrize("attribute", ["state", "param_groups"])
-def test_loading_interrupted_loads_all_or_nothing_or_is_refused(attribute: str) -> None:
+def test_loading_interrupted_loads_all_or_nothing_or_is_refused() -> None:
     saved: dict[str, object] = {}
-    line, interrupted, outcomes = 0, True, set()
-    while interrupted:
-        line += 1
+    outcomes = set()
+    for call in interrupted_everywhere(1):
         p = nn.Parameter(torch.ones(3))
         optimizer = DOSAdam([p], lr=0.01)
         p.grad = torch.ones(3)
@@ -99,12 +82,7 @@ def test_loading_interrupted_loads_all_or_nothing_or_is_refused(attribute: str) 
             saved = copy.deepcopy(optimizer.state_dict())
             saved["param_groups"][0]["lr"] = 0.5
             saved["state"][0]["step"] = torch.tensor(77.0)
-        try:
-            with interrupted_at(line):
-                optimizer.load_state_dict(saved)
-            interrupted = False
-        except KeyboardInterrupt:
-            pass
+        call(functools.partial(optimizer.load_state_dict, saved))
         lr = optimizer.param_groups[0]["lr"]
         try:
             step = float(optimizer.state[p]["step"])
@@ -117,9 +95,7 @@ def test_loading_interrupted_loads_all_or_nothing_or_is_refused(attribute: str) 
 
 
 def test_interrupted_enrolment_leaves_nothing_twice() -> None:
-    line, interrupted = 0, True
-    while interrupted:
-        line += 1 if EVERYWHERE else 17
+    for call in interrupted_everywhere(17):
         model = mlp()
         enrolled: list[int] = []
 
@@ -129,12 +105,7 @@ def test_interrupted_enrolment_leaves_nothing_twice() -> None:
 
         optimizer = DOSAdam(model.parameters(), device=EmulatedDevice(FAST, 10**7), policy=policy, subgroup_size=300)
         backward(model, 0)
-        try:
-            with interrupted_at(line):
-                optimizer.step()
-            interrupted = False
-        except KeyboardInterrupt:
-            pass
+        call(optimizer.step)
         try:
             optimizer.step()
         except RuntimeError as error:
@@ -162,16 +133,9 @@ def test_a_new_layout_interrupted_anywhere() -> None:
     model, optimizer = prepared()
     optimizer.step()
     expected = bits([*model.parameters(), *optimizer.state[model.weight].values()])
-    line, interrupted = 0, True
-    while interrupted:
-        line += 1 if EVERYWHERE else 5
+    for call in interrupted_everywhere(5):
         model, optimizer = prepared()
-        try:
-            with interrupted_at(line):
-                optimizer.step()
-            interrupted = False
-        except KeyboardInterrupt:
-            pass
+        call(optimizer.step)
         try:
             if optimizer.state[model.weight]["step"] < 2:
                 optimizer.step()
@@ -180,7 +144,7 @@ def test_a_new_layout_interrupted_anywhere() -> None:
             if REFUSED not in str(error):
                 raise
             continue
-        assert found == expected, line
+        assert found == expected
 
 
 @pytest.mark.parametrize("policy", ["stride:1", "adaptive"])
