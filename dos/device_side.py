@@ -202,6 +202,7 @@ class DeviceSide:
         departed = any(subject.departed for subject in subjects)
         if self._registry.offloaded is not None:  # what came in backward may have come to memory that is not pinned
             self.engine.stores.host.stage(updates)
+            self._registry.offloaded.pin()
         now = self._now
         now.step = self.device.mark()
         self.decisions.pace.step(now, early=departed if Placement.CPU in plan.placements else None)

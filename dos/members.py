@@ -44,7 +44,7 @@ class Members:
         self.agreed = False
         self._options = options
         self._warned_idle = False
-        self._watching = Watching(takes=options.offload_gradients)
+        self._watching = Watching(takes=bool(options.offload_gradients))
         weakref.finalize(self, self._watching.clear)
 
     @property

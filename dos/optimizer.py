@@ -71,9 +71,11 @@ class DOSAdam(Optimizer):
             than AdamW's (docs/formats.md has the evidence), of parameters of at least 4,096 elements that are whole
             blocks of 128.
         offload_gradients: free each gradient on the accelerator once it is on the host, during backward, and add up
-            those of further micro-batches there in float32. ``p.grad`` is then None, each ``step()`` uses the gradients
-            up, and what needs them goes through ``zero_grad``, ``grad_norm`` and ``clip_grad_norm_`` of this class, or
-            ``torch.nn.utils.clip_grad_norm_``. Not with GradScaler, which cannot see them.
+            those of further micro-batches there in float32; ``"native"``: in their own dtype, to the bit what autograd
+            would add up in ``p.grad``, which takes no more host memory than one micro-batch. ``p.grad`` is then None,
+            each ``step()`` uses the gradients up, and what needs them goes through ``zero_grad``, ``grad_norm`` and
+            ``clip_grad_norm_`` of this class, or ``torch.nn.utils.clip_grad_norm_``. Not with GradScaler, which cannot
+            see them.
         memory_budget: device memory for optimizer state. None: what is free, at the peak of the iteration and while
             updating, as NVML and the caching allocator say, less 2% of the device. An int caps it to so many bytes, a
             float to that share of the device's memory. A function is called at each iteration and replaces all that:
@@ -118,7 +120,7 @@ class DOSAdam(Optimizer):
         max_grad_norm: float | None = None,
         master_weights: bool = True,
         state_format: str | None = None,
-        offload_gradients: bool = False,
+        offload_gradients: bool | str = False,
         memory_budget: int | float | Callable[[], int] | None = None,
         memory_interval: float | None = None,
         decoupled_weight_decay: bool = True,
@@ -436,4 +438,4 @@ class DOSAdam(Optimizer):
         self._session = Session(options, device, Meshes(self._process_groups))
         self._clipped = Clipped(self._session)
         self._lock = self._session.guard.lock
-        watch_clipping(self._clipped, offloads=options.offload_gradients)
+        watch_clipping(self._clipped, offloads=bool(options.offload_gradients))

@@ -16,6 +16,9 @@ from dos.machine.profiles import check_named
 from perfmodel.format import INT8, STATE_FORMATS
 from perfmodel.hardware import HardwareProfile
 
+NATIVE = "native"
+"""Of `offload_gradients`: they add up in their own dtype."""
+
 
 @dataclass(frozen=True)
 class Options:
@@ -28,7 +31,8 @@ class Options:
     master_weights: update bf16 and fp16 parameters in fp32.
     state_format: how state is kept: None or "split", "float32" for fp32 copies of bf16 parameters, or "int8" for
         moments in codes.
-    offload_gradients: move gradients to the host during backward and free them on the accelerator.
+    offload_gradients: move gradients to the host during backward and free them on the accelerator; "native": and add up
+        those of further micro-batches in their own dtype.
     memory_budget: device memory for state: bytes, a share (a float), or a function giving bytes; None: what is free.
     memory_interval: seconds between samples of memory by a thread of its own, or None for no such thread.
     """
@@ -39,7 +43,7 @@ class Options:
     max_grad_norm: float | None
     master_weights: bool
     state_format: str | None
-    offload_gradients: bool
+    offload_gradients: bool | str
     memory_budget: int | float | Callable[[], int] | None
     memory_interval: float | None
 
@@ -78,6 +82,8 @@ class Options:
             object.__setattr__(self, "state_format", None)  # where it is possible, it is the default
         if self.state_format not in STATE_FORMATS:
             raise ValueError(f"state_format must be None, 'split', 'float32' or 'int8', found {self.state_format!r}")
+        if self.offload_gradients not in (True, False, NATIVE):
+            raise ValueError(f"offload_gradients must be True, False or 'native', found {self.offload_gradients!r}")
         budget = self.memory_budget
         if budget is not None and not callable(budget):
             if isinstance(budget, bool) or not isinstance(budget, (int, float)):

@@ -4,8 +4,8 @@ python examples/full_finetune_24gb.py --model meta-llama/Llama-3.1-8B --text cor
 python examples/full_finetune_24gb.py --model meta-llama/Llama-3.1-8B --text corpus.txt --trainer   # Hugging Face's
 python examples/full_finetune_24gb.py --tiny                                     # on a laptop, with an emulated GPU
 
-With --accumulation 1 it takes 105 GiB of host memory for 8B, 60 GiB with --state-format int8; docs/8b-on-24gb.md has
-more. Run it again with --resume to go on from the last checkpoint.
+It takes 105 GiB of host memory for 8B, 60 GiB with --state-format int8; docs/8b-on-24gb.md has more. Run it again with
+--resume to go on from the last checkpoint.
 """
 
 from __future__ import annotations
@@ -172,7 +172,11 @@ def train_by_trainer(model: LlamaForCausalLM, rows: Tensor, settings: dict[str, 
 def main(arguments: Sequence[str] | None = None) -> list[float]:
     """Train; the loss of each step."""
     options = parse(arguments)
-    settings = {"lr": options.lr, "offload_gradients": True, "state_format": options.state_format}
+    settings = {
+        "lr": options.lr,
+        "offload_gradients": "native",  # and add up in bfloat16, as p.grad does; True: in float32, in more memory
+        "state_format": options.state_format,
+    }
     if options.tiny:
         model = tiny_model()
         numel = sum(p.numel() for p in model.parameters())

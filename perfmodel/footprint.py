@@ -57,13 +57,14 @@ def host_footprint(
     numel: of all parameters with one setting, all of them in codes with `state_format="int8"`; the bytes are the same
         however they are divided into parameters, groups and subgroups. It is what an update on the host takes. State
         that was never there takes nothing yet, and that which was only brought there or streamed no staging.
-    master_weights, amsgrad, offload_gradients, state_format: as given to DOSAdam.
+    master_weights, amsgrad, offload_gradients, state_format: as given to DOSAdam; with "native" gradients add up where
+        they are staged, which is as if they were not offloaded.
     accelerated: whether the parameters are on the accelerator. Parameters on the host need no staging, and no master
         where they have the update's precision themselves.
     other_gradient_dtype: whether gradients come in another dtype than the parameters, and are staged in float32 then.
 
-    Not counted: a copy of one parameter at a time while the first step reads it, and the rounding of each tensor to
-    pages of 4 KiB where memory is pinned.
+    Not counted: a copy of one parameter at a time while the first step reads it, the rounding of each tensor to pages
+    of 4 KiB where memory is pinned, and at most 256 MiB through which gradients pass with "native".
     Raises ValueError for a negative numel, or values that are not of 2 or 4 bytes.
     """
     if numel < 0:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from dos.devices import Copy, Job
 from dos.kernels.update import accumulate
+from dos.state.arena import Arena
 from dos.state.host_store import HostStore
+from dos.state.host_tensor import HostTensor
 from dos.state.record import ParameterRecord
 from dos.state.subgroup import Subgroup
 
@@ -25,6 +29,8 @@ Run = Callable[[Callable[[], None]], "Future[None]"]
 
 MOST_LEAVING = 256 << 20
 """Bytes of gradients that may be on their way to the host at once, or one gradient if that alone is larger."""
+PASSAGE_BYTES, PASSAGES = 32 << 20, 8
+"""Of each part of the host memory through which gradients come that are added in their own dtype; how many."""
 
 _INCOMPLETE = (
     "moving a gradient to the host was interrupted or failed, so the gradients are not complete; call "
@@ -44,15 +50,27 @@ class _Total(NamedTuple):
     thread: int | None
 
 
+def _add_arrived(job: Job, incoming: Tensor, target: Tensor, before: Future[None] | None) -> None:
+    """Add a part of a gradient once it has come. before: the part before, which has been added, or has failed."""
+    job.wait()
+    if before is not None:
+        before.result()
+    target.add_(incoming)
+
+
 class OffloadedGradients:
     """The gradients of accelerated parameters on the host, with all that was added since the last step.
 
     `take` moves one from the accelerator and frees it there: `p.grad` is None afterwards. It stays where it was staged,
     in its own dtype, until another is added to it; then, and from then on at once, gradients add up in float32.
+    native: they add up where they were staged, in their own dtype, as autograd adds to `p.grad`.
     """
 
-    def __init__(self, store: HostStore) -> None:
+    def __init__(self, store: HostStore, *, native: bool = False) -> None:
         self._store = store
+        self._native = native
+        self._passages: deque[tuple[HostTensor, Future[None]]] = deque()
+        """Each with what reads from it last, in the order of use."""
         self._totals: dict[ParameterRecord, _Total] = {}
         self._torn = False
         self._leaving: deque[tuple[Job, int]] = deque()
@@ -85,7 +103,7 @@ class OffloadedGradients:
         if before is not None:
             # What was staged must have been added, or be there to be added to, before it is written over.
             self._settled(before)
-            if arena.accumulated is None:
+            if arena.accumulated is None and not self._native:
                 arena.accumulate()
         if pin and not all(map(self._store.stages, subgroups)):
             self._store.stage(subgroups)
@@ -95,21 +113,63 @@ class OffloadedGradients:
         assert staged is not None, "the parameter is on the accelerator"
         if before is not None and before.staged and total is not None:
             accumulate(before.values, total[place], overwrite=True)
-        job = send([(staged[place], record.flat_gradient(gradient))])
-        self._leaving.append((job, gradient.nbytes))
-        self._leaving_bytes += gradient.nbytes
+        if before is not None and self._native:
+            values = before.values
+            arrived = self._add(values, record.flat_gradient(gradient), record, send, run, pin=pin)
+        else:
+            values = (staged if total is None else total)[place]
+            job = self._send([(staged[place], record.flat_gradient(gradient))], send)
+
+            def arrive() -> None:
+                # The staged gradient is read from here on.
+                job.wait()
+                if total is not None:
+                    accumulate(staged[place], total[place], overwrite=before is None)
+
+            arrived = run(arrive)
         record.parameter.grad = None
-
-        def arrive() -> None:
-            # The staged gradient is read from here on.
-            job.wait()
-            if total is not None:
-                accumulate(staged[place], total[place], overwrite=before is None)
-
-        values = (staged if total is None else total)[place]
         thread = threading.get_ident() if in_backward and not record.sharded else None
-        self._totals[record] = _Total(run(arrive), values, total is None, thread)
+        self._totals[record] = _Total(arrived, values, total is None, thread)
         self._torn = False
+
+    def _send(self, copies: Sequence[Copy], send: Send) -> Job:
+        job = send(copies)
+        nbytes = sum(source.nbytes for _, source in copies)
+        self._leaving.append((job, nbytes))
+        self._leaving_bytes += nbytes
+        return job
+
+    def _add(
+        self, values: Tensor, gradient: Tensor, record: ParameterRecord, send: Send, run: Run, *, pin: bool
+    ) -> Future[None]:
+        """Add a gradient to what is on the host, rounding as autograd does; what stands for the end of it."""
+        arrived: Future[None] | None = None
+        each = PASSAGE_BYTES // gradient.itemsize
+        for target, source in zip(values.split(each), gradient.split(each), strict=True):
+            passage = self._free_passage(record.arena)
+            if pin and not passage.nbytes:
+                self._store.reserve_whole(passage)
+            incoming = passage.tensor[: source.nbytes].view(source.dtype)
+            job = self._send([(incoming, source)], send)
+            arrived = run(functools.partial(_add_arrived, job, incoming, target, arrived))
+            self._passages.append((passage, arrived))
+        assert arrived is not None, "split gives at least one part"
+        return arrived
+
+    def pin(self) -> None:
+        """Pin what gradients came through in backward, where that could not be. Raises as `HostStore.stage`."""
+        for passage, _ in self._passages:
+            if not passage.nbytes:
+                self._store.reserve_whole(passage)
+
+    def _free_passage(self, arena: Arena) -> HostTensor:
+        """One from which nothing is read any more. Blocks if all are in use."""
+        if len(self._passages) < PASSAGES and all(not reader.done() for _, reader in self._passages):
+            assert arena.device is not None, "parameters on the host keep their gradients"
+            return HostTensor(PASSAGE_BYTES, torch.uint8, arena.device, PASSAGE_BYTES)
+        passage, reader = self._passages.popleft()
+        reader.exception()  # waits; its own gradient says what went wrong
+        return passage
 
     def refuse_second_thread(self, record: ParameterRecord | None) -> None:
         """Called in backward: raise RuntimeError if the parameter's gradient so far was made in another thread.

@@ -58,16 +58,18 @@ class Allocation:
         return None if chosen == INT8 and not can_be_coded(parameter) else chosen
 
     def host_bytes(self, run: Sequence[Tensor], group: Group) -> int:
-        """Host memory of an arena for these parameters, at most."""
+        """Host memory of an arena for these parameters, at most, with one micro-batch in each step.
+
+        The memory in which offloaded gradients of several add up is asked for when the second comes.
+        """
         numel = sum(local(p).numel() for p in run)
         if self._options.never_leaves and self._devices.holds(run[0]):
-            return numel * (run[0].dtype.itemsize + footprint.FP32_BYTES) if self._options.offload_gradients else 0
+            return numel * run[0].dtype.itemsize if self._options.offload_gradients else 0
         return footprint.host_footprint(
             numel,
             run[0].dtype.itemsize,
             master_weights=self._options.master_weights,
             amsgrad=group["amsgrad"],
-            offload_gradients=self._options.offload_gradients,
             accelerated=self._devices.holds(run[0]),
             values=str(run[0].dtype).removeprefix("torch."),
             state_format=self._state_format(run[0]),

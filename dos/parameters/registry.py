@@ -14,7 +14,7 @@ from dos.gradients.offload import OffloadedGradients
 from dos.guard import Guard
 from dos.machine.host_memory import reserve
 from dos.machine.process import local_ranks, ranks_that_will_divide
-from dos.options import Options
+from dos.options import NATIVE, Options
 from dos.parameters.admission import Admission, Group, name_of
 from dos.parameters.allocation import Allocation
 from dos.sharding.local import count_write, is_sharded, local, moved_to_layout
@@ -59,7 +59,8 @@ class Registry:
         self._newcomers: list[ParameterRecord] = []
         self.host_store = HostStore()
         self.lasting_bytes = 0
-        self.offloaded = OffloadedGradients(self.host_store) if options.offload_gradients else None
+        native = options.offload_gradients == NATIVE
+        self.offloaded = OffloadedGradients(self.host_store, native=native) if options.offload_gradients else None
         self._promised = {True: 0, False: 0}
         """Host bytes of parameters on the accelerator, and of those on the host that have none yet."""
         self._loads: tuple[SubgroupLoad, ...] | None = None

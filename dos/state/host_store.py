@@ -81,6 +81,12 @@ class HostStore:
         """Make room for one more field of the state of these. Raises as `reserve`."""
         self._make([(tensor, subgroup) for subgroup in subgroups])
 
+    def reserve_whole(self, tensor: HostTensor) -> None:
+        """Make all of a tensor that is of no subgroup. Raises as `reserve`."""
+        reserve(tensor.tensor.nbytes, "optimizer state (DOSAdam)")
+        tensor.make(0, len(tensor.tensor))
+        self._tensors.add(tensor)
+
     def join_homes(self) -> None:
         """Make state ready for users, who copy views of it that span subgroups. No step may be in flight."""
         while self._apart:

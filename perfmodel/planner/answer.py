@@ -189,7 +189,7 @@ def _accumulation(situation: Situation) -> str:
         return "one micro-batch in each step (--no-accumulation), so gradients come as activations go"
     where = "stay beside the next one's activations"
     if question.offload_gradients:
-        where = "add up on the host, in float32"
+        where = f"add up on the host, in {'their own dtype' if question.native_gradients else 'float32'}"
     elif question.offload_parameters:
         where = "add up on the host"
     peak = situation.device.peak

@@ -88,6 +88,7 @@ class Question:
     attach: bool = option(True, "step() waits for its updates")
     flops_rate: float | None = None
     offload_gradients: bool = option(False, "DOSAdam(offload_gradients=True)")
+    native_gradients: bool = option(False, "those add up in their own dtype: offload_gradients='native'")
     state_format: str | None = option(None, "DOSAdam(state_format=...)", choices=list(filter(None, STATE_FORMATS)))
     accumulation: bool = option(True, "one micro-batch in each step", "steps")
     micro_batches: int = _count(1, "micro-batches of each step, of which times are", "steps", flag="accumulation")
@@ -206,6 +207,8 @@ class Question:
                 "--offload-parameters is FSDP2's CPUOffloadPolicy, found without --fsdp; add --fsdp, "
                 "which one GPU may have, too"
             )
+        if self.native_gradients and not self.offload_gradients:
+            raise ValueError("--native-gradients is of gradients that are offloaded; add --offload-gradients")
         if self.offload_parameters and self.offload_gradients:
             raise ValueError(
                 "with --offload-parameters gradients go to the host by themselves, found "

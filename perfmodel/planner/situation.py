@@ -32,7 +32,7 @@ class Situation:
         self.host: HostBytes = host_footprint(
             question.state_numel,
             question.value_bytes,
-            offload_gradients=question.offload_gradients and question.accumulation,
+            offload_gradients=question.offload_gradients and question.accumulation and not question.native_gradients,
             accelerated=not question.offload_parameters,
             values=question.format.values,
             state_format=question.state_format,
@@ -124,7 +124,7 @@ class Situation:
         question = self.question
         size, numel = question.subgroup_size, question.state_numel
         sizes = (min(size, numel - start) for start in range(0, numel, size))
-        each = FP32_BYTES if question.accumulation else question.value_bytes
+        each = FP32_BYTES if question.accumulation and not question.native_gradients else question.value_bytes
         work = Workload(
             tuple(
                 dataclasses.replace(

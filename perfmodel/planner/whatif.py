@@ -31,15 +31,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "--checkpointing": {"checkpointing": True},
     "--offload-gradients": {"offload_gradients": True},
     "--fused-loss": {"fused_loss": True},
-    "without --offload-gradients": {"offload_gradients": False},
+    "--native-gradients": {"native_gradients": True},
+    "without --offload-gradients": {"offload_gradients": False, "native_gradients": False},
     "--fsdp": {"fsdp": True, "zero": 0},
     ONE_REPLICA: {"replicas": 1},
-    "--offload-parameters": {"offload_parameters": True, "offload_gradients": False},
+    "--offload-parameters": {"offload_parameters": True, "offload_gradients": False, "native_gradients": False},
     "without --offload-parameters": {"offload_parameters": False},
     "--no-attach": {"attach": False},
 }
 """Settings that change no result, and what each changes of the question."""
-SAVING = tuple(SETTINGS)[:7]
+SAVING = tuple(SETTINGS)[:8]
 """Those that may save memory."""
 MOST_REMEDIES = 4
 """Proposals for what does not fit."""
@@ -182,6 +183,7 @@ def _combinations(question: Question) -> Iterator[tuple[tuple[str, ...], dict[st
         name
         for name in SAVING
         if any(getattr(question, key) != value for key, value in SETTINGS[name].items())
+        and (name != "--native-gradients" or question.accumulation)
         and (name != "--fsdp" or (several and not question.sharded))
         and (name != "--offload-parameters" or several or question.sharded)
     ]

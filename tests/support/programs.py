@@ -22,7 +22,7 @@ class Program:
 
     policy: str | float | None
     attached: bool = False
-    offload_gradients: bool = False
+    offload_gradients: bool | str = False
     clipped: bool = False
     dtype: torch.dtype = torch.bfloat16
     amsgrad: bool = False
@@ -82,6 +82,7 @@ PROGRAMS = [
     Program("cpu", offload_gradients=True),
     Program("stride:2", offload_gradients=True, attached=True, clipped=True),
     Program(0.0, offload_gradients=True),
+    Program("stride:2", offload_gradients="native", attached=True),
 ]
 STEPS = 3
 

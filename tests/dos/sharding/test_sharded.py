@@ -74,12 +74,12 @@ def run_divided(size: int, replicas: int, settings: dict[str, Any], alone: dict[
 @pytest.mark.parametrize(
     ("size", "replicas", "policy", "more"),
     [
-        (4, 1, "cpu", {"offload_gradients": True}),
+        (4, 1, "cpu", {"offload_gradients": "native"}),
         (4, 1, "adaptive", {}),
         (4, 1, "resident", {"offload_gradients": True}),
         (4, 1, "stride:2", {}),
         (1, 1, "cpu", {"offload_gradients": True}),
-        (2, 1, 0.5, {"offload_gradients": True}),
+        (2, 1, 0.5, {"offload_gradients": "native"}),
         (2, 2, "adaptive", {"offload_gradients": True}),
         (2, 2, "cpu", {}),
         (1, 1, "stride:1", CODED),

@@ -235,11 +235,12 @@ def test_what_changes_no_result_is_proposed_before_what_does() -> None:
     """A larger host and then 8-bit moments come before steps of one micro-batch, which is other training."""
     desktop = DESKTOP | {"checkpointing": True}
     assert proposals(**desktop, host_bytes=128 * GIB) == ["with --offload-gradients"]
-    small = advise(question(**desktop, host_bytes=117 * GIB)).remedies
+    assert proposals(**desktop, host_bytes=117 * GIB) == ["with --offload-gradients --native-gradients"]
+    small = advise(question(**desktop, host_bytes=70 * GIB)).remedies
     assert [(remedy.change, remedy.effect) for remedy in small] == [
         ("with --offload-gradients --host 128GB", Effect.MACHINE),
-        ("with --offload-gradients --state-format int8", Effect.ROUNDING),
-        ("with --offload-gradients --no-accumulation", Effect.TRAINING),
+        ("with --offload-gradients --native-gradients --state-format int8", Effect.ROUNDING),
+        ("with --offload-gradients --no-accumulation --state-format int8", Effect.TRAINING),
     ]
     assert proposals(offload_gradients=True, host_bytes=100 * GIB)[0] == "without --offload-gradients"
     assert proposals(**desktop, host_bytes=50 * GIB)[0] == "with --offload-gradients --host 128GB"

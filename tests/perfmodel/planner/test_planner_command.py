@@ -46,9 +46,10 @@ def test_a_newcomer_s_question(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_7b_model_on_a_desktop(capsys: pytest.CaptureFixture[str]) -> None:
     """Full fine-tuning on a GPU of 24 GB: exactly with a host of 128 GiB, with moments in codes on one of 64."""
     desktop = ["--params", "7e9", "--machine", "rtx_4090_desktop"]
-    larger, coded = answer(capsys, *desktop, "--host", "64GiB")["remedies"]
+    larger, coded, single = answer(capsys, *desktop, "--host", "64GiB")["remedies"]
     assert (larger["change"], larger["effect"]) == ("with --offload-gradients --host 128GB", "machine")
-    assert coded["change"] == "with --offload-gradients --no-accumulation --state-format int8"
+    assert coded["change"] == "with --offload-gradients --native-gradients --state-format int8"
+    assert single["change"] == "with --offload-gradients --no-accumulation --state-format int8"
     less = ["--checkpointing", "--offload-gradients", "--no-accumulation"]
     for settings, host, most in ((less, "128GiB", 14), ([*less, "--state-format", "int8"], "64GiB", 8.5)):
         found = answer(capsys, *desktop, "--host", host, *settings)
