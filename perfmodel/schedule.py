@@ -10,7 +10,7 @@ from perfmodel.lanes import Stream
 from perfmodel.plan import Move, Placement, Plan, Tier
 from perfmodel.scope import UPDATE_ALONE, Phase, Scope
 from perfmodel.timeline import Op
-from perfmodel.workload import SavedTensors, SubgroupLoad, Workload
+from perfmodel.workload import AHEAD, SubgroupLoad, Workload
 
 # What tasks do, and on which stream. Names of their own, because the planner makes some hundred
 # thousand tasks, and looking up a member of an enum takes as long as making one.
@@ -105,7 +105,7 @@ def schedule(plan: Plan, workload: Workload, scope: Scope = UPDATE_ALONE) -> Sch
     slots = max(plan.slots, any(load.returned_bytes for load in loads) and RESIDENT in plan.placements)
     vacated: list[tuple[int, ...]] = [()] * slots
     if scope.backward is not Phase.ABSENT:
-        made.pieces(workload.leaving(plan.activation_bytes))
+        made.pieces(len(workload.leaving(plan.activation_bytes)))
         backward = (made.piece[0],)
         vacated = [backward] * slots
     if overlapped:
@@ -190,22 +190,27 @@ class ScheduleBuilder:
         self.tasks.append(Task(what[0], what[1], subgroup, size, after, slot))
         return len(self.tasks) - 1
 
-    def pieces(self, left: Sequence[SavedTensors] = ()) -> None:
+    def pieces(self, left: int = 0) -> None:
         """Backward, last subgroup first, a piece for each in proportion to its parameters.
 
-        left: saved tensors that come back, the last two at once, each of the others when backward has no more use for
-        those that were saved two places after it.
+        left: how many of the saved tensors have left. They come back in reverse, each while backward uses what was
+        saved AHEAD places after it, or at once.
         """
-        back = left[::-1]
-        restores = [self.add(RESTORE, None, each.nbytes) for each in back[:2]]
+        saved, restores = self._workload.activations, dict[int, int]()
+        groups = range(min(left + AHEAD, len(saved)) - 1, -1, -1) if left else ()
 
-        def due(number: int, piece: int) -> tuple[int, ...]:
-            if 0 < number < len(back) - 1:
-                restores.append(self.add(RESTORE, None, back[number + 1].nbytes, (piece,)))
-            return (restores[number],)
+        def restore(number: int, after: tuple[int, ...] = ()) -> None:
+            if 0 <= number < left:
+                restores[number] = self.add(RESTORE, None, saved[number].nbytes, after)
 
+        def due(place: int, piece: int) -> tuple[int, ...]:
+            restore(groups[place] - AHEAD, (piece,))
+            return (restores[groups[place]],) if groups[place] < left else ()
+
+        for number in range(len(saved) - 1, len(saved) - 1 - AHEAD, -1):
+            restore(number)
         runs = ((i, self._loads[i].numel, ()) for i in range(len(self._loads) - 1, -1, -1))
-        self.piece = self._compute(BACKWARD, runs, self._workload.numel, [each.due for each in back], due)
+        self.piece = self._compute(BACKWARD, runs, self._workload.numel, [saved[g].due for g in groups], due)
 
     def _compute(
         self,

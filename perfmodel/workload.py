@@ -50,6 +50,10 @@ class SubgroupLoad:
         return int(update_traffic(self.numel, *each))
 
 
+AHEAD = 2
+"""Groups of saved tensors that are on their way at a time while backward uses another."""
+
+
 class SavedTensors(NamedTuple):
     """Tensors that forward saves for backward and that may be on the host in between.
 
@@ -160,12 +164,10 @@ class Workload:
         return self.shared_free_bytes <= self.peak_free_bytes
 
     def room(self, activation_bytes: int) -> int:
-        """What leaving makes free at the peak: less than leaves, as the device has two of `activations` even so.
-
-        One is in use while the other is on its way.
-        """
-        sizes = [each.nbytes for each in self.leaving(activation_bytes)]
-        return max(0, sum(sizes) - 2 * max(sizes, default=0))
+        """What leaving makes free at the peak. The device has 1 + AHEAD of `activations` even if all leave."""
+        sizes = [each.nbytes for each in self.activations]
+        at_least = max((sum(sizes[i : i + 1 + AHEAD]) for i in range(len(sizes))), default=0)
+        return max(0, min(sum(each.nbytes for each in self.leaving(activation_bytes)), sum(sizes) - at_least))
 
     def has_room(self, resident_bytes: float, staged_bytes: float, activation_bytes: int) -> bool:
         """Whether there is memory for so much resident state, so many bytes of slots, and what leaves."""

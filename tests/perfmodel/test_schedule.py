@@ -259,26 +259,28 @@ def test_a_step_that_finds_all_as_planned_is_the_plan(scope: Scope) -> None:
 
 
 def test_saved_tensors_leave_in_forward_and_come_back_in_backward() -> None:
-    """In reverse, two ahead, each in time for the piece of backward that needs it; the last one stays."""
-    saved = tuple(SavedTensors(12, share, 1 - share) for share in (0.25, 0.5, 0.75, 1.0))
-    load = dataclasses.replace(work(2, forward_s=1.0, backward_s=1.0), activations=saved)
+    """Three of five, in reverse, while backward uses what was saved two places later; its next piece waits for them."""
+    saved = tuple(SavedTensors(12, share, 1 - share) for share in (0.2, 0.4, 0.6, 0.8, 1.0))
+    load = dataclasses.replace(work(2, 15, forward_s=1.0, backward_s=1.0), activations=saved)
     whole = Scope(Phase.OVERLAPPED, Phase.OVERLAPPED)
     assert lines(schedule(Plan((R, R), (0, 1), 0, activation_bytes=47), load, whole)) == [
-        "0 restore RESTORE 12",
-        "1 restore RESTORE 12",
+        "0 backward COMPUTE 0",
+        "1 restore RESTORE 12 after 0",
         "2 backward COMPUTE 6",
-        "3 backward COMPUTE 6 after 0",
-        "4 backward COMPUTE 0",
+        "3 restore RESTORE 12 after 2",
+        "4 backward COMPUTE 6",
         "5 restore RESTORE 12 after 4",
-        "6 backward COMPUTE 6 after 1",
-        "7 backward COMPUTE 6 after 5",
-        "8 update 0+1 GPU 24 after 7",
-        "9 forward COMPUTE 6 after 8",
-        "10 save SAVE 12 after 9",
-        "11 forward COMPUTE 6",
-        "12 forward COMPUTE 0 after 8",
-        "13 save SAVE 12 after 12",
-        "14 forward COMPUTE 6",
-        "15 save SAVE 12 after 14",
-        "16 forward COMPUTE 6",
+        "6 backward COMPUTE 3 after 1",
+        "7 backward COMPUTE 3",
+        "8 backward COMPUTE 6 after 3",
+        "9 backward COMPUTE 6 after 5",
+        "10 update 0+1 GPU 30 after 9",
+        "11 forward COMPUTE 6 after 10",
+        "12 save SAVE 12 after 11",
+        "13 forward COMPUTE 6",
+        "14 save SAVE 12 after 13",
+        "15 forward COMPUTE 3",
+        "16 forward COMPUTE 3 after 10",
+        "17 save SAVE 12 after 16",
+        "18 forward COMPUTE 12",
     ]
