@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -30,6 +29,7 @@ from tests.support.arrays import (
     update,
 )
 from tests.support.coded import PARAMETERS, assert_same_bytes, coded_arrays
+from tests.support.training import no_synchronisation
 
 pytestmark = [
     pytest.mark.cuda,
@@ -224,13 +224,3 @@ def test_host_and_device_tensors_are_not_mixed() -> None:
     arrays: list[Callable[[], Tensor]] = [lambda: torch.zeros(8, device="cuda")] * 3
     with pytest.raises(ValueError, match="grad: expected device cuda:0, found cpu"):
         update([torch.zeros(8), *(make() for make in arrays)], STEP)
-
-
-@contextlib.contextmanager
-def no_synchronisation() -> Iterator[None]:
-    """Operations that wait for the device raise RuntimeError."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

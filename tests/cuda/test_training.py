@@ -6,8 +6,7 @@ import gc
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from dos.memory.forecast import MARGIN
 from dos.memory.monitor import Nvml
 from experiments.check.neighbour import Neighbour
 from tests.support.random_plans import RandomPlans
-from tests.support.training import bits, plan_anew
+from tests.support.training import bits, no_synchronisation, plan_anew
 
 pytestmark = [
     pytest.mark.cuda,
@@ -181,15 +180,6 @@ def test_device_memory_is_given_back() -> None:
 
 
 # No synchronisation
-
-
-@contextmanager
-def no_synchronisation() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("policy", [0.0, "stride:1", "cpu"])

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from dos import EmulatedDevice
@@ -53,6 +54,22 @@ def jittery_device(seed: int) -> LateDevice:
     """Delays are random, so that lanes overtake each other in every way."""
     drawn = random.Random(seed)
     return LateDevice(lambda op: drawn.uniform(0, 2e-3))
+
+
+class Unreliable(EmulatedDevice):
+    """Fails to allocate with this probability, whatever is free. failures: how often it has."""
+
+    def __init__(self, failing: float, capacity: int = 10**6, seed: int = 0) -> None:
+        super().__init__(FAST, capacity)
+        self.failing = failing
+        self.random = random.Random(seed)
+        self.failures = 0
+
+    def allocate(self, nbytes: int) -> Tensor:
+        if self.random.random() < self.failing:
+            self.failures += 1
+            raise torch.OutOfMemoryError("so it was rolled")
+        return super().allocate(nbytes)
 
 
 class Asked(NamedTuple):

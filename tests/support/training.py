@@ -180,3 +180,13 @@ def leaving_early() -> Iterator[list[int]]:
         yield found
     finally:
         Engine.send_gradients = send_gradients  # type: ignore[method-assign]
+
+
+@contextmanager
+def no_synchronisation() -> Iterator[None]:
+    """Operations that wait for the CUDA device raise RuntimeError."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import random
 
 import pytest
 import torch
@@ -16,28 +15,13 @@ from dos.state.device_store import DeviceStore
 from dos.state.record import make_records
 from dos.state.subgroup import split
 from perfmodel import Lane, Placement
+from tests.support.devices import Unreliable
 from tests.support.training import FAST, bits, bits_on_host, mlp, train, trained_as_on_host
 
 pytestmark = pytest.mark.usefixtures("one_core")
 
 STATE_BYTES = 12 * sum(p.numel() for p in mlp().parameters())
 STEPS = 12
-
-
-class Unreliable(EmulatedDevice):
-    """Fails to allocate with this probability, whatever is free."""
-
-    def __init__(self, failing: float, capacity: int = 10**6, seed: int = 0) -> None:
-        super().__init__(FAST, capacity)
-        self.failing = failing
-        self.random = random.Random(seed)
-        self.failures = 0
-
-    def allocate(self, nbytes: int) -> Tensor:
-        if self.random.random() < self.failing:
-            self.failures += 1
-            raise torch.OutOfMemoryError("so it was rolled")
-        return super().allocate(nbytes)
 
 
 def held(device: EmulatedDevice) -> int:

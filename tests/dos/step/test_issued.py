@@ -20,8 +20,9 @@ from perfmodel import Lane, Op, Span
 from perfmodel.format import MIXED
 from perfmodel.lanes import Stream
 from perfmodel.schedule import Schedule, Task
+from tests.support.devices import Unreliable
 from tests.support.random_plans import RandomPlans
-from tests.support.training import FAST, bits, mlp, plan_anew
+from tests.support.training import FAST, backward, bits, mlp, plan_anew
 
 pytestmark = pytest.mark.usefixtures("one_core")
 
@@ -57,22 +58,15 @@ class Asked(NamedTuple):
     job: Seen | None
 
 
-class Recording(EmulatedDevice):
-    """Writes down what the caller and the host's lane ask for. failing: share of allocations."""
+class Recording(Unreliable):
+    """Writes down what the caller and the host's lane ask for."""
 
     def __init__(self, seed: int, failing: float) -> None:
-        super().__init__(FAST, capacity=10**9)
-        self.random, self.failing, self.failures = random.Random(seed), failing, 0
+        super().__init__(failing, capacity=10**9, seed=seed)
         self.by_caller: list[Asked] = []
         self.by_host: list[Asked] = []
         self.waited: list[Seen] = []
         self.store: DeviceStore | None = None
-
-    def allocate(self, nbytes: int) -> Tensor:
-        if self.random.random() < self.failing:
-            self.failures += 1
-            raise torch.OutOfMemoryError("so it was rolled")
-        return super().allocate(nbytes)
 
     def fence(self, callers: Collection[Caller] = ()) -> Sequence[Job]:
         return (Seen(None, self),)
@@ -216,7 +210,7 @@ def history(seed: int, *, dtype: torch.dtype, offload_gradients: bool, failing: 
             plan_anew(optimizer)
         # In the first step all have a gradient: when state is made later, what is under way is
         # waited for and let go of.
-        backward(rng, model, twin, change=step > 0 and not offload_gradients)
+        both_backward(rng, model, twin, change=step > 0 and not offload_gradients)
         if rng.random() < 0.5:
             plan_anew(optimizer)
         early = len(device.by_caller)
@@ -233,17 +227,13 @@ def history(seed: int, *, dtype: torch.dtype, offload_gradients: bool, failing: 
     return found
 
 
-def backward(rng: random.Random, model: nn.Module, twin: nn.Module, *, change: bool) -> None:
+def both_backward(rng: random.Random, model: nn.Module, twin: nn.Module, *, change: bool) -> None:
     """Backward, once or twice, in both. change: one gradient may be dropped or changed then."""
     number, one, drop = rng.randint(1, 2), rng.randrange(10), rng.random() < 0.5
     seed = rng.randrange(1000)
     for network in (model, twin):
-        for parameter in network.parameters():
-            parameter.grad = None
-        for micro_batch in range(number):
-            inputs = torch.randn(8, 24, generator=torch.Generator().manual_seed(seed + micro_batch))
-            inputs = inputs.to(next(network.parameters()).dtype)
-            network(inputs).square().mean().backward()
+        network.zero_grad()
+        backward(network, seed, micro_batches=number)
         if change and one < 5:
             parameter = list(network.parameters())[one]
             assert parameter.grad is not None
