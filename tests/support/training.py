@@ -48,6 +48,13 @@ def mlp(dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Sequential:
     return nn.Sequential(nn.Linear(24, 40), nn.GELU(), nn.LayerNorm(40), nn.Linear(40, 7, bias=False)).to(dtype)
 
 
+def loss_of(model: nn.Module, step: int) -> Tensor:
+    """On a batch that depends on the step number alone."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    inputs = torch.randn(8, 24, generator=generator).to(next(model.parameters()).dtype)
+    return nn.functional.cross_entropy(model(inputs).float(), torch.randint(0, 7, (8,), generator=generator))
+
+
 def train(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -59,11 +66,8 @@ def train(
     """Train on batches that depend on the step number alone; the losses."""
     losses = []
     for step in range(first_step, first_step + steps):
-        generator = torch.Generator().manual_seed(1000 + step)
-        inputs = torch.randn(8, 24, generator=generator).to(next(model.parameters()).dtype)
-        targets = torch.randint(0, 7, (8,), generator=generator)
         optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(inputs).float(), targets)
+        loss = loss_of(model, step)
         loss.backward()
         if before_step is not None:
             before_step(step)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import os
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from dos import DOSAdam, EmulatedDevice
-from tests.support.training import FAST, bits, mlp
+from tests.support.training import FAST, bits, bits_on_host, loss_of, mlp
 
 pytestmark = pytest.mark.usefixtures("one_core")
 
@@ -150,13 +149,6 @@ class Process:
         return int(share * STATE_BYTES)
 
 
-def loss_of(model: nn.Module, step: int) -> Tensor:
-    dtype = next(model.parameters()).dtype
-    generator = torch.Generator().manual_seed(step)
-    inputs, targets = torch.randn(8, 24, generator=generator).to(dtype), torch.randint(0, 7, (8,), generator=generator)
-    return nn.functional.cross_entropy(model(inputs).float(), targets)
-
-
 def forward_and_backward(model: nn.Module, process: Process, step: int) -> None:
     load = process.history.load(step)
     process.take(load.forward / 2)
@@ -176,20 +168,6 @@ def watch_backward(model: nn.Module, on_gradient: Callable[[int], None]) -> None
             on_gradient(number)
 
         parameter.register_post_accumulate_grad_hook(accumulated)
-
-
-@functools.cache
-def expected(dtype: torch.dtype) -> list[list[bytes]]:
-    """The parameters after each step on the host alone."""
-    model = mlp(dtype)
-    optimizer = DOSAdam(model.parameters())
-    found = []
-    for step in range(MOST_STEPS):
-        optimizer.zero_grad()
-        loss_of(model, step).backward()
-        optimizer.step()
-        found.append(bits(model.parameters()))
-    return found
 
 
 def run(history: History) -> None:
@@ -230,7 +208,7 @@ def run(history: History) -> None:
         optimizer.step()
         assert device.peak_bytes <= device.capacity
     optimizer.synchronize()
-    assert bits(model.parameters()) == expected(history.dtype)[history.steps - 1]
+    assert bits(model.parameters()) == bits_on_host(history.dtype, history.steps)
     if history.collected:
         del optimizer
         gc.collect()
