@@ -141,13 +141,11 @@ def _expected(answer: Answer) -> Iterator[str]:
 def _largest(answer: Answer) -> Iterator[str]:
     """The largest batch and sequence of this model, each with the other as it is, and the largest model."""
     settings, batch, sequence = answer["settings"], answer["largest_batch"], answer["largest_sequence"]
-    if batch or sequence:
-        whole = " (the longest it takes)" if sequence == answer["model"]["longest"] else ""
-        each = " per GPU" if settings["ranks"] > 1 else ""
-        yield (
-            f"The largest batch that fits{each}: {batch:,} x {settings['sequence']:,} tokens or "
-            f"{settings['batch']:,} x {sequence:,} tokens{whole}."
-        )
+    whole = " (the longest it takes)" if sequence == answer["model"]["longest"] else ""
+    most = [f"{batch:,} x {settings['sequence']:,} tokens"] * bool(batch)
+    most += [f"{settings['batch']:,} x {sequence:,} tokens{whole}"] * bool(sequence)
+    if most:
+        yield f"The largest batch that fits{' per GPU' if settings['ranks'] > 1 else ''}: {' or '.join(most)}."
     if answer["largest_parameters"]:
         numel = format_count(answer["largest_parameters"])
         yield f"The largest model of the usual shape that fits with these settings: about {numel} parameters."
