@@ -108,6 +108,7 @@ def _solve(workload: Workload, profile: HardwareProfile, scope: Scope) -> tuple[
     scale = max(float(counts @ state), 1.0)
     held = counts * state / scale
     least = min(most, workload.activation_least_bytes)
+    gone = workload.room(workload.activation_least_bytes)  # of peak_free_bytes already
     back = scale / profile.h2d_bandwidth if scope.backward is Phase.OVERLAPPED else 0.0
     saved = scale / profile.d2h_bandwidth if scope.forward is Phase.OVERLAPPED else 0.0
     together = np.maximum(gpu - counts * profile.launch_latency_s, 0.0)  # residents have one launch
@@ -142,10 +143,11 @@ def _solve(workload: Workload, profile: HardwareProfile, scope: Scope) -> tuple[
     if 0 < fitting < math.inf:
         rows["slots"] = row(y=(prefetch + gpu + flush) / fitting, T=-1, stall=-1), before + after
     if math.isfinite(workload.peak_free_bytes):
-        rows["memory"] = row(z=held, away=-1), workload.peak_free_bytes / scale
+        rows["memory"] = row(z=held, away=-1), (workload.peak_free_bytes - gone) / scale
     if math.isfinite(shared):
         slot = float(state.min()) / slowest / scale if slowest > 0 else 0.0
-        rows["memory, shared"] = row(z=held, first=slot, away=-float(workload.shares_peak)), shared / scale
+        more = float(workload.shares_peak)
+        rows["memory, shared"] = row(z=held, first=slot, away=-more), (shared - more * gone) / scale
     solution = scipy.optimize.linprog(
         row(T=1, stall=1),
         A_ub=np.array([coefficients for coefficients, _ in rows.values()]),

@@ -282,8 +282,9 @@ def _leaving(workload: Workload) -> list[int]:
     allowed = [nbytes for nbytes in fitting if nbytes >= workload.activation_least_bytes] or fitting[-1:]
     if not (workload.forward_s and workload.backward_s):
         return allowed[:1]
+    free = workload.shared_free if workload.shares_peak else workload.peak_free  # what grows, and is the smaller then
     wanted = workload.state_bytes if workload.shares_peak else min(workload.state_bytes, workload.shared_free_bytes)
-    most = next((nbytes for nbytes in allowed if workload.peak_free(nbytes) >= wanted), allowed[-1])
+    most = next((nbytes for nbytes in allowed if free(nbytes) >= wanted), allowed[-1])
     return [nbytes for nbytes in allowed if nbytes <= most]
 
 

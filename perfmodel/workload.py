@@ -72,8 +72,8 @@ class Workload:
 
     subgroups: at least one.
     forward_s, backward_s: compute times in seconds that transfers may hide behind (0: nothing to hide behind).
-    peak_free_bytes: device memory free at the peak of the iteration while all saved tensors stay there; what resident
-        state may use.
+    peak_free_bytes: device memory free at the peak of the iteration while no more saved tensors leave than have to;
+        what resident state may use.
     update_free_bytes: device memory free while updating, beyond resident state; what staging slots may use.
     shared_free_bytes: device memory free while updating that resident state and slots share. Where it is no more than
         `peak_free_bytes`, as slots are in use at the next peak, it grows with that when saved tensors leave.
@@ -90,7 +90,7 @@ class Workload:
     update_free_bytes: float = math.inf
     shared_free_bytes: float = math.inf
     activations: tuple[SavedTensors, ...] = ()
-    activation_least_bytes: float = 0.0
+    activation_least_bytes: int = 0
     activation_host_bytes: float = math.inf
 
     def __post_init__(self) -> None:
@@ -152,11 +152,11 @@ class Workload:
 
     def peak_free(self, activation_bytes: int) -> float:
         """Device memory free at the peak when so much of the saved tensors leaves."""
-        return self.peak_free_bytes + self.room(activation_bytes)
+        return self.peak_free_bytes + self._gained(activation_bytes)
 
     def shared_free(self, activation_bytes: int) -> float:
         """The same of what resident state and slots share."""
-        return self.shared_free_bytes + (self.room(activation_bytes) if self.shares_peak else 0)
+        return self.shared_free_bytes + (self._gained(activation_bytes) if self.shares_peak else 0)
 
     @property
     def shares_peak(self) -> bool:
@@ -168,6 +168,9 @@ class Workload:
         sizes = [each.nbytes for each in self.activations]
         at_least = max((sum(sizes[i : i + 1 + AHEAD]) for i in range(len(sizes))), default=0)
         return max(0, min(sum(each.nbytes for each in self.leaving(activation_bytes)), sum(sizes) - at_least))
+
+    def _gained(self, activation_bytes: int) -> int:
+        return max(0, self.room(activation_bytes) - self.room(self.activation_least_bytes))
 
     def has_room(self, resident_bytes: float, staged_bytes: float, activation_bytes: int) -> bool:
         """Whether there is memory for so much resident state, so many bytes of slots, and what leaves."""

@@ -263,7 +263,8 @@ def best_with(load: Workload, profile: HardwareProfile) -> list[float]:
     """Seconds of an iteration if no saved tensors leave, if all do, and if the policy decides."""
     everything, found = sum(each.nbytes for each in load.activations), []
     for least, most in ((0, 0), (everything, everything), (0, everything)):
-        allowed = dataclasses.replace(load, activation_least_bytes=least, activation_host_bytes=most)
+        free = {"peak_free_bytes": load.peak_free(least), "shared_free_bytes": load.shared_free(least)}
+        allowed = dataclasses.replace(load, activation_least_bytes=least, activation_host_bytes=most, **free)
         plan = adaptive(allowed, profile)
         assert least <= plan.activation_bytes <= most
         held = sum(load.subgroups[i].state_bytes for i in plan.served(R))
