@@ -5,7 +5,6 @@ median over the rounds of the ratio within a round, so that a change of load bet
 Ratios above 1 mean that ours is faster. The yardstick of bandwidth is in yardstick.py.
 """
 
-import argparse
 import importlib.util
 import json
 import os
@@ -24,13 +23,13 @@ from dos.machine.host_memory import available_bytes
 from experiments.bench.yardstick import stream
 from experiments.command import Parser, table
 from perfmodel.format import BLOCK
+from perfmodel.planner.units import parse_count
 
 _STEP = AdamStep(lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=1)
 # Per parameter: bfloat16 gradient and copy, rest; float32 gradient, parameter, two moments; codes and their scales.
 _BYTES_HELD = 3 * 2 + 4 * 4 + 2 * (1 + 4 / BLOCK)
 # Per parameter, read and written.
 _BYTES_MOVED = {"fp32": 28, "mixed": 28, "split": 26, "int8": 14 + 16 / BLOCK, "accumulate": 10}
-_SUFFIXES = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9}
 
 Contenders = dict[str, Callable[[], None]]
 
@@ -135,26 +134,16 @@ def show(results: dict[str, dict[str, float]], title: str) -> None:
     Console().print(table(title, headings, cells, left=2))
 
 
-def _count(text: str) -> int:
-    """``64Mi``, ``64M`` or ``67108864`` as a positive number."""
-    number, factor = text, 1
-    for suffix, value in _SUFFIXES.items():
-        if text.endswith(suffix):
-            number, factor = text.removesuffix(suffix), value
-            break
-    if not number.isdecimal() or int(number) == 0:
-        raise argparse.ArgumentTypeError(f"expected a positive number such as 3, 500k or 64Mi, found {text!r}")
-    return int(number) * factor
-
-
 def main() -> None:
     parser = Parser(prog="experiments.kernel", description="How fast is the CPU update?")
     parser.add_json()
     parser.add_argument(
-        "--numel", type=_count, default=64 * 2**20, help="parameters, in whole blocks of 128 (default 64Mi)"
+        "--numel", type=parse_count, default=64 * 2**20, help="parameters, in whole blocks of 128 (default 64Mi)"
     )
     parser.add_count("rounds", 11, "of all in turn", formerly="repeats")
-    parser.add_argument("--threads", type=_count, default=torch.get_num_threads(), help="default: as many as torch")
+    parser.add_argument(
+        "--threads", type=parse_count, default=torch.get_num_threads(), help="default: as many as torch"
+    )
     arguments = parser.parse_args()
     numel, threads = -(-arguments.numel // BLOCK) * BLOCK, arguments.threads
     available = available_bytes()

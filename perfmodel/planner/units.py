@@ -21,7 +21,7 @@ _RATES = {
     for kind, bits in (("b", 8), ("bit", 8), ("B", 1))
 }
 """Bandwidths by unit, in bytes per second: networks are sold in bits, links in bytes."""
-_COUNTS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+_COUNTS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12, "KI": 2.0**10, "MI": 2.0**20, "GI": 2.0**30}
 _NUMBER = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*([a-z]*)", re.IGNORECASE)
 
 
@@ -76,7 +76,7 @@ def parse_memory(text: str) -> Memory:
 
 
 def parse_count(text: str) -> int:
-    """The whole number that `7e9`, `7B`, `350M` or `7000000000` mean.
+    """The whole number that `7e9`, `7B`, `350M`, `64Mi` or `7000000000` mean.
 
     Raises ValueError for anything else, and for numbers below 1.
     """

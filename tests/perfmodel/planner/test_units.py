@@ -77,12 +77,13 @@ def test_memory_as_data_sheets_write_it(text: str, nbytes: int, nominal: bool) -
 
 
 def test_counts_and_how_figures_are_written() -> None:
-    assert [parse_count(t) for t in ("7e9", "7B", "350M", "1.3b", "12")] == [
+    assert [parse_count(t) for t in ("7e9", "7B", "350M", "1.3b", "12", "64Mi")] == [
         7 * 10**9,
         7 * 10**9,
         350_000_000,
         13 * 10**8,
         12,
+        64 * 2**20,
     ]
     for text in ("0", "-7e9", "seven", "7GB", "nan", "0.4"):
         with pytest.raises(ValueError, match="expected a number"):
