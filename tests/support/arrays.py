@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
+from dos.kernels import gpu_update
 from dos.kernels.adam import AdamArrays, AdamStep, joined, off_ties, rest_of
-from dos.kernels.gpu_update import _adam_update_torch
-from dos.kernels.update import adam_update, instruction_sets
+from dos.kernels.gpu_update import GpuBatch, _adam_update_torch
+from dos.kernels.update import AdamBatch, adam_update, instruction_sets
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -133,3 +135,14 @@ def assert_alike(split: AdamArrays, mixed: AdamArrays) -> None:
     assert_same_bits([split.param, split.rest], [mixed.out, rest_of(mixed.param)])
     assert_same_bits([joined(split.param, split.rest)], [mixed.param])
     assert_same_bits(list(split[2:5]), list(mixed[2:5]))
+
+
+def update_batch(batch: AdamBatch, where: str, threads: int, which: Sequence[int]) -> None:
+    """By the kernel of an instruction set, or "torch": its operations, as on a GPU without Triton."""
+    if where != "torch":
+        batch.update(STEPS, which, threads=threads, isa=where)
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpu_update, "_triton_kernel", lambda: None)
+        patch.setattr(batch, "_gpu", GpuBatch(torch.device("cpu")))
+        batch.update(STEPS, which)

@@ -11,10 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dos.kernels import gpu_update
-from dos.kernels.gpu_update import GpuBatch, SentTable
+from dos.kernels.gpu_update import SentTable
 from dos.kernels.update import AdamArrays, AdamBatch, adam_update, instruction_sets
-from tests.support.arrays import FLOATS, STEP, STEPS, assert_same_bits, clone, random_arrays
+from tests.support.arrays import FLOATS, STEP, STEPS, assert_same_bits, clone, random_arrays, update_batch
 
 Run = list[Tensor | None]
 AMSGRAD = replace(STEP, amsgrad=True)
@@ -67,13 +66,7 @@ def test_a_batch_has_the_bits_of_its_runs(
                 adam_update(AdamArrays(*run), step=STEPS[number], threads=1, isa="portable")  # type: ignore[arg-type]
         # The second time gradients are elsewhere, of another type, or missing.
         batch.point([0 if repeat and skipped else a for a, (*_, skipped) in zip(addresses(runs), drawn, strict=True)])
-        if where == "torch":
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(gpu_update, "_triton_kernel", lambda: None)
-                patch.setattr(batch, "_gpu", GpuBatch(torch.device("cpu")))
-                batch.update(STEPS, which)
-        else:
-            batch.update(STEPS, which, threads=threads, isa=where)
+        update_batch(batch, where, threads, which)
         for ours, theirs in zip(runs, expected, strict=True):
             assert_same_bits(ours, theirs)
             ours[0] = theirs[0] = torch.cat([torch.zeros(3), torch.ones(len(theirs[1]))])[3:]  # type: ignore[arg-type]

@@ -11,9 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dos.kernels import gpu_update
 from dos.kernels.adam import AdamArrays, AdamStep, joined
-from dos.kernels.gpu_update import GpuBatch
 from dos.kernels.update import AdamBatch, adam_update, instruction_sets
 from tests.support.arrays import (
     ALL_FLOATS,
@@ -34,6 +32,7 @@ from tests.support.arrays import (
     random_bits,
     splitting,
     ties,
+    update_batch,
 )
 
 
@@ -110,14 +109,7 @@ def test_a_batch_of_both_kinds(
     runs, expected = ([run.slice(shift, len(run.param)) for run in made] for made in (copies, whole))
     for run, number in zip(expected, which, strict=True):
         adam_update(run, step=STEPS[number], threads=1, isa="portable")
-    batch = AdamBatch(runs)
-    if where == "torch":
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(gpu_update, "_triton_kernel", lambda: None)
-            patch.setattr(batch, "_gpu", GpuBatch(runs[0].param.device))
-            batch.update(STEPS, which)
-    else:
-        batch.update(STEPS, which, threads=threads, isa=where)
+    update_batch(AdamBatch(runs), where, threads, which)
     for ours, theirs in zip(runs, expected, strict=True):
         if ours.rest is None:
             assert_same_bits(list(ours), list(theirs))

@@ -10,14 +10,24 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from tests.support.ranks import on_pair
-from tests.support.sharded import assert_equal, batch, dos_adam, mesh_of, model, shard, train, values
+from tests.support.sharded import (
+    assert_equal,
+    batch,
+    dos_adam,
+    load,
+    mesh_of,
+    model,
+    save,
+    shard,
+    train,
+    trained,
+    values,
+)
 
 BUILT_TOO_EARLY = (
     r"parameters are in no model any more, the first of them parameter 0 .* build the optimizer after fully_shard"
@@ -74,9 +84,8 @@ def test_parameters_that_a_framework_exchanges() -> None:
     train(divided, optimizer, steps=range(2))
     gc.collect()
     assert before() is None, "the undivided parameters are kept alive"
-    reference = shard(model(), mesh_of())
-    train(reference, dos_adam(reference.parameters(), policy="cpu", max_grad_norm=0.05), steps=range(2))
-    assert_equal(values(divided), values(reference))
+    plain = trained(lambda p: dos_adam(p, policy="cpu", max_grad_norm=0.05), steps=range(2))
+    assert_equal(values(divided), plain)
 
 
 @pytest.mark.parametrize(
@@ -106,10 +115,6 @@ def test_ranks_that_disagree(setting: str, values: tuple[Any, Any], message: str
     dist.barrier()  # nobody is waiting in another collective
 
 
-def saved(divided: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    return {"model": get_model_state_dict(divided), "optimizer": get_optimizer_state_dict(divided, optimizer)}
-
-
 @pytest.mark.parametrize(
     ("width", "blocks", "message"),
     [(12, 2, r"Size mismatch between saved .* and current: .* for model\.0"), (11, 1, r"Missing key .* model\.1\.")],
@@ -117,14 +122,13 @@ def saved(divided: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any
 @on_pair
 def test_a_checkpoint_of_another_model(tmp_path: Path, width: int, blocks: int, message: str) -> None:
     other = shard(model(width, blocks), mesh_of())
-    dcp.save(saved(other, dos_adam(other.parameters())), checkpoint_id=tmp_path)
-    divided, quiet = shard(model(), mesh_of()), shard(model(), mesh_of())
+    save(tmp_path, other, dos_adam(other.parameters()), "save")
+    divided = shard(model(), mesh_of())
     optimizer = dos_adam(divided.parameters())
     with pytest.raises(CheckpointException, match=message):  # on every rank
-        dcp.load(saved(divided, optimizer), checkpoint_id=tmp_path)
+        load(tmp_path, divided, optimizer)
     train(divided, optimizer)
-    train(quiet, dos_adam(quiet.parameters()))
-    assert_equal(values(divided), values(quiet))
+    assert_equal(values(divided), trained(dos_adam))
 
 
 @on_pair
@@ -140,8 +144,5 @@ def test_state_on_another_mesh() -> None:
     alone = model()
     with pytest.raises(ValueError, match=r"'exp_avg' is divided over .*, the parameter over nothing; load it with"):
         dos_adam(alone.parameters()).load_state_dict(first.state_dict())
-    quiet = shard(model(), mesh_of())
-    third = dos_adam(quiet.parameters())
-    train(quiet, third, steps=range(4))
     train(divided, second, steps=range(2, 4))
-    assert_equal(values(divided), values(quiet))
+    assert_equal(values(divided), trained(dos_adam, steps=range(4)))
