@@ -6,14 +6,14 @@ import contextlib
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dos.deciding.decisions import Decisions
 from dos.deciding.policies import Policy
-from dos.devices import Device
+from dos.devices import Copy, Device, Job
 from dos.gradients.departures import Departures
 from dos.guard import Guard
 from dos.options import Options
@@ -28,15 +28,6 @@ from dos.step.room import Prepared
 from dos.step.work import SubgroupUpdate, Subject
 from perfmodel import Op, Placement, Plan, Timeline
 from perfmodel.schedule import Schedule
-
-
-class Aside(NamedTuple):
-    """A step that the device has not ended, behind which another one may be queued. alone: see `DeviceSide._alone`."""
-
-    step: Step
-    plan: Plan
-    iteration: Iteration
-    alone: bool
 
 
 class DeviceSide:
@@ -63,10 +54,10 @@ class DeviceSide:
         )
         self._registry = registry
         self._now = Iteration(device)
-        self._aside: deque[Aside] = deque()
+        self._aside: deque[tuple[Step, Iteration]] = deque()
+        """Steps that the device has not ended, behind which another one may be queued."""
         self._gradients_before = 0
         self._waited_for: set[Subgroup] = set()
-        self._alone = False
 
     def plan_step(self, *, attached: bool) -> Plan | None:
         """The plan of the step that begins; None if there is nothing on the device. Raises as `Decisions.decide`."""
@@ -153,7 +144,7 @@ class DeviceSide:
         if plan is None:
             return None
         subgroups, engine = self._registry.accelerated, self.engine
-        if self.decisions.follows_memory and self.decisions.memory.foreseen:
+        if self.decisions.follows_memory and not self.decisions.memory.forecast.ran_out_lately:
             engine.early.settle(plan, subgroups)
         on_host = (subgroups[i] for i in plan.served(Placement.CPU) if not engine.stores.device.has(subgroups[i]))
         # The memory through which gradients travel is made in step(), never here.
@@ -162,24 +153,17 @@ class DeviceSide:
         return plan
 
     def take_gradient(self, record: ParameterRecord, *, in_backward: bool) -> None:
-        """Offload a gradient: add it to those on the host and free it here.
-
-        Where ranks divide the parameters, nothing is pinned in backward: it may wait for the device, whose collectives
-        wait for other ranks.
-        """
+        """Offload a gradient: add it to those on the host and free it here."""
         offloaded = self._registry.offloaded
         assert offloaded is not None, "asked only when gradients are offloaded"
         subgroups = [subgroup for subgroup, _ in self._registry.places[record]]
         index = self._registry.index[subgroups[0]] if subgroups else 0
         engine = self.engine
-        offloaded.take(
-            record,
-            subgroups,
-            lambda copies: engine.send_gradients(index, copies).job,
-            engine.run_on_host,
-            pin=not (in_backward and record.sharded),
-            in_backward=in_backward,
-        )
+
+        def send(copies: Sequence[Copy]) -> Job:
+            return engine.send_gradients(index, copies).job
+
+        offloaded.take(record, subgroups, send, engine.run_on_host, in_backward=in_backward)
 
     def abandon(self) -> None:
         """A hook was interrupted: what it has begun ends here, and the step sends everything anew."""
@@ -207,7 +191,7 @@ class DeviceSide:
         now.step = self.device.mark()
         self.decisions.pace.step(now, early=departed if Placement.CPU in plan.placements else None)
         # Nobody knows what updates of parameters on the host take of it meanwhile.
-        self._alone = all(subgroup.arena.accelerated for subgroup in updates)
+        now.alone = all(subgroup.arena.accelerated for subgroup in updates)
         with now.held_up():
             prepared = self.engine.make_room(plan, subjects)
             if self.decisions.follows_memory and self.decisions.memory.grows_short:
@@ -216,7 +200,7 @@ class DeviceSide:
                 self.engine.stores.host.prepare(s for s in reversed(self._registry.accelerated) if s in resident)
         denied = self.engine.stores.device.denied
         if denied is not None:
-            self.decisions.memory.allocation_failed(denied)
+            self.decisions.memory.forecast.allocation_failed(denied)
         return prepared
 
     def start(self, plan: Plan, prepared: Prepared) -> None:
@@ -264,7 +248,7 @@ class DeviceSide:
         self.decisions.pace.read()
         # One that failed did not come to its end, though all that was issued of it did.
         if timeline is not None and not self.engine.guard.failed and self.engine.schedule is not None:
-            self._learn(self.engine.schedule, self.decisions.plan, stepped, timeline, alone=self._alone)
+            self._learn(self.engine.schedule, stepped, timeline)
 
     def order_caller(self) -> None:
         """Order what the caller queues on the device from now on behind the step, as far as that is on the device."""
@@ -276,28 +260,25 @@ class DeviceSide:
     def set_aside(self) -> bool:
         """Whether another step may begin although the last has not ended: all of that is queued on the device."""
         self._read_aside(wait=False)
-        stepped, plan = self.decisions.stepped, self.decisions.plan
-        if stepped is None or plan is None or not self.engine.queued:
+        stepped = self.decisions.stepped
+        if stepped is None or not self.engine.queued:
             return False
-        self._aside.append(Aside(self.engine.set_aside(), plan, stepped, self._alone))
+        self._aside.append((self.engine.set_aside(), stepped))
         return True
 
     def _read_aside(self, *, wait: bool) -> None:
         """Learn from steps that were set aside and have ended. wait: until all have."""
         while self._aside:
-            step, plan, stepped, alone = self._aside[0]
+            step, stepped = self._aside[0]
             if not (wait or step.through):
                 return
             timeline = self.engine.read(step)
             self._aside.popleft()
-            self._learn(step.schedule, plan, stepped, timeline, alone=alone)
+            self._learn(step.schedule, stepped, timeline)
 
-    def _learn(
-        self, schedule: Schedule, plan: Plan | None, stepped: Iteration, timeline: Timeline, *, alone: bool
-    ) -> None:
-        assert plan is not None, "that of a step"
-        issued = (schedule, self.engine.ran) if alone else None
-        self.decisions.learn(plan, stepped, timeline, self.engine.origin, issued)
+    def _learn(self, schedule: Schedule, stepped: Iteration, timeline: Timeline) -> None:
+        issued = (schedule, self.engine.ran) if stepped.alone else None
+        self.decisions.learn(stepped, timeline, self.engine.origin, issued)
 
     def wait_for(self, record: ParameterRecord) -> None:
         """Order what the caller queues on the device from now on behind the update of this parameter."""

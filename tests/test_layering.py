@@ -42,7 +42,7 @@ def test_layers(path: Path) -> None:
     for folder, others in (("paper", ("bench", "check")), ("bench", ("check",)), ("check", ("paper", "bench"))):
         if within(path, f"experiments/{folder}"):
             assert not imports(path, *(f"experiments.{other}" for other in others))
-    if not within(path, "dos/memory/monitor.py"):
+    if not within(path, "dos/memory/reading.py"):
         assert not imports(path, "pynvml")
     if not within(path, "dos/kernels/update.py", "experiments/bench/kernel.py"):
         assert not imports(path, "dos._adam")

@@ -99,21 +99,16 @@ class Decisions:
     def begin_step(self, plan: Plan, now: Iteration) -> None:
         """A step of this plan is issued."""
         assert now.workload is not None, "the plan was made for it"
-        new, self.plan, self.stepped = plan != self.plan, plan, now
+        new, self.plan, self.stepped, now.plan = plan != self.plan, plan, now, plan
         if new:
             before, self._planned = self._planned, (now.workload, self.profile)
             self._why = why_changed(before[0], now.workload, before[1], self.profile)
             if logger.isEnabledFor(logging.INFO):
-                report = self._report(plan, now, None)
+                report = self._report(now, None)
                 logger.info("%s", report.change(), extra={"metrics": report.metrics()})
 
     def learn(
-        self,
-        plan: Plan,
-        stepped: Iteration,
-        timeline: Timeline,
-        origin: float,
-        issued: tuple[Schedule, Timeline] | None,
+        self, stepped: Iteration, timeline: Timeline, origin: float, issued: tuple[Schedule, Timeline] | None
     ) -> None:
         """A step has ended.
 
@@ -122,7 +117,7 @@ class Decisions:
         if stepped.workload is None:
             return
         # Before the profile is corrected: with what was believed when the plan was made.
-        self._ended = Ended(self._report(plan, stepped, timeline), stepped, origin)
+        self._ended = Ended(self._report(stepped, timeline), stepped, origin)
         if issued is not None and self._adaptive is not None:
             self._adaptive.observe(issued[0], stepped.workload, issued[1])
 
@@ -147,11 +142,12 @@ class Decisions:
         kernel = gpu_kernel_name() if self._device.known_profile is None else None
         return dataclasses.replace(ended.report, exposed_s=ended.iteration.exposed_s, kernel=kernel)
 
-    def _report(self, plan: Plan, iteration: Iteration, measured: Timeline | None) -> Report:
+    def _report(self, iteration: Iteration, measured: Timeline | None) -> Report:
         """A step as it is known now."""
+        assert iteration.plan is not None, "that of the step"
         assert iteration.workload is not None, "the plan was made for it"
         return Report(
-            plan=plan,
+            plan=iteration.plan,
             workload=iteration.workload,
             withheld=iteration.withheld,
             profile=self.profile,

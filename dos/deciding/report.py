@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from dos.deciding.unused import size_of, unused
-from dos.memory.monitor import Reading
+from dos.memory.reading import Reading
 from perfmodel import Lane, Placement, Plan, Timeline, Workload
 from perfmodel.bounds import Bound, lower_bound
 from perfmodel.hardware import HardwareProfile

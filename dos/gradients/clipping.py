@@ -35,19 +35,13 @@ class PendingClip:
     def __bool__(self) -> bool:
         return bool(self._clipped)
 
-    def clip(self, gradients: Iterable[Gradient], factor: Tensor) -> None:
-        """Multiply the factors of these gradients by `factor`, and forget all others."""
+    def fold(self, gradients: Iterable[Gradient], factor: Tensor) -> None:
+        """Multiply the factors of these gradients by `factor`; others keep theirs."""
         before = [(gradient, self.factor(gradient)) for gradient in gradients]
         # Most often all have the same one, which is then read from the device only once.
         products = {id(old): old * factor for _, old in before if old is not None}
         self._floats = {}
-        self._clipped = {id(each): (Token(each), products.get(id(old), factor)) for each, old in before}
-
-    def fold(self, gradients: Iterable[Gradient], factor: Tensor) -> None:
-        """Multiply the factors of these gradients by `factor`, and keep all others."""
-        others = {key: clipped for key, clipped in self._clipped.items() if _alive(clipped[0]) is not None}
-        self.clip(gradients, factor)
-        self._clipped = others | self._clipped
+        self._clipped |= {id(each): (Token(each), products.get(id(old), factor)) for each, old in before}
 
     def marked(self) -> list[tuple[Token, Tensor]]:
         """What may have been written to since without being counted; see `look_at_bits`."""
@@ -147,7 +141,7 @@ class Clipping:
         """Let the step clip their and all offloaded gradients to `max_norm`; their norm before."""
         norm = self.norm(parameters)
         handles = [] if self._offloaded is None else [handle for _, handle in self._offloaded.gradients()]
-        self.pending.clip([*_gradients(parameters), *handles], clip_factor(norm, max_norm))
+        self.pending.fold([*_gradients(parameters), *handles], clip_factor(norm, max_norm))
         return norm
 
     def fold(self, parameters: Iterable[Tensor], factor: Tensor) -> None:

@@ -78,19 +78,12 @@ class OffloadedGradients:
         self._leaving_bytes = 0
 
     def take(
-        self,
-        record: ParameterRecord,
-        subgroups: Collection[Subgroup],
-        send: Send,
-        run: Run,
-        *,
-        pin: bool,
-        in_backward: bool,
+        self, record: ParameterRecord, subgroups: Collection[Subgroup], send: Send, run: Run, *, in_backward: bool
     ) -> None:
         """Add the parameter's gradient to what is on the host, and free it on the accelerator once it is there.
 
-        subgroups: in which the parameter lies. pin: whether host memory may be pinned now; else it is where it was made
-            before, and elsewhere the first gradients travel more slowly.
+        subgroups: in which the parameter lies. Where ranks divide it, nothing is pinned in backward: that may wait for
+        the device, whose collectives wait for other ranks; the first gradients then travel more slowly.
         If this is interrupted or fails, it is not known what was added, and all are refused until `clear`.
         """
         gradient = record.gradient
@@ -99,7 +92,7 @@ class OffloadedGradients:
         self.check()
         arena.stage_gradients_as(gradient.dtype)
         place = slice(record.offset, record.offset + record.numel)
-        before = self._totals.get(record)
+        before, pin = self._totals.get(record), not (in_backward and record.sharded)
         if before is not None:
             # What was staged must have been added, or be there to be added to, before it is written over.
             self._settled(before)

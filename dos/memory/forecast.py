@@ -83,7 +83,10 @@ class Forecast:
 
     @property
     def ran_out_lately(self) -> bool:
-        """Whether it is remembered that the user's own code ran out of memory."""
+        """Whether it is remembered that the user's own code ran out of memory.
+
+        Then no state comes to stay before the peak of an iteration is over.
+        """
         return self._lasting is not None
 
     def sample(self, phase: Op, free: int, held: int, total: int, *, others: int = 0, late: bool = False) -> None:

@@ -1,28 +1,23 @@
-"""Live device memory: NVML, the caching allocator, the user's budget; sampled at little cost."""
+"""How much device memory state may use, by samples at little cost and the user's budget."""
 
 from __future__ import annotations
 
-import enum
-import logging
 import math
 import numbers
 import os
 import statistics
 import threading
 import time
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
 
-from dos.devices import Device, Memory
+from dos.devices import Device
 from dos.guard import exclusive
 from dos.memory.forecast import Forecast, Room
+from dos.memory.reading import MemoryReader
 from perfmodel import Op, SubgroupLoad, Workload
-
-logger = logging.getLogger(__name__)
 
 Budget = int | float | Callable[[], int] | None
 """What users pass as `memory_budget`: bytes, a share of the device's memory (a float), or a function giving bytes."""
@@ -35,91 +30,8 @@ SPARE_TO_GROW = 0.25
 """Share of a subgroup's state that must be free beyond it before more state becomes resident."""
 NEAR = 0.1
 """Share of the device's memory below which state counts as about to leave where memory falls."""
-OF_THIS_DEVICE = 0.1
-"""NVML and the runtime may differ by this share of the device's memory: the driver reserves some."""
-
-
-class Source(enum.Enum):
-    """Where a figure of free memory comes from, and if it is not NVML, why."""
-
-    NVML = "NVML"
-    NO_NVML = "the runtime, because NVML is not installed or has no driver"
-    NOT_PERMITTED = "the runtime, because NVML may not be read here"
-    NOT_FOUND = "the runtime, because NVML does not know the device"
-    LOST = "the runtime, because NVML has lost the device"
-    FAILED = "the runtime, because NVML fails"
-    NONSENSE = "the runtime, because NVML's figures cannot be those of this device"
-    DEVICE = "the device itself"
-    UNREADABLE = "no source, because the runtime's figures cannot be read or cannot be"
-
-
-_ADVICE = {
-    Source.NO_NVML: "Install nvidia-ml-py; in a container, set NVIDIA_DRIVER_CAPABILITIES=compute,utility",
-    Source.NOT_PERMITTED: "Let this user read it, as nvidia-smi does",
-    Source.NOT_FOUND: "Compare CUDA_VISIBLE_DEVICES with `nvidia-smi -L`",
-    Source.LOST: "Look for Xid messages in the kernel's log: the device may need a reset",
-    Source.FAILED: "See whether nvidia-smi works; if it does, upgrade nvidia-ml-py",
-    Source.NONSENSE: "Compare with nvidia-smi (where MPS limits this process's memory, that is as it must be)",
-    Source.UNREADABLE: "Optimizer state stays on the host meanwhile. See whether nvidia-smi works",
-}
-"""What the user can do where a source is not what it should be."""
-
-
 TOO_LITTLE = "as another subgroup does not fit with a quarter to spare"
 BUDGET = "by memory_budget="
-
-
-class Reading(NamedTuple):
-    """Device memory in bytes, where the figure comes from, and what others hold of it; 0 where that is not known."""
-
-    memory: Memory
-    source: Source
-    others: int = 0
-
-
-class Nvml:
-    """Free memory of one device as the driver sees it, other processes included.
-
-    uuid: of the device, as NVML writes it: `GPU-...` or, for a slice of one, `MIG-...`. It does not change with
-        CUDA_VISIBLE_DEVICES, as indices do.
-    """
-
-    def __init__(self, uuid: str) -> None:
-        self._uuid = uuid
-        self._handle: Any = None
-
-    def read(self) -> Memory | Source:
-        """The memory, or why there is no figure."""
-        try:
-            import pynvml
-        except ImportError:
-            return Source.NO_NVML
-        try:
-            if self._handle is None:
-                pynvml.nvmlInit()
-                self._handle = pynvml.nvmlDeviceGetHandleByUUID(self._uuid)
-            info = pynvml.nvmlDeviceGetMemoryInfo(self._handle)
-            return Memory(int(info.free), int(info.total))
-        except Exception as error:  # NVMLError, or what a library raises that does not fit the driver
-            self._handle = None  # the driver may come back
-            logger.debug("NVML: %s", repr(error))
-            return _REASONS.get(type(error).__name__.removeprefix("NVMLError_"), Source.FAILED)
-
-
-_REASONS = {
-    "LibraryNotFound": Source.NO_NVML,
-    "DriverNotLoaded": Source.NO_NVML,
-    "LibRmVersionMismatch": Source.NO_NVML,
-    "NoPermission": Source.NOT_PERMITTED,
-    "InsufficientResources": Source.NOT_PERMITTED,
-    "NotFound": Source.NOT_FOUND,
-    "InvalidArgument": Source.NOT_FOUND,
-    "NotSupported": Source.NOT_FOUND,
-    "GpuNotFound": Source.LOST,
-    "GpuIsLost": Source.LOST,
-    "ResetRequired": Source.LOST,
-}
-"""By the name of NVML's error. https://docs.nvidia.com/deploy/nvml-api/group__nvmlDeviceEnumvs.html"""
 
 
 class MemoryMonitor:
@@ -129,7 +41,7 @@ class MemoryMonitor:
     budget: see `Budget`; a function replaces what is measured, a number caps it.
     interval_s: seconds between samples by a thread of its own; None for samples at the calls of `sample` alone.
     clock: seconds, by which it is known how much of the time samples take; None: those of the wall.
-    reading: the last one.
+    reading: the last one. forecast: what samples say of the next iteration.
     withheld: of the memory that was free or state's own when the last workload was made, the bytes that state may not
         use at the peak of the iteration, with the reasons. Empty if there is room for all state.
     grows_short: whether there was less then than in the iteration before, so that state may soon have to leave.
@@ -147,10 +59,8 @@ class MemoryMonitor:
         self._held = held
         self._budget = budget
         self._clock = time.perf_counter if clock is None else clock
-        self._nvml = None if device.uuid is None else Nvml(device.uuid)
-        self._total = 0
-        self._warned: set[Source] = set()
-        self._forecast = Forecast()
+        self._reader = MemoryReader(device)
+        self.forecast = Forecast()
         self._phase = Op.FORWARD
         self._late = False
         self._seen = False
@@ -163,7 +73,7 @@ class MemoryMonitor:
         self._peak_before: int | None = None
         self.grows_short = False
         self.withheld: tuple[tuple[int, str], ...] = ()
-        self.reading = self._read()
+        self.reading = self._reader.read()
         _monitors.add(self)
         if interval_s is not None:
             _start_thread(self, interval_s)
@@ -181,12 +91,7 @@ class MemoryMonitor:
         """
         began, self._late = not self._late, True
         self.sample(always=began)
-        return max(0, self._forecast.late_room() - self._held())
-
-    @property
-    def foreseen(self) -> bool:
-        """Whether state may come to stay before the peak of an iteration is over: the user did not run out lately."""
-        return not self._forecast.ran_out_lately
+        return max(0, self.forecast.late_room() - self._held())
 
     def sample(self, always: bool = False) -> None:
         """Take a sample, unless the last is so recent that sampling would take more than its share of time."""
@@ -198,9 +103,9 @@ class MemoryMonitor:
     def _sample(self) -> None:
         start = self._clock()
         held = self._held()  # before the rest: what is freed in between is then missed, not counted twice
-        self.reading = self._read()
+        self.reading = self._reader.read()
         memory = self.reading.memory
-        self._forecast.sample(self._phase, memory.free, held, memory.total, others=self.reading.others, late=self._late)
+        self.forecast.sample(self._phase, memory.free, held, memory.total, others=self.reading.others, late=self._late)
         self._sampled_at = self._clock()
         self._took.append(self._sampled_at - start)
         self._due_next()
@@ -214,21 +119,17 @@ class MemoryMonitor:
     def end_iteration(self) -> None:
         """The step has been issued: what comes now is the next iteration's forward."""
         self.sample(always=True)
-        self._forecast.end_iteration()
+        self.forecast.end_iteration()
         if self._offered is not None:
             self._resident, self._offered = self._offered, None
         self._peak_before = self._peak
         self._phase, self._late, self._seen = Op.FORWARD, False, True
         self._due_next()
 
-    def allocation_failed(self, held: int) -> None:
-        """The device had no memory for what the last workload allows, but for `held` bytes of it."""
-        self._forecast.allocation_failed(held)
-
     @exclusive
     def ran_out(self, held: int) -> None:
         """The user's own code ran out of memory, and `held` bytes of state have been taken off the device."""
-        self._forecast.ran_out(held)
+        self.forecast.ran_out(held)
         self._resident = 0
 
     def workload(self, loads: Sequence[SubgroupLoad], *, update_overlaps_forward: bool, beside: int = 0) -> Workload:
@@ -269,7 +170,7 @@ class MemoryMonitor:
         if callable(self._budget):
             nbytes = _checked(self._budget())
             return Room(nbytes, nbytes, BUDGET)
-        room = self._forecast.room()
+        room = self.forecast.room()
         if self._budget is None:
             return room
         share = isinstance(self._budget, float)
@@ -277,37 +178,6 @@ class MemoryMonitor:
         if limit < room.resident:
             return Room(limit, min(room.update, limit), BUDGET)
         return room._replace(update=min(room.update, limit))
-
-    def _read(self) -> Reading:
-        """Memory as it is now, from NVML where possible; free is what is free or in the caching allocator, unused."""
-        try:
-            (reserved, unused), memory = self._device.cached(), self._device.memory()
-            source = Source.DEVICE
-        except Exception as error:  # whatever it is, training need not end for it here
-            logger.debug("device memory: %s", repr(error))
-            memory, reserved = Memory(0, 0), 0
-        if not _can_be(memory):
-            memory, unused, source = Memory(0, self._total), 0, Source.UNREADABLE
-            reserved = self._total  # so that no other process is blamed
-        elif self._nvml is not None:
-            found = self._nvml.read()
-            if isinstance(found, Source):
-                source = found
-            elif not _can_be(found) or abs(found.total - memory.total) > OF_THIS_DEVICE * memory.total:
-                source = Source.NONSENSE
-            else:
-                memory, source = found, Source.NVML
-        self._total = memory.total
-        if source in _ADVICE and source not in self._warned:
-            self._warned.add(source)
-            warnings.warn(
-                f"DOSAdam takes free device memory from {source.value}; what other processes take may be seen late. "
-                f"{_ADVICE[source]}, or choose memory_budget=",
-                stacklevel=2,
-            )
-        return Reading(
-            Memory(memory.free + unused, memory.total), source, max(0, memory.total - memory.free - reserved)
-        )
 
 
 _monitors: weakref.WeakSet[MemoryMonitor] = weakref.WeakSet()
@@ -329,10 +199,6 @@ def _withheld(free: int, limits: Sequence[tuple[int, str]]) -> tuple[tuple[int, 
             found.append((free - max(limit, 0), why))
             free = max(limit, 0)
     return tuple(found)
-
-
-def _can_be(memory: Memory) -> bool:
-    return 0 <= memory.free <= memory.total and memory.total > 0
 
 
 def _checked(nbytes: object) -> int:

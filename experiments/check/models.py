@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dos import DOSAdam, EmulatedDevice
 from dos.machine.host_memory import available_bytes
-from dos.memory.monitor import Source
+from dos.memory.reading import Source
 from experiments.check.base import Bench, Size, Skipped
 from experiments.gpt import GPT, GPTConfig
 from experiments.miniature import equal_subgroups, slowed, without_fixed_costs

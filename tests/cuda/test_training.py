@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from dos import DOSAdam
 from dos.devices.cuda import CudaDevice
 from dos.memory.forecast import MARGIN
-from dos.memory.monitor import Nvml
+from dos.memory.reading import Nvml
 from experiments.check.neighbour import Neighbour
 from tests.support.random_plans import RandomPlans
 from tests.support.training import bits, no_synchronisation, plan_anew
@@ -327,7 +327,7 @@ CHILD = """
 import torch
 from dos import DOSAdam
 from dos.devices.cuda import CudaDevice
-from dos.memory.monitor import Nvml
+from dos.memory.reading import Nvml
 weight = torch.nn.Parameter(torch.ones(1000, device="cuda"))
 optimizer = DOSAdam([weight], policy="stride:1")
 weight.sum().backward()

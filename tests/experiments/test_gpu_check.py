@@ -16,7 +16,7 @@ from dos import EmulatedDevice
 from dos.deciding.policies import AdaptivePolicy, resolve_policy
 from dos.machine.process import usable_cores
 from dos.machine.threads import kernel_threads, set_kernel_threads
-from dos.memory.monitor import Source
+from dos.memory.reading import Source
 from experiments.check import calibration, speed, suite
 from experiments.check.base import Bench, Check, Record, Settings, Size, Skipped, Status, Target
 from experiments.check.contenders import Kind, Ours, Peer, Rig

@@ -181,10 +181,10 @@ def learnt_from(optimizer: DOSAdam, model: nn.Module, between: Callable[[], None
     assert decisions is not None
     learn = decisions.learn
 
-    def watch(plan: Plan, stepped: Any, timeline: Timeline, origin: float, issued: Any) -> None:
+    def watch(stepped: Any, timeline: Timeline, origin: float, issued: Any) -> None:
         if issued is not None:
             seen.append((issued[0], stepped.workload, issued[1]))
-        learn(plan, stepped, timeline, origin, issued)
+        learn(stepped, timeline, origin, issued)
 
     decisions.learn = watch  # type: ignore[method-assign]
     train(model, optimizer, 6, first_step=1, before_step=lambda _: between())

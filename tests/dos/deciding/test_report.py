@@ -16,7 +16,7 @@ from dos.deciding.policies import AdaptivePolicy
 from dos.deciding.report import Report, why_changed
 from dos.deciding.unused import unused
 from dos.devices import Memory
-from dos.memory.monitor import Reading, Source
+from dos.memory.reading import Reading, Source
 from dos.optimizer import _NOT_ENDED
 from perfmodel import Lane, Placement, Plan, Timeline, Workload
 from perfmodel.adaptive import adaptive

@@ -18,7 +18,8 @@ import torch
 from dos import DOSAdam, EmulatedDevice
 from dos.devices import Cached, Memory
 from dos.memory.forecast import MARGIN
-from dos.memory.monitor import _REASONS, SHARE_AT_FIRST, SHARE_OF_TIME, Budget, MemoryMonitor, Reading, Source
+from dos.memory.monitor import SHARE_AT_FIRST, SHARE_OF_TIME, Budget, MemoryMonitor
+from dos.memory.reading import _REASONS, Reading, Source
 from perfmodel import Lane, Op, Placement, Plan, SubgroupLoad, Workload
 from tests.support.training import FAST, bits, bits_on_host, mlp, train, trained_as_on_host
 
