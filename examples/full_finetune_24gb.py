@@ -70,26 +70,34 @@ def rows_of_tokens(options: argparse.Namespace) -> Tensor:
     return tokens[: len(tokens) // options.length * options.length].view(-1, options.length)
 
 
-def causal_loss(model: LlamaForCausalLM, tokens: Tensor) -> Tensor:
-    """The mean loss, with logits of CHUNK tokens at a time.
+class WithLoss(nn.Module):
+    """Gives the mean loss of a causal language model, with logits of CHUNK tokens at a time.
 
     Llama 3 has 128,256 of them for each token, which with their loss take 14 bytes each: 3.4 GiB for 2,048 tokens, and
     0.9 GiB for 512. The last layer is computed again in backward, which is 2% of the work. Liger-Kernel's loss, where
     it is installed, does the same faster.
     """
-    hidden = model.model(input_ids=tokens, use_cache=False).last_hidden_state[:, :-1].flatten(0, 1)
-    targets = tokens[:, 1:].flatten()
 
-    def summed(hidden: Tensor, targets: Tensor) -> Tensor:
-        return cross_entropy(model.lm_head(hidden).float(), targets, reduction="sum")
+    def __init__(self, model: LlamaForCausalLM) -> None:
+        super().__init__()
+        self.model = model
 
-    chunks = zip(hidden.split(CHUNK), targets.split(CHUNK), strict=True)
-    return sum(checkpoint(summed, *chunk, use_reentrant=False) for chunk in chunks) / len(targets)
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens: int64 of shape (sequences, length)."""
+        hidden = self.model.model(input_ids=tokens, use_cache=False).last_hidden_state[:, :-1].flatten(0, 1)
+        targets = tokens[:, 1:].flatten()
+        chunks = zip(hidden.split(CHUNK), targets.split(CHUNK), strict=True)
+        return sum(checkpoint(self.summed, *chunk, use_reentrant=False) for chunk in chunks) / len(targets)
+
+    def summed(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        return cross_entropy(self.model.lm_head(hidden).float(), targets, reduction="sum")
 
 
 def train_in_a_loop(model: LlamaForCausalLM, rows: Tensor, settings: dict[str, Any], options: argparse.Namespace):
     optimizer = DOSAdam(model.parameters(), max_grad_norm=1.0, **settings)
-    optimizer.attach(model)  # step() returns early; each module waits for its own parameters
+    with_loss = WithLoss(model)
+    # step() returns early; each module waits for its own parameters. What autograd saves leaves if that pays.
+    optimizer.attach(with_loss, activations="auto")
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, options.steps)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
@@ -106,7 +114,7 @@ def train_in_a_loop(model: LlamaForCausalLM, rows: Tensor, settings: dict[str, A
     for step in range(done, options.steps):
         loss = torch.zeros((), device=model.device)
         for tokens in micro_batches(rows, step, options.accumulation):
-            part = causal_loss(model, tokens.to(model.device)) / options.accumulation
+            part = with_loss(tokens.to(model.device)) / options.accumulation
             part.backward()  # each gradient leaves for the host as soon as it is complete
             loss += part.detach()
         optimizer.step()  # clips to the norm of 1.0 first
@@ -133,9 +141,10 @@ class LargeModelTrainer(Trainer):
     """Trainer with the loss above, and state that is read as it is used when training resumes."""
 
     loss_is_scaled_for_ga = False
+    with_loss: WithLoss
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Tensor], *_: Any, **__: Any) -> Tensor:
-        return causal_loss(self.accelerator.unwrap_model(model), inputs["input_ids"])
+        return self.with_loss(inputs["input_ids"])
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Trainer's own reads optimizer.pt whole, so that all state would be in memory twice."""
@@ -163,8 +172,9 @@ def train_by_trainer(model: LlamaForCausalLM, rows: Tensor, settings: dict[str, 
     )
     data = [{"input_ids": row, "labels": row} for row in rows]
     trainer = LargeModelTrainer(model, arguments, train_dataset=data, optimizer_cls_and_kwargs=(DOSAdam, settings))
+    trainer.with_loss = WithLoss(model)
     optimizer = trainer.create_optimizer()
-    optimizer.attach(model)
+    optimizer.attach(trainer.with_loss, activations="auto")
     trainer.train(resume_from_checkpoint=options.resume)  # clips to the norm of 1.0 by default
     return optimizer, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 

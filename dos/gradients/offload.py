@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dos.devices import Copy, Job
+from dos.devices import Copy, Device, Job
 from dos.kernels.update import accumulate
 from dos.state.arena import Arena
 from dos.state.host_store import HostStore
@@ -29,6 +29,8 @@ Run = Callable[[Callable[[], None]], "Future[None]"]
 
 MOST_LEAVING = 256 << 20
 """Bytes of gradients that may be on their way to the host at once, or one gradient if that alone is larger."""
+_SCALE = 8
+"""On an emulated device as small a share of its memory as that is of 64 GiB: so many bits."""
 PASSAGE_BYTES, PASSAGES = 32 << 20, 8
 """Of each part of the host memory through which gradients come that are added in their own dtype; how many."""
 
@@ -100,7 +102,7 @@ class OffloadedGradients:
                 arena.accumulate()
         if pin and not all(map(self._store.stages, subgroups)):
             self._store.stage(subgroups)
-        self._wait_for_link(gradient.nbytes)
+        self._wait_for_link(gradient.nbytes, arena.device)
         self._torn = True
         staged, total = arena.gradient, arena.accumulated
         assert staged is not None, "the parameter is on the accelerator"
@@ -180,9 +182,13 @@ class OffloadedGradients:
             "offload_gradients=False"
         )
 
-    def _wait_for_link(self, nbytes: int) -> None:
+    def _wait_for_link(self, nbytes: int, device: Device | None) -> None:
         """Hold backward up while gradients that it has freed take MOST_LEAVING bytes of the device, with these."""
-        while self._leaving and self._leaving_bytes + nbytes > MOST_LEAVING:
+        assert device is not None, "parameters on the host keep their gradients"
+        most = MOST_LEAVING
+        if device.known_profile is not None:
+            most = min(most, device.memory().total >> _SCALE)
+        while self._leaving and self._leaving_bytes + nbytes > most:
             with contextlib.suppress(Exception):  # of which `arrived` tells
                 self._leaving[0][0].wait()
             self._leaving_bytes -= self._leaving.popleft()[1]
