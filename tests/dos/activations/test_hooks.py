@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dos import DOSAdam
 from perfmodel import Op
-from tests.dos.activations.test_exact import Net, optimizer_of, saved
+from tests.support.activations import Net, optimizer_of, saved
 from tests.support.devices import Copying
 from tests.support.interruptions import interrupted_at
 from tests.support.training import bits

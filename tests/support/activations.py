@@ -1,0 +1,58 @@
+"""A network whose saved tensors are of every kind, and an optimizer that lets them leave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dos import DOSAdam
+from perfmodel import Op
+from tests.support.devices import Copying
+
+
+class Block(nn.Module):
+    """What transformers are made of: a residual, a fused projection that is cut, a buffer, an expanded tensor."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.both = nn.Linear(width, 2 * width)
+        self.out = nn.Linear(width, width)
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, 8 * width).view(8, width))
+        self.bias = nn.Parameter(torch.zeros(1, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, value = self.both(x).chunk(2, dim=-1)
+        mixed = torch.sigmoid(gate) * value.t().contiguous().t() * self.scale
+        return x + torch.tanh(self.out(mixed) * self.bias.expand(len(x), -1).exp())
+
+
+class Net(nn.Module):
+    def __init__(self, blocks: int = 4) -> None:
+        super().__init__()
+        torch.default_generator.manual_seed(0)
+        self.first = nn.Linear(24, 16)
+        self.blocks = nn.ModuleList(Block(16) for _ in range(blocks))
+        self.last = nn.Linear(16, 7)
+        self.run: Callable[[nn.Module, Tensor], Tensor] = lambda block, x: block(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = self.run(block, x)
+        return self.last(x)
+
+
+def optimizer_of(model: nn.Module, activations: Any = None) -> DOSAdam:
+    optimizer = DOSAdam(model.parameters(), lr=1e-2, device=Copying(), policy="cpu")
+    if activations is not None:
+        optimizer.attach(model, activations=activations)
+        optimizer._session.activations.least_bytes = 64
+    return optimizer
+
+
+def saved(optimizer: DOSAdam) -> int:
+    """Bytes that have left so far."""
+    return sum(asked.nbytes for asked in optimizer._device.asked if asked.op is Op.SAVE)
