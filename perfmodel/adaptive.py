@@ -42,7 +42,8 @@ class AdaptivePlanner:
         """The plan for this iteration."""
         if self._search is None or self._search.inputs != (workload, profile):
             self._search, self.settled = Search(workload, profile), False
-            self._is_earlier = self._plan is not None and _has_room(self._plan, workload)
+            plan, n = self._plan, len(workload.subgroups)
+            self._is_earlier = plan is not None and len(plan) == n and workload.has_room(plan)
             if not self._is_earlier:
                 self._plan = None
         if self._plan is None:
@@ -64,11 +65,3 @@ class AdaptivePlanner:
         simulator = Simulator(workload, profile, scope)
         now, then = simulator.makespan(earlier), simulator.makespan(best)
         return now - then <= self._tolerance * (then - scope.compute_s(workload))
-
-
-def _has_room(plan: Plan, workload: Workload) -> bool:
-    """Whether there is memory for the plan's residents and slots."""
-    if len(plan) != len(workload.subgroups):
-        return False
-    held = sum(workload.subgroups[i].state_bytes for i in plan.served(Placement.GPU_RESIDENT))
-    return workload.has_room(held, plan.slots * workload.slot_bytes, plan.activation_bytes)

@@ -9,6 +9,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from perfmodel.format import MIXED, Format, update_traffic
+from perfmodel.plan import Placement, Plan
 
 
 @dataclass(frozen=True)
@@ -172,11 +173,13 @@ class Workload:
     def _gained(self, activation_bytes: int) -> int:
         return max(0, self.room(activation_bytes) - self.room(self.activation_least_bytes))
 
-    def has_room(self, resident_bytes: float, staged_bytes: float, activation_bytes: int) -> bool:
-        """Whether there is memory for so much resident state, so many bytes of slots, and what leaves."""
+    def has_room(self, plan: Plan) -> bool:
+        """Whether there is memory for a plan's resident state, its slots, and the saved tensors that leave."""
+        resident = sum(self.subgroups[i].state_bytes for i in plan.served(Placement.GPU_RESIDENT))
+        staged, leaving = plan.slots * self.slot_bytes, plan.activation_bytes
         return (
-            resident_bytes <= self.peak_free(activation_bytes)
-            and staged_bytes <= self.update_free_bytes
-            and resident_bytes + staged_bytes <= self.shared_free(activation_bytes)
-            and self.activation_least_bytes <= activation_bytes <= self.activation_host_bytes
+            resident <= self.peak_free(leaving)
+            and staged <= self.update_free_bytes
+            and resident + staged <= self.shared_free(leaving)
+            and self.activation_least_bytes <= leaving <= self.activation_host_bytes
         )

@@ -20,7 +20,7 @@ from experiments.command import Parser
 from perfmodel.adaptive import AdaptivePlanner
 from perfmodel.bounds import lower_bound
 from perfmodel.hardware import HardwareProfile, builtin_profiles
-from perfmodel.plan import Placement, Plan
+from perfmodel.plan import Plan
 from perfmodel.policies import cpu_only, static_ratio, stride
 from perfmodel.simulate import Scope, exposed, simulate
 from perfmodel.workload import Workload
@@ -76,13 +76,6 @@ def workload(profile: HardwareProfile, n: int, budget: Budget) -> Workload:
     )
 
 
-def fits(plan: Plan, work: Workload) -> bool:
-    """Whether there is memory for the plan's resident state, and for its slots where they share it."""
-    held = sum(work.subgroups[i].state_bytes for i in plan.served(Placement.GPU_RESIDENT))
-    slots = plan.slots * work.slot_bytes
-    return held <= work.peak_free_bytes and slots <= work.update_free_bytes and held + slots <= work.shared_free_bytes
-
-
 def fixed_plans(work: Workload, budget: Budget) -> tuple[list[Plan], list[Plan]]:
     """Strides and ratios that have the memory. Strides come with no and with all residents for which there is room."""
     n = len(work.subgroups)
@@ -93,7 +86,7 @@ def fixed_plans(work: Workload, budget: Budget) -> tuple[list[Plan], list[Plan]]
         for s in sorted({2, budget.slots or 4})
         for ratio in {1.0, 1.0 - budget.share if budget.slots else min(1.0, 1.0 - budget.share + s / n)}
     ]
-    return [p for p in strides if fits(p, work)], [p for p in (static_ratio(work, r) for r in ratios) if fits(p, work)]
+    return list(filter(work.has_room, strides)), list(filter(work.has_room, (static_ratio(work, r) for r in ratios)))
 
 
 def planned(work: Workload, profile: HardwareProfile) -> tuple[Plan, list[float]]:

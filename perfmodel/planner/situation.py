@@ -145,10 +145,7 @@ class Situation:
 
     def allows(self, plan: Plan) -> bool:
         """Whether resident state and staging slots fit into the memory there is."""
-        work = self.update_workload
-        held = sum(work.subgroups[i].state_bytes for i in plan.served(Placement.GPU_RESIDENT))
-        staged = held + plan.slots * work.slot_bytes
-        return self.fits and held <= work.peak_free_bytes and staged <= work.shared_free_bytes
+        return self.fits and self.update_workload.has_room(plan)
 
     def update_s(self, plan: Plan) -> float:
         """Seconds of the update alone, all gradients where they are used."""

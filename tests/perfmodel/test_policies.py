@@ -33,13 +33,12 @@ def test_there_is_room_for_every_plan_that_a_search_gives_on_its_way(n: int, sha
     """However early it pauses: DOSAdam runs what there is."""
     load = work(n, backward_s=5.0 * n)
     free = share * load.state_bytes
-    search = Search(dataclasses.replace(load, peak_free_bytes=free, shared_free_bytes=free), machine())
-    while True:
-        held = sum(load.subgroups[i].state_bytes for i in search.plan.served(R))
-        assert held + search.plan.slots * load.slot_bytes <= free
-        if search.ended:
-            break
+    load = dataclasses.replace(load, peak_free_bytes=free, shared_free_bytes=free)
+    search = Search(load, machine())
+    while not search.ended:
+        assert load.has_room(search.plan)
         search.advance(1)
+    assert load.has_room(search.plan)
 
 
 def test_fixed_policies() -> None:
@@ -267,8 +266,7 @@ def best_with(load: Workload, profile: HardwareProfile) -> list[float]:
         allowed = dataclasses.replace(load, activation_least_bytes=least, activation_host_bytes=most, **free)
         plan = adaptive(allowed, profile)
         assert least <= plan.activation_bytes <= most
-        held = sum(load.subgroups[i].state_bytes for i in plan.served(R))
-        assert load.has_room(held, plan.slots * load.slot_bytes, plan.activation_bytes)
+        assert load.has_room(plan)
         found.append(makespan(plan, allowed, profile, Scope.beside(load)))
     return found
 
