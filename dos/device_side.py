@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dos.activations.offload import ActivationOffload
 from dos.deciding.decisions import Decisions
 from dos.deciding.policies import Policy
 from dos.devices import Copy, Device, Job
@@ -34,6 +36,7 @@ class DeviceSide:
     """The part of a session that is on one device.
 
     engine: runs steps. decisions: makes their plans. departures: the gradients that leave during backward.
+    activations: the saved tensors that leave during forward.
     replays: whether a CUDA graph has captured a backward, whose replays write gradients and run no hooks.
     """
 
@@ -42,6 +45,7 @@ class DeviceSide:
         self.replays = False
         self.engine = Engine(device, registry.host_store, guard)
         self.departures = Departures()
+        self.activations = activations = ActivationOffload(device, guard.lock, lambda: registry.bytes_to_come)
         device_store, host_store = self.engine.stores.device, registry.host_store
         self.decisions = Decisions(
             device,
@@ -51,7 +55,9 @@ class DeviceSide:
             options.memory_interval,
             held=lambda: device_store.nbytes + registry.lasting_bytes,
             on_host=lambda: host_store.nbytes,
+            away=activations.away,
         )
+        self.activations.sample = weakref.WeakMethod(self.decisions.memory.sample)
         self._registry = registry
         self._now = Iteration(device)
         self._aside: deque[tuple[Step, Iteration]] = deque()
@@ -69,7 +75,8 @@ class DeviceSide:
         if not subgroups:
             return None
         loads, beside = self._registry.loads(), self._registry.gradient_bytes()
-        plan = self.decisions.decide(loads, self._now, attached=attached, beside=beside)
+        saved = self.activations.recorded
+        plan = self.decisions.decide(loads, self._now, attached=attached, beside=beside, saved=saved)
         self.engine.check(plan, subgroups, self.decisions.memory.reading.memory.total)
         return plan
 
@@ -144,7 +151,9 @@ class DeviceSide:
         if plan is None:
             return None
         subgroups, engine = self._registry.accelerated, self.engine
-        if self.decisions.follows_memory and not self.decisions.memory.forecast.ran_out_lately:
+        ran_out = self.decisions.memory.forecast.ran_out_lately
+        # What has to leave for state to come has to have left in this forward.
+        if self.decisions.follows_memory and not ran_out and self.activations.covers(plan):
             engine.early.settle(plan, subgroups)
         on_host = (subgroups[i] for i in plan.served(Placement.CPU) if not engine.stores.device.has(subgroups[i]))
         # The memory through which gradients travel is made in step(), never here.
@@ -191,7 +200,7 @@ class DeviceSide:
         now.step = self.device.mark()
         self.decisions.pace.step(now, early=departed if Placement.CPU in plan.placements else None)
         # Nobody knows what updates of parameters on the host take of it meanwhile.
-        now.alone = all(subgroup.arena.accelerated for subgroup in updates)
+        now.alone = all(subgroup.arena.accelerated for subgroup in updates) and not self.activations.share
         with now.held_up():
             prepared = self.engine.make_room(plan, subjects)
             if self.decisions.follows_memory and self.decisions.memory.grows_short:
@@ -230,6 +239,7 @@ class DeviceSide:
     def step_returns(self) -> None:
         """The caller goes on, with the next forward: another iteration begins."""
         self.engine.trim()
+        self.activations.settle(self.decisions.plan)
         self._now = Iteration(self.device, self._now)
 
     @property
@@ -299,6 +309,7 @@ class DeviceSide:
         self.engine.early.drop_prefetched()
         self.bring_home()
         self.decisions.memory.ran_out(held)
+        self.activations.ran_out()
         self._now.backward = None  # if the iteration is tried again, its peak is sampled, too
         self.device.trim()
 

@@ -39,7 +39,6 @@ class Session(InFlight):
     state: the optimizer's entries.
     seen: whether users have had entries of the state, which they may change from then on, whenever they like.
     attachment: the model whose next forward updates run into, if any.
-    activations: what moves saved tensors, once that was asked for.
     """
 
     state: Entries
@@ -48,7 +47,6 @@ class Session(InFlight):
         super().__init__(options, device, meshes)
         self.seen = False
         self.attachment: Attachment | None = None
-        self.activations: ActivationOffload | None = None
         self.clipping = Clipping(self.registry.offloaded, options.max_grad_norm, meshes)
         self._reconciler = Reconciler(self.registry, self.guard, options.state_format)
 
@@ -88,8 +86,6 @@ class Session(InFlight):
             self._hand_over()
         if self.on_device is not None:
             self.on_device.step_returns()
-        if self.activations is not None:
-            self.activations.settle()
 
     def prepare(self, scale: float, writes: int | None) -> Ready:
         """Look into everything that a step needs, and get the memory for it; nothing has changed if this raises.
@@ -180,8 +176,8 @@ class Session(InFlight):
 
     def gradient_ready(self, parameter: Tensor) -> None:
         """Called by a hook when backward has written to ``parameter.grad``, from several threads perhaps."""
-        if self.activations is not None and parameter.grad is not None:
-            self.activations.device.count(local(parameter.grad))
+        if self.on_device is not None and self.on_device.activations.in_use and parameter.grad is not None:
+            self.on_device.device.count(local(parameter.grad))
         if self.on_device is not None and self.capturing():
             if self.registry.offloaded is not None:
                 parameter.grad = None  # the graph that would compute it will not be
@@ -303,12 +299,10 @@ class Session(InFlight):
 
     def _offload(self, amount: Amount | None) -> ActivationOffload | None:
         """What moves saved tensors, with memory for the first forward; None with all parameters on the host."""
-        if amount is not None and self.devices.found is not None:
-            if self.activations is None:
-                registry = self.registry
-                self.activations = ActivationOffload(self.devices.found, self._lock, lambda: registry.bytes_to_come)
-            self.activations.prepare(amount)
-        return self.activations
+        if amount is None or self.on_device is None:
+            return None
+        self.on_device.activations.prepare(amount)
+        return self.on_device.activations
 
     @exclusive
     def load(self, state: Mapping[Tensor, Any], publish: Callable[[], None]) -> None:
@@ -341,8 +335,6 @@ class Session(InFlight):
         self.synchronize()
         if self.on_device is not None:
             self.on_device.release(held)
-        if self.activations is not None:
-            self.activations.settle()
         return held
 
 

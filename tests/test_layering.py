@@ -56,7 +56,7 @@ INNER: dict[str, set[str]] = {
     "machine": set(),
     "sharding": set(),
     "devices": {"guard", "lifetime", "machine"},
-    "activations": {"devices", "guard", "machine", "sharding"},
+    "activations": {"devices", "guard", "machine", "memory", "sharding"},
     "kernels": {"machine"},
     "state": {"devices", "kernels", "machine", "sharding"},
     "gradients": {"devices", "kernels", "sharding", "state"},
@@ -68,6 +68,7 @@ INNER: dict[str, set[str]] = {
     "calibration": {"devices", "kernels", "machine"},
     "calibrate": {"calibration"},
     "device_side": {
+        "activations",
         "deciding",
         "devices",
         "gradients",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import weakref
 from collections import deque
@@ -13,13 +14,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from dos.activations.births import MOST, Births
 from dos.activations.pool import HostPool
 from dos.activations.saved import Kept, Packed, Saved
 from dos.devices import Device
 from dos.guard import exclusive
 from dos.machine.host_memory import available_bytes
 from dos.machine.process import local_ranks
+from dos.memory.forecast import Room
 from dos.sharding.local import is_sharded, local
+from perfmodel import Plan
+from perfmodel.workload import SavedTensors
 
 Amount = float | int | Literal["auto"]
 """What leaves of all that is saved: a share (a float), bytes, or what the plan says."""
@@ -28,53 +33,40 @@ LEAST_BYTES = 1 << 20
 """Smaller tensors stay: a transfer would take longer to issue than to run."""
 _SCALE = 16
 """On an emulated device as small a share of its memory as that is of 64 GiB: so many bits."""
-WINDOW = 16
-"""Of what a forward has saved, the part that may be on its way to the host, or back ahead of its use, at a time."""
 _AT_ONCE = 2
-"""Tensors that may, at least."""
-
-
-class Births:
-    """What one forward saves, in order. nbytes: of it all. ended: whether backward has begun to read it."""
-
-    def __init__(self, leaves: Callable[[Births], bool]) -> None:
-        self.saved: list[weakref.ref[Saved] | None] = []
-        self.sizes: list[int] = []
-        self.nbytes = 0
-        self.gone = 0
-        self.ended = False
-        self.ranges: weakref.WeakValueDictionary[tuple[int, int, int], Saved] = weakref.WeakValueDictionary()
-        self.leaving: deque[weakref.ref[Saved]] = deque()
-        self.leaves = leaves
-
-    def add(self, saved: Saved) -> None:
-        """It is saved, perhaps again: backward needs it before all others so far."""
-        if saved.place is not None:
-            self.saved[saved.place] = None
-        saved.place = len(self.saved)
-        self.saved.append(weakref.ref(saved))
-
-    @property
-    def window(self) -> int:
-        """Bytes that may be on their way at a time."""
-        return self.nbytes // WINDOW
+"""Tensors that may be on their way to the host, or back ahead of their use, at least at a time."""
+REMEMBERED = 16
+"""Forwards of which the largest counts."""
 
 
 class ActivationOffload:
     """The saved tensors of one optimizer's models.
 
-    lock: the optimizer's. amount: see `checked_amount`. pool: their memory on the host.
+    lock: the optimizer's. pool: their memory on the host.
     state_to_come: gives the bytes of the host's memory that state will take yet.
+    sample: looks at the device's memory, when most is saved. in_use: whether anything was asked to leave.
+    share: of what a forward saves, that leaves where the plan decides.
     """
 
     def __init__(self, device: Device, lock: Any, state_to_come: Callable[[], int]) -> None:
         self.device = device
         self.pool = HostPool(device)
+        self.in_use = False
+        self.share = 0.0
+        self.sample: weakref.WeakMethod[Callable[..., None]] | None = None
         self._lock = lock
         self._state_to_come = state_to_come
         self._of_thread = threading.local()
         self._last: Sequence[int] = ()
         """The sizes of what the last forward saved, in order."""
+        self._recent: weakref.WeakSet[Births] = weakref.WeakSet()
+        """Of the forwards whose share the plan decides."""
+        self._timed: Births | None = None
+        """The last forward whose times are asked for; not the very first, which is slow."""
+        self._groups: tuple[SavedTensors, ...] = ()
+        self._told = False
+        self._totals: deque[int] = deque(maxlen=REMEMBERED)
+        self._planned = 0.0
         self._denied = 0
         self._wanted = 0
         """The most bytes on the host that there would have been at a time, if the pool had been as large."""
@@ -86,18 +78,66 @@ class ActivationOffload:
 
         What is given as bytes is what there can be; of a share, the same share of the device's memory.
         """
+        self.in_use = True
         if not self.pool.nbytes and amount != "auto":
             guess = int(amount * self.device.memory().total) if isinstance(amount, float) else amount
             self.pool.resize(min(guess, self._left_on_host() // 2))
 
-    def settle(self) -> None:
-        """Size the room by what was wanted. Between iterations, for pinning takes long and must not hold up ranks."""
-        wanted = self._wanted + self._wanted // 8
+    def settle(self, plan: Plan | None) -> None:
+        """Follow the plan, and size the room on the host; called between iterations.
+
+        Pinning takes long, and must not hold up ranks.
+        """
         self._denied = 0
+        if self._timed is not None and not self._groups:
+            self._groups = self._timed.groups()
+        if plan is not None and self._told:
+            planned = min(1.0, plan.activation_bytes / self._total)
+            # Where it falls, state that has to make room leaves first: in this step.
+            self.share, self._planned = max(planned, self._planned), planned
+        self._wanted = max(self._wanted, int(self.share * self._total))
+        wanted = self._wanted + self._wanted // 8
         if self._wanted and not self._wanted <= self.pool.nbytes <= 2 * wanted:
             size = min(wanted, self._left_on_host() + self.pool.nbytes)
             if not self.pool.nbytes <= size <= self.pool.nbytes + self.pool.nbytes // 8:
                 self.pool.resize(size)
+
+    def ran_out(self) -> None:
+        """The user's own code ran out of the device's memory: all that can leave does, until the next plan is made."""
+        self.share = self._planned = 1.0
+        self.settle(None)
+
+    def away(self) -> int:
+        """Bytes that are not on the device as the plan has said."""
+        return sum(births.away for births in list(self._recent))
+
+    def covers(self, plan: Plan) -> bool:
+        """Whether as much as the plan says has left in this forward already."""
+        return plan.activation_bytes <= self.share * self._total + 1
+
+    def recorded(self, room: Room, ran_out: bool) -> dict[str, Any]:
+        """What a workload has of saved tensors, where the plan decides how much of them leaves.
+
+        room: of the device, for state. ran_out: whether the user's code ran out of memory lately.
+        """
+        if not self._groups:
+            return {}
+        self._told = True
+        total = self._total
+        scaled = sum(group.nbytes for group in self._groups)
+        groups = tuple(group._replace(nbytes=group.nbytes * total // scaled) for group in self._groups)
+        host = min((self._left_on_host() + self.pool.nbytes) * 8 // 9, room.more)
+        step = -(-total // MOST)  # so that noise changes no plan
+        return {
+            "activations": groups,
+            "activation_host_bytes": math.inf if host >= total else host // step * step,
+            "activation_least_bytes": total if ran_out else min(total, -(-room.short // step) * step),
+        }
+
+    @property
+    def _total(self) -> int:
+        """Bytes that a forward saves at most."""
+        return max(self._totals, default=0)
 
     def _left_on_host(self) -> int:
         available = available_bytes()
@@ -121,7 +161,12 @@ class ActivationOffload:
         self.end(key)  # an interruption may have ended the last forward before its hook
         if not torch.is_grad_enabled() or self.device.capturing():
             return
-        births = Births(self._chosen(amount))
+        births = Births(self._chosen(amount), timed=amount == "auto" and bool(self._last) and not self._groups)
+        if amount == "auto":
+            self._recent.add(births)
+        if births.timed:
+            births.marks.append(self.device.mark())
+            self._timed = births
         lasting = frozenset(local(p).untyped_storage()._cdata for p in known if not is_lazy(p))
         hooks = torch.autograd.graph.saved_tensors_hooks(
             lambda tensor: self._pack(tensor, births, lasting), self._unpack
@@ -139,8 +184,11 @@ class ActivationOffload:
         while ended is not key:
             ended, hooks, births = stack.pop()
             hooks.__exit__()
+            if births.timed:
+                births.marks.append(self.device.mark())
             if births.sizes:
                 self._last = births.sizes
+                self._totals.append(births.nbytes)
 
     @property
     def _stack(self) -> list[Any]:
@@ -150,10 +198,10 @@ class ActivationOffload:
     def _chosen(self, amount: Amount) -> Callable[[Births], bool]:
         """Whether the last born may leave: those saved first do, until it is as much as asked for."""
         if amount == "auto":
-            amount = 0.0
+            amount = self.share
         if not isinstance(amount, float):
             return lambda births: births.gone + births.sizes[-1] <= amount
-        total, before, first = amount * sum(self._last), 0, len(self._last)
+        total, before, first = round(amount * sum(self._last)), 0, len(self._last)
         for place, nbytes in enumerate(self._last):
             if before >= total:
                 first = place
@@ -195,11 +243,10 @@ class ActivationOffload:
         saved = births.ranges.get(key)
         if saved is None or not saved.watch.holds:
             saved = Saved(self.device, part, span)
-            saved.births = births
-            births.sizes.append(saved.nbytes)
-            births.nbytes += saved.nbytes
             births.add(saved)
             births.ranges[key] = saved
+            if births.timed:
+                births.marks.append(self.device.mark())
             if not births.ended and births.leaves(births):
                 self._send(saved, births)
         else:
@@ -233,7 +280,12 @@ class ActivationOffload:
     def _fetch(self, packed: Packed) -> Tensor:
         saved = packed.saved
         births: Births = saved.births
+        sample = None if births.ended or self.sample is None else self.sample()
+        if sample is not None:
+            sample(always=True)
         births.ended = True
+        if births.timed and saved.number not in births.due:
+            births.due[saved.number] = self.device.mark()
         if saved.away:
             saved.bring_back()
         found = saved.read(packed)

@@ -20,7 +20,8 @@ _ALIGNMENT = 256
 class Saved:
     """A range of device memory that backward will read: on the device, on the host, or on its way.
 
-    nbytes: of it. place: its number among the births of its forward. tensors: how many were saved in it.
+    nbytes: of it. births: of its forward, where it has its number, and a place in the order of use.
+    tensors: how many were saved in it. watch: whether it was written since.
     """
 
     _back: Tensor | None = None
@@ -43,6 +44,7 @@ class Saved:
         self.watch = Watch(part)
         self.tensors = 0
         self.place: int | None = None
+        self.number = 0
         self.births: Any = None
 
     @property

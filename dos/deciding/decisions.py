@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,6 +17,7 @@ from dos.devices import Device
 from dos.kernels.gpu_update import gpu_kernel_name
 from dos.machine.profiles import resolve_profile
 from dos.machine.threads import set_kernel_threads
+from dos.memory.forecast import Room
 from dos.memory.monitor import Budget, MemoryMonitor
 from dos.step.iteration import Iteration
 from dos.step.pace import Pace
@@ -43,7 +44,8 @@ class Decisions:
 
     plan: of the last step; None before it. memory: of the device. pace: how long forward and backward last.
     stepped: the iteration whose step was issued last.
-    held, on_host: give the bytes that state takes of the device and of the host; may be asked on any thread.
+    held, on_host: give the bytes that state takes of the device and of the host; may be asked on any thread. So may
+    away: those of saved tensors that have left, as the plan says.
     """
 
     def __init__(
@@ -56,11 +58,12 @@ class Decisions:
         *,
         held: Callable[[], int],
         on_host: Callable[[], int],
+        away: Callable[[], int],
     ) -> None:
         """policy, profile, budget, interval: as users chose them."""
         self.plan: Plan | None = None
         self.stepped: Iteration | None = None
-        self.memory = MemoryMonitor(device, held, budget, interval)
+        self.memory = MemoryMonitor(device, lambda: held() - away(), budget, interval)
         self.pace = Pace()
         self._device = device
         self._policy = policy
@@ -79,17 +82,30 @@ class Decisions:
         """Whether plans follow the memory that is free."""
         return self._adaptive is not None
 
-    def decide(self, loads: tuple[SubgroupLoad, ...], now: Iteration, *, attached: bool, beside: int) -> Plan:
+    def decide(
+        self,
+        loads: tuple[SubgroupLoad, ...],
+        now: Iteration,
+        *,
+        attached: bool,
+        beside: int,
+        saved: Callable[[Room, bool], Mapping[str, Any]],
+    ) -> Plan:
         """Where to update these subgroups in this iteration.
 
         attached: whether the update runs on into the next forward. beside: see `MemoryMonitor.workload`.
+        saved: what the workload has of saved tensors, by the room that there is, and whether training ran out of memory
+        lately.
         Raises ValueError or TypeError for a plan that is none.
         """
         if self._adaptive is not None and self._adaptive.profile is None:
             self._adaptive.profile = self._find_profile()
         workload = self.memory.workload(loads, update_overlaps_forward=attached, beside=beside)
         workload = dataclasses.replace(
-            workload, forward_s=self.pace.forward_s if attached else 0.0, backward_s=self.pace.backward_s
+            workload,
+            forward_s=self.pace.forward_s if attached else 0.0,
+            backward_s=self.pace.backward_s,
+            **saved(self.memory.room, self.memory.forecast.ran_out_lately),
         )
         if self._adaptive is not None or self._decided is None or self._decided[0] != workload:
             self._decided = workload, plan_of(self._policy, workload)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -29,12 +30,16 @@ class Room(NamedTuple):
 
     resident: at the peak of the iteration. update: while updating; residents and slots share it.
     why: for what it is no more at the peak. margin: bytes that are left alone besides.
+    short: what is missing at the peak even without state, if all saved tensors stay.
+    more: what state may use beyond, if saved tensors leave.
     """
 
     resident: int
     update: int
     why: str = ""
     margin: int = 0
+    short: int = 0
+    more: float = math.inf
 
 
 class Forecast:
@@ -156,8 +161,9 @@ class Forecast:
         most = self._total if self._fits is None else self._fits[0]
         if most < resident - self.margin:
             why = "as an allocation failed lately"
+        short = max(0, self.margin - resident)
         resident, update = (min(max(0, mark - self.margin), most) for mark in (resident, update))
-        return Room(resident, update, why, self.margin)
+        return Room(resident, update, why, self.margin, short)
 
     def _limits(
         self, marks: Sequence[dict[Op, int]], windows: Sequence[int], levels: Sequence[int]

@@ -37,13 +37,15 @@ BUDGET = "by memory_budget="
 class MemoryMonitor:
     """Samples one device's memory and says how much of it optimizer state may use.
 
-    held: bytes that optimizer state has on the device now; called from several threads.
+    held: bytes that optimizer state has on the device now, less those of saved tensors that the plan has let leave, so
+        that what is said to be free is so while all of them stay; called from several threads.
     budget: see `Budget`; a function replaces what is measured, a number caps it.
     interval_s: seconds between samples by a thread of its own; None for samples at the calls of `sample` alone.
     clock: seconds, by which it is known how much of the time samples take; None: those of the wall.
     reading: the last one. forecast: what samples say of the next iteration.
     withheld: of the memory that was free or state's own when the last workload was made, the bytes that state may not
         use at the peak of the iteration, with the reasons. Empty if there is room for all state.
+    room: for which the last workload was made.
     grows_short: whether there was less then than in the iteration before, so that state may soon have to leave.
     """
 
@@ -72,6 +74,7 @@ class MemoryMonitor:
         self._peak: int | None = None
         self._peak_before: int | None = None
         self.grows_short = False
+        self.room = Room(0, 0)
         self.withheld: tuple[tuple[int, str], ...] = ()
         self.reading = self._reader.read()
         _monitors.add(self)
@@ -140,7 +143,7 @@ class MemoryMonitor:
         device need beyond state.
         """
         work = Workload(tuple(loads))
-        room = self._room()
+        self.room = room = self._room()
         update = room.update - beside
         peak = min(update, room.resident - beside if update_overlaps_forward else room.resident)
         state, slot = work.state_bytes, max(work.slot_bytes, 1)
@@ -169,15 +172,15 @@ class MemoryMonitor:
     def _room(self) -> Room:
         if callable(self._budget):
             nbytes = _checked(self._budget())
-            return Room(nbytes, nbytes, BUDGET)
+            return Room(nbytes, nbytes, BUDGET, more=0)
         room = self.forecast.room()
         if self._budget is None:
             return room
         share = isinstance(self._budget, float)
         limit = int(self._budget * self.reading.memory.total) if share else int(self._budget)
         if limit < room.resident:
-            return Room(limit, min(room.update, limit), BUDGET)
-        return room._replace(update=min(room.update, limit))
+            return Room(limit, min(room.update, limit), BUDGET, more=0)
+        return room._replace(update=min(room.update, limit), more=limit - room.resident)
 
 
 _monitors: weakref.WeakSet[MemoryMonitor] = weakref.WeakSet()

@@ -12,6 +12,10 @@ from dos import DOSAdam
 from perfmodel import Op
 from tests.support.devices import Copying
 
+WIDTH, BATCH, LAYERS = 64, 256, 16
+EACH = 4 * WIDTH * BATCH
+"""Bytes that a layer saves."""
+
 
 class Block(nn.Module):
     """What transformers are made of: a residual, a fused projection that is cut, a buffer, an expanded tensor."""
@@ -49,10 +53,28 @@ def optimizer_of(model: nn.Module, activations: Any = None) -> DOSAdam:
     optimizer = DOSAdam(model.parameters(), lr=1e-2, device=Copying(), policy="cpu")
     if activations is not None:
         optimizer.attach(model, activations=activations)
-        optimizer._session.activations.least_bytes = 64
+        optimizer._session.on_device.activations.least_bytes = 64
     return optimizer
 
 
 def saved(optimizer: DOSAdam) -> int:
     """Bytes that have left so far."""
     return sum(asked.nbytes for asked in optimizer._device.asked if asked.op is Op.SAVE)
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.sigmoid(layer(x))
+        return x
+
+
+def saves(optimizer: DOSAdam) -> list[int]:
+    """Bytes of each transfer of the last forward to the host."""
+    found = [asked.nbytes for asked in optimizer._device.asked if asked.op is Op.SAVE]
+    optimizer._device.asked.clear()
+    return found

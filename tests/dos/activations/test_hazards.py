@@ -116,7 +116,7 @@ def start(monkeypatch: pytest.MonkeyPatch, seed: int | None) -> tuple[Runtime, R
     device = Reusing(runtime)
     optimizer = DOSAdam(nn.Linear(2, 2).parameters(), device=device, policy="cpu")
     optimizer.offload_activations(100 * N * 4)
-    offload = optimizer._session.activations
+    offload = optimizer._session.on_device.activations
     assert offload is not None
     offload.least_bytes = 64
     return runtime, device, optimizer, offload

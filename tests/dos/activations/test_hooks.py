@@ -110,7 +110,7 @@ def test_of_a_compiled_model_leaves_what_its_graphs_hand_over(how: str) -> None:
             optimizer.attach(model)
             optimizer.offload_activations(activations)
         if activations is not None:
-            optimizer._session.activations.least_bytes = 64
+            optimizer._session.on_device.activations.least_bytes = 64
         for step in range(3):
             x = torch.randn(8, 24, generator=torch.Generator().manual_seed(step))
             optimizer.zero_grad()
@@ -159,7 +159,7 @@ def test_an_interruption_anywhere_in_forward_or_backward_changes_no_later_bit() 
         step(model, optimizer, 1)
         assert bits(p.grad for p in model.parameters()) == expected, line
         assert not leaves(optimizer)
-        offload = optimizer._session.activations
+        offload = optimizer._session.on_device.activations
         assert offload is not None
         assert offload.pool.used == 0, line
     assert Op.SAVE in {asked.op for asked in optimizer._device.asked}

@@ -13,24 +13,9 @@ from torch import Tensor, nn
 import dos.activations.offload as offload_module
 from dos import DOSAdam, EmulatedDevice
 from dos.activations.offload import ActivationOffload
-from perfmodel import Op
+from tests.support.activations import BATCH, EACH, LAYERS, WIDTH, Layers, saves
 from tests.support.devices import Copying
 from tests.support.training import FAST
-
-WIDTH, BATCH, LAYERS = 64, 256, 16
-EACH = 4 * WIDTH * BATCH
-"""Bytes that a layer saves."""
-
-
-class Layers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.sigmoid(layer(x))
-        return x
 
 
 def session(activations: Any, device: EmulatedDevice | None = None) -> tuple[nn.Module, DOSAdam, ActivationOffload]:
@@ -38,7 +23,7 @@ def session(activations: Any, device: EmulatedDevice | None = None) -> tuple[nn.
     device = device or Copying()
     optimizer = DOSAdam(model.parameters(), device=device, policy="cpu")
     optimizer.attach(model, activations=activations)
-    offload = optimizer._session.activations
+    offload = optimizer._session.on_device.activations
     assert offload is not None
     offload.least_bytes = 4096
     return model, optimizer, offload
@@ -46,13 +31,6 @@ def session(activations: Any, device: EmulatedDevice | None = None) -> tuple[nn.
 
 def forward(model: nn.Module, batch: int = BATCH) -> Tensor:
     return model(torch.randn(batch, WIDTH)).square().mean()
-
-
-def saves(optimizer: DOSAdam) -> list[int]:
-    """Bytes of each transfer of the last forward to the host."""
-    found = [asked.nbytes for asked in optimizer._device.asked if asked.op is Op.SAVE]
-    optimizer._device.asked.clear()
-    return found
 
 
 @pytest.mark.parametrize("batch", [BATCH, BATCH // 2, 2 * BATCH])
@@ -202,7 +180,7 @@ def test_parameters_on_the_host_have_nothing_to_leave_from() -> None:
         loss = forward(model)
     loss.backward()
     optimizer.step()
-    assert optimizer._session.activations is None
+    assert optimizer._session.on_device is None
 
 
 @pytest.mark.parametrize("activations", [True, "all", [0.5]])

@@ -39,7 +39,7 @@ def same_bits(way: str, activations: Any) -> tuple[int, int]:
         optimizer = dos_adam(module.parameters(), device=Copying())
         optimizer.attach(module, activations=amount)
         if amount is not None:
-            optimizer._session.activations.least_bytes = 16
+            optimizer._session.on_device.activations.least_bytes = 16
         train(module, optimizer)
         optimizer.synchronize()
         found.append(values(module))
@@ -63,7 +63,7 @@ def distributed_tensors() -> bool:
         x = distribute_tensor(torch.linspace(-1, 1, 64).view(8, 8), mesh_of(), [Shard(0)]).requires_grad_()
         optimizer = DOSAdam(nn.Linear(2, 2).parameters(), device=Copying())
         with optimizer.offload_activations(activations):
-            optimizer._session.activations.least_bytes = 16
+            optimizer._session.on_device.activations.least_bytes = 16
             y = x
             for _ in range(5):
                 y = torch.tanh(3 * y) * y
@@ -84,7 +84,7 @@ def written() -> str:
     x = distribute_tensor(torch.ones(8, 8), mesh_of(), [Shard(0)]).requires_grad_()
     optimizer = DOSAdam(nn.Linear(2, 2).parameters(), device=Copying())
     with optimizer.offload_activations(1.0):
-        optimizer._session.activations.least_bytes = 16
+        optimizer._session.on_device.activations.least_bytes = 16
         y = (x * 2).exp()
         z = y.sin().sin().sin().sum()
     with torch.no_grad():

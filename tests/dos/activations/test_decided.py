@@ -1,0 +1,182 @@
+"""`activations="auto"`: what the plan is told of saved tensors, and that they leave as it says."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dos.activations.offload as offload_module
+from dos import DOSAdam, EmulatedDevice
+from dos.activations.births import MOST
+from dos.activations.offload import ActivationOffload
+from perfmodel import Op, Plan, Workload
+from perfmodel.policies import cpu_only
+from tests.support.activations import BATCH, EACH, LAYERS, WIDTH, Layers, saves
+from tests.support.devices import Copying
+from tests.support.training import FAST, bits
+
+TOTAL = (LAYERS + 1) * EACH
+
+
+def start(
+    policy: str | Callable[[Workload], Plan], device: EmulatedDevice | None = None
+) -> tuple[nn.Module, DOSAdam, ActivationOffload]:
+    torch.default_generator.manual_seed(0)
+    model = Layers()
+    optimizer = DOSAdam(model.parameters(), device=device or Copying(), policy=policy, subgroup_size=5000)
+    optimizer.attach(model, activations="auto")
+    assert optimizer._session.on_device is not None
+    offload = optimizer._session.on_device.activations
+    offload.least_bytes = 4096
+    return model, optimizer, offload
+
+
+def step(model: nn.Module, optimizer: DOSAdam, batch: int = BATCH, number: int = 0) -> Tensor:
+    optimizer.zero_grad()
+    x = torch.randn(batch, WIDTH, generator=torch.Generator().manual_seed(number))
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+class Leaving:
+    """A policy that lets so many groups of saved tensors leave, and notes what it is told."""
+
+    def __init__(self, groups: int) -> None:
+        self.groups = groups
+        self.told: list[Workload] = []
+
+    def __call__(self, workload: Workload) -> Plan:
+        self.told.append(workload)
+        sums = [0, *itertools.accumulate(group.nbytes for group in workload.activations)]
+        left = next((nbytes for nbytes in sums[self.groups :] if nbytes >= workload.activation_least_bytes), sums[-1])
+        return dataclasses.replace(cpu_only(workload), activation_bytes=left)
+
+
+def test_the_first_iteration_tells_what_is_saved_and_when() -> None:
+    policy = Leaving(0)
+    model, optimizer, _ = start(policy)
+    for _ in range(2):
+        step(model, optimizer)
+        assert not policy.told[-1].activations
+    step(model, optimizer)
+    groups = policy.told[-1].activations
+    assert 0 < len(groups) <= MOST
+    assert sum(group.nbytes for group in groups) == pytest.approx(TOTAL, rel=0.01)
+    assert groups[0].born < 0.5 < groups[-1].born
+    assert groups[-1].due < 0.5 < groups[0].due
+
+
+@pytest.mark.parametrize("groups", [0, 5, LAYERS + 1])
+def test_as_much_leaves_as_the_plan_says_and_no_bit_changes(groups: int) -> None:
+    model, optimizer, offload = start(Leaving(groups))
+    losses = [step(model, optimizer, number=number) for number in range(4)]
+    saves(optimizer)
+    losses += [step(model, optimizer, number=4)]
+    assert saves(optimizer) == groups * [EACH]
+    assert offload.share == pytest.approx(groups / (LAYERS + 1), abs=0.01)
+    optimizer.synchronize()
+    expected, other, _ = start("cpu")
+    expected_losses = [step(expected, other, number=number) for number in range(5)]
+    other.synchronize()
+    assert bits(losses) == bits(expected_losses)
+    assert bits(model.parameters()) == bits(expected.parameters())
+
+
+def test_batches_of_other_lengths_are_no_new_beginning() -> None:
+    policy = Leaving(5)
+    model, optimizer, _ = start(policy)
+    for number, batch in enumerate([BATCH, BATCH, BATCH, BATCH // 2, BATCH // 3, BATCH]):
+        saves(optimizer)
+        step(model, optimizer, batch, number)
+    assert saves(optimizer) == 5 * [EACH]
+    assert len({workload.activations for workload in policy.told if workload.activations}) == 1
+
+
+def test_where_the_share_falls_state_leaves_first() -> None:
+    policy = Leaving(9)
+    model, optimizer, _ = start(policy)
+    for number in range(3):
+        step(model, optimizer, number=number)
+    policy.groups = 3
+    optimizer._session.on_device.decisions._decided = None
+    saves(optimizer)
+    step(model, optimizer)
+    assert saves(optimizer) == 9 * [EACH]
+    step(model, optimizer)
+    assert saves(optimizer) == 9 * [EACH], "the state that the last plan sends home is still leaving"
+    step(model, optimizer)
+    assert saves(optimizer) == 3 * [EACH]
+
+
+def test_memory_is_told_as_if_all_stayed() -> None:
+    def room(groups: int) -> float:
+        policy = Leaving(groups)
+        device = EmulatedDevice(FAST, 4 * TOTAL, occupied=2 * TOTAL)
+        model, optimizer, _ = start(policy, device)
+        for number in range(4):
+            step(model, optimizer, number=number)
+        decisions = optimizer._session.on_device.decisions
+        return decisions.memory.room.resident
+
+    assert room(0) == pytest.approx(room(LAYERS + 1), abs=2 * EACH)
+
+
+def test_when_memory_runs_out_all_leaves_before_state_does() -> None:
+    device = Copying()
+    model, optimizer, offload = start("adaptive", device)
+    for number in range(2):
+        step(model, optimizer, number=number)
+    assert saves(optimizer) == []
+    optimizer.release_memory()
+    assert offload.share == 1.0
+    step(model, optimizer)
+    assert saves(optimizer) == (LAYERS + 1) * [EACH]
+    step(model, optimizer)
+    assert saves(optimizer) == (LAYERS + 1) * [EACH]
+    plan = optimizer.plan()
+    assert plan is not None
+    assert "saved tensors leave" in optimizer.explain()
+
+
+def test_what_does_not_fit_without_leaving_leaves_and_the_peak_is_kept() -> None:
+    """The first iterations have room for all, then the model takes most of what they leave."""
+    others = 0
+    device = EmulatedDevice(FAST, TOTAL * 11 // 10, occupied=lambda: others)
+    model, optimizer, offload = start(Leaving(0), device)
+    for number in range(3):
+        step(model, optimizer, number=number)
+    assert offload.share == 0
+    others = TOTAL // 11
+    for number in range(3):
+        step(model, optimizer, number=number)
+    assert device.own_peak_bytes <= device.capacity
+    assert offload.share > 0
+
+
+def test_the_host_limits_what_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = Leaving(MOST)
+    model, optimizer, _ = start(policy)
+    for number in range(2):
+        step(model, optimizer, number=number)
+    monkeypatch.setattr(offload_module, "available_bytes", lambda: TOTAL // 2)
+    step(model, optimizer)
+    assert policy.told[-1].activation_host_bytes <= TOTAL // 2
+    step(model, optimizer)
+    assert sum(asked.nbytes for asked in optimizer._device.asked if asked.op is Op.SAVE) <= TOTAL // 2
+
+
+def test_a_memory_budget_is_not_exceeded_by_what_leaving_makes_free() -> None:
+    policy = Leaving(0)
+    model = Layers()
+    optimizer = DOSAdam(model.parameters(), device=Copying(), policy=policy, memory_budget=10_000, subgroup_size=500)
+    optimizer.attach(model, activations="auto")
+    for number in range(3):
+        step(model, optimizer, number=number)
+    assert policy.told[-1].activation_host_bytes == 0
