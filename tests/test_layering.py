@@ -117,3 +117,10 @@ def test_inside_dos(module: str) -> None:
     for path in place.glob("*.py") if place.is_dir() else [place.with_suffix(".py")]:
         found = {name.split(".")[1] for name in imported(path) if name.startswith("dos.") and name.count(".")}
         assert found - {module, "_adam"} <= INNER[module], path
+
+
+def test_tests_import_helpers_alone() -> None:
+    """What several of them need is in tests/support."""
+    tests = [f"tests.{path.name}" for path in (ROOT / "tests").iterdir() if path.is_dir() and path.name != "support"]
+    found = {str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("*.py") if imports(path, *tests)}
+    assert not found

@@ -169,7 +169,7 @@ def test_one_moment_as_adamw_has_it(state_format: str | None) -> None:
     learn(model, first, range(2))
     state = copy.deepcopy(first.state_dict())
     state["state"][0]["exp_avg"] = torch.full((96, 128), 7.0)
-    second = DOSAdam(model.parameters(), state_format=state_format)
+    second = maker("adaptive", state_format=state_format)(model.parameters())
     second.load_state_dict(state)
     squares = first.adamw_state(model[0].weight)["exp_avg_sq"]
     model[0].weight.grad = torch.zeros_like(model[0].weight)
