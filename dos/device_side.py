@@ -138,7 +138,7 @@ class DeviceSide:
             if self._now.left is None:
                 self._now.left = self.device.mark()
             index = self._registry.index[departure.subgroup]
-            departure.left(self.engine.send_gradients(index, departure.copies, departure.callers))
+            departure.left(self.engine.early.send_gradients(index, departure.copies, departure.callers))
         if self.departures.past_half:
             self.engine.early.prefetch(plan, self._registry.accelerated, self.decisions.memory.spare_in_backward)
 
@@ -170,9 +170,9 @@ class DeviceSide:
         engine = self.engine
 
         def send(copies: Sequence[Copy]) -> Job:
-            return engine.send_gradients(index, copies).job
+            return engine.early.send_gradients(index, copies).job
 
-        offloaded.take(record, subgroups, send, engine.run_on_host, in_backward=in_backward)
+        offloaded.take(record, subgroups, send, engine.host.submit, in_backward=in_backward)
 
     def abandon(self) -> None:
         """A hook was interrupted: what it has begun ends here, and the step sends everything anew."""

@@ -163,13 +163,13 @@ class Arena:
         """The host memory of its state."""
         return list(self._homes.values())
 
-    def incoming(self) -> list[HostTensor]:
-        """The host memory through which gradients come, and in which they add up."""
-        return [tensor for name, tensor in self._staging.items() if name != "parameter"]
+    def staging(self) -> list[HostTensor]:
+        """The host memory through which gradients come and parameters go, and in which gradients add up."""
+        return list(self._staging.values())
 
-    def outgoing(self) -> list[HostTensor]:
-        """The host memory through which new parameters go."""
-        return [tensor for name, tensor in self._staging.items() if name == "parameter"]
+    def incoming(self) -> list[HostTensor]:
+        """Of that, what is for gradients."""
+        return [tensor for name, tensor in self._staging.items() if name != "parameter"]
 
     def _stage(self, name: str, dtype: torch.dtype) -> None:
         assert self.device is not None, "nothing is staged for parameters on the host"

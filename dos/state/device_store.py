@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +18,13 @@ from perfmodel.plan import Tier
 logger = logging.getLogger(__name__)
 
 
+class Resident(NamedTuple):
+    """Room of a subgroup's own, and its state there."""
+
+    buffer: Tensor
+    state: State
+
+
 class DeviceStore:
     """State in device memory, and slots through which it passes. A failed allocation is an answer, not an error.
 
@@ -25,11 +33,10 @@ class DeviceStore:
     """
 
     def __init__(self, device: Device) -> None:
-        self.resident: dict[Subgroup, State] = {}
+        self.resident: dict[Subgroup, Resident] = {}
         self.slots: list[Tensor] = []
         self.denied: int | None = None
         self._device = device
-        self._buffers: dict[Subgroup, Tensor] = {}
         self._passing: dict[Subgroup, State] = {}
         """What passes through a slot, by subgroup."""
         self._expected = False
@@ -38,13 +45,11 @@ class DeviceStore:
     @property
     def nbytes(self) -> int:
         """Of residents and slots together; may be read from any thread."""
-        return sum(buffer.nbytes for buffer in (*list(self._buffers.values()), *list(self.slots)))
+        return sum(b.nbytes for b in (*(room.buffer for room in list(self.resident.values())), *list(self.slots)))
 
     def expect_denials(self, expected: bool) -> None:
         """A step begins; in one that expects denials, they say nothing about the device's memory."""
         self._expected, self.denied = expected, None
-        for subgroup in [s for s in self._buffers if s not in self.resident]:
-            self._device.free(self._buffers.pop(subgroup))  # whose eviction was interrupted
 
     def has(self, subgroup: Subgroup) -> bool:
         """Whether there is room here that is the subgroup's own."""
@@ -58,22 +63,19 @@ class DeviceStore:
             if buffer is None:
                 denied.append(subgroup)
             else:
-                self._buffers[subgroup] = buffer
-                self.resident[subgroup] = subgroup.state.carve(buffer)
+                self.resident[subgroup] = Resident(buffer, subgroup.state.carve(buffer))
         return denied
 
     def drop(self, subgroup: Subgroup) -> None:
         """Free a resident subgroup's memory. Its state has come home; nothing in flight may use it."""
-        del self.resident[subgroup]
         subgroup.batches.clear()  # which hold that memory
-        self._device.free(self._buffers[subgroup])
-        del self._buffers[subgroup]
+        self._device.free(self.resident.pop(subgroup).buffer)
 
     def fetch(self, subgroup: Subgroup) -> State:
         """Where the subgroup's state is: in room of its own, or in the slot that it occupies."""
         if subgroup.arena.tier is Tier.DEVICE:
             return subgroup.state
-        return self.resident.get(subgroup) or self._passing[subgroup]
+        return self.resident[subgroup].state if subgroup in self.resident else self._passing[subgroup]
 
     def store(
         self, number: int, subgroup: Subgroup, source: State, after: Sequence[Job], beside: Sequence[Copy] = ()

@@ -48,7 +48,7 @@ class HostStore:
         Raises MemoryError, before any is made, if the host has not enough: state has no other place to go.
         """
         wanted = [(tensor, s) for s in subgroups for tensor in s.arena.home()]
-        self._make([*wanted, *((tensor, s) for s in updated for tensor in (*s.arena.incoming(), *s.arena.outgoing()))])
+        self._make([*wanted, *((tensor, s) for s in updated for tensor in s.arena.staging())])
         return []
 
     def stage(self, subgroups: Iterable[Subgroup]) -> None:
@@ -71,7 +71,7 @@ class HostStore:
     def prepare(self, subgroups: Iterable[Subgroup]) -> None:
         """Make one more part of what these need once their state leaves the device, if the host has memory for it."""
         for s in subgroups:
-            for tensor in (*s.arena.home(), *s.arena.incoming(), *s.arena.outgoing()):
+            for tensor in (*s.arena.home(), *s.arena.staging()):
                 if not tensor.has(s.start, s.stop):
                     with contextlib.suppress(MemoryError):
                         self._make([(tensor, s)])

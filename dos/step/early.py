@@ -42,8 +42,12 @@ class Early:
         self._streamed: Sequence[int] = ()
         self._numbers = itertools.count()
 
-    def send_gradients(self, index: int, copies: Sequence[Copy], callers: Collection[Caller]) -> Issued:
-        """As `Engine.send_gradients`."""
+    def send_gradients(self, index: int, copies: Sequence[Copy], callers: Collection[Caller] = ()) -> Issued:
+        """Start gradients of one subgroup on their way to the host, after what the caller has queued on the device.
+
+        callers: the queues in which backward wrote them, if not all in the present one.
+        """
+        self._forget_many()
         # What backward writes in any of them is read here.
         job = self._device.copy(Op.GRADIENT, index, joined(copies), self._device.fence(callers))
         nbytes = sum(source.nbytes for _, source in copies)
@@ -108,9 +112,7 @@ class Early:
 
     def drop_prefetched(self) -> None:
         """Forget state that was prefetched for another plan than the one that runs, or for a step that was skipped."""
-        for issued in self.prefetched.values():
-            with contextlib.suppress(Exception):  # a step that needs that state fetches it again
-                issued.job.wait()
+        _end(self.prefetched.values())
         self.prefetched = {}
         self.stores.device.free_slots()
 
@@ -118,19 +120,15 @@ class Early:
         """Free memory of subgroups that were on their way here; nothing has updated their state, so the host has it."""
         for subgroup in subgroups:
             issued = self.arriving[subgroup]
-            if issued is not None:
-                with contextlib.suppress(Exception):  # a step that needs that state fetches it again
-                    issued.job.wait()
+            _end(() if issued is None else (issued,))
             if self.stores.device.has(subgroup):
                 self.stores.device.drop(subgroup)
             del self.arriving[subgroup]
 
-    def forget_many(self) -> None:
+    def _forget_many(self) -> None:
         """Backward after backward without a step: let go of transfers that have ended. Who uses them has them, too."""
         if len(self.begun) > MOST_EARLY_JOBS:
-            for issued in self.begun:
-                with contextlib.suppress(Exception):
-                    issued.job.wait()
+            _end(self.begun)
             kept = (*self.prefetched.values(), *self.arriving.values())
             self.begun = sorted(issued for issued in kept if issued is not None)
 
@@ -162,3 +160,10 @@ class Early:
         used = {issued.number for issued in begun}
         self.begun = [issued for issued in self.begun if issued.number not in used]
         self.prefetched, self.arriving = {}, {}
+
+
+def _end(begun: Iterable[Issued]) -> None:
+    """Wait for these. What went wrong does not matter: a step that needs them does it again, or says so."""
+    for issued in begun:
+        with contextlib.suppress(Exception):
+            issued.job.wait()

@@ -7,10 +7,10 @@ import functools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 
-from dos.devices import LANES, Caller, Copy, Device, Issued, Job
+from dos.devices import LANES, Device, Job
 from dos.guard import Guard
 from dos.lifetime import watch
 from dos.state.device_store import DeviceStore
@@ -32,7 +32,7 @@ class Engine:
 
     Between steps it owns the state of resident subgroups; `bring_home` returns that to the host.
 
-    stores: what holds the state.
+    host: the CPU lane. stores: what holds the state. early: what backward has begun for the next step.
     guard: of the optimizer; the caller holds its lock. It is broken if a step fails.
     schedule: of the last step that was issued; None before the first.
     ran: when its tasks ran, and nothing else.
@@ -43,7 +43,7 @@ class Engine:
     def __init__(self, device: Device, host_store: HostStore, guard: Guard) -> None:
         self.device = device
         self.guard = guard
-        self._host = HostLane(device)
+        self.host = HostLane(device)
         self.stores = Stores(DeviceStore(device), host_store)
         self.schedule: Schedule | None = None
         self.ran = Timeline(())
@@ -72,19 +72,6 @@ class Engine:
                     f"device has {total} bytes in all; choose a smaller subgroup_size or policy='cpu'"
                 )
 
-    def send_gradients(self, index: int, copies: Sequence[Copy], callers: Collection[Caller] = ()) -> Issued:
-        """Start gradients of one subgroup on their way to the host, after what the caller has queued on the device.
-
-        callers: the queues in which backward wrote them, if not all in the present one.
-        """
-        if self._step is None:
-            self.early.forget_many()
-        return self.early.send_gradients(index, copies, callers)
-
-    def run_on_host(self, work: Callable[[], None]) -> Future[None]:
-        """Run `work` on the CPU lane, in order."""
-        return self._host.submit(work)
-
     def make_room(self, plan: Plan, subjects: Sequence[Subject]) -> Prepared:
         """See `dos.step.room.make_room`."""
         self._started = time.perf_counter()
@@ -109,7 +96,7 @@ class Engine:
             turns = step.issue()
             self._lane_done = None
             if turns or step.leaving or self.stores.device.slots:
-                self._lane_done = self._host.submit(functools.partial(self._run_host_lane, turns, step))
+                self._lane_done = self.host.submit(functools.partial(self._run_host_lane, turns, step))
         except BaseException as error:
             failure = self.guard.failure(error)
             # Part of the step is under way; nothing may wait for the rest.
@@ -125,13 +112,16 @@ class Engine:
 
         Raises RuntimeError if the step failed, with the cause.
         """
-        done = None if self._step is None else self._step.done.get(subgroup)
-        if done is not None:
-            try:
-                # The new parameters are read from here on.
-                self.device.join(done.result())
-            except Exception as error:
-                raise self.guard.failure(error) from error
+        if self._step is not None and subgroup in self._step.done:
+            self._join([self._step.done[subgroup]])
+
+    def _join(self, done: Iterable[Future[Job]]) -> None:
+        try:
+            for job in done:
+                # The new parameters are read from here on, and gradients overwritten.
+                self.device.join(job.result())
+        except Exception as error:
+            raise self.guard.failure(error) from error
 
     def order_caller(self) -> None:
         """Order what the caller queues on the device from now on behind the whole step.
@@ -141,12 +131,7 @@ class Engine:
         """
         if self._step is None:
             return
-        try:
-            for done in {id(done): done for done in self._step.done.values()}.values():
-                # The new parameters are read from here on, and gradients overwritten.
-                self.device.join(done.result())
-        except Exception as error:
-            raise self.guard.failure(error) from error
+        self._join(dict.fromkeys(self._step.done.values()))
         if self._lane_done is not None:
             self._lane_done.result()
         self._step.ordered = self.device.mark()
@@ -205,12 +190,12 @@ class Engine:
         unused = _spans([issued.job for issued in self.early.begun], errors)
         if self._lane_done is not None:
             self._lane_done.result()  # slots and the memory of leaving state are free again
-        spans += self._host.spans
+        spans += self.host.spans
         self.early.drop_prefetched()
         if step is None:
             errors = []  # gradients that no step has used, or whose use says that they did not arrive
         self.guard.failed |= bool(errors)
-        self.early.begun, self._step, self._lane_done, self._host.spans = [], None, None, []
+        self.early.begun, self._step, self._lane_done, self.host.spans = [], None, None, []
         if errors:
             raise self.guard.failure(errors[0]) from errors[0]
         if step is None:
@@ -231,7 +216,7 @@ class Engine:
         if threading.current_thread().name.startswith("dos-"):
             return  # a thread that would wait for itself
         with contextlib.suppress(Exception):
-            self.run_on_host(lambda: None).result()
+            self.host.submit(lambda: None).result()
         for op in LANES:  # in-order streams, so what is issued last ends last
             with contextlib.suppress(Exception):
                 last = self.device.launch(0, lambda: None, 0) if op is Op.UPDATE else self.device.copy(op, 0, [])
@@ -239,7 +224,7 @@ class Engine:
 
     def after_fork(self) -> None:
         """Renew what a forked child does not inherit: threads."""
-        self._host.renew()
+        self.host.renew()
 
     def bring_home(self, subgroups: Iterable[Subgroup]) -> None:
         """Return the state of all these subgroups to where it has its home, once the running step is done."""
@@ -284,7 +269,7 @@ class Engine:
 
     def _run_host_lane(self, turns: Sequence[Turn], step: Step) -> None:
         """The host's part of a step: update, then give back memory that was needed for it only."""
-        self._host.update(turns)
+        self.host.update(turns)
         for job in step.last.values():
             with contextlib.suppress(Exception):  # said by `wait`, which waits for the same jobs
                 job.wait()

@@ -23,7 +23,7 @@ class Step:
     jobs: of transfers and of updates on the device. uploads: those of the host's lane, to come.
     done: by subgroup, the job after which its new parameters are there, once that is issued.
     backward: what the caller had queued on the device when the step was issued.
-    last: by stream, the jobs after which nothing uses slots and state that leaves, for streams
+    last: by stream, the jobs after which nothing uses slots and rooms that state leaves, for streams
         are in order.
     started: when its step() was called, on the clock of time.perf_counter.
     ordered: where the caller's work on the device goes on behind the step, if it does.
@@ -46,7 +46,7 @@ class Step:
         self.uploads: list[Future[Job]] = []
         self.done: dict[Subgroup, Future[Job]] = {}
         self.backward: Sequence[Job] = ()
-        self.last: dict[Stream, Job] = {}
+        self.last = {issued.task.stream: issued.job for issued in begun if issued.task.move is not None}
         self.leaving: list[tuple[Subgroup, Store]] = []
         self._device = device
         self._stores = stores
@@ -74,9 +74,9 @@ class Step:
                 turns.append(self._turn(task, self._ready[task.after[0]], after))
                 jobs.append(())
             else:
-                self.jobs.append(self._issue(task, after))
+                self.jobs.append((self._update if task.op is Op.UPDATE else self._transfer)(task, after))
                 jobs.append(self.jobs[-1:])
-                if task.op is Op.FLUSH or task.slot is not None:
+                if task.move is not None or task.slot is not None:
                     self.last[task.stream] = self.jobs[-1]
         # Else the gradients' memory would be held until the caller waits for the step.
         for turn in turns:
@@ -115,39 +115,21 @@ class Step:
         self.uploads.append(done)
         return Turn(i, update, ready, after, done)
 
-    def _issue(self, task: Task, after: Sequence[Job]) -> Job:
-        if task.op is Op.FLUSH:
-            return self._flush(task, after)
-        if task.op is Op.GRADIENT:
-            return self._send(task, after)
-        return self._prefetch(task, after) if task.op is Op.PREFETCH else self._update(task, after)
-
-    def _send(self, task: Task, after: Sequence[Job]) -> Job:
-        assert task.subgroup is not None, "a transfer is of a subgroup"
-        subject = self._subjects[task.subgroup]
-        assert subject.update is not None, "only what is updated is sent"
-        return self._device.copy(Op.GRADIENT, task.subgroup, subject.update.downloads(subject.late), after)
-
-    def _prefetch(self, task: Task, after: Sequence[Job]) -> Job:
-        """Bring up what the update on the device has not: state, offloaded gradients, or both."""
-        i, subgroup, update = self._of(task)
-        gradients, device = list[Copy](), self._stores.device
-        if task.slot is not None:
+    def _transfer(self, task: Task, after: Sequence[Job]) -> Job:
+        """State goes from one store to another; gradients go to the host, or come up to a slot, perhaps with state."""
+        assert task.subgroup is not None, "what is transferred is of a subgroup"
+        subgroup, update, _, late = self._subjects[task.subgroup]
+        device, copies = self._stores.device, list[Copy]()
+        if task.op is Op.GRADIENT and update is not None:
+            copies = update.downloads(late)
+        elif task.op is Op.PREFETCH and task.slot is not None:
             if task.move is not None:
                 device.occupy(subgroup, task.slot)
-            if update.offloaded:
-                gradients = update.fetch_gradients(device.beside(subgroup, task.slot))
+            if update is not None and update.offloaded:
+                copies = update.fetch_gradients(device.beside(subgroup, task.slot))
         if task.move is None:
-            return self._device.copy(Op.PREFETCH, i, gradients, after)
-        return self._move(task, task.move, after, gradients)
-
-    def _flush(self, task: Task, after: Sequence[Job]) -> Job:
-        assert task.move is not None, "state goes somewhere"
-        return self._move(task, task.move, after)
-
-    def _move(self, task: Task, move: Move, after: Sequence[Job], beside: Sequence[Copy] = ()) -> Job:
-        assert task.subgroup is not None, "state is of a subgroup"
-        return self._stores.move(move, task.subgroup, self._subjects[task.subgroup].subgroup, after, beside)
+            return self._device.copy(task.op, task.subgroup, copies, after)
+        return self._stores.move(task.move, task.subgroup, subgroup, after, copies)
 
     def _left(self) -> Iterator[tuple[Subgroup, Store]]:
         """The rooms that state leaves in this step, but for homes, which stay."""
@@ -164,7 +146,7 @@ class Step:
         """Of one subgroup, or of residents together."""
         i, first, _ = self._of(task)
         lasting = self._stores.device.has(first)
-        updates = [self._placed(each) for each in (task, *_others(task))]
+        updates = [self._placed(each) for each in (task, *(task._replace(subgroup=i) for i in task.others))]
         reads = [g.values for each in updates if not each.update.offloaded for _, g in each.update.items]
         name = first.arena.format.name
         job = self._device.launch(i, lambda: apply(updates, lasting=lasting), task.size, after, reads, name)
@@ -186,8 +168,3 @@ class Step:
         subject = self._subjects[task.subgroup]
         assert subject.update is not None, "nothing is updated without a gradient"
         return task.subgroup, subject.subgroup, subject.update
-
-
-def _others(task: Task) -> list[Task]:
-    """An update of several subgroups as further ones of one each."""
-    return [task._replace(subgroup=i) for i in task.others]

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from dos.state.stores import Store, Stores
+from dos.state.stores import Store
 from dos.state.subgroup import Subgroup
 from dos.step.early import Early
 from dos.step.work import Subject
@@ -40,13 +40,20 @@ def make_room(plan: Plan, subjects: Sequence[Subject], early: Early) -> Prepared
     stays = {subjects[i].subgroup for i in plan.served(Placement.GPU_RESIDENT)}
     early.drop_arriving([s for s, issued in early.arriving.items() if issued is None or s not in stays])
     found = [s.found(early.where(s.subgroup)) for s in subjects]
-    reserved = _Reserved(stores)
+    reserved: list[tuple[Store, Subgroup]] = []
+
+    def reserve(tier: Tier, subgroups: Iterable[Subgroup]) -> list[Subgroup]:
+        store = stores.of[tier]
+        without = [subgroup for subgroup in subgroups if not store.has(subgroup)]
+        reserved.extend((store, subgroup) for subgroup in without)
+        return store.reserve(without)
+
     try:
         # What leaves is there until the step is over, and may be what is missing.
         device.expect_denials(bool(leaving(plan, found)))
         coming = {i: subjects[i].subgroup for i in arriving(plan, found)}
         new = [i for i, subgroup in coming.items() if stores.where(subgroup) is None]
-        without = reserved.get(Tier.DEVICE, coming.values())
+        without = set(reserve(Tier.DEVICE, coming.values()))
         denied = {i for i, subgroup in coming.items() if subgroup in without}
         for i in set(new) - denied:  # state that was nowhere begins on the device
             device.fetch(coming[i]).zero()
@@ -55,35 +62,16 @@ def make_room(plan: Plan, subjects: Sequence[Subject], early: Early) -> Prepared
         plan = dataclasses.replace(plan.on_host(denied), slots=len(device.slots))
         moved = [i for i, subject in enumerate(subjects) if subject.update or found[i].state is not plan.stays(i)]
         for tier in set(stores.of) - {Tier.DEVICE, Tier.HOST}:
-            reserved.get(tier, [subjects[i].subgroup for i in moved if plan.stays(i) is tier])
+            reserve(tier, [subjects[i].subgroup for i in moved if plan.stays(i) is tier])
         on_cpu = [subjects[i].subgroup for i in plan.served(Placement.CPU) if subjects[i].update]
         stores.host.reserve([subjects[i].subgroup for i in moved if plan.stays(i) is Tier.HOST], on_cpu)
     except BaseException:
-        reserved.give_back()
+        for store, subgroup in reserved:
+            if store.has(subgroup):  # to which nothing has come
+                store.drop(subgroup)
         early.drop_prefetched()
         raise
     return Prepared(plan, subjects, found)
-
-
-class _Reserved:
-    """Room that one step has got in the stores."""
-
-    def __init__(self, stores: Stores) -> None:
-        self._stores = stores
-        self._got: list[tuple[Store, Subgroup]] = []
-
-    def get(self, tier: Tier, subgroups: Iterable[Subgroup]) -> list[Subgroup]:
-        """Make room for those that have none; those for which there is none. Raises as the store."""
-        store = self._stores.of[tier]
-        without = [subgroup for subgroup in subgroups if not store.has(subgroup)]
-        self._got += [(store, subgroup) for subgroup in without]
-        return store.reserve(without)
-
-    def give_back(self) -> None:
-        """Nothing has come to any of it."""
-        for store, subgroup in self._got:
-            if store.has(subgroup):
-                store.drop(subgroup)
 
 
 def _get_slots(

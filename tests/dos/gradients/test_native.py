@@ -13,7 +13,7 @@ from torch import nn
 from dos import DOSAdam, EmulatedDevice
 from dos.devices import Copy
 from dos.gradients import offload
-from dos.step.engine import Engine
+from dos.step.early import Early
 from tests.support.training import backward, bits, mlp, on, profile
 
 pytestmark = pytest.mark.usefixtures("one_core")
@@ -98,19 +98,19 @@ def test_a_part_that_does_not_come_is_said(part: int, monkeypatch: pytest.Monkey
     model = mlp(torch.bfloat16)
     optimizer = native(model)
     backward(model, 0)
-    send, sent = Engine.send_gradients, itertools.count()
+    send, sent = Early.send_gradients, itertools.count()
 
     class Broken:
         def wait(self) -> None:
             raise OSError("the link broke")
 
-    def fail(self: Engine, index: int, copies: Sequence[Copy]) -> Any:
+    def fail(self: Early, index: int, copies: Sequence[Copy]) -> Any:
         found = send(self, index, copies)
         found.job.wait()
         return type("Sent", (), {"job": Broken()}) if next(sent) == part else found
 
     with monkeypatch.context() as patch:
-        patch.setattr(Engine, "send_gradients", fail)
+        patch.setattr(Early, "send_gradients", fail)
         backward(model, 1)
     with pytest.raises(RuntimeError, match="are not complete"):
         optimizer.step()
