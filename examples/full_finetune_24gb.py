@@ -11,6 +11,7 @@ It takes 105 GiB of host memory for 8B, 60 GiB with --state-format int8; docs/8b
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from perfmodel.hardware import HardwareProfile
 
 CHUNK = 512
 """Tokens of which logits are there at once."""
+SHARD = "2GB"
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -110,6 +112,7 @@ def train_in_a_loop(model: LlamaForCausalLM, rows: Tensor, settings: dict[str, A
         optimizer.load_state_dict(saved["optimizer"])
         schedule.load_state_dict(saved["schedule"])
         done = saved["step"]
+        del saved
     losses = []
     for step in range(done, options.steps):
         loss = torch.zeros((), device=model.device)
@@ -170,6 +173,8 @@ def train_by_trainer(model: LlamaForCausalLM, rows: Tensor, settings: dict[str, 
         report_to="none",
         use_cpu=options.tiny,
     )
+    # Weights are saved and loaded in shards, of which the host has one at a time.
+    model.save_pretrained = functools.partial(model.save_pretrained, max_shard_size=SHARD)
     data = [{"input_ids": row, "labels": row} for row in rows]
     trainer = LargeModelTrainer(model, arguments, train_dataset=data, optimizer_cls_and_kwargs=(DOSAdam, settings))
     trainer.with_loss = WithLoss(model)
