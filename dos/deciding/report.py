@@ -95,6 +95,7 @@ class Report:
             "memory_held_bytes": self.held_bytes,
             "host_held_bytes": self.host_bytes,
             "memory_for_state_bytes": _finite(self.workload.peak_free_bytes),
+            "activation_bytes": self.plan.activation_bytes,
         }
         return {name: float(value) for name, value in found.items() if value is not None}
 
@@ -108,6 +109,8 @@ class Report:
             f"Formats: {self._formats()}; {work.state_bytes / max(work.numel, 1):.3g} bytes of state per parameter",
             f"Last change of plan: {self.why}",
         ]
+        if work.activations:
+            lines += [f"Saved tensors: {self._saved()}"]
         lines += unused(self.plan, self.workload, self.profile, self.withheld)
         if self.kernel is not None:
             lines += [f"Updates on the device are done by {self.kernel}"]
@@ -130,6 +133,17 @@ class Report:
                 what = "the shortest possible iteration over this one" if self.compute_s else "the bound over the wait"
                 lines += [f"Efficiency: {self.efficiency:.0%} ({what})"]
         return "\n".join(lines)
+
+    def _saved(self) -> str:
+        """How much of what forward saves leaves for the host, and why."""
+        work, left = self.workload, self.plan.activation_bytes
+        whole = size_of(sum(saved.nbytes for saved in work.activations))
+        if not left:
+            return f"all {whole} stay, as the iteration would not be shorter if some left"
+        why = f"which makes room for {size_of(work.room(left))}"
+        if work.activation_least_bytes:
+            why += f", as {size_of(min(left, work.activation_least_bytes))} have to, or training runs out of memory"
+        return f"{size_of(left)} of {whole} leave for the host in forward, {why}"
 
     def _formats(self) -> str:
         """Of the state, with the share of the parameters that are kept so."""

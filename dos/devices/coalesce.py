@@ -14,6 +14,9 @@ SMALL_BYTES = 1 << 17
 """Pieces below this share a copy: in the few microseconds that issuing a copy takes, a link moves about as much."""
 RUN_BYTES = 1 << 24
 """The most that one such copy moves, and needs on the device meanwhile."""
+PIECE_BYTES = 1 << 25
+"""The most that any copy moves: a link serves streams in turn, and saved tensors, which compute waits for, come between
+pieces of state."""
 
 
 def joined(copies: Iterable[Copy]) -> list[Copy]:
@@ -90,10 +93,12 @@ def _copy_together(run: Sequence[Copy], *, to_host: bool) -> bool:
 
 
 def _copy_across(copy: Copy, *, to_host: bool) -> None:
-    """Queue one copy, cut where host memory that was pinned in one go ends."""
+    """Queue one copy in pieces, cut also where host memory that was pinned in one go ends."""
     destination, source = copy
+    most = PIECE_BYTES // source.itemsize
     for part in pinned_parts(destination if to_host else source):
-        destination[part].copy_(source[part], non_blocking=True)
+        for to, piece in zip(destination[part].split(most), source[part].split(most), strict=True):
+            to.copy_(piece, non_blocking=True)
 
 
 def _follows(tensor: Tensor, other: Tensor) -> bool:

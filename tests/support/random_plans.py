@@ -42,7 +42,9 @@ class RandomPlans:
         n = len(workload.subgroups)
         order = list(range(n))
         self.random.shuffle(order)
-        return Plan(tuple(self.random.choices(list(Placement), k=n)), tuple(order), self.slots)
+        left = self.random.randint(0, len(workload.activations)) if workload.activations else 0
+        leaving = sum(saved.nbytes for saved in workload.activations[:left])
+        return Plan(tuple(self.random.choices(list(Placement), k=n)), tuple(order), self.slots, leaving)
 
 
 def all_in(placement: Placement, workload: Workload, slots: int = 0) -> Plan:

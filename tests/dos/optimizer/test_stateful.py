@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import enum
 import functools
@@ -66,11 +67,17 @@ class Amp(enum.Enum):
 
 
 class Run:
-    """A model and an optimizer, with all that belongs to them. make: builds the optimizer from param groups."""
+    """A model and an optimizer, with all that belongs to them.
 
-    def __init__(self, make: Callable[[list[dict[str, Any]]], Any], attached: bool = False) -> None:
+    make: builds the optimizer from param groups. activations: how much of what is saved leaves.
+    """
+
+    def __init__(
+        self, make: Callable[[list[dict[str, Any]]], Any], attached: bool = False, activations: Any = None
+    ) -> None:
         self.make = make
         self.attached = attached
+        self.activations = activations
         self.model = Net()
         self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
         self.scaler.scale(torch.ones(()))  # it begins with the first use
@@ -81,7 +88,9 @@ class Run:
         self.optimizer = optimizer
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
         if self.attached:
-            optimizer.attach(self.model)
+            optimizer.attach(self.model, activations=self.activations)
+        if self.activations is not None:
+            optimizer._session.on_device.activations.least_bytes = 16
 
     def group(self, late: bool) -> dict[str, Any]:
         """The parameters that are given to the optimizer at first, or later."""
@@ -101,7 +110,9 @@ class Run:
 
     def loss(self, micro_batch: MicroBatch, amp: Amp) -> Tensor:
         seed, expert = micro_batch
-        loss = self.model(torch.randn(5, 6, generator=torch.Generator().manual_seed(seed)), expert).square().mean()
+        in_context = self.activations is not None and not self.attached
+        with self.optimizer.offload_activations(self.activations) if in_context else contextlib.nullcontext():
+            loss = self.model(torch.randn(5, 6, generator=torch.Generator().manual_seed(seed)), expert).square().mean()
         return self.scaler.scale(loss) if amp is Amp.SCALED else loss
 
     def synchronize(self) -> None:
@@ -180,6 +191,7 @@ class Lockstep(RuleBasedStateMachine):
         slow=st.booleans(),
         capacity=st.sampled_from([10**8, 6_000]),
         attached=st.booleans(),
+        activations=st.sampled_from([None, None, "auto", 1.0, 0.5, 300]),
         max_grad_norm=st.sampled_from([None, None, 0.05]),
         frozen=st.sets(st.sampled_from(FREEZABLE)),
     )
@@ -192,17 +204,20 @@ class Lockstep(RuleBasedStateMachine):
         slow: bool,
         capacity: int,
         attached: bool,
+        activations: Any,
         max_grad_norm: float | None,
         frozen: set[str],
     ) -> None:
         self.max_grad_norm = max_grad_norm
         ours = {**group, "offload_gradients": self.offload_gradients, "max_grad_norm": max_grad_norm}
         here = {**ours, "policy": "cpu", "device": EmulatedDevice(FAST, 10**8)} if self.offload_gradients else ours
+        if activations is not None:
+            capacity = 10**8  # of which the model takes some then
         there = {**ours, "device": EmulatedDevice(SLOW if slow else FAST, capacity), "subgroup_size": subgroup_size}
         self.adamw = Run(lambda groups: torch.optim.AdamW(groups, **group))
         self.variants = [
             Run(lambda groups: DOSAdam(groups, **here)),
-            Run(lambda groups: DOSAdam(groups, **there, policy=RandomPlans(seed, slots)), attached),
+            Run(lambda groups: DOSAdam(groups, **there, policy=RandomPlans(seed, slots)), attached, activations),
         ]
         for name in frozen:
             self.freeze(name, drop=False)
@@ -498,7 +513,7 @@ class Lockstep(RuleBasedStateMachine):
 
     def attach(self) -> None:
         self.variants[1].attached = True
-        self.variants[1].optimizer.attach(self.variants[1].model)
+        self.variants[1].optimizer.attach(self.variants[1].model, activations=self.variants[1].activations)
 
     def evaluate(self) -> None:
         outputs = []
