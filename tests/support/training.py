@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from dos import DOSAdam, EmulatedDevice
-from dos.devices import Job
-from dos.step.engine import Engine
+from dos.devices import Issued
+from dos.step.early import Early
 from perfmodel.hardware import HardwareProfile
 
 FAST = HardwareProfile(
@@ -173,17 +173,17 @@ def attached_after_a_step() -> tuple[nn.Sequential, DOSAdam, list[bytes]]:
 def leaving_early() -> Iterator[list[int]]:
     """The subgroups whose gradients leave during backward meanwhile."""
     found: list[int] = []
-    send_gradients = Engine.send_gradients
+    send_gradients = Early.send_gradients
 
-    def send(self: Engine, index: int, *rest: Any, **more: Any) -> Job:
+    def send(self: Early, index: int, *rest: Any, **more: Any) -> Issued:
         found.append(index)
         return send_gradients(self, index, *rest, **more)
 
-    Engine.send_gradients = send  # type: ignore[method-assign]
+    Early.send_gradients = send  # type: ignore[method-assign]
     try:
         yield found
     finally:
-        Engine.send_gradients = send_gradients  # type: ignore[method-assign]
+        Early.send_gradients = send_gradients  # type: ignore[method-assign]
 
 
 @contextmanager
