@@ -200,7 +200,7 @@ class DeviceSide:
         now.step = self.device.mark()
         self.decisions.pace.step(now, early=departed if Placement.CPU in plan.placements else None)
         # Nobody knows what updates of parameters on the host take of it meanwhile.
-        now.alone = all(subgroup.arena.accelerated for subgroup in updates) and not self.activations.share
+        now.alone = all(subgroup.arena.accelerated for subgroup in updates) and not self.activations.moved
         with now.held_up():
             prepared = self.engine.make_room(plan, subjects)
             if self.decisions.follows_memory and self.decisions.memory.grows_short:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from dos.activations.saved import Saved
 from dos.devices import Mark
@@ -33,7 +32,7 @@ class Births:
         self.gone = 0
         self.ended = False
         self.ranges: weakref.WeakValueDictionary[tuple[int, int, int], Saved] = weakref.WeakValueDictionary()
-        self.leaving: deque[weakref.ref[Saved]] = deque()
+        self.leaving: list[weakref.ref[Saved]] = []
         self.leaves = leaves
         self.timed = timed
         self.marks: list[Mark] = []
@@ -50,6 +49,13 @@ class Births:
         saved.place = len(self.saved)
         self.saved.append(weakref.ref(saved))
 
+    def before(self, saved: Saved | None = None) -> Iterator[Saved]:
+        """Those that were saved before this one, or all, as far as they are needed yet, the last first."""
+        for reference in reversed(self.saved[: None if saved is None else saved.place]):
+            found = None if reference is None else reference()
+            if found is not None:
+                yield found
+
     @property
     def window(self) -> int:
         """Bytes that may be on their way at a time."""
@@ -58,8 +64,7 @@ class Births:
     @property
     def away(self) -> int:
         """Bytes that are not on the device."""
-        found = (reference() for reference in self.saved if reference is not None)
-        return sum(saved.nbytes for saved in found if saved is not None and saved.away)
+        return sum(saved.nbytes for saved in self.before() if saved.away)
 
     def groups(self) -> tuple[SavedTensors, ...]:
         """All of it in at most MOST groups; none if the device has not come to it all, or forward has not ended."""

@@ -45,7 +45,7 @@ class ActivationOffload:
     lock: the optimizer's. pool: their memory on the host.
     state_to_come: gives the bytes of the host's memory that state will take yet.
     sample: looks at the device's memory, when most is saved. in_use: whether anything was asked to leave.
-    share: of what a forward saves, that leaves where the plan decides.
+    share: of what a forward saves, that leaves where the plan decides. moved: whether any of the last one has left.
     """
 
     def __init__(self, device: Device, lock: Any, state_to_come: Callable[[], int]) -> None:
@@ -53,6 +53,7 @@ class ActivationOffload:
         self.pool = HostPool(device)
         self.in_use = False
         self.share = 0.0
+        self.moved = False
         self.sample: weakref.WeakMethod[Callable[..., None]] | None = None
         self._lock = lock
         self._state_to_come = state_to_come
@@ -97,7 +98,7 @@ class ActivationOffload:
             self.share, self._planned = max(planned, self._planned), planned
         self._wanted = max(self._wanted, int(self.share * self._total))
         wanted = self._wanted + self._wanted // 8
-        if self._wanted and not self._wanted <= self.pool.nbytes <= 2 * wanted:
+        if not self._wanted <= self.pool.nbytes <= 2 * wanted:
             size = min(wanted, self._left_on_host() + self.pool.nbytes)
             if not self.pool.nbytes <= size <= self.pool.nbytes + self.pool.nbytes // 8:
                 self.pool.resize(size)
@@ -186,6 +187,7 @@ class ActivationOffload:
             hooks.__exit__()
             if births.timed:
                 births.marks.append(self.device.mark())
+            self.moved = births.gone > 0
             if births.sizes:
                 self._last = births.sizes
                 self._totals.append(births.nbytes)
@@ -266,13 +268,13 @@ class ActivationOffload:
         under_way = [each for each in (reference() for reference in births.leaving) if each is not None]
         while len(under_way) > _AT_ONCE and sum(each.nbytes for each in under_way[1:]) >= births.window:
             under_way.pop(0).free()
-        births.leaving = deque(map(weakref.ref, under_way))
+        births.leaving = list(map(weakref.ref, under_way))
 
     def _unpack(self, packed: Kept | Packed) -> Tensor:
         """The tensor, when backward needs it. Raises RuntimeError if it was written to."""
         if isinstance(packed, Kept):
             return packed.read()
-        packed.check()
+        packed.watch.check()
         return self._fetch(packed)
 
     @torch.no_grad()
@@ -290,12 +292,9 @@ class ActivationOffload:
             saved.bring_back()
         found = saved.read(packed)
         ahead = 0
-        for count, reference in enumerate(reversed(births.saved[: saved.place])):
+        for count, other in enumerate(births.before(saved)):
             if count >= _AT_ONCE and ahead >= births.window:
                 break
-            other = None if reference is None else reference()
-            if other is None:
-                continue
             ahead += other.nbytes
             if other.away:
                 try:

@@ -109,9 +109,9 @@ class Saved:
 
 
 class Watch:
-    """Knows how often a tensor is written, without its memory. Raises RuntimeError from `check` if it was since."""
+    """Knows whether a tensor is written to, without its memory. counter: a tensor without elements that is, too."""
 
-    __slots__ = ("_kind", "_tensor", "_version")
+    __slots__ = ("_kind", "_version", "counter")
 
     def __init__(self, tensor: Any, part: Tensor | None = None) -> None:
         """part: what this rank has of a DTensor."""
@@ -123,20 +123,16 @@ class Watch:
             wrapper = tensor.detach()
             wrapper._local_tensor = counter
             counter = wrapper
-        self._tensor, self._version = counter, version(tensor)
+        self.counter, self._version = counter, version(tensor)
 
     @property
     def holds(self) -> bool:
-        """Whether it was not written."""
-        return version(self._tensor) == self._version
+        """Whether it was not written to since."""
+        return version(self.counter) == self._version
 
     def check(self) -> None:
-        """As torch does where no hooks are."""
-        check(self._kind, version(self._tensor), self._version)
-
-    def like(self) -> Any:
-        """For the layout of a DTensor."""
-        return self._tensor
+        """Raise RuntimeError if it was written to, as torch does where no hooks are."""
+        check(self._kind, version(self.counter), self._version)
 
 
 def check(kind: str, now: int, expected: int) -> None:
@@ -167,24 +163,20 @@ class Kept:
 
 
 class Packed:
-    """A tensor in a range that may leave. saved: that range."""
+    """A tensor in a range that may leave. saved: that range. watch: of the tensor."""
 
-    __slots__ = ("_dtype", "_offset", "_size", "_stride", "_watch", "saved")
+    __slots__ = ("_dtype", "_offset", "_size", "_stride", "saved", "watch")
 
     def __init__(self, tensor: Any, part: Tensor, saved: Saved) -> None:
         self.saved = saved
-        self._watch = Watch(tensor, part)
+        self.watch = Watch(tensor, part)
         self._dtype, self._size, self._stride = part.dtype, part.size(), part.stride()
         self._offset = part.storage_offset() * part.itemsize
         saved.tensors += 1
-
-    def check(self) -> None:
-        """Raise RuntimeError if the tensor was written to."""
-        self._watch.check()
 
     def made_of(self, memory: Tensor, origin: int) -> Tensor:
         """The tensor in memory whose storage begins with what was byte `origin` of the tensor's own."""
         part = torch.empty(0, dtype=self._dtype, device=memory.device)
         offset = (self._offset - origin) // part.itemsize
         part.set_(memory.untyped_storage(), offset, self._size, self._stride)
-        return laid_out_as(part, self._watch.like())
+        return laid_out_as(part, self.watch.counter)
