@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -65,6 +65,19 @@ class SavedTensors(NamedTuple):
     nbytes: int
     born: float
     due: float
+
+
+def leaving(activations: Sequence[SavedTensors], activation_bytes: int) -> tuple[SavedTensors, ...]:
+    """Those of `activations`, saved first, that fit into so many bytes."""
+    sums = accumulate(each.nbytes for each in activations)
+    return tuple(each for each, nbytes in zip(activations, sums, strict=True) if nbytes <= activation_bytes)
+
+
+def peak_room(activations: Sequence[SavedTensors], activation_bytes: int) -> int:
+    """Bytes that leaving makes free at the peak. The device has 1 + AHEAD of `activations` even if all leave."""
+    sizes = [each.nbytes for each in activations]
+    kept = max((sum(sizes[i : i + 1 + AHEAD]) for i in range(len(sizes))), default=0)
+    return max(0, min(sum(each.nbytes for each in leaving(activations, activation_bytes)), sum(sizes) - kept))
 
 
 @dataclass(frozen=True)
@@ -148,8 +161,7 @@ class Workload:
 
     def leaving(self, activation_bytes: int) -> tuple[SavedTensors, ...]:
         """Those saved first, which fit into so many bytes: they leave."""
-        sums = accumulate(each.nbytes for each in self.activations)
-        return tuple(each for each, nbytes in zip(self.activations, sums, strict=True) if nbytes <= activation_bytes)
+        return leaving(self.activations, activation_bytes)
 
     def peak_free(self, activation_bytes: int) -> float:
         """Device memory free at the peak when so much of the saved tensors leaves."""
@@ -165,10 +177,8 @@ class Workload:
         return self.shared_free_bytes <= self.peak_free_bytes
 
     def room(self, activation_bytes: int) -> int:
-        """What leaving makes free at the peak. The device has 1 + AHEAD of `activations` even if all leave."""
-        sizes = [each.nbytes for each in self.activations]
-        at_least = max((sum(sizes[i : i + 1 + AHEAD]) for i in range(len(sizes))), default=0)
-        return max(0, min(sum(each.nbytes for each in self.leaving(activation_bytes)), sum(sizes) - at_least))
+        """What leaving makes free at the peak: see `peak_room`."""
+        return peak_room(self.activations, activation_bytes)
 
     def _gained(self, activation_bytes: int) -> int:
         return max(0, self.room(activation_bytes) - self.room(self.activation_least_bytes))

@@ -26,6 +26,8 @@ def to_json(advice: Advice, notes: list[str]) -> dict[str, Any]:
         f.name: getattr(question, f.name) for f in dataclasses.fields(question) if f.name not in ("model", "profile")
     }
     other, best = advice.alternative, advice.best
+    leaving = best.plan.activation_bytes if best.plan else situation.least_leaving
+    on_host = situation.host_per_rank + leaving - situation.least_leaving
     return {
         "fits": situation.fits,
         "model": dataclasses.asdict(question.model),
@@ -44,9 +46,10 @@ def to_json(advice: Advice, notes: list[str]) -> dict[str, Any]:
         "host": {
             **dataclasses.asdict(situation.host),
             "model": situation.host_model,
-            "per_rank": situation.host_per_rank,
-            "per_node": situation.host_needed,
-            "all_ranks": situation.host_per_rank * question.ranks,
+            "activations": leaving,
+            "per_rank": on_host,
+            "per_node": on_host * question.layout.per_node,
+            "all_ranks": on_host * question.ranks,
             "available": question.host_bytes,
             "reserved": question.reserved_on_host,
             "fits": situation.fits_host,

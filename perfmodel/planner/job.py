@@ -117,14 +117,15 @@ class Job:
         pcie = sum(each.pcie_s(routes) for each in self.collectives) * times
         within = 0.0 if routes.over_pcie else sum(each.interconnect_s(routes) for each in self.collectives)
         copied = (2 * self.copied + self.returned) * times
+        saved = plan.activation_bytes * times
         busy = {
             "compute": sum(self.compute_s) * times + seconds[Lane.GPU],
             "interconnect": within * times,
             "network": sum(each.network_s(routes) for each in self.collectives) * times,
-            "PCIe to the GPU": pcie + seconds[Lane.H2D] + 2 * self.copied * times / profile.h2d_bandwidth,
-            "PCIe to the host": pcie + seconds[Lane.D2H] + self.returned * times / profile.d2h_bandwidth,
+            "PCIe to the GPU": pcie + seconds[Lane.H2D] + (2 * self.copied * times + saved) / profile.h2d_bandwidth,
+            "PCIe to the host": pcie + seconds[Lane.D2H] + (self.returned * times + saved) / profile.d2h_bandwidth,
             "CPU": seconds[Lane.CPU],
-            "host DRAM": (traffic + copied) / profile.host_bandwidth_per_rank,
+            "host DRAM": (traffic + copied + 2 * saved) / profile.host_bandwidth_per_rank,
         }
         return {resource: busy_s for resource, busy_s in busy.items() if busy_s > 0}
 

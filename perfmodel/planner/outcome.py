@@ -98,6 +98,7 @@ def _best_ratio(situation: Situation) -> Outcome:
 
 def _outcome(policy: str, situation: Situation, plan: Plan, fits: bool | None = None) -> Outcome:
     """What the plan gives. fits: whether memory suffices, if that is not for `Situation.allows` to say."""
+    plan = dataclasses.replace(plan, activation_bytes=max(plan.activation_bytes, situation.least_leaving))
     if not (situation.allows(plan) if fits is None else fits):
         return Outcome(policy, None)
     iteration_s, training_s = situation.iteration_s(plan), situation.training_s

@@ -15,7 +15,7 @@ from perfmodel.hardware import HardwareProfile
 from perfmodel.planner.fabric import PCIE, Fabric
 from perfmodel.planner.layout import Layout
 from perfmodel.planner.transformer import Transformer
-from perfmodel.planner.units import format_bytes, format_count, parse_bytes_or_0, parse_count
+from perfmodel.planner.units import format_bytes, format_count, parse_bytes_or_0, parse_count, parse_offloaded
 from perfmodel.subgroups import automatic_subgroup_size
 
 VALUE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -89,6 +89,12 @@ class Question:
     flops_rate: float | None = None
     offload_gradients: bool = option(False, "DOSAdam(offload_gradients=True)")
     native_gradients: bool = option(False, "those add up in their own dtype: offload_gradients='native'")
+    offload_activations: float | str = option(
+        0.0,
+        "what leaves of the saved tensors: none (default), a share, or as much as makes it fit and fastest",
+        metavar="none|auto|SHARE",
+        type=parse_offloaded,
+    )
     state_format: str | None = option(None, "DOSAdam(state_format=...)", choices=list(filter(None, STATE_FORMATS)))
     accumulation: bool = option(True, "one micro-batch in each step", "steps")
     micro_batches: int = _count(1, "micro-batches of each step, of which times are", "steps", flag="accumulation")
@@ -213,6 +219,11 @@ class Question:
             raise ValueError(
                 "with --offload-parameters gradients go to the host by themselves, found "
                 "--offload-gradients as well; leave it out"
+            )
+        if self.offload_parameters and self.offload_activations:
+            raise ValueError(
+                "with --offload-parameters DOSAdam has nothing on the device, found --offload-activations as well; "
+                "leave it out"
             )
         if self.nodes > 1 and self.fabric.network is None:
             raise ValueError(

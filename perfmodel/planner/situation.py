@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from itertools import accumulate
 
 from perfmodel.demand import demand
 from perfmodel.footprint import FP32_BYTES, DeviceBytes, HostBytes, host_footprint
@@ -14,7 +15,10 @@ from perfmodel.plan import Placement, Plan
 from perfmodel.planner.job import Job
 from perfmodel.planner.question import MARGIN, Question
 from perfmodel.simulate import Phase, Scope, makespan
-from perfmodel.workload import SubgroupLoad, Workload
+from perfmodel.workload import SavedTensors, SubgroupLoad, Workload, peak_room
+
+MOST_GROUPS = 32
+"""Groups in which saved tensors are planned."""
 
 
 class Situation:
@@ -28,7 +32,12 @@ class Situation:
     def __init__(self, question: Question) -> None:
         self.question = question
         self.profile = question.profile.replace(ranks_per_host=question.layout.per_node)
-        self.device = device_footprint(question)
+        plain = device_footprint(question)
+        self.saved = saved_tensors(question)
+        self.least_leaving = self._least_leaving(plain)
+        """Bytes of saved tensors that leave under any plan."""
+        gone = peak_room(self.saved, self.least_leaving)
+        self.device = dataclasses.replace(plain, activations=plain.activations - gone)
         self.host: HostBytes = host_footprint(
             question.state_numel,
             question.value_bytes,
@@ -50,7 +59,7 @@ class Situation:
     @property
     def peak(self) -> int:
         """Device memory at the worst moment without any optimizer state, in bytes."""
-        return self.device.peak_accumulating if self.question.accumulation else self.device.peak
+        return self._peak(self.device)
 
     @property
     def fits_device(self) -> bool:
@@ -79,7 +88,7 @@ class Situation:
     @property
     def host_per_rank(self) -> int:
         """Host memory of one rank, in bytes."""
-        return self.host.total + self.host_model
+        return self.host.total + self.host_model + self.least_leaving
 
     @property
     def room(self) -> int:
@@ -136,7 +145,14 @@ class Situation:
         slot = work.slot_bytes
         resident = work.state_bytes if self.room >= work.state_bytes else self.room // slot * slot
         beyond = 0 if question.attach else max(0, self._usable - self.device.update - resident) // slot * slot
-        return dataclasses.replace(work, peak_free_bytes=resident, shared_free_bytes=resident + beyond)
+        return dataclasses.replace(
+            work,
+            peak_free_bytes=resident,
+            shared_free_bytes=resident + beyond,
+            activations=self.saved,
+            activation_least_bytes=self.least_leaving,
+            activation_host_bytes=self._most_leaving,
+        )
 
     @functools.cached_property
     def iteration_workload(self) -> Workload:
@@ -166,10 +182,42 @@ class Situation:
         else:
             seconds = makespan(plan, self.iteration_workload, self.profile, self.scope)
         # Micro-batches but the last are forward and backward, with no update beside them.
-        seconds += self.training_s * (1 - 1 / self.question.micro_batches)
+        seconds += self._micro_batch_s(plan.activation_bytes) * (self.question.micro_batches - 1)
         if not self.job.has_communication:
             return seconds
         return max(seconds + self.job.after_update_s, *self.job.busy_s(plan, self.update_workload).values())
+
+    def _micro_batch_s(self, leaving: int) -> float:
+        """Seconds of forward and backward, which wait for so many bytes of saved tensors."""
+        work, profile = self.iteration_workload, self.profile
+        back_s = max(work.backward_s, leaving / profile.h2d_bandwidth)
+        return max(work.forward_s, leaving / profile.d2h_bandwidth) + back_s
+
+    def _peak(self, device: DeviceBytes) -> int:
+        return device.peak_accumulating if self.question.accumulation else device.peak
+
+    def _least_leaving(self, device: DeviceBytes) -> int:
+        """The share that was asked for; if that is for the planner to say, what has to leave so that the rest fits."""
+        share, sums = self.question.offload_activations, [0, *accumulate(each.nbytes for each in self.saved)]
+        if share != "auto":
+            return max(nbytes for nbytes in sums if nbytes <= float(share) * sums[-1])
+        for nbytes in sums:
+            rest = dataclasses.replace(device, activations=device.activations - peak_room(self.saved, nbytes))
+            if self._peak(rest) <= self.question.device_bytes:
+                return nbytes
+        return 0
+
+    @property
+    def _most_leaving(self) -> float:
+        """Bytes, up to where the peak is another one and there is room on the host."""
+        if self.question.offload_activations != "auto":
+            return self.least_leaving
+        nothing = dataclasses.replace(self.device, activations=0, logits=0)
+        useful = max(0, self.peak - self._peak(nothing))
+        if self.question.host_bytes is not None:
+            free = self.question.host_bytes - self.question.reserved_on_host - self.host_needed
+            useful = min(useful, max(0, free) // self.question.layout.per_node)
+        return self.least_leaving + useful
 
     @property
     def _in_place_s(self) -> float:
@@ -191,6 +239,14 @@ class Situation:
     @property
     def _usable(self) -> int:
         return int((1 - MARGIN) * self.question.device_bytes)
+
+
+def saved_tensors(question: Question) -> tuple[SavedTensors, ...]:
+    """What blocks keep of one rank, in groups, as they are saved evenly over forward and used over backward."""
+    model, values, count = question.model, question.value_bytes, min(question.model.layers, MOST_GROUPS)
+    settings = {"checkpointing": question.checkpointing, "eager_attention": question.eager_attention}
+    nbytes = model.layers * model.kept_bytes(question.tokens, question.sequence, values, **settings) // count
+    return tuple(SavedTensors(nbytes, i / count, 1 - i / count) for i in range(1, count + 1))
 
 
 def device_footprint(question: Question) -> DeviceBytes:

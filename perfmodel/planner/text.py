@@ -107,6 +107,8 @@ def _headline(answer: Answer) -> Iterator[str]:
         if settings["offload_parameters"]:
             where = "parameters, gradients and optimizer state are on the host"
         yield f"{what}: fits; {where}."
+        if leaving := host["activations"]:
+            yield f"{format_bytes(leaving)} of saved tensors leave for the host in forward: attach(activations=...)."
         yield from _expected(answer)
     yield from _largest(answer)
 

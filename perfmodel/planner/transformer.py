@@ -127,15 +127,19 @@ class Transformer:
     ) -> int:
         """What all blocks hold when backward begins, in bytes.
 
-        With checkpointing a block keeps its input only (Korthikanti et al., section 5). Beside the
-        blocks: the inputs of the last norm and of the output layer, and the embedding's dropout mask.
+        Beside what blocks keep: the inputs of the last norm and of the output layer, and the embedding's dropout mask.
         """
-        if checkpointing:
-            block = tokens * self.width * value_bytes
-        else:
-            block = self.activation_bytes(tokens, sequence, value_bytes, eager_attention=eager_attention)
+        settings = {"checkpointing": checkpointing, "eager_attention": eager_attention}
         outside = self.width * value_bytes + self._norm_bytes(value_bytes) + (self.width if self.dropout else 0)
-        return self.layers * block + tokens * outside
+        return self.layers * self.kept_bytes(tokens, sequence, value_bytes, **settings) + tokens * outside
+
+    def kept_bytes(
+        self, tokens: int, sequence: int, value_bytes: int, *, checkpointing: bool, eager_attention: bool
+    ) -> int:
+        """What a block holds when backward begins; with checkpointing its input (Korthikanti et al., section 5)."""
+        if checkpointing:
+            return tokens * self.width * value_bytes
+        return self.activation_bytes(tokens, sequence, value_bytes, eager_attention=eager_attention)
 
     def logit_bytes(self, tokens: int, value_bytes: int, *, fused: bool = False) -> int:
         """What logits and their loss hold when backward begins, in bytes.

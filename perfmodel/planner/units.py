@@ -120,6 +120,13 @@ def parse_share(text: str) -> float:
     return value
 
 
+def parse_offloaded(text: str) -> float | str:
+    """What leaves: `none`, `auto`, or a share from 0 to 1."""
+    if text in ("none", "0"):
+        return 0.0
+    return text if text == "auto" else parse_share(text)
+
+
 def format_bytes(nbytes: float) -> str:
     """With a binary prefix: `24.0 GiB`."""
     for power, prefix in ((4, "Ti"), (3, "Gi"), (2, "Mi"), (1, "Ki")):

@@ -27,6 +27,7 @@ LARGER_BATCH = 1.5
 HOSTS_GIB = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 """Memory that hosts are sold with."""
 ONE_REPLICA = "one replica over all ranks"
+RECOMPUTE_LESS = "--offload-activations auto, without --checkpointing"
 SETTINGS: dict[str, dict[str, Any]] = {
     "--checkpointing": {"checkpointing": True},
     "--offload-gradients": {"offload_gradients": True},
@@ -35,13 +36,22 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "without --offload-gradients": {"offload_gradients": False, "native_gradients": False},
     "--fsdp": {"fsdp": True, "zero": 0},
     ONE_REPLICA: {"replicas": 1},
-    "--offload-parameters": {"offload_parameters": True, "offload_gradients": False, "native_gradients": False},
+    "--offload-activations auto": {"offload_activations": "auto"},
+    "--offload-parameters": {
+        "offload_parameters": True,
+        "offload_gradients": False,
+        "native_gradients": False,
+        "offload_activations": 0.0,
+    },
     "without --offload-parameters": {"offload_parameters": False},
     "--no-attach": {"attach": False},
+    RECOMPUTE_LESS: {"checkpointing": False, "offload_activations": "auto"},
 }
 """Settings that change no result, and what each changes of the question."""
-SAVING = tuple(SETTINGS)[:8]
+SAVING = tuple(SETTINGS)[:9]
 """Those that may save memory."""
+OFF_DEVICE = {"--offload-gradients", "--offload-activations auto"}
+"""Those that FSDP2's parameters on the host leave nothing for."""
 MOST_REMEDIES = 4
 """Proposals for what does not fit."""
 MOST = 2**24
@@ -124,6 +134,8 @@ def _settings(question: Question) -> Iterator[tuple[str, Question]]:
     if smaller and math.ceil(question.state_numel / smaller) <= MAX_SUBGROUPS:
         yield f"subgroups of {format_count(smaller)} parameters", dataclasses.replace(question, chosen_size=smaller)
     names = ["--no-attach", "--checkpointing", "--fused-loss", "without --offload-parameters"]
+    if not question.offload_parameters:
+        names += ["--offload-activations auto"] + [RECOMPUTE_LESS] * question.checkpointing
     settings = {name: SETTINGS[name] for name in names}
     if question.fsdp and question.replicas > 1:
         settings[ONE_REPLICA] = SETTINGS[ONE_REPLICA]
@@ -189,7 +201,7 @@ def _combinations(question: Question) -> Iterator[tuple[tuple[str, ...], dict[st
     ]
     for count in range(4):
         for names in itertools.combinations(useful, count):
-            if not {"--offload-gradients", "--offload-parameters"} <= set(names):
+            if not ("--offload-parameters" in names and OFF_DEVICE & set(names)):
                 yield names, {key: value for name in names for key, value in SETTINGS[name].items()}
 
 

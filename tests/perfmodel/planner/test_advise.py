@@ -248,9 +248,31 @@ def test_what_changes_no_result_is_proposed_before_what_does() -> None:
 
 def test_settings_that_help_only_together_are_proposed_together() -> None:
     asked = question(**DESKTOP, checkpointing=False, sequence=4096, batch=2)
-    alone = ({"checkpointing": True}, {"offload_gradients": True}, {"fused_loss": True})
-    assert not any(Situation(dataclasses.replace(asked, **each)).fits for each in alone)
-    assert advise(asked).remedies[0].change == "with --checkpointing --offload-gradients"
+    alone = ("checkpointing", True), ("offload_gradients", True), ("fused_loss", True), ("offload_activations", "auto")
+    assert not any(Situation(dataclasses.replace(asked, **{name: value})).fits for name, value in alone)
+    first, second = (remedy.change for remedy in advise(asked).remedies[:2])
+    assert first == "with --offload-gradients --offload-activations auto", "which computes nothing twice"
+    assert second == "with --checkpointing --offload-gradients"
+
+
+def test_saved_tensors_leave_a_share_or_as_much_as_pays() -> None:
+    settings: dict[str, object] = DESKTOP | {"checkpointing": False, "accumulation": False}
+    stay, half, best = (
+        advise(question(1.5e9, batch=2, offload_activations=share, **settings)) for share in (0.0, 0.5, "auto")
+    )
+    saved = sum(each.nbytes for each in half.situation.saved)
+    assert half.situation.least_leaving == pytest.approx(saved / 2, rel=0.05)
+    assert stay.situation.peak - half.situation.peak == half.situation.least_leaving
+    assert half.situation.host_needed - stay.situation.host_needed == half.situation.least_leaving
+    assert half.situation.room - stay.situation.room == half.situation.least_leaving
+    assert best.best.seconds <= min(stay.best.seconds, half.best.seconds) * 1.02
+    assert (half.largest_batch or 0) > (stay.largest_batch or 0)
+
+    full = advise(question(1.5e9, batch=8, offload_activations="auto", **settings))
+    assert not Situation(dataclasses.replace(full.situation.question, offload_activations=0.0)).fits
+    assert full.situation.fits
+    assert full.best.plan is not None
+    assert full.best.plan.activation_bytes >= full.situation.least_leaving > 0
 
 
 def test_a_host_that_is_too_small() -> None:
@@ -324,6 +346,7 @@ def test_more_memory_never_costs_time() -> None:
         ({"batch": 0}, "batch must be 1 or more, found 0"),
         ({"ranks": -1}, "ranks must be 1 or more"),
         ({"zero": 4}, "zero must be 0, 1, 2 or 3"),
+        ({"offload_parameters": True, "fsdp": True, "offload_activations": 0.5}, "nothing on the device"),
         ({"reserved": 40 * GIB}, "40.0 GiB of device memory are reserved, and there are 40.0 GiB"),
         ({"chosen_size": 10_000}, r"subgroups of 10K parameters make 700,000 of them.* choose 1.4M or more"),
     ],
