@@ -20,7 +20,7 @@ class Births:
 
     saved: where it is, at the last place for what is saved again. sizes: in bytes. nbytes: of all. gone: that left.
     ended: whether backward has begun to read it. leaves: whether what was saved last may leave.
-    ranges: those saved, by storage and bytes of it. leaving: those that the device has yet.
+    ranges: those saved, by storage, bytes of it, and version. leaving: those that the device has yet.
     marks: in the caller's work, if they are asked for: the begin of forward, and each birth; then forward's end.
     due: when backward needed it first, by its number among `sizes`.
     """
@@ -31,7 +31,7 @@ class Births:
         self.nbytes = 0
         self.gone = 0
         self.ended = False
-        self.ranges: weakref.WeakValueDictionary[tuple[int, int, int], Saved] = weakref.WeakValueDictionary()
+        self.ranges: weakref.WeakValueDictionary[tuple[int, ...], Saved] = weakref.WeakValueDictionary()
         self.leaving: list[weakref.ref[Saved]] = []
         self.leaves = leaves
         self.timed = timed

@@ -17,12 +17,12 @@ from torch.nn.parameter import is_lazy
 from dos.activations.births import MOST, Births
 from dos.activations.pool import HostPool
 from dos.activations.saved import Kept, Packed, Saved
-from dos.devices import Device
+from dos.devices import Device, Job
 from dos.guard import exclusive
 from dos.machine.host_memory import available_bytes
 from dos.machine.process import local_ranks
 from dos.memory.forecast import Room
-from dos.sharding.local import is_sharded, local
+from dos.sharding.local import is_sharded, local, version
 from perfmodel import Plan
 from perfmodel.workload import SavedTensors
 
@@ -68,7 +68,10 @@ class ActivationOffload:
         self._told = False
         self._totals: deque[int] = deque(maxlen=REMEMBERED)
         self._planned = 0.0
-        self._denied = 0
+        self._restored: Job | None = None
+        """The last transfer to the device, after which all blocks that were given back are free."""
+        self._denied: weakref.WeakSet[Saved] = weakref.WeakSet()
+        """For which there was no room on the host."""
         self._wanted = 0
         """The most bytes on the host that there would have been at a time, if the pool had been as large."""
         total = device.memory().total
@@ -89,7 +92,6 @@ class ActivationOffload:
 
         Pinning takes long, and must not hold up ranks.
         """
-        self._denied = 0
         if self._timed is not None and not self._groups:
             self._groups = self._timed.groups()
         if plan is not None and self._told:
@@ -101,6 +103,10 @@ class ActivationOffload:
         if not self._wanted <= self.pool.nbytes <= 2 * wanted:
             size = min(wanted, self._left_on_host() + self.pool.nbytes)
             if not self.pool.nbytes <= size <= self.pool.nbytes + self.pool.nbytes // 8:
+                if self._restored is not None:
+                    # The device is done with the present memory then, which can go before there is other.
+                    self._restored.wait()
+                    self._restored = None
                 self.pool.resize(size)
 
     def ran_out(self) -> None:
@@ -222,14 +228,14 @@ class ActivationOffload:
     def _is_eligible(self, tensor: Any, part: Tensor, lasting: frozenset[int]) -> bool:
         """Whether the tensor may leave: not so parameters and buffers, nor views of them, which leaving would not free.
 
-        Under FSDP2 gathered parameters are such.
+        Under FSDP2 gathered parameters are such. While a CUDA graph is captured, of a part of the forward, none may.
         """
         plain = type(tensor) is Tensor or is_sharded(tensor)
-        if not plain or part.layout is not torch.strided or not self.device.owns(part):
+        if not plain or part.layout is not torch.strided or not self.device.owns(part) or self.device.capturing():
             return False
-        if part.is_complex() or part.is_quantized or part.is_neg():
+        if part.is_complex() or part.is_quantized or part.is_neg() or part.is_nested:
             return False
-        if isinstance(part if part._base is None else part._base, nn.Parameter):
+        if any(isinstance(each if each._base is None else each._base, nn.Parameter) for each in (tensor, part)):
             return False
         storage = part.untyped_storage()
         if storage._cdata in lasting:
@@ -241,9 +247,10 @@ class ActivationOffload:
     @exclusive
     def _save(self, tensor: Any, part: Tensor, births: Births) -> Packed:
         storage, span = part.untyped_storage(), _span(part)
-        key = (storage._cdata, *span)
+        # With the version: what was written to since it was saved, by whichever name, is saved anew.
+        key = (storage._cdata, *span, version(tensor))
         saved = births.ranges.get(key)
-        if saved is None or not saved.watch.holds:
+        if saved is None:
             saved = Saved(self.device, part, span)
             births.add(saved)
             births.ranges[key] = saved
@@ -253,18 +260,21 @@ class ActivationOffload:
                 self._send(saved, births)
         else:
             births.add(saved)
+        # Once it has left its memory goes, which this stream reads; the allocator knows the one that it is of alone.
+        self.device.keep(part)
         return Packed(tensor, part, saved)
 
     def _send(self, saved: Saved, births: Births) -> None:
         """Start its way to the host, if there is room, and let go of what has arrived there."""
         block = self.pool.take(saved.nbytes)
         if block is None:
-            self._denied += saved.nbytes
+            self._denied.add(saved)
         else:
-            saved.leave(block)
+            # On another stream a backward may still run, which has given this block back.
+            saved.leave(block, () if self._restored is None else (self._restored,))
             births.leaving.append(weakref.ref(saved))
             births.gone += saved.nbytes
-        self._wanted = max(self._wanted, self.pool.used + self._denied)
+        self._wanted = max(self._wanted, self.pool.used + sum(each.nbytes for each in self._denied))
         under_way = [each for each in (reference() for reference in births.leaving) if each is not None]
         while len(under_way) > _AT_ONCE and sum(each.nbytes for each in under_way[1:]) >= births.window:
             under_way.pop(0).free()
@@ -289,7 +299,7 @@ class ActivationOffload:
         if births.timed and saved.number not in births.due:
             births.due[saved.number] = self.device.mark()
         if saved.away:
-            saved.bring_back()
+            self._restored = saved.bring_back()
         found = saved.read(packed)
         ahead = 0
         for count, other in enumerate(births.before(saved)):
@@ -298,7 +308,7 @@ class ActivationOffload:
             ahead += other.nbytes
             if other.away:
                 try:
-                    other.bring_back()
+                    self._restored = other.bring_back()
                 except torch.OutOfMemoryError:
                     break  # there may be memory when it is needed
         return found

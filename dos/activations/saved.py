@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,10 +22,11 @@ class Saved:
     """A range of device memory that backward will read: on the device, on the host, or on its way.
 
     nbytes: of it. births: of its forward, where it has its number, and a place in the order of use.
-    tensors: how many were saved in it. watch: whether it was written since.
+    tensors: how many were saved in it.
     """
 
     _back: Tensor | None = None
+    _saving: Job | None = None
 
     def __init__(self, device: Device, part: Tensor, span: tuple[int, int]) -> None:
         """span: bytes of the storage of `part`, from where to where."""
@@ -38,10 +40,8 @@ class Saved:
         self._source.set_(storage, self._first, (self.nbytes,), (1,))
         self._queue = device.caller()  # to which the memory belongs
         self._block: Block | None = None
-        self._saving: Job | None = None
         self._restoring: Job | None = None
         self._used = 0
-        self.watch = Watch(part)
         self.tensors = 0
         self.place: int | None = None
         self.number = 0
@@ -52,24 +52,29 @@ class Saved:
         """Whether it has left, and nothing brings it back yet."""
         return self._source is None and self._back is None
 
-    def leave(self, block: Block) -> None:
-        """Start its way to the host."""
+    def leave(self, block: Block, after: Sequence[Job]) -> None:
+        """Start its way to the host. after: what must be over before the block is written."""
         assert self._source is not None, "it is on the device when it is saved"
         copies = [(block.tensor, self._source)]
-        self._saving = self._device.copy(Op.SAVE, self.place or 0, copies, self._device.fence())
+        self._saving = self._device.copy(Op.SAVE, self.place or 0, copies, (*self._device.fence(), *after))
         self._block = block
 
     def free(self) -> None:
         """Let go of the device's memory, once the copy to the host has ended there."""
         assert self._saving is not None, "it is on its way"
+        assert self._source is not None, "it is there until now"
+        if self._source.untyped_storage().nbytes() < self._first + self.nbytes:
+            # What makes memory empty may have done so while it was copied, and fills it again before backward.
+            self._saving = self._block = None
+            return
         if self._device.caller() == self._queue:
             # What the caller queues next may get the memory, which the copy still reads.
             self._device.join(self._saving)
-        elif self._source is not None:
+        else:
             self._device.keep(self._source, Op.SAVE)
         self._source = None
 
-    def bring_back(self) -> None:
+    def bring_back(self) -> Job:
         """Start its way back. Raises torch.OutOfMemoryError."""
         assert self._block is not None, "it is on the host"
         assert self._saving is not None, "it went there"
@@ -81,6 +86,7 @@ class Saved:
         copies = [(buffer[lead:], self._block.tensor)]
         self._restoring = self._device.copy(Op.RESTORE, self.place or 0, copies, after)
         self._back = buffer
+        return self._restoring
 
     def read(self, tensor: Packed) -> Tensor:
         """The tensor, for what the caller queues on the device from now on. It is on the device or on its way there."""
@@ -105,6 +111,9 @@ class Saved:
         self._back, self._restoring, self._used = None, None, 0
 
     def __del__(self) -> None:
+        if self._saving is not None and self._source is not None:
+            # Unmapped memory is a fault, even of a copy that is of no use any more.
+            self._device.keep(self._source, Op.SAVE)
         self.drop()
 
 
@@ -124,11 +133,6 @@ class Watch:
             wrapper._local_tensor = counter
             counter = wrapper
         self.counter, self._version = counter, version(tensor)
-
-    @property
-    def holds(self) -> bool:
-        """Whether it was not written to since."""
-        return version(self.counter) == self._version
 
     def check(self) -> None:
         """Raise RuntimeError if it was written to, as torch does where no hooks are."""
@@ -158,7 +162,8 @@ class Kept:
     def read(self) -> Tensor:
         """The tensor. Raises RuntimeError if it was written to."""
         tensor = self._tensor
-        check(f"[{tensor.type()} {list(tensor.shape)}]", version(tensor), self._version)
+        if version(tensor) != self._version:  # tensors of some layouts have no such type or shape
+            check(f"[{tensor.type()} {list(tensor.shape)}]", version(tensor), self._version)
         return tensor
 
 

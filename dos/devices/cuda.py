@@ -88,6 +88,8 @@ class CudaDevice:
         return lazy_zeros(numel, dtype)
 
     def pin(self, tensor: Tensor) -> None:
+        with self.current():
+            self._drop_leftovers()  # what they kept goes before there is more
         with bound_to(self._cores):  # whose memory the pages are then taken from
             pin(tensor, self.torch_device)
 

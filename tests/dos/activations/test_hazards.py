@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -34,6 +35,7 @@ class Reusing(FakeCudaDevice):
         super().__init__(runtime)
         self.kept: dict[int, list[FakeStream]] = defaultdict(list)
         self.arrays: dict[int, Any] = {}
+        self.left: set[int] = set()
         self.free_arrays: dict[tuple[FakeStream, int], list[Any]] = defaultdict(list)
 
     def _empty(self, nbytes: int) -> Tensor:
@@ -47,8 +49,8 @@ class Reusing(FakeCudaDevice):
         return torch.from_numpy(pages)
 
     def _reuse(self, whole: Any, owner: FakeStream) -> None:
-        for stream in self.kept.pop(whole.ctypes.data, ()):
-            owner.wait_record(stream.record())
+        if any(stream is not owner for stream in self.kept.pop(whole.ctypes.data, ())):
+            return  # the allocator waits until they have come to it, and here for good
         owner.enqueue(lambda: whole.fill(0xFF))
         self.free_arrays[owner, len(whole)].append(whole)
 
@@ -66,6 +68,7 @@ class Reusing(FakeCudaDevice):
     def copy(self, op: Op, subgroup: int, copies: Sequence[Copy], after: Sequence[Job] = ()) -> Job:
         assert op in (Op.SAVE, Op.RESTORE)
         to_host = op is Op.SAVE
+        self.left.update(source.untyped_storage().data_ptr() for _, source in copies if to_host)
         copies = [(d, self.raw(s)) if to_host else (self.raw(d), s) for d, s in copies]
         return super().copy(op, subgroup, copies, after)
 
@@ -122,13 +125,16 @@ def start(monkeypatch: pytest.MonkeyPatch, seed: int | None) -> tuple[Runtime, R
     return runtime, device, optimizer, offload
 
 
-def forward(device: Reusing, optimizer: DOSAdam) -> tuple[Tensor, Tensor]:
-    values = torch.linspace(-1, 1, N)
-    x = device.new(lambda: values).requires_grad_()
+def forward(device: Reusing, optimizer: DOSAdam, most: float = 1) -> tuple[Tensor, Tensor]:
     with optimizer.offload_activations(1.0):
-        y = x
-        for _ in range(LAYERS):
-            y = Layer.apply(y, device)
+        return layers(device, most)
+
+
+def layers(device: Reusing, most: float = 1) -> tuple[Tensor, Tensor]:
+    values = torch.linspace(-1, most, N)
+    x = y = device.new(lambda: values).requires_grad_()
+    for _ in range(LAYERS):
+        y = Layer.apply(y, device)
     return x, y
 
 
@@ -136,8 +142,8 @@ def ones(device: Reusing) -> Tensor:
     return device.new(lambda: torch.ones(N))
 
 
-def read(runtime: Runtime, tensor: Tensor) -> Tensor:
-    runtime.complete(runtime.current_stream().record())
+def read(runtime: Runtime, tensor: Tensor, stream: Any = None) -> Tensor:
+    runtime.complete((stream or runtime.current_stream()).record())
     return tensor.detach().clone()
 
 
@@ -177,9 +183,7 @@ def test_the_streams_of_forward_may_change(seed: int | None, monkeypatch: pytest
         for number in range(LAYERS):
             before, now = streams[number % 3], streams[(number + 1) % 3]
             now.wait_record(before.record())
-            device.keep(y)  # as users must
             runtime.use(now)
-            device.keep(y)
             y = Layer.apply(y, device)
     runtime.caller.wait_record(streams[LAYERS % 3].record())
     runtime.use(runtime.caller)
@@ -220,9 +224,89 @@ def test_memory_stays_until_the_copy_out_of_it_has_ended(seed: int | None, monke
     assert runtime.waits < 10, "the host waits for the device only to read"
 
 
-def test_nothing_leaves_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_forward_may_run_on_another_stream_beside_the_last_backward(
+    seed: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime, device, optimizer, _ = start(monkeypatch, seed)
+    x, y = forward(device, optimizer)
+    other = FakeStream(runtime)
+    other.wait_record(runtime.caller.record())
+    with runtime.stream(other):
+        (slope,) = torch.autograd.grad(y, x, ones(device))
+        del y
+    _, beside = forward(device, optimizer, most=2)  # whose blocks on the host are those that backward gave back
+    read(runtime, beside)
+    with runtime.stream(other):
+        assert torch.equal(read(runtime, slope), expected())
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_another_stream_may_read_still_what_has_left(seed: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime, device, optimizer, _ = start(monkeypatch, seed)
+    side = FakeStream(runtime)
+    values = torch.linspace(-1, 1, N)
+    x = device.new(lambda: values).requires_grad_()
+    with optimizer.offload_activations(1.0):
+        y = Layer.apply(x, device)
+        side.wait_record(runtime.caller.record())
+        with runtime.stream(side):
+            beside = Layer.apply(y, device)
+        for _ in range(LAYERS):
+            y = Layer.apply(y, device)
+    read(runtime, y)
+    with runtime.stream(side):
+        assert torch.equal(read(runtime, beside), torch.tanh(3 * torch.tanh(3 * values)))
+
+
+@pytest.mark.parametrize("within", [False, True])
+def test_nothing_leaves_while_a_graph_is_captured(within: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     runtime, device, optimizer, offload = start(monkeypatch, None)
-    runtime.capturing = True
-    _, y = forward(device, optimizer)
+    with optimizer.offload_activations(1.0) if within else contextlib.nullcontext():
+        runtime.capturing = True
+        _, y = forward(device, optimizer) if not within else layers(device)
+        runtime.capturing = False
     assert offload.pool.used == 0
     assert isinstance(y, Tensor)
+
+
+def test_memory_that_a_copy_still_reads_is_kept_from_being_unmapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, device, optimizer, _ = start(monkeypatch, None)
+    x, y = forward(device, optimizer)
+    # x is its user's, and has left.
+    reads = (
+        device.left
+        - {x.untyped_storage().data_ptr()}
+        - {array.ctypes.data for free in device.free_arrays.values() for array in free}
+    )
+    assert reads
+    kept: set[int] = set()
+    keep = device.keep
+
+    def noted(buffer: Tensor, op: Op | None = None) -> None:
+        kept.update({buffer.untyped_storage().data_ptr()} if op is Op.SAVE else ())
+        keep(buffer, op)
+
+    monkeypatch.setattr(device, "keep", noted)
+    del x, y
+    assert reads <= kept
+
+
+def test_the_host_has_not_two_regions_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime, device, optimizer, offload = start(monkeypatch, None)
+    x, y = forward(device, optimizer)
+    torch.autograd.grad(y, x, ones(device))
+    del x, y
+    register, most = runtime.cudaHostRegister, []
+
+    def noted(*arguments: int) -> int:
+        most.append(len(runtime.regions))
+        return register(*arguments)
+
+    monkeypatch.setattr(runtime, "cudaHostRegister", noted)
+    read(runtime, ones(device), device._streams[Op.SAVE])
+    offload.settle(None)
+    assert most == [0]
+    x, y = forward(device, optimizer)
+    (slope,) = torch.autograd.grad(y, x, ones(device))
+    assert torch.equal(read(runtime, slope), expected())

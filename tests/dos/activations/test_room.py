@@ -146,6 +146,15 @@ def test_the_pool_grows_and_shrinks_to_what_is_wanted_and_the_rest_stays_until_t
     assert offload.pool.nbytes <= 7 * EACH  # what the host has left, and what it had
 
 
+def test_micro_batches_want_no_more_than_one_of_them() -> None:
+    model, optimizer, offload = session(1.0)
+    offload.pool.resize(3 * EACH)
+    for _ in range(8):
+        forward(model).backward()
+    optimizer.step()
+    assert offload.pool.nbytes < 1.25 * (LAYERS + 1) * EACH
+
+
 def test_with_no_memory_left_on_the_host_all_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload_module, "available_bytes", lambda: 0)
     model, optimizer, offload = session(1.0)

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -26,8 +26,12 @@ def divided(way: str) -> nn.Sequential:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
         return shard(model(blocks=3), mesh_of(), mp_policy=policy)
     whole = model(width=12, blocks=3)[:-1]
+    both = mesh_of(1, replicas=2) if way == "both" else None
     for block in whole:
-        parallelize_module(block, mesh_of(), {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        mesh = mesh_of() if both is None else both["shard"]
+        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        if both is not None:
+            fully_shard(block, mesh=both["replicate"])
     return whole
 
 
@@ -50,7 +54,7 @@ def same_bits(way: str, activations: Any) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("activations", [1.0, 0.5])
-@pytest.mark.parametrize("way", ["fsdp", "fsdp in two precisions", "tensor parallel"])
+@pytest.mark.parametrize("way", ["fsdp", "fsdp in two precisions", "tensor parallel", "both"])
 def test_sharded_training_is_the_same_to_the_bit(pair: Ranks, way: str, activations: float) -> None:
     for most, gathered in pair.run(same_bits, way, activations):
         assert 0 < most < gathered, "gathered parameters stay"
@@ -78,6 +82,30 @@ def distributed_tensors() -> bool:
 
 def test_distributed_tensors_come_back_as_such(pair: Ranks) -> None:
     assert all(pair.run(distributed_tensors))
+
+
+def written_between() -> bool:
+    """Of a DTensor that is written to and saved again."""
+
+    def gradient(activations: float) -> Tensor:
+        t, w = (distribute_tensor(torch.ones(8, 8), mesh_of(), [Shard(0)]) for _ in range(2))
+        w.requires_grad_()
+        optimizer = DOSAdam(nn.Linear(2, 2).parameters(), device=Copying())
+        with optimizer.offload_activations(activations):
+            optimizer._session.on_device.activations.least_bytes = 16
+            _ = torch.ones_like(w, requires_grad=True) * t
+            t.mul_(3)
+            y = w * t
+            for _ in range(5):  # so that the first leave the device
+                y = y.sin()
+        y.sum().backward()
+        return w.grad.to_local()
+
+    return torch.equal(gradient(1.0), gradient(0.0))
+
+
+def test_a_distributed_tensor_that_was_written_to_is_saved_anew(pair: Ranks) -> None:
+    assert all(pair.run(written_between))
 
 
 def written() -> str:
