@@ -87,7 +87,12 @@ class DeviceSide:
         """
         with lock:
             now, departures = self._now, self.departures
-            if now.plan is None or self.travels(record) or (now.plan.slots and departures.past_half):
+            if (
+                now.plan is None
+                or self.decisions.stepped is now
+                or self.travels(record)
+                or (now.plan.slots and departures.past_half)
+            ):
                 return False
             for subgroup, _ in self._registry.places[record]:
                 if subgroup in now.wanted:
@@ -101,6 +106,8 @@ class DeviceSide:
 
         Backward peaks at one or the other, and a peak that is not seen is room for state that is not there.
         """
+        if self.decisions.stepped is self._now:  # its step was interrupted before it returned
+            self._now = Iteration(self.device, self._now)
         now = self._now
         now.gradients += 1
         if now.backward is not None:
