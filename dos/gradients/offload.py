@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dos.devices import Copy, Device, Job
+from dos.devices import Copy, Device, EmulatedDevice, Job
 from dos.kernels.update import accumulate
 from dos.state.arena import Arena
 from dos.state.host_store import HostStore
@@ -186,8 +186,8 @@ class OffloadedGradients:
         """Hold backward up while gradients that it has freed take MOST_LEAVING bytes of the device, with these."""
         assert device is not None, "parameters on the host keep their gradients"
         most = MOST_LEAVING
-        if device.known_profile is not None:
-            most = min(most, device.memory().total >> _SCALE)
+        if isinstance(device, EmulatedDevice):
+            most = min(most, device.capacity >> _SCALE)
         while self._leaving and self._leaving_bytes + nbytes > most:
             with contextlib.suppress(Exception):  # of which `arrived` tells
                 self._leaving[0][0].wait()
