@@ -256,8 +256,14 @@ class ActivationOffload:
             births.ranges[key] = saved
             if births.timed:
                 births.marks.append(self.device.mark())
-            if not births.ended and births.leaves(births):
+            if births.ended:
+                pass
+            elif births.leaves(births):
                 self._send(saved, births)
+            elif births.leaving:  # what stays takes the memory of what has left last
+                first = births.leaving.pop(0)()
+                if first is not None:
+                    first.free()
         else:
             births.add(saved)
         # Once it has left its memory goes, which this stream reads; the allocator knows the one that it is of alone.

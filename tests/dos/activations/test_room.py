@@ -209,3 +209,14 @@ def test_amounts_out_of_range_are_refused(activations: Any) -> None:
 def test_none_is_no_amount_for_a_context() -> None:
     with pytest.raises(TypeError, match="found None"):
         DOSAdam(nn.Linear(2, 2).parameters()).offload_activations(None)  # type: ignore[arg-type]
+
+
+def test_what_leaves_last_has_left_when_forward_ends() -> None:
+    def held(activations: float) -> int:
+        device = EmulatedDevice(FAST, 10**9, occupied=10**6)
+        model, _, _ = session(activations, device)
+        loss = forward(model)
+        assert loss.requires_grad, "its graph is there"
+        return device.usage().occupied
+
+    assert held(0.0) - held(5 * EACH + 100) == 5 * EACH
