@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.bench import emulation, formats, kernel, overhead, overlap
+from experiments.bench import activations, emulation, formats, kernel, overhead, overlap
 from experiments.corpus import Corpus, standard_library
 from experiments.gpt import GPT, GPTConfig
 from perfmodel.format import CODED, MIXED, SPLIT
@@ -131,3 +131,19 @@ def test_formats_in_brief(tmp_path: Path, capsys: pytest.CaptureFixture[str], mo
         skip_if_the_clock_cannot_be_trusted()
         pytest.fail(f"an update in int8 is not as fast as its bytes: {rows}")
     assert (tmp_path / "formats.png").stat().st_size > 10_000
+
+
+def test_what_leaves_is_planned_with_state() -> None:
+    """At most 1.02 times the better of nothing and all; where state and saved tensors compete, a tenth better."""
+    model = GPT(activations.CONFIG, dtype=activations.DTYPE)
+    batch = Corpus(standard_library(), activations.CONFIG.context).batches(1, activations.BATCH, seed=0)[0]
+    saved = activations.saved_sizes(model, batch)
+    for state_fits, setting in activations.SETTINGS.items():
+        case = activations.Case.of(setting, model, saved)
+        stay, leave, planned = map(case.simulated_s, activations.WAYS)
+        assert planned <= 1.02 * min(stay, leave)
+        assert case.bound_s("auto") <= planned
+        if state_fits == "all":
+            assert leave - stay <= 0.05 * 3 * setting.forward_s, "links have the room"
+        if state_fits == "half":
+            assert 1.1 * planned <= min(stay, leave)

@@ -1,0 +1,261 @@
+"""State and saved tensors on the same links: nothing leaves, all leave, or what the plan says; and the best of the two.
+
+    python -m experiments.activations [--json]
+
+Trains a small GPT on the emulated accelerator with the proportions of an H100 node whose host has half the memory
+bandwidth. Beside weights, gradients and all saved tensors there is room for all of the state, half of it, or none.
+Iterations are measured, and simulated with the same figures.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from dos import DOSAdam, EmulatedDevice
+from experiments.bench.progress import Progress
+from experiments.command import Parser, seconds, table
+from experiments.corpus import Corpus, standard_library
+from experiments.gpt import GPT, GPTConfig
+from experiments.miniature import without_fixed_costs
+from perfmodel import SubgroupLoad, Workload
+from perfmodel.adaptive import adaptive
+from perfmodel.bounds import lower_bound
+from perfmodel.format import format_of
+from perfmodel.hardware import HardwareProfile
+from perfmodel.simulate import Scope, makespan
+from perfmodel.workload import SavedTensors
+
+CONFIG = GPTConfig(layers=8, width=128, heads=4, context=32)
+BATCH = 13
+"""Sequences; what is saved of them is about as large as the state."""
+DTYPE = torch.bfloat16
+SUBGROUPS = 24
+GROUPS = 24
+"""Of saved tensors, in the simulation."""
+BLOCK = 6
+"""Iterations of one run before the next has its turn; the first does not count."""
+WARM_UP = 7
+"""Blocks that do not count: plans are searched for a piece in each iteration."""
+WAYS: dict[str, float | str] = {"stay": 0.0, "all leave": 1.0, "auto": "auto"}
+
+
+class Setting(NamedTuple):
+    """One machine, model and batch.
+
+    state_share: of the state, that fits beside all saved tensors. forward_s: seconds, half as long as backward.
+    link_s: seconds that all of the state would take on a link.
+    """
+
+    state_share: float
+    forward_s: float
+    link_s: float
+
+
+SETTINGS = {
+    "all": Setting(1.0, 0.30, 0.15),
+    "half": Setting(0.5, 0.15, 0.30),
+    "none": Setting(0.0, 0.15, 0.30),
+}
+"""Fixed by simulation, before anything was measured. Where half fits, state and saved tensors compete."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A setting for the model. saved_bytes: of all saved tensors."""
+
+    setting: Setting
+    profile: HardwareProfile
+    workload: Workload
+    capacity: int
+    occupied: int
+
+    @classmethod
+    def of(cls, setting: Setting, model: GPT, saved: Sequence[int]) -> Case:
+        """saved: sizes of saved tensors, in the order of their birth."""
+        size = -(-model.numel // SUBGROUPS)
+        state = format_of("bfloat16")
+        loads = tuple(SubgroupLoad.of(min(size, model.numel - i), state) for i in range(0, model.numel, size))
+        node = without_fixed_costs(HardwareProfile.builtin("h100"))
+        node = node.replace(host_bandwidth=node.host_bandwidth / 2)
+        state_bytes = sum(load.state_bytes for load in loads)
+        occupied = model.numel * DTYPE.itemsize
+        free = int(setting.state_share * state_bytes)
+        workload = Workload(
+            loads,
+            forward_s=setting.forward_s,
+            backward_s=2 * setting.forward_s,
+            peak_free_bytes=free,
+            shared_free_bytes=free,
+            activations=grouped(saved),
+        )
+        profile = node.scaled(state_bytes / setting.link_s / node.h2d_bandwidth)
+        # The optimizer leaves 2% of the device alone, and notices what is free in whole subgroups and a quarter.
+        needed = occupied + sum(saved) + free + loads[0].state_bytes // 2
+        return cls(setting, profile, workload, int(needed / 0.98), occupied)
+
+    def allowed(self, way: str) -> Workload:
+        """The workload whose saved tensors leave in this way."""
+        everything = sum(each.nbytes for each in self.workload.activations)
+        least = everything if way == "all leave" else 0
+        most = 0 if way == "stay" else everything
+        free = self.workload.peak_free(least)
+        return dataclasses.replace(
+            self.workload,
+            peak_free_bytes=free,
+            shared_free_bytes=free,
+            activation_least_bytes=least,
+            activation_host_bytes=most,
+        )
+
+    def simulated_s(self, way: str) -> float:
+        """Seconds of an iteration of the adaptive plan."""
+        work = self.allowed(way)
+        return makespan(adaptive(work, self.profile), work, self.profile, Scope.beside(work))
+
+    def bound_s(self, way: str) -> float:
+        """Seconds of an iteration that no plan could beat."""
+        work, scope = self.allowed(way), Scope.beside(self.workload)
+        return scope.compute_s(work) + lower_bound(work, self.profile, scope).seconds
+
+
+def grouped(saved: Sequence[int]) -> tuple[SavedTensors, ...]:
+    """Saved tensors a few together, born evenly in forward and due evenly in backward."""
+    groups: list[list[int]] = [[] for _ in range(GROUPS)]
+    ends = list(accumulate(saved))
+    for nbytes, end in zip(saved, ends, strict=True):
+        groups[min(int(GROUPS * (end - nbytes / 2) / ends[-1]), GROUPS - 1)].append(nbytes)
+    shares = [count / len(saved) for count in accumulate(map(len, groups))]
+    return tuple(SavedTensors(sum(g), share, 1 - share) for g, share in zip(groups, shares, strict=True) if g)
+
+
+def saved_sizes(model: GPT, batch: Sequence[Tensor]) -> list[int]:
+    """Bytes of what autograd saves in a forward, each storage once and none of the parameters'."""
+    known = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    sizes: dict[int, int] = {}
+    kept = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            sizes.setdefault(storage.data_ptr(), storage.nbytes())
+            kept.append(tensor)  # so that no other gets its address
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(*batch)
+    return list(sizes.values())
+
+
+class Run:
+    """Training in one way, on a device of its own."""
+
+    def __init__(self, case: Case, way: str) -> None:
+        torch.manual_seed(0)
+        self.model = GPT(CONFIG, dtype=DTYPE)
+        progress = Progress(self.model, case.workload.forward_s, case.workload.backward_s)
+        self.device = EmulatedDevice(case.profile, case.capacity, case.occupied)
+        self.optimizer = DOSAdam(
+            self.model.parameters(), subgroup_size=case.workload.subgroups[0].numel, device=self.device
+        )
+        progress.follow(self.optimizer)
+        self.optimizer.attach(self.model, activations=WAYS[way])  # type: ignore[arg-type]
+
+    def iterate(self, batches: Sequence[Sequence[Tensor]]) -> float:
+        """Train on the batches: seconds of an iteration after the first. No work is in flight at the end."""
+        began = 0.0
+        for number, batch in enumerate(batches):
+            if number == 1:
+                began = time.perf_counter()
+            self.model(*batch).backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        seconds = (time.perf_counter() - began) / (len(batches) - 1)
+        self.optimizer.synchronize()
+        return seconds
+
+    def tensors(self) -> list[Tensor]:
+        """Bytes of parameters and state."""
+        state = (t for entry in self.optimizer.state.values() for t in entry.values() if isinstance(t, Tensor))
+        tensors = (*self.model.parameters(), *state)
+        return [t.detach().clone().reshape(-1).view(torch.uint8) for t in tensors]
+
+
+def measure(rounds: int, on_progress: Callable[[str], None]) -> list[dict[str, Any]]:
+    """All rows. In each round the ways take turns, a block of iterations each, so that noise falls on all alike."""
+    model = GPT(CONFIG, dtype=DTYPE)
+    batches = Corpus(standard_library(), CONFIG.context).batches(BLOCK * (WARM_UP + rounds), BATCH, seed=0)
+    saved = saved_sizes(model, batches[0])
+    rows: list[dict[str, Any]] = []
+    first: list[Tensor] = []
+    for state_fits, setting in SETTINGS.items():
+        case = Case.of(setting, model, saved)
+        runs = {way: Run(case, way) for way in WAYS}
+        times: dict[str, list[float]] = {way: [] for way in WAYS}
+        for begin in range(0, len(batches), BLOCK):
+            for way, run in runs.items():
+                on_progress(f"{state_fits} of the state fits, activations {way}")
+                times[way].append(run.iterate(batches[begin : begin + BLOCK]))
+        for way, run in runs.items():
+            tensors = run.tensors()
+            first = first or tensors
+            rows.append(
+                {
+                    "state_fits": state_fits,
+                    "activations": way,
+                    "iteration_s": statistics.median(times[way][WARM_UP:]),
+                    "simulated_s": case.simulated_s(way),
+                    "bound_s": case.bound_s(way),
+                    "compute_s": 3 * setting.forward_s,
+                    "peak_bytes": run.device.peak_bytes,
+                    "capacity": case.capacity,
+                    "bits_equal": all(torch.equal(a, b) for a, b in zip(first, tensors, strict=True)),
+                }
+            )
+    return rows
+
+
+def main() -> int:
+    """Measure and print; the last line is one JSON object with --json."""
+    parser = Parser(prog="python -m experiments.activations", description=__doc__.partition("\n")[0])
+    parser.add_json()
+    parser.add_count("rounds", 5, "of all ways in turn")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)  # one core computes for the accelerator, one is the host
+    console = Console(stderr=arguments.json)
+    with console.status("") as status:
+        rows = measure(arguments.rounds, status.update)
+    show(rows, console)
+    if arguments.json:
+        print(json.dumps({"rows": rows}))
+    return 0
+
+
+def show(rows: Sequence[dict[str, Any]], console: Console) -> None:
+    """A table for people."""
+    headings = ("state fits", "activations", "measured", "simulated", "bound", "peak MiB", "of MiB", "bits")
+    cells = [
+        [
+            row["state_fits"],
+            row["activations"],
+            *seconds(row["iteration_s"], row["simulated_s"], row["bound_s"]),
+            *(f"{row[key] / 2**20:.2f}" for key in ("peak_bytes", "capacity")),
+            "equal" if row["bits_equal"] else "DIFFERENT",
+        ]
+        for row in rows
+    ]
+    console.print(table("Seconds of an iteration on the emulated accelerator", headings, cells, left=2))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
