@@ -115,7 +115,7 @@ class Decisions:
     def begin_step(self, plan: Plan, now: Iteration) -> None:
         """A step of this plan is issued."""
         assert now.workload is not None, "the plan was made for it"
-        new, self.plan, self.stepped, now.plan = plan != self.plan, plan, now, plan
+        new, self.plan, self.stepped, now.issued = plan != self.plan, plan, now, plan
         if new:
             before, self._planned = self._planned, (now.workload, self.profile)
             self._why = why_changed(before[0], now.workload, before[1], self.profile)
@@ -160,10 +160,10 @@ class Decisions:
 
     def _report(self, iteration: Iteration, measured: Timeline | None) -> Report:
         """A step as it is known now."""
-        assert iteration.plan is not None, "that of the step"
+        assert iteration.issued is not None, "that of the step"
         assert iteration.workload is not None, "the plan was made for it"
         return Report(
-            plan=iteration.plan,
+            plan=iteration.issued,
             workload=iteration.workload,
             withheld=iteration.withheld,
             profile=self.profile,

@@ -32,7 +32,7 @@ class Iteration:
     forward: where the step before returned; backward: the first gradient; left: the first that left
         for the host; step: the call of step(). All in the caller's work; None: it has not come there.
     gradients: how often backward has made one. travels: whether gradients change after its hooks.
-    plan: for which gradients leave during backward, then that of the step; None: not asked for yet.
+    plan: for which gradients leave during backward; None: not asked for yet. issued: that of the step.
     alone: whether the step updates nothing else than what is on the device, of which it is known how long it takes.
     wanted: the subgroups whose gradients leave.
     workload: for which the last plan was made. withheld: see MemoryMonitor, at that time.
@@ -50,6 +50,7 @@ class Iteration:
         self.gradients = 0
         self.travels = False
         self.plan: Plan | None = None
+        self.issued: Plan | None = None
         self.alone = True
         self.wanted: set[Subgroup] = set()
         self.workload: Workload | None = None
