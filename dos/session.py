@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dos.activations.offload import ActivationOffload, Amount
+from dos.activations.offload import ActivationOffload, Amount, Surrounding
 from dos.device_side import DeviceSide
 from dos.devices import Device
 from dos.gradients.clipping import Clipping
@@ -289,13 +289,13 @@ class Session(InFlight):
             self.attachment.surround(lambda module: offload.begin(module, amount, _lasting(module)), offload.end)
 
     def offload_activations(self, amount: Amount) -> AbstractContextManager[None]:
-        """Surrounds a forward of which so much leaves."""
+        """Surrounds forwards, of each of which so much leaves."""
         offload = self._offload(amount)
         if offload is None:
             return contextlib.nullcontext()
         model = None if self.attachment is None else self.attachment.model
         known = [p for group in self.groups for p in group["params"]]
-        return offload.around(amount, known if model is None else [*known, *_lasting(model)])
+        return Surrounding(offload, amount, known if model is None else [*known, *_lasting(model)])
 
     def _offload(self, amount: Amount | None) -> ActivationOffload | None:
         """What moves saved tensors, with memory for the first forward; None with all parameters on the host."""

@@ -7,7 +7,7 @@ import math
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -152,19 +152,12 @@ class ActivationOffload:
             return self.device.memory().total
         return max(0, available // local_ranks() - self._state_to_come())
 
-    @contextlib.contextmanager
-    def around(self, amount: Amount, known: Iterable[Tensor]) -> Iterator[None]:
-        """Surrounds a forward. known: parameters and buffers, which stay."""
-        key = object()
-        self.begin(key, amount, known)
-        try:
-            yield
-        finally:
-            self.end(key)
-
     @exclusive
     def begin(self, key: object, amount: Amount, known: Iterable[Tensor]) -> None:
-        """A forward begins in this thread; nothing leaves if no graph is made or a CUDA graph is captured."""
+        """A forward begins in this thread; nothing leaves if no graph is made or a CUDA graph is captured.
+
+        known: parameters and buffers, which stay.
+        """
         self.end(key)  # an interruption may have ended the last forward before its hook
         if not torch.is_grad_enabled() or self.device.capturing():
             return
@@ -318,6 +311,19 @@ class ActivationOffload:
                 except torch.OutOfMemoryError:
                     break  # there may be memory when it is needed
         return found
+
+
+class Surrounding(contextlib.AbstractContextManager[None]):
+    """Surrounds forwards, one after another. amount: of what each saves leaves. known: as in `begin`."""
+
+    def __init__(self, offload: ActivationOffload, amount: Amount, known: Iterable[Tensor]) -> None:
+        self._offload, self._amount, self._known = offload, amount, known
+
+    def __enter__(self) -> None:
+        self._offload.begin(self, self._amount, self._known)
+
+    def __exit__(self, *_: object) -> None:
+        self._offload.end(self)
 
 
 def _span(part: Tensor) -> tuple[int, int]:

@@ -53,6 +53,15 @@ def test_an_exception_leaves_a_context() -> None:
     assert not leaves(optimizer)
 
 
+def test_one_context_surrounds_several_forwards() -> None:
+    optimizer = optimizer_of(Net(), 1.0)
+    context = optimizer.offload_activations(1.0)
+    for _ in range(2):
+        with context:
+            assert leaves(optimizer)
+        assert not leaves(optimizer)
+
+
 def test_attaching_again_takes_the_first_hooks_off() -> None:
     model = Net()
     optimizer = optimizer_of(model, 1.0)
