@@ -222,8 +222,8 @@ class DOSAdam(Optimizer):
         more that are no parameters, buffers or views of them (a model's buffers are known once it is attached).
         With all parameters on the host, nothing leaves.
 
-        activations: the share that leaves, from 0 to 1, or the bytes of each forward that may, an int. ``"auto"``: as
-        much as the plan says, beginning with nothing; only ``policy="adaptive"`` lets any leave.
+        activations: the share that leaves, from 0 to 1, or the bytes of each forward that may, an int above 1.
+        ``"auto"``: as much as the plan says, beginning with nothing; only ``policy="adaptive"`` lets any leave.
         Backward raises RuntimeError, as without this, if a tensor was written to after it was saved.
         Raises TypeError or ValueError for another ``activations``.
         """
@@ -408,7 +408,7 @@ class DOSAdam(Optimizer):
         ``(compute_s + bound_s) / (compute_s + exposed_s)``; 1 means that no plan could make the iteration shorter.
         ``memory_free_bytes``, ``memory_total_bytes``, ``memory_held_bytes``, ``memory_for_state_bytes``: of the
         device, when the step had ended. ``host_held_bytes``: of the host. ``activation_bytes``: of saved tensors, that
-        leave as the plan says.
+        leave as the plan says with ``activations="auto"``.
         Values that are not known are missing; before the first step, or with all parameters on the host, the dict is
         empty.
         """

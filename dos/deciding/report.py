@@ -95,7 +95,7 @@ class Report:
             "memory_held_bytes": self.held_bytes,
             "host_held_bytes": self.host_bytes,
             "memory_for_state_bytes": _finite(self.workload.peak_free_bytes),
-            "activation_bytes": self.plan.activation_bytes,
+            "activation_bytes": self.plan.activation_bytes if self.workload.activations else None,
         }
         return {name: float(value) for name, value in found.items() if value is not None}
 
@@ -138,6 +138,8 @@ class Report:
         """How much of what forward saves leaves for the host, and why."""
         work, left = self.workload, self.plan.activation_bytes
         whole = size_of(sum(saved.nbytes for saved in work.activations))
+        if not left and self.profile is None:
+            return f"all {whole} stay, as this policy lets none leave; policy='adaptive' weighs it"
         if not left:
             return f"all {whole} stay, as the iteration would not be shorter if some left"
         why = f"which makes room for {size_of(work.room(left))}"

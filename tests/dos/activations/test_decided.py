@@ -24,7 +24,7 @@ TOTAL = (LAYERS + 1) * EACH
 
 
 def start(
-    policy: str | Callable[[Workload], Plan], device: EmulatedDevice | None = None
+    policy: str | float | Callable[[Workload], Plan], device: EmulatedDevice | None = None
 ) -> tuple[nn.Module, DOSAdam, ActivationOffload]:
     torch.default_generator.manual_seed(0)
     model = Layers()
@@ -65,6 +65,8 @@ def test_the_first_iteration_tells_what_is_saved_and_when() -> None:
     for _ in range(2):
         step(model, optimizer)
         assert not policy.told[-1].activations
+    optimizer.synchronize()
+    assert "activation_bytes" not in optimizer.metrics()
     step(model, optimizer)
     groups = policy.told[-1].activations
     assert 0 < len(groups) <= MOST
@@ -113,6 +115,16 @@ def test_where_the_share_falls_state_leaves_first() -> None:
     assert saves(optimizer) == 9 * [EACH], "the state that the last plan sends home is still leaving"
     step(model, optimizer)
     assert saves(optimizer) == 3 * [EACH]
+
+
+@pytest.mark.parametrize("policy", ["cpu", 0.5, Leaving(0)])
+def test_a_policy_that_lets_none_leave_is_named(policy: str | float | Leaving) -> None:
+    model, optimizer, _ = start(policy)
+    for _ in range(3):
+        step(model, optimizer)
+    optimizer.synchronize()
+    assert "stay, as this policy lets none leave" in optimizer.explain()
+    assert optimizer.metrics()["activation_bytes"] == 0
 
 
 def test_memory_is_told_as_if_all_stayed() -> None:
