@@ -166,11 +166,15 @@ class EmulatedDevice:
     def keep(self, buffer: Tensor, op: Op | None = None) -> None:
         pass  # copies hold their memory, and the caller's computation is over when it returns
 
-    @exclusive
     def count(self, tensor: Tensor) -> None:
         if tensor in self._live or tensor in self._counted:
             return
         nbytes, free = tensor.untyped_storage().nbytes(), self._free()
+        if nbytes > free:
+            # As the caching allocator does before it fails: what is queued may hold gradients of the last step.
+            for stream in self._streams.values():
+                stream.submit(lambda: None).result()
+            free = self._free()
         if nbytes > free:
             raise torch.OutOfMemoryError(
                 f"emulated device out of memory: a tensor of {nbytes} bytes was made, {free} of {self.capacity} free"

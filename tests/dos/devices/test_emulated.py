@@ -1,8 +1,10 @@
-"""The emulated device keeps the simulator's order."""
+"""The emulated device keeps the simulator's order, and counts memory as a caching allocator does."""
 
 import itertools
+import threading
 import time
 
+import pytest
 import torch
 
 from dos.devices.emulated import EmulatedDevice
@@ -34,3 +36,17 @@ def test_saved_tensors_interrupt_state_on_their_link() -> None:
     expected = list(zip(tasks.start[1:], tasks.end[1:], strict=True))
     gaps = [abs(a - b) for a, b in zip(itertools.chain(*measured), itertools.chain(*expected), strict=True)]
     assert max(gaps) < 0.02, (measured, expected)
+
+
+def test_a_tensor_waits_for_the_memory_of_those_that_queued_work_still_reads() -> None:
+    device = EmulatedDevice(machine(), capacity=1500)
+    read, fits, not_at_all = (torch.zeros(nbytes, dtype=torch.uint8) for nbytes in (1000, 600, 1000))
+    device.count(read)
+    may_end = threading.Event()
+    device.launch(0, may_end.wait, 0)
+    device.copy(Op.GRADIENT, 0, [(torch.zeros_like(read), read)], [device.launch(0, lambda: None, 0)])
+    del read
+    threading.Timer(0.05, may_end.set).start()
+    device.count(fits)
+    with pytest.raises(torch.OutOfMemoryError, match="a tensor of 1000 bytes was made, 900 of 1500 free"):
+        device.count(not_at_all)
