@@ -48,6 +48,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if not options.tiny and (options.model is None or options.text is None):
         parser.error("pass --model and --text, or --tiny")
+    if options.resume and not any(options.output.glob("checkpoint*")):
+        parser.error(f"there is no checkpoint in {options.output}; leave --resume out, or pass its --output")
     return options
 
 

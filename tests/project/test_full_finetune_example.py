@@ -73,6 +73,12 @@ def test_the_loop_has_the_losses_of_adamw(example: Example) -> None:
     assert sum(losses[-4:]) < sum(losses[:4])
 
 
+def test_there_is_nothing_to_resume(example: Example, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        example["main"](["--tiny", "--resume", "--output", str(tmp_path)])
+    assert f"there is no checkpoint in {tmp_path}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("way", [LOOP, TRAINER], ids=["loop", "trainer"])
 def test_it_fits_where_nothing_else_does(way: list[str], example: Example) -> None:
     """Weights, gradients, what autograd saves and state count: neither AdamW fits, nor all gradients."""

@@ -141,7 +141,7 @@ def test_host_memory_of_an_arena_to_the_byte(
         **kept(dtype),
     )
     assert arena.state.nbytes == found.state
-    assert sum(t.tensor.nbytes for t in (*arena.incoming(), *arena.outgoing())) == found.total - found.state
+    assert sum(t.tensor.nbytes for t in arena.staging()) == found.total - found.state
     assert sum(t.tensor.nbytes for t in arena.home()) == (found.state if accelerated else 0)
 
 
