@@ -206,7 +206,7 @@ class DeviceSide:
         now = self._now
         now.step = self.device.mark()
         self.decisions.pace.step(now, early=departed if Placement.CPU in plan.placements else None)
-        # Nobody knows what updates of parameters on the host take of it meanwhile.
+        # What updates of parameters on the host take of it meanwhile is not measured.
         now.alone = all(subgroup.arena.accelerated for subgroup in updates) and not self.activations.moved
         with now.held_up():
             prepared = self.engine.make_room(plan, subjects)
@@ -300,7 +300,7 @@ class DeviceSide:
     def wait_for(self, record: ParameterRecord) -> None:
         """Order what the caller queues on the device from now on behind the update of this parameter."""
         for subgroup, _ in self._registry.places[record]:
-            # Whoever waits for a subgroup that has been waited for is not held up.
+            # A caller that waits for the same subgroup again is not held up.
             again = subgroup in self._waited_for
             stepped = self.decisions.stepped
             with contextlib.nullcontext() if again or stepped is None else stepped.held_up():

@@ -38,7 +38,7 @@ class Usage(NamedTuple):
 
 
 class _Storages:
-    """Memory that is counted while it is there, whoever refers to it."""
+    """Memory that is counted as long as anything refers to it."""
 
     def __init__(self) -> None:
         self._bytes: dict[int, tuple[StorageWeakRef, int]] = {}
