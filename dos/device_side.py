@@ -58,6 +58,7 @@ class DeviceSide:
             away=activations.away,
         )
         self.activations.sample = weakref.WeakMethod(self.decisions.memory.sample)
+        self.activations.give_way = weakref.WeakMethod(self._give_way)
         self._registry = registry
         self._now = Iteration(device)
         self._aside: deque[tuple[Step, Iteration]] = deque()
@@ -319,6 +320,13 @@ class DeviceSide:
         self.activations.ran_out()
         self._now.backward = None  # if the iteration is tried again, its peak is sampled, too
         self.device.trim()
+
+    def _give_way(self) -> None:
+        """Give all device memory of state to a saved tensor, for which there is none although backward needs it."""
+        self.wait()
+        held = self.engine.stores.device.nbytes
+        self.abandon()
+        self.release(held)
 
 
 def _gradients_travel() -> bool:

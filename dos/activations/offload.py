@@ -44,7 +44,8 @@ class ActivationOffload:
 
     lock: the optimizer's. pool: their memory on the host.
     state_to_come: gives the bytes of the host's memory that state will take yet.
-    sample: looks at the device's memory, when most is saved. in_use: whether anything was asked to leave.
+    sample: looks at the device's memory, when most is saved. give_way: takes all state off the device, for what comes
+        back. in_use: whether anything was asked to leave.
     share: of what a forward saves, that leaves where the plan decides. moved: whether any of the last one has left.
     """
 
@@ -55,6 +56,7 @@ class ActivationOffload:
         self.share = 0.0
         self.moved = False
         self.sample: weakref.WeakMethod[Callable[..., None]] | None = None
+        self.give_way: weakref.WeakMethod[Callable[[], None]] | None = None
         self._lock = lock
         self._state_to_come = state_to_come
         self._of_thread = threading.local()
@@ -298,7 +300,14 @@ class ActivationOffload:
         if births.timed and saved.number not in births.due:
             births.due[saved.number] = self.device.mark()
         if saved.away:
-            self._restored = saved.bring_back()
+            try:
+                self._restored = saved.bring_back()
+            except torch.OutOfMemoryError:
+                give_way = None if self.give_way is None else self.give_way()
+                if give_way is None:
+                    raise
+                give_way()  # backward cannot wait, state can
+                self._restored = saved.bring_back()
         found = saved.read(packed)
         ahead = 0
         for count, other in enumerate(births.before(saved)):

@@ -163,6 +163,33 @@ def test_when_memory_runs_out_all_leaves_before_state_does() -> None:
     assert optimizer.metrics()["activation_bytes"] == plan.activation_bytes > 0
 
 
+def test_state_gives_way_to_what_backward_needs() -> None:
+    """Others take all memory that is free between forward and backward: what is away could not come back beside it."""
+    losses, results = [], []
+    for others_come in (False, True):
+        others = 0
+        device = EmulatedDevice(FAST, 100 * TOTAL, occupied=lambda: others)  # noqa: B023
+        model, optimizer, _ = start("adaptive", device)
+        optimizer.attach(model, activations=1.0)
+        for number in range(3):
+            step(model, optimizer, number=number)
+        optimizer.synchronize()
+        assert optimizer.metrics()["share_gpu_resident"] == 1
+        loss = model(torch.ones(BATCH, WIDTH)).square().mean()
+        if others_come:
+            usage = device.usage()
+            others = device.capacity - usage.occupied - usage.held
+        loss.backward()
+        others = 0
+        optimizer.step()
+        optimizer.synchronize()
+        losses.append(step(model, optimizer))
+        optimizer.synchronize()
+        results.append(bits(model.parameters()))
+    assert losses[0] == losses[1]
+    assert results[0] == results[1]
+
+
 def test_what_does_not_fit_without_leaving_leaves_and_the_peak_is_kept() -> None:
     """The first iterations have room for all, then the model takes most of what they leave."""
     others = 0
