@@ -12,6 +12,7 @@ from perfmodel import Op
 from perfmodel.lanes import Stream, Tasks
 from tests.support.clock import compares_with_a_clock
 from tests.support.machines import machine
+from tests.support.training import FAST
 
 
 @compares_with_a_clock
@@ -39,7 +40,7 @@ def test_saved_tensors_interrupt_state_on_their_link() -> None:
 
 
 def test_a_tensor_waits_for_the_memory_of_those_that_queued_work_still_reads() -> None:
-    device = EmulatedDevice(machine(), capacity=1500)
+    device = EmulatedDevice(FAST, capacity=1500)
     read, fits, not_at_all = (torch.zeros(nbytes, dtype=torch.uint8) for nbytes in (1000, 600, 1000))
     device.count(read)
     may_end = threading.Event()
