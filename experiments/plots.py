@@ -29,10 +29,19 @@ OPS = {
     Op.FLUSH: ("state to host", "#d1603d"),
     Op.SAVE: ("activations to host", "#8f5fae"),
     Op.RESTORE: ("activations to device", "#c3a6d8"),
+    Op.READ: ("state from disk", "#6b7f3a"),
+    Op.WRITE: ("state to disk", "#a8552f"),
 }
 """Labels and colours: compute in grey, the update in blue, what goes up in greens, what comes down in warm colours."""
 
-LANE_LABELS = {Lane.GPU: "device", Lane.CPU: "host CPU", Lane.H2D: "host → device", Lane.D2H: "device → host"}
+LANE_LABELS = {
+    Lane.GPU: "device",
+    Lane.CPU: "host CPU",
+    Lane.H2D: "host → device",
+    Lane.D2H: "device → host",
+    Lane.READ: "disk → host",
+    Lane.WRITE: "host → disk",
+}
 """From top to bottom of a panel."""
 
 CURVE_COLOURS = ("#2f6fb0", "#d1603d", "#2a9d6f", "#8a5fb0", "#e0a100", "#5b6470", "#c2549d", "#3aa6b9")
@@ -222,7 +231,8 @@ def _colours_of(timelines: Iterable[Timeline]) -> dict[str, str]:
 
 def _draw_lanes(axes: Axes, timeline: Timeline, scale: float, narrow_s: float) -> None:
     """One panel: bars edged in white, to tell neighbours apart, unless they are too narrow for that."""
-    for row, lane in enumerate(LANE_LABELS):
+    labels = {lane: label for lane, label in LANE_LABELS.items() if lane in timeline.lanes}
+    for row, lane in enumerate(labels):
         spans = timeline.on(lane)
         colours = [OPS[span.op][1] for span in spans]
         edges = zip(spans, colours, strict=True)
@@ -233,8 +243,8 @@ def _draw_lanes(axes: Axes, timeline: Timeline, scale: float, narrow_s: float) -
             edgecolors=[colour if span.duration < narrow_s else "white" for span, colour in edges],
             linewidth=0.5,
         )
-    axes.set_yticks(range(len(LANE_LABELS)), LANE_LABELS.values())
-    axes.set_ylim(len(LANE_LABELS) - 0.5, -0.5)
+    axes.set_yticks(range(len(labels)), labels.values())
+    axes.set_ylim(len(labels) - 0.5, -0.5)
     axes.tick_params(axis="y", length=0)
     grid(axes, "x")
 

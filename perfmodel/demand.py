@@ -23,6 +23,8 @@ SIZES = {
     Placement.GPU_RESIDENT: ((Stream.GPU, "numel"),),
 }
 """The operations of each placement in their order, with what says how large they are."""
+FROM_DISK = (Stream.READ, "state_bytes"), (Stream.WRITE, "state_bytes")
+"""Those before and after them where state rests on disk."""
 
 
 class Demand(NamedTuple):
@@ -45,6 +47,9 @@ def operation_demand(stream: Stream, size: int, load: SubgroupLoad, profile: Har
     return Demand(seconds, traffic if size == load.numel else traffic * (size / load.numel))
 
 
-def demand(placement: Placement, load: SubgroupLoad, profile: HardwareProfile) -> dict[Stream, Demand]:
-    """What a subgroup with this placement asks of each stream's lane."""
-    return {s: operation_demand(s, getattr(load, size), load, profile) for s, size in SIZES[placement]}
+def demand(
+    placement: Placement, load: SubgroupLoad, profile: HardwareProfile, *, on_disk: bool = False
+) -> dict[Stream, Demand]:
+    """What a subgroup with this placement asks of each stream's lane. on_disk: whether its state rests there."""
+    operations = (*SIZES[placement], *(FROM_DISK if on_disk else ()))
+    return {s: operation_demand(s, getattr(load, size), load, profile) for s, size in operations}

@@ -59,6 +59,9 @@ class HardwareProfile:
     gpu_update_rate: parameters/s that the GPU updates.
     copy_latency_s: fixed cost of a copy.
     launch_latency_s: fixed cost of an update, on either processor.
+    disk_read_bandwidth, disk_write_bandwidth: bytes/s of reading from all folders of state on disk, and of writing,
+        alone; with _duplex while both go on. Where nothing was measured, those of a modest NVMe drive.
+    disk_latency_s: fixed cost of a read or write.
     ranks_per_host: ranks that share the host's DRAM in equal parts.
     cpu_traffic_factor: host traffic of a CPU update over the bytes it needs; above 1 when threads reach the memory
         of other NUMA nodes.
@@ -80,6 +83,11 @@ class HardwareProfile:
     gpu_update_rate: float
     copy_latency_s: float = 10e-6
     launch_latency_s: float = 10e-6
+    disk_read_bandwidth: float = 3e9
+    disk_write_bandwidth: float = 2e9
+    disk_read_bandwidth_duplex: float = 1.5e9
+    disk_write_bandwidth_duplex: float = 1e9
+    disk_latency_s: float = 100e-6
     ranks_per_host: int = 1
     cpu_traffic_factor: float = 1.0
     cpu_threads: int = 0
@@ -187,7 +195,7 @@ SPEEDS = tuple(f.name for f in dataclasses.fields(HardwareProfile) if "_speed_" 
 """Those that are relative to a rate."""
 _LIMITS: dict[str, tuple[float, float, bool]] = {
     **dict.fromkeys((*RATES, *SPEEDS), (1e-30, 1e30, False)),
-    **dict.fromkeys(("copy_latency_s", "launch_latency_s"), (0, 1e6, False)),
+    **dict.fromkeys(("copy_latency_s", "launch_latency_s", "disk_latency_s"), (0, 1e6, False)),
     "ranks_per_host": (1, 1 << 20, True),
     "cpu_threads": (0, 1 << 20, True),
 }

@@ -27,7 +27,7 @@ def shared_rates(demands: Sequence[float], capacity: float) -> list[float]:
 
 
 class Stream(enum.IntEnum):
-    """An in-order queue of tasks; two feed the GPU, three each link."""
+    """An in-order queue of tasks; two feed the GPU, three each link, one each way from and to the disk."""
 
     CPU = 0
     GPU = 1
@@ -39,9 +39,11 @@ class Stream(enum.IntEnum):
     """The model's own forward and backward on the GPU."""
     SAVE = 7
     RESTORE = 8
+    READ = 9
+    WRITE = 10
 
 
-CPU, GPU, H2D, D2H = range(4)
+CPU, GPU, H2D, D2H, DISK_READ, DISK_WRITE = range(6)
 """The numbers of lanes: their places in LANES."""
 
 
@@ -84,6 +86,12 @@ LANES = {
         True,
         H2D,
         "d2h_bandwidth_duplex",
+    ),
+    Lane.READ: Service(
+        (Stream.READ,), "disk_read_bandwidth", "disk_latency_s", True, DISK_WRITE, "disk_read_bandwidth_duplex"
+    ),
+    Lane.WRITE: Service(
+        (Stream.WRITE,), "disk_write_bandwidth", "disk_latency_s", True, DISK_READ, "disk_write_bandwidth_duplex"
     ),
 }
 """All lanes. One more is a row more, at the end."""

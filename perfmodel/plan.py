@@ -15,6 +15,7 @@ class Tier(enum.Enum):
 
     DEVICE = "device"
     HOST = "host"
+    DISK = "disk"
 
 
 class Processor(enum.Enum):
@@ -27,7 +28,8 @@ class Processor(enum.Enum):
 class Route(NamedTuple):
     """The way of a subgroup's state through one iteration, as it is once the plan has settled.
 
-    source: where it comes from. processor: what updates it. stays: where it rests afterwards.
+    source: where it comes from. processor: what updates it. stays: where it rests afterwards. Instead of on the host it
+    may rest on disk, and then comes through there; see `Plan.on_disk`.
     """
 
     source: Tier
@@ -66,6 +68,7 @@ class Plan:
     order: the subgroup indices in the order in which every lane serves them; a permutation.
     slots: staging slots on the device; at least 1 if any subgroup is streamed.
     activation_bytes: of saved tensors that leave for the host, those saved first.
+    on_disk: the subgroups whose state rests on disk; it passes through the host on its way to and from the update.
 
     Raises ValueError when the parts do not fit together.
     """
@@ -74,6 +77,7 @@ class Plan:
     order: tuple[int, ...]
     slots: int
     activation_bytes: int = 0
+    on_disk: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         n = len(self.placements)
@@ -85,6 +89,11 @@ class Plan:
         for name in ("slots", "activation_bytes"):
             if getattr(self, name) < 0:
                 raise ValueError(f"plan {name} must be 0 or more, found {getattr(self, name)}")
+        there = [i for i in self.on_disk if not 0 <= i < n or self.placements[i].value.stays is not Tier.HOST]
+        if there:
+            raise ValueError(
+                f"plan on_disk must name subgroups that are updated on the CPU or streamed, found {sorted(there)}"
+            )
         if self.slots == 0 and Placement.GPU_STREAMED in self.placements:
             raise ValueError("a plan with streamed subgroups needs at least 1 staging slot, found 0")
 
@@ -97,7 +106,7 @@ class Plan:
 
     def stays(self, subgroup: int) -> Tier:
         """Where the subgroup's state rests after the iteration."""
-        return self.placements[subgroup].value.stays
+        return Tier.DISK if subgroup in self.on_disk else self.placements[subgroup].value.stays
 
     def on_host(self, subgroups: Collection[int]) -> Plan:
         """The plan with these subgroups updated on the host."""
@@ -109,6 +118,7 @@ class Plan:
     def __str__(self) -> str:
         counts = Counter(self.placements)
         parts = [f"{counts[p]} {p.label}" for p in Placement if counts[p]]
+        parts += [f"state of {len(self.on_disk)} on disk"] if self.on_disk else []
         left = f"; {self.activation_bytes / 2**20:.1f} MiB of saved tensors leave" if self.activation_bytes else ""
         return f"{len(self)} subgroups: {', '.join(parts) or 'none'}; {self.slots} slots; {self._runs()}{left}"
 

@@ -19,6 +19,8 @@ class Lane(enum.Enum):
     GPU = "GPU"
     H2D = "H2D"
     D2H = "D2H"
+    READ = "disk read"
+    WRITE = "disk write"
 
 
 class Op(enum.Enum):
@@ -40,6 +42,10 @@ class Op(enum.Enum):
     """D2H: tensors that backward will need leave during forward."""
     RESTORE = "restore"
     """H2D: they come back in backward."""
+    READ = "read"
+    """State comes from disk to the host."""
+    WRITE = "write"
+    """State goes from the host to disk."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +108,11 @@ class Timeline:
             reached = max(reached, span.end)
         return total
 
+    @property
+    def lanes(self) -> tuple[Lane, ...]:
+        """Those that have spans, and the processors and links in any case."""
+        return tuple(lane for lane in Lane if lane not in (Lane.READ, Lane.WRITE) or self.on(lane))
+
     def on(self, lane: Lane) -> tuple[Span, ...]:
         """The lane's spans in order."""
         return tuple(s for s in self.spans if s.lane is lane)
@@ -148,7 +159,8 @@ class Timeline:
 
     def _tracks(self) -> tuple[list[str], dict[Span, int]]:
         """The names of the tracks, and each span's: viewers misdraw spans that overlap on one track."""
-        names, ends = [lane.value for lane in Lane], [-math.inf] * len(Lane)
+        names = [lane.value for lane in self.lanes]
+        ends = [-math.inf] * len(names)
         tracks: dict[Span, int] = {}
         named = [(span.lane.value, span) for span in self.spans] + [("forward, backward", span) for span in self.beside]
         for name, span in sorted(named, key=lambda pair: pair[1].start):

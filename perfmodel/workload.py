@@ -22,6 +22,7 @@ class SubgroupLoad:
     upper_bytes: of parameters that an update reads because they are half of their masters; device to
         host when updated on the CPU after an update on the device.
     returned_bytes: of gradients that have left for the host in any case, and come up again for updates on the device.
+    host_bytes: host memory that it takes where its state rests there: with gradients and parameters on their way.
     format: of the state, which says how fast updates are.
     """
 
@@ -31,10 +32,12 @@ class SubgroupLoad:
     state_bytes: int
     upper_bytes: int = 0
     returned_bytes: int = 0
+    host_bytes: int = 0
     format: str = field(default=MIXED.name, kw_only=True)
 
     def __post_init__(self) -> None:
-        for name in ("numel", "gradient_bytes", "parameter_bytes", "state_bytes", "upper_bytes", "returned_bytes"):
+        moved = "gradient_bytes", "parameter_bytes", "state_bytes", "upper_bytes", "returned_bytes"
+        for name in ("numel", *moved, "host_bytes"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be 0 or more, found {getattr(self, name)}")
 
@@ -42,7 +45,8 @@ class SubgroupLoad:
     def of(cls, numel: int, state: Format) -> SubgroupLoad:
         """So many parameters whose state is kept in one format."""
         each = state.gradient_bytes, state.parameter_bytes, state.state_bytes, state.upper_bytes
-        return cls(numel, *(int(numel * nbytes) for nbytes in each), format=state.name)
+        sizes = [int(numel * nbytes) for nbytes in (*each, 0, state.held_bytes)]
+        return cls(numel, *sizes, format=state.name)
 
     @property
     def cpu_traffic(self) -> int:
@@ -93,6 +97,11 @@ class Workload:
         `peak_free_bytes`, as slots are in use at the next peak, it grows with that when saved tensors leave.
     activations: saved tensors that may leave, in the order in which forward saves them, a few together.
     activation_least_bytes, activation_host_bytes: of them have to leave, and have room on the host.
+    host_free_bytes: host memory for state that rests there, beyond windows, by `SubgroupLoad.host_bytes`. What
+        exceeds it is on disk.
+    windows: buffers on the host through which state from disk passes.
+    reverses: whether the order of subgroups is another one in each step, so that what the windows hold at the end of
+        a step is what the next one begins with.
 
     Raises ValueError for an empty workload, negative times or sizes, or saved tensors that are out of order.
     """
@@ -106,12 +115,16 @@ class Workload:
     activations: tuple[SavedTensors, ...] = ()
     activation_least_bytes: int = 0
     activation_host_bytes: float = math.inf
+    host_free_bytes: float = math.inf
+    windows: int = 0
+    reverses: bool = False
 
     def __post_init__(self) -> None:
         if not self.subgroups:
             raise ValueError("a workload needs at least one subgroup, found none")
         free = "peak_free_bytes", "update_free_bytes", "shared_free_bytes"
-        for name in ("forward_s", "backward_s", *free, "activation_least_bytes", "activation_host_bytes"):
+        host = "activation_least_bytes", "activation_host_bytes", "host_free_bytes", "windows"
+        for name in ("forward_s", "backward_s", *free, *host):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be 0 or more, found {getattr(self, name)}")
         for early, late in pairwise((SavedTensors(0, 0.0, 1.0), *self.activations, SavedTensors(0, 1.0, 0.0))):
@@ -187,9 +200,16 @@ class Workload:
         """Whether there is memory for a plan's resident state, its slots, and the saved tensors that leave."""
         resident = sum(self.subgroups[i].state_bytes for i in plan.served(Placement.GPU_RESIDENT))
         staged, leaving = plan.slots * self.slot_bytes, plan.activation_bytes
+        at_home = (
+            i for i, p in enumerate(plan.placements) if p is not Placement.GPU_RESIDENT and i not in plan.on_disk
+        )
         return (
             resident <= self.peak_free(leaving)
             and staged <= self.update_free_bytes
             and resident + staged <= self.shared_free(leaving)
             and self.activation_least_bytes <= leaving <= self.activation_host_bytes
+            and (
+                math.isinf(self.host_free_bytes)
+                or self.host_free_bytes >= sum(self.subgroups[i].host_bytes for i in at_home)
+            )
         )

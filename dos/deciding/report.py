@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from dos.deciding.unused import size_of, unused
 from dos.memory.reading import Reading
-from perfmodel import Lane, Placement, Plan, Timeline, Workload
+from perfmodel import Placement, Plan, Timeline, Workload
 from perfmodel.bounds import Bound, lower_bound
 from perfmodel.hardware import HardwareProfile
 from perfmodel.simulate import Scope, makespan
@@ -115,7 +115,7 @@ class Report:
         if self.kernel is not None:
             lines += [f"Updates on the device are done by {self.kernel}"]
         if self.measured is not None and self.update_s is not None and self.exposed_s is not None:
-            busy = ", ".join(f"{lane.value} {_ms(self.measured.busy(lane))}" for lane in Lane)
+            busy = ", ".join(f"{lane.value} {_ms(self.measured.busy(lane))}" for lane in self.measured.lanes)
             lines += [
                 f"Measured: {_ms(self.update_s)} from step() to the last transfer, of which the caller waited "
                 f"{_ms(self.exposed_s)}; lanes were busy for: {busy}"

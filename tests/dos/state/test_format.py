@@ -45,9 +45,9 @@ from tests.support.training import FAST, mlp, train
 def test_bytes_per_parameter(state: Format, state_bytes: int, held: int, traffic: int) -> None:
     assert (state.state_bytes, state.held_bytes, state.update_traffic) == (state_bytes, held, traffic)
     load = SubgroupLoad.of(7, state)
-    assert load.cpu_traffic == 7 * traffic
+    assert (load.cpu_traffic, load.host_bytes) == (7 * traffic, 7 * held)
     assert (
-        dataclasses.replace(load, format=MIXED.name)
+        dataclasses.replace(load, format=MIXED.name, host_bytes=0)
         == Workload.of_sizes(
             [7],
             gradient_bytes=state.gradient_bytes,
