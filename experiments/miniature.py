@@ -22,8 +22,8 @@ UPDATE_S = 0.4
 
 
 def without_fixed_costs(profile: HardwareProfile) -> HardwareProfile:
-    """The machine without what each copy and launch costs: thousandths, which would not be slowed down with rates."""
-    return dataclasses.replace(profile, copy_latency_s=0.0, launch_latency_s=0.0)
+    """The machine without fixed costs of copies, launches and disk: they would not be slowed down with rates."""
+    return dataclasses.replace(profile, copy_latency_s=0.0, launch_latency_s=0.0, disk_latency_s=0.0)
 
 
 def equal_subgroups(numel: int, size: int, **workload: Any) -> Workload:

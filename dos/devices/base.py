@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from perfmodel import Op, Span
+from perfmodel import Lane, Op, Span
 from perfmodel.format import MIXED
 from perfmodel.hardware import HardwareProfile
 from perfmodel.lanes import LANE_OF_STREAM
@@ -180,4 +180,10 @@ class Device(Protocol):
         """Surrounds an update of `numel` parameters on the host; gives the time.perf_counter() of its start.
 
         traffic: bytes that it moves through host DRAM. state_format: of the parameters' state.
+        """
+
+    def disk_io(self, lane: Lane, nbytes: int) -> AbstractContextManager[float]:
+        """Surrounds a transfer of so many bytes between host and disk; gives the time.perf_counter() of its start.
+
+        lane: Lane.READ or Lane.WRITE.
         """

@@ -199,6 +199,11 @@ class CudaDevice:
         with named(Lane.CPU.value, Op.UPDATE.value, numel, "parameters"):
             yield time.perf_counter()
 
+    @contextmanager
+    def disk_io(self, lane: Lane, nbytes: int) -> Iterator[float]:
+        with named(lane.value, nbytes, "bytes"):
+            yield time.perf_counter()
+
     @property
     def _pci_address(self) -> str | None:
         """Of the device or the one that it is a slice of; None where torch does not tell (before 2.8)."""

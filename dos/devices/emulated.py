@@ -63,8 +63,8 @@ class _Storages:
 class EmulatedDevice:
     """Emulates an accelerator and its host; parameters are ordinary CPU tensors that count as being on it.
 
-    profile: rates of the links, the device and the host's update. `profile.scaled(1 / 500)` makes a large machine's
-        proportions last long enough to be reproduced by a small one.
+    profile: rates of the links, the device, the host's update and the disk. `profile.scaled(1 / 500)` makes a
+        large machine's proportions last long enough to be reproduced by a small one.
     capacity: device memory in bytes.
     occupied: bytes of it that the model and its activations take; what is not taken now stays reserved for them. Beside
         them count the tensors that `count` was called for: where saved tensors are offloaded, those and gradients.
@@ -257,6 +257,9 @@ class EmulatedDevice:
     def host_update(self, numel: int, traffic: int, state_format: str = MIXED.name) -> AbstractContextManager[float]:
         alone_s = SERVICES[Lane.CPU].seconds(numel / self.profile.speed(Lane.CPU, state_format), self.profile)
         return self._pacer.serve(Lane.CPU, alone_s, traffic * self.profile.cpu_traffic_factor)
+
+    def disk_io(self, lane: Lane, nbytes: int) -> AbstractContextManager[float]:
+        return self._pacer.serve(lane, SERVICES[lane].seconds(nbytes, self.profile), nbytes)
 
     def _speeds(self, demands: Mapping[Lane, float]) -> Mapping[Lane, float]:
         """The simulator's rule, so that both agree on how lanes slow each other."""

@@ -114,5 +114,7 @@ def test_ranks_share_the_host_and_scaling_keeps_proportions() -> None:
     assert H100.host_bandwidth_per_rank == H100.host_bandwidth / 4
     half = H100.scaled(0.5)
     assert (half.host_bandwidth, half.h2d_bandwidth) == (H100.host_bandwidth / 2, H100.h2d_bandwidth / 2)
+    assert (half.disk_read_bandwidth, half.disk_latency_s) == (H100.disk_read_bandwidth / 2, H100.disk_latency_s)
+    assert half.disk_write_bandwidth_duplex == H100.disk_write_bandwidth_duplex / 2
     assert (half.copy_latency_s, half.cpu_traffic_factor) == (H100.copy_latency_s, H100.cpu_traffic_factor)
     assert Provenance("measured").date == ""

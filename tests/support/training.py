@@ -27,6 +27,11 @@ FAST = HardwareProfile(
     gpu_update_rate=1e13,
     copy_latency_s=0.0,
     launch_latency_s=0.0,
+    disk_read_bandwidth=1e14,
+    disk_write_bandwidth=1e14,
+    disk_read_bandwidth_duplex=1e14,
+    disk_write_bandwidth_duplex=1e14,
+    disk_latency_s=0.0,
 )
 """So fast that emulating it costs no time."""
 

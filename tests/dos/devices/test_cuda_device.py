@@ -27,7 +27,7 @@ from dos.machine.threads import Cores, kernel_threads
 from dos.state.record import ParameterRecord
 from dos.step.host_lane import HostLane
 from dos.step.iteration import Iteration
-from perfmodel import Op, Placement, Plan, Workload
+from perfmodel import Lane, Op, Placement, Plan, Workload
 from tests.support.fake_cuda import (
     FakeCudaDevice,
     FakeEvent,
@@ -652,6 +652,14 @@ def test_host_updates_run_near_the_device(runtime: Runtime, monkeypatch: pytest.
     assert os.sched_getaffinity(0) == everywhere
     with device.host_update(5, 0) as start:
         assert start <= time.perf_counter()
+
+
+@pytest.mark.parametrize("lane", [Lane.READ, Lane.WRITE])
+def test_transfers_to_the_disk_are_named_in_profiles(lane: Lane, runtime: Runtime) -> None:
+    device, before = FakeCudaDevice(runtime), time.perf_counter()
+    with torch.profiler.profile() as profiled, device.disk_io(lane, 4096) as start:
+        assert before <= start <= time.perf_counter()
+    assert f"dos {lane.value} 4096 bytes" in {event.name for event in profiled.events()}
 
 
 def test_one_connection_is_warned_of(

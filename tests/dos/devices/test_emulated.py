@@ -3,13 +3,14 @@
 import itertools
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from dos.devices.emulated import EmulatedDevice
-from perfmodel import Op
-from perfmodel.lanes import Stream, Tasks
+from perfmodel import Lane, Op
+from perfmodel.lanes import LANES, Stream, Tasks
 from tests.support.clock import compares_with_a_clock
 from tests.support.machines import machine
 from tests.support.training import FAST
@@ -35,6 +36,38 @@ def test_saved_tensors_interrupt_state_on_their_link() -> None:
     jobs += [copy(Op.RESTORE, 50_000), copy(Op.RESTORE, 50_000)]
     measured = [(job.wait().start - origin, job.wait().end - origin) for job in jobs]
     expected = list(zip(tasks.start[1:], tasks.end[1:], strict=True))
+    gaps = [abs(a - b) for a, b in zip(itertools.chain(*measured), itertools.chain(*expected), strict=True)]
+    assert max(gaps) < 0.02, (measured, expected)
+
+
+@compares_with_a_clock
+def test_disk_lanes_last_as_the_simulator_says() -> None:
+    """Two reads and a write beside the first: each slows the other, as one drive does, and they share host DRAM."""
+    rates = machine(
+        **dict.fromkeys(("disk_read_bandwidth", "disk_write_bandwidth"), 1e6),
+        **dict.fromkeys(("disk_read_bandwidth_duplex", "disk_write_bandwidth_duplex"), 5e5),
+        host_bandwidth=8e5,
+        disk_latency_s=0.01,
+    )
+    device, asked = EmulatedDevice(rates, 2**20), {Lane.READ: (190_000, 190_000), Lane.WRITE: (40_000,)}
+    tasks = Tasks()
+    for stream, lane in ((Stream.READ, Lane.READ), (Stream.WRITE, Lane.WRITE)):
+        for nbytes in asked[lane]:
+            tasks.add(stream, LANES[lane].seconds(nbytes, rates), nbytes)
+    tasks.serve(rates)
+
+    def transfer(lane: Lane) -> list[tuple[float, float]]:
+        spans = []
+        for nbytes in asked[lane]:
+            with device.disk_io(lane, nbytes) as start:
+                pass
+            spans.append((start - origin, time.perf_counter() - origin))
+        return spans
+
+    origin = time.perf_counter()
+    with ThreadPoolExecutor(2) as pool:
+        measured = [span for spans in pool.map(transfer, asked) for span in spans]
+    expected = list(zip(tasks.start, tasks.end, strict=True))
     gaps = [abs(a - b) for a, b in zip(itertools.chain(*measured), itertools.chain(*expected), strict=True)]
     assert max(gaps) < 0.02, (measured, expected)
 
