@@ -219,7 +219,10 @@ def steps(draw: st.DrawFn) -> tuple[Plan, list[SubgroupState]]:
     placements = tuple(draw(st.lists(st.sampled_from(Placement), min_size=1, max_size=10)))
     plan = Plan(placements, draw(st.permutations(range(len(placements)))), draw(st.integers(1, 4)))
     one = st.builds(
-        found, st.sampled_from((Tier.DEVICE, Tier.HOST)), st.sampled_from([DEVICE, HOST, None]), stale_bytes=st.sampled_from([0, 24])
+        found,
+        st.sampled_from((Tier.DEVICE, Tier.HOST)),
+        st.sampled_from([DEVICE, HOST, None]),
+        stale_bytes=st.sampled_from([0, 24]),
     )
     return plan, draw(st.lists(one, min_size=len(placements), max_size=len(placements)))
 
