@@ -1,17 +1,20 @@
 // Python bindings: release the GIL, call. Nothing else. Arrays are addresses, of what dos/kernels/update.py
-// has checked: exchanging thousands of them would cost more than small updates.
+// and dos/disk/ have checked: exchanging thousands of them would cost more than small updates.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <array>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "adam.h"
+#include "disk.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -88,4 +91,22 @@ NB_MODULE(_adam, module) {
         return dos::sum_of_squares(n, at<void>(src), static_cast<dos::DType>(type), threads, isa);
       },
       "n"_a, "src"_a, "src_type"_a, "threads"_a, "isa"_a.none());
+
+  // requests: file descriptor, offset, address, bytes. Returns their checksums, and Failure.
+  module.def(
+      "transfer",
+      [](bool write, const std::vector<std::array<int64_t, 4>>& requests, int threads) {
+        std::vector<dos::Request> all;
+        for (const auto& r : requests) all.push_back({static_cast<int>(r[0]), r[1], at<std::byte>(r[2]), r[3]});
+        std::vector<uint64_t> checksums(all.size());
+        dos::Failure failure;
+        {
+          const nb::gil_scoped_release release;
+          failure = dos::transfer(write, all.data(), all.size(), threads, checksums.data());
+        }
+        return std::tuple(checksums, failure.request, failure.done, failure.error);
+      },
+      "write"_a, "requests"_a, "threads"_a);
+
+  module.def("direct_alignment", dos::direct_alignment, "fd"_a);
 }

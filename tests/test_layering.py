@@ -58,6 +58,7 @@ INNER: dict[str, set[str]] = {
     "devices": {"guard", "lifetime", "machine"},
     "activations": {"devices", "guard", "machine", "memory", "sharding"},
     "kernels": {"machine"},
+    "disk": {"kernels"},
     "state": {"devices", "kernels", "machine", "sharding"},
     "gradients": {"devices", "kernels", "sharding", "state"},
     "step": {"devices", "guard", "kernels", "lifetime", "machine", "sharding", "state"},

@@ -1,0 +1,6 @@
+"""Room on disk for optimizer state, and how it is read and written."""
+
+from dos.disk.files import DiskError
+from dos.disk.space import PAGE, DiskSpace, Extent
+
+__all__ = ["PAGE", "DiskError", "DiskSpace", "Extent"]
