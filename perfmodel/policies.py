@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 from perfmodel.demand import demand
@@ -12,6 +13,7 @@ from perfmodel.workload import SubgroupLoad, Workload
 
 DEFAULT_SLOTS = 2
 """One slot is updated or flushed while the other is prefetched."""
+GOLDEN_RATIO = (1 + math.sqrt(5)) / 2
 
 
 def cpu_only(workload: Workload) -> Plan:
@@ -55,6 +57,24 @@ def stride(workload: Workload, k: int | None, *, ratio: float = 1.0, slots: int 
 
     placements = tuple(placement(i) for i in range(n))
     return Plan(placements, tuple(range(n)), slots=min(slots, placements.count(Placement.GPU_STREAMED)))
+
+
+def spilled(plan: Plan, workload: Workload) -> Plan:
+    """The plan with as many subgroups on disk as do not fit into the host memory that is free for state.
+
+    A fixed priority says which. It spreads them evenly over all subgroups and over those of a stride, and if one more
+    has to go or can come back, the others stay where they are.
+    """
+    on_host = [i for i, placement in enumerate(plan.placements) if placement is not Placement.GPU_RESIDENT]
+    excess = sum(workload.subgroups[i].host_bytes for i in on_host) - workload.host_free_bytes
+    on_disk = set()
+    # Multiples of the golden ratio, modulo 1: so many of the least of them are evenly spread.
+    for i in sorted(on_host, key=lambda i: i * GOLDEN_RATIO % 1) if excess > 0 else ():
+        if excess <= 0:
+            break
+        on_disk.add(i)
+        excess -= workload.subgroups[i].host_bytes
+    return plan if on_disk == plan.on_disk else dataclasses.replace(plan, on_disk=frozenset(on_disk))
 
 
 def balanced_stride(load: SubgroupLoad, profile: HardwareProfile) -> int:

@@ -13,7 +13,7 @@ from perfmodel import Placement, Plan
 from perfmodel.adaptive import TASKS_AT_ONCE, AdaptivePlanner, adaptive
 from perfmodel.bounds import lower_bound
 from perfmodel.hardware import HardwareProfile, builtin_profiles
-from perfmodel.policies import balanced_stride, cpu_only, static_ratio, stride
+from perfmodel.policies import balanced_stride, cpu_only, spilled, static_ratio, stride
 from perfmodel.search import Search
 from perfmodel.simulate import Scope, exposed, makespan
 from perfmodel.workload import SavedTensors, SubgroupLoad, Workload
@@ -177,6 +177,53 @@ def settle(planner: AdaptivePlanner, load: Workload, profile: HardwareProfile) -
     while not planner.settled:
         plan = planner(load, profile)
     return plan
+
+
+@st.composite
+def with_little_host_memory(draw: st.DrawFn) -> tuple[Plan, Workload]:
+    placements = tuple(draw(st.lists(st.sampled_from(Placement), min_size=1, max_size=40)))
+    sizes = draw(st.lists(st.integers(0, 9), min_size=len(placements), max_size=len(placements)))
+    loads = tuple(SubgroupLoad(10, 20, 20, 120, host_bytes=size) for size in sizes)
+    plan = Plan(placements, tuple(range(len(sizes))), slots=1, activation_bytes=5)
+    return plan, Workload(loads, host_free_bytes=draw(st.sampled_from([0, 1, 20, 60, 150, math.inf])))
+
+
+@given(with_little_host_memory())
+def test_state_that_does_not_fit_on_the_host_is_on_disk(case: tuple[Plan, Workload]) -> None:
+    plan, load = case
+    found = spilled(plan, load)
+    assert load.has_room(dataclasses.replace(found, activation_bytes=0))
+    assert dataclasses.replace(found, on_disk=frozenset()) == plan
+    assert spilled(found, load) is found
+    if math.isinf(load.host_free_bytes):
+        assert found is plan
+    back = [dataclasses.replace(found, on_disk=found.on_disk - {i}, activation_bytes=0) for i in found.on_disk]
+    assert not back or any(not load.has_room(one) for one in back), "one of them does not fit any more"
+
+
+@given(with_little_host_memory(), st.integers(0, 39))
+def test_state_that_leaves_the_device_moves_no_more_than_its_bytes_to_disk(
+    case: tuple[Plan, Workload], place: int
+) -> None:
+    plan, load = case
+    i = place % len(plan)
+    kept = Plan((*plan.placements[:i], R, *plan.placements[i + 1 :]), plan.order, plan.slots)
+    before, after = spilled(kept, load).on_disk, spilled(plan, load).on_disk
+    assert before - {i} <= after, "those on disk remain there"
+    moved = [load.subgroups[j].host_bytes for j in after - before]
+    assert sum(moved) <= load.subgroups[i].host_bytes + max(moved, default=0)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.25, 0.5, 0.7])
+def test_subgroups_on_disk_are_spread_evenly(share: float) -> None:
+    load = dataclasses.replace(
+        Workload((SubgroupLoad(1, 2, 2, 12, host_bytes=16),) * 100), host_free_bytes=1600 * share
+    )
+    on_disk = spilled(stride(load, 2, ratio=0.8), load).on_disk
+    each = (80 - 100 * share) / 80
+    for first in range(20, 90):
+        assert abs(len(on_disk & {*range(first, first + 10)}) - 10 * each) <= 2.5
+    assert abs(len([i for i in on_disk if i % 2]) - 40 * each) <= 2.5, "whether streamed or not"
 
 
 def test_planner_returns_the_last_plan_until_something_changes() -> None:
