@@ -66,7 +66,7 @@ INNER: dict[str, set[str]] = {
     "deciding": {"calibration", "devices", "kernels", "machine", "memory", "step"},
     "options": {"deciding", "machine"},
     "parameters": {"devices", "gradients", "guard", "kernels", "machine", "options", "sharding", "state", "step"},
-    "calibration": {"devices", "kernels", "machine"},
+    "calibration": {"devices", "disk", "kernels", "machine"},
     "calibrate": {"calibration"},
     "device_side": {
         "activations",

@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import statistics
-import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from dos.calibration.rounds import Figure, Loop, Rounds, mean
 from dos.devices import Device, Job, pinned_zeros
 from dos.kernels.update import AdamArrays, AdamStep, adam_update
 from perfmodel import Lane, Op, Span
 from perfmodel.format import CODED, MASTER, MIXED, REST, SPLIT, Format
-
-Exchange = Callable[[Any], list[Any]]
-"""Gives every rank what each of them passed; returns once all have called."""
 
 SMALL = 256
 """How many times smaller the jobs are that show fixed costs; nothing measured has fewer elements."""
@@ -31,43 +23,6 @@ SMALL = 256
 _STEP = AdamStep(lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=1)
 _BATCH = 4  # jobs queued at once, as the engine does
 _BANDWIDTHS = {Op.PREFETCH: "h2d_bandwidth", Op.FLUSH: "d2h_bandwidth"}
-
-
-@dataclass(frozen=True)
-class Figure:
-    """The median of some runs and their spread, the interquartile range over the median."""
-
-    value: float
-    spread: float
-
-    @classmethod
-    def of(cls, samples: Sequence[float]) -> Figure:
-        low, middle, high = np.percentile(samples, (25, 50, 75)).tolist()
-        return cls(middle, (high - low) / middle)
-
-    def rate(self, amount: float) -> Figure:
-        """Of a figure in seconds: how much is done in a second if `amount` is done meanwhile."""
-        return Figure(amount / self.value, self.spread)
-
-
-@dataclass(frozen=True)
-class Effort:
-    """How long to measure, and on how much.
-
-    seconds: spent on each figure at least. repeats: of each figure at least, besides the warm-up.
-    host_numel, device_numel: parameters updated at once on the host and on the device, far more than caches hold.
-    copy_bytes: bytes of one transfer.
-    emulated_s: seconds that one update or transfer of an emulated device may last.
-    formats: whether updates are measured in all formats of the state, or in mixed precision alone.
-    """
-
-    seconds: float
-    repeats: int
-    host_numel: int
-    device_numel: int
-    copy_bytes: int
-    emulated_s: float = 0.0
-    formats: bool = True
 
 
 def _arrays(zeros: Callable[[int, torch.dtype], Tensor], numel: int, formats: bool) -> dict[Format, AdamArrays]:
@@ -94,9 +49,9 @@ def _update(arrays: AdamArrays, numel: int, threads: int = 0) -> None:
 class Bench:
     """The memory that is measured on, and the measurements. All figures are means over the ranks."""
 
-    def __init__(self, device: Device | None, effort: Effort, exchange: Exchange) -> None:
-        self._effort = effort
-        self._exchange = exchange
+    def __init__(self, device: Device | None, rounds: Rounds) -> None:
+        self._rounds = rounds
+        self._effort = effort = rounds.effort
         self._device = device
         self._held: list[Tensor] = []
         self._granted: dict[int, list[float]] = defaultdict(list)
@@ -128,16 +83,18 @@ class Bench:
         """Parameters/s by number of threads. They take turns, so that a change of load meets all of them."""
         counts = list(dict.fromkeys(threads))
         seconds = len(counts) * self._effort.seconds
-        runs = self._runs(lambda: [[self._update_host(n).duration] for n in counts], len(counts), seconds)
-        return {n: self._agree(Figure.of(s)).rate(self._effort.host_numel) for n, s in zip(counts, runs, strict=True)}
+        runs = self._rounds.runs(lambda: [[self.update_host(n).duration] for n in counts], len(counts), seconds)
+        return {
+            n: self._rounds.agree(Figure.of(s)).rate(self._effort.host_numel) for n, s in zip(counts, runs, strict=True)
+        }
 
     def cpu_speeds(self, threads: int) -> dict[str, Figure]:
         """How many times as fast as in mixed precision the CPU updates in each other format. They take turns."""
-        return self._speeds("cpu", lambda: [self._update_host(threads, kept).duration for kept in self._host])
+        return self._speeds("cpu", lambda: [self.update_host(threads, kept).duration for kept in self._host])
 
     def cpu_share(self, threads: int) -> float:
         """Of the time that so many threads wanted to run, the share for which other programs let them."""
-        return min(f.value for f in self._exchange(Figure.of(self._granted[threads])))
+        return min(f.value for f in self._rounds.exchange(Figure.of(self._granted[threads])))
 
     def copies(self) -> dict[str, Figure]:
         """Bytes/s of each direction alone, and seconds of fixed cost of a copy: the mean of both directions."""
@@ -146,12 +103,12 @@ class Bench:
             rate, fixed_s = self._fit(partial(self._copy, op), self._effort.copy_bytes // 4)
             figures[name] = Figure(4 * rate.value, rate.spread)
             fixed.append(fixed_s)
-        return {**figures, "copy_latency_s": _mean(fixed)}
+        return {**figures, "copy_latency_s": mean(fixed)}
 
     def duplex(self, alone: dict[str, Figure]) -> dict[str, Figure]:
         """Bytes/s of each direction while both run; the fixed cost of a copy counted apart, as alone."""
         alone_s = self._copy_seconds(alone)
-        seconds = self._together(max(alone_s.values()))
+        seconds = self._rounds.together(self._loops(), max(alone_s.values()))
         return {
             f"{name}_duplex": Figure(alone[name].value * alone_s[op] / seconds[op].value, seconds[op].spread)
             for op, name in _BANDWIDTHS.items()
@@ -159,7 +116,8 @@ class Bench:
 
     def beside(self, alone: dict[str, Figure], threads: int) -> dict[str, Figure]:
         """Parameters/s of the CPU update and bytes/s each way while all three run; fixed costs included."""
-        seconds = self._together(max(self._copy_seconds(alone).values()), threads)
+        update = partial(self.update_host, threads)
+        seconds = self._rounds.together(self._loops(), max(self._copy_seconds(alone).values()), update)
         copies = {f"{name}_beside": seconds[op].rate(self._effort.copy_bytes) for op, name in _BANDWIDTHS.items()}
         return {"cpu_update_rate_beside": seconds[Op.UPDATE].rate(self._effort.host_numel)} | copies
 
@@ -183,6 +141,19 @@ class Bench:
 
         return self._speeds("gpu", run)
 
+    def update_host(self, threads: int, kept: Format = MIXED) -> Span:
+        """An update by so many threads, of state in this format."""
+        numel, device = self._effort.host_numel, self._device
+        update: AbstractContextManager[float] = nullcontext(time.perf_counter())
+        if device is not None:
+            update = device.host_update(numel, int(numel * kept.update_traffic), kept.name)
+        with update as start:
+            wall, used = time.perf_counter(), time.process_time()
+            _update(self._host[kept], numel, threads)
+            wall, used = time.perf_counter() - wall, time.process_time() - used
+        self._granted[threads].append(used / (wall * threads))
+        return Span(Lane.CPU, Op.UPDATE, 0, start, time.perf_counter())
+
     @property
     def _accelerator(self) -> Device:
         assert self._device is not None, "measured only with a device"
@@ -201,17 +172,27 @@ class Bench:
         arrays = self._on_device[kept]
         return self._accelerator.launch(0, lambda: _update(arrays, numel), numel, state_format=kept.name)
 
-    def _update_host(self, threads: int, kept: Format = MIXED) -> Span:
-        numel, device = self._effort.host_numel, self._device
-        update: AbstractContextManager[float] = nullcontext(time.perf_counter())
-        if device is not None:
-            update = device.host_update(numel, int(numel * kept.update_traffic), kept.name)
-        with update as start:
-            wall, used = time.perf_counter(), time.process_time()
-            _update(self._host[kept], numel, threads)
-            wall, used = time.perf_counter() - wall, time.process_time() - used
-        self._granted[threads].append(used / (wall * threads))
-        return Span(Lane.CPU, Op.UPDATE, 0, start, time.perf_counter())
+    def _fit(self, issue: Callable[[int], Job], numel: int) -> tuple[Figure, Figure]:
+        """Elements/s and the fixed cost in seconds of jobs that are queued before the first is waited for."""
+
+        def run(numel: int) -> list[float]:
+            jobs = [issue(numel) for _ in range(_BATCH)]
+            return [job.wait().duration for job in jobs]
+
+        return self._rounds.fit(run, numel, numel // SMALL)
+
+    def _loops(self) -> dict[Op, Loop]:
+        """Copies each way, some of them queued at any time."""
+
+        def keep_copying(op: Op, stopped: Callable[[], bool]) -> list[Span]:
+            spans, queue = [], deque[Job]()
+            while not stopped():
+                while len(queue) < _BATCH:
+                    queue.append(self._copy(op, self._effort.copy_bytes // 4))
+                spans.append(queue.popleft().wait())
+            return spans + [job.wait() for job in queue]
+
+        return {op: partial(keep_copying, op) for op in self._ends}
 
     def _copy(self, op: Op, numel: int) -> Job:
         """As the engine copies a subgroup's state: all tensors in one job."""
@@ -221,52 +202,6 @@ class Bench:
     def _copy_seconds(self, alone: dict[str, Figure]) -> dict[Op, float]:
         fixed, nbytes = alone["copy_latency_s"].value, self._effort.copy_bytes
         return {op: fixed + nbytes / alone[name].value for op, name in _BANDWIDTHS.items()}
-
-    def _fit(self, issue: Callable[[int], Job], numel: int) -> tuple[Figure, Figure]:
-        """Elements/s and the fixed cost in seconds: the line of time against size through a large and a small job."""
-        small = numel // SMALL
-        many, few = (self._timed(partial(_durations, partial(issue, n))) for n in (numel, small))
-        fixed = (few.value * numel - many.value * small) / (numel - small)
-        fixed = min(max(fixed, 0.0), many.value / 2)
-        return Figure(numel / (many.value - fixed), many.spread), Figure(fixed, few.spread)
-
-    def _together(self, copy_s: float, threads: int | None = None) -> dict[Op, Figure]:
-        """Seconds of a copy each way, and with `threads` of a CPU update, while all of them run.
-
-        copy_s: about what the slower copy takes.
-        """
-        stop = threading.Event()
-
-        def keep_copying(op: Op) -> list[Span]:
-            spans, queue = [], deque[Job]()
-            while not stop.is_set():
-                while len(queue) < _BATCH:
-                    queue.append(self._copy(op, self._effort.copy_bytes // 4))
-                spans.append(queue.popleft().wait())
-            return spans + [job.wait() for job in queue]
-
-        self._exchange(None)
-        rounds = self._effort.repeats + 2  # the first and the last may have been alone for a while
-        updates: list[Span] = []
-        with ThreadPoolExecutor(len(self._ends)) as pool:
-            copies = {op: pool.submit(keep_copying, op) for op in self._ends}
-            try:
-                end = time.perf_counter() + max(self._effort.seconds, rounds * copy_s)
-                while threads is not None and (len(updates) < rounds or time.perf_counter() < end):
-                    updates.append(self._update_host(threads))
-                time.sleep(max(0.0, end - time.perf_counter()))
-            finally:
-                stop.set()
-        spans = {op: future.result() for op, future in copies.items()}
-        if threads is not None:
-            spans[Op.UPDATE] = updates
-        begin, end = max(of_op[0].start for of_op in spans.values()), min(of_op[-1].end for of_op in spans.values())
-        beside = {op: [s.duration for s in of_op if begin <= s.start and s.end <= end] for op, of_op in spans.items()}
-        return {op: self._agree(Figure.of(beside[op] or [s.duration for s in spans[op]])) for op in spans}
-
-    def _timed(self, run: Callable[[], list[float]]) -> Figure:
-        """Seconds of one job, of which `run` does some."""
-        return self._agree(Figure.of(self._runs(lambda: [run()], 1, self._effort.seconds)[0]))
 
     def _speeds(self, lane: str, run: Callable[[], list[float]]) -> dict[str, Figure]:
         """By field of HardwareProfile. run: gives the seconds of an update in each format, mixed precision first.
@@ -279,32 +214,5 @@ class Bench:
             return [[mixed / seconds] for seconds in others]
 
         names = [f"{lane}_speed_{kept.name}" for kept in self._host if kept is not MIXED]
-        samples = self._runs(ratios, len(names), self._effort.seconds)
-        return {name: self._agree(Figure.of(list_)) for name, list_ in zip(names, samples, strict=True)}
-
-    def _runs(self, run: Callable[[], list[list[float]]], kinds: int, seconds: float) -> list[list[float]]:
-        """Rounds of so many seconds, begun by all ranks together; what `run` gives, in a list for each kind."""
-        self._exchange(None)
-        run()  # warm-up: first touch, compilation, threads
-        samples: list[list[float]] = [[] for _ in range(kinds)]
-        end = time.perf_counter() + seconds
-        rounds = 0
-        while rounds < self._effort.repeats or time.perf_counter() < end:
-            for list_, more in zip(samples, run(), strict=True):
-                list_ += more
-            rounds += 1
-        return samples
-
-    def _agree(self, figure: Figure) -> Figure:
-        return _mean(self._exchange(figure))
-
-
-def _mean(figures: Sequence[Figure]) -> Figure:
-    """With the largest spread."""
-    return Figure(statistics.fmean(f.value for f in figures), max(f.spread for f in figures))
-
-
-def _durations(issue: Callable[[], Job]) -> list[float]:
-    """Seconds of each of some jobs, all queued before the first is waited for."""
-    jobs = [issue() for _ in range(_BATCH)]
-    return [job.wait().duration for job in jobs]
+        samples = self._rounds.runs(ratios, len(names), self._effort.seconds)
+        return {name: self._rounds.agree(Figure.of(list_)) for name, list_ in zip(names, samples, strict=True)}

@@ -1,4 +1,4 @@
-"""Measures this machine and keeps its profile for DOSAdam: ``python -m dos.calibrate [--quick]``."""
+"""Measures this machine and keeps its profile for DOSAdam: ``python -m dos.calibrate [--quick] [--disk DIR]``."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from dos.calibration.bench import Exchange
 from dos.calibration.measure import FULL, QUICK, Measurement, base_profile, measure, name_of
+from dos.calibration.rounds import Exchange
 from dos.devices import Device, EmulatedDevice
 from dos.devices.cuda import CudaDevice
 from dos.machine.process import local_ranks, usable_cores
@@ -33,6 +33,7 @@ NOISY = 0.10
 _ROWS = {
     "cpu_update_rate": ("CPU update", "param/s"),
     "cpu_update_rate_beside": ("  beside copies both ways", "param/s"),
+    "cpu_update_rate_beside_disk": ("  beside disk reads and writes", "param/s"),
     "cpu_speed_split": ("  split state", "times"),
     "cpu_speed_int8": ("  int8 state", "times"),
     "host_bandwidth": ("host memory, per rank", "B/s"),
@@ -47,6 +48,13 @@ _ROWS = {
     "gpu_speed_split": ("  split state on the device", "times"),
     "gpu_speed_int8": ("  int8 state on the device", "times"),
     "launch_latency_s": ("fixed cost of a launch", "s"),
+    "disk_read_bandwidth": ("disk read", "B/s"),
+    "disk_read_bandwidth_duplex": ("  while writing", "B/s"),
+    "disk_read_bandwidth_beside": ("  while writing and updating", "B/s"),
+    "disk_write_bandwidth": ("disk write", "B/s"),
+    "disk_write_bandwidth_duplex": ("  while reading", "B/s"),
+    "disk_write_bandwidth_beside": ("  while reading and updating", "B/s"),
+    "disk_latency_s": ("fixed cost of a read or write", "s"),
 }
 """Figures in the order of the table: what they are called there, and their unit."""
 
@@ -70,9 +78,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                 exchange=exchange,
                 progress=lambda label, done: bar.update(task, description=label, completed=done, refresh=True),
                 ranks=ranks,
+                disk=arguments.disk,
             )
         except torch.OutOfMemoryError as error:
             raise SystemExit(f"dos.calibrate: not enough free device memory to measure with: {error}") from None
+        except OSError as error:
+            raise SystemExit(f"dos.calibrate: {error.strerror or error}") from None
     name = name_of(device)
     note = f"{ranks} ranks measured together" if ranks > 1 else ""
     profile = found.profile(base_profile(device), machine_name(name), ranks, note)
@@ -124,6 +135,7 @@ def remarks(found: Measurement, environment: Mapping[str, str], cores: int, host
             "No accelerator: only the host was measured, its memory by the CPU update alone; links and device are "
             "conservative guesses."
         )
+    lines += [f"{note[0].upper()}{note[1:]}." for note in found.notes]
     omp = environment.get("OMP_NUM_THREADS", "").partition(",")[0]
     overruled = omp == "1" and "LOCAL_WORLD_SIZE" in environment  # see dos.machine.threads
     if omp.isdecimal() and int(omp) < found.threads and not overruled:
@@ -209,6 +221,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", type=_device, default="auto", help="cuda, cuda:N, cpu or emulated:NAME")
     parser.add_argument("--output", type=_file, metavar="FILE", help="also write the profile here")
     parser.add_argument("--threads", type=_threads, metavar="N", help="of the CPU update, instead of trying")
+    parser.add_argument("--disk", type=Path, nargs="+", default=(), metavar="DIR", help="measure state on disk there")
     return parser.parse_args(argv)
 
 

@@ -5,13 +5,18 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from datetime import date
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from dos.calibration.bench import SMALL, Bench, Effort, Exchange, Figure
+from dos.calibration.bench import SMALL, Bench
+from dos.calibration.disk import LEAST_BYTES, UPDATE_BESIDE, DiskBench, unexplained
+from dos.calibration.rounds import Effort, Exchange, Figure, Rounds
 from dos.devices import Device
 from dos.machine.profiles import BUSY
 from dos.machine.threads import kernel_threads
@@ -27,7 +32,15 @@ ENOUGH_CPU = 0.8
 WITHIN = 0.03
 """Fewer threads are preferred if they are slower by no more than this share."""
 
-FULL = Effort(seconds=3.0, repeats=5, host_numel=2**27, device_numel=2**26, copy_bytes=2**28, emulated_s=0.05)
+FULL = Effort(
+    seconds=3.0,
+    repeats=5,
+    host_numel=2**27,
+    device_numel=2**26,
+    copy_bytes=2**28,
+    emulated_s=0.05,
+    disk_bytes=2**28,
+)
 QUICK = Effort(seconds=0.3, repeats=3, host_numel=2**26, device_numel=2**24, copy_bytes=2**26, emulated_s=0.05)
 MINIMUM = Effort(
     seconds=0.05, repeats=2, host_numel=2**24, device_numel=2**22, copy_bytes=2**25, emulated_s=0.01, formats=False
@@ -39,17 +52,20 @@ class Measurement:
     """What was measured, per rank.
 
     figures: by field of HardwareProfile; with an accelerator also `cpu_update_rate_beside`, `h2d_bandwidth_beside` and
-        `d2h_bandwidth_beside`, those three at once.
+        `d2h_bandwidth_beside`, those three at once; with a disk `cpu_update_rate_beside_disk`,
+        `disk_read_bandwidth_beside` and `disk_write_bandwidth_beside`, those three at once.
     trials: parameters/s of the CPU update by number of threads.
     threads: the number chosen.
     cpu_share: of the time that these threads wanted to run, the share for which other programs let them; 1 on an
         emulated device, whose host mostly waits.
+    notes: what should be known of the figures, a sentence each.
     """
 
     figures: dict[str, Figure]
     trials: dict[int, Figure]
     threads: int
     cpu_share: float
+    notes: Sequence[str] = ()
 
     @property
     def busy(self) -> bool:
@@ -60,12 +76,12 @@ class Measurement:
         """The measured profile of a host with so many ranks; what was not measured is taken from `base`."""
         fields = [f.name for f in dataclasses.fields(base)]
         values: dict[str, Any] = {name: figure.value for name, figure in self.figures.items() if name in fields}
+        parts = [note, *self.notes]
         missing = [name for name in RATES + SPEEDS if name not in values and name != "cpu_traffic_factor"]
         if missing:
-            unmeasured = f"not measured, taken from the profile {base.name!r}: {', '.join(missing)}"
-            note = f"{note}; {unmeasured}" if note else unmeasured
+            parts.append(f"not measured, taken from the profile {base.name!r}: {', '.join(missing)}")
         if self.busy:
-            note = f"{BUSY}: got {self.cpu_share:.0%} of the CPU time it wanted; {note}".removesuffix("; ")
+            parts.insert(0, f"{BUSY}: got {self.cpu_share:.0%} of the CPU time it wanted")
         return dataclasses.replace(
             base,
             **values | {"host_bandwidth": values["host_bandwidth"] * ranks},
@@ -73,7 +89,7 @@ class Measurement:
             ranks_per_host=ranks,
             cpu_traffic_factor=1.0,
             cpu_threads=self.threads,
-            provenance=Provenance("measured", date.today().isoformat(), machine, note),
+            provenance=Provenance("measured", date.today().isoformat(), machine, "; ".join(filter(None, parts))),
         )
 
 
@@ -117,25 +133,28 @@ def measure(
     exchange: Exchange = lambda value: [value],
     progress: Progress = lambda label, done: None,
     ranks: int = 1,
+    disk: Sequence[Path] = (),
 ) -> Measurement:
-    """Measure the host, and the device if there is one.
+    """Measure the host, and the device and the disk if there are any.
 
     threads: numbers of threads to try. exchange: among ranks that measure together, of which every figure is the mean.
-    ranks: that share the host's memory.
+    ranks: that share the host's memory. disk: folders for state on disk.
 
     **Host bandwidth.** The model (`perfmodel.lanes.shared_rates`) lets CPU update and transfers run at their own
     rates until the bytes/s they cause together reach the host bandwidth, and from there on slows all by one factor. So
     it is the sum of the bytes/s of a CPU update (`MIXED.update_traffic` per parameter) and of transfers both ways (one
     byte each) while all three run at once. Where they did not slow each other it is only known that the bandwidth is no
     less, and the model then predicts what was seen: no slowdown. Without transfers, what the CPU update causes alone.
-    Never less than CPU update or transfers cause alone, or the model would slow them even then. `cpu_traffic_factor`
-    stays 1.
+    Never less than CPU update or transfers cause alone, or than CPU update, reads and writes cause together, or the
+    model would slow them even then. `cpu_traffic_factor` stays 1.
 
-    Raises torch.OutOfMemoryError if the device has no memory to measure with.
+    Raises torch.OutOfMemoryError if the device has no memory to measure with, OSError if a folder cannot be used.
     """
-    bench = Bench(device, _fitted(effort, device, ranks), exchange)
+    rounds = Rounds(_fitted(effort, device, ranks), exchange)
     emulated = device is not None and device.known_profile is not None
-    try:
+    with ExitStack() as stack:
+        on_disk = stack.enter_context(closing(DiskBench(disk, device, rounds, ranks))) if disk else None
+        bench = stack.enter_context(closing(Bench(device, rounds)))
         progress("CPU update", 0.0)
         trials = bench.cpu_update(threads)
         chosen = choose_threads({n: figure.value for n, figure in trials.items()})
@@ -152,23 +171,36 @@ def measure(
             ]
             if effort.formats:
                 stages.append(("device updates by format", lambda: bench.device_speeds(figures)))
+        if on_disk is not None:
+            stages += [
+                ("disk", on_disk.alone),
+                ("disk both ways", lambda: on_disk.duplex(figures)),
+                (
+                    "disk beside CPU updates",
+                    lambda: on_disk.beside(figures, partial(bench.update_host, chosen), rounds.effort.host_numel),
+                ),
+            ]
         for done, (label, stage) in enumerate(stages, 1):
             progress(label, done / (len(stages) + 1))
             figures |= stage()
-    finally:
-        bench.close()
     figures["host_bandwidth"] = _host_bandwidth(figures)
-    return Measurement(figures, trials, chosen, 1.0 if emulated else bench.cpu_share(chosen))
+    found = Measurement(figures, trials, chosen, 1.0 if emulated else bench.cpu_share(chosen))
+    if on_disk is None:
+        return found
+    notes = on_disk.note(), unexplained(figures, found.profile(base_profile(device), ""))
+    return dataclasses.replace(found, notes=[note for note in notes if note])
 
 
 def _fitted(effort: Effort, device: Device | None, ranks: int) -> Effort:
     """No larger than memory allows; on an emulated device, no longer than `emulated_s`."""
-    host, on_device, copied = effort.host_numel, effort.device_numel, effort.copy_bytes
+    host, on_device = effort.host_numel, effort.device_numel
+    copied, on_disk = effort.copy_bytes, effort.disk_bytes
     rates, seconds = None if device is None else device.known_profile, effort.emulated_s
     if rates is not None:
         host = min(host, int(seconds * rates.cpu_update_rate))
         on_device = min(on_device, int(seconds * rates.gpu_update_rate))
         copied = min(copied, int(seconds * min(rates.h2d_bandwidth, rates.d2h_bandwidth)))
+        on_disk = min(on_disk, int(seconds * min(rates.disk_read_bandwidth, rates.disk_write_bandwidth)))
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // ranks
     host = min(host, int(memory / (8 * MIXED.held_bytes)))
     if device is not None:
@@ -179,20 +211,21 @@ def _fitted(effort: Effort, device: Device | None, ranks: int) -> Effort:
         host_numel=max(host, SMALL) // BLOCK * BLOCK,
         device_numel=max(on_device, 2 * SMALL) // BLOCK * BLOCK,
         copy_bytes=max(copied, 8 * SMALL),
+        disk_bytes=max(on_disk, LEAST_BYTES),
     )
 
 
 def _host_bandwidth(figures: dict[str, Figure]) -> Figure:
     """Bytes/s of host memory that one rank reaches; see `measure`."""
-    combinations: list[tuple[str, ...]] = [("cpu_update_rate",)]
-    if "h2d_bandwidth" in figures:
-        combinations += [
-            ("h2d_bandwidth_duplex", "d2h_bandwidth_duplex"),
-            ("cpu_update_rate_beside", "h2d_bandwidth_beside", "d2h_bandwidth_beside"),
-        ]
+    combinations = [
+        ("cpu_update_rate",),
+        ("h2d_bandwidth_duplex", "d2h_bandwidth_duplex"),
+        ("cpu_update_rate_beside", "h2d_bandwidth_beside", "d2h_bandwidth_beside"),
+        (UPDATE_BESIDE, "disk_read_bandwidth_beside", "disk_write_bandwidth_beside"),
+    ]
 
     def traffic(names: Iterable[str]) -> float:
         return sum(figures[n].value * (MIXED.update_traffic if n.startswith("cpu") else 1) for n in names)
 
-    best = max(combinations, key=traffic)
+    best = max((names for names in combinations if figures.keys() >= set(names)), key=traffic)
     return Figure(traffic(best), max(figures[n].spread for n in best))

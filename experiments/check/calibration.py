@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 
 from dos import EmulatedDevice
-from dos.calibration.bench import Effort
 from dos.calibration.command import thread_counts
 from dos.calibration.measure import MINIMUM, QUICK, base_profile, measure, name_of
+from dos.calibration.rounds import Effort
 from dos.devices import Device
 from dos.devices.cuda import CudaDevice
 from dos.machine.process import usable_cores

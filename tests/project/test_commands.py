@@ -36,6 +36,7 @@ QUICK = {
 SLOW = {
     "experiments.activations": "--rounds 1",
     "dos.calibrate": "--quick --output profile.json",
+    "dos.calibrate --disk": "state --quick --device cpu",
     "experiments.emulation": "--rounds 1",
     "experiments.formats": FORMATS,
     "experiments.job": "--ranks 1",
@@ -91,7 +92,8 @@ def test_it_says_in_one_line_what_to_install(command: str, installation: dict[st
 
 def told_apart(words: Sequence[str]) -> set[str]:
     """The module, and those words after it that make another command of it."""
-    return {words[0], *(w for w in words[1:] if w in ("--only", "--simulate", "--report", "--fsdp", "emulated"))}
+    another = {"--only", "--simulate", "--report", "--fsdp", "--disk", "emulated"}
+    return {words[0], *another.intersection(words[1:])}
 
 
 def test_every_documented_command_is_tried() -> None:

@@ -1,0 +1,172 @@
+"""Reads and writes state on disk, as training does, and takes the time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from itertools import cycle
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dos.calibration.rounds import Figure, Loop, Rounds, mean
+from dos.devices import Device, pinned_zeros
+from dos.devices.pinned import lazy_zeros
+from dos.disk import PAGE, DiskSpace, Extent
+from perfmodel import Lane, Op, Span
+from perfmodel.format import MIXED
+from perfmodel.hardware import HardwareProfile
+from perfmodel.lanes import LANES, lane_speeds
+
+LEAST_BYTES = 16 * PAGE
+"""Of a read or write; small ones, which show fixed costs, have a page at least."""
+
+_ROOM = 10
+"""All ranks together use one part in so many of the free room."""
+_EXTENTS = 8
+"""With which each way takes turns, so that what a drive remembers of the last one does not count."""
+_SMALL = 256
+"""How many times smaller the reads and writes are that show fixed costs."""
+_PROBE_BYTES = 32 << 20
+"""With which it is found out how much can be written in the time that is given."""
+_EXPLAINED = 0.9
+"""A rate above this share of what the model predicts is explained by it."""
+
+_LANES = {Op.READ: Lane.READ, Op.WRITE: Lane.WRITE}
+_BANDWIDTHS = {op: LANES[lane].rate for op, lane in _LANES.items()}
+UPDATE_BESIDE = "cpu_update_rate_beside_disk"
+
+
+class DiskBench:
+    """Extents of state on disk, half of them to be read, half to be written. All figures are means over the ranks."""
+
+    def __init__(self, folders: Sequence[Path], device: Device | None, rounds: Rounds, ranks: int) -> None:
+        """Write all extents once. ranks: that share the folders. Raises OSError as `DiskSpace` does."""
+        self._folders = folders
+        self._rounds = rounds
+        self._device = device
+        self._space = DiskSpace(folders)
+        self._nbytes = self._fitting(ranks)
+        self._small = max(PAGE, self._nbytes // _SMALL // PAGE * PAGE)
+        self._buffers = {op: _random(self._host_bytes(self._nbytes)) for op in _LANES}
+        self._extents = {
+            (op, nbytes): cycle(self._written(nbytes)) for nbytes in (self._nbytes, self._small) for op in _LANES
+        }
+
+    def close(self) -> None:
+        """Remove the files."""
+        self._space.close()
+
+    def note(self) -> str:
+        """What the rates are of."""
+        folders = f"disk rates are of {', '.join(map(str, self._folders))}"
+        if self._space.direct:
+            return folders
+        return f"{folders}, which refuses direct I/O: they may be those of memory that caches files"
+
+    def alone(self) -> dict[str, Figure]:
+        """Bytes/s of reading alone and of writing alone, and seconds of fixed cost: the mean of both."""
+        figures, fixed = {}, []
+        for op, name in _BANDWIDTHS.items():
+            figures[name], fixed_s = self._rounds.fit(partial(self._seconds, op), self._nbytes, self._small)
+            fixed.append(fixed_s)
+        return {**figures, "disk_latency_s": mean(fixed)}
+
+    def duplex(self, alone: Mapping[str, Figure]) -> dict[str, Figure]:
+        """Bytes/s of reading and of writing while both go on; the fixed cost counted apart, as alone."""
+        return self._together(alone, "duplex")[0]
+
+    def beside(self, alone: Mapping[str, Figure], update: Callable[[], Span], numel: int) -> dict[str, Figure]:
+        """Those rates and parameters/s of the CPU update while all three go on.
+
+        update: updates `numel` parameters.
+        """
+        figures, seconds = self._together(alone, "beside", update)
+        return {**figures, UPDATE_BESIDE: seconds[Op.UPDATE].rate(numel)}
+
+    def _together(
+        self, alone: Mapping[str, Figure], suffix: str, update: Callable[[], Span] | None = None
+    ) -> tuple[dict[str, Figure], dict[Op, Figure]]:
+        """By field with this suffix, and seconds by operation."""
+        fixed = alone["disk_latency_s"].value
+        alone_s = {op: fixed + self._nbytes / alone[name].value for op, name in _BANDWIDTHS.items()}
+        loops: dict[Op, Loop] = {op: partial(self._keep_transferring, op) for op in _LANES}
+        seconds = self._rounds.together(loops, max(alone_s.values()), update)
+        return {
+            f"{name}_{suffix}": Figure(alone[name].value * alone_s[op] / seconds[op].value, seconds[op].spread)
+            for op, name in _BANDWIDTHS.items()
+        }, seconds
+
+    def _keep_transferring(self, op: Op, stopped: Callable[[], bool]) -> list[Span]:
+        spans: list[Span] = []
+        while not spans or not stopped():
+            spans.append(self._transfer(op, self._nbytes))
+        return spans
+
+    def _seconds(self, op: Op, nbytes: int) -> list[float]:
+        return [self._transfer(op, nbytes).duration]
+
+    def _transfer(self, op: Op, nbytes: int) -> Span:
+        lane, move = _LANES[op], self._space.read if op is Op.READ else self._space.write
+        transfer: AbstractContextManager[float] = nullcontext(time.perf_counter())
+        if self._device is not None:
+            transfer = self._device.disk_io(lane, nbytes)
+        with transfer as start:
+            move(next(self._extents[op, nbytes]), self._buffers[op][:nbytes])
+        return Span(lane, op, 0, start, time.perf_counter())
+
+    def _fitting(self, ranks: int) -> int:
+        """Bytes of a read or write for which there is room, and time."""
+        effort = self._rounds.effort
+        room = self._space.free_bytes() // _ROOM // ranks // (len(_LANES) * (_EXTENTS + 1))
+        nbytes = max(LEAST_BYTES, min(effort.disk_bytes, *self._rounds.exchange(room)))
+        (extent,) = self._space.allocate([_pages(min(nbytes, _PROBE_BYTES))])
+        buffer = _random(lazy_zeros(extent.nbytes, torch.uint8))
+        start = time.perf_counter()
+        self._space.write(extent, buffer)
+        rate = extent.nbytes / (time.perf_counter() - start)
+        self._space.free(extent)
+        in_time = int(min(self._rounds.exchange(rate)) * effort.seconds / effort.repeats)
+        return _pages(max(LEAST_BYTES, min(nbytes, in_time)))
+
+    def _written(self, nbytes: int) -> list[Extent]:
+        """Extents of so many bytes: the first time that one is written takes longer."""
+        extents = self._space.allocate([nbytes] * _EXTENTS)
+        for extent in extents:
+            self._space.write(extent, self._buffers[Op.WRITE][:nbytes])
+        return extents
+
+    def _host_bytes(self, nbytes: int) -> Tensor:
+        if self._device is None:
+            return lazy_zeros(nbytes, torch.uint8)
+        return pinned_zeros(self._device, nbytes, torch.uint8)
+
+
+def unexplained(figures: Mapping[str, Figure], profile: HardwareProfile) -> str:
+    """What of the rates of updates, reads and writes, all at once, sharing host DRAM does not explain; "": nothing.
+
+    profile: that was measured, of one rank.
+    """
+    rates = {lane: getattr(profile, service.rate) for lane, service in LANES.items()}
+    traffic = {Lane.CPU: MIXED.update_traffic * rates[Lane.CPU], **{lane: rates[lane] for lane in _LANES.values()}}
+    numbers = {number: lane for number, lane in enumerate(LANES) if lane in traffic}
+    speeds = lane_speeds({number: traffic[lane] for number, lane in numbers.items()}, profile)
+    names = {Lane.CPU: UPDATE_BESIDE} | {_LANES[op]: f"{name}_beside" for op, name in _BANDWIDTHS.items()}
+    shares = {lane: figures[names[lane]].value / (rates[lane] * speeds[number]) for number, lane in numbers.items()}
+    slower = [f"{lane.value} at {share:.0%}" for lane, share in shares.items() if share < _EXPLAINED]
+    if not slower:
+        return ""
+    return f"CPU updates and disk at once were slower than sharing host memory explains: {', '.join(slower)} of that"
+
+
+def _pages(nbytes: int) -> int:
+    return nbytes // PAGE * PAGE
+
+
+def _random(buffer: Tensor) -> Tensor:
+    """The buffer with other bytes than zeros, which drives may store quicker."""
+    buffer.view(torch.int64).random_()
+    return buffer

@@ -1,0 +1,131 @@
+"""Times work in rounds that all ranks begin together: medians with their spread."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from perfmodel import Op, Span
+
+Exchange = Callable[[Any], list[Any]]
+"""Gives every rank what each of them passed; returns once all have called."""
+
+Loop = Callable[[Callable[[], bool]], list[Span]]
+"""Works until what it is given returns True; gives what it did."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """The median of some runs and their spread, the interquartile range over the median."""
+
+    value: float
+    spread: float
+
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> Figure:
+        low, middle, high = np.percentile(samples, (25, 50, 75)).tolist()
+        return cls(middle, (high - low) / middle)
+
+    def rate(self, amount: float) -> Figure:
+        """Of a figure in seconds: how much is done in a second if `amount` is done meanwhile."""
+        return Figure(amount / self.value, self.spread)
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long to measure, and on how much.
+
+    seconds: spent on each figure at least. repeats: of each figure at least, besides the warm-up.
+    host_numel, device_numel: parameters updated at once on the host and on the device, far more than caches hold.
+    copy_bytes: bytes of one transfer. disk_bytes: of one read or write, at most.
+    emulated_s: seconds that one update or transfer of an emulated device may last.
+    formats: whether updates are measured in all formats of the state, or in mixed precision alone.
+    """
+
+    seconds: float
+    repeats: int
+    host_numel: int
+    device_numel: int
+    copy_bytes: int
+    emulated_s: float = 0.0
+    formats: bool = True
+    disk_bytes: int = 2**26
+
+
+class Rounds:
+    """Times work, as long as the effort says. All figures are means over the ranks."""
+
+    def __init__(self, effort: Effort, exchange: Exchange) -> None:
+        self.effort = effort
+        self.exchange = exchange
+
+    def timed(self, run: Callable[[], list[float]]) -> Figure:
+        """Seconds of one job, of which `run` does some and gives their seconds."""
+        return self.agree(Figure.of(self.runs(lambda: [run()], 1, self.effort.seconds)[0]))
+
+    def fit(self, run: Callable[[int], list[float]], size: int, small: int) -> tuple[Figure, Figure]:
+        """Size done in a second, and the fixed cost in seconds: the line of time against size through two sizes.
+
+        run: does some jobs of a size and gives their seconds.
+        """
+        many, few = (self.timed(partial(run, n)) for n in (size, small))
+        fixed = (few.value * size - many.value * small) / (size - small)
+        fixed = min(max(fixed, 0.0), many.value / 2)
+        return Figure(size / (many.value - fixed), many.spread), Figure(fixed, few.spread)
+
+    def together(
+        self, loops: Mapping[Op, Loop], slowest_s: float, update: Callable[[], Span] | None = None
+    ) -> dict[Op, Figure]:
+        """Seconds of one job of each loop, and of `update`, while all of them run.
+
+        slowest_s: about what the slowest job takes.
+        """
+        stop = threading.Event()
+        self.exchange(None)
+        rounds = self.effort.repeats + 2  # the first and the last may have been alone for a while
+        updates: list[Span] = []
+        with ThreadPoolExecutor(len(loops)) as pool:
+            futures = {op: pool.submit(loop, stop.is_set) for op, loop in loops.items()}
+            try:
+                end = time.perf_counter() + max(self.effort.seconds, rounds * slowest_s)
+                while update is not None and (len(updates) < rounds or time.perf_counter() < end):
+                    updates.append(update())
+                time.sleep(max(0.0, end - time.perf_counter()))
+            finally:
+                stop.set()
+        spans = {op: future.result() for op, future in futures.items()}
+        if update is not None:
+            spans[Op.UPDATE] = updates
+        begin, end = max(of_op[0].start for of_op in spans.values()), min(of_op[-1].end for of_op in spans.values())
+        beside = {op: [s.duration for s in of_op if begin <= s.start and s.end <= end] for op, of_op in spans.items()}
+        return {op: self.agree(Figure.of(beside[op] or [s.duration for s in spans[op]])) for op in spans}
+
+    def runs(self, run: Callable[[], list[list[float]]], kinds: int, seconds: float) -> list[list[float]]:
+        """Rounds of so many seconds, begun by all ranks together; what `run` gives, in a list for each kind."""
+        self.exchange(None)
+        run()  # warm-up: first touch, compilation, threads
+        samples: list[list[float]] = [[] for _ in range(kinds)]
+        end = time.perf_counter() + seconds
+        rounds = 0
+        while rounds < self.effort.repeats or time.perf_counter() < end:
+            for list_, more in zip(samples, run(), strict=True):
+                list_ += more
+            rounds += 1
+        return samples
+
+    def agree(self, figure: Figure) -> Figure:
+        """The mean over all ranks."""
+        return mean(self.exchange(figure))
+
+
+def mean(figures: Sequence[Figure]) -> Figure:
+    """With the largest spread."""
+    return Figure(statistics.fmean(f.value for f in figures), max(f.spread for f in figures))

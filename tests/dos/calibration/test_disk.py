@@ -1,0 +1,132 @@
+"""The disk's rates: measured where state is to be, within the room that is there, and said what they are of."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from dos.calibration import command as calibrate
+from dos.calibration import disk
+from dos.calibration.disk import UPDATE_BESIDE, DiskBench, unexplained
+from dos.calibration.measure import measure
+from dos.calibration.rounds import Effort, Figure, Rounds
+from dos.disk import DiskSpace, Extent
+from perfmodel.hardware import HardwareProfile
+from tests.support.training import profile
+
+TINY = Effort(seconds=0.01, repeats=2, host_numel=20_000, device_numel=1000, copy_bytes=10_000, disk_bytes=2**18)
+MEASURED = {"disk_read_bandwidth", "disk_write_bandwidth", "disk_latency_s"}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty cache directory, and no launcher."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(calibrate, "QUICK", TINY)
+
+
+def command(*arguments: str) -> int:
+    return calibrate.main(["--quick", "--device", "cpu", "--threads", "1", *arguments])
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folders, output = [str(tmp_path / name) for name in ("one", "two")], tmp_path / "mine.json"
+    assert command("--output", str(output), "--disk", *folders) == 0
+    printed = capsys.readouterr().out
+    (read,) = (line for line in printed.splitlines() if "disk read  " in line)
+    assert "B/s" in read
+    assert "not measured" not in read
+    assert f"Disk rates are of {', '.join(folders)}" in printed
+    found, guessed = HardwareProfile.load(output), HardwareProfile.builtin("unknown")
+    names = [f.name for f in dataclasses.fields(found) if f.name.startswith("disk_")]
+    assert len(names) == 5
+    assert all(getattr(found, name) != getattr(guessed, name) for name in names)
+    assert f"disk rates are of {', '.join(folders)}" in found.provenance.note
+    assert "disk_read_bandwidth" not in found.provenance.note
+    left = [path for folder in folders for path in Path(folder).rglob("*") if path.is_file()]
+    assert not left
+
+
+def test_without_a_disk_its_rates_are_guesses() -> None:
+    found = measure(None, TINY, [1])
+    assert not MEASURED & found.figures.keys()
+    note = found.profile(HardwareProfile.builtin("unknown"), "here").provenance.note
+    assert "not measured" in note
+    assert "disk_write_bandwidth_duplex" in note
+
+
+def test_a_folder_that_cannot_be_used(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(SystemExit, match=r"^dos\.calibrate: disk: expected a folder .* found .*file.*choose another"):
+        command("--disk", str(file))
+
+
+def rounds(**effort: object) -> Rounds:
+    return Rounds(dataclasses.replace(TINY, **effort), lambda value: [value])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_a_tenth_of_the_free_room_is_used(ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    most = [0]
+
+    class Small(DiskSpace):
+        def free_bytes(self) -> int:
+            return 2**27 - self.nbytes
+
+        def allocate(self, sizes: Sequence[int]) -> list[Extent]:
+            extents = super().allocate(sizes)
+            most[0] = max(most[0], self.nbytes)
+            return extents
+
+    monkeypatch.setattr(disk, "DiskSpace", Small)
+    bench = DiskBench([tmp_path], None, rounds(disk_bytes=2**30, seconds=1e3), ranks)
+    bench.close()
+    assert 0.5 < most[0] / (2**27 / 10 / ranks) <= 1.0
+
+
+def test_a_slow_disk_is_measured_with_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+
+    class Noted(DiskSpace):
+        def allocate(self, sizes_: Sequence[int]) -> list[Extent]:
+            sizes.extend(sizes_)
+            return super().allocate(sizes_)
+
+    monkeypatch.setattr(disk, "DiskSpace", Noted)
+    DiskBench([tmp_path], None, rounds(disk_bytes=2**25, seconds=1e-9), 1).close()
+    assert sizes.pop(0) == 2**25
+    assert max(sizes) == disk.LEAST_BYTES
+
+
+def test_rates_of_a_page_cache_are_said_to_be_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DiskSpace, "direct", False)
+    bench = DiskBench([tmp_path], None, rounds(), 1)
+    bench.close()
+    assert bench.note() == (
+        f"disk rates are of {tmp_path}, which refuses direct I/O: they may be those of memory that caches files"
+    )
+
+
+def test_what_sharing_host_memory_does_not_explain_is_said() -> None:
+    machine = profile(
+        host_bandwidth=30e9,
+        cpu_update_rate=1e9,
+        disk_read_bandwidth=8e9,
+        disk_write_bandwidth=6e9,
+        disk_read_bandwidth_duplex=4e9,
+        disk_write_bandwidth_duplex=4e9,
+    )  # updates want 28 GB/s and find 22 beside the disk
+    rates = {UPDATE_BESIDE: 22e9 / 28, "disk_read_bandwidth_beside": 4e9, "disk_write_bandwidth_beside": 4e9}
+
+    def said(**lower: float) -> str:
+        return unexplained({name: Figure(rate * lower.get(name, 1.0), 0.0) for name, rate in rates.items()}, machine)
+
+    assert said() == said(disk_read_bandwidth_beside=0.95) == ""
+    slower = said(disk_read_bandwidth_beside=0.5, **{UPDATE_BESIDE: 0.8})
+    assert slower.endswith("than sharing host memory explains: CPU at 80%, disk read at 50% of that")
