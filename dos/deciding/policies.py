@@ -12,7 +12,7 @@ from perfmodel import Lane, Op, Placement, Plan, Timeline, Workload
 from perfmodel.adaptive import AdaptivePlanner
 from perfmodel.demand import demand
 from perfmodel.hardware import HardwareProfile
-from perfmodel.lanes import Stream
+from perfmodel.lanes import LANE_OF_STREAM, LANES, Stream
 from perfmodel.policies import cpu_only, resident, static_ratio, stride
 from perfmodel.schedule import Schedule
 from perfmodel.simulate import serve
@@ -81,8 +81,8 @@ class AdaptivePolicy:
             self.profile = self._refinement.correct(self.profile, schedule, workload, timeline)
 
 
-_GROUPS = ((Lane.GPU,), (Lane.CPU, Lane.H2D, Lane.D2H))
-"""The lanes in groups that slow each other: those of the host share its memory, and the links."""
+_GROUPS = ((Lane.GPU,), (Lane.CPU, Lane.H2D, Lane.D2H, Lane.READ, Lane.WRITE))
+"""The lanes in groups that slow each other: all but the device's own share the host's memory."""
 
 
 class Refinement:
@@ -159,27 +159,26 @@ def _corrected(
 ) -> dict[str, float]:
     """The rates that explain lanes `slower` by these factors.
 
-    busy: the lanes that were measured. Where host DRAM cannot serve the CPU and both links at once, it is held
-    responsible for them if CPU updates are slower, which take the most of it, or both links where there are none.
+    busy: the lanes that were measured. Where host DRAM cannot serve at once the CPU, both links and the disk if that
+    was busy, it is held responsible if CPU updates are slower, which take the most of it, or both links where there are
+    none. It is never inferred from the disk, which takes the least of it and is slow for other reasons.
     """
     load = workload.subgroups[0]
     on_cpu, streamed = (demand(placement, load, profile) for placement in (Placement.CPU, Placement.GPU_STREAMED))
-    at_once = on_cpu[Stream.CPU], streamed[Stream.PREFETCH], streamed[Stream.FLUSH]
+    on_disk = demand(Placement.CPU, load, profile, on_disk=True)
+    at_once = [on_cpu[Stream.CPU], streamed[Stream.PREFETCH], streamed[Stream.FLUSH]]
+    at_once += [on_disk[stream] for stream in (Stream.READ, Stream.WRITE) if LANE_OF_STREAM[stream] in busy]
     wanted = sum(traffic / seconds for seconds, traffic in at_once if seconds)
-    on_host = [ratio for lane, ratio in slower.items() if lane is not Lane.GPU]
-    rates: dict[str, float] = {}
-    if Lane.GPU in slower:
-        rates["gpu_update_rate"] = profile.gpu_update_rate / slower[Lane.GPU]
+    rates = {
+        name: getattr(profile, name) / ratio
+        for lane, ratio in slower.items()
+        for name in (LANES[lane].rate, LANES[lane].duplex)
+        if name
+    }
     most = {Lane.CPU} if Lane.CPU in busy else {Lane.H2D, Lane.D2H}
     if most <= slower.keys() and wanted > profile.host_bandwidth_per_rank:
+        on_host = [ratio for lane, ratio in slower.items() if lane in (Lane.CPU, Lane.H2D, Lane.D2H)]
         rates["host_bandwidth"] = profile.host_bandwidth / statistics.median(on_host)
-    for lane, names in (
-        (Lane.CPU, ("cpu_update_rate",)),
-        (Lane.H2D, ("h2d_bandwidth", "h2d_bandwidth_duplex")),
-        (Lane.D2H, ("d2h_bandwidth", "d2h_bandwidth_duplex")),
-    ):
-        if lane in slower:
-            rates |= {name: getattr(profile, name) / slower[lane] for name in names}
     return rates
 
 

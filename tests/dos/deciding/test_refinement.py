@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from dos import DOSAdam, EmulatedDevice
 from dos.deciding.policies import Refinement
 from perfmodel import Lane, Op, Placement, Plan, Span, Timeline, Workload
-from perfmodel.hardware import HardwareProfile
+from perfmodel.hardware import RATES, HardwareProfile
+from perfmodel.lanes import Stream
 from perfmodel.policies import cpu_only, static_ratio, stride
-from perfmodel.schedule import Schedule, schedule
+from perfmodel.schedule import Schedule, Task, schedule
 from perfmodel.scope import UPDATE_ALONE, Phase, Scope
 from perfmodel.simulate import serve, simulate
 from tests.support.clock import compares_with_a_clock, skip_if_the_clock_cannot_be_trusted
@@ -116,6 +117,80 @@ def test_gradients_that_leave_beside_backward_meet_no_other_copies(plan: Plan, k
     seen = beside_backward(plan, 0.5)
     work = dataclasses.replace(WORK, backward_s=0.5 if known else 0.0)
     assert believed_after(seen, plan, work, Scope(Phase.OVERLAPPED)) is TRUTH
+
+
+DRIVE = dataclasses.replace(
+    TRUTH,
+    disk_read_bandwidth=6e9,
+    disk_write_bandwidth=4e9,
+    disk_read_bandwidth_duplex=4e9,
+    disk_write_bandwidth_duplex=3e9,
+)
+"""Updates, both links and the disk want 55 GB/s of host DRAM while all of them run."""
+ON_DISK = Schedule(
+    (
+        *schedule(PLAN, WORK).tasks,
+        *(Task(Op.READ, Stream.READ, i, load.state_bytes) for i, load in enumerate(WORK.subgroups)),
+        *(Task(Op.WRITE, Stream.WRITE, i, load.state_bytes) for i, load in enumerate(WORK.subgroups)),
+    )
+)
+"""All state is read and written besides."""
+DISK_RATES = [name for name in RATES if name.startswith("disk_")]
+
+
+def lower(profile: HardwareProfile, **by: float) -> HardwareProfile:
+    """With the rates whose names begin so divided by these factors."""
+    factors = {name: factor for name in RATES for prefix, factor in by.items() if name.startswith(prefix)}
+    return profile.replace(**{name: getattr(profile, name) / factor for name, factor in factors.items()})
+
+
+def believed_of_drive(
+    actual: HardwareProfile,
+    believed: HardwareProfile = DRIVE,
+    seen: Callable[[Timeline], Timeline] = lambda timeline: timeline,
+) -> HardwareProfile:
+    """What is believed after 60 steps on the actual machine."""
+    refinement, timeline = Refinement(), seen(serve(ON_DISK, WORK, actual))
+    for _ in range(60):
+        believed = refinement.correct(believed, ON_DISK, WORK, timeline)
+    return believed
+
+
+@pytest.mark.parametrize("reads", [0.4, 1.0, 3.0])
+@pytest.mark.parametrize("writes", [0.4, 1.0, 3.0])
+def test_the_disk_is_learnt_as_links_are(reads: float, writes: float) -> None:
+    actual = lower(DRIVE, disk_read=reads, disk_write=writes)
+    believed = believed_of_drive(actual)
+    for name in DISK_RATES:
+        assert getattr(believed, name) == pytest.approx(getattr(actual, name), rel=0.07)
+    assert believed == DRIVE.replace(**{name: getattr(believed, name) for name in DISK_RATES})
+
+
+@pytest.mark.parametrize("host", [1.0, 1.5])
+@pytest.mark.parametrize("drive", [0.5, 3.0])
+def test_a_drive_says_nothing_about_host_memory(drive: float, host: float) -> None:
+    """Where that is scarce, a slow drive holds nothing up, and a fast one takes more of it for less long."""
+    scarce = DRIVE.replace(host_bandwidth=40e9)
+    actual = lower(scarce, disk=drive, host=host)
+    believed = believed_of_drive(actual, scarce)
+    for lane in Lane:
+        measured, predicted = (serve(ON_DISK, WORK, machine).busy(lane) for machine in (actual, believed))
+        assert measured == pytest.approx(predicted, rel=Refinement.TOLERANCE)
+    assert believed.host_bandwidth == pytest.approx(actual.host_bandwidth, rel=0.15)
+    if host == 1.0:
+        assert believed.cpu_update_rate == pytest.approx(actual.cpu_update_rate, rel=0.05)
+
+
+def read_twice(timeline: Timeline) -> Timeline:
+    return Timeline.of([*timeline.spans, *(s for s in timeline.spans if s.op is Op.READ)])
+
+
+def test_reads_that_were_not_predicted_teach_nothing_but_of_the_device() -> None:
+    """They took host memory from updates, links and writes, and held up writes of the same drive."""
+    actual = lower(DRIVE, disk=2.0, cpu=2.0, h2d=2.0, gpu=2.0)
+    believed = believed_of_drive(actual, seen=read_twice)
+    assert believed == DRIVE.replace(gpu_update_rate=believed.gpu_update_rate)
+    assert believed.gpu_update_rate == pytest.approx(actual.gpu_update_rate, rel=0.05)
 
 
 # On real threads and the wall clock.
