@@ -61,11 +61,11 @@ class DiskBench:
         self._space.close()
 
     def note(self) -> str:
-        """What the rates are of."""
+        """What the rates are of. Called before `close`."""
         folders = f"disk rates are of {', '.join(map(str, self._folders))}"
         if self._space.direct:
             return folders
-        return f"{folders}, which refuses direct I/O: they may be those of memory that caches files"
+        return f"{folders}, where not all is direct I/O: they may be those of memory that caches files"
 
     def alone(self) -> dict[str, Figure]:
         """Bytes/s of reading alone and of writing alone, and seconds of fixed cost: the mean of both."""

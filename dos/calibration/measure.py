@@ -183,11 +183,11 @@ def measure(
         for done, (label, stage) in enumerate(stages, 1):
             progress(label, done / (len(stages) + 1))
             figures |= stage()
+        notes = [on_disk.note()] if on_disk is not None else []
     figures["host_bandwidth"] = _host_bandwidth(figures)
     found = Measurement(figures, trials, chosen, 1.0 if emulated else bench.cpu_share(chosen))
-    if on_disk is None:
-        return found
-    notes = on_disk.note(), unexplained(figures, found.profile(base_profile(device), ""))
+    if on_disk is not None:
+        notes.append(unexplained(figures, found.profile(base_profile(device), "")))
     return dataclasses.replace(found, notes=[note for note in notes if note])
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -60,6 +63,12 @@ def test_without_a_disk_its_rates_are_guesses() -> None:
     assert "disk_write_bandwidth_duplex" in note
 
 
+def test_host_memory_is_no_less_than_updates_and_the_disk_used_at_once(tmp_path: Path) -> None:
+    figures = measure(None, TINY, [1], disk=[tmp_path]).figures
+    both = sum(figures[f"disk_{way}_bandwidth_beside"].value for way in ("read", "write"))
+    assert figures["host_bandwidth"].value >= 28 * figures[UPDATE_BESIDE].value + both
+
+
 def test_a_folder_that_cannot_be_used(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")
@@ -105,12 +114,21 @@ def test_a_slow_disk_is_measured_with_less(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_rates_of_a_page_cache_are_said_to_be_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DiskSpace, "direct", False)
-    bench = DiskBench([tmp_path], None, rounds(), 1)
-    bench.close()
-    assert bench.note() == (
-        f"disk rates are of {tmp_path}, which refuses direct I/O: they may be those of memory that caches files"
-    )
+    one, two = tmp_path / "one", tmp_path / "two"
+    open_, refused = os.open, []
+
+    def refuses(path: object, flags: int, *rest: Any, **named: Any) -> int:
+        if flags & os.O_DIRECT and str(path).startswith(str(two)):
+            refused.append(path)
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return open_(path, flags, *rest, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "open", refuses)
+    found = measure(None, TINY, [1], disk=[one, two])
+    assert refused
+    note = f"disk rates are of {one}, {two}, where not all is direct I/O: they may be those of memory that caches files"
+    assert note in found.notes
+    assert note in found.profile(HardwareProfile.builtin("unknown"), "here").provenance.note
 
 
 def test_what_sharing_host_memory_does_not_explain_is_said() -> None:
