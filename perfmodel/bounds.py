@@ -24,8 +24,8 @@ class Bound:
     """A lower bound and what it is made of.
 
     seconds: of the update alone, or, with compute in the scope, of what the update adds to it.
-    binding: what would shorten it most if it were 1% more: `CPU`, `GPU`, `H2D`, `D2H`, `host DRAM`; `nothing` if
-        all hides behind compute.
+    binding: what would shorten it most if it were 1% more: `CPU`, `GPU`, `H2D`, `D2H`, `disk read`, `disk write`,
+        `host DRAM`; `nothing` if all hides behind compute.
     shares: of the parameters, per placement, where the bound is reached.
     """
 
@@ -51,6 +51,9 @@ def lower_bound(workload: Workload, profile: HardwareProfile, scope: Scope = UPD
         first           slots that are filled for the first time, beside it or not, likewise
         away            bytes of saved tensors that leave, over those of all state
         stall           time for which an overlapped backward waits for them
+        disk            the parts of each subgroup on disk
+        reading, writing, both      the time for which the disk reads, writes or does both, after backward
+        ahead           windows that are filled before that, in seconds of reading
         T               the time after backward; it and `stall` are minimised
 
     The constraints are the rows of `_solve`, where each has its name. The capacity of a lane is the sum of its speeds
@@ -63,6 +66,8 @@ def lower_bound(workload: Workload, profile: HardwareProfile, scope: Scope = UPD
     seconds, shares = _solve(workload, profile, scope)
     faster = {lane.value: (service.rate, service.duplex or service.rate) for lane, service in LANES.items()}
     faster["host DRAM"] = "host_bandwidth", "host_bandwidth"
+    if math.isinf(workload.host_free_bytes):
+        faster = {resource: rates for resource, rates in faster.items() if not resource.startswith("disk")}
 
     def improved(resource: str) -> float:
         rates = {rate: 1.01 * getattr(profile, rate) for rate in faster[resource]}
@@ -74,7 +79,10 @@ def lower_bound(workload: Workload, profile: HardwareProfile, scope: Scope = UPD
 def _solve(workload: Workload, profile: HardwareProfile, scope: Scope) -> tuple[float, dict[Placement, float]]:
     """The optimum of `lower_bound`'s program, and the shares of the placements there."""
     classes = Counter(workload.subgroups)
-    costs = [demand(Placement.CPU, load, profile) | demand(Placement.GPU_STREAMED, load, profile) for load in classes]
+    costs = [
+        demand(Placement.CPU, load, profile, on_disk=True) | demand(Placement.GPU_STREAMED, load, profile)
+        for load in classes
+    ]
     counts = np.array(list(classes.values()), dtype=float)
     numel = counts * np.array([load.numel for load in classes])
     state = np.array([load.state_bytes for load in classes], dtype=float)
@@ -83,14 +91,14 @@ def _solve(workload: Workload, profile: HardwareProfile, scope: Scope) -> tuple[
     def total(*streams: Stream, part: int = 0) -> np.ndarray:
         return counts * np.array([sum(c[stream][part] for stream in streams) for c in costs])
 
-    each = workload.subgroups[0]
+    each, spills = workload.subgroups[0], math.isfinite(workload.host_free_bytes)
     saves = [operation_demand(Stream.SAVE, saved.nbytes, each, profile) for saved in workload.activations]
     speeds = _speeds_by_busy_lanes(costs, saves, profile)
     cpu, h2d, d2h = speeds.T
     before = workload.backward_s if scope.backward is Phase.OVERLAPPED else 0.0
     after = workload.forward_s if scope.forward is Phase.OVERLAPPED else 0.0
-    one = dict.fromkeys(("early", "filling", "first", "T", "away", "stall"), 1)
-    sizes = dict.fromkeys("xyz", n) | dict.fromkeys("tu", len(speeds)) | one
+    one = dict.fromkeys(("early", "filling", "first", "T", "away", "stall", "reading", "writing", "both", "ahead"), 1)
+    sizes = dict.fromkeys("xyz", n) | dict.fromkeys("tu", len(speeds)) | one | {"disk": n}
 
     def row(**coefficients: np.ndarray | float) -> np.ndarray:
         return np.concatenate([np.broadcast_to(coefficients.get(name, 0.0), size) for name, size in sizes.items()])
@@ -133,12 +141,18 @@ def _solve(workload: Workload, profile: HardwareProfile, scope: Scope) -> tuple[
         "fetching": (row(y=prefetch, z=together, first=-1, T=-1), after),
         "filling": (row(filling=1, first=-1), 0.0),
     }
+    read, write = total(Stream.READ), total(Stream.WRITE)
+    windows_read, windows_written = (workload.windows * max(each / counts) for each in (read, write))
+    unwritten = windows_written * workload.reverses
     host = profile.host_bandwidth_per_rank
     if math.isfinite(host):
         on_cpu = total(Stream.GRADIENT, Stream.CPU, Stream.PARAMETER, part=1) / host
         streamed = total(Stream.PREFETCH, Stream.FLUSH, part=1) / host
         up, down = profile.h2d_bandwidth / host, profile.d2h_bandwidth / host
-        rows["host DRAM"] = row(x=on_cpu, y=streamed, early=-down, filling=-up, T=-1, away=saved * down), after
+        on_disk = total(Stream.READ, Stream.WRITE, part=1) / host if spills else 0.0
+        ahead = {"early": -down, "filling": -up, "away": saved * down, "ahead": -profile.disk_read_bandwidth / host}
+        kept = unwritten * profile.disk_write_bandwidth / host
+        rows["host DRAM"] = row(x=on_cpu, y=streamed, disk=on_disk, T=-1, **ahead), after + kept
         rows["DRAM, others"] = row(y=streamed, z=together, first=-up, T=-1, away=saved * down), after
     if 0 < fitting < math.inf:
         rows["slots"] = row(y=(prefetch + gpu + flush) / fitting, T=-1, stall=-1), before + after
@@ -148,6 +162,19 @@ def _solve(workload: Workload, profile: HardwareProfile, scope: Scope) -> tuple[
         slot = float(state.min()) / slowest / scale if slowest > 0 else 0.0
         more = float(workload.shares_peak)
         rows["memory, shared"] = row(z=held, first=slot, away=-more), (shared - more * gone) / scale
+    if spills:
+        taken = counts * np.array([load.host_bytes for load in classes])
+        size = max(float(taken.sum()), 1.0)
+        read_beside = profile.disk_read_bandwidth_duplex / profile.disk_read_bandwidth
+        write_beside = profile.disk_write_bandwidth_duplex / profile.disk_write_bandwidth
+        rows |= {
+            # What does not fit on the host is read and written, but for what windows have from the last step.
+            "host": (row(x=taken / size, y=taken / size, disk=-taken / size), workload.host_free_bytes / size),
+            "disk read": (row(disk=read, reading=-1, both=-read_beside, ahead=-1), 0.0),
+            "disk write": (row(disk=write, writing=-1, both=-write_beside), unwritten),
+            "disk": (row(reading=1, writing=1, both=1, T=-1), after),
+            "ahead": (row(ahead=1, stall=-1), windows_read if workload.reverses else before),
+        }
     solution = scipy.optimize.linprog(
         row(T=1, stall=1),
         A_ub=np.array([coefficients for coefficients, _ in rows.values()]),
@@ -158,7 +185,9 @@ def _solve(workload: Workload, profile: HardwareProfile, scope: Scope) -> tuple[
         + [(0.0, 1.0 if size <= staging else 0.0) for size in state]
         + [(0.0, 1.0)] * n
         + [(0.0, None)] * (2 * len(speeds))
-        + [(0.0, None), (0.0, None), (0.0, fill), (0.0, None), (least / scale, most / scale), (0.0, None)],
+        + [(0.0, None), (0.0, None), (0.0, fill), (0.0, None), (least / scale, most / scale), (0.0, None)]
+        + [(0.0, None), (0.0, None), (0.0, None), (0.0, windows_read)]
+        + [(0.0, 1.0)] * n,
         method="highs",
     )
     if solution.x is None or solution.fun is None:

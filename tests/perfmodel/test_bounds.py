@@ -12,7 +12,7 @@ from perfmodel.bounds import lower_bound
 from perfmodel.hardware import HardwareProfile, builtin_profiles
 from perfmodel.simulate import UPDATE_ALONE, Phase, Scope, exposed
 from perfmodel.workload import Workload
-from tests.support.machines import machine, work
+from tests.support.machines import machine, with_disk, work
 from tests.support.random_plans import saved_tensors
 
 C, S, R = Placement.CPU, Placement.GPU_STREAMED, Placement.GPU_RESIDENT
@@ -51,6 +51,43 @@ def test_one_lane_binds(
     assert bound.seconds == pytest.approx(seconds, rel=1e-3)
     assert bound.binding == binding
     assert {p: s for p, s in bound.shares.items() if s > 1e-3} == pytest.approx(share, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("rates", "reverses", "seconds", "binding"),
+    [
+        # 3 of 4 subgroups of 144 bytes are read at 1 byte/s, written at 2, and both at once gain nothing.
+        ({}, False, 3 * 144 * 1.5, "disk read"),
+        ({"disk_write_bandwidth": 0.5, "disk_write_bandwidth_duplex": 0.25}, False, 3 * 144 * 3.0, "disk write"),
+        # A drive that reads and writes at once as fast as alone.
+        ({"disk_read_bandwidth_duplex": 1.0, "disk_write_bandwidth_duplex": 2.0}, False, 3 * 144, "disk read"),
+        # Two windows keep their state from step to step.
+        ({}, True, 144 * 1.5, "disk read"),
+        # 16 bytes of state each way, and the others of the CPU's update, through 0.1 byte/s of host DRAM.
+        ({"host_bandwidth": 0.1}, False, (3 * 2 * 144 + 48 * 32) / 0.1, "host DRAM"),
+    ],
+)
+def test_the_disk_binds(rates: dict[str, float], reverses: bool, seconds: float, binding: str) -> None:
+    disk = {"disk_read_bandwidth": 1.0, "disk_write_bandwidth": 2.0, "disk_latency_s": 0.0}
+    duplex = {"disk_read_bandwidth_duplex": 0.5, "disk_write_bandwidth_duplex": 1.0}
+    load = with_disk(work(4, peak_free_bytes=0.0, update_free_bytes=0.0), 144, reverses=reverses)
+    bound = lower_bound(load, machine(cpu_update_rate=1e6, **{**FAST_LINKS, **disk, **duplex, **rates}))
+    assert bound.seconds == pytest.approx(seconds, rel=1e-2)
+    assert bound.binding == binding
+
+
+def test_windows_are_filled_beside_backward() -> None:
+    """4 subgroups take 2 s to be read, 1 s to be written, and 2 windows hold 2 of them."""
+    rates = dict.fromkeys(("disk_write_bandwidth", "disk_write_bandwidth_duplex"), 144.0) | {
+        "disk_latency_s": 0.0,
+        "cpu_update_rate": 1e6,
+        **FAST_LINKS,
+    }
+    rates |= dict.fromkeys(("disk_read_bandwidth", "disk_read_bandwidth_duplex"), 72.0)
+    for backward_s, seconds in ((0.0, 8.0), (1.0, 7.0), (2.0, 6.0), (4.0, 4.0), (9.0, 4.0)):
+        load = work(4, peak_free_bytes=0.0, update_free_bytes=0.0, backward_s=backward_s)
+        found = lower_bound(with_disk(load, 0), machine(**rates), Scope(backward=Phase.OVERLAPPED)).seconds
+        assert found == pytest.approx(seconds, rel=1e-3)
 
 
 def test_forward_hides_what_fits_beside_it() -> None:
