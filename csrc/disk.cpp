@@ -60,13 +60,10 @@ int move(bool write, const Request& request, int64_t& done) {
     if (moved < 0 && errno == EINTR) continue;
     if (moved < 0) return errno;
     struct stat file;
-    if (!write && moved < rest && !fstat(request.fd, &file) && file.st_size < request.offset + request.nbytes) {
-      done += moved;
-      return -1;
-    }
+    done += moved;
+    // Direct I/O cannot go on from where a file ends within a block: EINVAL would hide why.
+    if (!write && moved < rest && !fstat(request.fd, &file) && file.st_size < request.offset + request.nbytes) return -1;
     if (moved == 0) return EIO;
-    // Direct I/O goes on from a whole block only; less than one is what a full disk leaves room for.
-    done += moved < kBlock ? moved : moved / kBlock * kBlock;
   }
   return 0;
 }

@@ -10,6 +10,7 @@ import functools
 import logging
 import mmap
 import os
+import shutil
 import stat
 import tempfile
 from pathlib import Path
@@ -38,8 +39,8 @@ class DiskFile:
     """A file of this process, in a directory of its user in the folder.
 
     buffered: the descriptor that locks it and passes through the page cache. fd: the one to read and write with, which
-    passes the cache by where the file system can. size: bytes. free: what of them is not in use: where, how many.
-    used_to: where what was ever used ends; zeros come after it.
+    passes the cache by where the file system can. share: of each extent. size: bytes. free: what of them is not in
+    use: where, how many. used_to: where what was ever used ends; zeros come after it.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -55,6 +56,7 @@ class DiskFile:
                 f"disk: expected a folder in which this user may create files, found {str(folder)!r}: "
                 f"{error.strerror}; choose another folder, or let this user write there",
             ) from error
+        self.share = 1.0
         self.size = self.used_to = 0
         self.free: list[tuple[int, int]] = []
         self.fd = self._direct = self.buffered
@@ -78,27 +80,21 @@ class DiskFile:
         self._use_cache(os.strerror(error))
         return True
 
-    def available_bytes(self) -> int:
-        """Bytes that its file system still has for this user."""
-        found = os.statvfs(self.folder)
-        return found.f_bavail * found.f_frsize
-
     def free_bytes(self) -> int:
         """Bytes that it has and that are not in use."""
         return sum(nbytes for _, nbytes in self.free)
 
     def reserve(self, nbytes: int) -> None:
-        """Grow until so many bytes are free. Raises OSError."""
+        """Grow until so many bytes are free. Raises OSError; the file may have grown then, and `shrink()` undoes it."""
         more = nbytes - self.free_bytes()
         if more <= 0:
             return
-        available = self.available_bytes()
+        available = shutil.disk_usage(self.folder).free
         try:
             if available < more:  # the attempt would take from others all that is left
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.posix_fallocate(self.buffered, self.size, more)
         except OSError as error:
-            self.shrink(self.size)
             raise OSError(
                 error.errno,
                 f"{self.folder}: state needs {more} more bytes on disk, found {available} free ({error.strerror}); "
@@ -137,18 +133,17 @@ class DiskFile:
         """Map bytes over the memory at this address. Raises DiskError if it was truncated."""
         found = os.fstat(self.buffered).st_size
         if found < self.size:  # touching the mapping would be SIGBUS
-            raise DiskError(
-                errno.EIO, f"{self.path}: expected {self.size} bytes, found {found}, was it truncated? {LOST}"
-            )
+            why = f"{self.path}: expected {self.size} bytes, found {found}, was it truncated? {LOST}"
+            raise DiskError(errno.EIO, why)
         # What was read through an earlier mapping may be older than what was written directly.
         os.posix_fadvise(self.buffered, offset, nbytes, os.POSIX_FADV_DONTNEED)
-        _map(address, nbytes, mmap.MAP_SHARED, self.buffered, offset)
-        _libc.madvise(address, nbytes, _DONTFORK)  # what a child writes there would be its parent's state
+        map_memory(address, nbytes, self.buffered, offset)
 
     def settle(self) -> None:
-        """What was written through mappings is there for direct reads. Raises DiskError."""
+        """What was written through mappings is there for direct reads; others see it anyway. Raises DiskError."""
         try:
-            os.fdatasync(self.buffered)
+            if self.direct:
+                os.fdatasync(self.buffered)
         except OSError as error:
             raise DiskError(error.errno, f"{self.path}: writing state failed: {error.strerror}; {LOST}") from error
 
@@ -166,19 +161,15 @@ class DiskFile:
         _warn_buffered(self.folder, why)
 
 
-def map_zeros(address: int, nbytes: int) -> None:
-    """Map zeros over the memory at this address, which take memory once they are written to. Raises OSError."""
-    _map(address, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
-    _libc.madvise(address, nbytes, _HUGEPAGE)  # as lazy_zeros() asks; a system without them refuses
-
-
-def _map(address: int, nbytes: int, flags: int, fd: int, offset: int) -> None:
-    if _libc.mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags | _FIXED, fd, offset) != address:
-        why = os.strerror(ctypes.get_errno())
-        raise OSError(
-            ctypes.get_errno(),
-            f"mapping {nbytes} bytes of state failed: {why}; raise vm.max_map_count (sysctl) or ulimit -v",
-        )
+def map_memory(address: int, nbytes: int, fd: int = -1, offset: int = 0) -> None:
+    """Map a run of a file, shared, over the memory at this address, or zeros without a file. Raises OSError."""
+    kind, advice = (mmap.MAP_SHARED, _DONTFORK) if fd >= 0 else (mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, _HUGEPAGE)
+    if _libc.mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, kind | _FIXED, fd, offset) != address:
+        error = ctypes.get_errno()
+        why = f"mapping {nbytes} bytes of state failed: {os.strerror(error)}; raise vm.max_map_count or ulimit -v"
+        raise OSError(error, why)
+    # What a forked child writes would be its parent's state. Zeros are in huge pages where they can, as lazy_zeros().
+    _libc.madvise(address, nbytes, advice)
 
 
 def _own_directory(folder: Path) -> Path:

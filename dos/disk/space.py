@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import shutil
 import time
 import weakref
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dos.disk.files import LOST, DiskError, DiskFile, map_zeros
+from dos.disk.files import LOST, DiskError, DiskFile, map_memory
 from dos.kernels.extension import load_extension
 
 _adam = load_extension()
@@ -87,7 +88,8 @@ class DiskSpace:
         except BaseException:
             self.close()
             raise
-        self._shares = [rate / sum(rates) for rate in rates]
+        for file, rate in zip(self._files, rates, strict=True):
+            file.share = rate / sum(rates)
 
     @property
     def direct(self) -> bool:
@@ -96,13 +98,13 @@ class DiskSpace:
 
     def free_bytes(self) -> int:
         """Bytes that can still be allocated, until the first of the file systems is full."""
-        found = []
-        drives = [file.folder.stat().st_dev for file in self._files]
-        for drive in set(drives):
-            mine = [(f, share) for f, share, on in zip(self._files, self._shares, drives, strict=True) if on == drive]
-            free = mine[0][0].available_bytes() + sum(file.free_bytes() for file, _ in mine)
-            found.append(int(free / sum(share for _, share in mine)))
-        return min(found) // PAGE * PAGE
+        free: dict[int, int] = {}
+        share: dict[int, float] = {}
+        for file in self._files:
+            drive = file.folder.stat().st_dev  # several folders may be on one
+            free[drive] = file.free_bytes() + free.get(drive, shutil.disk_usage(file.folder).free)
+            share[drive] = file.share + share.get(drive, 0.0)
+        return min(int(free[drive] / share[drive]) for drive in free) // PAGE * PAGE
 
     def allocate(self, sizes: Sequence[int]) -> list[Extent]:
         """Allocate extents of these sizes (bytes, multiples of PAGE) on the drives, all or none.
@@ -193,7 +195,7 @@ class DiskSpace:
 
     def hide(self, address: int, nbytes: int) -> None:
         """Map zeros over the memory at this address, as before anything was shown there. Raises OSError."""
-        map_zeros(address, nbytes)
+        map_memory(address, nbytes)
 
     def close(self) -> None:
         """Remove the files. What is still shown stays there, until it is hidden."""
@@ -203,19 +205,21 @@ class DiskSpace:
         """How many bytes of an extent are in each file."""
         if nbytes % PAGE:
             raise ValueError(f"state on disk comes in pages of {PAGE} bytes, found {nbytes} bytes; round up")
-        borders = [round(nbytes // PAGE * share) * PAGE for share in accumulate(self._shares[:-1], initial=0.0)]
+        shares = accumulate((file.share for file in self._files[:-1]), initial=0.0)
+        borders = [round(nbytes // PAGE * share) * PAGE for share in shares]
         return [last - first for first, last in pairwise([*borders, nbytes])]
 
     def _rate(self, file: DiskFile) -> float:
         """Measure a folder's bytes per second, written and read."""
-        self._shares = [float(each is file) for each in self._files]
+        for each in self._files:
+            each.share = float(each is file)
         (extent,) = self.allocate([_PROBE_BYTES])
         with mmap.mmap(-1, _PROBE_BYTES) as pages:
             buffer = torch.frombuffer(pages, dtype=torch.uint8)
             buffer.view(torch.int64).copy_(torch.arange(len(buffer) // 8))  # drives may store zeros quicker
             start = time.perf_counter()
             self.write(extent, buffer)
-            file.settle()
+            os.fdatasync(file.buffered)
             os.posix_fadvise(file.buffered, 0, 0, os.POSIX_FADV_DONTNEED)
             self.read(extent, buffer)
             elapsed = time.perf_counter() - start

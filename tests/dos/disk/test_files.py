@@ -77,6 +77,7 @@ def test_only_files_of_ours_are_removed(tmp_path: Path) -> None:
     link.symlink_to(target)
     DiskSpace([tmp_path]).close()
     assert not leftover.exists()
+    assert link.is_symlink()
     assert all(path.read_text() == "mine" for path in (*others, target))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import random
 import resource
+import shutil
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -66,6 +67,15 @@ def test_what_is_written_is_read(folder: Path) -> None:
         written = [pages(size, seed + 7) for seed, size in enumerate(sizes)]
     space.close()
     assert not files(folder)
+
+
+def test_a_folder_in_memory_is_not_read_directly(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Although such file systems take O_DIRECT since Linux 6.6."""
+    space = DiskSpace([folder])
+    if folder.is_relative_to(MEMORY):
+        assert not space.direct
+        assert any(f"{folder}: its file system refuses direct I/O" in each.getMessage() for each in caplog.records)
+    assert space.direct == (not caplog.records)
 
 
 def test_an_extent_never_written_is_zeros(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,8 +155,9 @@ def test_folders_are_used_in_proportion_to_their_rates(tmp_path: Path, rates: li
 
 def test_rates_are_measured_where_there_are_several_folders(tmp_path: Path) -> None:
     space = DiskSpace([tmp_path / "a", tmp_path / "b"])
-    assert sum(space._shares) == pytest.approx(1)
-    assert min(space._shares) > 0
+    shares = [file.share for file in space._files]
+    assert sum(shares) == pytest.approx(1)
+    assert min(shares) > 0
     assert [file.stat().st_size for file in files(tmp_path)] == [0, 0]
     assert space.nbytes == 0
 
@@ -170,7 +181,7 @@ def test_free_bytes(tmp_path: Path, rates: list[float], monkeypatch: pytest.Monk
     """Before the first file system is full; folders on the same one share what it has."""
     rates += [3.0, 1.0]
     space = DiskSpace([tmp_path / "fast", tmp_path / "slow"])
-    monkeypatch.setattr(files_module.DiskFile, "available_bytes", lambda _: 1000 * PAGE)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: mock.Mock(free=1000 * PAGE))
     assert space.free_bytes() == 1000 * PAGE
     device = space._files[0].folder.stat().st_dev
 
@@ -188,10 +199,10 @@ def test_a_drive_without_room(tmp_path: Path, rates: list[float], monkeypatch: p
     (kept,) = space.allocate([4 * PAGE])
     space.write(kept, contents := pages(4 * PAGE, 5))
 
-    def available(file: files_module.DiskFile) -> int:
-        return 3 * PAGE if file.folder.name == "full" else 1 << 40
+    def disk_usage(folder: Path) -> mock.Mock:
+        return mock.Mock(free=3 * PAGE if folder.name == "full" else 1 << 40)
 
-    monkeypatch.setattr(files_module.DiskFile, "available_bytes", available)
+    monkeypatch.setattr(shutil, "disk_usage", disk_usage)
     with pytest.raises(OSError, match=rf"full: state needs {8 * PAGE} more bytes on disk, found {3 * PAGE} free") as e:
         space.allocate([10 * PAGE, 6 * PAGE])
     assert e.value.errno == errno.ENOSPC
