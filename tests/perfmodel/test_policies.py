@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perfmodel import Placement, Plan
-from perfmodel.adaptive import TASKS_AT_ONCE, AdaptivePlanner, adaptive
+from perfmodel.adaptive import TASKS_AT_ONCE, AdaptivePlanner, adaptive, trimmed
 from perfmodel.bounds import lower_bound
 from perfmodel.hardware import HardwareProfile, builtin_profiles
 from perfmodel.policies import balanced_stride, cpu_only, spilled, static_ratio, stride
@@ -247,6 +247,56 @@ def test_a_plan_that_is_a_little_slower_is_kept() -> None:
     slower = dataclasses.replace(profile, h2d_bandwidth=20e9, h2d_bandwidth_duplex=18e9)
     assert settle(lenient, load, slower) == before
     assert settle(strict, load, slower) == adaptive(load, slower) != before
+
+
+def test_where_memory_falls_a_plan_remains_as_far_as_there_is_memory_for_it() -> None:
+    """More of what is saved leaves before state does."""
+    planner, profile = AdaptivePlanner(), MACHINES["h100"]
+    saved = tuple(SavedTensors(2 * 10**8, i / 8, 1 - i / 8) for i in range(8))
+    load = work(60, size=10**7, forward_s=0.05, backward_s=0.1, peak_free_bytes=12e8, shared_free_bytes=12e8)
+    load = dataclasses.replace(load, activations=saved, activation_host_bytes=0)
+    before = settle(planner, load, profile)
+    residents = before.placements.count(R)
+    assert residents > 4
+    held = residents * load.slot_bytes + before.slots * load.slot_bytes
+    for host_bytes, free, fewer, leaving in (
+        (0, held, 0, 0),
+        (0, held - 1, 1, 0),
+        (0, held - 2 * load.slot_bytes, 2, 0),
+        (8e8, held - 2 * load.slot_bytes, 0, 4e8),
+        (2e8, held - 3 * load.slot_bytes, 2, 2e8),
+    ):
+        less = dataclasses.replace(
+            load, peak_free_bytes=free, shared_free_bytes=free, activation_host_bytes=float(host_bytes)
+        )
+        plan = trimmed(before, less)
+        assert plan is not None
+        assert less.has_room(plan)
+        assert (residents - plan.placements.count(R), plan.activation_bytes) == (fewer, leaving)
+    less = dataclasses.replace(load, peak_free_bytes=held - 1, shared_free_bytes=held - 1)
+    assert planner(less, profile) == trimmed(before, less), "until there is a better one"
+    none = trimmed(before, dataclasses.replace(load, peak_free_bytes=0.0, shared_free_bytes=0.0))
+    assert none is not None
+    assert letters(none.placements) == 60 * "C"
+    assert trimmed(before, work(59)) is None
+    assert trimmed(before, dataclasses.replace(load, activation_least_bytes=10**8)) is None, "the host has no room"
+
+
+def test_a_search_comes_to_its_end_though_the_rates_change_in_every_iteration() -> None:
+    """Measured rates are never quite the same."""
+    planner, profile = AdaptivePlanner(), MACHINES["h100"]
+    load = work(60, size=10**7, backward_s=0.1, peak_free_bytes=1.2e9, shared_free_bytes=1.2e9)
+    alike = dataclasses.replace(profile, h2d_bandwidth=1.01 * profile.h2d_bandwidth)
+    planner(load, profile)
+    for number in range(100):
+        planner(load, (alike, profile)[number % 2])
+        if planner.settled:
+            break
+    assert planner.settled
+    last = settle(planner, load, alike)
+    assert exposed(last, load, alike, Scope.beside(load)) == pytest.approx(
+        exposed(adaptive(load, alike), load, alike, Scope.beside(load))
+    )
 
 
 @pytest.mark.parametrize("mode", ["slots", "one slot", "shared", "forward"])
