@@ -18,7 +18,8 @@ MOST = 2 * WINDOW
 class Births:
     """What one forward saves, in order.
 
-    saved: where it is, at the last place for what is saved again. sizes: in bytes. nbytes: of all. gone: that left.
+    saved: where it is, at the last place for what is saved again. sizes: in bytes.
+    nbytes: of all. gone: that left. stayed: that was not to leave.
     ended: whether backward has begun to read it. leaves: whether what was saved last may leave.
     ranges: those saved, by storage, bytes of it, and version. leaving: those that the device has yet.
     marks: in the caller's work, if they are asked for: the begin of forward, and each birth; then forward's end.
@@ -30,6 +31,7 @@ class Births:
         self.sizes: list[int] = []
         self.nbytes = 0
         self.gone = 0
+        self.stayed = 0
         self.ended = False
         self.ranges: weakref.WeakValueDictionary[tuple[int, ...], Saved] = weakref.WeakValueDictionary()
         self.leaving: list[weakref.ref[Saved]] = []

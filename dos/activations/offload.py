@@ -255,10 +255,9 @@ class ActivationOffload:
                 pass
             elif births.leaves(births):
                 self._send(saved, births)
-            elif births.leaving:  # what stays takes the memory of what has left last
-                first = births.leaving.pop(0)()
-                if first is not None:
-                    first.free()
+            else:  # what stays takes the memory of what has left last
+                births.stayed += saved.nbytes
+                self._let_go(births)
         else:
             births.add(saved)
         # Once it has left its memory goes, which this stream reads; the allocator knows the one that it is of alone.
@@ -276,8 +275,13 @@ class ActivationOffload:
             births.leaving.append(weakref.ref(saved))
             births.gone += saved.nbytes
         self._wanted = max(self._wanted, self.pool.used + sum(each.nbytes for each in self._denied))
+        self._let_go(births)
+
+    def _let_go(self, births: Births) -> None:
+        """Free what has left, but for what may be on its way beside what stays."""
         under_way = [each for each in (reference() for reference in births.leaving) if each is not None]
-        while len(under_way) > _AT_ONCE and sum(each.nbytes for each in under_way[1:]) >= births.window:
+        least = 0 if births.stayed else _AT_ONCE
+        while len(under_way) > least and births.stayed + sum(each.nbytes for each in under_way[1:]) >= births.window:
             under_way.pop(0).free()
         births.leaving = list(map(weakref.ref, under_way))
 
@@ -308,9 +312,12 @@ class ActivationOffload:
                     raise
                 give_way()  # backward cannot wait, state can
                 self._restored = saved.bring_back()
+        if saved.spent:  # another backward begins
+            for other in births.before():
+                other.spent = False
         found = saved.read(packed)
         ahead = 0
-        for count, other in enumerate(births.before(saved)):
+        for count, other in enumerate(each for each in births.before(saved) if not each.spent):
             if count >= _AT_ONCE and ahead >= births.window:
                 break
             ahead += other.nbytes

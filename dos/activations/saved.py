@@ -22,7 +22,7 @@ class Saved:
     """A range of device memory that backward will read: on the device, on the host, or on its way.
 
     nbytes: of it. births: of its forward, where it has its number, and a place in the order of use.
-    tensors: how many were saved in it.
+    tensors: how many were saved in it. spent: whether backward has read them all.
     """
 
     _back: Tensor | None = None
@@ -43,6 +43,7 @@ class Saved:
         self._restoring: Job | None = None
         self._used = 0
         self.tensors = 0
+        self.spent = False
         self.place: int | None = None
         self.number = 0
         self.births: Any = None
@@ -101,6 +102,7 @@ class Saved:
         found = tensor.made_of(self._back, self._first - self._first % _ALIGNMENT)
         self._used += 1
         if self._used >= self.tensors:  # autograd has what it needs; with retain_graph it may ask again
+            self.spent = True
             self.drop()
         return found
 

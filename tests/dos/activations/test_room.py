@@ -13,7 +13,8 @@ from torch import Tensor, nn
 import dos.activations.offload as offload_module
 from dos import DOSAdam, EmulatedDevice
 from dos.activations.offload import ActivationOffload
-from tests.support.activations import BATCH, EACH, LAYERS, WIDTH, Layers, saves
+from perfmodel import Op
+from tests.support.activations import BATCH, EACH, LAYERS, WIDTH, Layers, Net, optimizer_of, saves
 from tests.support.devices import Copying
 from tests.support.training import FAST
 
@@ -220,3 +221,58 @@ def test_what_leaves_last_has_left_when_forward_ends() -> None:
         return device.usage().occupied
 
     assert held(0.0) - held(5 * EACH + 100) == 5 * EACH
+
+
+class Widened(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(torch.cat([super().forward(x)] * 4))
+
+
+def test_what_stays_takes_the_memory_of_as_many_bytes_that_have_left() -> None:
+    def held(leave: int) -> int:
+        device = EmulatedDevice(FAST, 10**9, occupied=10**6)
+        optimizer = DOSAdam((model := Widened()).parameters(), device=device, policy="cpu")
+        offload = optimizer._session.on_device.activations
+        assert offload is not None
+        offload.least_bytes = 4096
+        with optimizer.offload_activations(leave):
+            loss = model(torch.randn(BATCH, WIDTH))
+        assert loss.requires_grad, "its graph is there"
+        return device.usage().occupied
+
+    leave = (LAYERS + 1) * EACH
+    assert held(0) - held(leave + 100) == leave
+
+
+def test_what_backward_has_read_comes_back_no_second_time() -> None:
+    """A product saves both factors: the second is read when the first has been, and is still there."""
+    model = Net(12)
+    optimizer = optimizer_of(model, 1.0)
+    asked = optimizer._device.asked
+    loss = model(torch.randn(8, 24)).square().mean()
+    saved = sum(copy.nbytes for copy in asked if copy.op is Op.SAVE)
+    for backward in (1, 2, 3):
+        asked.clear()
+        loss.backward(retain_graph=backward < 3)
+        restored = [copy.nbytes for copy in asked if copy.op is Op.RESTORE]
+        # What was needed before it had left was read where it was, in the first.
+        assert 0.5 * saved < sum(restored) <= saved
+
+
+def test_another_backward_brings_back_ahead_as_the_first() -> None:
+    model = Net(12)
+    optimizer = optimizer_of(model, 1.0)
+    so_far: list[int] = []
+
+    def count(gradient: Tensor) -> None:
+        so_far.append(sum(copy.op is Op.RESTORE for copy in optimizer._device.asked))
+
+    def hooked(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        output.register_hook(count)
+
+    model.blocks[6].register_forward_hook(hooked)
+    loss = model(torch.randn(8, 24)).square().mean()
+    for retain in (True, True, False):
+        optimizer._device.asked.clear()
+        loss.backward(retain_graph=retain)
+    assert so_far[0] == so_far[1] == so_far[2] > 0
