@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -29,6 +30,7 @@ from dos.step.iteration import Iteration
 from dos.step.room import Prepared
 from dos.step.work import SubgroupUpdate, Subject
 from perfmodel import Op, Placement, Plan, Timeline
+from perfmodel.adaptive import trimmed
 from perfmodel.schedule import Schedule
 
 
@@ -69,7 +71,21 @@ class DeviceSide:
     def plan_step(self, *, attached: bool) -> Plan | None:
         """The plan of the step that begins; None if there is nothing on the device. Raises as `Decisions.decide`."""
         self.decisions.memory.enter(Op.UPDATE)
-        return self._decide(attached=attached)
+        plan = self._decide(attached=attached)
+        return None if plan is None else self._for_what_has_left(plan)
+
+    def _for_what_has_left(self, plan: Plan) -> Plan:
+        """The plan with no more state than there is room for by what has left in this forward.
+
+        The rest comes in the next backward, once it was seen that leaving made the room: callers may hold what leaves.
+        """
+        work = self._now.workload
+        leaving = self.activations.leaving
+        if work is None or plan.activation_bytes <= leaving:
+            return plan
+        most = max(leaving, work.activation_least_bytes)
+        fitting = trimmed(plan, dataclasses.replace(work, activation_host_bytes=most))
+        return plan if fitting is None else dataclasses.replace(fitting, activation_bytes=plan.activation_bytes)
 
     def _decide(self, *, attached: bool) -> Plan | None:
         subgroups = self._registry.accelerated
@@ -161,7 +177,7 @@ class DeviceSide:
         subgroups, engine = self._registry.accelerated, self.engine
         ran_out = self.decisions.memory.forecast.ran_out_lately
         # What has to leave for state to come has to have left in this forward.
-        if self.decisions.follows_memory and not ran_out and self.activations.covers(plan):
+        if self.decisions.follows_memory and not ran_out and plan.activation_bytes <= self.activations.leaving:
             engine.early.settle(plan, subgroups)
         on_host = (subgroups[i] for i in plan.served(Placement.CPU) if not engine.stores.device.has(subgroups[i]))
         # The memory through which gradients travel is made in step(), never here.
@@ -321,12 +337,15 @@ class DeviceSide:
         self._now.backward = None  # if the iteration is tried again, its peak is sampled, too
         self.device.trim()
 
-    def _give_way(self) -> None:
-        """Give all device memory of state to a saved tensor, for which there is none although backward needs it."""
+    def _give_way(self, nbytes: int) -> None:
+        """Give device memory of state to a saved tensor of so many bytes, for which there is none though it is due."""
         self.wait()
         held = self.engine.stores.device.nbytes
         self.abandon()
-        self.release(held)
+        self.bring_home()
+        # The plan promised state too much, for the user's code as such there is memory.
+        self.decisions.memory.forecast.allocation_failed(max(0, held - nbytes))
+        self.device.trim()
 
 
 def _gradients_travel() -> bool:

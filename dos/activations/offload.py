@@ -24,7 +24,7 @@ from dos.machine.process import local_ranks
 from dos.memory.forecast import Room
 from dos.sharding.local import is_sharded, local, version
 from perfmodel import Plan
-from perfmodel.workload import SavedTensors
+from perfmodel.workload import SavedTensors, peak_room
 
 Amount = float | int | Literal["auto"]
 """What leaves of all that is saved: a share (a float), bytes, or what the plan says."""
@@ -44,8 +44,8 @@ class ActivationOffload:
 
     lock: the optimizer's. pool: their memory on the host.
     state_to_come: gives the bytes of the host's memory that state will take yet.
-    sample: looks at the device's memory, when most is saved. give_way: takes all state off the device, for what comes
-        back. in_use: whether anything was asked to leave.
+    sample: looks at the device's memory, when most is saved. give_way: takes all state off the device, for so many
+        bytes that come back. in_use: whether anything was asked to leave.
     share: of what a forward saves, that leaves where the plan decides. moved: whether any of the last one has left.
     """
 
@@ -56,7 +56,7 @@ class ActivationOffload:
         self.share = 0.0
         self.moved = False
         self.sample: weakref.WeakMethod[Callable[..., None]] | None = None
-        self.give_way: weakref.WeakMethod[Callable[[], None]] | None = None
+        self.give_way: weakref.WeakMethod[Callable[[int], None]] | None = None
         self._lock = lock
         self._state_to_come = state_to_come
         self._of_thread = threading.local()
@@ -120,9 +120,10 @@ class ActivationOffload:
         """Bytes that are not on the device as the plan has said."""
         return sum(births.away for births in list(self._recent))
 
-    def covers(self, plan: Plan) -> bool:
-        """Whether as much as the plan says has left in this forward already."""
-        return plan.activation_bytes <= self.share * self._total + 1
+    @property
+    def leaving(self) -> int:
+        """Bytes that have left in this forward, or are to, where the plan decides."""
+        return int(self.share * self._total) + 1  # as the share was rounded
 
     def recorded(self, room: Room, ran_out: bool) -> dict[str, Any]:
         """What a workload has of saved tensors, where the plan decides how much of them leaves.
@@ -135,12 +136,15 @@ class ActivationOffload:
         total = self._total
         scaled = sum(group.nbytes for group in self._groups)
         groups = tuple(group._replace(nbytes=group.nbytes * total // scaled) for group in self._groups)
-        host = min((self._left_on_host() + self.pool.nbytes) * 8 // 9, room.more)
         step = -(-total // MOST)  # so that noise changes no plan
+        least = total if ran_out else min(total, -(-room.short // step) * step)
+        # More makes no room: when backward ends there are all gradients beside state, and what is coming back.
+        useful = least + max(0, room.more - (total - peak_room(groups, total)))
+        most = min((self._left_on_host() + self.pool.nbytes) * 8 // 9, useful)
         return {
             "activations": groups,
-            "activation_host_bytes": math.inf if host >= total else host // step * step,
-            "activation_least_bytes": total if ran_out else min(total, -(-room.short // step) * step),
+            "activation_host_bytes": math.inf if most >= total else most // step * step,
+            "activation_least_bytes": least,
         }
 
     @property
@@ -189,6 +193,8 @@ class ActivationOffload:
             if births.timed:
                 births.marks.append(self.device.mark())
             self.moved = births.gone > 0
+            if self.moved:  # callers still have what they gave, which may have left in vain
+                self._look()
             if births.sizes:
                 self._last = births.sizes
                 self._totals.append(births.nbytes)
@@ -285,6 +291,12 @@ class ActivationOffload:
             under_way.pop(0).free()
         births.leaving = list(map(weakref.ref, under_way))
 
+    def _look(self) -> None:
+        """Take a sample of the device's memory, of which there is little."""
+        sample = None if self.sample is None else self.sample()
+        if sample is not None:
+            sample(always=True)
+
     def _unpack(self, packed: Kept | Packed) -> Tensor:
         """The tensor, when backward needs it. Raises RuntimeError if it was written to."""
         if isinstance(packed, Kept):
@@ -297,9 +309,8 @@ class ActivationOffload:
     def _fetch(self, packed: Packed) -> Tensor:
         saved = packed.saved
         births: Births = saved.births
-        sample = None if births.ended or self.sample is None else self.sample()
-        if sample is not None:
-            sample(always=True)
+        if not births.ended:
+            self._look()
         births.ended = True
         if births.timed and saved.number not in births.due:
             births.due[saved.number] = self.device.mark()
@@ -310,7 +321,7 @@ class ActivationOffload:
                 give_way = None if self.give_way is None else self.give_way()
                 if give_way is None:
                     raise
-                give_way()  # backward cannot wait, state can
+                give_way(saved.nbytes)  # backward cannot wait, state can
                 self._restored = saved.bring_back()
         if saved.spent:  # another backward begins
             for other in births.before():

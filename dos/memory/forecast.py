@@ -31,7 +31,7 @@ class Room(NamedTuple):
     resident: at the peak of the iteration. update: while updating; residents and slots share it.
     why: for what it is no more at the peak. margin: bytes that are left alone besides.
     short: what is missing at the peak even without state, if all saved tensors stay.
-    more: what state may use beyond, if saved tensors leave.
+    more: what state may use beyond, if saved tensors leave: no more than is free while updating, when none is saved.
     """
 
     resident: int
@@ -113,7 +113,7 @@ class Forecast:
 
     def allocation_failed(self, held: int) -> None:
         """An allocation for which there was room by these figures has failed beside `held` bytes of state."""
-        self._failed_at = held
+        self._failed_at = held if self._failed_at is None else min(held, self._failed_at)
 
     def ran_out(self, held: int) -> None:
         """The user's own code ran out of memory beside `held` bytes of state: what this iteration shows lasts long.
@@ -158,12 +158,13 @@ class Forecast:
         levels = [*self._others, *([] if self._others_now is None else [self._others_now])]
         resident, why = min(self._limits(marks, windows, levels))
         update = max(resident, min(windows) - _expected(levels) if windows else resident)
-        most = self._total if self._fits is None else self._fits[0]
+        fits = None if self._fits is None else self._fits[0]
+        most = min(self._total if known is None else known for known in (fits, self._failed_at))
         if most < resident - self.margin:
             why = "as an allocation failed lately"
         short = max(0, self.margin - resident)
         resident, update = (min(max(0, mark - self.margin), most) for mark in (resident, update))
-        return Room(resident, update, why, self.margin, short)
+        return Room(resident, update, why, self.margin, short, update - resident)
 
     def _limits(
         self, marks: Sequence[dict[Op, int]], windows: Sequence[int], levels: Sequence[int]

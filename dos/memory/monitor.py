@@ -180,7 +180,8 @@ class MemoryMonitor:
         limit = int(self._budget * self.reading.memory.total) if share else int(self._budget)
         if limit < room.resident:
             return Room(limit, min(room.update, limit), BUDGET, more=0)
-        return room._replace(update=min(room.update, limit), more=limit - room.resident)
+        update = min(room.update, limit)
+        return room._replace(update=update, more=update - room.resident)
 
 
 _monitors: weakref.WeakSet[MemoryMonitor] = weakref.WeakSet()

@@ -184,6 +184,26 @@ def test_what_fitted_when_an_allocation_failed_is_the_most_until_it_is_tried_aga
     assert forecast.margin == SPARED
 
 
+def test_what_fails_counts_at_once() -> None:
+    """State that gave way in backward must not come back in the step of the same iteration."""
+    forecast = Forecast()
+    forecast.sample(Op.UPDATE, 300, 100, TOTAL)
+    forecast.allocation_failed(200)
+    forecast.allocation_failed(250)
+    assert forecast.room().resident == 200
+
+
+def test_leaving_makes_no_more_room_than_there_is_while_updating() -> None:
+    """Then no saved tensor is there, but all gradients are."""
+    forecast = Forecast()
+    for phase, free in ((Op.BACKWARD, 100), (Op.UPDATE, 600)):
+        forecast.sample(phase, free, 0, TOTAL)
+    room = forecast.room()
+    assert (room.resident, room.update, room.more) == (100 - SPARED, 600 - SPARED, 500)
+    forecast.allocation_failed(300)
+    assert forecast.room().more == 300 - room.resident
+
+
 def test_what_fails_again_is_tried_less_and_less_often_until_it_no_longer_does() -> None:
     forecast = Forecast()
     rooms = iterate(forecast, 330, fits=200)
