@@ -72,13 +72,17 @@ SETTINGS = {
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A setting for the model. saved_bytes: of all saved tensors."""
+    """A setting for the model.
+
+    most_free: bytes for state when backward ends, beside all gradients and what comes back; no leaving makes more free.
+    """
 
     setting: Setting
     profile: HardwareProfile
     workload: Workload
     capacity: int
     occupied: int
+    most_free: int
 
     @classmethod
     def of(cls, setting: Setting, model: GPT, saved: Sequence[int]) -> Case:
@@ -102,14 +106,16 @@ class Case:
         profile = node.scaled(state_bytes / setting.link_s / node.h2d_bandwidth)
         # The optimizer leaves 2% of the device alone, and notices what is free in whole subgroups and a quarter.
         needed = occupied + sum(saved) + free + loads[0].state_bytes // 2
-        return cls(setting, profile, workload, int(needed / 0.98), occupied)
+        gradients, back = occupied, sum(saved) - workload.room(sum(saved))
+        most_free = max(free, sum(saved) + free - gradients - back)
+        return cls(setting, profile, workload, int(needed / 0.98), occupied, most_free)
 
     def allowed(self, way: str) -> Workload:
         """The workload whose saved tensors leave in this way."""
         everything = sum(each.nbytes for each in self.workload.activations)
         least = everything if way == "all leave" else 0
-        most = 0 if way == "stay" else everything
-        free = self.workload.peak_free(least)
+        most = {"stay": 0, "all leave": everything}.get(way, self.most_free - int(self.workload.peak_free_bytes))
+        free = min(self.workload.peak_free(least), self.most_free)
         return dataclasses.replace(
             self.workload,
             peak_free_bytes=free,
@@ -177,7 +183,8 @@ class Run:
         for number, batch in enumerate(batches):
             if number == 1:
                 began = time.perf_counter()
-            self.model(*batch).backward()
+            # Anew: what autograd saves of a batch counts as the device's until the batch is gone.
+            self.model(*(tensor.clone() for tensor in batch)).backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
         seconds = (time.perf_counter() - began) / (len(batches) - 1)

@@ -12,6 +12,8 @@ import pytest
 from experiments.bench import activations, emulation, formats, kernel, overhead, overlap
 from experiments.corpus import Corpus, standard_library
 from experiments.gpt import GPT, GPTConfig
+from perfmodel import Placement
+from perfmodel.adaptive import adaptive
 from perfmodel.format import CODED, MIXED, SPLIT
 from tests.support import ROOT
 from tests.support.clock import compares_with_a_clock, skip_if_the_clock_cannot_be_trusted
@@ -143,6 +145,11 @@ def test_what_leaves_is_planned_with_state() -> None:
         stay, leave, planned = map(case.simulated_s, activations.WAYS)
         assert planned <= 1.02 * min(stay, leave)
         assert case.bound_s("auto") <= planned
+        for way in activations.WAYS:  # when backward ends
+            work = case.allowed(way)
+            plan = adaptive(work, case.profile)
+            state = (plan.placements.count(Placement.GPU_RESIDENT) + plan.slots) * work.slot_bytes
+            assert state + 2 * model.numel * activations.DTYPE.itemsize <= case.capacity
         if state_fits == "all":
             assert leave - stay <= 0.05 * 3 * setting.forward_s, "links have the room"
         if state_fits == "half":
