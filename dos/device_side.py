@@ -131,7 +131,7 @@ class DeviceSide:
             self.decisions.memory.sample(always=now.gradients == self._gradients_before)
         else:
             now.backward, now.travels = self.device.mark(), _gradients_travel()
-            self.decisions.pace.backward_begins(now, self.decisions.stepped)
+            self.decisions.pace.backward_begins(now, self.decisions.stepped, self.activations.stalls())
             self.decisions.memory.enter(Op.BACKWARD)
 
     def travels(self, record: ParameterRecord | None) -> bool:
@@ -222,7 +222,8 @@ class DeviceSide:
             self._registry.offloaded.pin()
         now = self._now
         now.step = self.device.mark()
-        self.decisions.pace.step(now, early=departed if Placement.CPU in plan.placements else None)
+        early = departed if Placement.CPU in plan.placements else None
+        self.decisions.pace.step(now, early=early, stalls=self.activations.stalls())
         # What updates of parameters on the host take of it meanwhile is not measured.
         now.alone = all(subgroup.arena.accelerated for subgroup in updates) and not self.activations.moved
         with now.held_up():

@@ -7,7 +7,7 @@ import math
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from dos.activations.births import MOST, Births
 from dos.activations.pool import HostPool
 from dos.activations.saved import Kept, Packed, Saved
-from dos.devices import Device, Job
+from dos.devices import Device, Job, Mark
 from dos.guard import exclusive
 from dos.machine.host_memory import available_bytes
 from dos.machine.process import local_ranks
@@ -35,6 +35,8 @@ _SCALE = 16
 """On an emulated device as small a share of its memory as that is of 64 GiB: so many bits."""
 _AT_ONCE = 2
 """Tensors that may be on their way to the host, or back ahead of their use, at least at a time."""
+MOST_STALLS = 1000
+"""Waits that are remembered if no optimizer's step asks for them."""
 REMEMBERED = 16
 """Forwards of which the largest counts."""
 
@@ -68,6 +70,7 @@ class ActivationOffload:
         """The last forward whose times are asked for; not the very first, which is slow."""
         self._groups: tuple[SavedTensors, ...] = ()
         self._told = False
+        self._stalls: deque[tuple[Mark, Mark]] = deque(maxlen=MOST_STALLS)
         self._totals: deque[int] = deque(maxlen=REMEMBERED)
         self._planned = 0.0
         self._restored: Job | None = None
@@ -288,8 +291,24 @@ class ActivationOffload:
         under_way = [each for each in (reference() for reference in births.leaving) if each is not None]
         least = 0 if births.stayed else _AT_ONCE
         while len(under_way) > least and births.stayed + sum(each.nbytes for each in under_way[1:]) >= births.window:
-            under_way.pop(0).free()
+            with self._stall(births):
+                under_way.pop(0).free()
         births.leaving = list(map(weakref.ref, under_way))
+
+    @contextlib.contextmanager
+    def _stall(self, births: Births) -> Iterator[None]:
+        """Surrounds what may wait for a saved tensor. The plan counts such waits itself, if it says what leaves."""
+        if births not in self._recent:
+            yield
+            return
+        before = self.device.mark()
+        yield
+        self._stalls.append((before, self.device.mark()))
+
+    def stalls(self) -> Sequence[tuple[Mark, Mark]]:
+        """Where each wait began and ended since this was asked last."""
+        found, self._stalls = self._stalls, deque(maxlen=MOST_STALLS)
+        return found
 
     def _look(self) -> None:
         """Take a sample of the device's memory, of which there is little."""
@@ -326,7 +345,8 @@ class ActivationOffload:
         if saved.spent:  # another backward begins
             for other in births.before():
                 other.spent = False
-        found = saved.read(packed)
+        with self._stall(births) if saved.returns else contextlib.nullcontext():
+            found = saved.read(packed)
         ahead = 0
         for count, other in enumerate(each for each in births.before(saved) if not each.spent):
             if count >= _AT_ONCE and ahead >= births.window:

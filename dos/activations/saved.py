@@ -53,6 +53,11 @@ class Saved:
         """Whether it has left, and nothing brings it back yet."""
         return self._source is None and self._back is None
 
+    @property
+    def returns(self) -> bool:
+        """Whether it has come back, or is on its way."""
+        return self._back is not None
+
     def leave(self, block: Block, after: Sequence[Job]) -> None:
         """Start its way to the host. after: what must be over before the block is written."""
         assert self._source is not None, "it is on the device when it is saved"

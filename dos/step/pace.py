@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from dos.devices import Mark
-from dos.step.iteration import Iteration, Wait
+from dos.step.iteration import Iteration
 
 
 class Pace:
@@ -19,6 +19,7 @@ class Pace:
 
     forward_s: from the end of step() to backward, without the waits for parameters.
     backward_s: from the first gradient that leaves early to step(); 0 if none does.
+    Neither has in it the waits for saved tensors of which the plan says how many leave.
     """
 
     def __init__(self) -> None:
@@ -33,17 +34,26 @@ class Pace:
     def backward_s(self) -> float:
         return self._backward.seconds
 
-    def backward_begins(self, iteration: Iteration, before: Iteration | None) -> None:
-        """The first gradient is there. before: the iteration before, for whose step the caller may have waited."""
+    def backward_begins(
+        self, iteration: Iteration, before: Iteration | None, stalls: Sequence[tuple[Mark, Mark]] = ()
+    ) -> None:
+        """The first gradient is there.
+
+        before: the iteration before, for whose step the caller may have waited. stalls: for saved tensors.
+        """
         if before is not None and iteration.forward is not None and iteration.backward is not None:
-            waits = before.waits[iteration.earlier :]
+            waits = (*before.waits[iteration.earlier :], *stalls)
             self._add(self._forward, _Stretch(iteration.forward, iteration.backward, waits))
 
-    def step(self, iteration: Iteration, *, early: bool | None) -> None:
-        """Backward is over. early: whether gradients that left before still hold; None: there were none to leave."""
+    def step(self, iteration: Iteration, *, early: bool | None, stalls: Sequence[tuple[Mark, Mark]] = ()) -> None:
+        """Backward is over.
+
+        early: whether gradients that left before still hold; None: there were none to leave.
+        stalls: for saved tensors since backward began.
+        """
         if early is not None and iteration.step is not None:
             first = iteration.left if early and iteration.left is not None else iteration.step
-            self._add(self._backward, _Stretch(first, iteration.step, ()))
+            self._add(self._backward, _Stretch(first, iteration.step, stalls))
 
     def read(self) -> None:
         """Learn from what the device has come to."""
@@ -65,14 +75,22 @@ class _Stretch(NamedTuple):
 
     start: Mark
     end: Mark
-    waits: Sequence[Wait]
+    waits: Sequence[tuple[Mark, Mark]]
 
     def seconds(self) -> float | None:
         """None: the device is not through."""
         if any(mark.at() is None for mark in (self.start, self.end, *(mark for wait in self.waits for mark in wait))):
             return None
-        whole = Wait(self.start, self.end).seconds_so_far()
-        return max(0.0, whole - sum(wait.seconds_so_far() for wait in self.waits))
+        start, end = _at(self.start), _at(self.end)
+        waited = (min(_at(after), end) - max(_at(before), start) for before, after in self.waits)
+        return max(0.0, end - start - sum(max(0.0, seconds) for seconds in waited))
+
+
+def _at(mark: Mark) -> float:
+    """When the device came to it."""
+    found = mark.at()
+    assert found is not None, "it has"
+    return found
 
 
 class _Typical:

@@ -7,6 +7,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ import dos.activations.offload as offload_module
 from dos import DOSAdam, EmulatedDevice
 from dos.activations.births import MOST
 from dos.activations.offload import ActivationOffload
+from dos.step.pace import Pace
 from perfmodel import Op, Plan, Workload
 from perfmodel.policies import cpu_only, resident
 from tests.support.activations import BATCH, EACH, LAYERS, WIDTH, Layers, saves
@@ -293,3 +295,24 @@ def test_a_memory_budget_is_not_exceeded_by_what_leaving_makes_free() -> None:
     for number in range(3):
         step(model, optimizer, number=number)
     assert policy.told[-1].activation_host_bytes == 0
+
+
+@pytest.mark.parametrize(("policy", "stalls"), [(Leaving(0), False), (Leaving(LAYERS + 1), True)])
+def test_forward_and_backward_do_not_count_the_waits_for_what_leaves(
+    policy: Leaving, stalls: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plan adds them to how long compute lasts; if that had them in it, leaving would seem to cost nothing."""
+    told = []
+    for name in ("backward_begins", "step"):
+
+        def noted(self: Pace, *arguments: Any, name: str = name, **named: Any) -> None:
+            told.append((name, len(named.get("stalls", arguments[-1]))))
+
+        monkeypatch.setattr(Pace, name, noted)
+    model, optimizer, _ = start(policy)
+    for number in range(4):
+        step(model, optimizer, number=number)
+    told.clear()
+    step(model, optimizer)
+    assert [name for name, _ in told] == ["backward_begins", "step"]
+    assert all((count > LAYERS // 2) == stalls for _, count in told)
