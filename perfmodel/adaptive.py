@@ -8,6 +8,7 @@ from itertools import accumulate
 
 from perfmodel.hardware import HardwareProfile
 from perfmodel.plan import Placement, Plan
+from perfmodel.policies import spilled
 from perfmodel.search import Search
 from perfmodel.simulate import Scope, Simulator
 from perfmodel.workload import Workload
@@ -26,10 +27,11 @@ def adaptive(workload: Workload, profile: HardwareProfile) -> Plan:
 def trimmed(plan: Plan, workload: Workload) -> Plan | None:
     """The plan as far as there is memory for it: more saved tensors leave, then fewer are resident, then none streamed.
 
-    None if the workload has other subgroups, or no such plan has room.
+    What does not fit on the host is on disk. None if the workload has other subgroups, or no such plan has room.
     """
     if len(plan) != len(workload.subgroups):
         return None
+    plan = spilled(plan, workload)
     if workload.has_room(plan):
         return plan
     sums = accumulate((saved.nbytes for saved in workload.activations), initial=0)
@@ -44,7 +46,7 @@ def trimmed(plan: Plan, workload: Workload) -> Plan | None:
     while residents and held > rooms[leaving]:
         without.append(residents.pop())
         held -= workload.subgroups[without[-1]].state_bytes
-    found = dataclasses.replace(plan.on_host(frozenset(without)), activation_bytes=leaving)
+    found = spilled(dataclasses.replace(plan.on_host(frozenset(without)), activation_bytes=leaving), workload)
     if not workload.has_room(found):
         found = dataclasses.replace(found.on_host(found.served(Placement.GPU_STREAMED)), slots=0)
     return found if workload.has_room(found) else None

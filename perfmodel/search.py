@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from perfmodel.hardware import HardwareProfile
 from perfmodel.plan import Placement, Plan
-from perfmodel.policies import cpu_only, resident
+from perfmodel.policies import cpu_only, resident, spilled
 from perfmodel.simulate import Scope, Simulator
 from perfmodel.workload import SubgroupLoad, Workload
 
@@ -30,7 +30,7 @@ LEVELS = {16: 1.6, 48: 1.12}
 FINE = 128
 """Subgroups that are simulated at most."""
 MOST_TASKS = 5
-"""Of a subgroup in a simulation: three for its update, one of backward and one of forward."""
+"""Of a subgroup in a simulation: three for its update, one of backward and one of forward; and from and to disk two."""
 NEAREST = 1 / 16
 """Share of the saved tensors by which the amounts that are tried differ at least."""
 MOST_ANSWERS = 4
@@ -64,7 +64,8 @@ class Search:
         self._fits = workload.state_bytes <= min(workload.peak_free_bytes, workload.shared_free_bytes)
         self._leaving = _leaving(workload)
         first = resident(workload) if self._fits else cpu_only(workload)
-        self.plan = dataclasses.replace(first, activation_bytes=self._leaving[0])
+        self.plan = dataclasses.replace(spilled(first, workload), activation_bytes=self._leaving[0])
+        self._most_tasks = MOST_TASKS + 2 * math.isfinite(workload.host_free_bytes)
         self._residents: dict[_Memory, list[int]] = {}
         self._samples: dict[tuple[_Memory, int], _Sample] = {}
         self._known: dict[tuple[_Memory, int, int], float] = {}
@@ -167,7 +168,7 @@ class Search:
         """Exposed seconds with so many subgroups on the CPU, for as much as the whole has. Raises _PauseError."""
         key = sample.memory, sample.size, on_cpu
         if key not in self._known:
-            if self._begun and self._left < MOST_TASKS * sample.size + 4 * len(
+            if self._begun and self._left < self._most_tasks * sample.size + 4 * len(
                 self.inputs[0].leaving(sample.memory.activation_bytes)
             ):
                 raise _PauseError
@@ -197,7 +198,8 @@ class _PauseError(Exception):
 class _Sample:
     """A workload in so many subgroups, with a division of memory.
 
-    A smaller one has residents and others in the proportion of the whole; the others are of its mean size.
+    A smaller one has residents and others in the proportion of the whole; the others are of its mean size. So has it
+    subgroups on disk, to the nearest, but those that windows keep from step to step: they count as on the host.
 
     least: number on the CPU where all others are streamed. others: than those for which there is room to be resident.
     ends: where nearly all others are streamed, which may be better than the valley in between.
@@ -220,6 +222,7 @@ class _Sample:
             left = workload.leaving(memory.activation_bytes)
             left = tuple(saved._replace(nbytes=round(saved.nbytes * self._share)) for saved in left)
             self._activation_bytes = sum(saved.nbytes for saved in left)
+            kept = workload.windows * mean.host_bytes * workload.reverses
             self._workload = Workload(
                 (each,) * some + (mean,) * (size - some),
                 workload.forward_s * self._share,
@@ -227,6 +230,8 @@ class _Sample:
                 max(0.0, some * each.state_bytes + spare - self._share * workload.room(memory.activation_bytes)),
                 workload.update_free_bytes,
                 activations=left,
+                host_free_bytes=(workload.host_free_bytes + kept) * self._share + mean.host_bytes / 2,
+                windows=workload.windows,
             )
             self._residents = range(some)
         self.others = size - len(self._residents)
@@ -272,7 +277,7 @@ class _Sample:
                     placements[i] = Placement.GPU_STREAMED
                     owed -= loads[i].numel
         slots = min(self.slots, placements.count(Placement.GPU_STREAMED))
-        return Plan(tuple(placements), tuple(range(self.size)), slots, self._activation_bytes)
+        return spilled(Plan(tuple(placements), tuple(range(self.size)), slots, self._activation_bytes), self._workload)
 
 
 def _leaving(workload: Workload) -> list[int]:

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from perfmodel import Placement, Plan
 from perfmodel.bounds import lower_bound
-from perfmodel.hardware import HardwareProfile, builtin_profiles
+from perfmodel.hardware import DISK_RATES, HardwareProfile, builtin_profiles
+from perfmodel.policies import spilled
 from perfmodel.simulate import UPDATE_ALONE, Phase, Scope, exposed
 from perfmodel.workload import Workload
 from tests.support.machines import machine, with_disk, work
@@ -78,11 +79,7 @@ def test_the_disk_binds(rates: dict[str, float], reverses: bool, seconds: float,
 
 def test_windows_are_filled_beside_backward() -> None:
     """4 subgroups take 2 s to be read, 1 s to be written, and 2 windows hold 2 of them."""
-    rates = dict.fromkeys(("disk_write_bandwidth", "disk_write_bandwidth_duplex"), 144.0) | {
-        "disk_latency_s": 0.0,
-        "cpu_update_rate": 1e6,
-        **FAST_LINKS,
-    }
+    rates = dict.fromkeys(DISK_RATES, 144.0) | {"disk_latency_s": 0.0, "cpu_update_rate": 1e6, **FAST_LINKS}
     rates |= dict.fromkeys(("disk_read_bandwidth", "disk_read_bandwidth_duplex"), 72.0)
     for backward_s, seconds in ((0.0, 8.0), (1.0, 7.0), (2.0, 6.0), (4.0, 4.0), (9.0, 4.0)):
         load = work(4, peak_free_bytes=0.0, update_free_bytes=0.0, backward_s=backward_s)
@@ -121,7 +118,10 @@ def cases(draw: st.DrawFn) -> tuple[Plan, Workload, HardwareProfile]:
     peak = held + (load.update_free_bytes if shares_peak else 0)
     peak = draw(st.sampled_from([max(0, peak - load.room(plan.activation_bytes)), math.inf]))
     load = dataclasses.replace(load, peak_free_bytes=peak, shared_free_bytes=peak if shares_peak else math.inf)
-    return plan, load, draw(st.sampled_from(list(builtin_profiles().values())))
+    if draw(st.booleans()):
+        free = draw(st.sampled_from([0.0, 0.3, 0.8])) * load.state_bytes
+        load = with_disk(load, free, draw(st.integers(1, 4)), reverses=draw(st.booleans()))
+    return spilled(plan, load), load, draw(st.sampled_from(list(builtin_profiles().values())))
 
 
 @given(cases(), st.booleans())

@@ -17,7 +17,7 @@ from perfmodel.policies import balanced_stride, cpu_only, spilled, static_ratio,
 from perfmodel.search import Search
 from perfmodel.simulate import Scope, exposed, makespan
 from perfmodel.workload import SavedTensors, SubgroupLoad, Workload
-from tests.support.machines import machine, work
+from tests.support.machines import machine, with_disk, work
 
 C, S, R = Placement.CPU, Placement.GPU_STREAMED, Placement.GPU_RESIDENT
 MACHINES = builtin_profiles()
@@ -29,11 +29,13 @@ def letters(placements: tuple[Placement, ...]) -> str:
 
 @pytest.mark.parametrize("n", [1, 10, 22, 60])
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-def test_there_is_room_for_every_plan_that_a_search_gives_on_its_way(n: int, share: float) -> None:
+@pytest.mark.parametrize("host", [0.0, 0.3, 1.0])
+def test_there_is_room_for_every_plan_that_a_search_gives_on_its_way(n: int, share: float, host: float) -> None:
     """However early it pauses: DOSAdam runs what there is."""
     load = work(n, backward_s=5.0 * n)
     free = share * load.state_bytes
     load = dataclasses.replace(load, peak_free_bytes=free, shared_free_bytes=free)
+    load = with_disk(load, host * load.state_bytes)
     search = Search(load, machine())
     while not search.ended:
         assert load.has_room(search.plan)
@@ -133,6 +135,10 @@ def situations() -> Iterator[tuple[str, HardwareProfile, Workload, float]]:
     for name, forward_s in itertools.product(MACHINES, (0.1, 1.0, 10.0)):
         load = work(60, size=10**8, peak_free_bytes=0.0, update_free_bytes=4 * 12e8, forward_s=forward_s)
         yield "beside a forward", MACHINES[name], dataclasses.replace(load, backward_s=2 * forward_s), 1.012
+    for name, n, host in itertools.product(("h100", "rtx_4090_desktop"), (20, 100, 200), (0.0, 0.4, 0.75)):
+        load = work(n, size=10**8, peak_free_bytes=0.15 * n * 12e8, update_free_bytes=4 * 12e8)
+        beside = seen(load, MACHINES[name], 0.5 * (n == 100), 0.25 * (n == 100))
+        yield "disk", MACHINES[name], with_disk(beside, host * load.state_bytes, windows=4, reverses=n == 200), 1.04
     yield "few", MACHINES["h100"], work(6, size=10**8, peak_free_bytes=0.0), 1 + 1e-9
 
 
@@ -148,7 +154,7 @@ def fixed_plans(load: Workload) -> list[Plan]:
         )
         if left >= 0 and slots * each <= load.update_free_bytes:
             plans.append(stride(load, k, ratio=1 - left / n, slots=slots))
-    return plans
+    return [spilled(plan, load) for plan in plans]
 
 
 @pytest.mark.parametrize(("name", "profile", "load", "more"), [*situations()])
@@ -239,6 +245,19 @@ def test_planner_returns_the_last_plan_until_something_changes() -> None:
     assert settle(planner, load, profile) == first
 
 
+def test_a_kept_plan_follows_host_memory() -> None:
+    """Only where state rests: what is updated where remains, as long as it is good enough."""
+    profile, planner = MACHINES["h100"], AdaptivePlanner(tolerance=math.inf)
+    load = with_disk(work(60, size=10**7, peak_free_bytes=10 * 12e7), 30 * 12e7)
+    first = settle(planner, load, profile)
+    assert len(first.on_disk) == 20
+    for host in (29, 35, 60):
+        other = dataclasses.replace(load, host_free_bytes=host * 12e7)
+        plan = settle(planner, other, profile)
+        assert (plan.placements, len(plan.on_disk)) == (first.placements, max(0, 50 - host))
+        assert plan.on_disk <= first.on_disk or plan.on_disk >= first.on_disk
+
+
 def test_a_plan_that_is_a_little_slower_is_kept() -> None:
     profile, load = MACHINES["h100"], work(60, size=10**7, peak_free_bytes=0.0, update_free_bytes=4 * 12e7)
     lenient, strict = AdaptivePlanner(tolerance=1.0), AdaptivePlanner()
@@ -299,7 +318,7 @@ def test_a_search_comes_to_its_end_though_the_rates_change_in_every_iteration() 
     )
 
 
-@pytest.mark.parametrize("mode", ["slots", "one slot", "shared", "forward"])
+@pytest.mark.parametrize("mode", ["slots", "one slot", "shared", "forward", "disk"])
 @pytest.mark.parametrize("n", [128, 1000, 2000])
 def test_planning_never_takes_long(n: int, mode: str) -> None:
     """Counted: a task takes two to four microseconds, so that a call takes 5 ms at most, and all of them 50 or 60."""
@@ -308,6 +327,8 @@ def test_planning_never_takes_long(n: int, mode: str) -> None:
     free = 0.2 * load.state_bytes
     memory = {"shared_free_bytes": free} if mode in ("shared", "forward") else {"update_free_bytes": load.slot_bytes}
     load = dataclasses.replace(load, peak_free_bytes=free, **memory)
+    if mode == "disk":
+        load = with_disk(load, 0.3 * load.state_bytes)
     if mode == "slots":
         load = dataclasses.replace(load, update_free_bytes=math.inf)
     search, each = Search(load, profile), []
