@@ -191,6 +191,7 @@ RATES = tuple(
 )
 """The fields that must be positive."""
 LINK_RATES = tuple(name for name in RATES if name.startswith(("h2d", "d2h")))
+DISK_RATES = tuple(name for name in RATES if name.startswith("disk"))
 SPEEDS = tuple(f.name for f in dataclasses.fields(HardwareProfile) if "_speed_" in f.name)
 """Those that are relative to a rate."""
 _LIMITS: dict[str, tuple[float, float, bool]] = {

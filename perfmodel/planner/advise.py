@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from perfmodel.bounds import Bound, lower_bound
 from perfmodel.plan import Placement
+from perfmodel.planner.disk import Traffic
 from perfmodel.planner.outcome import Outcome, adaptive_outcome, baselines
 from perfmodel.planner.question import MARGIN, Question
 from perfmodel.planner.situation import Situation
@@ -82,6 +83,21 @@ class Advice:
         return sum(loads[i].state_bytes for i in self.best.plan.served(Placement.GPU_RESIDENT))
 
     @property
+    def on_disk_bytes(self) -> int:
+        """Optimizer state of one rank that rests on disk with the best plan."""
+        loads = self.situation.update_workload.subgroups
+        return sum(loads[i].state_bytes for i in self.best.plan.on_disk) if self.best.plan else 0
+
+    @property
+    def written_bytes(self) -> float:
+        """What all ranks of a node write to disk in a step with the best plan."""
+        situation = self.situation
+        if self.best.plan is None:
+            return 0.0
+        traffic = Traffic.of(self.best.plan, situation.update_workload, situation.profile)
+        return traffic.moved_bytes * situation.question.layout.per_node
+
+    @property
     def tokens_per_s(self) -> float | None:
         """Of all GPUs together; None if nothing fits, or the compute is not known."""
         if self.best.iteration_s is None:
@@ -105,6 +121,8 @@ class Advice:
             return "memory on the device"
         if not self.situation.fits_host:
             return "host memory"
+        if not self.situation.fits_disk:
+            return "room on disk"
         return max(self.busy_s, key=self.busy_s.__getitem__, default="")
 
     @property

@@ -9,6 +9,7 @@ from typing import Any
 from perfmodel.format import INT8
 from perfmodel.plan import Placement
 from perfmodel.planner.advise import Advice
+from perfmodel.planner.disk import DAY_S
 from perfmodel.planner.fabric import EFFICIENCY
 from perfmodel.planner.outcome import Outcome
 from perfmodel.planner.question import MARGIN
@@ -38,7 +39,7 @@ def to_json(advice: Advice, notes: list[str]) -> dict[str, Any]:
             "peak": situation.peak,
             "total": question.device_bytes,
             "fits": situation.fits_device,
-            "state": situation.host.state,
+            "state": situation.state_bytes,
             "room_for_state": situation.room,
             "resident_state": advice.resident_bytes,
             "all_resident_total": advice.all_resident_bytes,
@@ -46,6 +47,7 @@ def to_json(advice: Advice, notes: list[str]) -> dict[str, Any]:
         "host": {
             **dataclasses.asdict(situation.host),
             "model": situation.host_model,
+            "window_bytes": situation.spill.window_bytes,
             "activations": leaving,
             "per_rank": on_host,
             "per_node": on_host * question.layout.per_node,
@@ -54,6 +56,7 @@ def to_json(advice: Advice, notes: list[str]) -> dict[str, Any]:
             "reserved": question.reserved_on_host,
             "fits": situation.fits_host,
         },
+        "disk": None if question.disk_bytes is None else _disk(advice),
         "compute_s": situation.compute_s,
         "job": _job(advice),
         "policies": [_outcome(outcome) for outcome in advice.outcomes],
@@ -73,6 +76,7 @@ def to_json(advice: Advice, notes: list[str]) -> dict[str, Any]:
                 "iteration_s": remedy.outcome.iteration_s,
                 "device_peak": remedy.situation.peak,
                 "host_per_node": remedy.situation.host_needed,
+                "disk_per_node": remedy.situation.disk_per_rank * remedy.situation.question.layout.per_node,
                 "host_all_ranks": remedy.situation.host_per_rank * remedy.situation.question.ranks,
             }
             for remedy in advice.remedies
@@ -81,6 +85,29 @@ def to_json(advice: Advice, notes: list[str]) -> dict[str, Any]:
         "largest_batch": advice.largest_batch,
         "largest_sequence": advice.largest_sequence,
         "assumptions": [*notes, *_assumptions(situation)],
+    }
+
+
+def _disk(advice: Advice) -> dict[str, Any]:
+    """State on disk. Bytes of a step and of a day of training are those of a node."""
+    situation, question, best = advice.situation, advice.situation.question, advice.best
+    written, per_day, endured = advice.written_bytes, None, None
+    if best.iteration_s is not None:
+        per_day = written * DAY_S / best.iteration_s
+    if per_day is not None and question.disk_endurance is not None:
+        endured = per_day / question.disk_endurance
+    return {
+        "state": advice.on_disk_bytes,
+        "windows": situation.spill.windows,
+        "per_rank": situation.disk_per_rank,
+        "per_node": situation.disk_per_rank * question.layout.per_node,
+        "available": question.disk_bytes,
+        "fits": situation.fits_disk,
+        "written_per_step": written,
+        "written_per_day": per_day,
+        "endurance": question.disk_endurance,
+        "endurance_share_per_day": endured,
+        "endurance_days": 1 / endured if endured else None,
     }
 
 
@@ -154,6 +181,13 @@ def _assumptions(situation: Situation) -> Iterator[str]:
         yield "moments in 8 bits: other results than AdamW's (docs/formats.md)"
     if question.trainable < 1:
         yield f"{format_count(question.trained)} parameters are trained, the others frozen (--trainable)"
+    if situation.spill.windows:
+        read, write = question.profile.disk_read_bandwidth, question.profile.disk_write_bandwidth
+        beside = question.profile.disk_read_bandwidth_duplex, question.profile.disk_write_bandwidth_duplex
+        yield (
+            f"disks of a node read {format_rate(read)} and write {format_rate(write)} (--disk-read, --disk-write), "
+            f"at once {' and '.join(map(format_rate, beside))}"
+        )
     if question.host_bytes is not None:
         reserved = format_bytes(question.reserved_on_host)
         yield f"{reserved} of each node's memory for the system and the processes (--host-reserved)"

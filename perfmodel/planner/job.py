@@ -9,6 +9,7 @@ from perfmodel.hardware import HardwareProfile
 from perfmodel.lanes import LANE_OF_STREAM, Stream
 from perfmodel.plan import Placement, Plan
 from perfmodel.planner.collectives import Collective, Kind, Part, collectives
+from perfmodel.planner.disk import Traffic
 from perfmodel.planner.fabric import Routes
 from perfmodel.planner.overlap import Pass, backward_s, forward_s
 from perfmodel.planner.question import Question
@@ -109,6 +110,7 @@ class Job:
                 if not self.copied or stream is Stream.CPU:
                     seconds[LANE_OF_STREAM[stream]] += cost.seconds
                     traffic += cost.traffic
+        disk = Traffic.of(plan, work, profile)
         together = Counter(
             load.format for load, p in zip(work.subgroups, plan.placements, strict=True) if p is Placement.GPU_RESIDENT
         )
@@ -125,7 +127,8 @@ class Job:
             "PCIe to the GPU": pcie + seconds[Lane.H2D] + (2 * self.copied * times + saved) / profile.h2d_bandwidth,
             "PCIe to the host": pcie + seconds[Lane.D2H] + (self.returned * times + saved) / profile.d2h_bandwidth,
             "CPU": seconds[Lane.CPU],
-            "host DRAM": (traffic + copied + 2 * saved) / profile.host_bandwidth_per_rank,
+            "disk": disk.busy_s,
+            "host DRAM": (traffic + copied + 2 * saved + 2 * disk.moved_bytes) / profile.host_bandwidth_per_rank,
         }
         return {resource: busy_s for resource, busy_s in busy.items() if busy_s > 0}
 

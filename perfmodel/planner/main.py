@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from perfmodel.hardware import HardwareProfile
 from perfmodel.planner.advise import advise
 from perfmodel.planner.answer import to_json
 from perfmodel.planner.datasheets import ALIASES, CARDS, GPUS, UTILISATION
@@ -97,7 +98,12 @@ def _question(options: argparse.Namespace) -> tuple[Question, list[str]]:
         settings |= {"fsdp": True, "replicas": _replicas_of_nodes(settings)}
     settings.setdefault("sequence", min(Question.sequence, model.longest or Question.sequence))
     settings["fabric"] = _fabric(options, machine.profile.name if machine.gpu else "")
-    return Question(model, machine.profile, machine.device_bytes, **settings), notes
+    profile = _with_disk(machine.profile, {"read": options.disk_read, "write": options.disk_write})
+    if profile != machine.profile and "disk_bytes" not in settings:
+        raise ValueError(
+            "--disk-read and --disk-write are of disks that state is on, found without --disk; add it, such as 2TB"
+        )
+    return Question(model, profile, machine.device_bytes, **settings), notes
 
 
 def _model(options: argparse.Namespace) -> Transformer:
@@ -136,6 +142,16 @@ def _replicas_of_nodes(settings: dict[str, int]) -> int:
     return settings["nodes"]
 
 
+def _with_disk(profile: HardwareProfile, rates: dict[str, float | None]) -> HardwareProfile:
+    """With what disks read and write alone, where that is given; beside each other they do the same share of it."""
+    for way, rate in rates.items():
+        if rate is not None:
+            alone, beside = f"disk_{way}_bandwidth", f"disk_{way}_bandwidth_duplex"
+            share = getattr(profile, beside) / getattr(profile, alone)
+            profile = profile.replace(**{alone: rate, beside: share * rate})
+    return profile
+
+
 def _fabric(options: argparse.Namespace, machine: str) -> Fabric:
     """How GPUs reach one another: the machine's data sheet, and what was given instead."""
     fabric = FABRICS.get(machine, PCIE)
@@ -171,6 +187,8 @@ def _parser() -> _Parser:
         ("host", parse_memory, "SIZE", "memory of each node: 128GB"),
         ("interconnect", parse_rate, "RATE", "of each GPU within its node, one way: 450GB"),
         ("network", parse_rate, "RATE", "of each node, all adapters, one way: 400Gb"),
+        ("disk-read", parse_rate, "RATE", "of a node's disks while they do nothing else: 7GB"),
+        ("disk-write", parse_rate, "RATE", "of a node's disks likewise: 5GB"),
         ("tflops", parse_positive, "X", reached),
         ("utilisation", parse_share, "X", share),
     ):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from perfmodel.adaptive import adaptive
 from perfmodel.plan import Placement, Plan
 from perfmodel.planner.situation import Situation
-from perfmodel.policies import DEFAULT_SLOTS, balanced_stride, cpu_only, resident, static_ratio, stride
+from perfmodel.policies import DEFAULT_SLOTS, balanced_stride, cpu_only, resident, spilled, static_ratio, stride
 from perfmodel.simulate import Phase
 
 FUSED, CPU_ONLY = "fused AdamW", "CPU only"
@@ -99,6 +99,7 @@ def _best_ratio(situation: Situation) -> Outcome:
 def _outcome(policy: str, situation: Situation, plan: Plan, fits: bool | None = None) -> Outcome:
     """What the plan gives. fits: whether memory suffices, if that is not for `Situation.allows` to say."""
     plan = dataclasses.replace(plan, activation_bytes=max(plan.activation_bytes, situation.least_leaving))
+    plan = spilled(plan, situation.update_workload)
     if not (situation.allows(plan) if fits is None else fits):
         return Outcome(policy, None)
     iteration_s, training_s = situation.iteration_s(plan), situation.training_s

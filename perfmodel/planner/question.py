@@ -15,7 +15,14 @@ from perfmodel.hardware import HardwareProfile
 from perfmodel.planner.fabric import PCIE, Fabric
 from perfmodel.planner.layout import Layout
 from perfmodel.planner.transformer import Transformer
-from perfmodel.planner.units import format_bytes, format_count, parse_bytes_or_0, parse_count, parse_offloaded
+from perfmodel.planner.units import (
+    format_bytes,
+    format_count,
+    parse_bytes,
+    parse_bytes_or_0,
+    parse_count,
+    parse_offloaded,
+)
 from perfmodel.subgroups import automatic_subgroup_size
 
 VALUE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -108,6 +115,17 @@ class Question:
     replicas: int = _count(1, "of the model with --fsdp (1); --hsdp: as many as nodes")
     offload_parameters: bool = option(False, "FSDP2's CPUOffloadPolicy")
     fabric: Fabric = PCIE
+    disk_bytes: int | None = option(
+        None,
+        "room on each node's disks for state that does not fit on the host: 2TB",
+        "machine",
+        flag="disk",
+        metavar="SIZE",
+        type=parse_bytes,
+    )
+    disk_endurance: int | None = option(
+        None, "bytes that a node's disks are rated to be written: 1200TB", "machine", metavar="SIZE", type=parse_bytes
+    )
 
     def __post_init__(self) -> None:
         for name in ("device_bytes", "batch", "sequence", "micro_batches", "subgroup_size"):
@@ -223,6 +241,17 @@ class Question:
         if self.offload_parameters and self.offload_activations:
             raise ValueError(
                 "with --offload-parameters DOSAdam has nothing on the device, found --offload-activations as well; "
+                "leave it out"
+            )
+        if self.disk_bytes is None and self.disk_endurance is not None:
+            raise ValueError("--disk-endurance is of disks that state is on, found without --disk; add it, such as 2TB")
+        if self.disk_bytes is not None and self.host_bytes is None:
+            raise ValueError(
+                "what is on disk is what does not fit on the host, found --disk without --host; add it, such as 128GB"
+            )
+        if self.disk_bytes is not None and self.offload_parameters:
+            raise ValueError(
+                "with --offload-parameters state is on the host, where parameters are, found --disk as well; "
                 "leave it out"
             )
         if self.nodes > 1 and self.fabric.network is None:

@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from itertools import accumulate
 
 from perfmodel.demand import demand
-from perfmodel.footprint import FP32_BYTES, DeviceBytes, HostBytes, host_footprint
+from perfmodel.footprint import FP32_BYTES, DeviceBytes, HostBytes
 from perfmodel.format import float32
+from perfmodel.hardware import DISK_RATES
 from perfmodel.lanes import Stream
 from perfmodel.plan import Placement, Plan
+from perfmodel.planner.disk import Spill
 from perfmodel.planner.job import Job
+from perfmodel.planner.memory import device_footprint, held_bytes, host_bytes, saved_tensors
 from perfmodel.planner.question import MARGIN, Question
 from perfmodel.simulate import Phase, Scope, makespan
-from perfmodel.workload import SavedTensors, SubgroupLoad, Workload, peak_room
-
-MOST_GROUPS = 32
-"""Groups in which saved tensors are planned."""
+from perfmodel.workload import SubgroupLoad, Workload, peak_room
 
 
 class Situation:
     """What follows from a question before anything is decided.
 
     device, host: bytes of one rank. profile: of the machine with the question's ranks on it.
+    state_bytes: of one rank's optimizer state, wherever it is. spill: what of it is on the host if none is on the
+        device; the rest is on disk, if there is one.
     host_model: bytes of parameters and gradients of one rank that are on the host.
     scope: how the compute takes part in an iteration. job: what runs beside the optimizer.
     """
@@ -32,22 +33,25 @@ class Situation:
     def __init__(self, question: Question) -> None:
         self.question = question
         self.profile = question.profile.replace(ranks_per_host=question.layout.per_node)
+        if question.disk_bytes is not None:
+            shared = {rate: getattr(self.profile, rate) / question.layout.per_node for rate in DISK_RATES}
+            self.profile = self.profile.replace(**shared)
         plain = device_footprint(question)
         self.saved = saved_tensors(question)
         self.least_leaving = self._least_leaving(plain)
         """Bytes of saved tensors that leave under any plan."""
         gone = peak_room(self.saved, self.least_leaving)
         self.device = dataclasses.replace(plain, activations=plain.activations - gone)
-        self.host: HostBytes = host_footprint(
-            question.state_numel,
-            question.value_bytes,
-            offload_gradients=question.offload_gradients and question.accumulation and not question.native_gradients,
-            accelerated=not question.offload_parameters,
-            values=question.format.values,
-            state_format=question.state_format,
-        )
         on_host = question.share(question.model.numel, 1) + question.state_numel if question.offload_parameters else 0
         self.host_model = on_host * question.value_bytes
+        whole = host_bytes(question, question.state_numel)
+        self.state_bytes = whole.state
+        self.spill = self._spill(whole)
+        self.host = dataclasses.replace(
+            host_bytes(question, self.spill.numel),
+            accumulated=whole.accumulated,
+            **{"gradient_staging": whole.gradient_staging} if question.offload_gradients else {},
+        )
         self.job = Job(question, self.profile)
         # With several ranks gradients are reduced after the hooks that would send them off early;
         # FSDP2 hands each layer's over when its reduce-scatter has ended.
@@ -76,9 +80,15 @@ class Situation:
         return question.host_bytes is None or self.host_needed <= question.host_bytes - question.reserved_on_host
 
     @property
+    def fits_disk(self) -> bool:
+        """Whether a node's disks have room for what its ranks may have there; True if there are none."""
+        question = self.question
+        return question.disk_bytes is None or self.disk_per_rank * question.layout.per_node <= question.disk_bytes
+
+    @property
     def fits(self) -> bool:
-        """Both."""
-        return self.fits_device and self.fits_host
+        """All of them."""
+        return self.fits_device and self.fits_host and self.fits_disk
 
     @property
     def host_needed(self) -> int:
@@ -88,7 +98,12 @@ class Situation:
     @property
     def host_per_rank(self) -> int:
         """Host memory of one rank, in bytes."""
-        return self.host.total + self.host_model + self.least_leaving
+        return self.host.total + self.spill.window_bytes + self.host_model + self.least_leaving
+
+    @property
+    def disk_per_rank(self) -> int:
+        """State of one rank that is on disk if none is on the device, in bytes."""
+        return self.state_bytes - self.host.state
 
     @property
     def room(self) -> int:
@@ -137,10 +152,15 @@ class Situation:
         work = Workload(
             tuple(
                 dataclasses.replace(
-                    SubgroupLoad.of(size, question.format), returned_bytes=size * each * question.offload_gradients
+                    SubgroupLoad.of(size, question.format),
+                    returned_bytes=size * each * question.offload_gradients,
+                    host_bytes=int(size * held_bytes(question)),
                 )
                 for size in sizes
-            )
+            ),
+            host_free_bytes=self.spill.free_bytes,
+            windows=self.spill.windows,
+            reverses=not question.attach,
         )
         slot = work.slot_bytes
         resident = work.state_bytes if self.room >= work.state_bytes else self.room // slot * slot
@@ -193,6 +213,15 @@ class Situation:
         back_s = max(work.backward_s, leaving / profile.h2d_bandwidth)
         return max(work.forward_s, leaving / profile.d2h_bandwidth) + back_s
 
+    def _spill(self, whole: HostBytes) -> Spill:
+        question = self.question
+        if question.host_bytes is None or question.disk_bytes is None:
+            return Spill(question.state_numel)
+        available = (question.host_bytes - question.reserved_on_host) / question.layout.per_node
+        taken = self.host_model + self.least_leaving + whole.accumulated
+        taken += whole.gradient_staging * question.offload_gradients
+        return Spill.of(question.state_numel, question.subgroup_size, held_bytes(question), available - taken)
+
     def _peak(self, device: DeviceBytes) -> int:
         return device.peak_accumulating if self.question.accumulation else device.peak
 
@@ -239,43 +268,3 @@ class Situation:
     @property
     def _usable(self) -> int:
         return int((1 - MARGIN) * self.question.device_bytes)
-
-
-def saved_tensors(question: Question) -> tuple[SavedTensors, ...]:
-    """What blocks keep of one rank, in groups, as they are saved evenly over forward and used over backward."""
-    model, values, count = question.model, question.value_bytes, min(question.model.layers, MOST_GROUPS)
-    settings = {"checkpointing": question.checkpointing, "eager_attention": question.eager_attention}
-    nbytes = model.layers * model.kept_bytes(question.tokens, question.sequence, values, **settings) // count
-    return tuple(SavedTensors(nbytes, i / count, 1 - i / count) for i in range(1, count + 1))
-
-
-def device_footprint(question: Question) -> DeviceBytes:
-    """What the model and its compute take on one rank's device.
-
-    ZeRO keeps whole, one block at a time, what it divides: weights while they are gathered, gradients until they are
-    reduced. Gradients that are offloaded are on the device one block at a time, too.
-    FSDP2 prefetches: two blocks are gathered, and beside a block's gradients are those that the one
-    before it has yet to reduce. Embedding and output layer belong to its root, which is gathered
-    from forward to the end of backward; both are counted. Parameters on the host take nothing else.
-    """
-    model, values = question.model, question.value_bytes
-    attention = {"eager_attention": question.eager_attention}
-    one_block = math.ceil(model.numel / model.layers) * values
-    gradients_of_one = math.ceil(question.trained / model.layers) * values
-    whole = (question.zero >= 3) * one_block + (question.zero >= 2 or question.offload_gradients) * gradients_of_one
-    gathered = 0
-    if question.sharded:
-        root = 2 * model.vocabulary * model.width * values
-        whole = gathered = min(2 * one_block + root, model.numel * values)
-    on_host = question.offload_parameters
-    return DeviceBytes(
-        weights=0 if on_host else question.share(model.numel, 3) * values,
-        gradients=0 if on_host or question.offload_gradients else question.share(question.trained, 2) * values,
-        activations=model.peak_activation_bytes(
-            question.tokens, question.sequence, values, checkpointing=question.checkpointing, **attention
-        ),
-        block=model.activation_bytes(question.tokens, question.sequence, values, **attention) + whole,
-        reserved=question.reserved,
-        gathered=gathered,
-        logits=model.logit_bytes(question.tokens, values, fused=question.fused_loss),
-    )

@@ -38,6 +38,7 @@ MEMORY = {
     "gradient_staging": "staging of gradients",
     "parameter_staging": "staging of parameters",
     "accumulated": "gradients accumulated",
+    "window_bytes": "windows for state on disk",
     "resident_state": "state resident beside the peak",
     "per_rank": "needed by a rank",
     "per_node": "needed by a node",
@@ -45,9 +46,9 @@ MEMORY = {
     "available": "there is on a node",
     "all_resident_total": "for all state on the GPU",
 }
-"""Rows of memory by their keys in the answer's device and host."""
+"""Rows of memory by their keys in the answer's device, host and disk."""
 FORMATS: dict[str, Callable[[Any], str]] = {
-    **dict.fromkeys(("GPU", "host", "bytes"), format_bytes),
+    **dict.fromkeys(("GPU", "host", "bytes", "disk"), format_bytes),
     **dict.fromkeys(("seconds", "update", "iteration", "exposed"), format_seconds),
     **dict.fromkeys(("share", "CPU", "streamed", "resident"), "{:.0%}".format),
     "change": lambda share: f"{share:+.0%}" if abs(share) >= LARGE_CHANGE else "same",
@@ -70,6 +71,7 @@ def show(answer: Answer) -> None:
 def _headline(answer: Answer) -> Iterator[str]:
     """The answer in a few sentences."""
     job, settings, device, host = answer["job"], answer["settings"], answer["device"], answer["host"]
+    disk = answer["disk"]
     ranks = f" on {job['ranks']} GPUs" if job["ranks"] > 1 else ""
     ranks += f" of {job['nodes']} nodes" if job["nodes"] > 1 else ""
     parameters = format_count(answer["model"]["numel"])
@@ -86,11 +88,19 @@ def _headline(answer: Answer) -> Iterator[str]:
         )
     if not host["fits"]:
         on_host = "Parameters, gradients and optimizer state" if host["model"] else "Optimizer state and staging"
+        if disk:
+            on_host = "With all of its state on disk, what passes through the host and what else is there"
         missing = host["per_node"] + host["reserved"] - host["available"]
         yield (
             f"{what}: DOES NOT FIT. {on_host} need {format_bytes(host['per_node'])} of host memory"
             f"{' on each node' if job['nodes'] > 1 else ''}, {format_bytes(missing)} more than there is beside the "
             f"{format_bytes(host['reserved'])} of the system and the processes."
+        )
+    if disk and not disk["fits"]:
+        yield (
+            f"{what}: DOES NOT FIT. State that does not fit on the host takes {format_bytes(disk['per_node'])} of disk"
+            f"{' on each node' if job['nodes'] > 1 else ''}, {format_bytes(disk['per_node'] - disk['available'])} more "
+            "than there is."
         )
     if not answer["fits"] and answer["alternative"]:
         yield f"The state of {answer['alternative']['policy']} fits on the GPU, which needs none of that on the host."
@@ -109,8 +119,27 @@ def _headline(answer: Answer) -> Iterator[str]:
         yield f"{what}: fits; {where}."
         if leaving := host["activations"]:
             yield f"{format_bytes(leaving)} of saved tensors leave for the host in forward: attach(activations=...)."
+        if disk and disk["state"]:
+            yield from _on_disk(answer)
         yield from _expected(answer)
     yield from _largest(answer)
+
+
+def _on_disk(answer: Answer) -> Iterator[str]:
+    """What of the state is where, and how long the disks last."""
+    disk, device = answer["disk"], answer["device"]
+    resident, on_disk, total = device["resident_state"], disk["state"], device["state"]
+    tiers = {"the GPU": resident, "the host": total - resident - on_disk, "disk": on_disk}
+    rests = " and ".join(f"{format_bytes(nbytes)} on {tier}" for tier, nbytes in tiers.items() if nbytes)
+    ranks = " of each rank" if answer["job"]["ranks"] > 1 else ""
+    yield f"The optimizer state{ranks} takes {rests}, as DOSAdam(disk=...) keeps it."
+    wears = f"Each step writes {format_bytes(disk['written_per_step'])} to the disks of a node"
+    if disk["written_per_day"] is not None:
+        wears += f", a day of training {format_bytes(disk['written_per_day'])}"
+    if disk["endurance_days"] is not None:
+        days = f"{disk['endurance_days']:,.0f} days"
+        wears += f", {disk['endurance_share_per_day']:.2%} of what they are rated for, which lasts {days}"
+    yield f"{wears}."
 
 
 def _expected(answer: Answer) -> Iterator[str]:
@@ -159,11 +188,13 @@ def _tables(answer: Answer) -> Iterator[Table]:
     """Memory; communication, if there is any; times of what fits; what would help."""
     job, device, host, timed = answer["job"], answer["device"], answer["host"], _timed(answer)
     *_, best = policies = answer["policies"]
-    table = _table("Memory" + (" of one rank" if job["ranks"] > 1 else ""), "", "GPU", "host", "bytes on the host")
+    disk, last = answer["disk"] or {}, "disk" if answer["disk"] else "bytes on the host"
+    table = _table("Memory" + (" of one rank" if job["ranks"] > 1 else ""), "", "GPU", "host", last)
     for key, name in MEMORY.items():
         on_device, on_host = device.get(key) or None, host.get(key) or None
-        if on_device or on_host:
-            _add(table, name, on_device, on_host, on_host)
+        on_disk = disk.get(key) or None
+        if on_device or on_host or on_disk:
+            _add(table, name, on_device, on_host, on_disk if disk else on_host)
     yield table
 
     table = _table("What each GPU sends and receives in an iteration", "", "nodes", "bytes", "seconds")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from perfmodel.format import INT8
-from perfmodel.hardware import LINK_RATES
+from perfmodel.hardware import DISK_RATES, LINK_RATES
 from perfmodel.planner.outcome import Outcome, adaptive_outcome
 from perfmodel.planner.question import MAX_SUBGROUPS, Question
 from perfmodel.planner.situation import Situation
@@ -24,6 +24,8 @@ WORTHWHILE = 0.01
 
 LARGER_BATCH = 1.5
 """So many times the largest batch is worth a mention, whatever it does to the time."""
+DISKS_TB = (1, 2, 4, 8, 16, 32, 64)
+"""Room that disks of a node are sold with."""
 HOSTS_GIB = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 """Memory that hosts are sold with."""
 ONE_REPLICA = "one replica over all ranks"
@@ -72,10 +74,15 @@ class Effect(enum.IntEnum):
 
     NOTHING = 0
     MACHINE = 1
-    ROUNDING = 2
+    DISK = 2
+    """State that does not fit on the host is on disk."""
+    ROUNDING = 3
     """Results differ as those of 8-bit moments do."""
-    TRAINING = 3
+    TRAINING = 4
     """Steps have other batches."""
+
+
+BOUGHT = Effect.MACHINE, Effect.DISK
 
 
 @dataclass(frozen=True)
@@ -115,6 +122,7 @@ def _hardware(question: Question) -> Iterator[tuple[str, Question]]:
         ("links twice as fast", LINK_RATES),
         ("host memory twice as fast", ("host_bandwidth",)),
         ("CPU update twice as fast", ("cpu_update_rate",)),
+        *((("disks twice as fast", DISK_RATES),) if question.disk_bytes is not None else ()),
     ):
         faster = question.profile.replace(**{rate: 2 * getattr(question.profile, rate) for rate in rates})
         yield what, dataclasses.replace(question, profile=faster)
@@ -150,7 +158,7 @@ def remedies(question: Question) -> list[Remedy]:
     """Settings with which what does not fit does, each asked anew: what changes least first, then the fastest.
 
     Up to three settings that change no result are combined, never more than it takes. Only if they are not enough, a
-    larger host, 8-bit moments, smaller batches or steps of one micro-batch are added.
+    larger host, a disk, 8-bit moments, smaller batches or steps of one micro-batch are added.
     """
     found: list[tuple[Effect, tuple[str, ...], Situation]] = []
     for effect, names, changes in ((Effect.NOTHING, (), {}), *_more(question)):
@@ -158,10 +166,10 @@ def remedies(question: Question) -> list[Remedy]:
             break
         for setting_names, settings in _combinations(question):
             change = (*setting_names, *names)
-            alike = [names for kind, names, _ in found if kind is effect or kind is not Effect.MACHINE]
+            alike = [names for kind, names, _ in found if kind is effect or kind not in BOUGHT]
             if any(set(enough) <= set(change) for enough in alike):
                 continue
-            other = _changed(question, settings | changes, larger_host=effect is Effect.MACHINE)
+            other = _changed(question, settings | changes, effect)
             if other is not None and Situation(other).fits:
                 found.append((effect, change, Situation(other)))
     rows = [
@@ -169,7 +177,8 @@ def remedies(question: Question) -> list[Remedy]:
     ]
     rows.sort(key=lambda remedy: (remedy.effect, remedy.outcome.seconds))
     if rows and rows[0].effect is not Effect.NOTHING:  # two of a kind, so that there are several kinds
-        rows = [each for _, alike in itertools.groupby(rows, lambda r: r.effect) for each in list(alike)[:2]]
+        kinds = itertools.groupby(rows, lambda remedy: remedy.effect)
+        rows = [each for kind, alike in kinds for each in list(alike)[: 1 if kind is Effect.DISK else 2]]
     return rows[:MOST_REMEDIES]
 
 
@@ -177,6 +186,7 @@ def _more(question: Question) -> Iterator[tuple[Effect, tuple[str, ...], dict[st
     """What changes more than memory and time, the least first."""
     if question.host_bytes is not None:
         yield Effect.MACHINE, (), {}
+        yield Effect.DISK, (), {"disk_bytes": DISKS_TB[-1] * 10**12}
     coded, single = {"state_format": INT8}, {"accumulation": False, "micro_batches": 1}
     if not question.offload_parameters and question.state_format != INT8:
         yield Effect.ROUNDING, ("--state-format int8",), coded
@@ -205,20 +215,28 @@ def _combinations(question: Question) -> Iterator[tuple[tuple[str, ...], dict[st
                 yield names, {key: value for name in names for key, value in SETTINGS[name].items()}
 
 
-def _changed(question: Question, changes: dict[str, Any], *, larger_host: bool) -> Question | None:
-    """The question with these settings, on the smallest host that suffices; None if it cannot be, or is as it was."""
+def _changed(question: Question, changes: dict[str, Any], effect: Effect) -> Question | None:
+    """The question with these settings, on the smallest host or disk that suffices; None if it cannot be or was so."""
     try:
         other = dataclasses.replace(question, **changes)
     except ValueError:
         return None
-    if larger_host:
-        situation = Situation(other)
-        hosts = (gib << 30 for gib in HOSTS_GIB if gib << 30 >= situation.host_needed + question.reserved_on_host)
-        enough = next(hosts, None)
-        if enough is None or enough <= (question.host_bytes or 0):
+    if effect in BOUGHT:
+        name, needed, sizes = _bought(Situation(other), effect)
+        enough = next((size for size in sizes if size >= needed), None)
+        if enough is None or enough <= (getattr(question, name) or 0):
             return None
-        other = dataclasses.replace(other, host_bytes=enough)
+        bought: dict[str, Any] = {name: enough}
+        other = dataclasses.replace(other, **bought)
     return other if other != question else None
+
+
+def _bought(situation: Situation, effect: Effect) -> tuple[str, int, list[int]]:
+    """What is larger: its name in the question, how many bytes it takes, and the sizes that there are."""
+    if effect is Effect.DISK:
+        needed = situation.disk_per_rank * situation.question.layout.per_node
+        return "disk_bytes", needed, [terabytes * 10**12 for terabytes in DISKS_TB]
+    return "host_bytes", situation.host_needed + situation.question.reserved_on_host, [gib << 30 for gib in HOSTS_GIB]
 
 
 def _sentence(names: tuple[str, ...], effect: Effect, situation: Situation) -> str:
@@ -226,6 +244,8 @@ def _sentence(names: tuple[str, ...], effect: Effect, situation: Situation) -> s
     added = [name for name in names if not name.startswith("without")]
     if effect is Effect.MACHINE:
         added.append(f"--host {(situation.question.host_bytes or 0) >> 30}GB")
+    if effect is Effect.DISK:
+        added.append(f"--disk {(situation.question.disk_bytes or 0) // 10**12}TB")
     left_out = [name for name in names if name.startswith("without")]
     return ", ".join(filter(None, [f"with {' '.join(added)}" if added else "", *left_out]))
 

@@ -31,6 +31,7 @@ QUICK = {
     "experiments.sweep": "ratio",
     "experiments.train": TRAIN,
     "perfmodel": "--params 7e9 --gpu 24GB --host 128GB --checkpointing",
+    "perfmodel --disk": "2TB --params 7e9 --gpu 24GB --host 64GB --checkpointing --offload-gradients",
     "perfmodel --fsdp": "--params 70e9 --machine h100 --ranks 8 --nodes 2 --checkpointing --host 1TiB",
 }
 SLOW = {

@@ -20,8 +20,9 @@ from perfmodel.bounds import lower_bound
 from perfmodel.hardware import LINK_RATES, HardwareProfile, builtin_profiles
 from perfmodel.planner.advise import Advice, Outcome, adaptive_outcome, advise
 from perfmodel.planner.datasheets import GPUS
+from perfmodel.planner.memory import device_footprint
 from perfmodel.planner.question import MARGIN, PROCESS_BYTES, SYSTEM_BYTES, Question
-from perfmodel.planner.situation import Situation, device_footprint
+from perfmodel.planner.situation import Situation
 from perfmodel.planner.transformer import Transformer
 from perfmodel.planner.whatif import Effect, levers
 from perfmodel.policies import cpu_only, stride
@@ -232,13 +233,14 @@ def proposals(**settings: object) -> list[str]:
 
 
 def test_what_changes_no_result_is_proposed_before_what_does() -> None:
-    """A larger host and then 8-bit moments come before steps of one micro-batch, which is other training."""
+    """A larger host, a disk and then 8-bit moments come before steps of one micro-batch, which is other training."""
     desktop = DESKTOP | {"checkpointing": True}
     assert proposals(**desktop, host_bytes=128 * GIB) == ["with --offload-gradients"]
     assert proposals(**desktop, host_bytes=117 * GIB) == ["with --offload-gradients --native-gradients"]
     small = advise(question(**desktop, host_bytes=70 * GIB)).remedies
     assert [(remedy.change, remedy.effect) for remedy in small] == [
         ("with --offload-gradients --host 128GB", Effect.MACHINE),
+        ("with --offload-gradients --disk 1TB", Effect.DISK),
         ("with --offload-gradients --native-gradients --state-format int8", Effect.ROUNDING),
         ("with --offload-gradients --no-accumulation --state-format int8", Effect.TRAINING),
     ]

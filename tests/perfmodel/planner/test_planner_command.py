@@ -46,8 +46,9 @@ def test_a_newcomer_s_question(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_7b_model_on_a_desktop(capsys: pytest.CaptureFixture[str]) -> None:
     """Full fine-tuning on a GPU of 24 GB: exactly with a host of 128 GiB, with moments in codes on one of 64."""
     desktop = ["--params", "7e9", "--machine", "rtx_4090_desktop"]
-    larger, coded, single = answer(capsys, *desktop, "--host", "64GiB")["remedies"]
+    larger, disk, coded, single = answer(capsys, *desktop, "--host", "64GiB")["remedies"]
     assert (larger["change"], larger["effect"]) == ("with --offload-gradients --host 128GB", "machine")
+    assert (disk["change"], disk["effect"]) == ("with --offload-gradients --disk 1TB", "disk")
     assert coded["change"] == "with --offload-gradients --native-gradients --state-format int8"
     assert single["change"] == "with --offload-gradients --no-accumulation --state-format int8"
     less = ["--checkpointing", "--offload-gradients", "--no-accumulation"]
@@ -161,7 +162,7 @@ def test_documented_output_is_the_command_s(capsys: pytest.CaptureFixture[str]) 
         assert [row.rstrip() for row in output.splitlines()] == [row.rstrip() for row in printed.splitlines()]
 
 
-@pytest.mark.parametrize("settings", ["--host 48GB", "--ranks 4 --fsdp --offload-parameters", "--tflops 100"])
+@pytest.mark.parametrize("settings", ["--host 48GB", "--ranks 4 --fsdp --offload-parameters", "--host 96GB --disk 1TB"])
 def test_the_text_says_nothing_but_what_json_has(settings: str, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["--params", "7e9", "--machine", "h100", *settings.split()]
     found = answer(capsys, *asked)

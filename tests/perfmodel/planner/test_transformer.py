@@ -11,8 +11,8 @@ from torch.nn import functional
 
 from experiments.gpt import GPT, GPTConfig
 from perfmodel.hardware import HardwareProfile
+from perfmodel.planner.memory import device_footprint
 from perfmodel.planner.question import Question
-from perfmodel.planner.situation import device_footprint
 from perfmodel.planner.transformer import Transformer
 from tests.support.ranks import TORCH_2_6
 

@@ -1,0 +1,69 @@
+"""What a question's model, compute and optimizer state take of one rank's device and host, in bytes."""
+
+from __future__ import annotations
+
+import math
+
+from perfmodel.footprint import DeviceBytes, HostBytes, host_footprint
+from perfmodel.planner.question import Question
+from perfmodel.workload import SavedTensors
+
+MOST_GROUPS = 32
+"""Groups in which saved tensors are planned."""
+
+
+def host_bytes(question: Question, numel: int) -> HostBytes:
+    """What so many parameters take on the host with their state there."""
+    return host_footprint(
+        numel,
+        question.value_bytes,
+        offload_gradients=question.offload_gradients and question.accumulation and not question.native_gradients,
+        accelerated=not question.offload_parameters,
+        values=question.format.values,
+        state_format=question.state_format,
+    )
+
+
+def held_bytes(question: Question) -> float:
+    """Host memory of a parameter whose state is there, beyond gradients that have left for the host in any case."""
+    return question.format.held_bytes - question.format.gradient_bytes * question.offload_gradients
+
+
+def saved_tensors(question: Question) -> tuple[SavedTensors, ...]:
+    """What blocks keep of one rank, in groups, as they are saved evenly over forward and used over backward."""
+    model, values, count = question.model, question.value_bytes, min(question.model.layers, MOST_GROUPS)
+    settings = {"checkpointing": question.checkpointing, "eager_attention": question.eager_attention}
+    nbytes = model.layers * model.kept_bytes(question.tokens, question.sequence, values, **settings) // count
+    return tuple(SavedTensors(nbytes, i / count, 1 - i / count) for i in range(1, count + 1))
+
+
+def device_footprint(question: Question) -> DeviceBytes:
+    """What the model and its compute take on one rank's device.
+
+    ZeRO keeps whole, one block at a time, what it divides: weights while they are gathered, gradients until they are
+    reduced. Gradients that are offloaded are on the device one block at a time, too.
+    FSDP2 prefetches: two blocks are gathered, and beside a block's gradients are those that the one
+    before it has yet to reduce. Embedding and output layer belong to its root, which is gathered
+    from forward to the end of backward; both are counted. Parameters on the host take nothing else.
+    """
+    model, values = question.model, question.value_bytes
+    attention = {"eager_attention": question.eager_attention}
+    one_block = math.ceil(model.numel / model.layers) * values
+    gradients_of_one = math.ceil(question.trained / model.layers) * values
+    whole = (question.zero >= 3) * one_block + (question.zero >= 2 or question.offload_gradients) * gradients_of_one
+    gathered = 0
+    if question.sharded:
+        root = 2 * model.vocabulary * model.width * values
+        whole = gathered = min(2 * one_block + root, model.numel * values)
+    on_host = question.offload_parameters
+    return DeviceBytes(
+        weights=0 if on_host else question.share(model.numel, 3) * values,
+        gradients=0 if on_host or question.offload_gradients else question.share(question.trained, 2) * values,
+        activations=model.peak_activation_bytes(
+            question.tokens, question.sequence, values, checkpointing=question.checkpointing, **attention
+        ),
+        block=model.activation_bytes(question.tokens, question.sequence, values, **attention) + whole,
+        reserved=question.reserved,
+        gathered=gathered,
+        logits=model.logit_bytes(question.tokens, values, fused=question.fused_loss),
+    )

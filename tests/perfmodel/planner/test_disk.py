@@ -1,0 +1,183 @@
+"""The planner with a disk: what is in which of the three tiers, how long that takes, and what it writes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from perfmodel.format import STATE_FORMATS
+from perfmodel.hardware import DISK_RATES, HardwareProfile
+from perfmodel.plan import Placement, Plan
+from perfmodel.planner.advise import Advice, advise
+from perfmodel.planner.datasheets import GPUS
+from perfmodel.planner.disk import WINDOWS, Traffic
+from perfmodel.planner.main import main
+from perfmodel.planner.question import Question
+from perfmodel.planner.situation import Situation
+from perfmodel.planner.transformer import Transformer
+from perfmodel.planner.whatif import Effect
+from perfmodel.policies import cpu_only, spilled
+from perfmodel.workload import SubgroupLoad, Workload
+from tests.support.machines import machine
+from tests.support.planner import answer, refused
+
+GIB, TB = 2**30, 10**12
+SETTINGS = "--params 7e9 --machine rtx-4090 --checkpointing --no-accumulation --offload-gradients --host 64GiB"
+DESKTOP = SETTINGS.split()
+
+
+def question(**settings: object) -> Question:
+    """7B on a desktop whose host of 64 GiB is too small for its state."""
+    defaults: dict[str, object] = {
+        "profile": HardwareProfile.builtin("rtx_4090_desktop"),
+        "device_bytes": GPUS["rtx_4090_desktop"].memory_bytes,
+        "checkpointing": True,
+        "accumulation": False,
+        "offload_gradients": True,
+        "host_bytes": 64 * GIB,
+        "disk_bytes": 2 * TB,
+        "flops_rate": 66e12,
+    }
+    return Question(Transformer.of_size(7 * 10**9), **{**defaults, **settings})  # type: ignore[arg-type]
+
+
+@given(
+    st.integers(8, 200),
+    st.sampled_from([None, *filter(None, STATE_FORMATS)]),
+    st.sampled_from([{}, {"accumulation": True}, {"accumulation": True, "native_gradients": True}]),
+    st.sampled_from([1, 4]),
+    st.sampled_from([0, 2**24, 2**28]),
+)
+def test_three_tiers_have_all_state_and_none_has_more_than_its_room(
+    host_gib: int, state_format: str | None, gradients: dict[str, object], ranks: int, size: int
+) -> None:
+    asked = question(
+        host_bytes=host_gib * GIB, state_format=state_format, ranks=ranks, fsdp=True, chosen_size=size, **gradients
+    )
+    situation = Situation(asked)
+    without = Situation(dataclasses.replace(asked, disk_bytes=None))
+    assert situation.host.state + situation.disk_per_rank == without.host.state == situation.state_bytes
+    if without.fits_host:
+        assert situation.disk_per_rank == 0
+        assert math.isinf(situation.update_workload.host_free_bytes)
+    elif situation.fits_host:
+        work = situation.update_workload
+        assert situation.host_needed <= asked.host_bytes - asked.reserved_on_host  # type: ignore[operator]
+        held = situation.spill.window_bytes / WINDOWS
+        assert asked.host_bytes - asked.reserved_on_host - situation.host_needed <= 2 * ranks * (held + WINDOWS)  # type: ignore[operator]
+        on_disk = spilled(cpu_only(work), work).on_disk
+        assert sum(work.subgroups[i].state_bytes for i in on_disk) <= situation.disk_per_rank
+
+
+def parts(advice: Advice) -> tuple[int, int]:
+    return advice.resident_bytes, advice.on_disk_bytes
+
+
+def test_state_that_does_not_fit_on_the_host_is_on_disk_but_what_the_device_has() -> None:
+    advice = advise(question())
+    assert not Situation(question(disk_bytes=None)).fits_host
+    assert advice.situation.fits
+    assert advice.best.plan is not None
+    resident, on_disk = parts(advice)
+    assert resident > 0
+    assert 0 < on_disk < advice.situation.disk_per_rank
+    assert advice.bound is not None
+    assert advice.bound.binding.startswith("disk")
+    assert advice.limit == "disk"
+    larger = advise(question(host_bytes=96 * GIB))
+    assert parts(larger)[1] < on_disk
+
+
+def test_ranks_of_a_node_share_its_disks() -> None:
+    one = Situation(question(fsdp=True))
+    four = Situation(question(fsdp=True, ranks=4))
+    for rate in DISK_RATES:
+        assert getattr(four.profile, rate) == getattr(one.profile, rate) / 4
+    assert four.disk_per_rank < one.disk_per_rank / 3
+
+
+def test_a_disk_that_is_too_small_and_a_host_that_is_too_small_for_windows() -> None:
+    small = advise(question(disk_bytes=10**10))
+    assert small.situation.fits_host
+    assert not small.situation.fits_disk
+    assert small.limit == "room on disk"
+    first = small.remedies[0]
+    assert (first.change, first.effect) == ("with --native-gradients --disk 1TB", Effect.DISK) or first.situation.fits
+    tiny = advise(question(host_bytes=20 * GIB))
+    assert not tiny.situation.fits_host
+    assert tiny.limit == "host memory"
+    assert tiny.situation.disk_per_rank == tiny.situation.state_bytes
+
+
+def test_a_disk_is_proposed_where_host_memory_is_missing() -> None:
+    remedies = {remedy.effect: remedy for remedy in advise(question(disk_bytes=None)).remedies}
+    assert remedies[Effect.DISK].change == "with --disk 1TB"
+    assert remedies[Effect.DISK].situation.fits
+
+
+@settings(max_examples=50)
+@given(st.booleans(), st.integers(0, 12), st.floats(0.5, 1.0))
+def test_what_a_step_moves(reverses: bool, windows: int, duplex: float) -> None:
+    """8 subgroups of 120 bytes on disk, at 12 bytes/s each way."""
+    load = SubgroupLoad(10, 20, 20, 120, host_bytes=160)
+    work = Workload((load,) * 10, host_free_bytes=320, windows=windows, reverses=reverses)
+    rates = dict.fromkeys(DISK_RATES, 12.0 * duplex) | {"disk_read_bandwidth": 12.0, "disk_write_bandwidth": 12.0}
+    traffic = Traffic.of(spilled(cpu_only(work), work), work, machine(disk_latency_s=0.0, **rates))
+    moved = 8 - min(8, windows) * reverses
+    assert traffic.moved_bytes == pytest.approx(moved * 120)
+    assert traffic.busy_s == pytest.approx(moved * 10 / duplex), "at half its rate both at once gain nothing"
+    resident = Plan((Placement.GPU_RESIDENT,) * 10, tuple(range(10)), 0)
+    assert Traffic.of(resident, work, machine()) == (0, 0)
+
+
+def test_json_says_what_the_disks_are_written(capsys: pytest.CaptureFixture[str]) -> None:
+    found = answer(capsys, *DESKTOP, "--disk", "2TB", "--disk-endurance", "1200TB", "--disk-write", "4GB")
+    disk, best = found["disk"], found["policies"][-1]
+    assert disk["fits"]
+    assert (disk["available"], disk["endurance"]) == (2 * TB, 1200 * TB)
+    assert found["machine"]["disk_write_bandwidth"] == 4e9
+    assert found["machine"]["disk_write_bandwidth_duplex"] == 2e9
+    assert disk["state"] == disk["written_per_step"], "every byte once"
+    assert disk["written_per_day"] == pytest.approx(disk["written_per_step"] * 86_400 / best["iteration_s"])
+    assert disk["endurance_share_per_day"] == pytest.approx(disk["written_per_day"] / (1200 * TB))
+    assert disk["endurance_days"] == pytest.approx(1200 * TB / disk["written_per_day"])
+    apart = answer(capsys, *DESKTOP, "--disk", "2TB", "--no-attach")["disk"]
+    assert apart["written_per_step"] < apart["state"], "windows keep some to the next step"
+    assert apart["endurance_days"] is None
+    assert answer(capsys, *DESKTOP)["disk"] is None
+    roomy = answer(capsys, *DESKTOP, "--host", "256GB", "--disk", "2TB")["disk"]
+    assert (roomy["per_rank"], roomy["written_per_day"]) == (0, 0)
+
+
+def test_the_text_says_what_is_where_and_how_long_the_disks_last(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*DESKTOP, "--disk", "2TB", "--disk-endurance", "1200TB"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    rests = r"The optimizer state takes [\d.]+ GiB on the GPU and [\d.]+ GiB on the host and [\d.]+ GiB on disk, as"
+    assert re.search(rests, text)
+    assert "of what they are rated for, which lasts" in text
+    assert "What limits the update is disk" in text
+    assert "read 3 GB/s and write 2 GB/s (--disk-read, --disk-write), at once 1.5 GB/s and 1 GB/s" in text
+    assert main([*DESKTOP, "--disk", "10GB"]) == 0
+    assert "DOES NOT FIT. State that does not fit on the host takes" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--disk 2TB", "found --disk without --host; add it, such as 128GB"),
+        ("--disk-endurance 600TB", "--disk-endurance is of disks that state is on, found without --disk"),
+        ("--disk-read 7GB", "--disk-read and --disk-write are of disks that state is on, found without --disk"),
+        ("--disk 2TB --host 64GB --disk-read 7e9", "argument --disk-read: expected a bandwidth per second such as"),
+        ("--disk 2 --host 64GB", "argument --disk: 2 would be 2 bytes; write the unit"),
+        ("--disk 2TB --host 64GB --fsdp --offload-parameters", "found --disk as well; leave it out"),
+    ],
+)
+def test_what_a_user_can_get_wrong_about_disks(
+    arguments: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused(capsys, f"--params 7e9 --machine h100 {arguments}", message)
