@@ -364,7 +364,7 @@ class ScheduleBuilder:
         return update
 
     def _leave(self, i: int, after: tuple[int, ...], slot: int | None = None) -> int:
-        return self._move(i, Move(DEVICE, self._plan.stays(i)), after, slot)
+        return self._move(i, Move(DEVICE, self._plan.placements[i].value.stays), after, slot)
 
     def _move(self, i: int, move: Move, after: tuple[int, ...], slot: int | None = None, beside: int = 0) -> int:
         """State goes from tier to tier. beside: bytes that go the same way."""
