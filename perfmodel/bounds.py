@@ -16,7 +16,7 @@ from perfmodel.hardware import HardwareProfile
 from perfmodel.lanes import CPU, D2H, H2D, LANES, Stream, lane_speeds
 from perfmodel.plan import Placement
 from perfmodel.simulate import UPDATE_ALONE, Phase, Scope
-from perfmodel.workload import Workload
+from perfmodel.workload import Workload, peak_room
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def _solve(workload: Workload, profile: HardwareProfile, scope: Scope) -> tuple[
     scale = max(float(counts @ state), 1.0)
     held = counts * state / scale
     least = min(most, workload.activation_least_bytes)
-    gone = workload.room(workload.activation_least_bytes)  # of peak_free_bytes already
+    gone = peak_room(workload.activations, workload.activation_least_bytes)  # of peak_free_bytes already
     back = scale / profile.h2d_bandwidth if scope.backward is Phase.OVERLAPPED else 0.0
     saved = scale / profile.d2h_bandwidth if scope.forward is Phase.OVERLAPPED else 0.0
     together = np.maximum(gpu - counts * profile.launch_latency_s, 0.0)  # residents have one launch

@@ -19,7 +19,7 @@ from perfmodel.hardware import HardwareProfile
 from perfmodel.plan import Placement, Plan
 from perfmodel.policies import cpu_only, resident, spilled
 from perfmodel.simulate import Scope, Simulator
-from perfmodel.workload import SubgroupLoad, Workload
+from perfmodel.workload import SubgroupLoad, Workload, peak_room
 
 MAX_SLOTS = 8
 """Three keep both links busy; more let prefetches go on while the GPU updates resident subgroups."""
@@ -222,12 +222,13 @@ class _Sample:
             left = workload.leaving(memory.activation_bytes)
             left = tuple(saved._replace(nbytes=round(saved.nbytes * self._share)) for saved in left)
             self._activation_bytes = sum(saved.nbytes for saved in left)
+            gained = self._share * peak_room(workload.activations, memory.activation_bytes)
             kept = workload.windows * mean.host_bytes * workload.reverses
             self._workload = Workload(
                 (each,) * some + (mean,) * (size - some),
                 workload.forward_s * self._share,
                 workload.backward_s * self._share,
-                max(0.0, some * each.state_bytes + spare - self._share * workload.room(memory.activation_bytes)),
+                max(0.0, some * each.state_bytes + spare - gained),
                 workload.update_free_bytes,
                 activations=left,
                 host_free_bytes=(workload.host_free_bytes + kept) * self._share + mean.host_bytes / 2,

@@ -71,17 +71,12 @@ class SavedTensors(NamedTuple):
     due: float
 
 
-def leaving(activations: Sequence[SavedTensors], activation_bytes: int) -> tuple[SavedTensors, ...]:
-    """Those of `activations`, saved first, that fit into so many bytes."""
-    sums = accumulate(each.nbytes for each in activations)
-    return tuple(each for each, nbytes in zip(activations, sums, strict=True) if nbytes <= activation_bytes)
-
-
 def peak_room(activations: Sequence[SavedTensors], activation_bytes: int) -> int:
     """Bytes that leaving makes free at the peak. The device has 1 + AHEAD of `activations` even if all leave."""
     sizes = [each.nbytes for each in activations]
     kept = max((sum(sizes[i : i + 1 + AHEAD]) for i in range(len(sizes))), default=0)
-    return max(0, min(sum(each.nbytes for each in leaving(activations, activation_bytes)), sum(sizes) - kept))
+    gone = max(nbytes for nbytes in accumulate(sizes, initial=0) if nbytes <= activation_bytes)
+    return max(0, min(gone, sum(sizes) - kept))
 
 
 @dataclass(frozen=True)
@@ -174,7 +169,8 @@ class Workload:
 
     def leaving(self, activation_bytes: int) -> tuple[SavedTensors, ...]:
         """Those saved first, which fit into so many bytes: they leave."""
-        return leaving(self.activations, activation_bytes)
+        sums = accumulate(each.nbytes for each in self.activations)
+        return tuple(each for each, nbytes in zip(self.activations, sums, strict=True) if nbytes <= activation_bytes)
 
     def peak_free(self, activation_bytes: int) -> float:
         """Device memory free at the peak when so much of the saved tensors leaves."""
@@ -189,12 +185,9 @@ class Workload:
         """Whether resident state and slots share the memory that is free at the peak."""
         return self.shared_free_bytes <= self.peak_free_bytes
 
-    def room(self, activation_bytes: int) -> int:
-        """What leaving makes free at the peak: see `peak_room`."""
-        return peak_room(self.activations, activation_bytes)
-
     def _gained(self, activation_bytes: int) -> int:
-        return max(0, self.room(activation_bytes) - self.room(self.activation_least_bytes))
+        now, least = (peak_room(self.activations, n) for n in (activation_bytes, self.activation_least_bytes))
+        return max(0, now - least)
 
     def has_room(self, plan: Plan) -> bool:
         """Whether there is memory for a plan's resident state, its slots, and the saved tensors that leave."""

@@ -13,6 +13,7 @@ from perfmodel import Placement, Plan, Timeline, Workload
 from perfmodel.bounds import Bound, lower_bound
 from perfmodel.hardware import HardwareProfile
 from perfmodel.simulate import Scope, makespan
+from perfmodel.workload import peak_room
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,7 @@ class Report:
             return f"all {whole} stay, as this policy lets none leave; policy='adaptive' weighs it"
         if not left:
             return f"all {whole} stay, as the iteration would not be shorter if some left"
-        why = f"which makes room for {size_of(work.room(left))}"
+        why = f"which makes room for {size_of(peak_room(work.activations, left))}"
         if work.activation_least_bytes:
             why += f", as {size_of(min(left, work.activation_least_bytes))} have to, or training runs out of memory"
         return f"{size_of(left)} of {whole} leave for the host in forward, {why}"

@@ -34,7 +34,7 @@ from perfmodel.bounds import lower_bound
 from perfmodel.format import format_of
 from perfmodel.hardware import HardwareProfile
 from perfmodel.simulate import Scope, makespan
-from perfmodel.workload import SavedTensors
+from perfmodel.workload import SavedTensors, peak_room
 
 CONFIG = GPTConfig(layers=8, width=128, heads=4, context=32)
 BATCH = 13
@@ -106,7 +106,7 @@ class Case:
         profile = node.scaled(state_bytes / setting.link_s / node.h2d_bandwidth)
         # The optimizer leaves 2% of the device alone, and notices what is free in whole subgroups and a quarter.
         needed = occupied + sum(saved) + free + loads[0].state_bytes // 2
-        gradients, back = occupied, sum(saved) - workload.room(sum(saved))
+        gradients, back = occupied, sum(saved) - peak_room(workload.activations, sum(saved))
         most_free = max(free, sum(saved) + free - gradients - back)
         return cls(setting, profile, workload, int(needed / 0.98), occupied, most_free)
 

@@ -11,7 +11,7 @@ from perfmodel import Placement, Plan
 from perfmodel.bounds import lower_bound
 from perfmodel.hardware import DISK_RATES, HardwareProfile, builtin_profiles
 from perfmodel.simulate import UPDATE_ALONE, Phase, Scope, exposed
-from perfmodel.workload import Workload
+from perfmodel.workload import Workload, peak_room
 from tests.support.machines import machine, with_disk, work
 from tests.support.random_plans import saved_tensors
 
@@ -115,7 +115,7 @@ def cases(draw: st.DrawFn) -> tuple[Plan, Workload, HardwareProfile]:
     held = sum(12 * n for n, p in zip(sizes, placements, strict=True) if p is R)
     shares_peak = draw(st.booleans())  # as where an update runs on to the next peak
     peak = held + (load.update_free_bytes if shares_peak else 0)
-    peak = draw(st.sampled_from([max(0, peak - load.room(plan.activation_bytes)), math.inf]))
+    peak = draw(st.sampled_from([max(0, peak - peak_room(activations, plan.activation_bytes)), math.inf]))
     load = dataclasses.replace(load, peak_free_bytes=peak, shared_free_bytes=peak if shares_peak else math.inf)
     return plan, load, draw(st.sampled_from(list(builtin_profiles().values())))
 
