@@ -56,7 +56,7 @@ INNER: dict[str, set[str]] = {
     "machine": set(),
     "sharding": set(),
     "devices": {"guard", "lifetime", "machine"},
-    "activations": {"devices", "guard", "machine", "memory", "sharding"},
+    "activations": {"devices", "guard", "machine", "memory", "sharding", "state"},
     "kernels": {"machine"},
     "disk": {"kernels"},
     "state": {"devices", "kernels", "machine", "sharding"},

@@ -6,8 +6,10 @@ import contextlib
 import math
 import threading
 import weakref
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any, Literal
 
 import torch
@@ -213,13 +215,8 @@ class ActivationOffload:
             amount = self.share
         if not isinstance(amount, float):
             return lambda births: births.gone + births.sizes[-1] <= amount
-        total, before, first = round(amount * sum(self._last)), 0, len(self._last)
-        for place, nbytes in enumerate(self._last):
-            if before >= total:
-                first = place
-                break
-            before += nbytes
         # By place, not by bytes, so that batches of other lengths are divided alike.
+        first = bisect_left([*accumulate(self._last, initial=0)], round(amount * sum(self._last)))
         return lambda births: amount > 0 and (not self._last or len(births.sizes) <= first)
 
     def _pack(self, tensor: Any, births: Births, lasting: frozenset[int]) -> Kept | Packed:

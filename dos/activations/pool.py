@@ -8,9 +8,7 @@ import torch
 from torch import Tensor
 
 from dos.devices import Device
-
-_ALIGNMENT = 256
-"""Bytes on whose multiples blocks begin and end."""
+from dos.state.arena import aligned
 
 
 class Block:
@@ -34,7 +32,7 @@ class HostPool:
         self.nbytes = 0
         self._blocks: list[weakref.ref[Block]] = []  # by address
         self._region = torch.empty(0, dtype=torch.uint8, device="cpu")  # the old one goes before there is another
-        nbytes = _aligned(nbytes)
+        nbytes = aligned(nbytes)
         if nbytes:
             region = self._device.host_zeros(nbytes, torch.uint8)
             self._device.pin(region)
@@ -47,7 +45,7 @@ class HostPool:
 
     def take(self, nbytes: int) -> Block | None:
         """A block of this size, the first that there is room for; None if there is none."""
-        needed, blocks, end = _aligned(nbytes), self._in_use(), 0
+        needed, blocks, end = aligned(nbytes), self._in_use(), 0
         for place, start in enumerate([*(block.start for block in blocks), self.nbytes]):
             if start - end >= needed:
                 found = Block(self._region[end : end + nbytes], end, end + needed)
@@ -58,7 +56,3 @@ class HostPool:
 
     def _in_use(self) -> list[Block]:
         return [block for block in (reference() for reference in self._blocks) if block is not None]
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

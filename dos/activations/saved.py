@@ -12,10 +12,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from dos.activations.pool import Block
 from dos.devices import Device, Job
 from dos.sharding.local import is_sharded, laid_out_as, version
+from dos.state.arena import ALIGNMENT
 from perfmodel import Op
-
-_ALIGNMENT = 256
-"""Bytes. A tensor that has come back begins as far from a multiple of these as before: kernels may look at that."""
 
 
 class Saved:
@@ -84,7 +82,8 @@ class Saved:
         """Start its way back. Raises torch.OutOfMemoryError."""
         assert self._block is not None, "it is on the host"
         assert self._saving is not None, "it went there"
-        lead = self._first % _ALIGNMENT
+        # It begins as far from a multiple of these as before: kernels may look at that.
+        lead = self._first % ALIGNMENT
         buffer = self._device.allocate(lead + self.nbytes)
         self._queue = self._device.owner
         # What the memory's queue did there before must be over, and the bytes must have come to the host.
@@ -104,7 +103,7 @@ class Saved:
             return tensor.made_of(memory, 0)
         assert self._restoring is not None, "its copy was issued"
         self._device.join(self._restoring)
-        found = tensor.made_of(self._back, self._first - self._first % _ALIGNMENT)
+        found = tensor.made_of(self._back, self._first - self._first % ALIGNMENT)
         self._used += 1
         if self._used >= self.tensors:  # autograd has what it needs; with retain_graph it may ask again
             self.spent = True

@@ -15,8 +15,8 @@ from dos.state.host_tensor import HostTensor
 from perfmodel.format import MASTER, REST, Field, format_of
 from perfmodel.plan import Tier
 
-_ALIGNMENT = 256
-"""Bytes; every tensor carved from a slot starts on such a boundary, as CUDA's own allocations do."""
+ALIGNMENT = 256
+"""Bytes; tensors in larger memory begin on such a boundary, as CUDA's own allocations do."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -225,5 +225,5 @@ def as_transport_dtype(flat: Tensor) -> Tensor:
 
 
 def aligned(nbytes: int) -> int:
-    """The bytes that a tensor of `nbytes` takes in a slot."""
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+    """The bytes that a tensor of `nbytes` takes in larger memory, such as a slot."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT

@@ -138,6 +138,13 @@ def layers(device: Reusing, most: float = 1) -> tuple[Tensor, Tensor]:
     return x, y
 
 
+def stream_behind(runtime: Runtime) -> FakeStream:
+    """Another stream, which waits for what the caller's has queued."""
+    other = FakeStream(runtime)
+    other.wait_record(runtime.caller.record())
+    return other
+
+
 def ones(device: Reusing) -> Tensor:
     return device.new(lambda: torch.ones(N))
 
@@ -163,8 +170,7 @@ def test_backward_may_run_on_another_stream(seed: int | None, monkeypatch: pytes
     runtime, device, optimizer, _ = start(monkeypatch, seed)
     for _ in range(2):
         x, y = forward(device, optimizer)
-        other = FakeStream(runtime)
-        other.wait_record(runtime.caller.record())
+        other = stream_behind(runtime)
         with runtime.stream(other):
             (slope,) = torch.autograd.grad(y, x, ones(device))
             del y
@@ -230,8 +236,7 @@ def test_a_forward_may_run_on_another_stream_beside_the_last_backward(
 ) -> None:
     runtime, device, optimizer, _ = start(monkeypatch, seed)
     x, y = forward(device, optimizer)
-    other = FakeStream(runtime)
-    other.wait_record(runtime.caller.record())
+    other = stream_behind(runtime)
     with runtime.stream(other):
         (slope,) = torch.autograd.grad(y, x, ones(device))
         del y

@@ -7,6 +7,8 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -39,20 +41,25 @@ def backward_of(model: Branches, step: int, thread: int) -> None:
         loss.backward()
 
 
+def run_all(work: Sequence[Callable[[], None]], threaded: bool) -> None:
+    """Do all, each in a thread of its own or one after the other."""
+    threads = [threading.Thread(target=each) for each in work]
+    for thread in threads:
+        if threaded:
+            thread.start()
+        else:
+            thread.run()
+    for thread in threads:
+        if threaded:
+            thread.join()
+
+
 def train(threaded: bool, **settings: object) -> list[bytes]:
     model = Branches()
     optimizer = DOSAdam(model.parameters(), lr=0.01, subgroup_size=300, **settings)  # type: ignore[arg-type]
     for step in range(4):
         optimizer.zero_grad()
-        threads = [threading.Thread(target=backward_of, args=(model, step, i)) for i in range(THREADS)]
-        for thread in threads:
-            if threaded:
-                thread.start()
-            else:
-                thread.run()
-        for thread in threads:
-            if threaded:
-                thread.join()
+        run_all([partial(backward_of, model, step, i) for i in range(THREADS)], threaded)
         optimizer.step()
     return bits([*model.parameters(), *(t for entry in optimizer.state.values() for t in entry.values())])
 
@@ -77,7 +84,7 @@ def test_offloaded_gradients_of_two_threads_are_refused(at_once: bool) -> None:
     optimizer = DOSAdam(model.parameters(), offload_gradients=True, device=EmulatedDevice(FAST, capacity=10**7))
     ended = [threading.Event() for _ in range(2)]
 
-    def run(thread: int) -> None:
+    def go(thread: int) -> None:
         if thread and not at_once:
             ended[0].wait()
         try:
@@ -87,11 +94,7 @@ def test_offloaded_gradients_of_two_threads_are_refused(at_once: bool) -> None:
         ended[thread].set()
         ended[1 - thread].wait()  # so that they are two, and not one after the other under one number
 
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_all([partial(go, i) for i in range(2)], threaded=True)
     assert refused
     assert all("backward ran in two threads" in each or "not complete" in each for each in refused)
     before = bits([*model.parameters()])
@@ -111,17 +114,7 @@ def test_offloaded_gradients_of_threads_that_share_no_parameter() -> None:
         device = EmulatedDevice(FAST, capacity=10**7)
         optimizer = DOSAdam(parameters, subgroup_size=300, offload_gradients=True, device=device)
         for _ in range(3):
-            threads = [
-                threading.Thread(target=lambda m=m: m(torch.ones(8, 24)).square().mean().backward()) for m in models
-            ]
-            for thread in threads:
-                if threaded:
-                    thread.start()
-                else:
-                    thread.run()
-            for thread in threads:
-                if threaded:
-                    thread.join()
+            run_all([lambda m=m: m(torch.ones(8, 24)).square().mean().backward() for m in models], threaded)
             optimizer.step()
         return bits(parameters)
 
