@@ -85,14 +85,15 @@ class Search:
         n = len(self.inputs[0].subgroups)
         size, *finer = [*(level for level in LEVELS if n >= 1.5 * level), min(n, FINE)]
         answers: list[tuple[float, _Sample, int]] = []
-        near, step = size // 2, size // 4
+        near, step, found = size // 2, size // 4, dict[int, int]()  # by slots: each has a valley of its own
         costs, stride = dict[int, float](), len(self._leaving) - 1
         places = [0, stride] if stride else [0]
         while places:
             for place in places:
                 for memory in self._divided(self._leaving[place]):
                     sample = self._sample(memory, size)
-                    near, step = self._lowest(sample, near, step, sample.ends), 1
+                    near, step = self._lowest(sample, found.get(memory.slots, near), step, sample.ends), 1
+                    found[memory.slots] = near
                     answers.append((self._cost(sample, near), sample, near))
                     costs[place] = min(costs.get(place, math.inf), answers[-1][0])
                     self.plan = self._judged(*min(answers, key=_cost_of))

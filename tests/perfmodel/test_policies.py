@@ -395,6 +395,18 @@ def test_what_leaves_is_as_good_as_nothing_and_all(case: tuple[Workload, Hardwar
     assert best <= 1.02 * min(stay, leave)
 
 
+def test_with_each_number_of_slots_the_search_goes_on_where_it_was_with_as_many() -> None:
+    """Without slots all others are on the CPU, from where the valley of two slots is out of sight."""
+    saved = tuple(SavedTensors(4_375_000, (i + 1) / 12, 1 - (i + 1) / 12) for i in range(12))
+    load = dataclasses.replace(
+        work(14, size=10**7, forward_s=0.01, backward_s=0.02, peak_free_bytes=21e7, update_free_bytes=50.4e7),
+        shared_free_bytes=151.2e7,
+        activations=saved,
+    )
+    stay, leave, best = best_with(load, MACHINES["unknown"])
+    assert best <= min(stay, leave)
+
+
 def test_part_of_the_saved_tensors_leaves_where_links_have_room_for_a_part() -> None:
     state = 12 * 16 * 62_500_000
     saved = tuple(SavedTensors(int(0.6 * state / 24), (i + 1) / 24, 1 - (i + 1) / 24) for i in range(24))
