@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from perfmodel.lanes import Stream
 from perfmodel.plan import Move, Placement, Plan, Tier
 from perfmodel.scope import UPDATE_ALONE, Phase, Scope
 from perfmodel.timeline import Op
+from perfmodel.windows import Windows
 from perfmodel.workload import AHEAD, SubgroupLoad, Workload
 
 # What tasks do, and on which stream. Names of their own, because the planner makes some hundred
@@ -39,6 +40,7 @@ class Task(NamedTuple):
     slot: the staging slot that it fills, uses or empties, if any.
     others: further subgroups that the same update updates.
     move: of the subgroup's state, if that goes from one tier to another.
+    window: on the host, which state from disk or to it passes through.
     """
 
     op: Op
@@ -49,6 +51,7 @@ class Task(NamedTuple):
     slot: int | None = None
     others: tuple[int, ...] = ()
     move: Move | None = None
+    window: int | None = None
 
 
 @dataclass(frozen=True)
@@ -58,10 +61,12 @@ class Schedule:
     begun: how many of them were under way when the others were scheduled: pieces of backward, and
         what left or arrived beside them. In a step the next task is the end of backward, where
         `step()` was called; a plan has no such task.
+    kept: the windows in which state stays that belongs on disk, by subgroup.
     """
 
     tasks: tuple[Task, ...]
     begun: int = 0
+    kept: Mapping[int, int] = field(default_factory=dict)
 
 
 class SubgroupState(NamedTuple):
@@ -75,6 +80,7 @@ class SubgroupState(NamedTuple):
     fetched: the one under way that brings the state, to a slot or to stay.
     stale_bytes: of parameters that are half of their masters, where the host has not the newest: it
         needs them to update them.
+    window: in which the state is, if it belongs on disk; `state` is the host then.
     """
 
     state: Tier
@@ -85,6 +91,7 @@ class SubgroupState(NamedTuple):
     departed: tuple[int, ...] = ()
     fetched: int | None = None
     stale_bytes: int = 0
+    window: int | None = None
 
 
 def schedule(plan: Plan, workload: Workload, scope: Scope = UPDATE_ALONE) -> Schedule:
@@ -96,15 +103,18 @@ def schedule(plan: Plan, workload: Workload, scope: Scope = UPDATE_ALONE) -> Sch
         raise ValueError(f"the plan is for {len(plan)} subgroups, the workload has {len(workload.subgroups)}")
     made = ScheduleBuilder(plan, workload)
     loads, overlapped = workload.subgroups, scope.backward is Phase.OVERLAPPED
+    held = [i for i in plan.order if i in plan.on_disk][: workload.windows if workload.reverses else 0]
+    windows = {i: window for window, i in enumerate(held)}
     found = [
         SubgroupState(
-            DEVICE if placement is RESIDENT else HOST,
+            HOST if i in windows else plan.stays(i),
             HOST if load.returned_bytes else DEVICE,
             load.numel,
-            load.returned_bytes or (None if overlapped else load.gradient_bytes),
+            load.returned_bytes or (None if overlapped and i not in plan.on_disk else load.gradient_bytes),
             load.parameter_bytes,
+            window=windows.get(i),
         )
-        for placement, load in zip(plan.placements, loads, strict=True)
+        for i, load in enumerate(loads)
     ]
     backward: tuple[int, ...] = ()
     # Offloaded gradients come up through a slot for residents, too.
@@ -116,13 +126,14 @@ def schedule(plan: Plan, workload: Workload, scope: Scope = UPDATE_ALONE) -> Sch
         vacated = [backward] * slots
     if overlapped:
         for i in range(len(loads) - 1, -1, -1):
-            if plan.placements[i] is not CPU and not loads[i].returned_bytes:
+            on_device = plan.placements[i] is not CPU and not loads[i].returned_bytes
+            if on_device or i in plan.on_disk:  # what comes from disk has no memory for its gradients until its turn
                 continue
             made.departed[i] = (made.add(GRADIENT, i, loads[i].gradient_bytes, (made.piece[i],)),)
         vacated = [made.memory_for(slot) for slot in range(min(slots, plan.placements.count(STREAMED)))] or vacated
     made.step(found, backward, vacated)
     made.forward(scope.forward)
-    return Schedule(tuple(made.tasks))
+    return Schedule(tuple(made.tasks), kept=made.windows.inside)
 
 
 def schedule_step(plan: Plan, workload: Workload, found: Sequence[SubgroupState], begun: Sequence[Task]) -> Schedule:
@@ -138,7 +149,7 @@ def schedule_step(plan: Plan, workload: Workload, found: Sequence[SubgroupState]
     issued = len(made.tasks)
     backward = (made.add(BACKWARD, None, 0),)
     made.step(found, backward, [backward] * plan.slots)
-    return Schedule(tuple(made.tasks), issued)
+    return Schedule(tuple(made.tasks), issued, made.windows.inside)
 
 
 def arriving(plan: Plan, found: Sequence[SubgroupState]) -> list[int]:
@@ -166,10 +177,16 @@ def staged(plan: Plan, found: Sequence[SubgroupState]) -> list[int]:
     return [i for i in plan.order if passes(i)]
 
 
+def windowed(plan: Plan, found: Sequence[SubgroupState]) -> list[int]:
+    """Subgroups whose state passes through windows on the host, in service order."""
+    through = (i for i in plan.order if found[i].gradient or found[i].state is not plan.stays(i))
+    return [i for i in through if found[i].state is DISK or plan.stays(i) is DISK]
+
+
 class ScheduleBuilder:
     """The tasks so far.
 
-    piece: of backward, by the subgroup whose gradient is complete then.
+    piece: of backward, by the subgroup whose gradient is complete then. windows: see there.
     departed, fetched: by subgroup, tasks beside backward that bring its gradients to the host, or
         its state to a slot.
     """
@@ -184,6 +201,7 @@ class ScheduleBuilder:
         """The tasks after which a subgroup's new parameters are on the device."""
         self.departed: dict[int, tuple[int, ...]] = {}
         self.fetched: dict[int, int] = {}
+        self.windows = Windows(workload.windows, self._write)
 
     def add(
         self,
@@ -267,6 +285,10 @@ class ScheduleBuilder:
         backward: what has to end before gradients are complete and parameters may be overwritten.
         vacated: by slot, what has to end before it is filled for the first time.
         """
+        for turn, i in enumerate(self._plan.order):
+            window = found[i].window
+            if window is not None:
+                self.windows.hold(i, window, turn)
         others, arriving, residents = [], [], dict[str, list[int]]()
         for i in self._plan.order:
             gradient, stays = found[i].gradient, self._plan.placements[i] is RESIDENT
@@ -278,7 +300,7 @@ class ScheduleBuilder:
                 residents.setdefault(self._loads[i].format, []).append(i)
             elif gradient is DEVICE:
                 arriving.append(i)
-            elif not stays:
+            elif not stays and found[i].state is DEVICE:
                 self._leave(i, backward)
         ahead = [i for i in others if i in self.fetched and self._plan.placements[i] is not RESIDENT]
         self._others(ahead, 0, found, backward, vacated)
@@ -288,6 +310,8 @@ class ScheduleBuilder:
             self._arriving(i, found[i], backward)
         begun = set(ahead)
         self._others([i for i in others if i not in begun], len(ahead), found, backward, vacated)
+        for i in () if self._workload.reverses else list(self.windows.inside):
+            self.windows.write(i)
 
     def _others(
         self,
@@ -300,6 +324,8 @@ class ScheduleBuilder:
         """What is updated on the host, or passes through slots; `rank` have done so before."""
         for i in others:
             if found[i].gradient is None:
+                if found[i].window is None and found[i].state is not self._plan.stays(i):
+                    self._rest(i, self._to_host(i, found[i], backward))
                 continue
             on_host = found[i].state is not DEVICE and self._plan.placements[i] is CPU
             if on_host or not vacated:
@@ -320,7 +346,9 @@ class ScheduleBuilder:
         """State that comes to stay, and its gradient is there."""
         fetched = self.fetched.get(i)
         if fetched is None:
-            fetched = self._move(i, Move(found.state, DEVICE), backward)
+            here = self._from_disk(i, found)
+            fetched = self._move(i, Move(HOST if here else found.state, DEVICE), (*backward, *here))
+        self.windows.leave(i, (fetched,))
         self._update(i, found, (fetched, *backward))
 
     def _staged(
@@ -335,11 +363,13 @@ class ScheduleBuilder:
         # The slot's last occupant must have left before the next one is written over it.
         after = (*vacated, *self.departed.get(i, ()))
         if comes:
-            ready += (self._move(i, Move(found.state, DEVICE), after, slot, returned),)
+            here = self._from_disk(i, found)
+            ready += (self._move(i, Move(HOST if here else found.state, DEVICE), (*after, *here), slot, returned),)
         elif found.gradient is HOST:
             ready += (self.add(PREFETCH, i, returned, after, slot),)
         update = self._update(i, found, ready + backward, slot)
         if stays:
+            self.windows.leave(i, ready)
             return update
         if found.state is not DEVICE:
             return self._leave(i, (update,), slot)
@@ -349,27 +379,75 @@ class ScheduleBuilder:
     def _on_host(self, i: int, found: SubgroupState, backward: tuple[int, ...]) -> None:
         """An update on the host; what it needs may have to leave the device first, parameters go up."""
         ready = self.departed.get(i, ())
+        here = self._to_host(i, found, backward)
         late = found.gradient_bytes if found.gradient is DEVICE else None
         if late is not None or found.stale_bytes:
-            ready += (self.add(GRADIENT, i, (late or 0) + found.stale_bytes, backward),)
-        if found.state is not HOST:
-            ready += (self._move(i, Move(found.state, HOST), backward),)
+            # In a window there is room for them once the state is there.
+            after = backward if i not in self.windows.inside else (*backward, *here)
+            ready += (self.add(GRADIENT, i, (late or 0) + found.stale_bytes, after),)
+        ready += here
         update = self.add(ON_HOST, i, found.numel, ready + backward)
         # What the caller queued before the step still reads the old parameters.
         after = (update, *backward)
         self._updated[i] = self.add(PARAMETER, i, found.parameter_bytes, after)
+        self._rest(i, (self._updated[i],))
 
     def _update(self, i: int, found: SubgroupState, after: tuple[int, ...], slot: int | None = None) -> int:
         update = self._updated[i] = self.add(ON_DEVICE, i, found.numel, after, slot)
         return update
 
     def _leave(self, i: int, after: tuple[int, ...], slot: int | None = None) -> int:
-        return self._move(i, Move(DEVICE, self._plan.placements[i].value.stays), after, slot)
+        """State leaves the device, home or to a window."""
+        if self._plan.stays(i) is not DISK:
+            return self._move(i, Move(DEVICE, self._plan.stays(i)), after, slot)
+        window, vacated = (self.windows.inside[i], ()) if i in self.windows.inside else self.windows.take(i)
+        flush = self._move(i, Move(DEVICE, HOST), (*after, *vacated), slot, window=window)
+        self.windows.settle(i, (flush,))
+        return flush
 
-    def _move(self, i: int, move: Move, after: tuple[int, ...], slot: int | None = None, beside: int = 0) -> int:
+    def _from_disk(self, i: int, found: SubgroupState) -> tuple[int, ...]:
+        """State comes from disk, home if it is to rest there, else to a window; what brings it, if it was there."""
+        self.windows.use(i)
+        # What was in a window may have had to leave it before its turn.
+        if found.state is not DISK and (found.window is None or i in self.windows.inside):
+            return ()
+        window, vacated = self.windows.take(i)
+        read = self._move(i, Move(DISK, HOST), vacated, window=window)
+        if self._plan.stays(i) is HOST:
+            self.windows.leave(i, (read,))
+        return (read,)
+
+    def _to_host(self, i: int, found: SubgroupState, after: tuple[int, ...]) -> tuple[int, ...]:
+        """State comes to the host, from wherever it is; what brings it."""
+        here = () if found.state is DEVICE else self._from_disk(i, found)
+        if here or found.state is HOST:
+            return here
+        if found.state is DEVICE and self._plan.stays(i) is DISK:
+            return (self._leave(i, after),)
+        return (self._move(i, Move(found.state, HOST), after),)
+
+    def _rest(self, i: int, after: tuple[int, ...]) -> None:
+        """After these tasks the host has the state as it is to rest; what is at home and belongs on disk is written."""
+        if i in self.windows.inside:
+            self.windows.settle(i, after)
+        elif self._plan.stays(i) is DISK:
+            self.windows.leave(i, (self._write(i, *self.windows.take(i), after),))
+
+    def _write(self, i: int, window: int, vacated: tuple[int, ...], after: tuple[int, ...] = ()) -> int:
+        return self._move(i, Move(HOST, DISK), (*vacated, *after), window=window)
+
+    def _move(
+        self,
+        i: int,
+        move: Move,
+        after: tuple[int, ...],
+        slot: int | None = None,
+        beside: int = 0,
+        window: int | None = None,
+    ) -> int:
         """State goes from tier to tier. beside: bytes that go the same way."""
         op, stream = MOVES[move]
-        self.tasks.append(Task(op, stream, i, self._loads[i].state_bytes + beside, after, slot, (), move))
+        self.tasks.append(Task(op, stream, i, self._loads[i].state_bytes + beside, after, slot, (), move, window))
         return len(self.tasks) - 1
 
     def memory_for(self, slot: int) -> tuple[int, ...]:
@@ -396,7 +474,8 @@ class ScheduleBuilder:
         runs: list[tuple[int, int, tuple[int, ...]]]
         if phase is Phase.SERIAL:
             size = max(size, 1)
-            runs = [(0, size, tuple(range(len(self.tasks))))]
+            # What is written to disk is of no use to it.
+            runs = [(0, size, tuple(number for number, task in enumerate(self.tasks) if task.op is not Op.WRITE))]
         else:
             updated = {i: (task,) for i, task in self._updated.items()}
             runs = [(i, load.numel, updated.get(i, ())) for i, load in enumerate(self._loads)]

@@ -62,7 +62,7 @@ class Simulator:
         each_s = workload.backward_s / max(workload.numel, 1), workload.forward_s / max(workload.numel, 1)
         served, compute = Tasks(), Stream.COMPUTE
         stream_of, seconds_of, demand_of, after_of = served.stream, served.seconds, served.demand, served.after
-        for op, stream, subgroup, size, after, _, _, _ in schedule.tasks:
+        for op, stream, subgroup, size, after, *_ in schedule.tasks:
             if stream is compute:
                 seconds, rate = each_s[op is Op.FORWARD] * size, 0.0
             else:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from perfmodel import Placement, Plan
 from perfmodel.bounds import lower_bound
 from perfmodel.hardware import DISK_RATES, HardwareProfile, builtin_profiles
+from perfmodel.policies import spilled
 from perfmodel.simulate import UPDATE_ALONE, Phase, Scope, exposed
 from perfmodel.workload import Workload, peak_room
 from tests.support.machines import machine, with_disk, work
@@ -117,7 +118,10 @@ def cases(draw: st.DrawFn) -> tuple[Plan, Workload, HardwareProfile]:
     peak = held + (load.update_free_bytes if shares_peak else 0)
     peak = draw(st.sampled_from([max(0, peak - peak_room(activations, plan.activation_bytes)), math.inf]))
     load = dataclasses.replace(load, peak_free_bytes=peak, shared_free_bytes=peak if shares_peak else math.inf)
-    return plan, load, draw(st.sampled_from(list(builtin_profiles().values())))
+    if draw(st.booleans()):
+        free = draw(st.sampled_from([0.0, 0.3, 0.8])) * load.state_bytes
+        load = with_disk(load, free, draw(st.integers(1, 4)), reverses=draw(st.booleans()))
+    return spilled(plan, load), load, draw(st.sampled_from(list(builtin_profiles().values())))
 
 
 @given(cases(), st.booleans())

@@ -88,9 +88,13 @@ def test_state_that_does_not_fit_on_the_host_is_on_disk_but_what_the_device_has(
     assert 0 < on_disk < advice.situation.disk_per_rank
     assert advice.bound is not None
     assert advice.bound.binding.startswith("disk")
+    assert advice.bound.seconds <= advice.best.update_s  # type: ignore[operator]
     assert advice.limit == "disk"
     larger = advise(question(host_bytes=96 * GIB))
     assert parts(larger)[1] < on_disk
+    assert larger.best.seconds < advice.best.seconds
+    levers = {lever.change: lever.outcome for lever in advice.levers}
+    assert levers["disks twice as fast"].seconds < 0.7 * advice.best.seconds
 
 
 def test_ranks_of_a_node_share_its_disks() -> None:
@@ -118,6 +122,7 @@ def test_a_disk_is_proposed_where_host_memory_is_missing() -> None:
     remedies = {remedy.effect: remedy for remedy in advise(question(disk_bytes=None)).remedies}
     assert remedies[Effect.DISK].change == "with --disk 1TB"
     assert remedies[Effect.DISK].situation.fits
+    assert remedies[Effect.MACHINE].outcome.seconds < remedies[Effect.DISK].outcome.seconds
 
 
 @settings(max_examples=50)

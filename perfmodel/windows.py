@@ -1,0 +1,68 @@
+"""Windows on the host, through which state passes that rests on disk, as a schedule uses them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+Write = Callable[[int, int, tuple[int, ...]], int]
+"""Adds the task that writes a subgroup's state, from a window, after some tasks; its number."""
+
+
+class Windows:
+    """Which subgroup's state is in which window. It is written when another needs the window, not before.
+
+    inside: the windows by subgroup.
+    """
+
+    def __init__(self, count: int, write: Write) -> None:
+        self.inside: dict[int, int] = {}
+        self._write = write
+        self._after: list[tuple[int, ...]] = [()] * count
+        """By window, the tasks after which it is free, or what is in it as it will be written."""
+        self._turns = [0] * count
+        """By window, when it was last taken; below 0: what is in it is from before, and its turn is to come."""
+        self._written: dict[int, tuple[int, ...]] = {}
+
+    def hold(self, subgroup: int, window: int, turn: int) -> None:
+        """The state is there from before. turn: its place in the order of the updates."""
+        self.inside[subgroup] = window
+        self._turns[window] = -1 - turn
+
+    def take(self, subgroup: int) -> tuple[int, tuple[int, ...]]:
+        """A window for a subgroup's state; what has to end before it is filled.
+
+        Raises ValueError if there is none.
+        """
+        if not self._turns:
+            raise ValueError("a plan with state on disk needs at least 1 window on the host, found 0")
+        occupants = {window: occupant for occupant, window in self.inside.items()}
+
+        def cost(window: int) -> tuple[bool, bool, int]:
+            return window in occupants, self._turns[window] < 0, self._turns[window]
+
+        window = min(range(len(self._turns)), key=cost)
+        if window in occupants:
+            self.write(occupants[window])
+        self.inside[subgroup] = window
+        self.use(subgroup)
+        return window, self._after[window] + self._written.get(subgroup, ())
+
+    def use(self, subgroup: int) -> None:
+        """It is the turn of a subgroup."""
+        if subgroup in self.inside:
+            self._turns[self.inside[subgroup]] = max(self._turns) + 1
+
+    def settle(self, subgroup: int, after: tuple[int, ...]) -> None:
+        """After these tasks the state in the window is as it will be written."""
+        self._after[self.inside[subgroup]] = after
+
+    def leave(self, subgroup: int, after: tuple[int, ...]) -> None:
+        """After these tasks the state is elsewhere, and the window, if it is in any, free."""
+        if subgroup in self.inside:
+            self._after[self.inside.pop(subgroup)] = after
+
+    def write(self, subgroup: int) -> None:
+        """Have the state written, which leaves its window."""
+        window = self.inside[subgroup]
+        self._written[subgroup] = (self._write(subgroup, window, self._after[window]),)
+        self.leave(subgroup, self._written[subgroup])
