@@ -16,6 +16,7 @@ from torch import Tensor
 from dos.activations.offload import ActivationOffload
 from dos.deciding.decisions import Decisions
 from dos.deciding.policies import Policy
+from dos.deciding.rests import Rests
 from dos.devices import Copy, Device, Job
 from dos.gradients.departures import Departures
 from dos.guard import Guard
@@ -45,7 +46,8 @@ class DeviceSide:
     def __init__(self, device: Device, registry: Registry, policy: Policy, options: Options, guard: Guard) -> None:
         self.device = device
         self.replays = False
-        self.engine = Engine(device, registry.host_store, guard)
+        self._rests = Rests(registry.homes, device, options)
+        self.engine = Engine(device, registry.homes, guard)
         self.departures = Departures()
         self.activations = activations = ActivationOffload(device, guard.lock, lambda: registry.bytes_to_come)
         device_store, host_store = self.engine.stores.device, registry.host_store
@@ -92,8 +94,9 @@ class DeviceSide:
         if not subgroups:
             return None
         loads, beside = self._registry.loads(), self._registry.gradient_bytes()
-        saved = self.activations.recorded
-        plan = self.decisions.decide(loads, self._now, attached=attached, beside=beside, saved=saved)
+        saved, subgroups = self.activations.recorded, self._registry.accelerated
+        rests = self._rests.limits(subgroups, offloaded=self._registry.offloaded is not None, attached=attached)
+        plan = self.decisions.decide(loads, self._now, attached=attached, beside=beside, saved=saved, rests=rests)
         self.engine.check(plan, subgroups, self.decisions.memory.reading.memory.total)
         return plan
 
@@ -177,9 +180,12 @@ class DeviceSide:
         subgroups, engine = self._registry.accelerated, self.engine
         ran_out = self.decisions.memory.forecast.ran_out_lately
         # What has to leave for state to come has to have left in this forward.
+        assert self._now.workload is not None, "the plan was made for it"
+        plan = self._rests.ordered(plan, self._now.workload)
         if self.decisions.follows_memory and not ran_out and plan.activation_bytes <= self.activations.leaving:
             engine.early.settle(plan, subgroups)
-        on_host = (subgroups[i] for i in plan.served(Placement.CPU) if not engine.stores.device.has(subgroups[i]))
+        at_home = (i for i in plan.served(Placement.CPU) if i not in plan.on_disk)
+        on_host = (subgroups[i] for i in at_home if not engine.stores.device.has(subgroups[i]))
         # The memory through which gradients travel is made in step(), never here.
         self._now.wanted = {subgroup for subgroup in on_host if engine.stores.host.stages(subgroup)}
         self._now.plan = plan
@@ -227,8 +233,9 @@ class DeviceSide:
         # What updates of parameters on the host take of it meanwhile is not measured.
         now.alone = all(subgroup.arena.accelerated for subgroup in updates) and not self.activations.moved
         with now.held_up():
-            prepared = self.engine.make_room(plan, subjects)
-            if self.decisions.follows_memory and self.decisions.memory.grows_short:
+            assert now.workload is not None, "the plan was made for it"
+            prepared = self.engine.make_room(self._rests.ordered(plan, now.workload), subjects, now.workload.windows)
+            if self.decisions.follows_memory and self.decisions.memory.grows_short and not self.engine.stores.disk:
                 # Pinning takes 0.2 to 0.4 s per GB, which the step in which state leaves should not have to spend.
                 resident = self.engine.stores.device.resident
                 self.engine.stores.host.prepare(s for s in reversed(self._registry.accelerated) if s in resident)
@@ -241,6 +248,7 @@ class DeviceSide:
         """Issue the step, for which there is memory. plan: before that was asked for."""
         assert self._now.workload is not None, "the plan was made for it"
         self.decisions.begin_step(plan, self._now)
+        self._rests.steps += 1
         self._waited_for = set()
         with self._now.held_up():
             self.engine.start(prepared, self._now.workload)

@@ -21,7 +21,7 @@ from dos.devices import Device
 from dos.gradients.scaling import amp_scale
 from dos.gradients.torch_clipping import watch_clipping
 from dos.guard import exclusive
-from dos.options import Options, check_settings
+from dos.options import Options, check_settings, folders_of
 from dos.parameters.hooks import check_model
 from dos.parameters.loading import load_state_dict, loads_full_state, to_be_filled
 from dos.session import Session
@@ -82,6 +82,11 @@ class DOSAdam(Optimizer):
             it gives the bytes, and they are the caller's responsibility.
         memory_interval: seconds between samples of free memory by a thread, for memory that others take and free again
             within an iteration. None: samples in backward and around the update alone.
+        disk: a folder, or several that are used at once, for state that ``host_memory`` does not hold (docs/disk.md).
+            What rests there is read and written in each step. Files of this process go at its end; a crash's, at the
+            next start. Only of parameters on an accelerator.
+        host_memory: bytes of host memory for optimizer state, with gradients, parameters and state on their way. None:
+            what is there, or nine tenths of it with ``disk``.
         decoupled_weight_decay: False gives Adam with L2 regularisation.
         device: the accelerator on which the parameters are. None: the CUDA device of the parameters, if any. Pass a
             ``dos.EmulatedDevice`` to try the engine without an accelerator.
@@ -123,6 +128,8 @@ class DOSAdam(Optimizer):
         offload_gradients: bool | str = False,
         memory_budget: int | float | Callable[[], int] | None = None,
         memory_interval: float | None = None,
+        disk: str | Path | Sequence[str | Path] | None = None,
+        host_memory: int | None = None,
         decoupled_weight_decay: bool = True,
         device: Device | torch.device | str | None = None,
         process_groups: Sequence[ProcessGroup] = (),
@@ -155,6 +162,8 @@ class DOSAdam(Optimizer):
             offload_gradients=offload_gradients,
             memory_budget=memory_budget,
             memory_interval=memory_interval,
+            disk=folders_of(disk),
+            host_memory=host_memory,
         )
         self._process_groups = tuple(process_groups)
         self._set_up(options, device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,8 @@ class Options:
         those of further micro-batches in their own dtype.
     memory_budget: device memory for state: bytes, a share (a float), or a function giving bytes; None: what is free.
     memory_interval: seconds between samples of memory by a thread of its own, or None for no such thread.
+    disk: folders for state that the host has no memory for; none: there is none.
+    host_memory: bytes of host memory for state and what it passes through; None: nearly all that is there.
     """
 
     policy: str | float | Policy
@@ -46,6 +49,8 @@ class Options:
     offload_gradients: bool | str
     memory_budget: int | float | Callable[[], int] | None
     memory_interval: float | None
+    disk: tuple[Path, ...] = ()
+    host_memory: int | None = None
 
     @property
     def never_leaves(self) -> bool:
@@ -72,6 +77,11 @@ class Options:
             raise TypeError(f"profile must be a HardwareProfile, a file, a name, or None, found {self.profile!r}")
         if isinstance(self.profile, str | Path):
             check_named(self.profile)
+        host = self.host_memory
+        if host is not None and (isinstance(host, bool) or not isinstance(host, int) or host < 1):
+            raise ValueError(f"host_memory must be 1 or more bytes as an int, or None, found {host!r}")
+        if self.disk and self.never_leaves:
+            raise ValueError("policy='resident' keeps all state on the device; leave disk= out, or choose 'adaptive'")
         for name in ("max_grad_norm", "memory_interval"):
             value = getattr(self, name)
             if value is not None:
@@ -97,6 +107,14 @@ class Options:
                 )
         if self.memory_interval is not None and not 0 < self.memory_interval < math.inf:
             raise ValueError(f"memory_interval must be above 0 seconds, or None, found {self.memory_interval}")
+
+
+def folders_of(disk: str | Path | Sequence[str | Path] | None) -> tuple[Path, ...]:
+    """What users pass as `disk`. Raises TypeError."""
+    found = () if disk is None else (disk,) if isinstance(disk, str | os.PathLike) else tuple(disk)
+    if not all(isinstance(folder, str | os.PathLike) for folder in found):
+        raise TypeError(f"disk must be a folder, a sequence of folders, or None, found {disk!r}")
+    return tuple(Path(folder).expanduser() for folder in found)
 
 
 def check_settings(settings: Mapping[str, Any], where: str, state_format: str | None = None) -> None:

@@ -322,7 +322,7 @@ class Session(InFlight):
         """User code reads or changes an entry of the state."""
         self.guard.check()
         self.bring_home()
-        self.registry.host_store.join_homes()
+        self.registry.homes.show(self.registry.accelerated)
         self.registry.write_steps()
         self.seen = True
 

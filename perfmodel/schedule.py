@@ -382,8 +382,8 @@ class ScheduleBuilder:
         here = self._to_host(i, found, backward)
         late = found.gradient_bytes if found.gradient is DEVICE else None
         if late is not None or found.stale_bytes:
-            # In a window there is room for them once the state is there.
-            after = backward if i not in self.windows.inside else (*backward, *here)
+            # In a window there is room for them once the state is there, and masters then follow parameters.
+            after = (*backward, *here) if found.state is DISK or i in self.windows.inside else backward
             ready += (self.add(GRADIENT, i, (late or 0) + found.stale_bytes, after),)
         ready += here
         update = self.add(ON_HOST, i, found.numel, ready + backward)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+WINDOWS = 4
+"""One is read into, one updated, one written, and one in between."""
+
 Write = Callable[[int, int, tuple[int, ...]], int]
 """Adds the task that writes a subgroup's state, from a window, after some tasks; its number."""
 

@@ -90,12 +90,13 @@ class Decisions:
         attached: bool,
         beside: int,
         saved: Callable[[Room, bool], Mapping[str, Any]],
+        rests: Mapping[str, Any],
     ) -> Plan:
         """Where to update these subgroups in this iteration.
 
         attached: whether the update runs on into the next forward. beside: see `MemoryMonitor.workload`.
         saved: what the workload has of saved tensors, by the room that there is, and whether training ran out of memory
-        lately.
+        lately. rests: what it has of state that rests on the host and on disk.
         Raises ValueError or TypeError for a plan that is none.
         """
         if self._adaptive is not None and self._adaptive.profile is None:
@@ -106,6 +107,7 @@ class Decisions:
             forward_s=self.pace.forward_s if attached else 0.0,
             backward_s=self.pace.backward_s,
             **saved(self.memory.room, self.memory.forecast.ran_out_lately),
+            **rests,
         )
         if self._adaptive is not None or self._decided is None or self._decided[0] != workload:
             self._decided = workload, plan_of(self._policy, workload)

@@ -110,6 +110,9 @@ class Device(Protocol):
         Parts that are pinned one by one begin on page boundaries.
         """
 
+    def unpin(self, tensor: Tensor, unused: Tensor) -> None:
+        """Undo `pin` for what was pinned as one. Give the memory of `unused`, a part of that in whole pages, back."""
+
     owner: Caller
     """The queue of the caller's from whose memory `allocate` takes: that in which `step()` is called."""
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dos.devices.base import LANES, Cached, Caller, Copy, Job, Mark, Memory
 from dos.devices.coalesce import copy_pieces
-from dos.devices.pinned import lazy_zeros, pin
+from dos.devices.pinned import lazy_zeros, pin, unpin
 from dos.devices.ranges import named
 from dos.machine.threads import bind, bound_to, cores_near, leave_a_core
 from perfmodel import Lane, Op, Span
@@ -92,6 +92,10 @@ class CudaDevice:
             self._drop_leftovers()  # what they kept goes before there is more
         with bound_to(self._cores):  # whose memory the pages are then taken from
             pin(tensor, self.torch_device)
+
+    def unpin(self, tensor: Tensor, unused: Tensor) -> None:
+        with self.current():
+            unpin(tensor, unused)
 
     def allocate(self, nbytes: int) -> Tensor:
         # The allocator keeps what is freed for the queue that took it; of a framework's it would be lost to the model.

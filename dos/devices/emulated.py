@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from dos.devices.base import LANES, Cached, Caller, Copy, Job, Mark, Memory
 from dos.devices.occupancy import Occupancy
 from dos.devices.pacer import Pacer
-from dos.devices.pinned import lazy_zeros
+from dos.devices.pinned import lazy_zeros, unpin
 from dos.guard import exclusive
 from dos.lifetime import main_thread_ended
 from perfmodel import Lane, Op, Span
@@ -146,6 +146,9 @@ class EmulatedDevice:
 
     def pin(self, tensor: Tensor) -> None:
         pass
+
+    def unpin(self, tensor: Tensor, unused: Tensor) -> None:
+        unpin(tensor, unused)
 
     @exclusive
     def allocate(self, nbytes: int) -> Tensor:

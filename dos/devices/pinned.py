@@ -116,6 +116,23 @@ def pin(tensor: Tensor, device: torch.device) -> None:
     mapped.borders = tuple(sorted({*mapped.regions, *(end for end, _ in mapped.regions.values())}))
 
 
+def unpin(tensor: Tensor, unused: Tensor) -> None:
+    """Undo `pin` for a part that was pinned as one, and let the system have the pages of `unused`, which is in it.
+
+    Nothing may use them. They are zeros when they are next used.
+    """
+    mapped = _mapped[tensor.untyped_storage().data_ptr()]
+    pages = mapped.pages()
+    assert pages is not None, "the tensor is a view of them"
+    before = mapped.start - pages.ctypes.data
+    known = mapped.regions.pop(tensor.data_ptr(), None)
+    if known is not None:
+        known[1]()
+        mapped.mapping.madvise(mmap.MADV_DOFORK, before + tensor.data_ptr(), tensor.nbytes)
+        mapped.borders = tuple(sorted({*mapped.regions, *(end for end, _ in mapped.regions.values())}))
+    mapped.mapping.madvise(mmap.MADV_DONTNEED, before + unused.data_ptr(), unused.nbytes)
+
+
 def pinned_parts(tensor: Tensor) -> list[slice]:
     """A 1-D host tensor, cut where pinned regions begin and end, because CUDA refuses a copy that crosses a border."""
     mapped = _mapped.get(tensor.untyped_storage().data_ptr())

@@ -13,6 +13,7 @@ import os
 import shutil
 import stat
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from dos.kernels.extension import load_extension
@@ -221,3 +222,17 @@ def _warn_buffered(folder: Path, why: str) -> None:
         folder,
         why,
     )
+
+
+def check_disk(nbytes: int, folders: Sequence[Path]) -> None:
+    """Raise OSError if the drives of these folders, which need not exist yet, have not so much room."""
+    drives = {}
+    for folder in folders:
+        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        drives[there.stat().st_dev] = shutil.disk_usage(there).free
+    if nbytes > sum(drives.values()):
+        raise OSError(
+            errno.ENOSPC,
+            f"optimizer state needs {nbytes} bytes on disk and {sum(drives.values())} are free in "
+            f"{', '.join(map(str, folders))}; choose another or a further folder in disk=, or more host_memory",
+        )

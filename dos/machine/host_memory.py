@@ -7,10 +7,15 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 
+from dos.machine.process import local_ranks
+
 logger = logging.getLogger(__name__)
 
 _CGROUP = Path("/sys/fs/cgroup")
 _PROC = Path("/proc")
+
+SHARE_OF_HOST = 0.9
+"""Of the host's memory that is there, which state may take where users do not say and a disk has the rest."""
 
 
 def available_bytes() -> int | None:
@@ -42,6 +47,14 @@ def reserve(nbytes: int, purpose: str, *, processes: int = 1) -> None:
             "on the device, choose policy='resident', with which it never leaves "
             "(`python -m perfmodel` says beforehand what a model needs)"
         )
+
+
+def host_share() -> int:
+    """Bytes of the host's memory that state of this process may take where users do not say."""
+    available = available_bytes()
+    if available is None:
+        raise MemoryError("it is not known how much memory the host has; say how much state may take: host_memory=")
+    return int(SHARE_OF_HOST * available) // local_ranks()
 
 
 def _of_machine() -> int | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
+import mmap
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -19,7 +21,7 @@ from dos.state.entries import keeps_blocks
 from dos.state.record import ParameterRecord, make_records
 from dos.state.subgroup import Subgroup, rounded, split
 from perfmodel import footprint
-from perfmodel.format import INT8
+from perfmodel.format import BYTES, INT8, MIXED, Format, format_of
 from perfmodel.plan import Tier
 from perfmodel.subgroups import automatic_subgroup_size
 
@@ -31,6 +33,16 @@ its own, and an update of so many takes some milliseconds, beside which starting
 
 LEAST_CODED = 4096
 """Elements of a parameter from which its moments are kept in codes, as in torchao and bitsandbytes."""
+
+
+LEAST_SHARES = 32
+"""Subgroups that host memory takes at least, so that what passes through it on its way from disk leaves room."""
+
+
+def pages(state: Format) -> int:
+    """Parameters of which each field of the state is whole pages, and gradients of 16 bits are, too."""
+    each = [field.block * mmap.PAGESIZE // BYTES[field.type] for field in state.fields]
+    return math.lcm(mmap.PAGESIZE // 2, *each)
 
 
 def can_be_coded(parameter: Tensor) -> bool:
@@ -91,7 +103,19 @@ class Allocation:
         if self._devices.found is not None:
             with contextlib.suppress(Exception):  # whatever it is, the size is not known then
                 device_bytes = max(0, self._devices.found.memory().total)
-        return automatic_subgroup_size(numel, device_bytes)
+        size, host = automatic_subgroup_size(numel, device_bytes), self._options.host_memory
+        if self._options.disk and host is not None:
+            size = min(size, max(1, int(host / (LEAST_SHARES * MIXED.held_bytes))))
+        return size
+
+    def _format(self, parameter: Tensor, group: Group) -> Format:
+        """Of the parameter's state, on the accelerator."""
+        return format_of(
+            str(parameter.dtype).removeprefix("torch."),
+            state_format=self._state_format(parameter),
+            master_weights=self._options.master_weights,
+            amsgrad=group["amsgrad"],
+        )
 
     def make_room(
         self, parameters: list[Tensor], group: Group, first: int, size: int
@@ -103,6 +127,9 @@ class Allocation:
         accelerated = self._devices.holds(parameters[0])
         if not accelerated:
             size = self._options.subgroup_size or HOST_SIZE
+        if accelerated and self._options.disk:
+            whole = pages(self._format(parameters[0], group))
+            size = -(-size // whole) * whole
         lasting = accelerated and self._options.never_leaves
         with explain_oom():
             arena = Arena(

@@ -192,6 +192,12 @@ class Reconciler:
         record.version = -1  # whatever the master was, it must agree with the parameter
 
     def _add_amsgrad(self, arena: Arena) -> None:
+        disk = self._registry.homes.disk
+        if disk is not None and any(disk.has(s) for s in self._registry.accelerated if s.arena is arena):
+            raise RuntimeError(
+                "amsgrad was switched on after state had gone to disk, where there is no room for its maximum; build "
+                "the optimizer with amsgrad=True and load the state dict of this one"
+            )
         at_home = [s for s in self._registry.accelerated if s.arena is arena and self._registry.host_store.has(s)]
         with explain_oom():
             arena.add_amsgrad(lambda tensor: self._registry.host_store.reserve_field(tensor, at_home))
@@ -223,14 +229,12 @@ class Reconciler:
 
     def keep_beginners(self) -> None:
         """Let the state of parameters that have had no step be there, for torch to fill."""
-        self._registry.host_store.reserve(
-            subgroup for record in self._beginners for subgroup, _ in self._registry.places[record]
-        )
+        self._make_homes(self._beginners)
         for record in self._beginners:
             record.fresh = False
         self._beginners = []
 
     def _make_homes(self, records: Iterable[ParameterRecord]) -> None:
-        """Have host memory for the state of these."""
+        """Have room at home for the state of these."""
         places = self._registry.places
-        self._registry.host_store.reserve(subgroup for record in records for subgroup, _ in places[record])
+        self._registry.homes.reserve(subgroup for record in records for subgroup, _ in places[record])

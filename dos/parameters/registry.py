@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from dos.devices import DeviceFinder
+from dos.disk.files import check_disk
 from dos.gradients.offload import OffloadedGradients
 from dos.guard import Guard
-from dos.machine.host_memory import reserve
+from dos.machine.host_memory import host_share, reserve
 from dos.machine.process import local_ranks, ranks_that_will_divide
 from dos.options import NATIVE, Options
 from dos.parameters.admission import Admission, Group, name_of
@@ -20,6 +21,7 @@ from dos.parameters.allocation import Allocation
 from dos.sharding.local import count_write, is_sharded, local, moved_to_layout
 from dos.sharding.meshes import Meshes
 from dos.sharding.replaced import replaced as find_replaced
+from dos.state.homes import Homes
 from dos.state.host_store import HostStore
 from dos.state.record import ParameterRecord
 from dos.state.subgroup import Piece, Subgroup
@@ -38,7 +40,8 @@ class Registry:
     accelerated: those subgroups whose parameters are on the accelerator; index: their positions, which a Plan uses.
     local: those whose parameters are on the host.
     places: each record's pieces, with the subgroups in which they lie.
-    host_store: what holds state on the host. lasting_bytes: device memory of state that never leaves.
+    host_store: what holds state on the host; homes: that, and the disk.
+    lasting_bytes: device memory of state that never leaves.
     offloaded: the gradients that have been moved to the host; None unless the user chose that.
     meshes: the ranks over which parameters are divided.
     """
@@ -57,7 +60,8 @@ class Registry:
         self.index: dict[Subgroup, int] = {}
         self.places: dict[ParameterRecord, list[tuple[Subgroup, Piece]]] = {}
         self._newcomers: list[ParameterRecord] = []
-        self.host_store = HostStore()
+        self.host_store = HostStore(options.host_memory)
+        self.homes = Homes(self.host_store)
         self.lasting_bytes = 0
         native = options.offload_gradients == NATIVE
         self.offloaded = OffloadedGradients(self.host_store, native=native) if options.offload_gradients else None
@@ -101,10 +105,18 @@ class Registry:
         needed = sum(promised.values()) - self.host_store.nbytes
         if not any(map(is_sharded, ready)):
             needed //= ranks_that_will_divide()
-        reserve(needed, "optimizer state (DOSAdam)", processes=local_ranks())  # none of which has taken its part yet
+        self._check_room(needed)
         self._promised = promised
         self.admission.admit(ready)
         self.meshes.meet(group["params"])
+
+    def _check_room(self, nbytes: int) -> None:
+        """Raise MemoryError or OSError if state of so many bytes finds no room, in this process and its neighbours."""
+        limit = self._options.host_memory
+        if self._options.disk:
+            check_disk(local_ranks() * (nbytes - (host_share() if limit is None else limit)), self._options.disk)
+        else:
+            reserve(nbytes, "optimizer state (DOSAdam)", processes=local_ranks())  # none has taken its part yet
 
     def refuse_replaced(self, groups: Iterable[Group]) -> None:
         """Raise RuntimeError if parameters were replaced by DTensors, which get the gradients instead."""

@@ -64,12 +64,12 @@ class State:
         """Bytes of a buffer from which a state like this can be carved."""
         return sum(aligned(t.nbytes) for t in self.tensors())
 
-    def carve(self, buffer: Tensor) -> State:
-        """A state like this one whose tensors lie in `buffer` (1-D uint8, at least `carved_bytes` long)."""
+    def carve(self, buffer: Tensor, alignment: int = ALIGNMENT) -> State:
+        """A state like this one whose tensors lie in `buffer` (1-D uint8), each on a multiple of so many bytes."""
         carved, offset = {}, 0
         for name, tensor in self.fields.items():
             carved[name] = buffer[offset : offset + tensor.nbytes].view(tensor.dtype)
-            offset += aligned(tensor.nbytes)
+            offset += aligned(tensor.nbytes, alignment)
         return State(carved, self.blocks)
 
 
@@ -224,6 +224,6 @@ def as_transport_dtype(flat: Tensor) -> Tensor:
     return flat.view(torch.bfloat16) if flat.dtype == torch.int16 else flat
 
 
-def aligned(nbytes: int) -> int:
+def aligned(nbytes: int, alignment: int = ALIGNMENT) -> int:
     """The bytes that a tensor of `nbytes` takes in larger memory, such as a slot."""
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+    return -(-nbytes // alignment) * alignment

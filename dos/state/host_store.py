@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 import weakref
 from collections.abc import Iterable, Sequence
 
-from dos.devices import Copy, Job
+from dos.devices import Copy, Device, Job
 from dos.machine.host_memory import reserve
 from dos.state.arena import State, state_copies
 from dos.state.host_tensor import HostTensor
 from dos.state.subgroup import Subgroup
+from dos.state.windows import Windows
 from perfmodel import Op
 
 logger = logging.getLogger(__name__)
@@ -22,9 +24,14 @@ TELL_S = 5.0
 
 
 class HostStore:
-    """State in host memory, and what travels through there: homes, whose memory is made once and then stays."""
+    """State in host memory, and what travels through there: homes, whose memory stays once it is made.
 
-    def __init__(self) -> None:
+    limit: bytes that all may take; None: what the host has. windows: through which state on disk passes.
+    """
+
+    def __init__(self, limit: int | None = None) -> None:
+        self.limit = limit
+        self.windows = Windows()
         self._tensors: weakref.WeakSet[HostTensor] = weakref.WeakSet()
         self._apart: weakref.WeakSet[HostTensor] = weakref.WeakSet()
         """State of which parts were pinned since users last got views of it."""
@@ -32,10 +39,19 @@ class HostStore:
     @property
     def nbytes(self) -> int:
         """Host memory that was made."""
-        return sum(tensor.nbytes for tensor in self._tensors)
+        return sum(tensor.nbytes for tensor in self._tensors) + self.windows.nbytes
+
+    @property
+    def room(self) -> float:
+        """Bytes that may yet be made."""
+        return math.inf if self.limit is None else self.limit - self.nbytes
 
     def has(self, subgroup: Subgroup) -> bool:
         """Whether there is room for the subgroup's state, where it has been or is to come."""
+        return subgroup in self.windows.kept or self.houses(subgroup)
+
+    def houses(self, subgroup: Subgroup) -> bool:
+        """Whether that is its home."""
         return all(tensor.has(subgroup.start, subgroup.stop) for tensor in subgroup.arena.home())
 
     def stages(self, subgroup: Subgroup) -> bool:
@@ -56,17 +72,26 @@ class HostStore:
         self._make((tensor, s) for s in subgroups for tensor in s.arena.incoming())
 
     def drop(self, subgroup: Subgroup) -> None:
-        """Nothing is given back: pinning took 0.2 to 0.4 s per GB, and the state may come home at any time."""
+        """Give a home back. Only for one on disk: pinning takes 0.2 to 0.4 s per GB, so others stay."""
+        for tensor in (*subgroup.arena.home(), *subgroup.arena.staging()):
+            tensor.release(subgroup.start, subgroup.stop)
+        subgroup.newest.clear()
 
     def fetch(self, subgroup: Subgroup) -> State:
-        return subgroup.state
+        window = None if self.houses(subgroup) else self.windows.of(subgroup)
+        return subgroup.state if window is None else window.state
+
+    def make_windows(self, count: int, nbytes: int, device: Device) -> None:
+        """Make windows of so many bytes. Raises MemoryError if the host has not enough memory for them."""
+        self._check(count * nbytes - self.windows.nbytes)
+        self.windows.make(count, nbytes, device)
 
     def store(
         self, number: int, subgroup: Subgroup, source: State, after: Sequence[Job], beside: Sequence[Copy] = ()
     ) -> Job:
         device = subgroup.arena.device
         assert device is not None, "state of parameters on the host never leaves"
-        return device.copy(Op.FLUSH, number, [*state_copies(subgroup.state, source), *beside], after)
+        return device.copy(Op.FLUSH, number, [*state_copies(self.fetch(subgroup), source), *beside], after)
 
     def prepare(self, subgroups: Iterable[Subgroup]) -> None:
         """Make one more part of what these need once their state leaves the device, if the host has memory for it."""
@@ -83,7 +108,7 @@ class HostStore:
 
     def reserve_whole(self, tensor: HostTensor) -> None:
         """Make all of a tensor that is of no subgroup. Raises as `reserve`."""
-        reserve(tensor.tensor.nbytes, "optimizer state (DOSAdam)")
+        self._check(tensor.tensor.nbytes)
         tensor.make(0, len(tensor.tensor))
         self._tensors.add(tensor)
 
@@ -92,11 +117,20 @@ class HostStore:
         while self._apart:
             self._apart.pop().join()
 
+    def _check(self, nbytes: int) -> None:
+        if nbytes > self.room:
+            raise MemoryError(
+                f"optimizer state needs {nbytes} more bytes of host memory, of which host_memory={self.limit} leaves "
+                f"{max(0, int(self.room))}; choose more, disk= with a folder for what does not fit, or a smaller "
+                "subgroup_size"
+            )
+        reserve(nbytes, "optimizer state (DOSAdam)")
+
     def _make(self, wanted: Iterable[tuple[HostTensor, Subgroup]]) -> None:
         missing = {(t, *t.part(s.start, s.stop)): None for t, s in wanted if not t.has(s.start, s.stop)}
         if missing:
             total = sum((last - first) * t.tensor.itemsize for t, first, last in missing)
-            reserve(total, "optimizer state (DOSAdam)")
+            self._check(total)
             began = told = time.perf_counter()
             done = 0
             for tensor, first, last in missing:

@@ -48,6 +48,22 @@ class HostTensor:
         self._pinned.append((first, last))
         self.nbytes += made.nbytes
 
+    def release(self, start: int, stop: int) -> None:
+        """Give the memory of these parameters back, if that is a part of its own. Nothing in flight may use it."""
+        part = self.part(start, stop)
+        if not self._parted or part not in self._made:
+            return
+        first, last = part
+        whole = next(region for region in self._pinned if region[0] <= first and last <= region[1])
+        self._pinned.remove(whole)
+        self._device.unpin(self.tensor[slice(*whole)], self.tensor[first:last])
+        for region in ((whole[0], first), (last, whole[1])):
+            if region[0] < region[1]:
+                self._device.pin(self.tensor[slice(*region)])
+                self._pinned.append(region)
+        self._made.remove(part)
+        self.nbytes -= self.tensor[first:last].nbytes
+
     def join(self) -> None:
         """Pin neighbours anew as one, for users copy views across parts as a whole. Nothing in flight may use them."""
         joined: list[tuple[int, int]] = []

@@ -8,6 +8,8 @@ from typing import Protocol
 from dos.devices import Copy, Job
 from dos.state.arena import State
 from dos.state.device_store import DeviceStore
+from dos.state.disk_store import DiskStore
+from dos.state.homes import Homes
 from dos.state.host_store import HostStore
 from dos.state.subgroup import Subgroup
 from perfmodel.plan import Move, Tier
@@ -40,18 +42,31 @@ class Store(Protocol):
 class Stores:
     """All stores. Of several that have a subgroup's state the first has the newest."""
 
-    def __init__(self, device: DeviceStore, host: HostStore) -> None:
+    def __init__(self, device: DeviceStore, homes: Homes) -> None:
         self.device = device
-        self.host = host
-        self.of: dict[Tier, Store] = {Tier.DEVICE: device, Tier.HOST: host}
+        self.homes = homes
+        self.host: HostStore = homes.host
+        self.disk: DiskStore | None = homes.disk
+        self.of: dict[Tier, Store] = {Tier.DEVICE: device, Tier.HOST: self.host}
+        if self.disk is not None:
+            self.of[Tier.DISK] = self.disk
 
     def where(self, subgroup: Subgroup) -> Tier | None:
         """Where the subgroup's state is; None: nowhere, it was never updated."""
         return next((tier for tier, store in self.of.items() if store.has(subgroup)), None)
+
+    def write_kept(self) -> None:
+        """Write to disk what windows keep. Nothing is in flight."""
+        windows = self.host.windows
+        for subgroup in list(windows.kept):
+            self.move(Move(Tier.HOST, Tier.DISK), 0, subgroup, ()).wait()
+            windows.leave(subgroup)
 
     def move(
         self, move: Move, number: int, subgroup: Subgroup, after: Sequence[Job], beside: Sequence[Copy] = ()
     ) -> Job:
         """Bring a subgroup's state from one tier to another. Arguments: see `Store.store`."""
         source = self.of[move.source].fetch(subgroup)
+        if move.source is Tier.DISK and self.disk is not None:
+            return self.disk.load(number, subgroup, source if self.host.houses(subgroup) else None, after)
         return self.of[move.destination].store(number, subgroup, source, after, beside)

@@ -36,7 +36,7 @@ class Early:
         self.prefetched: dict[Subgroup, Issued] = {}
         self.arriving: dict[Subgroup, Issued | None] = {}
         self.shown = False
-        self._device = device
+        self.device = device
         self.stores = stores
         self.considered: Plan | None = None
         self._streamed: Sequence[int] = ()
@@ -49,7 +49,7 @@ class Early:
         """
         self._forget_many()
         # What backward writes in any of them is read here.
-        job = self._device.copy(Op.GRADIENT, index, joined(copies), self._device.fence(callers))
+        job = self.device.copy(Op.GRADIENT, index, joined(copies), self.device.fence(callers))
         nbytes = sum(source.nbytes for _, source in copies)
         return self._began(Task(Op.GRADIENT, Stream.GRADIENT, index, nbytes), job)
 
@@ -60,7 +60,7 @@ class Early:
             return
         if self.considered is not plan:  # asked at each of many gradients
             served = plan.served(Placement.GPU_STREAMED)
-            self._streamed = [i for i in served if self.stores.where(subgroups[i]) not in (None, Tier.DEVICE)]
+            self._streamed = [i for i in served if self._in_reach(subgroups[i])]
             self.considered = plan
         streamed = self._streamed
         if not streamed:
@@ -86,17 +86,21 @@ class Early:
         store.expect_denials(True)  # the step will try again
         for i in plan.served(Placement.GPU_RESIDENT):
             source = self.stores.where(subgroups[i])
-            if source not in (None, Tier.DEVICE):
+            if self._in_reach(subgroups[i]):
                 self.arriving[subgroups[i]] = None  # an interruption from here on leaves memory that is no state yet
                 if store.reserve([subgroups[i]]):
                     return
                 self.arriving[subgroups[i]] = self._fetch(i, subgroups[i], source)
 
+    def _in_reach(self, subgroup: Subgroup) -> bool:
+        """Whether state is where it can be fetched from beside backward; from disk the step brings it."""
+        return self.stores.where(subgroup) not in (None, Tier.DEVICE, Tier.DISK)
+
     def _fetch(self, index: int, subgroup: Subgroup, source: Tier | None, slot: int | None = None) -> Issued:
         assert source is not None, "what is nowhere is not fetched"
         move = Move(source, Tier.DEVICE)
         # The caller's stream may still use what was in this memory before.
-        job = self.stores.move(move, index, subgroup, self._device.fence())
+        job = self.stores.move(move, index, subgroup, self.device.fence())
         return self._began(Task(*MOVES[move], index, subgroup.state.nbytes, (), slot, (), move), job)
 
     def _began(self, task: Task, job: Job) -> Issued:

@@ -14,12 +14,13 @@ from dos.devices import LANES, Device, Job
 from dos.guard import Guard
 from dos.lifetime import watch
 from dos.state.device_store import DeviceStore
-from dos.state.host_store import HostStore
+from dos.state.homes import Homes
 from dos.state.stores import Stores
 from dos.state.subgroup import Subgroup
+from dos.state.windows import window_bytes
 from dos.step.early import Early
 from dos.step.host_lane import HostLane, Turn
-from dos.step.issue import Step
+from dos.step.issue import Step, on_disk
 from dos.step.room import Prepared, make_room
 from dos.step.work import Subject
 from perfmodel import Op, Placement, Plan, Span, Timeline, Workload
@@ -40,11 +41,11 @@ class Engine:
     trims: whether state has left the device and its memory is cached there.
     """
 
-    def __init__(self, device: Device, host_store: HostStore, guard: Guard) -> None:
+    def __init__(self, device: Device, homes: Homes, guard: Guard) -> None:
         self.device = device
         self.guard = guard
         self.host = HostLane(device)
-        self.stores = Stores(DeviceStore(device), host_store)
+        self.stores = Stores(DeviceStore(device), homes)
         self.schedule: Schedule | None = None
         self.ran = Timeline(())
         self.early = Early(device, self.stores)
@@ -72,11 +73,11 @@ class Engine:
                     f"device has {total} bytes in all; choose a smaller subgroup_size or policy='cpu'"
                 )
 
-    def make_room(self, plan: Plan, subjects: Sequence[Subject]) -> Prepared:
+    def make_room(self, plan: Plan, subjects: Sequence[Subject], windows: int) -> Prepared:
         """See `dos.step.room.make_room`."""
         self._started = time.perf_counter()
         self.device.owner = self.device.caller()
-        return make_room(plan, subjects, self.early)
+        return make_room(plan, subjects, self.early, windows)
 
     def start(self, prepared: Prepared, workload: Workload) -> None:
         """Issue the step.
@@ -95,7 +96,7 @@ class Engine:
             self.early.hand_over(begun)
             turns = step.issue()
             self._lane_done = None
-            if turns or step.leaving or self.stores.device.slots:
+            if turns or step.leaving or self.stores.device.slots or any(map(on_disk, step.jobs)):
                 self._lane_done = self.host.submit(functools.partial(self._run_host_lane, turns, step))
         except BaseException as error:
             failure = self.guard.failure(error)
@@ -195,6 +196,8 @@ class Engine:
         if step is None:
             errors = []  # gradients that no step has used, or whose use says that they did not arrive
         self.guard.failed |= bool(errors)
+        for subgroup in [] if step is None or errors else step.homeless:
+            self.stores.host.drop(subgroup)
         self.early.begun, self._step, self._lane_done, self.host.spans = [], None, None, []
         if errors:
             raise self.guard.failure(errors[0]) from errors[0]
@@ -215,8 +218,10 @@ class Engine:
         """Block until nothing that was issued so far is running, whatever came of it. The next `wait` says that."""
         if threading.current_thread().name.startswith("dos-"):
             return  # a thread that would wait for itself
-        with contextlib.suppress(Exception):
-            self.host.submit(lambda: None).result()
+        disk = self.stores.disk
+        for thread in (self.host, *(() if disk is None else (disk.reading, disk.writing))):
+            with contextlib.suppress(Exception):
+                thread.submit(_nothing).result()
         for op in LANES:  # in-order streams, so what is issued last ends last
             with contextlib.suppress(Exception):
                 last = self.device.launch(0, lambda: None, 0) if op is Op.UPDATE else self.device.copy(op, 0, [])
@@ -225,6 +230,8 @@ class Engine:
     def after_fork(self) -> None:
         """Renew what a forked child does not inherit: threads."""
         self.host.renew()
+        if self.stores.disk is not None:
+            self.stores.disk.renew()
 
     def bring_home(self, subgroups: Iterable[Subgroup]) -> None:
         """Return the state of all these subgroups to where it has its home, once the running step is done."""
@@ -232,15 +239,36 @@ class Engine:
         self.early.shown = True
         self.stores.device.expect_denials(False)
         self.early.drop_arriving(list(self.early.arriving))
-        places = [(s, self.stores.where(s)) for s in subgroups]
-        away = [(s, Move(tier, s.arena.tier)) for s, tier in places if tier not in (None, s.arena.tier)]
-        self.stores.host.reserve(s for s, _ in away)
+        subgroups, stores = list(subgroups), self.stores
+        stores.write_kept()
+        places, homes = {s: stores.where(s) for s in subgroups}, stores.homes.tiers(subgroups)
+        away = [(s, Move(tier, homes[s])) for s, tier in places.items() if tier not in (None, homes[s])]
+        to_disk = [s for s, move in away if move == Move(Tier.DEVICE, Tier.DISK)]
+        away = [(s, move) for s, move in away if Tier.DISK not in move]
+        stores.host.reserve(s for s, _ in away)
         after = self.device.fence()
+        if stores.disk is not None:
+            stores.disk.reserve(to_disk)
+            self._to_disk(to_disk, after)
         for job in [self.stores.move(move, 0, s, after) for s, move in away]:
             # The host reads the state from here on.
             job.wait()
         for subgroup, move in away:
             self.stores.of[move.source].drop(subgroup)
+
+    def _to_disk(self, subgroups: Sequence[Subgroup], after: Sequence[Job]) -> None:
+        """Bring state from the device to disk, through one window; nothing is in flight."""
+        stores, host = self.stores, self.stores.host
+        if not subgroups:
+            return
+        if not host.windows.fit(1, max(map(window_bytes, subgroups))):
+            host.make_windows(1, max(map(window_bytes, subgroups)), self.device)
+        for subgroup in subgroups:
+            host.windows.enter(subgroup, 0)
+            stores.move(Move(Tier.DEVICE, Tier.HOST), 0, subgroup, after).wait()
+            stores.move(Move(Tier.HOST, Tier.DISK), 0, subgroup, ()).wait()
+            host.windows.leave(subgroup)
+            stores.device.drop(subgroup)
 
     def abandon(self) -> None:
         """End what backward has begun, once nothing of it is running; resident state stays."""
@@ -254,17 +282,20 @@ class Engine:
             for tier, store in self.stores.of.items():
                 if tier is not subgroup.arena.tier and store.has(subgroup):
                     store.drop(subgroup)
+            self.stores.host.windows.leave(subgroup)
 
     def _meet_parameters(self, plan: Plan, subjects: Sequence[Subject], found: Sequence[SubgroupState]) -> None:
         """Bring parameters to which others wrote since our last step to masters that the host updates."""
         for i in plan.served(Placement.CPU):
             subgroup, update = subjects[i].subgroup, subjects[i].update
-            if update is not None and found[i].state is Tier.HOST:
+            if update is None or update.from_disk:
+                continue  # they follow when it has come
+            if found[i].state is Tier.HOST:
                 copies = update.download_written()
                 if copies:
                     self.device.copy(Op.GRADIENT, 0, copies, self.device.fence()).wait()
                     update.follow_on_host()
-            elif update is not None and found[i].gradient is Tier.HOST:
+            elif found[i].gradient is Tier.HOST:
                 update.follow(self.stores.of[found[i].state].fetch(subgroup))  # from where it comes here first
 
     def _run_host_lane(self, turns: Sequence[Turn], step: Step) -> None:
@@ -283,6 +314,10 @@ class Engine:
         if self.trims:
             self.trims = False
             self.device.trim()
+
+
+def _nothing() -> None:
+    """Work that has ended when all before it has."""
 
 
 def _spans(jobs: Iterable[Job], errors: list[Exception]) -> list[Span]:

@@ -3,18 +3,44 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 
 from dos.devices import Copy, Device, Issued, Job, Mark
+from dos.state.disk_store import DiskJob
 from dos.state.stores import Store, Stores
 from dos.state.subgroup import Subgroup
 from dos.step.host_lane import Turn
 from dos.step.work import Placed, SubgroupUpdate, Subject, apply
-from perfmodel import Op
+from perfmodel import Op, Span
 from perfmodel.lanes import Stream
-from perfmodel.plan import Move
+from perfmodel.plan import Move, Tier
 from perfmodel.schedule import Schedule, Task
+
+
+class Promise:
+    """A job that is issued later."""
+
+    def __init__(self, future: Future[Job]) -> None:
+        self.future = future
+
+    def wait(self) -> Span:
+        return self.future.result().wait()
+
+
+def on_disk(job: Job) -> bool:
+    """Whether it is a transfer from or to the disk, or waits for one before it is issued."""
+    return isinstance(job, DiskJob | Promise)
+
+
+def _on_device(job: Job) -> Job | None:
+    """The job as the device knows it, once that is issued; None: it was of the disk, and has ended."""
+    if isinstance(job, Promise):
+        return job.future.result()
+    if isinstance(job, DiskJob):
+        job.wait()
+        return None
+    return job
 
 
 class Step:
@@ -28,6 +54,7 @@ class Step:
     started: when its step() was called, on the clock of time.perf_counter.
     ordered: where the caller's work on the device goes on behind the step, if it does.
     leaving: the subgroups whose state will have left these stores once the step is over.
+    homeless: those whose state will have left the host, which gives their homes back where there is a disk.
     """
 
     def __init__(
@@ -48,6 +75,7 @@ class Step:
         self.backward: Sequence[Job] = ()
         self.last = {issued.task.stream: issued.job for issued in begun if issued.task.move is not None}
         self.leaving: list[tuple[Subgroup, Store]] = []
+        self.homeless: list[Subgroup] = []
         self._device = device
         self._stores = stores
         self._subjects = subjects
@@ -56,6 +84,11 @@ class Step:
     def issue(self) -> list[Turn]:
         """Issue what is not under way yet; returns what the host's lane has to do."""
         turns: list[Turn] = []
+        windows = self._stores.host.windows
+        windows.begin()
+        for subgroup, update, *_ in self._subjects if windows.kept else ():
+            if update is not None and not update.at_home:
+                update.place = windows.of(subgroup)
         tasks, begun = self.schedule.tasks, self.schedule.begun
         # By number of the task. What is issued here waits for backward's end, not for its pieces.
         jobs: list[Sequence[Job]] = [()] * (begun - len(self.jobs)) + [(job,) for job in self.jobs]
@@ -72,16 +105,18 @@ class Step:
                 jobs.append(())
             elif task.stream is Stream.PARAMETER:
                 turns.append(self._turn(task, self._ready[task.after[0]], after))
-                jobs.append(())
+                jobs.append((Promise(turns[-1].done),))
             else:
+                self._enter(task)
                 self.jobs.append((self._update if task.op is Op.UPDATE else self._transfer)(task, after))
                 jobs.append(self.jobs[-1:])
-                if task.move is not None or task.slot is not None:
+                if (task.move is not None or task.slot is not None) and not isinstance(self.jobs[-1], DiskJob):
                     self.last[task.stream] = self.jobs[-1]
         # Else the gradients' memory would be held until the caller waits for the step.
         for turn in turns:
             turn.work.release()
-        self.leaving = list(self._left())
+        self.leaving, kept = list(self._left()), self.schedule.kept
+        windows.kept = {self._subjects[i].subgroup: window for i, window in kept.items()}
         self._subjects, self._ready = (), {}
         return turns
 
@@ -127,9 +162,42 @@ class Step:
                 device.occupy(subgroup, task.slot)
             if update is not None and update.offloaded:
                 copies = update.fetch_gradients(device.beside(subgroup, task.slot))
-        if task.move is None:
-            return self._device.copy(task.op, task.subgroup, copies, after)
-        return self._stores.move(task.move, task.subgroup, subgroup, after, copies)
+        number, move = task.subgroup, task.move
+        if move is None:
+            return self._issue(lambda after: self._device.copy(task.op, number, copies, after), after)
+        if Tier.DISK in move:
+            return self._stores.move(move, number, subgroup, after)
+        return self._issue(lambda after: self._stores.move(move, number, subgroup, after, copies), after)
+
+    def _issue(self, issue: Callable[[Sequence[Job]], Job], after: Sequence[Job]) -> Job:
+        """Issue what waits for work on the device alone now, all else on the thread that reads from disk, in order.
+
+        A device queues work behind its own, and cannot wait for the host's.
+        """
+        disk = self._stores.disk
+        if disk is None or not any(map(on_disk, after)):
+            return issue(after)
+        later: Future[Job] = Future()
+
+        def run() -> None:
+            try:
+                later.set_result(issue([job for job in map(_on_device, after) if job is not None]))
+            except BaseException as error:
+                later.set_exception(error)
+
+        disk.reading.submit(run)
+        return Promise(later)
+
+    def _enter(self, task: Task) -> None:
+        """Let the subgroup of a task have the window that this fills."""
+        if task.window is None or task.subgroup is None:
+            return
+        subgroup, update = self._subjects[task.subgroup][:2]
+        windows = self._stores.host.windows
+        if task.op is not Op.WRITE or windows.of(subgroup) is None:
+            window = windows.enter(subgroup, task.window)
+            if update is not None and not update.at_home:
+                update.place = window
 
     def _left(self) -> Iterator[tuple[Subgroup, Store]]:
         """The rooms that state leaves in this step, but for homes, which stay."""
@@ -139,7 +207,10 @@ class Step:
                 ways[task.subgroup] = Move(ways.get(task.subgroup, task.move).source, task.move.destination)
         for i, way in ways.items():
             subgroup = self._subjects[i].subgroup
-            if way.source not in (way.destination, subgroup.arena.tier):
+            leaves = way.source is Tier.HOST is not way.destination and self._stores.disk is not None
+            if leaves and self._stores.host.houses(subgroup):
+                self.homeless.append(subgroup)
+            elif way.source not in (way.destination, subgroup.arena.tier, Tier.DISK):
                 yield subgroup, self._stores.of[way.source]
 
     def _update(self, task: Task, after: Sequence[Job]) -> Job:
@@ -149,9 +220,16 @@ class Step:
         updates = [self._placed(each) for each in (task, *(task._replace(subgroup=i) for i in task.others))]
         reads = [g.values for each in updates if not each.update.offloaded for _, g in each.update.items]
         name = first.arena.format.name
-        job = self._device.launch(i, lambda: apply(updates, lasting=lasting), task.size, after, reads, name)
+
+        def launch(after: Sequence[Job]) -> Job:
+            return self._device.launch(i, lambda: apply(updates, lasting=lasting), task.size, after, reads, name)
+
+        job = self._issue(launch, after)
         done: Future[Job] = Future()
-        done.set_result(job)
+        if isinstance(job, Promise):
+            done = job.future
+        else:
+            done.set_result(job)
         self.done |= {each.update.subgroup: done for each in updates}
         return job
 

@@ -10,11 +10,12 @@ import torch
 
 from dos.state.stores import Store
 from dos.state.subgroup import Subgroup
+from dos.state.windows import window_bytes
 from dos.step.early import Early
 from dos.step.work import Subject
 from perfmodel import Placement, Plan
 from perfmodel.plan import Tier
-from perfmodel.schedule import SubgroupState, arriving, leaving, staged
+from perfmodel.schedule import SubgroupState, arriving, leaving, staged, windowed
 
 
 class Prepared(NamedTuple):
@@ -28,18 +29,21 @@ class Prepared(NamedTuple):
     found: Sequence[SubgroupState]
 
 
-def make_room(plan: Plan, subjects: Sequence[Subject], early: Early) -> Prepared:
+def make_room(plan: Plan, subjects: Sequence[Subject], early: Early, windows: int = 0) -> Prepared:
     """Get the memory that the step takes, on the device and on the host; the plan as far as there is.
 
-    subjects: all subgroups, by index. early: what backward has begun for the step.
+    subjects: all subgroups, by index. early: what backward has begun for the step. windows: how many it counts on.
     A subgroup for which the device has no memory is updated on the host in this step.
-    Raises MemoryError if the host has none either. No state has changed then.
+    Raises MemoryError if the host has none either, OSError if the disk has no room. No state has changed then.
     """
     stores, device = early.stores, early.stores.device
     early.considered = None
     stays = {subjects[i].subgroup for i in plan.served(Placement.GPU_RESIDENT)}
     early.drop_arriving([s for s, issued in early.arriving.items() if issued is None or s not in stays])
+    kept = stores.host.windows.kept
     found = [s.found(early.where(s.subgroup)) for s in subjects]
+    for i, subject in enumerate(subjects) if stores.disk else ():
+        found[i] = found[i]._replace(window=kept.get(subject.subgroup))
     reserved: list[tuple[Store, Subgroup]] = []
 
     def reserve(tier: Tier, subgroups: Iterable[Subgroup]) -> list[Subgroup]:
@@ -60,10 +64,13 @@ def make_room(plan: Plan, subjects: Sequence[Subject], early: Early) -> Prepared
             found[i] = found[i]._replace(state=Tier.DEVICE)
         denied |= _get_slots(plan, subjects, found, early, denied)
         plan = dataclasses.replace(plan.on_host(denied), slots=len(device.slots))
+        plan = _at_home(plan, subjects, found, early, windows)
         moved = [i for i, subject in enumerate(subjects) if subject.update or found[i].state is not plan.stays(i)]
         for tier in set(stores.of) - {Tier.DEVICE, Tier.HOST}:
             reserve(tier, [subjects[i].subgroup for i in moved if plan.stays(i) is tier])
-        on_cpu = [subjects[i].subgroup for i in plan.served(Placement.CPU) if subjects[i].update]
+        in_windows = _get_windows(plan, subjects, found, early, windows)
+        updated = [i for i in plan.served(Placement.CPU) if subjects[i].update and i not in in_windows]
+        on_cpu = [subjects[i].subgroup for i in updated]
         stores.host.reserve([subjects[i].subgroup for i in moved if plan.stays(i) is Tier.HOST], on_cpu)
     except BaseException:
         for store, subgroup in reserved:
@@ -72,6 +79,52 @@ def make_room(plan: Plan, subjects: Sequence[Subject], early: Early) -> Prepared
         early.drop_prefetched()
         raise
     return Prepared(plan, subjects, found)
+
+
+def _at_home(plan: Plan, subjects: Sequence[Subject], found: list[SubgroupState], early: Early, windows: int) -> Plan:
+    """The plan with what is in windows on disk, and so what the host has no room for until other state has left."""
+    stores, host = early.stores, early.stores.host
+    if stores.disk is None:
+        return plan
+    more = {i for i, each in enumerate(found) if each.window is not None and plan.stays(i) is not Tier.DEVICE}
+    room = host.room
+    if windows and not host.windows.nbytes and plan.on_disk:
+        room -= windows * max(window_bytes(subject.subgroup) for subject in subjects)
+    for i, subject in enumerate(subjects):
+        if i not in more and plan.stays(i) is Tier.HOST and not host.houses(subject.subgroup):
+            if subject.update is None and found[i].state is Tier.HOST:
+                continue  # it is nowhere
+            nbytes = subject.subgroup.load().host_bytes
+            more |= {i} if nbytes > room else set()
+            room -= nbytes if nbytes <= room else 0
+    plan = dataclasses.replace(plan, on_disk=plan.on_disk | more)
+    for i in plan.on_disk:
+        if stores.where(subjects[i].subgroup) is None:  # it begins there, as zeros
+            found[i] = found[i]._replace(state=Tier.DISK)
+    return plan
+
+
+def _get_windows(
+    plan: Plan, subjects: Sequence[Subject], found: list[SubgroupState], early: Early, count: int
+) -> set[int]:
+    """Get windows, if any are needed; the subgroups that the host updates in one."""
+    stores = early.stores
+    through = windowed(plan, found)
+    if not through:
+        return set()
+    windows, nbytes = stores.host.windows, max(window_bytes(subject.subgroup) for subject in subjects)
+    if not windows.fit(count, nbytes):
+        assert stores.disk is not None, "there is state on disk"
+        stores.write_kept()
+        found[:] = [each._replace(state=Tier.DISK, window=None) if each.window is not None else each for each in found]
+        stores.host.make_windows(count, nbytes, early.device)
+    in_windows = {i for i in through if plan.stays(i) is not Tier.HOST and not stores.host.houses(subjects[i].subgroup)}
+    for i in through:
+        update = subjects[i].update
+        if update is not None and (i in in_windows or found[i].state is Tier.DISK):
+            update.from_disk, update.place = True, None if i in in_windows else update.place
+            found[i] = subjects[i].found(found[i].state)._replace(window=found[i].window)
+    return in_windows
 
 
 def _get_slots(

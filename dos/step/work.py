@@ -15,6 +15,7 @@ from dos.kernels.update import AdamBatch, update_together
 from dos.state.arena import State
 from dos.state.record import flat_alias
 from dos.state.subgroup import Piece, Subgroup
+from dos.state.windows import Window
 from perfmodel.format import MASTER, REST
 from perfmodel.plan import Tier
 from perfmodel.schedule import SubgroupState
@@ -49,6 +50,8 @@ class SubgroupUpdate:
 
     items: its pieces that have a gradient. numel: parameters updated. settings: those of the step that occur.
     offloaded: whether the gradients are on the host, although the parameters are not.
+    place: where the host has state, gradients and parameters for it; None: in a window that the step will give it.
+    from_disk: whether its state is not in memory before the step, so that masters follow parameters only then.
     """
 
     def __init__(
@@ -58,6 +61,8 @@ class SubgroupUpdate:
         self.subgroup = subgroup
         self.settings = settings
         self.offloaded = offloaded
+        self.place: Subgroup | Window | None = subgroup
+        self.from_disk = False
         given = zip(subgroup.pieces, [gradients[n] for n in subgroup.numbers], strict=True)
         self.items: list[Item] = [(piece, gradient) for piece, gradient in given if gradient is not None]
         self._whole = len(self.items) == len(subgroup.pieces)
@@ -83,9 +88,27 @@ class SubgroupUpdate:
             self.items = [(piece, gradient._replace(values=_NOTHING)) for piece, gradient in self.items]
 
     @property
+    def at_home(self) -> bool:
+        """Whether that is where state has its home."""
+        return self.place is self.subgroup
+
+    @property
+    def on_host(self) -> Subgroup | Window:
+        """The place where the host updates it."""
+        assert self.place is not None, "the step has given it a window"
+        return self.place
+
+    @property
+    def written_bytes(self) -> int:
+        """Of parameters that user code wrote to, where they come with the gradients and are not half of masters."""
+        itemsize = self.subgroup.arena.dtype.itemsize
+        come = self.from_disk and not self.subgroup.arena.format.splits
+        return sum(piece.numel for piece in self.follows) * itemsize if come else 0
+
+    @property
     def stale(self) -> Sequence[Piece]:
         """The pieces whose newest parameters the host lacks, where it needs them to update split masters."""
-        newest = self.subgroup.newest
+        newest = set() if self.from_disk else self.subgroup.newest
         if not self.subgroup.arena.format.splits:
             return ()
         known = newest.difference(self.follows) if newest else newest
@@ -93,8 +116,10 @@ class SubgroupUpdate:
 
     def downloads(self, items: Sequence[Item]) -> list[Copy]:
         """The copies that bring the gradients of these items, and stale parameters, to the host."""
-        gradient, parameter = self.subgroup.gradient, self.subgroup.parameter
+        gradient, parameter = self.on_host.gradient, self.on_host.parameter
+        assert gradient is not None, "what is updated on the host is staged"
         copies = [(gradient[item[0].run], _values(item)) for item in items]
+        copies += self.download_written() if self.from_disk else []
         return copies + ([] if parameter is None else [(parameter[p.run], _of_parameter(p)) for p in self.stale])
 
     def fetch_gradients(self, room: Tensor) -> list[Copy]:
@@ -104,8 +129,8 @@ class SubgroupUpdate:
 
     def uploads(self) -> list[Copy]:
         """The copies that bring the new parameters to the device."""
-        parameter = self.subgroup.parameter
-        staged = self.subgroup.state.master if parameter is None else parameter
+        parameter = self.on_host.parameter
+        staged = self.on_host.state.master if parameter is None else parameter
         assert staged is not None, "accelerated parameters have a master"
         return [(_of_parameter(p), staged[p.run]) for p, _ in self.items]
 
@@ -130,18 +155,21 @@ class SubgroupUpdate:
 
     def apply_on_host(self) -> None:
         """Update the host state from staged or offloaded gradients; the new parameters stay staged."""
-        state = self.subgroup.state
+        state = self.on_host.state
+        if self.from_disk:
+            self.follow_on_host()
         if state.rest is not None:
             for piece in self.follows:
                 settle(state.rest[piece.run], self._staged(piece))
-        batch = self._batch("at home", state)
+        batch = self._batch("at home", state, lasting=self.at_home)
         if self.offloaded:
             self._point(batch)
         else:
-            staged = self.subgroup.gradient
+            staged = self.on_host.gradient
+            assert staged is not None, "what is updated on the host is staged"
             self._point(batch, staged.data_ptr(), staged.itemsize, staged.dtype)
         update_together([batch], self.settings)
-        if state.rest is not None and len(self.subgroup.newest) < len(self.subgroup.pieces):
+        if self.at_home and state.rest is not None and len(self.subgroup.newest) < len(self.subgroup.pieces):
             self.subgroup.newest.update(self.pieces)
 
     def follow(self, state: State) -> None:
@@ -157,13 +185,13 @@ class SubgroupUpdate:
 
         But for split ones, whose other halves come with the step's gradients.
         """
-        master, staged = self.subgroup.state.master, self.subgroup.parameter
+        master, staged = self.on_host.state.master, self.on_host.parameter
         place = master if staged is None else staged
         return [] if master is None or place is None else [(place[p.run], _of_parameter(p)) for p in self.follows]
 
     def follow_on_host(self) -> None:
         """Let masters on the host follow what `download_written` has brought."""
-        master, staged = self.subgroup.state.master, self.subgroup.parameter
+        master, staged = self.on_host.state.master, self.on_host.parameter
         if master is not None and staged is not None:
             for piece in self.follows:
                 follow(master[piece.run], staged[piece.run])
@@ -199,7 +227,7 @@ class SubgroupUpdate:
     def _arrays(self, piece: Piece, state: State, *, at_home: bool) -> AdamArrays:
         """What the update of a piece works on; its gradient is said later."""
         fields = dict(state.slice(piece.start, piece.stop).fields)
-        master, staged = fields.pop(MASTER, None), self.subgroup.parameter
+        master, staged = fields.pop(MASTER, None), self.on_host.parameter if at_home else None
         if at_home and REST in fields:
             return AdamArrays(self._staged(piece), self._staged(piece), **fields)
         if at_home:
@@ -212,7 +240,7 @@ class SubgroupUpdate:
 
     def _staged(self, piece: Piece) -> Tensor:
         """The piece's parameters on the host."""
-        staged = self.subgroup.parameter
+        staged = self.on_host.parameter
         assert staged is not None, "what the host updates is staged"
         return staged[piece.run]
 
@@ -274,7 +302,8 @@ class Subject(NamedTuple):
             update.numel,
             gradient_bytes or None,
             update.numel * itemsize,
-            stale_bytes=itemsize * (update.numel if len(stale) == len(update.items) else sum(p.numel for p in stale)),
+            stale_bytes=itemsize * (update.numel if len(stale) == len(update.items) else sum(p.numel for p in stale))
+            + update.written_bytes,
         )
 
     def slot_bytes(self, *, staying: bool) -> int:

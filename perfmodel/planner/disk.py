@@ -9,10 +9,9 @@ from perfmodel.demand import demand
 from perfmodel.hardware import HardwareProfile
 from perfmodel.lanes import Stream
 from perfmodel.plan import Plan
+from perfmodel.windows import WINDOWS
 from perfmodel.workload import Workload
 
-WINDOWS = 4
-"""Subgroups of a rank that pass through its host memory at a time on their way from and to disk."""
 DAY_S = 86_400
 
 

@@ -1,0 +1,65 @@
+"""What may rest in host memory and what must be on disk: the limits that plans keep to."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from dos.devices import Device
+from dos.machine.host_memory import host_share
+from dos.options import Options
+from dos.state.disk_store import DiskStore
+from dos.state.homes import Homes
+from dos.state.subgroup import Subgroup
+from dos.state.windows import window_bytes
+from perfmodel import Plan, Workload
+from perfmodel.windows import WINDOWS
+
+
+class Rests:
+    """Says how much state rests on the host of one device, and in which order what passes through windows is updated.
+
+    steps: that were issued.
+    """
+
+    def __init__(self, homes: Homes, device: Device, options: Options) -> None:
+        """Raises OSError if a folder on disk cannot be used."""
+        self.steps = 0
+        self._homes = homes
+        if options.disk:
+            homes.disk = DiskStore(device, homes.host, options.disk)
+
+    def limits(self, subgroups: Sequence[Subgroup], *, offloaded: bool, attached: bool) -> dict[str, Any]:
+        """What the workload of these subgroups has of them. offloaded: whether all gradients come to the host.
+
+        Raises MemoryError if the host's share is too little even for windows.
+        """
+        host = self._homes.host
+        if self._homes.disk is None:
+            return {}
+        if host.limit is None:
+            host.limit = host_share()
+        limit, window = host.limit, max(map(window_bytes, subgroups))
+        arenas = {subgroup.arena for subgroup in subgroups} if offloaded else ()
+        gradients = sum(tensor.tensor.nbytes for arena in arenas for tensor in arena.incoming())
+        count = max(2, min(WINDOWS, int((limit - gradients) // (2 * window))))
+        fits = gradients + sum(subgroup.load().host_bytes for subgroup in subgroups) <= limit
+        if not fits and gradients + count * window > limit:
+            raise MemoryError(
+                f"state on disk passes through at least {count} windows of {window} bytes on the host"
+                f"{f', beside {gradients} bytes of offloaded gradients' if gradients else ''}, found "
+                f"host_memory={limit}; choose more, or a smaller subgroup_size"
+            )
+        free = math.inf if fits else limit - gradients - count * window
+        return {"host_free_bytes": free, "windows": count, "reverses": not attached}
+
+    def ordered(self, plan: Plan, workload: Workload) -> Plan:
+        """The plan in the order of this step.
+
+        Every other one is reversed, where nothing else decides the order: it begins with what windows still have.
+        """
+        if plan.on_disk and workload.reverses and self.steps % 2:
+            return dataclasses.replace(plan, order=plan.order[::-1])
+        return plan

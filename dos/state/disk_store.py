@@ -1,0 +1,140 @@
+"""State on disk: read into windows on the host, and written from there."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from dos.devices import Copy, Device, Job
+from dos.disk.space import DiskSpace, Extent
+from dos.lifetime import main_thread_ended
+from dos.state.arena import State, aligned, state_copies
+from dos.state.host_store import HostStore
+from dos.state.subgroup import Subgroup
+from dos.state.windows import PAGE, disk_bytes
+from perfmodel import Lane, Op, Span
+
+
+class DiskJob:
+    """A read or write under way."""
+
+    def __init__(self, future: Future[Span]) -> None:
+        self._future = future
+
+    def wait(self) -> Span:
+        return self._future.result()
+
+
+class DiskStore:
+    """State in files. What comes and goes passes through the windows of the host's store."""
+
+    def __init__(self, device: Device, host: HostStore, folders: Sequence[Path]) -> None:
+        """Raises OSError if a folder cannot be used."""
+        self.space = DiskSpace(folders)
+        self._device = device
+        self._host = host
+        self._extents: weakref.WeakKeyDictionary[Subgroup, Extent] = weakref.WeakKeyDictionary()
+        self._shown: weakref.WeakSet[Subgroup] = weakref.WeakSet()
+        self.renew()
+
+    def renew(self) -> None:
+        """Threads for reading and writing; a forked child does not inherit those there were."""
+        self.reading, self.writing = (
+            ThreadPoolExecutor(1, thread_name_prefix=f"dos-disk-{what}") for what in ("read", "write")
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on disk."""
+        return self.space.nbytes
+
+    def has(self, subgroup: Subgroup) -> bool:
+        """Whether there is room here for the subgroup's state, which may be newer elsewhere."""
+        return subgroup in self._extents
+
+    def reserve(self, subgroups: Iterable[Subgroup]) -> list[Subgroup]:
+        """Make room for the state of these, zeros. Raises OSError if there is none."""
+        without = [subgroup for subgroup in subgroups if subgroup not in self._extents]
+        extents = self.space.allocate([disk_bytes(subgroup) for subgroup in without])
+        self._extents.update(zip(without, extents, strict=True))
+        return []
+
+    def drop(self, subgroup: Subgroup) -> None:
+        self.hide(subgroup)
+        self.space.free(self._extents.pop(subgroup))
+
+    def fetch(self, subgroup: Subgroup) -> State:
+        """Where the host has what was read."""
+        return self._host.fetch(subgroup)
+
+    def store(
+        self, number: int, subgroup: Subgroup, source: State, after: Sequence[Job], beside: Sequence[Copy] = ()
+    ) -> Job:
+        """Write the subgroup's state, from its window, to which it is brought first if it is at home."""
+        assert not beside, "gradients do not go to disk"
+        window, extent = self._host.windows.of(subgroup), self._extents[subgroup]
+        assert window is not None, "the schedule says which one"
+
+        def write() -> None:
+            if source is not window.state:
+                for destination, origin in state_copies(window.state, source):
+                    destination.copy_(origin)
+            self.space.write(extent, window.pages)
+
+        return self._queue(self.writing, Lane.WRITE, Op.WRITE, number, extent.nbytes, write, after)
+
+    def load(self, number: int, subgroup: Subgroup, home: State | None, after: Sequence[Job]) -> Job:
+        """Read the subgroup's state into its window, and from there home, if it is to be there."""
+        window, extent = self._host.windows.of(subgroup), self._extents[subgroup]
+        assert window is not None, "the schedule says which one"
+
+        def read() -> None:
+            self.space.settle(extent)  # user code may have written to it
+            self.space.read(extent, window.pages)
+            for destination, origin in () if home is None else state_copies(home, window.state):
+                destination.copy_(origin)
+
+        return self._queue(self.reading, Lane.READ, Op.READ, number, extent.nbytes, read, after)
+
+    def show(self, subgroup: Subgroup) -> None:
+        """Let users have the state at the addresses of its home. Nothing is in flight."""
+        extent, start = self._extents[subgroup], 0
+        for tensor in subgroup.state.tensors():
+            self.space.show(extent, start, tensor.nbytes, tensor.data_ptr())
+            start += aligned(tensor.nbytes, PAGE)
+        self._shown.add(subgroup)
+
+    def hide(self, subgroup: Subgroup) -> None:
+        """Let the addresses of its home be memory again, zeros."""
+        if subgroup in self._shown:
+            self._shown.discard(subgroup)
+            for tensor in subgroup.state.tensors():
+                self.space.hide(tensor.data_ptr(), aligned(tensor.nbytes, PAGE))
+
+    def _queue(
+        self,
+        thread: ThreadPoolExecutor,
+        lane: Lane,
+        op: Op,
+        number: int,
+        nbytes: int,
+        work: Callable[[], None],
+        after: Sequence[Job],
+    ) -> Job:
+        def run() -> Span:
+            for job in after:
+                job.wait()
+            with torch.no_grad(), self._device.disk_io(lane, nbytes) as start:
+                work()
+            return Span(lane, op, number, start, time.perf_counter())
+
+        if main_thread_ended():  # threads take no more work
+            done: Future[Span] = Future()
+            done.set_result(run())
+            return DiskJob(done)
+        return DiskJob(thread.submit(run))

@@ -1,0 +1,96 @@
+"""Windows: host memory through which state passes that rests on disk."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dos.devices import Device
+from dos.state.arena import State, aligned
+from dos.state.subgroup import Subgroup
+
+PAGE = 4096
+"""Bytes; each field of a subgroup's state begins on such a boundary, in a window and on disk."""
+
+
+class Window(NamedTuple):
+    """What is in a window while a subgroup has it.
+
+    pages: the state as it is on disk, 1-D uint8; state: the same by fields.
+    gradient, parameter: room for gradients and new parameters on their way, as `Subgroup` has it at home.
+    """
+
+    pages: Tensor
+    state: State
+    gradient: Tensor | None
+    parameter: Tensor | None
+
+
+def disk_bytes(subgroup: Subgroup) -> int:
+    """Bytes of the subgroup's state on disk."""
+    return sum(aligned(t.nbytes, PAGE) for t in subgroup.state.tensors())
+
+
+def window_bytes(subgroup: Subgroup) -> int:
+    """Bytes of a window that takes the subgroup."""
+    staging = (subgroup.gradient, subgroup.parameter)
+    return disk_bytes(subgroup) + sum(aligned(t.nbytes, PAGE) for t in staging if t is not None)
+
+
+class Windows:
+    """Windows of equal size, pinned.
+
+    kept: what stays there between steps, by subgroup: state that is newer than that on disk.
+    """
+
+    def __init__(self) -> None:
+        self.kept: dict[Subgroup, int] = {}
+        self._buffers: list[Tensor] = []
+        self._entered: dict[Subgroup, Window] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Host memory of all."""
+        return sum(buffer.nbytes for buffer in self._buffers)
+
+    def fit(self, count: int, nbytes: int) -> bool:
+        """Whether there are so many windows of so many bytes."""
+        return len(self._buffers) >= count and all(buffer.nbytes >= nbytes for buffer in self._buffers)
+
+    def make(self, count: int, nbytes: int, device: Device) -> None:
+        """Make so many windows in place of those there are, in which nothing is kept."""
+        assert not self.kept, "it would be lost"
+        self._buffers, self._entered = [], {}
+        for _ in range(count):
+            buffer = device.host_zeros(aligned(nbytes, PAGE), torch.uint8)
+            device.pin(buffer)
+            self._buffers.append(buffer)
+
+    def enter(self, subgroup: Subgroup, number: int) -> Window:
+        """Let the subgroup have a window."""
+        buffer, pages = self._buffers[number], disk_bytes(subgroup)
+        rooms, first = list[Tensor | None](), pages
+        for like in (subgroup.gradient, subgroup.parameter):
+            if like is not None:
+                rooms.append(buffer[first : first + like.nbytes].view(like.dtype))
+                first += aligned(like.nbytes, PAGE)
+            else:
+                rooms.append(None)
+        window = Window(buffer[:pages], subgroup.state.carve(buffer, PAGE), *rooms)
+        self._entered[subgroup] = window
+        return window
+
+    def of(self, subgroup: Subgroup) -> Window | None:
+        """The one in which the subgroup's state is in this step, or was before it."""
+        return self._entered.get(subgroup)
+
+    def begin(self) -> None:
+        """A step begins: only what is kept has windows yet."""
+        self._entered = {subgroup: self._entered[subgroup] for subgroup in self.kept}
+
+    def leave(self, subgroup: Subgroup) -> None:
+        """The subgroup's state is elsewhere, or of no use any more."""
+        self.kept.pop(subgroup, None)
+        self._entered.pop(subgroup, None)
