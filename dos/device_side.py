@@ -46,7 +46,7 @@ class DeviceSide:
     def __init__(self, device: Device, registry: Registry, policy: Policy, options: Options, guard: Guard) -> None:
         self.device = device
         self.replays = False
-        self._rests = Rests(registry.homes, device, options)
+        self._rests = Rests(registry.homes, device, options.disk)
         self.engine = Engine(device, registry.homes, guard)
         self.departures = Departures()
         self.activations = activations = ActivationOffload(device, guard.lock, lambda: registry.bytes_to_come)

@@ -379,13 +379,14 @@ class ScheduleBuilder:
     def _on_host(self, i: int, found: SubgroupState, backward: tuple[int, ...]) -> None:
         """An update on the host; what it needs may have to leave the device first, parameters go up."""
         ready = self.departed.get(i, ())
-        here = self._to_host(i, found, backward)
+        through = found.state is DISK or found.window is not None or self._plan.stays(i) is DISK
+        here = self._to_host(i, found, backward) if through else ()
         late = found.gradient_bytes if found.gradient is DEVICE else None
         if late is not None or found.stale_bytes:
             # In a window there is room for them once the state is there, and masters then follow parameters.
             after = (*backward, *here) if found.state is DISK or i in self.windows.inside else backward
             ready += (self.add(GRADIENT, i, (late or 0) + found.stale_bytes, after),)
-        ready += here
+        ready += here if through else self._to_host(i, found, backward)
         update = self.add(ON_HOST, i, found.numel, ready + backward)
         # What the caller queued before the step still reads the old parameters.
         after = (update, *backward)

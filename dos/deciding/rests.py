@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from dos.devices import Device
 from dos.machine.host_memory import host_share
-from dos.options import Options
 from dos.state.disk_store import DiskStore
 from dos.state.homes import Homes
 from dos.state.subgroup import Subgroup
@@ -24,12 +24,12 @@ class Rests:
     steps: that were issued.
     """
 
-    def __init__(self, homes: Homes, device: Device, options: Options) -> None:
+    def __init__(self, homes: Homes, device: Device, folders: Sequence[Path]) -> None:
         """Raises OSError if a folder on disk cannot be used."""
         self.steps = 0
         self._homes = homes
-        if options.disk:
-            homes.disk = DiskStore(device, homes.host, options.disk)
+        if folders:
+            homes.disk = DiskStore(device, homes.host, folders)
 
     def limits(self, subgroups: Sequence[Subgroup], *, offloaded: bool, attached: bool) -> dict[str, Any]:
         """What the workload of these subgroups has of them. offloaded: whether all gradients come to the host.
