@@ -13,9 +13,7 @@ from dos.machine.host_memory import host_share
 from dos.state.disk_store import DiskStore
 from dos.state.homes import Homes
 from dos.state.subgroup import Subgroup
-from dos.state.windows import window_bytes
 from perfmodel import Plan, Workload
-from perfmodel.windows import WINDOWS
 
 
 class Rests:
@@ -29,6 +27,8 @@ class Rests:
         self.steps = 0
         self._homes = homes
         if folders:
+            if homes.host.limit is None:
+                homes.host.limit = host_share()
             homes.disk = DiskStore(device, homes.host, folders)
 
     def limits(self, subgroups: Sequence[Subgroup], *, offloaded: bool, attached: bool) -> dict[str, Any]:
@@ -36,15 +36,12 @@ class Rests:
 
         Raises MemoryError if the host's share is too little even for windows.
         """
-        host = self._homes.host
-        if self._homes.disk is None:
+        limit = self._homes.host.limit
+        if self._homes.disk is None or limit is None:
             return {}
-        if host.limit is None:
-            host.limit = host_share()
-        limit, window = host.limit, max(map(window_bytes, subgroups))
         arenas = {subgroup.arena for subgroup in subgroups} if offloaded else ()
         gradients = sum(tensor.tensor.nbytes for arena in arenas for tensor in arena.incoming())
-        count = max(2, min(WINDOWS, int((limit - gradients) // (2 * window))))
+        count, window = self._homes.windows(subgroups, gradients)
         fits = gradients + sum(subgroup.load().host_bytes for subgroup in subgroups) <= limit
         if not fits and gradients + count * window > limit:
             raise MemoryError(

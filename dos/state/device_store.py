@@ -36,7 +36,7 @@ class DeviceStore:
         self.resident: dict[Subgroup, Resident] = {}
         self.slots: list[Tensor] = []
         self.denied: int | None = None
-        self._device = device
+        self.device = device
         self._passing: dict[Subgroup, State] = {}
         """What passes through a slot, by subgroup."""
         self._expected = False
@@ -69,7 +69,7 @@ class DeviceStore:
     def drop(self, subgroup: Subgroup) -> None:
         """Free a resident subgroup's memory. Its state has come home; nothing in flight may use it."""
         subgroup.batches.clear()  # which hold that memory
-        self._device.free(self.resident.pop(subgroup).buffer)
+        self.device.free(self.resident.pop(subgroup).buffer)
 
     def fetch(self, subgroup: Subgroup) -> State:
         """Where the subgroup's state is: in room of its own, or in the slot that it occupies."""
@@ -81,7 +81,7 @@ class DeviceStore:
         self, number: int, subgroup: Subgroup, source: State, after: Sequence[Job], beside: Sequence[Copy] = ()
     ) -> Job:
         copies = state_copies(self.fetch(subgroup), source)
-        return self._device.copy(Op.PREFETCH, number, [*copies, *beside], after)
+        return self.device.copy(Op.PREFETCH, number, [*copies, *beside], after)
 
     def occupy(self, subgroup: Subgroup, slot: int) -> None:
         """Have the subgroup's state pass through this slot, until slots are given back."""
@@ -103,12 +103,12 @@ class DeviceStore:
         """Give the slots back. Nothing in flight may use them."""
         self._passing = {}
         while self.slots:
-            self._device.free(self.slots[-1])
+            self.device.free(self.slots[-1])
             self.slots.pop()  # not before: what is interrupted here is done again
 
     def _allocate(self, nbytes: int) -> Tensor | None:
         try:
-            return self._device.allocate(nbytes)
+            return self.device.allocate(nbytes)
         except torch.OutOfMemoryError as error:
             level = logging.DEBUG if self._logged or self._expected else logging.WARNING
             if not self._expected:

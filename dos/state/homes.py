@@ -7,7 +7,9 @@ from collections.abc import Iterable
 from dos.state.disk_store import DiskStore
 from dos.state.host_store import HostStore
 from dos.state.subgroup import Subgroup
+from dos.state.windows import window_bytes
 from perfmodel.plan import Tier
+from perfmodel.windows import WINDOWS
 
 
 class Homes:
@@ -20,10 +22,21 @@ class Homes:
         self.host = host
         self.disk: DiskStore | None = None
 
+    def windows(self, subgroups: Iterable[Subgroup], beside: int = 0) -> tuple[int, int]:
+        """How many windows there are to be for state of these, if any of it is on disk, and their bytes.
+
+        beside: bytes of host memory that offloaded gradients take.
+        """
+        nbytes = max(map(window_bytes, subgroups))
+        limit = self.host.limit
+        return WINDOWS if limit is None else max(2, min(WINDOWS, (limit - beside) // (2 * nbytes))), nbytes
+
     def tiers(self, subgroups: Iterable[Subgroup]) -> dict[Subgroup, Tier]:
         """Where each has its home, or would get it if all did."""
-        room = self.host.room
-        found = {}
+        found, subgroups, room = {}, list(subgroups), self.host.room
+        if self.disk is not None and subgroups:  # whose windows there may have to be room for
+            count, nbytes = self.windows(subgroups)
+            room -= max(0, count * nbytes - self.host.windows.nbytes)
         for subgroup in subgroups:
             tier = subgroup.arena.tier
             if tier is Tier.HOST and self.disk is not None and not self.host.houses(subgroup):
@@ -40,7 +53,9 @@ class Homes:
         """
         tiers = self.tiers(dict.fromkeys(subgroups))
         on_disk = [subgroup for subgroup, tier in tiers.items() if tier is Tier.DISK]
-        self.host.reserve(subgroup for subgroup, tier in tiers.items() if tier is not Tier.DISK)
+        at_home = [subgroup for subgroup, tier in tiers.items() if tier is not Tier.DISK]
+        # Where there is a limit, state counts with what its updates on the host take.
+        self.host.reserve(at_home, at_home if self.disk is not None else ())
         if self.disk is not None:
             self.disk.reserve(on_disk)
             for subgroup in on_disk:

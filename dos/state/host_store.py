@@ -33,6 +33,7 @@ class HostStore:
         self.limit = limit
         self.windows = Windows()
         self._tensors: weakref.WeakSet[HostTensor] = weakref.WeakSet()
+        self._whole: weakref.WeakSet[HostTensor] = weakref.WeakSet()
         self._apart: weakref.WeakSet[HostTensor] = weakref.WeakSet()
         """State of which parts were pinned since users last got views of it."""
 
@@ -43,8 +44,9 @@ class HostStore:
 
     @property
     def room(self) -> float:
-        """Bytes that may yet be made."""
-        return math.inf if self.limit is None else self.limit - self.nbytes
+        """Bytes that may yet be made of what counts: not that through which gradients pass, which is little."""
+        passages = sum(tensor.nbytes for tensor in self._whole)
+        return math.inf if self.limit is None else self.limit - self.nbytes + passages
 
     def has(self, subgroup: Subgroup) -> bool:
         """Whether there is room for the subgroup's state, where it has been or is to come."""
@@ -108,9 +110,10 @@ class HostStore:
 
     def reserve_whole(self, tensor: HostTensor) -> None:
         """Make all of a tensor that is of no subgroup. Raises as `reserve`."""
-        self._check(tensor.tensor.nbytes)
+        reserve(tensor.tensor.nbytes, "optimizer state (DOSAdam)")
         tensor.make(0, len(tensor.tensor))
         self._tensors.add(tensor)
+        self._whole.add(tensor)
 
     def join_homes(self) -> None:
         """Make state ready for users, who copy views of it that span subgroups. No step may be in flight."""

@@ -12,6 +12,7 @@ from dos.state.disk_store import DiskStore
 from dos.state.homes import Homes
 from dos.state.host_store import HostStore
 from dos.state.subgroup import Subgroup
+from dos.state.windows import window_bytes
 from perfmodel.plan import Move, Tier
 
 
@@ -61,6 +62,23 @@ class Stores:
         for subgroup in list(windows.kept):
             self.move(Move(Tier.HOST, Tier.DISK), 0, subgroup, ()).wait()
             windows.leave(subgroup)
+
+    def to_disk(self, subgroups: Sequence[Subgroup], after: Sequence[Job] = ()) -> None:
+        """Bring state from its home on the host, or from the device, to disk, where there is room for it.
+
+        after: what has to end before it leaves the device. Nothing else is in flight, and windows keep nothing.
+        """
+        windows, nbytes = self.host.windows, max(map(window_bytes, subgroups), default=0)
+        if subgroups and not windows.fit(1, nbytes):
+            windows.make(1, nbytes, self.device.device)  # beyond the limit, if need be: there will be room
+        for subgroup in subgroups:
+            windows.enter(subgroup, 0)
+            source = self.where(subgroup)
+            if source is Tier.DEVICE:
+                self.move(Move(Tier.DEVICE, Tier.HOST), 0, subgroup, after).wait()
+            self.move(Move(Tier.HOST, Tier.DISK), 0, subgroup, ()).wait()
+            windows.leave(subgroup)
+            self.of[source or Tier.HOST].drop(subgroup)
 
     def move(
         self, move: Move, number: int, subgroup: Subgroup, after: Sequence[Job], beside: Sequence[Copy] = ()

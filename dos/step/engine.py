@@ -17,7 +17,6 @@ from dos.state.device_store import DeviceStore
 from dos.state.homes import Homes
 from dos.state.stores import Stores
 from dos.state.subgroup import Subgroup
-from dos.state.windows import window_bytes
 from dos.step.early import Early
 from dos.step.host_lane import HostLane, Turn
 from dos.step.issue import Step, on_disk
@@ -249,26 +248,12 @@ class Engine:
         after = self.device.fence()
         if stores.disk is not None:
             stores.disk.reserve(to_disk)
-            self._to_disk(to_disk, after)
+            stores.to_disk(to_disk, after)
         for job in [self.stores.move(move, 0, s, after) for s, move in away]:
             # The host reads the state from here on.
             job.wait()
         for subgroup, move in away:
             self.stores.of[move.source].drop(subgroup)
-
-    def _to_disk(self, subgroups: Sequence[Subgroup], after: Sequence[Job]) -> None:
-        """Bring state from the device to disk, through one window; nothing is in flight."""
-        stores, host = self.stores, self.stores.host
-        if not subgroups:
-            return
-        if not host.windows.fit(1, max(map(window_bytes, subgroups))):
-            host.make_windows(1, max(map(window_bytes, subgroups)), self.device)
-        for subgroup in subgroups:
-            host.windows.enter(subgroup, 0)
-            stores.move(Move(Tier.DEVICE, Tier.HOST), 0, subgroup, after).wait()
-            stores.move(Move(Tier.HOST, Tier.DISK), 0, subgroup, ()).wait()
-            host.windows.leave(subgroup)
-            stores.device.drop(subgroup)
 
     def abandon(self) -> None:
         """End what backward has begun, once nothing of it is running; resident state stays."""

@@ -70,8 +70,10 @@ def make_room(plan: Plan, subjects: Sequence[Subject], early: Early, windows: in
             reserve(tier, [subjects[i].subgroup for i in moved if plan.stays(i) is tier])
         in_windows = _get_windows(plan, subjects, found, early, windows)
         updated = [i for i in plan.served(Placement.CPU) if subjects[i].update and i not in in_windows]
-        on_cpu = [subjects[i].subgroup for i in updated]
-        stores.host.reserve([subjects[i].subgroup for i in moved if plan.stays(i) is Tier.HOST], on_cpu)
+        resting = [subjects[i].subgroup for i in moved if plan.stays(i) is Tier.HOST]
+        # Where there is a limit, state counts with what its updates on the host take.
+        on_cpu = resting if stores.disk else [subjects[i].subgroup for i in updated]
+        stores.host.reserve(resting, on_cpu)
     except BaseException:
         for store, subgroup in reserved:
             if store.has(subgroup):  # to which nothing has come
@@ -117,6 +119,13 @@ def _get_windows(
         assert stores.disk is not None, "there is state on disk"
         stores.write_kept()
         found[:] = [each._replace(state=Tier.DISK, window=None) if each.window is not None else each for each in found]
+        if count * nbytes - windows.nbytes > stores.host.room:
+            housed = [i for i in plan.on_disk if stores.host.houses(subjects[i].subgroup)]
+            stores.to_disk([subjects[i].subgroup for i in housed if found[i].state is Tier.HOST])
+            found[:] = [
+                each._replace(state=Tier.DISK) if i in housed and each.state is Tier.HOST else each
+                for i, each in enumerate(found)
+            ]
         stores.host.make_windows(count, nbytes, early.device)
     in_windows = {i for i in through if plan.stays(i) is not Tier.HOST and not stores.host.houses(subjects[i].subgroup)}
     for i in through:
