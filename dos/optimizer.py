@@ -416,7 +416,8 @@ class DOSAdam(Optimizer):
         ``compute_s``: of backward and, after ``attach``, forward, beside which the update can hide. ``efficiency``:
         ``(compute_s + bound_s) / (compute_s + exposed_s)``; 1 means that no plan could make the iteration shorter.
         ``memory_free_bytes``, ``memory_total_bytes``, ``memory_held_bytes``, ``memory_for_state_bytes``: of the
-        device, when the step had ended. ``host_held_bytes``: of the host. ``activation_bytes``: of saved tensors, that
+        device, when the step had ended. ``host_held_bytes``: of the host. ``disk_held_bytes``: of state that rests on
+        disk. ``activation_bytes``: of saved tensors, that
         leave as the plan says with ``activations="auto"``.
         Values that are not known are missing; before the first step, or with all parameters on the host, the dict is
         empty.

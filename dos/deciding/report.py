@@ -43,6 +43,11 @@ class Report:
     kernel: str | None = None
 
     @property
+    def disk_bytes(self) -> int:
+        """Of state that rests on disk by the plan."""
+        return sum(self.workload.subgroups[i].state_bytes for i in self.plan.on_disk)
+
+    @property
     def update_s(self) -> float | None:
         """Seconds from the call of step() to the last end; None while it runs."""
         return None if self.measured is None else max((span.end for span in self.measured.spans), default=0.0)
@@ -95,6 +100,7 @@ class Report:
             "memory_total_bytes": self.reading.memory.total,
             "memory_held_bytes": self.held_bytes,
             "host_held_bytes": self.host_bytes,
+            "disk_held_bytes": self.disk_bytes if self.workload.windows else None,
             "memory_for_state_bytes": _finite(self.workload.peak_free_bytes),
             "activation_bytes": self.plan.activation_bytes if self.workload.activations else None,
         }
@@ -110,6 +116,8 @@ class Report:
             f"Formats: {self._formats()}; {work.state_bytes / max(work.numel, 1):.3g} bytes of state per parameter",
             f"Last change of plan: {self.why}",
         ]
+        if work.windows:
+            lines += [f"Disk: {size_of(self.disk_bytes)} of state rest there; {self._host()}"]
         if work.activations:
             lines += [f"Saved tensors: {self._saved()}"]
         lines += unused(self.plan, self.workload, self.profile, self.withheld)
@@ -134,6 +142,12 @@ class Report:
                 what = "the shortest possible iteration over this one" if self.compute_s else "the bound over the wait"
                 lines += [f"Efficiency: {self.efficiency:.0%} ({what})"]
         return "\n".join(lines)
+
+    def _host(self) -> str:
+        """How much state the host has room for, and what passes through there."""
+        work, free = self.workload, self.workload.host_free_bytes
+        room = "all" if math.isinf(free) else f"{size_of(free)}, and gradients and parameters on their way"
+        return f"the host has room for {room}, beside {work.windows} windows"
 
     def _saved(self) -> str:
         """How much of what forward saves leaves for the host, and why."""

@@ -43,9 +43,9 @@ def reserve(nbytes: int, purpose: str, *, processes: int = 1) -> None:
     if available is not None and nbytes * processes > available:
         raise MemoryError(
             f"{purpose} needs {needed} of host memory and {_gib(available)} are available; use fewer or smaller "
-            "processes per host, freeze parameters, give the machine or container more memory, or, if all state fits "
-            "on the device, choose policy='resident', with which it never leaves "
-            "(`python -m perfmodel` says beforehand what a model needs)"
+            "processes per host, freeze parameters, give the machine or container more memory, choose a folder for "
+            "what does not fit, disk=, or, if all state fits on the device, policy='resident', with which it never "
+            "leaves (`python -m perfmodel` says beforehand what a model needs)"
         )
 
 
