@@ -76,8 +76,8 @@ def make_room(plan: Plan, subjects: Sequence[Subject], early: Early, windows: in
         stores.host.reserve(resting, on_cpu)
     except BaseException:
         for store, subgroup in reserved:
-            if store.has(subgroup):  # to which nothing has come
-                store.drop(subgroup)
+            if store.has(subgroup) and not (store is stores.disk and stores.where(subgroup) is Tier.DISK):
+                store.drop(subgroup)  # to which nothing has come
         early.drop_prefetched()
         raise
     return Prepared(plan, subjects, found)
