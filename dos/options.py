@@ -111,7 +111,7 @@ class Options:
 
 def folders_of(disk: str | Path | Sequence[str | Path] | None) -> tuple[Path, ...]:
     """What users pass as `disk`. Raises TypeError."""
-    found = () if disk is None else (disk,) if isinstance(disk, str | os.PathLike) else tuple(disk)
+    found = () if disk is None else tuple(disk) if isinstance(disk, list | tuple) else (disk,)
     if not all(isinstance(folder, str | os.PathLike) for folder in found):
         raise TypeError(f"disk must be a folder, a sequence of folders, or None, found {disk!r}")
     return tuple(Path(folder).expanduser() for folder in found)

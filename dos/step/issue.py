@@ -49,8 +49,8 @@ class Step:
     jobs: of transfers and of updates on the device. uploads: those of the host's lane, to come.
     done: by subgroup, the job after which its new parameters are there, once that is issued.
     backward: what the caller had queued on the device when the step was issued.
-    last: by stream, the jobs after which nothing uses slots and rooms that state leaves, for streams
-        are in order.
+    last: the jobs after which nothing uses slots and rooms that state leaves. By stream, for streams are in order, and
+        whether it was promised: what is issued at once overtakes that.
     started: when its step() was called, on the clock of time.perf_counter.
     ordered: where the caller's work on the device goes on behind the step, if it does.
     leaving: the subgroups whose state will have left these stores once the step is over.
@@ -73,7 +73,7 @@ class Step:
         self.uploads: list[Future[Job]] = []
         self.done: dict[Subgroup, Future[Job]] = {}
         self.backward: Sequence[Job] = ()
-        self.last = {issued.task.stream: issued.job for issued in begun if issued.task.move is not None}
+        self.last = {(issued.task.stream, False): issued.job for issued in begun if issued.task.move is not None}
         self.leaving: list[tuple[Subgroup, Store]] = []
         self.homeless: list[Subgroup] = []
         self._device = device
@@ -111,7 +111,7 @@ class Step:
                 self.jobs.append((self._update if task.op is Op.UPDATE else self._transfer)(task, after))
                 jobs.append(self.jobs[-1:])
                 if (task.move is not None or task.slot is not None) and not isinstance(self.jobs[-1], DiskJob):
-                    self.last[task.stream] = self.jobs[-1]
+                    self.last[task.stream, isinstance(self.jobs[-1], Promise)] = self.jobs[-1]
         # Else the gradients' memory would be held until the caller waits for the step.
         for turn in turns:
             turn.work.release()
