@@ -233,6 +233,6 @@ def check_disk(nbytes: int, folders: Sequence[Path]) -> None:
     if nbytes > sum(drives.values()):
         raise OSError(
             errno.ENOSPC,
-            f"optimizer state needs {nbytes} bytes on disk and {sum(drives.values())} are free in "
+            f"optimizer state needs at least {nbytes} bytes on disk and {sum(drives.values())} are free in "
             f"{', '.join(map(str, folders))}; choose another or a further folder in disk=, or more host_memory",
         )

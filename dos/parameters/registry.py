@@ -114,7 +114,8 @@ class Registry:
         """Raise MemoryError or OSError if state of so many bytes finds no room, in this process and its neighbours."""
         limit = self._options.host_memory
         if self._options.disk:
-            check_disk(local_ranks() * (nbytes - (host_share() if limit is None else limit)), self._options.disk)
+            beyond = nbytes - self._promised[False] - (host_share() if limit is None else limit)
+            check_disk(local_ranks() * beyond // 2, self._options.disk)  # at least half of it is state in any format
         else:
             reserve(nbytes, "optimizer state (DOSAdam)", processes=local_ranks())  # none has taken its part yet
 
