@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from experiments.bench import activations, emulation, formats, kernel, overhead, overlap
+from dos.calibration.measure import MINIMUM
+from experiments.bench import activations, disk, emulation, formats, kernel, overhead, overlap
 from experiments.corpus import Corpus, standard_library
 from experiments.gpt import GPT, GPTConfig
 from perfmodel import Placement
@@ -154,3 +155,24 @@ def test_what_leaves_is_planned_with_state() -> None:
             assert leave - stay <= 0.05 * 3 * setting.forward_s, "links have the room"
         if state_fits == "half":
             assert 1.1 * planned <= min(stay, leave)
+
+
+def test_rows_of_the_disk_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "FULL_S", 0.2)
+    rows = disk.compare("throttled", disk.throttled(), 1, tmp_path, lambda label: None)
+    assert [row["share_on_disk"] for row in rows] == pytest.approx(disk.SHARES, abs=0.08)
+    for row in rows:
+        assert row["bits_equal"] is True
+        assert 50 <= row["subgroups"] <= 64
+        assert row["update_s"] >= 0.95 * row["bound_s"] > 0, "the drive is throttled"
+        assert (row["read_gb_per_s"] > 0) is (row["share_on_disk"] > 0)
+        for moved in row["read_bytes_per_parameter"], row["written_bytes_per_parameter"]:
+            assert (0.5 if row["share_on_disk"] else 0) * SPLIT.state_bytes <= moved <= SPLIT.state_bytes
+    assert rows[-1]["swapped_s"] > rows[-1]["bound_s"]
+
+
+def test_the_disk_experiment_measures_the_file_system(tmp_path: Path) -> None:
+    setting = disk.file_system(tmp_path, MINIMUM)
+    assert setting.profile.provenance.source == "measured"
+    assert setting.device.disk_read_bandwidth > 100 * setting.profile.disk_read_bandwidth, "nothing is slowed down"
+    assert not list(tmp_path.glob("*/*")), "no file is left"

@@ -38,6 +38,7 @@ SLOW = {
     "experiments.activations": "--rounds 1",
     "dos.calibrate": "--quick --output profile.json",
     "dos.calibrate --disk": "state --quick --device cpu",
+    "experiments.disk": "--rounds 1",
     "experiments.emulation": "--rounds 1",
     "experiments.formats": FORMATS,
     "experiments.job": "--ranks 1",
