@@ -129,6 +129,10 @@ class Early:
                 self.stores.device.drop(subgroup)
             del self.arriving[subgroup]
 
+    def end(self) -> None:
+        """Wait for what is under way."""
+        _end(self.begun)
+
     def _forget_many(self) -> None:
         """Backward after backward without a step: let go of transfers that have ended. Who uses them has them, too."""
         if len(self.begun) > MOST_EARLY_JOBS:

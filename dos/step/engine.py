@@ -72,7 +72,7 @@ class Engine:
                     f"device has {total} bytes in all; choose a smaller subgroup_size or policy='cpu'"
                 )
 
-    def make_room(self, plan: Plan, subjects: Sequence[Subject], windows: int) -> Prepared:
+    def make_room(self, plan: Plan, subjects: list[Subject], windows: int) -> Prepared:
         """See `dos.step.room.make_room`."""
         self._started = time.perf_counter()
         self.device.owner = self.device.caller()

@@ -29,7 +29,7 @@ class Prepared(NamedTuple):
     found: Sequence[SubgroupState]
 
 
-def make_room(plan: Plan, subjects: Sequence[Subject], early: Early, windows: int = 0) -> Prepared:
+def make_room(plan: Plan, subjects: list[Subject], early: Early, windows: int = 0) -> Prepared:
     """Get the memory that the step takes, on the device and on the host; the plan as far as there is.
 
     subjects: all subgroups, by index. early: what backward has begun for the step. windows: how many it counts on.
@@ -106,9 +106,7 @@ def _at_home(plan: Plan, subjects: Sequence[Subject], found: list[SubgroupState]
     return plan
 
 
-def _get_windows(
-    plan: Plan, subjects: Sequence[Subject], found: list[SubgroupState], early: Early, count: int
-) -> set[int]:
+def _get_windows(plan: Plan, subjects: list[Subject], found: list[SubgroupState], early: Early, count: int) -> set[int]:
     """Get windows, if any are needed; the subgroups that the host updates in one."""
     stores = early.stores
     through = windowed(plan, found)
@@ -121,7 +119,9 @@ def _get_windows(
         found[:] = [each._replace(state=Tier.DISK, window=None) if each.window is not None else each for each in found]
         if count * nbytes - windows.nbytes > stores.host.room:
             housed = [i for i in plan.on_disk if stores.host.houses(subjects[i].subgroup)]
+            early.end()  # what leaves a home or comes to it
             stores.to_disk([subjects[i].subgroup for i in housed if found[i].state is Tier.HOST])
+            _send_again(subjects, housed)
             found[:] = [
                 each._replace(state=Tier.DISK) if i in housed and each.state is Tier.HOST else each
                 for i, each in enumerate(found)
@@ -134,6 +134,14 @@ def _get_windows(
             update.from_disk, update.place = True, None if i in in_windows else update.place
             found[i] = subjects[i].found(found[i].state)._replace(window=found[i].window)
     return in_windows
+
+
+def _send_again(subjects: list[Subject], indices: Iterable[int]) -> None:
+    """Have the step send the gradients that left for homes which are no more."""
+    for i in indices:
+        update = subjects[i].update
+        if update is not None and subjects[i].departed:
+            subjects[i] = subjects[i]._replace(departed=(), late=update.items)
 
 
 def _get_slots(
