@@ -24,7 +24,7 @@ from perfmodel.hardware import HardwareProfile
 ROOT = Path(__file__).parents[2]
 WHOLE = ("getting-started", "hugging-face", "migrating", "formats")
 """Pages whose blocks are one program, each going on where the last one ended."""
-FRAGMENTS = ("README", "index", "activations", "memory", "how-it-decides", "calibrating")
+FRAGMENTS = ("README", "index", "activations", "disk", "memory", "how-it-decides", "calibrating")
 """Pages whose blocks are parts of the reader's own program: each gets a model and the rest of it."""
 ON_RANKS = "on ranks"
 """The note above a block that needs a process group."""
