@@ -5,16 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dos import DOSAdam, EmulatedDevice
+from dos.step.engine import Engine
 from perfmodel import Op
 from tests.support.clock import compares_with_a_clock
+from tests.support.devices import UpdatesAfterStep
 from tests.support.ranks import Ranks, on_pair
 from tests.support.sharded import adamw, assert_close, assert_equal, batch, dos_adam, model, values
-from tests.support.training import profile
+from tests.support.training import FAST, profile
 
 
 def halves(state, bucket):  # without annotations, which DDP compares with types
@@ -144,4 +147,47 @@ def test_join_broadcasts_what_updates_have_left(inner: bool) -> None:
         DistributedDataParallel(inside)  # broadcasts, too
         optimizer.synchronize()
         ends.append(values(inside))
+    assert_equal(*ends)
+
+
+class Halves(nn.Module):
+    """One of two layers takes part only where it is asked to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(11, 11), nn.Linear(11, 11)
+
+    def forward(self, x: Tensor, both: bool) -> Tensor:
+        return self.last(self.first(x)) if both else self.first(x)
+
+
+@on_pair
+def test_a_bucket_that_took_no_part_overwrites_no_gradients_of_the_last_step() -> None:
+    """No module has waited for its update, nor a hook of ours: the first gradient is that of another optimizer."""
+
+    def wait(engine: Engine) -> object:
+        device.returned.set()  # only who waits for the updates lets them begin
+        return ended(engine)
+
+    ended, ends = Engine.wait, []
+    for attach in (False, True):
+        device = UpdatesAfterStep(FAST, 1 << 24)
+        ddp = DistributedDataParallel(Halves(), bucket_cap_mb=1e-4, find_unused_parameters=True)
+        optimizer = dos_adam(ddp.module.last.parameters(), policy="cpu", device=device)
+        optimizer.register_ddp(ddp)
+        if attach:
+            optimizer.attach(ddp)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Engine, "wait", wait)
+            for step in range(3):
+                ddp(batch(step), both=step < 2).pow(2).mean().backward()
+                if step == 1 and attach:
+                    device.returned.clear()
+                if step < 2:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            device.copy(Op.GRADIENT, 0, []).wait()  # to the end of what the last backward has sent
+            optimizer.synchronize()
+        ends.append(values(ddp.module.last))
     assert_equal(*ends)

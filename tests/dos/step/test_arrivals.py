@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dos import DOSAdam, EmulatedDevice
 from dos.deciding.policies import AdaptivePolicy
-from dos.devices import Copy, Job
+from dos.devices import LANES, Copy, Job
 from perfmodel import Op, Placement, Plan, Workload
 from tests.support.devices import LateDevice, jittery_device
+from tests.support.fake_cuda import FakeCudaDevice, install
 from tests.support.random_plans import all_in
 from tests.support.training import FAST, bits, mlp, profile, train
 
@@ -149,6 +150,28 @@ def test_state_that_is_still_arriving_does_not_go_home_before_it_is_there() -> N
     model, optimizer = start(InTurn(CPU, RESIDENT, CPU), late(Op.PREFETCH))
     train(model, optimizer, 3, before_step=lambda step: forget(model, step))
     assert_as_on_host(model, optimizer, 3, forget)
+
+
+def test_memory_is_not_given_away_while_state_that_does_not_stay_is_still_arriving(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The allocator, which knows nothing of the copy, would give it to others, to whom the copy writes."""
+
+    class Freeing(FakeCudaDevice):
+        def free(self, buffer: Tensor) -> None:
+            super().free(buffer)
+            freed.append((buffer, buffer.clone()))
+
+    freed: list[tuple[Tensor, Tensor]] = []
+    model = mlp()
+    device = Freeing(install(monkeypatch, None))
+    optimizer = DOSAdam(model.parameters(), policy=InTurn(CPU, RESIDENT, CPU), subgroup_size=150, device=device)
+    train(model, optimizer, 2)
+    optimizer.synchronize()
+    for op in LANES:
+        device.copy(op, 0, []).wait()  # to the end of each stream
+    assert freed
+    assert all(torch.equal(buffer, then) for buffer, then in freed)
 
 
 def test_state_that_is_still_on_its_way_home_is_not_sent_back() -> None:
