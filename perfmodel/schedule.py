@@ -288,7 +288,9 @@ class ScheduleBuilder:
         for turn, i in enumerate(self._plan.order):
             window = found[i].window
             if window is not None:
-                self.windows.hold(i, window, turn)
+                fetched = self.fetched.get(i)
+                # Backward may have begun to fetch it, and who takes the window must not overwrite it before.
+                self.windows.hold(i, window, turn, () if fetched is None else (fetched,))
         others, arriving, residents = [], [], dict[str, list[int]]()
         for i in self._plan.order:
             gradient, stays = found[i].gradient, self._plan.placements[i] is RESIDENT

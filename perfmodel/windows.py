@@ -26,10 +26,11 @@ class Windows:
         """By window, when it was last taken; below 0: what is in it is from before, and its turn is to come."""
         self._written: dict[int, tuple[int, ...]] = {}
 
-    def hold(self, subgroup: int, window: int, turn: int) -> None:
-        """The state is there from before. turn: its place in the order of the updates."""
+    def hold(self, subgroup: int, window: int, turn: int, after: tuple[int, ...] = ()) -> None:
+        """The state is there from before. turn: its place in the order of the updates. after: tasks that read it."""
         self.inside[subgroup] = window
         self._turns[window] = -1 - turn
+        self._after[window] = after
 
     def take(self, subgroup: int) -> tuple[int, tuple[int, ...]]:
         """A window for a subgroup's state; what has to end before it is filled.
