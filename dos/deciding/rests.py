@@ -42,7 +42,9 @@ class Rests:
         arenas = {subgroup.arena for subgroup in subgroups} if offloaded else ()
         gradients = sum(tensor.tensor.nbytes for arena in arenas for tensor in arena.incoming())
         count, window = self._homes.windows(subgroups, gradients)
-        fits = gradients + sum(subgroup.load().host_bytes for subgroup in subgroups) <= limit
+        # What is on disk could only come home through windows.
+        nowhere_else = not self._homes.disk.nbytes
+        fits = nowhere_else and gradients + sum(subgroup.load().host_bytes for subgroup in subgroups) <= limit
         if not fits and gradients + count * window > limit:
             raise MemoryError(
                 f"state on disk passes through at least {count} windows of {window} bytes on the host"

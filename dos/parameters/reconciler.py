@@ -196,7 +196,8 @@ class Reconciler:
         if disk is not None and any(disk.has(s) for s in self._registry.accelerated if s.arena is arena):
             raise RuntimeError(
                 "amsgrad was switched on after state had gone to disk, where there is no room for its maximum; build "
-                "the optimizer with amsgrad=True and load the state dict of this one"
+                "the optimizer with amsgrad=True and load the state dict of this one, with zeros as 'max_exp_avg_sq' "
+                "of each parameter"
             )
         at_home = [s for s in self._registry.accelerated if s.arena is arena and self._registry.host_store.has(s)]
         with explain_oom():

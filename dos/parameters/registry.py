@@ -60,7 +60,7 @@ class Registry:
         self.index: dict[Subgroup, int] = {}
         self.places: dict[ParameterRecord, list[tuple[Subgroup, Piece]]] = {}
         self._newcomers: list[ParameterRecord] = []
-        self.host_store = HostStore(options.host_memory)
+        self.host_store = HostStore(options.host_memory, keeps_gradients=bool(options.offload_gradients))
         self.homes = Homes(self.host_store)
         self.lasting_bytes = 0
         native = options.offload_gradients == NATIVE

@@ -31,10 +31,14 @@ class Homes:
         limit = self.host.limit
         return WINDOWS if limit is None else max(2, min(WINDOWS, (limit - beside) // (2 * nbytes))), nbytes
 
-    def tiers(self, subgroups: Iterable[Subgroup]) -> dict[Subgroup, Tier]:
-        """Where each has its home, or would get it if all did."""
+    def tiers(self, subgroups: Iterable[Subgroup], *, complete: bool = False) -> dict[Subgroup, Tier]:
+        """Where each has its home, or would get it if all did.
+
+        complete: whether these are all there are. If the host has room for them, there need be none for windows.
+        """
         found, subgroups, room = {}, list(subgroups), self.host.room
-        if self.disk is not None and subgroups:  # whose windows there may have to be room for
+        homeless = sum(s.load().host_bytes for s in subgroups if not self.host.houses(s))
+        if self.disk is not None and subgroups and (self.disk.nbytes or homeless > room or not complete):
             count, nbytes = self.windows(subgroups)
             room -= max(0, count * nbytes - self.host.windows.nbytes)
         for subgroup in subgroups:

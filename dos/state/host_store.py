@@ -27,10 +27,12 @@ class HostStore:
     """State in host memory, and what travels through there: homes, whose memory stays once it is made.
 
     limit: bytes that all may take; None: what the host has. windows: through which state on disk passes.
+    keeps_gradients: whether gradients wait here for the step, and not for an update on the host alone.
     """
 
-    def __init__(self, limit: int | None = None) -> None:
+    def __init__(self, limit: int | None = None, *, keeps_gradients: bool = False) -> None:
         self.limit = limit
+        self._keeps_gradients = keeps_gradients
         self.windows = Windows()
         self._tensors: weakref.WeakSet[HostTensor] = weakref.WeakSet()
         self._whole: weakref.WeakSet[HostTensor] = weakref.WeakSet()
@@ -75,8 +77,11 @@ class HostStore:
 
     def drop(self, subgroup: Subgroup) -> None:
         """Give a home back. Only for one on disk: pinning takes 0.2 to 0.4 s per GB, so others stay."""
-        for tensor in (*subgroup.arena.home(), *subgroup.arena.staging()):
-            tensor.release(subgroup.start, subgroup.stop)
+        arena = subgroup.arena
+        kept = arena.incoming() if self._keeps_gradients else ()  # they may be there
+        for tensor in (*arena.home(), *arena.staging()):
+            if tensor not in kept:
+                tensor.release(subgroup.start, subgroup.stop)
         subgroup.newest.clear()
 
     def fetch(self, subgroup: Subgroup) -> State:

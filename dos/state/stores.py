@@ -63,7 +63,7 @@ class Stores:
             self.move(Move(Tier.HOST, Tier.DISK), 0, subgroup, ()).wait()
             windows.leave(subgroup)
 
-    def to_disk(self, subgroups: Sequence[Subgroup], after: Sequence[Job] = ()) -> None:
+    def to_disk(self, subgroups: Sequence[Subgroup], source: Tier, after: Sequence[Job] = ()) -> None:
         """Bring state from its home on the host, or from the device, to disk, where there is room for it.
 
         after: what has to end before it leaves the device. Nothing else is in flight, and windows keep nothing.
@@ -73,12 +73,11 @@ class Stores:
             windows.make(1, nbytes, self.device.device)  # beyond the limit, if need be: there will be room
         for subgroup in subgroups:
             windows.enter(subgroup, 0)
-            source = self.where(subgroup)
             if source is Tier.DEVICE:
                 self.move(Move(Tier.DEVICE, Tier.HOST), 0, subgroup, after).wait()
             self.move(Move(Tier.HOST, Tier.DISK), 0, subgroup, ()).wait()
             windows.leave(subgroup)
-            self.of[source or Tier.HOST].drop(subgroup)
+            self.of[source].drop(subgroup)
 
     def move(
         self, move: Move, number: int, subgroup: Subgroup, after: Sequence[Job], beside: Sequence[Copy] = ()

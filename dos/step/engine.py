@@ -240,7 +240,7 @@ class Engine:
         self.early.drop_arriving(list(self.early.arriving))
         subgroups, stores = list(subgroups), self.stores
         stores.write_kept()
-        places, homes = {s: stores.where(s) for s in subgroups}, stores.homes.tiers(subgroups)
+        places, homes = {s: stores.where(s) for s in subgroups}, stores.homes.tiers(subgroups, complete=True)
         away = [(s, Move(tier, homes[s])) for s, tier in places.items() if tier not in (None, homes[s])]
         to_disk = [s for s, move in away if move == Move(Tier.DEVICE, Tier.DISK)]
         away = [(s, move) for s, move in away if Tier.DISK not in move]
@@ -248,7 +248,7 @@ class Engine:
         after = self.device.fence()
         if stores.disk is not None:
             stores.disk.reserve(to_disk)
-            stores.to_disk(to_disk, after)
+            stores.to_disk(to_disk, Tier.DEVICE, after)
         for job in [self.stores.move(move, 0, s, after) for s, move in away]:
             # The host reads the state from here on.
             job.wait()

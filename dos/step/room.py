@@ -40,6 +40,11 @@ def make_room(plan: Plan, subjects: list[Subject], early: Early, windows: int = 
     early.considered = None
     stays = {subjects[i].subgroup for i in plan.served(Placement.GPU_RESIDENT)}
     early.drop_arriving([s for s, issued in early.arriving.items() if issued is None or s not in stays])
+    on_disk = stores.disk is not None and (plan.on_disk or stores.disk.nbytes)
+    if on_disk and not stores.host.windows.fit(windows, _window_bytes(subjects)):
+        # State may have to leave the host for windows, and nothing may be reading it then.
+        early.drop_prefetched()
+        early.drop_arriving(list(early.arriving))
     kept = stores.host.windows.kept
     found = [s.found(early.where(s.subgroup)) for s in subjects]
     for i, subject in enumerate(subjects) if stores.disk else ():
@@ -90,8 +95,8 @@ def _at_home(plan: Plan, subjects: Sequence[Subject], found: list[SubgroupState]
         return plan
     more = {i for i, each in enumerate(found) if each.window is not None and plan.stays(i) is not Tier.DEVICE}
     room = host.room
-    if windows and not host.windows.nbytes and plan.on_disk:
-        room -= windows * max(window_bytes(subject.subgroup) for subject in subjects)
+    if plan.on_disk or any(each.state is Tier.DISK for each in found):  # what comes home passes through windows, too
+        room -= max(0, windows * _window_bytes(subjects) - host.windows.nbytes)
     for i, subject in enumerate(subjects):
         if i not in more and plan.stays(i) is Tier.HOST and not host.houses(subject.subgroup):
             if subject.update is None and found[i].state is Tier.HOST:
@@ -106,26 +111,30 @@ def _at_home(plan: Plan, subjects: Sequence[Subject], found: list[SubgroupState]
     return plan
 
 
+def _window_bytes(subjects: Sequence[Subject]) -> int:
+    return max(window_bytes(subject.subgroup) for subject in subjects)
+
+
 def _get_windows(plan: Plan, subjects: list[Subject], found: list[SubgroupState], early: Early, count: int) -> set[int]:
     """Get windows, if any are needed; the subgroups that the host updates in one."""
     stores = early.stores
     through = windowed(plan, found)
     if not through:
         return set()
-    windows, nbytes = stores.host.windows, max(window_bytes(subject.subgroup) for subject in subjects)
+    windows, nbytes = stores.host.windows, _window_bytes(subjects)
     if not windows.fit(count, nbytes):
         assert stores.disk is not None, "there is state on disk"
         stores.write_kept()
         found[:] = [each._replace(state=Tier.DISK, window=None) if each.window is not None else each for each in found]
         if count * nbytes - windows.nbytes > stores.host.room:
-            housed = [i for i in plan.on_disk if stores.host.houses(subjects[i].subgroup)]
             early.end()  # what leaves a home or comes to it
-            stores.to_disk([subjects[i].subgroup for i in housed if found[i].state is Tier.HOST])
+            at_home = [i for i, each in enumerate(found) if each.state is Tier.HOST is not plan.stays(i)]
+            housed = [i for i in at_home if stores.host.houses(subjects[i].subgroup)]
+            stores.disk.reserve(subjects[i].subgroup for i in housed)
+            stores.to_disk([subjects[i].subgroup for i in housed], Tier.HOST)
             _send_again(subjects, housed)
-            found[:] = [
-                each._replace(state=Tier.DISK) if i in housed and each.state is Tier.HOST else each
-                for i, each in enumerate(found)
-            ]
+            found[:] = [each._replace(state=Tier.DISK) if i in housed else each for i, each in enumerate(found)]
+            through = windowed(plan, found)
         stores.host.make_windows(count, nbytes, early.device)
     in_windows = {i for i in through if plan.stays(i) is not Tier.HOST and not stores.host.houses(subjects[i].subgroup)}
     for i in through:

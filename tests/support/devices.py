@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dos import EmulatedDevice
 from dos.devices import Copy, Job
-from perfmodel import Op
+from perfmodel import Lane, Op
 from perfmodel.hardware import HardwareProfile
 from tests.support.training import FAST
 
@@ -34,7 +34,7 @@ class UpdatesAfterStep(EmulatedDevice):
 
 
 class LateDevice(EmulatedDevice):
-    """Delays each copy and update by so many seconds, behind all that it waits for."""
+    """Delays each copy, update, read and write by so many seconds, behind all that it waits for."""
 
     def __init__(self, delay: Callable[[Op], float]) -> None:
         super().__init__(FAST, capacity=10**9)
@@ -48,6 +48,10 @@ class LateDevice(EmulatedDevice):
             work()
 
         return super()._queue(op, subgroup, late, *rest)
+
+    def disk_io(self, lane: Lane, nbytes: int) -> AbstractContextManager[float]:
+        time.sleep(self.delay(Op.READ if lane is Lane.READ else Op.WRITE))
+        return super().disk_io(lane, nbytes)
 
 
 def jittery_device(seed: int) -> LateDevice:

@@ -1,14 +1,18 @@
-"""Buffers for state on disk."""
+"""Buffers for state on disk, and optimizers whose state is there."""
 
 from __future__ import annotations
 
 import mmap
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from dos import DOSAdam, EmulatedDevice
 from dos.disk import DiskSpace
+from tests.support.training import FAST, bits, mlp
 
 
 def pages(nbytes: int, seed: int | None = None) -> Tensor:
@@ -31,3 +35,37 @@ def reads(space: DiskSpace, extent: object, expected: Tensor) -> bool:
     buffer = pages(len(expected), seed=99)
     space.read(extent, buffer)  # type: ignore[arg-type]
     return torch.equal(buffer, expected)
+
+
+SMALL = 2048
+"""Parameters of a subgroup: the fewest of which each field fills pages, and gradients of 16 bits do."""
+TWO_WINDOWS = 2 * SMALL * 20
+"""Bytes of host memory that are enough to train with, in any format but int8, in such subgroups."""
+
+
+def wide(dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Sequential:
+    """The small network with so many parameters that they are several subgroups: 20,400, of which there are 10."""
+    return mlp(dtype, seed, width=600)
+
+
+def dos_adam(parameters: Iterable[Any], disk: Path | list[Path] | None, **settings: Any) -> DOSAdam:
+    """In the smallest subgroups, on a fast device. disk: where what exceeds `host_memory` is; None: in memory.
+
+    settings: others than the usual ones, which leave next to no host memory for state.
+    """
+    place = {} if disk is None else {"disk": disk, "host_memory": TWO_WINDOWS}
+    if disk is None:
+        settings.pop("host_memory", None)
+    usual = {"lr": 0.01, "policy": "cpu", "subgroup_size": SMALL, "device": EmulatedDevice(FAST, capacity=10**9)}
+    return DOSAdam(parameters, **{**usual, **place, **settings})
+
+
+def bytes_on_disk(*folders: Path) -> int:
+    """Of the files in folders of optimizers."""
+    return sum(path.stat().st_size for folder in folders for path in files(folder))
+
+
+def everything(model: nn.Module, optimizer: DOSAdam) -> list[bytes]:
+    """Parameters and state, to the bit."""
+    states = optimizer.state_dict()["state"].values()
+    return bits([*model.parameters(), *(entry[key] for entry in states for key in sorted(entry))])

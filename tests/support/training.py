@@ -47,10 +47,12 @@ SLOW = profile(
 """An update of the small network takes some milliseconds, much longer than its forward. Streaming does not pay."""
 
 
-def mlp(dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Sequential:
+def mlp(dtype: torch.dtype = torch.float32, seed: int = 0, width: int = 40) -> nn.Sequential:
     """A small network of several kinds of parameters; the same for the same seed."""
     torch.default_generator.manual_seed(seed)  # torch.manual_seed keeps a stack trace of each call
-    return nn.Sequential(nn.Linear(24, 40), nn.GELU(), nn.LayerNorm(40), nn.Linear(40, 7, bias=False)).to(dtype)
+    return nn.Sequential(nn.Linear(24, width), nn.GELU(), nn.LayerNorm(width), nn.Linear(width, 7, bias=False)).to(
+        dtype
+    )
 
 
 def loss_of(model: nn.Module, step: int) -> Tensor:

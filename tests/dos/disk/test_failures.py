@@ -1,0 +1,356 @@
+"""What goes wrong on disk in training: it is said with a remedy, and no torn state is used; what users ask too much."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import random
+import shutil
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dos import DOSAdam
+from dos.disk import DiskSpace
+from dos.disk import files as files_module
+from dos.disk import space as space_module
+from tests.support.disk import SMALL, bytes_on_disk, dos_adam, everything, files, wide
+from tests.support.processes import python
+from tests.support.programs import REFUSED
+from tests.support.training import backward, bits, train
+
+pytestmark = pytest.mark.usefixtures("one_core")
+
+LOST = "load the last checkpoint"
+FULL = shutil._ntuple_diskusage(0, 0, 0)  # type: ignore[attr-defined]
+POLICIES = ["cpu", "stride:2", 0.5]
+Fail = Callable[[str, int, Exception], None]
+
+
+@pytest.fixture
+def fail(monkeypatch: pytest.MonkeyPatch) -> Fail:
+    """Lets the n-th read or write of state from now on raise."""
+
+    def install(name: str, at: int, error: Exception) -> None:
+        real, asked = getattr(DiskSpace, name), [0]
+
+        def transfer(*arguments: Any) -> None:
+            asked[0] += 1
+            if asked[0] == at:
+                raise error
+            real(*arguments)
+
+        monkeypatch.setattr(DiskSpace, name, transfer)
+
+    return install
+
+
+def started(disk: Path, steps: int = 2, **settings: Any) -> tuple[nn.Module, DOSAdam]:
+    model = wide(torch.bfloat16)
+    optimizer = dos_adam(model.parameters(), disk, **settings)
+    train(model, optimizer, steps)
+    return model, optimizer
+
+
+def go_on(model: nn.Module, optimizer: DOSAdam) -> None:
+    """Three steps more."""
+    train(model, optimizer, 3, first_step=2)
+    optimizer.synchronize()
+
+
+def assert_refuses(optimizer: DOSAdam) -> None:
+    with pytest.raises(RuntimeError, match=REFUSED):
+        optimizer.step()
+    with pytest.raises(RuntimeError, match=REFUSED):
+        optimizer.state_dict()
+    with pytest.raises(RuntimeError, match=REFUSED):
+        _ = optimizer.state
+    optimizer.zero_grad()
+    optimizer.synchronize()
+
+
+def causes(error: BaseException | None) -> list[str]:
+    """What an error and those that led to it say."""
+    return [] if error is None else [str(error), *causes(error.__cause__)]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("attach", [False, True])
+@pytest.mark.parametrize(("name", "at"), [("read", 1), ("read", 2), ("write", 1), ("write", 3)])
+def test_a_step_that_fails_on_disk(
+    tmp_path: Path, fail: Fail, policy: str | float, attach: bool, name: str, at: int
+) -> None:
+    model, optimizer = started(tmp_path, policy=policy)
+    if attach:
+        optimizer.attach(model)
+    fail(name, at, OSError(errno.EIO, "the cable came off"))
+    with pytest.raises((RuntimeError, OSError)) as caught:
+        go_on(model, optimizer)
+    assert any("the cable came off" in said for said in causes(caught.value))
+    assert_refuses(optimizer)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_drive_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str | float) -> None:
+    """With the file and what to do, in the first line that users see."""
+    model, optimizer = started(tmp_path, policy=policy)
+    (file,) = files(tmp_path)
+    os.truncate(file, 0)
+    with pytest.raises((RuntimeError, OSError), match=LOST) as caught:
+        go_on(model, optimizer)
+    assert str(file) in str(caught.value)
+    assert_refuses(optimizer)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_contents_that_are_not_ours(tmp_path: Path, policy: str | float) -> None:
+    model, optimizer = started(tmp_path, policy=policy)
+    (file,) = files(tmp_path)
+    with file.open("r+b") as opened:
+        opened.write(b"x" * file.stat().st_size)
+    with pytest.raises((RuntimeError, OSError), match="something else"):
+        go_on(model, optimizer)
+    assert_refuses(optimizer)
+
+
+def test_a_file_that_was_deleted_still_serves(tmp_path: Path) -> None:
+    model, optimizer = started(tmp_path)
+    twin, other = started(tmp_path)
+    for file in files(tmp_path):
+        file.unlink()
+    train(model, optimizer, 2, first_step=2)
+    train(twin, other, 2, first_step=2)
+    assert everything(model, optimizer) == everything(twin, other)
+
+
+def test_a_new_optimizer_goes_on_from_the_last_checkpoint(tmp_path: Path, fail: Fail) -> None:
+    model, optimizer = started(tmp_path)
+    torch.save([model.state_dict(), optimizer.state_dict()], tmp_path / "checkpoint.pt")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DiskSpace, "write", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "the cable came off")))
+        with pytest.raises((RuntimeError, OSError)):
+            train(model, optimizer, 3, first_step=2)
+    weights, state = torch.load(tmp_path / "checkpoint.pt")
+    model.load_state_dict(weights)
+    another = dos_adam(model.parameters(), tmp_path)
+    another.load_state_dict(state)
+    train(model, another, 2, first_step=2)
+    twin, other = started(tmp_path, steps=4)
+    assert everything(model, another) == everything(twin, other)
+
+
+def test_a_disk_that_is_full_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing has happened then, and training goes on once there is room."""
+    model, twin = wide(), wide()
+    optimizer = dos_adam(model.parameters(), tmp_path)
+    backward(model, 0)
+    before = bits(model.parameters())
+    monkeypatch.setattr(files_module.shutil, "disk_usage", lambda _: FULL)
+    for _ in range(2):
+        with pytest.raises(OSError, match=r"state needs \d+ more bytes on disk, found 0 free") as caught:
+            optimizer.step()
+        assert caught.value.errno == errno.ENOSPC
+        assert str(tmp_path) in str(caught.value)
+    assert bits(model.parameters()) == before
+    monkeypatch.undo()
+    optimizer.step()
+    backward(twin, 0)
+    other = dos_adam(twin.parameters(), None)
+    other.step()
+    assert everything(model, optimizer) == everything(twin, other)
+
+
+def test_a_disk_that_is_full_when_state_joins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = []
+    for disk in (None, tmp_path):
+        weights = [nn.Parameter(torch.ones(5 * SMALL)) for _ in range(2)]
+        optimizer = dos_adam(weights[:1], disk)
+        for number in range(4):
+            if number == 1:
+                optimizer.add_param_group({"params": weights[1:]})
+            for weight in weights[: 1 + number]:
+                weight.grad = torch.full_like(weight, number - 1.5)
+            if number == 1 and disk is not None:
+                monkeypatch.setattr(files_module.shutil, "disk_usage", lambda _: FULL)
+                with pytest.raises(OSError, match="more bytes on disk"):
+                    optimizer.step()
+                monkeypatch.undo()
+            optimizer.step()
+        ends.append(bits([*weights, *(optimizer.state[p]["exp_avg"] for p in weights)]))
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize(("offload", "nbytes"), [(False, 20_000), (True, 20_000), (True, 6 * 20_400)])
+def test_a_budget_that_holds_no_two_windows(tmp_path: Path, offload: bool, nbytes: int) -> None:
+    """Beside gradients, if those have to be there."""
+    model = wide()
+    optimizer = dos_adam(model.parameters(), tmp_path, host_memory=nbytes, offload_gradients=offload)
+    with pytest.raises(MemoryError, match=f"host_memory={nbytes}.*; choose more.* or a smaller subgroup_size"):
+        train(model, optimizer, 2)
+    assert not bytes_on_disk(tmp_path)
+
+
+@pytest.mark.parametrize("policy", ["cpu", "stride:2"])
+def test_a_budget_that_is_too_small_for_what_joins(tmp_path: Path, policy: str) -> None:
+    """What there was goes on without it."""
+    weights = [nn.Parameter(torch.ones(n)) for n in (5 * SMALL, 10)]
+    optimizer = dos_adam(weights[:1], tmp_path, policy=policy, host_memory=2 * 16 * SMALL)
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    optimizer.add_param_group({"params": weights[1:], "amsgrad": True})
+    optimizer.step()
+    assert optimizer.state[weights[1]]["step"] == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"host_memory": 0}, "host_memory must be 1 or more bytes as an int, or None, found 0"),
+        ({"host_memory": 1.5}, "host_memory must be 1 or more bytes as an int, or None, found 1.5"),
+        ({"host_memory": True}, "host_memory must be 1 or more bytes as an int, or None, found True"),
+        ({"policy": "resident"}, "leave disk= out, or choose 'adaptive'"),
+    ],
+)
+def test_settings_that_cannot_be(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        dos_adam(wide().parameters(), tmp_path, **settings)
+    assert not files(tmp_path)
+
+
+@pytest.mark.parametrize("disk", [3, ["a", 3], b"a"])
+def test_a_disk_that_is_no_folder(disk: Any) -> None:
+    with pytest.raises(TypeError, match="disk must be a folder, a sequence of folders, or None"):
+        dos_adam(wide().parameters(), disk)
+
+
+def test_a_folder_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    model = wide()
+    with pytest.raises(OSError, match="choose another folder"):
+        train(model, dos_adam(model.parameters(), tmp_path / "file"), 1)
+
+
+def test_files_go_with_the_optimizer(tmp_path: Path) -> None:
+    """Without the garbage collector, and whatever users still hold of its state."""
+    model = wide()
+    optimizer = dos_adam(model.parameters(), tmp_path, policy="stride:2")
+    optimizer.attach(model)
+    train(model, optimizer, 2)
+    views = [entry["exp_avg"] for entry in optimizer.state.values()]
+    train(model, optimizer, 1, first_step=2)
+    gone = weakref.ref(optimizer)
+    gc.disable()
+    try:
+        del optimizer
+        assert gone() is None
+        assert not files(tmp_path)
+    finally:
+        gc.enable()
+    assert all(view.isfinite().all() for view in views)
+
+
+def test_files_go_with_the_interpreter(tmp_path: Path) -> None:
+    program = f"""
+from tests.support.disk import bytes_on_disk, dos_adam, wide
+from tests.support.training import train
+from pathlib import Path
+model = wide()
+optimizer = dos_adam(model.parameters(), Path({str(tmp_path)!r}), policy="stride:2")
+optimizer.attach(model)
+train(model, optimizer, 2)
+print(bytes_on_disk(Path({str(tmp_path)!r})) > 0)
+"""
+    assert python("-c", program) == "True\n"
+    assert not files(tmp_path)
+
+
+def test_state_on_disk_can_be_saved_when_the_interpreter_ends(tmp_path: Path) -> None:
+    program = f"""
+import atexit, torch
+from tests.support.disk import dos_adam, everything, wide
+from tests.support.training import train
+from pathlib import Path
+twin = wide()
+other = dos_adam(twin.parameters(), None)
+train(twin, other, 3)
+expected = everything(twin, other)
+for policy in ("cpu", "stride:2", 0.5):
+    model = wide()
+    optimizer = dos_adam(model.parameters(), Path({str(tmp_path)!r}), policy=policy)
+    optimizer.attach(model)
+    atexit.register(lambda model=model, optimizer=optimizer: print(everything(model, optimizer) == expected))
+    train(model, optimizer, 3)
+"""
+    assert python("-c", program) == 3 * "True\n"
+
+
+def test_a_forked_child_leaves_state_alone(tmp_path: Path) -> None:
+    model, optimizer = started(tmp_path)
+    twin, other = started(tmp_path)
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            train(model, optimizer, 1, first_step=2)
+        except RuntimeError as error:
+            code = 0 if any("forked child" in said for said in causes(error)) else 2
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    for each in ((model, optimizer), (twin, other)):
+        train(*each, 2, first_step=2)
+    assert everything(model, optimizer) == everything(twin, other)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_random_failures_of_reads_and_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str | float
+) -> None:
+    """A step is whole, has not happened, or is refused; what is read is what a whole number of steps has made."""
+    monkeypatch.setattr(space_module, "_REQUEST_BYTES", 4096)
+    whole = []
+    twin = wide()
+    other = dos_adam(twin.parameters(), None)
+    for step in range(5):
+        train(twin, other, 1, first_step=step)
+        whole.append(everything(twin, other))
+    outcomes = Counter[str]()
+    real = space_module._adam.transfer
+    drawn = random.Random(1)
+    for _ in range(25):
+        model = wide()
+        optimizer = dos_adam(model.parameters(), tmp_path, policy=policy)
+        asked, at = [0], drawn.randint(1, 60)
+
+        def transfer(write: bool, requests: Any, threads: int, asked: list[int] = asked, at: int = at) -> Any:
+            asked[0] += 1
+            if asked[0] == at:
+                half = requests[: len(requests) // 2]
+                real(write, half, threads)
+                return [0] * len(requests), len(half), 0, errno.EIO
+            return real(write, requests, threads)
+
+        monkeypatch.setattr(space_module._adam, "transfer", transfer)
+        step = 0
+        try:
+            for step in range(5):
+                train(model, optimizer, 1, first_step=step)
+            assert everything(model, optimizer) == whole[4]
+            outcomes["unharmed"] += 1
+        except (OSError, RuntimeError):
+            outcomes["raised"] += 1
+            try:
+                assert everything(model, optimizer) in whole
+            except (OSError, RuntimeError):
+                outcomes["refused"] += 1
+        monkeypatch.setattr(space_module._adam, "transfer", real)
+    assert outcomes["raised"] > 5

@@ -1,0 +1,432 @@
+"""State that exceeds the host's budget rests on disk: the same bits as from memory, whatever is done meanwhile."""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+import pickle
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from dos import DOSAdam, EmulatedDevice
+from dos.gradients import offload as offload_module
+from perfmodel import Op
+from tests.support.devices import LateDevice, Unreliable, jittery_device
+from tests.support.disk import SMALL, TWO_WINDOWS, bytes_on_disk, dos_adam, everything, files, wide
+from tests.support.random_plans import RandomPlans
+from tests.support.training import FAST, assert_close_ulp, backward, batch, bits, mlp, plan_anew, train
+
+pytestmark = pytest.mark.usefixtures("one_core")
+
+EXAMPLES = int(os.environ.get("DOS_DISK", "40"))
+POLICIES = ["cpu", "stride:1", "stride:3", 0.5, "adaptive"]
+STATE_BYTES = 12 * sum(p.numel() for p in wide().parameters())
+Pair = tuple[nn.Module, DOSAdam]
+ACTIONS: dict[str, Callable[[Pair, random.Random], Pair]] = {}
+"""What users do between steps: is given a model and its optimizer, and gives those with which they go on."""
+
+
+def action(function: Callable[[Pair, random.Random], Pair]) -> Callable[[Pair, random.Random], Pair]:
+    ACTIONS[function.__name__] = function
+    return function
+
+
+@action
+def nothing(pair: Pair, drawn: random.Random) -> Pair:
+    return pair
+
+
+@action
+def write_to_a_parameter(pair: Pair, drawn: random.Random) -> Pair:
+    pair[1].synchronize()
+    with torch.no_grad():
+        drawn.choice(list(pair[0].parameters())).mul_(0.75)
+    return pair
+
+
+@action
+def write_to_state(pair: Pair, drawn: random.Random) -> Pair:
+    model, optimizer = pair
+    name, parameter = drawn.choice(["exp_avg", "exp_avg_sq"]), drawn.choice(list(model.parameters()))
+    if parameter in optimizer.state:
+        optimizer.state[parameter][name].mul_(0.5)
+    return pair
+
+
+@action
+def write_to_state_read_before(pair: Pair, drawn: random.Random) -> Pair:
+    """Of which views are kept over a step."""
+    model, optimizer = pair
+    views = [entry["exp_avg"] for entry in optimizer.state.values()]
+    backward(model, 77)
+    optimizer.step()
+    optimizer.zero_grad()
+    assert optimizer.state  # reading an entry again is what makes them current
+    for entry in optimizer.state.values():
+        entry["exp_avg"].sub_(1e-3)
+    del views
+    return pair
+
+
+@action
+def replace_state(pair: Pair, drawn: random.Random) -> Pair:
+    for entry in pair[1].state.values():
+        entry["exp_avg"] = entry["exp_avg"].clone() * 0.5
+    return pair
+
+
+@action
+def read_state(pair: Pair, drawn: random.Random) -> Pair:
+    assert all(entry["exp_avg"].isfinite().all() for entry in pair[1].state_dict()["state"].values())
+    return pair
+
+
+@action
+def release_memory(pair: Pair, drawn: random.Random) -> Pair:
+    pair[1].release_memory()
+    return pair
+
+
+@action
+def copy_both(pair: Pair, drawn: random.Random) -> Pair:
+    return copy.deepcopy(pair)
+
+
+@action
+def pickle_both(pair: Pair, drawn: random.Random) -> Pair:
+    return pickle.loads(pickle.dumps(pair))
+
+
+@action
+def save_and_load(pair: Pair, drawn: random.Random) -> Pair:
+    file = io.BytesIO()
+    torch.save(pair[1].state_dict(), file)
+    file.seek(0)
+    pair[1].load_state_dict(torch.load(file))
+    return pair
+
+
+@action
+def freeze(pair: Pair, drawn: random.Random) -> Pair:
+    """Some, or none any more."""
+    for parameter in pair[0].parameters():
+        parameter.requires_grad_(drawn.random() < 0.7)
+    next(pair[0].parameters()).requires_grad_(True)
+    return pair
+
+
+@action
+def change_a_group(pair: Pair, drawn: random.Random) -> Pair:
+    pair[1].param_groups[0].update(lr=drawn.choice([0.0, 0.05]), weight_decay=0.1)
+    return pair
+
+
+@action
+def begin_anew(pair: Pair, drawn: random.Random) -> Pair:
+    pair[1].state.clear()
+    return pair
+
+
+def run(
+    disk: Path | list[Path] | None, dtype: torch.dtype, actions: Sequence[str], seed: int, **chosen: Any
+) -> list[bytes]:
+    """Steps with one of the actions between them. Parameters and state."""
+    attach, micro_batches = chosen.pop("attach", False), chosen.pop("micro_batches", 1)
+    drawn, model = random.Random(seed), wide(dtype)
+    pair: Pair = (model, dos_adam(model.parameters(), disk, **chosen))
+    if attach:
+        pair[1].attach(model)
+    for step, name in enumerate(actions):
+        model, optimizer = pair
+        plan_anew(optimizer)
+        optimizer.zero_grad()
+        backward(model, 10 * step, micro_batches)
+        optimizer.step()
+        pair = ACTIONS[name](pair, drawn)
+        if attach and pair[0] is not model:
+            pair[1].attach(pair[0])
+    return everything(*pair)
+
+
+@settings(
+    max_examples=EXAMPLES,
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
+@given(
+    actions=st.lists(st.sampled_from(sorted(ACTIONS)), min_size=2, max_size=7),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    seed=st.integers(0, 2**16),
+    slots=st.integers(1, 3),
+    share=st.floats(0, 1.2) | st.just(0.0),
+    slots_there=st.sampled_from([1, 3, 10**4]),
+    folders=st.sampled_from([1, 1, 3]),
+    chosen=st.fixed_dictionaries(
+        {
+            "state_format": st.sampled_from([None, "float32"]),
+            "amsgrad": st.booleans(),
+            "max_grad_norm": st.sampled_from([None, 0.05]),
+            "offload_gradients": st.sampled_from([False, True, "native"]),
+            "subgroup_size": st.sampled_from([SMALL, 3 * SMALL, 10**5]),
+            "attach": st.booleans(),
+            "micro_batches": st.integers(1, 2),
+        }
+    ),
+)
+def test_any_plan_in_any_memory_gives_the_same_bits(
+    actions: list[str],
+    dtype: torch.dtype,
+    seed: int,
+    slots: int,
+    share: float,
+    slots_there: int,
+    folders: int,
+    chosen: dict[str, Any],
+) -> None:
+    """share: of the state, for which the host has memory beyond windows. slots_there: for which the device has."""
+    whole = run(None, dtype, actions, seed, **{**chosen, "subgroup_size": SMALL})
+    largest = min(chosen["subgroup_size"], STATE_BYTES // 12)
+    there = {
+        **chosen,
+        "policy": RandomPlans(seed, slots),
+        "device": EmulatedDevice(FAST, capacity=slots_there * 20 * largest),
+        "host_memory": 2 * 24 * largest
+        + 8 * STATE_BYTES // 12 * bool(chosen["offload_gradients"])
+        + int(share * STATE_BYTES),
+    }
+    with TemporaryDirectory() as folder:
+        assert run([Path(folder) / str(i) for i in range(folders)], dtype, actions, seed, **there) == whole
+        assert not bytes_on_disk(Path(folder)), "the optimizer has gone, and its files with it"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("attach", [False, True])
+@pytest.mark.parametrize("offload", [False, True, "native"])
+def test_most_state_is_on_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str | float, attach: bool, offload: bool | str
+) -> None:
+    """And comes and goes with every step."""
+    monkeypatch.setattr(offload_module, "PASSAGE_BYTES", 1024)
+    ends = []
+    for disk in (None, tmp_path):
+        model = wide(torch.bfloat16)
+        optimizer = dos_adam(
+            model.parameters(),
+            disk,
+            policy=policy,
+            offload_gradients=offload,
+            memory_budget=2 * SMALL * 12,
+            host_memory=TWO_WINDOWS + {True: 6, "native": 2, False: 0}[offload] * 20_400,
+        )
+        if attach:
+            optimizer.attach(model)
+        for step in range(4):
+            backward(model, 10 * step, micro_batches=2)
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.synchronize()
+        ends.append(everything(model, optimizer))
+        plan = optimizer.plan()
+        assert plan is not None
+        assert bool(plan.on_disk) is (disk is not None)
+        if disk is not None:
+            assert {Op.READ, Op.WRITE} <= {span.op for span in optimizer.timeline().spans}
+            assert bytes_on_disk(disk) > 0
+    assert ends[0] == ends[1]
+
+
+def test_nothing_is_on_disk_if_the_host_has_room(tmp_path: Path) -> None:
+    model = wide()
+    optimizer = dos_adam(model.parameters(), tmp_path, host_memory=10**8)
+    train(model, optimizer, 2)
+    plan = optimizer.plan()
+    assert plan is not None
+    assert not plan.on_disk
+    assert not {Op.READ, Op.WRITE} & {span.op for span in optimizer.timeline().spans}
+
+
+@pytest.mark.parametrize("policy", ["cpu", "stride:2", 0.5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_codes(tmp_path: Path, policy: str | float, dtype: torch.dtype) -> None:
+    """Of subgroups of 131,072 parameters, whose scales fill a page."""
+    ends = []
+    for disk in (None, tmp_path):
+        weights = [nn.Parameter(torch.linspace(-1, 1, 131072).view(1024, 128).to(dtype)) for _ in range(7)]
+        optimizer = dos_adam(weights, disk, policy=policy, state_format="int8", host_memory=2 * 131072 * 13)
+        generator = torch.Generator().manual_seed(0)
+        for step in range(3):
+            for number, weight in enumerate(weights):
+                gradient = torch.randn(weight.shape, generator=generator).to(dtype)
+                weight.grad = None if (number + step) % 4 == 0 else gradient
+            optimizer.step()
+        state = [t for entry in optimizer.state_dict()["state"].values() for t in entry.values()]
+        ends.append(bits([*weights, *state]))
+    assert ends[0] == ends[1]
+    assert bytes_on_disk(tmp_path) > 0
+
+
+@pytest.mark.parametrize("policy", ["cpu", "stride:1", "stride:2", "adaptive", RandomPlans(1, 2), RandomPlans(2, 3)])
+@pytest.mark.parametrize("room", [0, 90_000])
+@pytest.mark.parametrize("slow", [None, Op.READ, Op.WRITE, Op.PREFETCH, Op.FLUSH])
+def test_lanes_that_overtake_each_other(tmp_path: Path, policy: Any, room: int, slow: Op | None) -> None:
+    """slow: the one that is. room: for state on the host."""
+    late = jittery_device(5) if slow is None else LateDevice(lambda op: 4e-3 if op is slow else 0.0)
+    ends = []
+    for disk, device in ((None, EmulatedDevice(FAST, 10**9)), (tmp_path, late)):
+        model = wide(torch.bfloat16)
+        optimizer = dos_adam(model.parameters(), disk, policy=policy, device=device, host_memory=TWO_WINDOWS + room)
+        optimizer.attach(model)
+        for step in range(4):
+            plan_anew(optimizer)
+            train(model, optimizer, 1, first_step=step)
+        ends.append(everything(model, optimizer))
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize("attach", [False, True])
+def test_device_memory_that_falls_and_grows(tmp_path: Path, attach: bool) -> None:
+    drawn = random.Random(3)
+    budgets = [drawn.randint(0, STATE_BYTES) for _ in range(12)]
+    ends = []
+    for disk in (None, tmp_path):
+        left = iter(budgets)
+        model = wide()
+        device = EmulatedDevice(FAST, 10**9) if disk is None else Unreliable(0.2)
+        optimizer = dos_adam(
+            model.parameters(),
+            disk,
+            policy="adaptive",
+            device=device,
+            memory_budget=lambda left=left: next(left, 0),
+        )
+        if attach:
+            optimizer.attach(model)
+        train(model, optimizer, 8)
+        ends.append(everything(model, optimizer))
+    assert ends[0] == ends[1]
+
+
+def test_state_four_times_both_budgets_trains_as_adamw(tmp_path: Path) -> None:
+    model, twin = mlp(width=1200), mlp(width=1200)
+    device_bytes, host_bytes = 40_000, 80_000
+    assert 12 * sum(p.numel() for p in model.parameters()) > 4 * (device_bytes + host_bytes)
+    optimizer = dos_adam(
+        model.parameters(), tmp_path, policy="adaptive", memory_budget=device_bytes, host_memory=host_bytes
+    )
+    losses = train(model, optimizer, 6)
+    theirs = train(twin, torch.optim.AdamW(twin.parameters(), lr=0.01), 6)
+    assert losses == pytest.approx(theirs, rel=1e-5)
+    assert_close_ulp(model.parameters(), twin.parameters())
+    assert optimizer.metrics()["host_held_bytes"] <= host_bytes
+
+
+def test_two_optimizers_in_one_folder(tmp_path: Path) -> None:
+    models, twins = ([wide(seed=seed) for seed in (0, 1)] for _ in range(2))
+    optimizers = [dos_adam(model.parameters(), tmp_path) for model in models]
+    alone = [dos_adam(twin.parameters(), None) for twin in twins]
+    for step in range(4):
+        for model, optimizer in zip((*models, *twins), (*optimizers, *alone), strict=True):
+            train(model, optimizer, 1, first_step=step)
+    assert len(files(tmp_path)) == 2
+    for model, optimizer, twin, other in zip(models, optimizers, twins, alone, strict=True):
+        assert everything(model, optimizer) == everything(twin, other)
+    del optimizer, optimizers[0]
+    train(models[1], optimizers[0], 1, first_step=4)
+    train(twins[1], alone[1], 1, first_step=4)
+    assert everything(models[1], optimizers[0]) == everything(twins[1], alone[1])
+    assert len(files(tmp_path)) == 1
+
+
+def test_parameters_that_come_and_go(tmp_path: Path) -> None:
+    """Experts that are used later, groups that are added, and parameters that leave theirs."""
+    ends = []
+    for disk in (None, tmp_path):
+        generator = torch.Generator().manual_seed(0)
+        weights = [nn.Parameter(torch.randn(n, generator=generator)) for n in (2500, 1024, 4000, 10, 3000)]
+        optimizer = dos_adam(weights[:3], disk)
+        for step, used in enumerate([[0], [0, 1], [2], [0, 1, 2], [3, 4], [0, 2, 3, 4], [4]]):
+            if step == 4:
+                optimizer.add_param_group({"params": weights[3:], "amsgrad": True})
+            if step == 5:
+                del optimizer.param_groups[0]["params"][1], optimizer.state[weights[1]]
+            for number, weight in enumerate(weights):
+                weight.grad = torch.randn(weight.shape, generator=generator) if number in used else None
+            optimizer.step()
+        state = [value for p in weights if p in optimizer.state for value in optimizer.adamw_state(p).values()]
+        ends.append(bits([*weights, *state]))
+    assert ends[0] == ends[1]
+
+
+def test_amsgrad_that_is_switched_on(tmp_path: Path) -> None:
+    """Is refused before anything has changed, and what the message says helps."""
+    model, twin = wide(), wide()
+    optimizer = dos_adam(model.parameters(), tmp_path)
+    other = dos_adam(twin.parameters(), None)
+    for each in ((model, optimizer), (twin, other)):
+        train(*each, 2)
+        each[1].param_groups[0]["amsgrad"] = True
+    train(twin, other, 2, first_step=2)
+    with pytest.raises(RuntimeError, match="build the optimizer with amsgrad=True and load the state dict"):
+        train(model, optimizer, 1, first_step=2)
+    again = dos_adam(model.parameters(), tmp_path, amsgrad=True)
+    state = optimizer.state_dict()
+    for entry in state["state"].values():
+        entry["max_exp_avg_sq"] = torch.zeros_like(entry["exp_avg_sq"])
+    again.load_state_dict(state)
+    train(model, again, 2, first_step=2)
+    assert everything(model, again) == everything(twin, other)
+
+
+def test_reading_state_in_the_middle_of_backward(tmp_path: Path) -> None:
+    """While its gradients are leaving, and after it was begun for the next step."""
+    ends = []
+    for disk in (None, tmp_path):
+        model = wide(torch.bfloat16)
+        optimizer = dos_adam(model.parameters(), disk, policy="stride:2")
+        optimizer.attach(model)
+        train(model, optimizer, 2)
+        seen: list[Tensor] = []
+
+        def look(parameter: Tensor, optimizer: DOSAdam = optimizer, seen: list[Tensor] = seen) -> None:
+            seen.append(optimizer.state[parameter]["exp_avg"].clone())
+            optimizer.state[parameter]["exp_avg"].mul_(0.5)
+
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(look)
+        train(model, optimizer, 2, first_step=2)
+        ends.append(bits(seen) + everything(model, optimizer))
+    assert ends[0] == ends[1]
+
+
+def test_evaluation_and_closures(tmp_path: Path) -> None:
+    ends = []
+    for disk in (None, tmp_path):
+        model = wide()
+        optimizer = dos_adam(model.parameters(), disk, policy="stride:2")
+        optimizer.attach(model)
+        outputs = []
+        for step in range(3):
+
+            def closure(step: int = step, model: nn.Module = model, optimizer: DOSAdam = optimizer) -> float:
+                optimizer.zero_grad()
+                loss = model(batch(step)).square().mean()
+                loss.backward()
+                return loss.item()
+
+            optimizer.step(closure)
+            model.eval()
+            with torch.no_grad():
+                outputs.append(model(batch(99)).clone())
+            model.train()
+        ends.append(bits(outputs) + everything(model, optimizer))
+    assert ends[0] == ends[1]
