@@ -28,6 +28,9 @@ class Windows:
 
     def hold(self, subgroup: int, window: int, turn: int, after: tuple[int, ...] = ()) -> None:
         """The state is there from before. turn: its place in the order of the updates. after: tasks that read it."""
+        while window >= len(self._turns):  # there were more windows then
+            self._after.append(())
+            self._turns.append(0)
         self.inside[subgroup] = window
         self._turns[window] = -1 - turn
         self._after[window] = after

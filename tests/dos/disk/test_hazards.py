@@ -10,6 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from dos import DOSAdam
+from perfmodel import Op, Placement, Plan, SubgroupLoad, Workload
+from perfmodel.plan import Tier
+from perfmodel.schedule import SubgroupState, schedule_step
 from tests.support.fake_cuda import FakeCudaDevice, end_backward, install, queue_gradients
 from tests.support.random_plans import RandomPlans
 from tests.support.training import Make, bits, leaving_early, maker, plan_anew
@@ -38,6 +41,17 @@ def test_gradients_that_left_for_a_home_which_goes_to_disk_are_sent_again(tmp_pa
         found = bits(_with_a_newcomer(maker("cpu", **settings)))
     assert early
     assert found == expected
+
+
+def test_state_may_be_in_more_windows_than_there_are_to_be() -> None:
+    """Gradients that add up on the host from some step on leave room for fewer."""
+    load = SubgroupLoad(10, 20, 20, 120, host_bytes=160)
+    work = Workload((load,) * 2, host_free_bytes=0, windows=1, reverses=True)
+    found = SubgroupState(Tier.HOST, Tier.DEVICE, 10, 20, 20)
+    plan = Plan((Placement.CPU,) * 2, (0, 1), 0, on_disk=frozenset({0, 1}))
+    made = schedule_step(plan, work, [found._replace(window=1), found._replace(state=Tier.DISK)], [])
+    assert made.kept == {0: 1, 1: 0}
+    assert [task.subgroup for task in made.tasks if task.op is Op.READ] == [1]
 
 
 def _late(device: FakeCudaDevice | None, attached: bool = False, **settings: Any) -> list[bytes]:
