@@ -95,7 +95,8 @@ class Engine:
             self.early.hand_over(begun)
             turns = step.issue()
             self._lane_done = None
-            if turns or step.leaving or self.stores.device.slots or any(map(on_disk, step.jobs)):
+            gives_back = step.leaving or step.homeless or self.stores.device.slots
+            if turns or gives_back or any(map(on_disk, step.jobs)):
                 self._lane_done = self.host.submit(functools.partial(self._run_host_lane, turns, step))
         except BaseException as error:
             failure = self.guard.failure(error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ from dos import DOSAdam
 from perfmodel import Op, Placement, Plan, SubgroupLoad, Workload
 from perfmodel.plan import Tier
 from perfmodel.schedule import SubgroupState, schedule_step
-from tests.support.fake_cuda import FakeCudaDevice, end_backward, install, queue_gradients
-from tests.support.random_plans import RandomPlans
+from tests.support.fake_cuda import FakeCudaDevice, FakeStream, end_backward, install, queue_gradients
+from tests.support.random_plans import RandomPlans, all_in
 from tests.support.training import Make, bits, leaving_early, maker, plan_anew
 
 
@@ -52,6 +53,26 @@ def test_state_may_be_in_more_windows_than_there_are_to_be() -> None:
     made = schedule_step(plan, work, [found._replace(window=1), found._replace(state=Tier.DISK)], [])
     assert made.kept == {0: 1, 1: 0}
     assert [task.subgroup for task in made.tasks if task.op is Op.READ] == [1]
+
+
+def test_homes_of_what_comes_to_the_device_are_given_back_by_steps_that_only_queue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime = install(monkeypatch, None)
+    runtime.caller = FakeStream(runtime)
+    parameter = nn.Parameter(torch.ones(16384))
+    settings = {"subgroup_size": 2048, "disk": tmp_path, "host_memory": 1_000_000}
+    resident = functools.partial(all_in, Placement.GPU_RESIDENT)
+    optimizer = DOSAdam([parameter], device=FakeCudaDevice(runtime), policy=resident, **settings)  # type: ignore[arg-type]
+    host = optimizer._session.registry.host_store
+    for step in range(4):
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        if step == 1:
+            optimizer.state_dict()
+            assert host.nbytes
+    optimizer.synchronize()
+    assert not host.nbytes
 
 
 def _late(device: FakeCudaDevice | None, attached: bool = False, **settings: Any) -> list[bytes]:
