@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ INCOMPLETE = "moving a gradient to the host was interrupted or failed"
 
 @dataclass(frozen=True)
 class Program:
-    """How a small network is trained. policy: None for parameters on the host."""
+    """How a small network is trained. policy: None for parameters on the host. disk: whether most state is there."""
 
     policy: str | float | None
     attached: bool = False
@@ -26,6 +27,7 @@ class Program:
     clipped: bool = False
     dtype: torch.dtype = torch.bfloat16
     amsgrad: bool = False
+    disk: bool = False
 
     def start(self) -> Training:
         return Training(self)
@@ -34,9 +36,10 @@ class Program:
 class Training:
     """One run of a program."""
 
-    def __init__(self, program: Program, device: EmulatedDevice | None = None) -> None:
+    def __init__(self, program: Program, device: EmulatedDevice | None = None, *, in_memory: bool = False) -> None:
+        """in_memory: whether nothing is on disk, whatever the program says."""
         self.program = program
-        self.model = mlp(program.dtype)
+        self.model = mlp(program.dtype, width=400 if program.disk else 40)
         settings: dict[str, Any] = {}
         if program.policy is not None:
             self.device = device or EmulatedDevice(FAST, capacity=10**7)
@@ -46,6 +49,9 @@ class Training:
                 "subgroup_size": 300,
                 "offload_gradients": program.offload_gradients,
             }
+            if program.disk and not in_memory:
+                self.folder = TemporaryDirectory()
+                settings |= {"disk": self.folder.name, "host_memory": 180_000 if program.offload_gradients else 90_000}
         self.optimizer = DOSAdam(self.model.parameters(), lr=0.01, amsgrad=program.amsgrad, **settings)
         if program.attached:
             self.optimizer.attach(self.model)
@@ -83,6 +89,9 @@ PROGRAMS = [
     Program("stride:2", offload_gradients=True, attached=True, clipped=True),
     Program(0.0, offload_gradients=True),
     Program("stride:2", offload_gradients="native", attached=True),
+    Program("cpu", disk=True),
+    Program("stride:2", disk=True, attached=True),
+    Program(0.5, disk=True, offload_gradients=True),
 ]
 STEPS = 3
 
@@ -90,7 +99,7 @@ STEPS = 3
 @functools.cache
 def expected(program: Program) -> tuple[list[bytes], ...]:
     """What is read after 0 to STEPS + 1 steps without an interruption."""
-    training = program.start()
+    training = Training(program, in_memory=True)
     found = [training.read()]
     for step in range(STEPS + 1):
         training.backward(step)
