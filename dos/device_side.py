@@ -95,7 +95,7 @@ class DeviceSide:
             return None
         loads, beside = self._registry.loads(), self._registry.gradient_bytes()
         saved, subgroups = self.activations.recorded, self._registry.accelerated
-        rests = self._rests.limits(subgroups, offloaded=self._registry.offloaded is not None, attached=attached)
+        rests = self._rests.limits(subgroups, attached=attached)
         plan = self.decisions.decide(loads, self._now, attached=attached, beside=beside, saved=saved, rests=rests)
         self.engine.check(plan, subgroups, self.decisions.memory.reading.memory.total)
         return plan

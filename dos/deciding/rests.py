@@ -31,17 +31,16 @@ class Rests:
                 homes.host.limit = host_share()
             homes.disk = DiskStore(device, homes.host, folders)
 
-    def limits(self, subgroups: Sequence[Subgroup], *, offloaded: bool, attached: bool) -> dict[str, Any]:
-        """What the workload of these subgroups has of them. offloaded: whether all gradients come to the host.
+    def limits(self, subgroups: Sequence[Subgroup], *, attached: bool) -> dict[str, Any]:
+        """What the workload of these subgroups has of them.
 
         Raises MemoryError if the host's share is too little even for windows.
         """
         limit = self._homes.host.limit
         if self._homes.disk is None or limit is None:
             return {}
-        arenas = {subgroup.arena for subgroup in subgroups} if offloaded else ()
-        gradients = sum(tensor.tensor.nbytes for arena in arenas for tensor in arena.incoming())
-        count, window = self._homes.windows(subgroups, gradients)
+        gradients = sum(self._homes.host.gradient_bytes.values())
+        count, window = self._homes.windows(subgroups)
         # What is on disk could only come home through windows.
         nowhere_else = not self._homes.disk.nbytes
         fits = nowhere_else and gradients + sum(subgroup.load().host_bytes for subgroup in subgroups) <= limit

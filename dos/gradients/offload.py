@@ -193,6 +193,11 @@ class OffloadedGradients:
                 self._leaving[0][0].wait()
             self._leaving_bytes -= self._leaving.popleft()[1]
 
+    def most_bytes(self, arena: Arena) -> int:
+        """Bytes of host memory that the gradients of an arena may take once they add up."""
+        assert arena.gradient is not None, "the parameters are on the accelerator"
+        return arena.gradient.nbytes + (0 if self._native else arena.numel * torch.float32.itemsize)
+
     def check(self) -> None:
         """Raise RuntimeError if the gradients are not what backward has made."""
         if self._torn:

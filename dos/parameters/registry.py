@@ -248,4 +248,7 @@ class Registry:
         """Subgroups, or their formats, are others: what is known of all of them is made anew."""
         self.index = {subgroup: i for i, subgroup in enumerate(self.accelerated)}
         self.lasting_bytes = sum(arena.device_bytes for arena in {s.arena for s in self.accelerated})
+        if self.offloaded is not None and self.homes.disk is not None:
+            for arena in {subgroup.arena for subgroup in self.accelerated}:
+                self.host_store.gradient_bytes[arena] = self.offloaded.most_bytes(arena)
         self._loads = None

@@ -22,14 +22,11 @@ class Homes:
         self.host = host
         self.disk: DiskStore | None = None
 
-    def windows(self, subgroups: Iterable[Subgroup], beside: int = 0) -> tuple[int, int]:
-        """How many windows there are to be for state of these, if any of it is on disk, and their bytes.
-
-        beside: bytes of host memory that offloaded gradients take.
-        """
-        nbytes = max(map(window_bytes, subgroups))
-        limit = self.host.limit
-        return WINDOWS if limit is None else max(2, min(WINDOWS, (limit - beside) // (2 * nbytes))), nbytes
+    def windows(self, subgroups: Iterable[Subgroup]) -> tuple[int, int]:
+        """How many windows there are to be for state of these, if any of it is on disk, and their bytes."""
+        nbytes, limit = max(map(window_bytes, subgroups)), self.host.limit
+        most = WINDOWS if limit is None else (limit - sum(self.host.gradient_bytes.values())) // (2 * nbytes)
+        return max(2, min(WINDOWS, most)), nbytes
 
     def tiers(self, subgroups: Iterable[Subgroup], *, complete: bool = False) -> dict[Subgroup, Tier]:
         """Where each has its home, or would get it if all did.

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from dos.devices import Copy, Device, Job
 from dos.machine.host_memory import reserve
-from dos.state.arena import State, state_copies
+from dos.state.arena import Arena, State, state_copies
 from dos.state.host_tensor import HostTensor
 from dos.state.subgroup import Subgroup
 from dos.state.windows import Windows
@@ -28,11 +28,13 @@ class HostStore:
 
     limit: bytes that all may take; None: what the host has. windows: through which state on disk passes.
     keeps_gradients: whether gradients wait here for the step, and not for an update on the host alone.
+    gradient_bytes: that those of an arena may take, by arena; counted whether they are there or to come.
     """
 
     def __init__(self, limit: int | None = None, *, keeps_gradients: bool = False) -> None:
         self.limit = limit
         self._keeps_gradients = keeps_gradients
+        self.gradient_bytes: weakref.WeakKeyDictionary[Arena, int] = weakref.WeakKeyDictionary()
         self.windows = Windows()
         self._tensors: weakref.WeakSet[HostTensor] = weakref.WeakSet()
         self._whole: weakref.WeakSet[HostTensor] = weakref.WeakSet()
@@ -45,10 +47,16 @@ class HostStore:
         return sum(tensor.nbytes for tensor in self._tensors) + self.windows.nbytes
 
     @property
-    def room(self) -> float:
+    def _left(self) -> float:
         """Bytes that may yet be made of what counts: not that through which gradients pass, which is little."""
         passages = sum(tensor.nbytes for tensor in self._whole)
         return math.inf if self.limit is None else self.limit - self.nbytes + passages
+
+    @property
+    def room(self) -> float:
+        """Bytes that may yet be made for state, beside gradients that may come."""
+        made = {arena: sum(tensor.nbytes for tensor in arena.incoming()) for arena in self.gradient_bytes}
+        return self._left - sum(max(0, nbytes - made[arena]) for arena, nbytes in self.gradient_bytes.items())
 
     def has(self, subgroup: Subgroup) -> bool:
         """Whether there is room for the subgroup's state, where it has been or is to come."""
@@ -126,10 +134,10 @@ class HostStore:
             self._apart.pop().join()
 
     def _check(self, nbytes: int) -> None:
-        if nbytes > self.room:
+        if nbytes > self._left:
             raise MemoryError(
                 f"optimizer state needs {nbytes} more bytes of host memory, of which host_memory={self.limit} leaves "
-                f"{max(0, int(self.room))}; choose more, disk= with a folder for what does not fit, or a smaller "
+                f"{max(0, int(self._left))}; choose more, disk= with a folder for what does not fit, or a smaller "
                 "subgroup_size"
             )
         reserve(nbytes, "optimizer state (DOSAdam)")
