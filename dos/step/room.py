@@ -76,6 +76,9 @@ def make_room(plan: Plan, subjects: list[Subject], early: Early, windows: int = 
         in_windows = _get_windows(plan, subjects, found, early, windows)
         updated = [i for i in plan.served(Placement.CPU) if subjects[i].update and i not in in_windows]
         resting = [subjects[i].subgroup for i in moved if plan.stays(i) is Tier.HOST]
+        for subgroup in resting:
+            if stores.disk is not None and not stores.host.houses(subgroup):
+                stores.disk.hide(subgroup)  # memory of files is no home
         # Where there is a limit, state counts with what its updates on the host take.
         on_cpu = resting if stores.disk else [subjects[i].subgroup for i in updated]
         stores.host.reserve(resting, on_cpu)
