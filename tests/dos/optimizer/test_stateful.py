@@ -10,6 +10,7 @@ import io
 import os
 import pickle
 from collections.abc import Callable, Iterator, Sequence
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -31,14 +32,14 @@ SEQUENCES = int(os.environ.get("DOS_CALLS", "200"))
 class Net(nn.Module):
     """Has an expert that not every micro-batch uses, and a part whose parameters join the optimizer later."""
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int = 0, width: int = 9) -> None:
         super().__init__()
         torch.default_generator.manual_seed(seed)  # torch.manual_seed keeps a stack trace of each call
-        self.first = nn.Linear(6, 9)
-        self.norm = nn.LayerNorm(9)
-        self.expert = nn.Linear(9, 9)
-        self.late = nn.Linear(9, 9, bias=False)
-        self.last = nn.Linear(9, 4)
+        self.first = nn.Linear(6, width)
+        self.norm = nn.LayerNorm(width)
+        self.expert = nn.Linear(width, width)
+        self.late = nn.Linear(width, width, bias=False)
+        self.last = nn.Linear(width, 4)
 
     def forward(self, x: Tensor, expert: bool) -> Tensor:
         x = self.norm(self.first(x)).tanh()
@@ -69,16 +70,20 @@ class Amp(enum.Enum):
 class Run:
     """A model and an optimizer, with all that belongs to them.
 
-    make: builds the optimizer from param groups. activations: how much of what is saved leaves.
+    make: builds the optimizer from param groups. activations: how much of what is saved leaves. width: of the model.
     """
 
     def __init__(
-        self, make: Callable[[list[dict[str, Any]]], Any], attached: bool = False, activations: Any = None
+        self,
+        make: Callable[[list[dict[str, Any]]], Any],
+        attached: bool = False,
+        activations: Any = None,
+        width: int = 9,
     ) -> None:
         self.make = make
         self.attached = attached
         self.activations = activations
-        self.model = Net()
+        self.model = Net(width=width)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
         self.scaler.scale(torch.ones(()))  # it begins with the first use
         self.use(make([self.group(late=False)]))
@@ -168,11 +173,14 @@ class Lockstep(RuleBasedStateMachine):
     """The same calls to DOSAdam in variants, which must agree to the bit, and to AdamW, which must be close.
 
     AdamW gets the gradients that the first variant's parameters have, so that differences do not grow in the model.
+    disk: whether the model is larger, and the last variant has most of its state on disk.
     """
 
-    def __init__(self, offload_gradients: bool) -> None:
+    def __init__(self, offload_gradients: bool, disk: bool = False) -> None:
         super().__init__()
         self.offload_gradients = offload_gradients
+        self.disk = TemporaryDirectory() if disk else None
+        self.width = 90 if disk else 9
         self.variants: list[Run] = []
         self.amp = Amp.OFF
         self.fresh = True  # no gradient since zero_grad
@@ -214,10 +222,18 @@ class Lockstep(RuleBasedStateMachine):
         if activations is not None:
             capacity = 10**8  # of which the model takes some then
         there = {**ours, "device": EmulatedDevice(SLOW if slow else FAST, capacity), "subgroup_size": subgroup_size}
-        self.adamw = Run(lambda groups: torch.optim.AdamW(groups, **group))
+        if self.disk is not None:
+            there["subgroup_size"], there["device"] = 2048, EmulatedDevice(FAST, 50 * capacity)
+            there |= {"disk": self.disk.name, "host_memory": 230_000 if self.offload_gradients else 82_000}
+        self.adamw = Run(lambda groups: torch.optim.AdamW(groups, **group), width=self.width)
         self.variants = [
-            Run(lambda groups: DOSAdam(groups, **here)),
-            Run(lambda groups: DOSAdam(groups, **there, policy=RandomPlans(seed, slots)), attached, activations),
+            Run(lambda groups: DOSAdam(groups, **here), width=self.width),
+            Run(
+                lambda groups: DOSAdam(groups, **there, policy=RandomPlans(seed, slots)),
+                attached,
+                activations,
+                self.width,
+            ),
         ]
         for name in frozen:
             self.freeze(name, drop=False)
@@ -459,7 +475,7 @@ class Lockstep(RuleBasedStateMachine):
 
     @rule(seed=st.integers(1, 5))
     def load_weights(self, seed: int) -> None:
-        weights = Net(seed).state_dict()
+        weights = Net(seed, self.width).state_dict()
         for run in self.runs:
             run.model.load_state_dict(weights)
 
@@ -553,11 +569,15 @@ class Lockstep(RuleBasedStateMachine):
 @pytest.mark.usefixtures("one_core")
 @pytest.mark.filterwarnings("ignore:DOSAdam.step", "ignore:Detected call of")
 @pytest.mark.parametrize("offload_gradients", [False, True])
-def test_random_calls_agree_to_the_bit_and_with_adamw(offload_gradients: bool) -> None:
+@pytest.mark.parametrize("disk", [False, True])
+def test_random_calls_agree_to_the_bit_and_with_adamw(offload_gradients: bool, disk: bool) -> None:
     chosen = settings(
-        max_examples=SEQUENCES, stateful_step_count=20, derandomize=True, suppress_health_check=list(HealthCheck)
+        max_examples=SEQUENCES // 4 if disk else SEQUENCES,
+        stateful_step_count=20,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
     )
-    run_state_machine_as_test(functools.partial(Lockstep, offload_gradients), settings=chosen)
+    run_state_machine_as_test(functools.partial(Lockstep, offload_gradients, disk), settings=chosen)
 
 
 # What the sequences found, one by one.
