@@ -39,10 +39,14 @@ LEAST_SHARES = 32
 """Subgroups that host memory takes at least, so that what passes through it on its way from disk leaves room."""
 
 
+LEAST_ON_DISK = mmap.PAGESIZE // 2
+"""Parameters whose gradients of 16 bits are a whole page."""
+
+
 def pages(state: Format) -> int:
     """Parameters of which each field of the state is whole pages, and gradients of 16 bits are, too."""
     each = [field.block * mmap.PAGESIZE // BYTES[field.type] for field in state.fields]
-    return math.lcm(mmap.PAGESIZE // 2, *each)
+    return math.lcm(LEAST_ON_DISK, *each)
 
 
 def can_be_coded(parameter: Tensor) -> bool:
@@ -91,6 +95,8 @@ class Allocation:
         """Parameters of new subgroups there, where so many have state then."""
         chosen = self._options.subgroup_size
         if chosen is not None:
+            if self._options.disk:
+                chosen = max(chosen, LEAST_ON_DISK)
             if numel > MOST_SUBGROUPS * chosen:
                 warnings.warn(
                     f"subgroup_size={chosen:_} makes {-(-numel // chosen):,} subgroups of {numel:,} parameters, and "

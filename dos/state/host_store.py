@@ -137,8 +137,8 @@ class HostStore:
         if nbytes > self._left:
             raise MemoryError(
                 f"optimizer state needs {nbytes} more bytes of host memory, of which host_memory={self.limit} leaves "
-                f"{max(0, int(self._left))}; choose more, disk= with a folder for what does not fit, or a smaller "
-                "subgroup_size"
+                f"{max(0, int(self._left))}; choose more, disk= with a folder for state, "
+                "offload_gradients=False, or a smaller subgroup_size"
             )
         reserve(nbytes, "optimizer state (DOSAdam)")
 

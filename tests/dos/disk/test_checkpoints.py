@@ -237,8 +237,9 @@ def test_state_of_a_fresh_optimizer(tmp_path: Path, read: bool) -> None:
     assert everything(model, optimizer) == everything(twin, other)
 
 
+@pytest.mark.filterwarnings("error")
 def test_subgroups_are_whole_pages(tmp_path: Path) -> None:
-    """However few parameters users ask for."""
+    """However few parameters users ask for, who are not warned of so many."""
     model, twin = wide(), wide()
     optimizer = dos_adam(model.parameters(), tmp_path, subgroup_size=1)
     train(model, optimizer, 2)
