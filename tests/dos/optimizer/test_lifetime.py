@@ -43,7 +43,7 @@ def state_memory() -> list[weakref.ref[Tensor]]:
 @pytest.mark.parametrize("attached", [False, True])
 def test_state_and_threads_go_with_the_optimizer(place: str | float, offload: bool, attached: bool) -> None:
     """And the device, with its threads."""
-    assert not state_memory()
+    others = state_memory()  # of optimizers that other tests have left
     settings = on(place, 10**7)
     device = settings.get("device")
     model = mlp(torch.bfloat16)
@@ -57,7 +57,7 @@ def test_state_and_threads_go_with_the_optimizer(place: str | float, offload: bo
     optimizer.explain()
     train(model, optimizer, 2)
     memory = [weakref.ref(t) for entry in optimizer.state.values() for t in entry.values()]
-    arenas = state_memory()
+    arenas = [reference for reference in state_memory() if reference not in others]
     assert arenas
     gone = weakref.ref(optimizer)
     del optimizer
