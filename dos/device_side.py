@@ -17,7 +17,7 @@ from dos.activations.offload import ActivationOffload
 from dos.deciding.decisions import Decisions
 from dos.deciding.policies import Policy
 from dos.deciding.rests import Rests
-from dos.devices import Copy, Device, Job
+from dos.devices import Device
 from dos.gradients.departures import Departures
 from dos.guard import Guard
 from dos.options import Options
@@ -190,19 +190,6 @@ class DeviceSide:
         self._now.wanted = {subgroup for subgroup in on_host if engine.stores.host.stages(subgroup)}
         self._now.plan = plan
         return plan
-
-    def take_gradient(self, record: ParameterRecord, *, in_backward: bool) -> None:
-        """Offload a gradient: add it to those on the host and free it here."""
-        offloaded = self._registry.offloaded
-        assert offloaded is not None, "asked only when gradients are offloaded"
-        subgroups = [subgroup for subgroup, _ in self._registry.places[record]]
-        index = self._registry.index[subgroups[0]] if subgroups else 0
-        engine = self.engine
-
-        def send(copies: Sequence[Copy]) -> Job:
-            return engine.early.send_gradients(index, copies).job
-
-        offloaded.take(record, subgroups, send, engine.host.submit, in_backward=in_backward)
 
     def abandon(self) -> None:
         """A hook was interrupted: what it has begun ends here, and the step sends everything anew."""

@@ -270,12 +270,16 @@ class Session(InFlight):
                 self._take(record, self.on_device, in_backward=False)
 
     def _take(self, record: ParameterRecord, on_device: DeviceSide, *, in_backward: bool) -> None:
-        """Offload a gradient."""
+        """Offload a gradient: add it to those on the host and free it here."""
         if record.layout_changed():  # to which the gradient is added
             self.bring_home()
             self._reconciler.settle_layout(record, self.state)
         self.clipping.about_to_add(record)
-        on_device.take_gradient(record, in_backward=in_backward)
+        registry, offloaded = self.registry, self.registry.offloaded
+        assert offloaded is not None, "asked only when gradients are offloaded"
+        subgroups = [subgroup for subgroup, _ in registry.places[record]]
+        index = registry.index[subgroups[0]] if subgroups else 0
+        offloaded.take(record, subgroups, index, on_device.engine, in_backward=in_backward)
 
     def attach(self, model: nn.Module, amount: Amount | None) -> None:
         """Let updates run on into the forward of this model. amount: of its saved tensors leave meanwhile."""

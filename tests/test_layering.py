@@ -60,7 +60,7 @@ INNER: dict[str, set[str]] = {
     "kernels": {"machine"},
     "disk": {"kernels"},
     "state": {"devices", "disk", "kernels", "lifetime", "machine", "sharding"},
-    "gradients": {"devices", "kernels", "sharding", "state"},
+    "gradients": {"devices", "kernels", "sharding", "state", "step"},
     "step": {"devices", "guard", "kernels", "lifetime", "machine", "sharding", "state"},
     "memory": {"devices", "guard"},
     "deciding": {"calibration", "devices", "kernels", "machine", "memory", "state", "step"},

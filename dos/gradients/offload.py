@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from dos.devices import Copy, Device, EmulatedDevice, Job
+from dos.devices import Device, EmulatedDevice, Job
 from dos.kernels.update import accumulate
 from dos.state.arena import Arena
 from dos.state.host_store import HostStore
 from dos.state.host_tensor import HostTensor
 from dos.state.record import ParameterRecord
 from dos.state.subgroup import Subgroup
-
-Send = Callable[[Sequence[Copy]], Job]
-"""Starts gradients on their way to the host."""
-Run = Callable[[Callable[[], None]], "Future[None]"]
-"""Runs work on the host beside the caller, in order."""
-
+from dos.step.engine import Engine
 
 MOST_LEAVING = 256 << 20
 """Bytes of gradients that may be on their way to the host at once, or one gradient if that alone is larger."""
@@ -60,6 +55,14 @@ def _add_arrived(job: Job, incoming: Tensor, target: Tensor, before: Future[None
     target.add_(incoming)
 
 
+def _arrive(job: Job, staged: Tensor, total: Tensor | None, *, overwrite: bool) -> None:
+    """Add a gradient to `total`, if there is any, once it has come to where it is staged."""
+    # The staged gradient is read from here on.
+    job.wait()
+    if total is not None:
+        accumulate(staged, total, overwrite=overwrite)
+
+
 class OffloadedGradients:
     """The gradients of accelerated parameters on the host, with all that was added since the last step.
 
@@ -80,12 +83,13 @@ class OffloadedGradients:
         self._leaving_bytes = 0
 
     def take(
-        self, record: ParameterRecord, subgroups: Collection[Subgroup], send: Send, run: Run, *, in_backward: bool
+        self, record: ParameterRecord, subgroups: Sequence[Subgroup], index: int, engine: Engine, *, in_backward: bool
     ) -> None:
         """Add the parameter's gradient to what is on the host, and free it on the accelerator once it is there.
 
-        subgroups: in which the parameter lies. Where ranks divide it, nothing is pinned in backward: that may wait for
-        the device, whose collectives wait for other ranks; the first gradients then travel more slowly.
+        subgroups: in which the parameter lies; index: the position of the first. Where ranks divide it, nothing is
+        pinned in backward: that may wait for the device, whose collectives wait for other ranks; the first gradients
+        then travel more slowly.
         If this is interrupted or fails, it is not known what was added, and all are refused until `clear`.
         """
         gradient = record.gradient
@@ -102,51 +106,43 @@ class OffloadedGradients:
                 arena.accumulate()
         if pin and not all(map(self._store.stages, subgroups)):
             self._store.stage(subgroups)
-        self._wait_for_link(gradient.nbytes, arena.device)
+        self._wait_for_link(gradient.nbytes, engine.device)
         self._torn = True
         staged, total = arena.gradient, arena.accumulated
         assert staged is not None, "the parameter is on the accelerator"
         if before is not None and before.staged and total is not None:
             accumulate(before.values, total[place], overwrite=True)
+        flat = record.flat_gradient(gradient)
         if before is not None and self._native:
             values = before.values
-            arrived = self._add(values, record.flat_gradient(gradient), record, send, run, pin=pin)
+            arrived = self._add(values, flat, index, engine, pin=pin)
         else:
             values = (staged if total is None else total)[place]
-            job = self._send([(staged[place], record.flat_gradient(gradient))], send)
-
-            def arrive() -> None:
-                # The staged gradient is read from here on.
-                job.wait()
-                if total is not None:
-                    accumulate(staged[place], total[place], overwrite=before is None)
-
-            arrived = run(arrive)
+            job = self._send(staged[place], flat, index, engine)
+            there = None if total is None else total[place]
+            arrived = engine.host.submit(partial(_arrive, job, staged[place], there, overwrite=before is None))
         record.parameter.grad = None
         thread = threading.get_ident() if in_backward and not record.sharded else None
         self._totals[record] = _Total(arrived, values, total is None, thread)
         self._torn = False
 
-    def _send(self, copies: Sequence[Copy], send: Send) -> Job:
-        job = send(copies)
-        nbytes = sum(source.nbytes for _, source in copies)
-        self._leaving.append((job, nbytes))
-        self._leaving_bytes += nbytes
+    def _send(self, destination: Tensor, gradient: Tensor, index: int, engine: Engine) -> Job:
+        job = engine.early.send_gradients(index, [(destination, gradient)]).job
+        self._leaving.append((job, gradient.nbytes))
+        self._leaving_bytes += gradient.nbytes
         return job
 
-    def _add(
-        self, values: Tensor, gradient: Tensor, record: ParameterRecord, send: Send, run: Run, *, pin: bool
-    ) -> Future[None]:
+    def _add(self, values: Tensor, gradient: Tensor, index: int, engine: Engine, *, pin: bool) -> Future[None]:
         """Add a gradient to what is on the host, rounding as autograd does; what stands for the end of it."""
         arrived: Future[None] | None = None
         each = PASSAGE_BYTES // gradient.itemsize
         for target, source in zip(values.split(each), gradient.split(each), strict=True):
-            passage = self._free_passage(record.arena)
+            passage = self._free_passage(engine.device)
             if pin and not passage.nbytes:
                 self._store.reserve_whole(passage)
             incoming = passage.tensor[: source.nbytes].view(source.dtype)
-            job = self._send([(incoming, source)], send)
-            arrived = run(functools.partial(_add_arrived, job, incoming, target, arrived))
+            job = self._send(incoming, source, index, engine)
+            arrived = engine.host.submit(partial(_add_arrived, job, incoming, target, arrived))
             self._passages.append((passage, arrived))
         assert arrived is not None, "split gives at least one part"
         return arrived
@@ -157,11 +153,10 @@ class OffloadedGradients:
             if not passage.nbytes:
                 self._store.reserve_whole(passage)
 
-    def _free_passage(self, arena: Arena) -> HostTensor:
+    def _free_passage(self, device: Device) -> HostTensor:
         """One from which nothing is read any more. Blocks if all are in use."""
         if len(self._passages) < PASSAGES and all(not reader.done() for _, reader in self._passages):
-            assert arena.device is not None, "parameters on the host keep their gradients"
-            return HostTensor(PASSAGE_BYTES, torch.uint8, arena.device, PASSAGE_BYTES)
+            return HostTensor(PASSAGE_BYTES, torch.uint8, device, PASSAGE_BYTES)
         passage, reader = self._passages.popleft()
         reader.exception()  # waits; its own gradient says what went wrong
         return passage
@@ -182,9 +177,8 @@ class OffloadedGradients:
             "offload_gradients=False"
         )
 
-    def _wait_for_link(self, nbytes: int, device: Device | None) -> None:
+    def _wait_for_link(self, nbytes: int, device: Device) -> None:
         """Hold backward up while gradients that it has freed take MOST_LEAVING bytes of the device, with these."""
-        assert device is not None, "parameters on the host keep their gradients"
         most = MOST_LEAVING
         if isinstance(device, EmulatedDevice):
             most = min(most, device.capacity >> _SCALE)
