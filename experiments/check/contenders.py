@@ -183,7 +183,8 @@ class Peer(Contender):
     """A contender with a model of its own, built at its first turn and kept, since peers take long to set up."""
 
     def __init__(self, kind: Kind, job: Job, device: torch.device) -> None:
-        self.name, self._kind, self._job, self._device = kind.name, kind, job, device
+        self.name, self.precision = kind.name, kind.precision
+        self._kind, self._job, self._device = kind, job, device
         self._model: GPT | None = None
         self._optimizer: Any = None
 

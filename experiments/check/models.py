@@ -84,16 +84,10 @@ SMALL_ONES = {
     Size.TINY: Job(GPTConfig(1, 32, 2, context=16, vocabulary=64, checkpointing=True), batch=2),
     Size.SMALL: Job(GPTConfig(3, 128, 4, context=32, vocabulary=256, checkpointing=True), batch=16),
 }
-PRESSED = SMALL_ONES | {Size.FULL: Job(GPTConfig(24, 1024, 16, context=256, vocabulary=50304), batch=2)}
-"""For running short of memory: state enough that it matters to a GPU."""
 MEDIUM = SMALL_ONES | {
     Size.FULL: Job(GPTConfig(48, 1600, 25, context=2048, vocabulary=50304, checkpointing=True), batch=4)
 }
 """1.5B parameters at full size: GPT-2 XL."""
-LARGEST = SMALL_ONES | {
-    Size.FULL: Job(GPTConfig(96, 4096, 32, context=2048, vocabulary=50304, checkpointing=True), batch=2)
-}
-"""As many of these layers as memory allows."""
 
 
 def fitted(job: Job, bench: Bench, *, each: int = HOST_BYTES, most: float = 1e18) -> Job:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,7 @@ from dos.memory.reading import Source
 from experiments.check.base import Record, Status, plain, replace_text
 from experiments.check.suite import NOT_COMPARED
 from experiments.command import table
-from experiments.plots import CURVE_COLOURS, MEMORY_COLOURS, can_draw, picture, save_timelines
-from perfmodel import Lane, Op, Span, Timeline
 
-CONTESTS = ("contest", "rivals", "largest")
-"""Checks that have contenders, in the order in which they are shown."""
 _COLOURS = {Status.PASSED: "green", Status.FAILED: "red", Status.SKIPPED: "dim", Status.NOT_RUN: "yellow"}
 
 
@@ -42,10 +38,9 @@ def show(console: Console, run: Mapping[str, Any], records: Sequence[Record], ti
     for alarm in alarms(records):
         console.print(alarm, style="bold red", soft_wrap=True)
     where = run["gpu"] or "EMULATED, no GPU: figures say nothing about one"
-    for name in CONTESTS:
-        record = next((r for r in records if r.name == name), None)
-        if record is not None and record.figures.get("contenders"):
-            console.print(contenders(record, f"{titles[name]} ({where})"))
+    for record in records:
+        if record.figures.get("contenders"):
+            console.print(contenders(record, f"{titles[record.name]} ({where})"))
     console.print(targets(records))
     console.print(checks(records, titles))
     missed = sum(t.met is False for r in records for t in r.targets)
@@ -147,59 +142,3 @@ def checks(records: Sequence[Record], titles: Mapping[str, str]) -> Table:
 
 def milliseconds(seconds: float | None) -> str:
     return "" if seconds is None else f"{seconds * 1e3:,.1f} ms"
-
-
-def save_pictures(out: Path, records: Sequence[Record]) -> list[str]:
-    """Draw all for which there are figures; what went wrong, a line each."""
-    problems = []
-
-    def draw(name: str, picture_of: Callable[[Mapping[str, Any], Path], None], figures: Mapping[str, Any]) -> None:
-        try:
-            picture_of(figures, out / name)
-        except Exception as error:  # a check that ended half way has left half of its figures
-            problems.append(f"{name}: {type(error).__name__}: {error}")
-
-    for record in records if can_draw() else ():
-        if record.figures.get("contenders"):
-            draw(f"comparison-{record.name}.png", save_comparison, record.figures)
-        if record.figures.get("timelines"):
-            draw(f"timeline-{record.name}.png", save_updates, record.figures)
-        if record.figures.get("beside_a_neighbour"):
-            draw("memory.png", save_memory, record.figures)
-    return problems
-
-
-def save_comparison(figures: Mapping[str, Any], path: Path) -> None:
-    """A bar for each contender: seconds of an iteration, and a tick for each one measured."""
-    scores = {name: s for name, s in figures["contenders"].items() if s["iteration_s"] is not None}
-    colours = {"adaptive": CURVE_COLOURS[0], "AdamW": "#8d97a5", "no optimizer": "#8d97a5"}
-    with picture(path, figsize=(9, 1.2 + 0.36 * len(scores))) as (_, axes):
-        for row, (name, score) in enumerate(scores.items()):
-            colour = next((c for start, c in colours.items() if name.startswith(start)), CURVE_COLOURS[1])
-            axes.barh(name, score["iteration_s"] * 1e3, color=colour, height=0.7)
-            times = [1e3 * seconds for turn in score["rounds_s"] for seconds in turn]
-            axes.plot(times, [row] * len(times), "|", color="#1c2430", markersize=7)
-        axes.invert_yaxis()
-        axes.set_xlabel("iteration (ms): median, and each one measured")
-        axes.set_title(f"{figures['parameters'] / 1e6:,.1f}M parameters, batch {figures['batch']}")
-
-
-def save_updates(figures: Mapping[str, Any], path: Path) -> None:
-    """The updates that were kept, under each other."""
-    timelines = {
-        name: Timeline.of(Span(Lane(lane), Op(op), i, start, end) for lane, op, i, start, end in kept["spans"])
-        for name, kept in figures["timelines"].items()
-    }
-    save_timelines(timelines, path, title="Updates as measured")
-
-
-def save_memory(figures: Mapping[str, Any], path: Path) -> None:
-    """What optimizer state and the neighbour held, iteration by iteration."""
-    rows = figures["beside_a_neighbour"]
-    model, state, neighbour = MEMORY_COLOURS.values()
-    curves = {"neighbour": ("neighbour_bytes", neighbour), "optimizer state": ("held_bytes", state)}
-    with picture(path, figsize=(8, 3.4)) as (_, axes):
-        for label, (key, colour) in (curves | {"free": ("free_bytes", model)}).items():
-            axes.step(range(1, len(rows) + 1), [r[key] / 2**20 for r in rows], where="mid", label=label, color=colour)
-        axes.set(xlabel="iteration", ylabel="MiB of device memory")
-        axes.legend()

@@ -17,7 +17,7 @@ from dos import DOSAdam
 from dos.devices.cuda import CudaDevice
 from dos.memory.forecast import MARGIN
 from dos.memory.reading import Nvml
-from experiments.check.neighbour import Neighbour
+from tests.support.neighbour import Neighbour
 from tests.support.random_plans import RandomPlans
 from tests.support.training import bits, no_synchronisation, plan_anew
 
@@ -235,6 +235,19 @@ def test_a_neighbour_takes_memory_and_frees_it() -> None:
     assert min(resident[4:10]) < 1.0, "state makes room"
     assert resident[-1] == 1.0, "and returns"
     assert ours == run(with_policy(0.0, size), steps=30, layers=layers, numel=size)
+
+
+def test_a_budget_is_kept_and_memory_is_given_back(expected: list[bytes]) -> None:
+    """Also after `release_memory()`, which users call when their own forward or backward has run out."""
+    budget, held = 20_000_000, []
+
+    def between(optimizer: DOSAdam, step: int) -> None:
+        held.append(optimizer.metrics()["memory_held_bytes"])
+        if step == 5:
+            optimizer.release_memory()
+
+    assert run(with_policy("adaptive", profile="h100", memory_budget=budget), between=between) == expected
+    assert 0 < max(held) <= budget
 
 
 # What users do meanwhile

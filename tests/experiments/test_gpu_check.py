@@ -20,15 +20,14 @@ from dos.memory.reading import Source
 from experiments.check import calibration, speed, suite
 from experiments.check.base import Bench, Check, Record, Settings, Size, Skipped, Status, Target
 from experiments.check.contenders import Kind, Ours, Peer, Rig
-from experiments.check.contest import Broken, Clock, Effort, Score, ratio, run_rounds
+from experiments.check.contest import Clock, Effort, Score, ratio, run_rounds
 from experiments.check.gpu_check import CHECKS, find_gpu, main, run_all
-from experiments.check.hold_ups import calls_within, waiting
 from experiments.check.isolation import run_isolated
-from experiments.check.models import LARGEST, MEDIUM, PRESSED, Batch, fitted
-from experiments.check.neighbour import CHUNK, Holder, Neighbour
+from experiments.check.models import MEDIUM, Batch, fitted
 from experiments.check.report import alarms, gist, show
 from perfmodel import Lane, Op, Span, Timeline
 from tests.support.clock import eventually
+from tests.support.neighbour import CHUNK, Holder, Neighbour
 from tests.support.sample_checks import goes_on, hangs, is_killed, leaves_a_child, passes, raises, skips
 from tests.support.training import FAST
 
@@ -90,8 +89,7 @@ def test_a_check_that_hangs_is_killed_and_says_where(tmp_path: Path) -> None:
 def test_what_there_is_no_time_for_is_not_run(tmp_path: Path) -> None:
     status, results = run(tmp_path, "--minutes=0.0001")
     assert status == 1
-    skipped = ["tests", "rivals"]
-    assert results["not_run"] == [c.name for c in CHECKS if c.name not in skipped]
+    assert results["not_run"] == [c.name for c in CHECKS if c.name != "tests"]
     assert all("--minutes" in results["checks"][name]["reason"] for name in results["not_run"])
 
 
@@ -100,7 +98,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("gpu_check")
 
 
-RAN = ("environment", "memory", "overlap", "largest", "rivals")
+RAN = ("environment", "contest", "overlap")
 
 
 @pytest.fixture(scope="module")
@@ -128,14 +126,13 @@ def test_results_have_the_figures(results: dict[str, Any]) -> None:
     found = {name: c["figures"] for name, c in results["checks"].items()}
     assert found["environment"]["packages"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
     assert {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} <= set(found["environment"]["variables"])
-    assert found["memory"]["budget"]["most_held_bytes"] <= found["memory"]["budget"]["bytes"]
-    contest = found["largest"]
+    contest = found["contest"]
     adaptive = speed.named(0.25)
-    assert {adaptive, "CPU only", "ratio 0.75", "stride 3"} <= set(contest["contenders"])
+    assert {adaptive, *speed.FIXED, speed.MASTERS, speed.PLAIN, speed.NOTHING} < set(contest["contenders"])
     for score in contest["contenders"].values():
         assert score["iteration_s"] > 0
         assert score["step_on_host_s"] > 0
-    assert contest["memory_source"] == found["memory"]["memory_source"] == "the device itself"
+    assert contest["memory_source"] == "the device itself"
     assert contest["pinned"] is None, "an emulated device's memory need not be"
     assert found["overlap"]["slower"]["alone"] == {"forward": 1.0, "backward": 1.0}
     assert set(found["overlap"]["slower"]["copies both ways"]) == {"forward", "backward"}
@@ -145,10 +142,8 @@ def test_results_have_the_figures(results: dict[str, Any]) -> None:
     assert f"{adaptive} against ratio 0.75" in contest["adaptive_over_fixed"]
 
 
-def test_pictures_and_timelines_are_drawn(out: Path, results: dict[str, Any]) -> None:
-    for name in ("comparison-largest.png", "timeline-largest.png", "memory.png"):
-        assert (out / name).stat().st_size > 10_000
-    trace = json.loads((out / results["checks"]["largest"]["figures"]["timelines"]["CPU only"]["trace"]).read_text())
+def test_timelines_are_kept(out: Path, results: dict[str, Any]) -> None:
+    trace = json.loads((out / results["checks"]["contest"]["figures"]["timelines"]["CPU only"]["trace"]).read_text())
     assert {"gradient", "update", "parameter"} <= {event.get("cat") for event in trace["traceEvents"]}
 
 
@@ -160,7 +155,7 @@ def test_pictures_and_timelines_are_drawn(out: Path, results: dict[str, Any]) ->
         (["--minutes=nan"], "argument --minutes: expected a number above 0"),
         (["--size=huge"], "invalid choice"),
         (["--host-bytes=much"], "expected a size such as 24GiB"),
-        (["--only=memory,nonsense"], "no check 'nonsense'; there are environment"),
+        (["--only=contest,nonsense"], "no check 'nonsense'; there are environment"),
     ],
 )
 def test_bad_arguments(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -188,33 +183,6 @@ def test_records_survive_json() -> None:
     again = Record.from_json(json.loads(json.dumps(record.to_json(), allow_nan=False)))
     assert again.figures == {"b": [1.0, None]}
     assert (again.status, again.targets) == (record.status, record.targets)
-
-
-def trace(*events: tuple[str, str, int, float]) -> dict[str, Any]:
-    """Of (category, name, thread, start in microseconds)."""
-    fields = ("cat", "name", "tid", "ts")
-    return {"traceEvents": [{"ph": "X", "dur": 10.0, **dict(zip(fields, event, strict=True))} for event in events]}
-
-
-def test_waits_within_a_range_are_found() -> None:
-    found = calls_within(
-        trace(
-            ("user_annotation", "step", 1, 100.0),
-            ("cuda_runtime", "cudaStreamSynchronize", 1, 99.0),  # before it
-            ("cuda_runtime", "cudaLaunchKernel", 1, 101.0),
-            ("cuda_runtime", "cudaMemcpyAsync", 1, 102.0),
-            ("cuda_runtime", "cudaMemcpy", 1, 103.0),
-            ("cuda_driver", "cuStreamSynchronize", 1, 104.0),
-            ("cuda_runtime", "cudaEventSynchronize", 2, 105.0),  # the CPU lane
-            ("cpu_op", "aten::item", 1, 106.0),
-            ("cuda_runtime", "cudaFree", 1, 111.0),  # after it
-        ),
-        "step",
-    )
-    assert found == {"cudaLaunchKernel": 1, "cudaMemcpyAsync": 1, "cudaMemcpy": 1, "cuStreamSynchronize": 1}
-    assert waiting(found) == {"cudaMemcpy": 1, "cuStreamSynchronize": 1}
-    with pytest.raises(ValueError, match="no range 'step'"):
-        calls_within(trace(("cpu_op", "aten::add", 1, 0.0)), "step")
 
 
 class Fake:
@@ -271,7 +239,7 @@ def test_ratios_are_of_rounds_side_by_side() -> None:
 
 
 def test_ours_has_as_much_on_the_device_as_it_has_memory_for() -> None:
-    job = PRESSED[Size.TINY]
+    job = MEDIUM[Size.TINY]
     emulated = EmulatedDevice(FAST, capacity=100 * job.numel)
     rig = Rig(job, torch.device("cpu"), emulated, FAST, job.numel // 8 + 1)
     contenders = [Ours("cpu", rig, resolve_policy("cpu"), 1.0), Ours("all", rig, AdaptivePolicy(FAST), 1.0)]
@@ -305,23 +273,22 @@ def test_timelines_begin_with_the_first_gradient() -> None:
     assert Span(Lane.GPU, Op.BACKWARD, None, 0.0, 1.0) in shown
 
 
-@pytest.mark.parametrize("jobs", [PRESSED, MEDIUM, LARGEST])
-def test_jobs_know_their_parameters(jobs: dict[Size, Any]) -> None:
+def test_jobs_know_their_parameters() -> None:
     for size in (Size.TINY, Size.SMALL):
-        assert jobs[size].numel == jobs[size].model(torch.device("cpu")).numel
+        assert MEDIUM[size].numel == MEDIUM[size].model(torch.device("cpu")).numel
 
 
 def test_jobs_are_cut_to_what_fits(tmp_path: Path) -> None:
-    job = LARGEST[Size.FULL]
-    assert MEDIUM[Size.FULL].numel == pytest.approx(1.56e9, rel=0.01)
-    cut = job.fitting(5e9)
-    assert 4.7e9 < cut.numel <= 5e9
+    job = MEDIUM[Size.FULL]
+    assert job.numel == pytest.approx(1.56e9, rel=0.01)
+    cut = job.fitting(1e9)
+    assert 0.95e9 < cut.numel <= 1e9
     assert job.fitting(1e12) == job
     here = bench(tmp_path)
     with pytest.raises(Skipped, match="memory here is enough for 1M parameters"):
         fitted(job, here, most=1e6)
-    here.settings = dataclasses.replace(here.settings, host_bytes=100 << 30)
-    assert 0.75 * (100 << 30) < 16 * fitted(job, here).numel <= 0.8 * (100 << 30)
+    here.settings = dataclasses.replace(here.settings, host_bytes=20 << 30)
+    assert 0.75 * (20 << 30) < 16 * fitted(job, here).numel <= 0.8 * (20 << 30)
 
 
 def broken(model: object, job: object) -> Any:
@@ -331,19 +298,13 @@ def broken(model: object, job: object) -> Any:
 BROKEN = Kind("a peer", "torch", "none", broken)
 
 
-def test_rivals_that_are_missing_or_broken_are_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    cuda = Settings(Size.TINY, cuda=True, out=tmp_path)
-    assert speed.no_rivals(Settings(Size.TINY, cuda=False, out=tmp_path)) == "no GPU: there is nothing to compare"
-    monkeypatch.setattr(speed, "installed", list)
-    assert "pip install any of torchao bitsandbytes deepspeed" in str(speed.no_rivals(cuda))
-    monkeypatch.setattr(speed, "installed", lambda: [BROKEN])
-    assert speed.no_rivals(cuda) is None
-    with pytest.raises(Broken, match="a peer is installed but failed: RuntimeError: no compiler"):
-        Peer(BROKEN, PRESSED[Size.TINY], torch.device("cpu")).open()
-    checked = bench(tmp_path)
-    with pytest.raises(Skipped, match="a peer is installed but failed"):
-        speed.check_rivals(checked)
-    assert set(written(tmp_path)["figures"]["contenders"]) > {"a peer", "CPU only"}
+def test_a_peer_that_is_broken_is_dropped_and_says_why(tmp_path: Path) -> None:
+    job, device = MEDIUM[Size.TINY], torch.device("cpu")
+    here = bench(tmp_path)
+    speed.compete(here, [Peer(BROKEN, job, device), Fake("b", [])], job.batches(1, device), speed.EFFORTS[Size.TINY])
+    found = written(tmp_path)["figures"]["contenders"]
+    assert found["a peer"]["dropped"] == "a peer is installed but failed: RuntimeError: no compiler"
+    assert found["b"]["iteration_s"] > 0
 
 
 def test_a_neighbour_holds_what_it_is_told_to() -> None:

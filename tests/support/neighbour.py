@@ -1,4 +1,4 @@
-"""Another process on the same GPU, which takes memory when told to: ``python -m experiments.check.neighbour DEVICE``.
+"""Another process on the same GPU, which takes memory when told to: ``python -m tests.support.neighbour DEVICE``.
 
 A line on standard input is how many bytes it shall hold. It takes what is free and waits for the rest, as a training
 job that starts beside ours would. It answers each empty line with the bytes that it holds, once it has tried for what
@@ -28,7 +28,7 @@ class Neighbour:
 
     def __init__(self, device: str = "cuda") -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "experiments.check.neighbour", device],
+            [sys.executable, "-m", "tests.support.neighbour", device],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
