@@ -11,12 +11,12 @@ from pathlib import Path
 import torch
 
 from dos.devices import Copy, Device, Job
-from dos.disk.space import DiskSpace, Extent
+from dos.disk.space import PAGE, DiskSpace, Extent
 from dos.lifetime import main_thread_ended
 from dos.state.arena import State, aligned, state_copies
 from dos.state.host_store import HostStore
 from dos.state.subgroup import Subgroup
-from dos.state.windows import PAGE, disk_bytes
+from dos.state.windows import disk_bytes
 from perfmodel import Lane, Op, Span
 
 

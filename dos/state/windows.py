@@ -8,11 +8,9 @@ import torch
 from torch import Tensor
 
 from dos.devices import Device
+from dos.disk.space import PAGE
 from dos.state.arena import State, aligned
 from dos.state.subgroup import Subgroup
-
-PAGE = 4096
-"""Bytes; each field of a subgroup's state begins on such a boundary, in a window and on disk."""
 
 
 class Window(NamedTuple):
@@ -29,7 +27,7 @@ class Window(NamedTuple):
 
 
 def disk_bytes(subgroup: Subgroup) -> int:
-    """Bytes of the subgroup's state on disk."""
+    """Bytes of the subgroup's state on disk, where each field begins on a page, as it does in a window."""
     return sum(aligned(t.nbytes, PAGE) for t in subgroup.state.tensors())
 
 
