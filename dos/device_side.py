@@ -94,7 +94,7 @@ class DeviceSide:
         if not subgroups:
             return None
         loads, beside = self._registry.loads(), self._registry.gradient_bytes()
-        saved, subgroups = self.activations.recorded, self._registry.accelerated
+        saved = self.activations.recorded
         rests = self._rests.limits(subgroups, attached=attached)
         plan = self.decisions.decide(loads, self._now, attached=attached, beside=beside, saved=saved, rests=rests)
         self.engine.check(plan, subgroups, self.decisions.memory.reading.memory.total)
