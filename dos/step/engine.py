@@ -221,7 +221,7 @@ class Engine:
         disk = self.stores.disk
         for thread in (self.host, *(() if disk is None else (disk.reading, disk.writing))):
             with contextlib.suppress(Exception):
-                thread.submit(_nothing).result()
+                thread.submit(lambda: None).result()
         for op in LANES:  # in-order streams, so what is issued last ends last
             with contextlib.suppress(Exception):
                 last = self.device.launch(0, lambda: None, 0) if op is Op.UPDATE else self.device.copy(op, 0, [])
@@ -300,10 +300,6 @@ class Engine:
         if self.trims:
             self.trims = False
             self.device.trim()
-
-
-def _nothing() -> None:
-    """Work that has ended when all before it has."""
 
 
 def _spans(jobs: Iterable[Job], errors: list[Exception]) -> list[Span]:
