@@ -36,10 +36,10 @@ class Early:
         self.prefetched: dict[Subgroup, Issued] = {}
         self.arriving: dict[Subgroup, Issued | None] = {}
         self.shown = False
-        self.device = device
         self.stores = stores
         self.considered: Plan | None = None
-        self._streamed: Sequence[int] = ()
+        self._device = device
+        self._streamed: Sequence[tuple[int, Tier]] = ()
         self._numbers = itertools.count()
 
     def send_gradients(self, index: int, copies: Sequence[Copy], callers: Collection[Caller] = ()) -> Issued:
@@ -49,7 +49,7 @@ class Early:
         """
         self._forget_many()
         # What backward writes in any of them is read here.
-        job = self.device.copy(Op.GRADIENT, index, joined(copies), self.device.fence(callers))
+        job = self._device.copy(Op.GRADIENT, index, joined(copies), self._device.fence(callers))
         nbytes = sum(source.nbytes for _, source in copies)
         return self._began(Task(Op.GRADIENT, Stream.GRADIENT, index, nbytes), job)
 
@@ -59,20 +59,20 @@ class Early:
         if store.slots or self.shown:
             return
         if self.considered is not plan:  # asked at each of many gradients
-            served = plan.served(Placement.GPU_STREAMED)
-            self._streamed = [i for i in served if self._in_reach(subgroups[i])]
+            sources = ((i, self._source(subgroups[i])) for i in plan.served(Placement.GPU_STREAMED))
+            self._streamed = [(i, source) for i, source in sources if source is not None]
             self.considered = plan
         streamed = self._streamed
         if not streamed:
             return
-        nbytes = max(subgroups[i].state.carved_bytes for i in streamed)
+        nbytes = max(subgroups[i].state.carved_bytes for i, _ in streamed)
         count = min(plan.slots, len(streamed))
         if nbytes * count > spare():
             return
         store.get_slots(count, nbytes)
-        for slot, i in enumerate(streamed[: len(store.slots)]):
+        for slot, (i, source) in enumerate(streamed[: len(store.slots)]):
             store.occupy(subgroups[i], slot)
-            self.prefetched[subgroups[i]] = self._fetch(i, subgroups[i], self.stores.where(subgroups[i]), slot)
+            self.prefetched[subgroups[i]] = self._fetch(i, subgroups[i], source, slot)
 
     def settle(self, plan: Plan, subgroups: Sequence[Subgroup]) -> None:
         """Start state that comes to stay on its way while backward runs, as far as there is memory for it.
@@ -85,22 +85,22 @@ class Early:
         store = self.stores.device
         store.expect_denials(True)  # the step will try again
         for i in plan.served(Placement.GPU_RESIDENT):
-            source = self.stores.where(subgroups[i])
-            if self._in_reach(subgroups[i]):
+            source = self._source(subgroups[i])
+            if source is not None:
                 self.arriving[subgroups[i]] = None  # an interruption from here on leaves memory that is no state yet
                 if store.reserve([subgroups[i]]):
                     return
                 self.arriving[subgroups[i]] = self._fetch(i, subgroups[i], source)
 
-    def _in_reach(self, subgroup: Subgroup) -> bool:
-        """Whether state is where it can be fetched from beside backward; from disk the step brings it."""
-        return self.stores.where(subgroup) not in (None, Tier.DEVICE, Tier.DISK)
+    def _source(self, subgroup: Subgroup) -> Tier | None:
+        """Where state can be fetched from beside backward; None: it need not or cannot. From disk the step brings it."""
+        tier = self.stores.where(subgroup)
+        return None if tier in (Tier.DEVICE, Tier.DISK) else tier
 
-    def _fetch(self, index: int, subgroup: Subgroup, source: Tier | None, slot: int | None = None) -> Issued:
-        assert source is not None, "what is nowhere is not fetched"
+    def _fetch(self, index: int, subgroup: Subgroup, source: Tier, slot: int | None = None) -> Issued:
         move = Move(source, Tier.DEVICE)
         # The caller's stream may still use what was in this memory before.
-        job = self.stores.move(move, index, subgroup, self.device.fence())
+        job = self.stores.move(move, index, subgroup, self._device.fence())
         return self._began(Task(*MOVES[move], index, subgroup.state.nbytes, (), slot, (), move), job)
 
     def _began(self, task: Task, job: Job) -> Issued:

@@ -138,7 +138,7 @@ def _get_windows(plan: Plan, subjects: list[Subject], found: list[SubgroupState]
             _send_again(subjects, housed)
             found[:] = [each._replace(state=Tier.DISK) if i in housed else each for i, each in enumerate(found)]
             through = windowed(plan, found)
-        stores.host.make_windows(count, nbytes, early.device)
+        stores.host.make_windows(count, nbytes, stores.device.device)
     in_windows = {i for i in through if plan.stays(i) is not Tier.HOST and not stores.host.houses(subjects[i].subgroup)}
     for i in through:
         update = subjects[i].update
