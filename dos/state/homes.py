@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from dos.state.disk_store import DiskStore
@@ -24,7 +25,7 @@ class Homes:
 
     def windows(self, subgroups: Iterable[Subgroup]) -> tuple[int, int]:
         """How many windows there are to be for state of these, if any of it is on disk, and their bytes."""
-        nbytes, limit = max(map(window_bytes, subgroups)), self.host.limit
+        nbytes, limit = window_bytes(subgroups), self.host.limit
         most = WINDOWS if limit is None else (limit - sum(self.host.gradient_bytes.values())) // (2 * nbytes)
         return max(2, min(WINDOWS, most)), nbytes
 
@@ -33,19 +34,29 @@ class Homes:
 
         complete: whether these are all there are. If the host has room for them, there need be none for windows.
         """
-        found, subgroups, room = {}, list(subgroups), self.host.room
-        homeless = sum(s.load().host_bytes for s in subgroups if not self.host.houses(s))
-        if self.disk is not None and subgroups and (self.disk.nbytes or homeless > room or not complete):
-            count, nbytes = self.windows(subgroups)
-            room -= max(0, count * nbytes - self.host.windows.nbytes)
+        subgroups = list(subgroups)
+        tiers = {subgroup: subgroup.arena.tier for subgroup in subgroups}
+        homeless = [s for s in subgroups if not self.host.houses(s)]
+        if self.disk is None or not homeless:
+            return tiers
+        through = 0
+        if self.disk.nbytes or not complete or sum(s.load().host_bytes for s in homeless) > self.host.room:
+            through = math.prod(self.windows(s for s in subgroups if s.arena.accelerated))
+        housed = self.housed((s for s in homeless if not self.disk.has(s)), through)
+        return tiers | {subgroup: Tier.DISK for subgroup in homeless if subgroup not in housed}
+
+    def housed(self, subgroups: Iterable[Subgroup], through: int) -> set[Subgroup]:
+        """Those that have a home on the host, or for which it has room, one after the other.
+
+        through: bytes of windows that there have to be besides.
+        """
+        room, housed = self.host.room - max(0, through - self.host.windows.nbytes), set()
         for subgroup in subgroups:
-            tier = subgroup.arena.tier
-            if tier is Tier.HOST and self.disk is not None and not self.host.houses(subgroup):
-                nbytes = subgroup.load().host_bytes
-                tier = Tier.DISK if self.disk.has(subgroup) or nbytes > room else Tier.HOST
-                room -= nbytes if tier is Tier.HOST else 0
-            found[subgroup] = tier
-        return found
+            nbytes = 0 if self.host.houses(subgroup) else subgroup.load().host_bytes
+            if nbytes <= room or not nbytes:
+                housed.add(subgroup)
+                room -= nbytes
+        return housed
 
     def reserve(self, subgroups: Iterable[Subgroup]) -> None:
         """Have homes for these, which may be written to at once: what is there lies there. Nothing is in flight.

@@ -68,7 +68,7 @@ class Stores:
 
         after: what has to end before it leaves the device. Nothing else is in flight, and windows keep nothing.
         """
-        windows, nbytes = self.host.windows, max(map(window_bytes, subgroups), default=0)
+        windows, nbytes = self.host.windows, window_bytes(subgroups)
         if subgroups and not windows.fit(1, nbytes):
             windows.make(1, nbytes, self.device.device)  # beyond the limit, if need be: there will be room
         for subgroup in subgroups:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -31,10 +32,12 @@ def disk_bytes(subgroup: Subgroup) -> int:
     return sum(aligned(t.nbytes, PAGE) for t in subgroup.state.tensors())
 
 
-def window_bytes(subgroup: Subgroup) -> int:
-    """Bytes of a window that takes the subgroup."""
-    staging = (subgroup.gradient, subgroup.parameter)
-    return disk_bytes(subgroup) + sum(aligned(t.nbytes, PAGE) for t in staging if t is not None)
+def window_bytes(subgroups: Iterable[Subgroup]) -> int:
+    """Bytes of a window that takes any one of these."""
+    # Asked in every step, so of the largest of each arena alone.
+    largest = {s.arena: s for s in sorted(subgroups, key=lambda s: s.numel)}.values()
+    tensors = ((*s.state.tensors(), s.gradient, s.parameter) for s in largest)
+    return max((sum(aligned(t.nbytes, PAGE) for t in each if t is not None) for each in tensors), default=0)
 
 
 class Windows:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from dos.state.stores import Store
+from dos.state.stores import Store, Stores
 from dos.state.subgroup import Subgroup
 from dos.state.windows import window_bytes
 from dos.step.early import Early
@@ -40,8 +40,9 @@ def make_room(plan: Plan, subjects: list[Subject], early: Early, windows: int = 
     early.considered = None
     stays = {subjects[i].subgroup for i in plan.served(Placement.GPU_RESIDENT)}
     early.drop_arriving([s for s, issued in early.arriving.items() if issued is None or s not in stays])
+    nbytes = 0 if stores.disk is None else window_bytes(subject.subgroup for subject in subjects)
     on_disk = stores.disk is not None and (plan.on_disk or stores.disk.nbytes)
-    if on_disk and not stores.host.windows.fit(windows, _window_bytes(subjects)):
+    if on_disk and not stores.host.windows.fit(windows, nbytes):
         # State may have to leave the host for windows, and nothing may be reading it then.
         early.drop_prefetched()
         early.drop_arriving(list(early.arriving))
@@ -69,11 +70,11 @@ def make_room(plan: Plan, subjects: list[Subject], early: Early, windows: int = 
             found[i] = found[i]._replace(state=Tier.DEVICE)
         denied |= _get_slots(plan, subjects, found, early, denied)
         plan = dataclasses.replace(plan.on_host(denied), slots=len(device.slots))
-        plan = _at_home(plan, subjects, found, early, windows)
+        plan = _at_home(plan, subjects, found, stores, windows * nbytes)
         moved = [i for i, subject in enumerate(subjects) if subject.update or found[i].state is not plan.stays(i)]
         for tier in set(stores.of) - {Tier.DEVICE, Tier.HOST}:
             reserve(tier, [subjects[i].subgroup for i in moved if plan.stays(i) is tier])
-        in_windows = _get_windows(plan, subjects, found, early, windows)
+        in_windows = _get_windows(plan, subjects, found, early, windows, nbytes)
         updated = [i for i in plan.served(Placement.CPU) if subjects[i].update and i not in in_windows]
         resting = [subjects[i].subgroup for i in moved if plan.stays(i) is Tier.HOST]
         for subgroup in resting:
@@ -91,22 +92,23 @@ def make_room(plan: Plan, subjects: list[Subject], early: Early, windows: int = 
     return Prepared(plan, subjects, found)
 
 
-def _at_home(plan: Plan, subjects: Sequence[Subject], found: list[SubgroupState], early: Early, windows: int) -> Plan:
-    """The plan with what is in windows on disk, and so what the host has no room for until other state has left."""
-    stores, host = early.stores, early.stores.host
+def _at_home(
+    plan: Plan, subjects: Sequence[Subject], found: list[SubgroupState], stores: Stores, through: int
+) -> Plan:
+    """The plan with what is in windows on disk, and so what the host has no room for until other state has left.
+
+    through: bytes of windows.
+    """
     if stores.disk is None:
         return plan
     more = {i for i, each in enumerate(found) if each.window is not None and plan.stays(i) is not Tier.DEVICE}
-    room = host.room
-    if plan.on_disk or any(each.state is Tier.DISK for each in found):  # what comes home passes through windows, too
-        room -= max(0, windows * _window_bytes(subjects) - host.windows.nbytes)
-    for i, subject in enumerate(subjects):
-        if i not in more and plan.stays(i) is Tier.HOST and not host.houses(subject.subgroup):
-            if subject.update is None and found[i].state is Tier.HOST:
-                continue  # it is nowhere
-            nbytes = subject.subgroup.load().host_bytes
-            more |= {i} if nbytes > room else set()
-            room -= nbytes if nbytes <= room else 0
+    # What has no update and is on the host without a home is nowhere.
+    somewhere = (i for i, s in enumerate(subjects) if s.update is not None or found[i].state is not Tier.HOST)
+    resting = {subjects[i].subgroup: i for i in somewhere if i not in more and plan.stays(i) is Tier.HOST}
+    if not plan.on_disk and all(each.state is not Tier.DISK for each in found):
+        through = 0  # what comes home passes through windows, too
+    housed = stores.homes.housed(resting, through)
+    more |= {i for subgroup, i in resting.items() if subgroup not in housed}
     plan = dataclasses.replace(plan, on_disk=plan.on_disk | more)
     for i in plan.on_disk:
         if stores.where(subjects[i].subgroup) is None:  # it begins there, as zeros
@@ -114,17 +116,15 @@ def _at_home(plan: Plan, subjects: Sequence[Subject], found: list[SubgroupState]
     return plan
 
 
-def _window_bytes(subjects: Sequence[Subject]) -> int:
-    return max(window_bytes(subject.subgroup) for subject in subjects)
-
-
-def _get_windows(plan: Plan, subjects: list[Subject], found: list[SubgroupState], early: Early, count: int) -> set[int]:
-    """Get windows, if any are needed; the subgroups that the host updates in one."""
+def _get_windows(
+    plan: Plan, subjects: list[Subject], found: list[SubgroupState], early: Early, count: int, nbytes: int
+) -> set[int]:
+    """Get `count` windows of `nbytes`, if any are needed; the subgroups that the host updates in one."""
     stores = early.stores
     through = windowed(plan, found)
     if not through:
         return set()
-    windows, nbytes = stores.host.windows, _window_bytes(subjects)
+    windows = stores.host.windows
     if not windows.fit(count, nbytes):
         assert stores.disk is not None, "there is state on disk"
         stores.write_kept()
