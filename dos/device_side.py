@@ -95,7 +95,7 @@ class DeviceSide:
             return None
         loads, beside = self._registry.loads(), self._registry.gradient_bytes()
         saved = self.activations.recorded
-        rests = self._rests.limits(subgroups, attached=attached)
+        rests = self._rests.limits(subgroups, loads, attached=attached)
         plan = self.decisions.decide(loads, self._now, attached=attached, beside=beside, saved=saved, rests=rests)
         self.engine.check(plan, subgroups, self.decisions.memory.reading.memory.total)
         return plan

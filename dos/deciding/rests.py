@@ -13,7 +13,7 @@ from dos.machine.host_memory import host_share
 from dos.state.disk_store import DiskStore
 from dos.state.homes import Homes
 from dos.state.subgroup import Subgroup
-from perfmodel import Plan, Workload
+from perfmodel import Plan, SubgroupLoad, Workload
 
 
 class Rests:
@@ -31,8 +31,10 @@ class Rests:
                 homes.host.limit = host_share()
             homes.disk = DiskStore(device, homes.host, folders)
 
-    def limits(self, subgroups: Sequence[Subgroup], *, attached: bool) -> dict[str, Any]:
-        """What the workload of these subgroups has of them.
+    def limits(
+        self, subgroups: Sequence[Subgroup], loads: Sequence[SubgroupLoad], *, attached: bool
+    ) -> dict[str, Any]:
+        """What the workload of these subgroups has of them. loads: theirs.
 
         Raises MemoryError if the host's share is too little even for windows.
         """
@@ -43,7 +45,7 @@ class Rests:
         count, window = self._homes.windows(subgroups)
         # What is on disk could only come home through windows.
         nowhere_else = not self._homes.disk.nbytes
-        fits = nowhere_else and gradients + sum(subgroup.load().host_bytes for subgroup in subgroups) <= limit
+        fits = nowhere_else and gradients + sum(load.host_bytes for load in loads) <= limit
         if not fits and gradients + count * window > limit:
             raise MemoryError(
                 f"state on disk passes through at least {count} windows of {window} bytes on the host"
