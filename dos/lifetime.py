@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import concurrent.futures.thread  # noqa: F401 - registered before us, it ends after us
 import os
 import threading
 import weakref
-from typing import Any
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures.thread import ThreadPoolExecutor  # registered before us, it ends after us
+from typing import Any, TypeVar
 
+_T = TypeVar("_T")
 _working: weakref.WeakSet[Any] = weakref.WeakSet()
 _ended = threading.Event()
 
@@ -20,6 +23,18 @@ def watch(working: Any) -> None:
 def main_thread_ended() -> bool:
     """Whether the main thread has ended, so that executors start no more work; other threads may run on."""
     return _ended.is_set()
+
+
+def submit(thread: ThreadPoolExecutor, work: Callable[[], _T]) -> Future[_T]:
+    """Run the work on a thread; at once where threads take no more, as in atexit handlers: what they had has ended.
+
+    What it raises then is raised here.
+    """
+    if not main_thread_ended():
+        return thread.submit(work)
+    done: Future[_T] = Future()
+    done.set_result(work())
+    return done
 
 
 def _finish_all() -> None:

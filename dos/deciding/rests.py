@@ -31,9 +31,7 @@ class Rests:
                 homes.host.limit = host_share()
             homes.disk = DiskStore(device, homes.host, folders)
 
-    def limits(
-        self, subgroups: Sequence[Subgroup], loads: Sequence[SubgroupLoad], *, attached: bool
-    ) -> dict[str, Any]:
+    def limits(self, subgroups: Sequence[Subgroup], loads: Sequence[SubgroupLoad], *, attached: bool) -> dict[str, Any]:
         """What the workload of these subgroups has of them. loads: theirs.
 
         Raises MemoryError if the host's share is too little even for windows.

@@ -1,6 +1,6 @@
 """Accelerators behind one small protocol."""
 
-from dos.devices.base import LANES, Cached, Caller, Copy, Device, Issued, Job, Mark, Memory, pinned_zeros
+from dos.devices.base import LANES, Cached, Caller, Copy, Device, Issued, Job, Mark, Memory, ThreadJob, pinned_zeros
 from dos.devices.emulated import EmulatedDevice
 from dos.devices.occupancy import Script
 from dos.devices.select import DeviceFinder
@@ -18,5 +18,6 @@ __all__ = [
     "Mark",
     "Memory",
     "Script",
+    "ThreadJob",
     "pinned_zeros",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol
 
@@ -47,6 +48,16 @@ class Job(Protocol):
 
     def wait(self) -> Span:
         """Block until the work is done and say when it ran. Raises what the work, or work it waited for, raised."""
+
+
+class ThreadJob:
+    """A job that a thread of ours runs."""
+
+    def __init__(self, future: Future[Span]) -> None:
+        self._future = future
+
+    def wait(self) -> Span:
+        return self._future.result()
 
 
 class Issued(NamedTuple):

@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from dos.devices.base import LANES, Cached, Caller, Copy, Job, Mark, Memory
+from dos.devices.base import LANES, Cached, Caller, Copy, Job, Mark, Memory, ThreadJob
 from dos.devices.occupancy import Occupancy
 from dos.devices.pacer import Pacer
 from dos.devices.pinned import lazy_zeros, unpin
 from dos.guard import exclusive
-from dos.lifetime import main_thread_ended
+from dos.lifetime import submit
 from perfmodel import Lane, Op, Span
 from perfmodel.format import MIXED
 from perfmodel.hardware import HardwareProfile
@@ -281,11 +281,7 @@ class EmulatedDevice:
                 work()
             return Span(LANES[op], op, subgroup, start, time.perf_counter())
 
-        if main_thread_ended():  # as in atexit handlers: threads take no more work, and what they had has ended
-            done: Future[Span] = Future()
-            done.set_result(run())
-            return _EmulatedJob(done)
-        return _EmulatedJob(self._streams[op].submit(run))
+        return ThreadJob(submit(self._streams[op], run))
 
 
 class _Moment(NamedTuple):
@@ -295,16 +291,6 @@ class _Moment(NamedTuple):
 
     def at(self) -> float:
         return self.seconds
-
-
-class _EmulatedJob:
-    """Work queued on a stream."""
-
-    def __init__(self, future: Future[Span]) -> None:
-        self._future = future
-
-    def wait(self) -> Span:
-        return self._future.result()
 
 
 _devices: weakref.WeakSet[EmulatedDevice] = weakref.WeakSet()

@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
-from dos.devices import Copy, Device, Job
+from dos.devices import Copy, Device, Job, ThreadJob
 from dos.disk.space import PAGE, DiskSpace, Extent
-from dos.lifetime import main_thread_ended
+from dos.lifetime import submit
 from dos.state.arena import State, aligned, state_copies
 from dos.state.host_store import HostStore
 from dos.state.subgroup import Subgroup
@@ -20,14 +20,8 @@ from dos.state.windows import disk_bytes
 from perfmodel import Lane, Op, Span
 
 
-class DiskJob:
+class DiskJob(ThreadJob):
     """A read or write under way."""
-
-    def __init__(self, future: Future[Span]) -> None:
-        self._future = future
-
-    def wait(self) -> Span:
-        return self._future.result()
 
 
 class DiskStore:
@@ -133,8 +127,4 @@ class DiskStore:
                 work()
             return Span(lane, op, number, start, time.perf_counter())
 
-        if main_thread_ended():  # threads take no more work
-            done: Future[Span] = Future()
-            done.set_result(run())
-            return DiskJob(done)
-        return DiskJob(thread.submit(run))
+        return DiskJob(submit(thread, run))

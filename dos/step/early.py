@@ -93,7 +93,7 @@ class Early:
                 self.arriving[subgroups[i]] = self._fetch(i, subgroups[i], source)
 
     def _source(self, subgroup: Subgroup) -> Tier | None:
-        """Where state can be fetched from beside backward; None: it need not or cannot. From disk the step brings it."""
+        """Where state can be fetched from beside backward, if anywhere. What is on disk the step brings."""
         tier = self.stores.where(subgroup)
         return None if tier in (Tier.DEVICE, Tier.DISK) else tier
 

@@ -92,9 +92,7 @@ def make_room(plan: Plan, subjects: list[Subject], early: Early, windows: int = 
     return Prepared(plan, subjects, found)
 
 
-def _at_home(
-    plan: Plan, subjects: Sequence[Subject], found: list[SubgroupState], stores: Stores, through: int
-) -> Plan:
+def _at_home(plan: Plan, subjects: Sequence[Subject], found: list[SubgroupState], stores: Stores, through: int) -> Plan:
     """The plan with what is in windows on disk, and so what the host has no room for until other state has left.
 
     through: bytes of windows.
