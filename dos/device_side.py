@@ -114,9 +114,8 @@ class DeviceSide:
                 or (now.plan.slots and departures.past_half)
             ):
                 return False
-            for subgroup, _ in self._registry.places[record]:
-                if subgroup in now.wanted:
-                    return False
+            if now.wanted and any(subgroup in now.wanted for subgroup, _ in self._registry.places[record]):
+                return False
             self.gradient_came()
             departures.count(record)
             return True

@@ -33,7 +33,7 @@ class InFlight(Members):
     def __init__(self, options: Options, device: Device | torch.device | str | None, meshes: Meshes) -> None:
         super().__init__(options, device, meshes)
         self.stage = Stage.IDLE
-        self.in_flight: dict[ParameterRecord, set[Caller]] = {}
+        self.in_flight: dict[ParameterRecord, frozenset[Caller]] = {}
         self._in_place = InPlace(self.guard)
 
     @property
@@ -122,7 +122,7 @@ class InFlight(Members):
                 raise
             if not behind:
                 self.registry.written([record])
-            behind.add(here)
+            self.in_flight[record] = behind | {here}
 
     def _wait_for(self, record: ParameterRecord) -> None:
         if record.arena.accelerated:

@@ -152,7 +152,8 @@ class Session(InFlight):
             late = [s for s in registry.local if s in updates and self.attachment is not None and s.sharded]
             now = [s for s in registry.local if s in updates and s not in late]
             behind = {piece.record for subgroup in late for piece in subgroup.pieces}
-            self.in_flight = {r: set() for r, _ in active.members if r.arena.accelerated or r in behind}
+            updated = (r for r, _ in active.members if r.arena.accelerated or r in behind)
+            self.in_flight = dict.fromkeys(updated, frozenset())
             self.stage = Stage.COMMITTED
             self._reconciler.count(active, seen=self.seen)
             if self.on_device is not None and plan is not None and room is not None:
@@ -176,20 +177,23 @@ class Session(InFlight):
 
     def gradient_ready(self, parameter: Tensor) -> None:
         """Called by a hook when backward has written to ``parameter.grad``, from several threads perhaps."""
-        if self.on_device is not None and self.on_device.activations.in_use and parameter.grad is not None:
-            self.on_device.device.count(local(parameter.grad))
-        if self.on_device is not None and self.capturing():
-            if self.registry.offloaded is not None:
-                parameter.grad = None  # the graph that would compute it will not be
-                raise RuntimeError(
-                    "a CUDA graph that captures backward writes gradients where it has found them, and "
-                    "offload_gradients=True takes them away; build the optimizer with offload_gradients=False"
-                )
-            self.on_device.replays = True  # what they write is found by step() alone
-            return
-        record = self.registry.record(parameter)
-        if record is None or self.on_device is None or not self.on_device.only_counts(record, self._lock):
-            self._gradient_ready(parameter)
+        on_device = self.on_device
+        if on_device is not None:
+            if on_device.activations.in_use and parameter.grad is not None:
+                on_device.device.count(local(parameter.grad))
+            if on_device.device.capturing():
+                if self.registry.offloaded is not None:
+                    parameter.grad = None  # the graph that would compute it will not be
+                    raise RuntimeError(
+                        "a CUDA graph that captures backward writes gradients where it has found them, and "
+                        "offload_gradients=True takes them away; build the optimizer with offload_gradients=False"
+                    )
+                on_device.replays = True  # what they write is found by step() alone
+                return
+            record = self.registry.record(parameter)
+            if record is not None and on_device.only_counts(record, self._lock):
+                return
+        self._gradient_ready(parameter)
 
     @exclusive
     def _gradient_ready(self, parameter: Tensor) -> None:

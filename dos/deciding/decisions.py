@@ -94,18 +94,19 @@ class Decisions:
     ) -> Plan:
         """Where to update these subgroups in this iteration.
 
-        attached: whether the update runs on into the next forward. beside: see `MemoryMonitor.workload`.
+        attached: whether the update runs on into the next forward. beside: see `MemoryMonitor.limits`.
         saved: what the workload has of saved tensors, by the room that there is, and whether training ran out of memory
         lately. rests: what it has of state that rests on the host and on disk.
         Raises ValueError or TypeError for a plan that is none.
         """
         if self._adaptive is not None and self._adaptive.profile is None:
             self._adaptive.profile = self._find_profile()
-        workload = self.memory.workload(loads, update_overlaps_forward=attached, beside=beside)
-        workload = dataclasses.replace(
-            workload,
+        memory = self.memory.limits(loads, update_overlaps_forward=attached, beside=beside)
+        workload = Workload(
+            loads,
             forward_s=self.pace.forward_s if attached else 0.0,
             backward_s=self.pace.backward_s,
+            **memory,
             **saved(self.memory.room, self.memory.forecast.ran_out_lately),
             **rests,
         )

@@ -99,7 +99,7 @@ class EmulatedDevice:
         self._reserved = 0
         self._granted = 0
         self._start_streams()
-        self._free()
+        self.usage()
         if not 0 <= self.peak_bytes <= capacity:
             raise ValueError(f"occupied must lie in [0, capacity={capacity}] bytes, found {self.peak_bytes}")
         for stream in self._streams.values():
@@ -159,12 +159,12 @@ class EmulatedDevice:
             )
         buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         self._live.add(buffer)
-        self._free()
+        self.usage()
         return buffer
 
     def free(self, buffer: Tensor) -> None:
         self._live.remove(buffer)
-        self._free()
+        self.usage()
 
     def keep(self, buffer: Tensor, op: Op | None = None) -> None:
         pass  # copies hold their memory, and the caller's computation is over when it returns
@@ -183,11 +183,7 @@ class EmulatedDevice:
                 f"emulated device out of memory: a tensor of {nbytes} bytes was made, {free} of {self.capacity} free"
             )
         self._counted.add(tensor)
-        self._free()
-
-    def _taken(self) -> int:
-        """Bytes of the model now."""
-        return self._counted.nbytes() + (self.occupied() if callable(self.occupied) else self.occupied)
+        self.usage()
 
     def memory(self) -> Memory:
         return Memory(self._free(), self.capacity)
@@ -201,22 +197,21 @@ class EmulatedDevice:
 
     @exclusive
     def usage(self) -> Usage:
-        """Who holds what, now."""
-        self._free()
-        return Usage(self._taken(), self._live.nbytes(), self._granted)
-
-    @exclusive
-    def _free(self) -> int:
-        """Bytes that are free for us, everybody else having taken what is theirs."""
-        occupied, held = self._taken(), self._live.nbytes()
+        """Who holds what, now that the neighbour has taken what it can."""
+        occupied = self._counted.nbytes() + (self.occupied() if callable(self.occupied) else self.occupied)
+        held = self._live.nbytes()
         wanted = self.neighbour() if callable(self.neighbour) else self.neighbour
         self._reserved = max(self._reserved, occupied)
         self._granted = min(wanted, max(self._granted, self.capacity - self._reserved - held))
         self.unmet_bytes = wanted - self._granted
-        used = occupied + self._granted + held
-        self.peak_bytes = max(self.peak_bytes, used)
+        usage = Usage(occupied, held, self._granted)
+        self.peak_bytes = max(self.peak_bytes, sum(usage))
         self.own_peak_bytes = max(self.own_peak_bytes, occupied + held)
-        return max(0, self.capacity - used)
+        return usage
+
+    def _free(self) -> int:
+        """Bytes that are free for us."""
+        return max(0, self.capacity - sum(self.usage()))
 
     def join(self, job: Job) -> None:
         job.wait()  # the caller's computation is its own, so it must not begin before

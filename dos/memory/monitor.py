@@ -11,13 +11,13 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from typing import Any
 
 from dos.devices import Device
 from dos.guard import exclusive
 from dos.memory.forecast import Forecast, Room
 from dos.memory.reading import MemoryReader
-from perfmodel import Op, SubgroupLoad, Workload
+from perfmodel import Op, SubgroupLoad
 
 Budget = int | float | Callable[[], int] | None
 """What users pass as `memory_budget`: bytes, a share of the device's memory (a float), or a function giving bytes."""
@@ -43,9 +43,9 @@ class MemoryMonitor:
     interval_s: seconds between samples by a thread of its own; None for samples at the calls of `sample` alone.
     clock: seconds, by which it is known how much of the time samples take; None: those of the wall.
     reading: the last one. forecast: what samples say of the next iteration.
-    withheld: of the memory that was free or state's own when the last workload was made, the bytes that state may not
+    withheld: of the memory that was free or state's own when limits were last asked for, the bytes that state may not
         use at the peak of the iteration, with the reasons. Empty if there is room for all state.
-    room: for which the last workload was made.
+    room: by which those were.
     grows_short: whether there was less then than in the iteration before, so that state may soon have to leave.
     """
 
@@ -135,18 +135,20 @@ class MemoryMonitor:
         self.forecast.ran_out(held)
         self._resident = 0
 
-    def workload(self, loads: Sequence[SubgroupLoad], *, update_overlaps_forward: bool, beside: int = 0) -> Workload:
-        """The work with the memory that there is for it, in whole subgroups so that noise changes nothing.
+    def limits(
+        self, loads: Sequence[SubgroupLoad], *, update_overlaps_forward: bool, beside: int = 0
+    ) -> dict[str, Any]:
+        """What the workload of these subgroups has of the memory for it, in whole ones so that noise changes nothing.
 
         More becomes resident than in the last iteration only if SPARE_TO_GROW of a subgroup is left over.
         update_overlaps_forward: whether slots are still in use at the next peak. beside: bytes that updates on the
         device need beyond state.
         """
-        work = Workload(tuple(loads))
         self.room = room = self._room()
         update = room.update - beside
         peak = min(update, room.resident - beside if update_overlaps_forward else room.resident)
-        state, slot = work.state_bytes, max(work.slot_bytes, 1)
+        sizes = [load.state_bytes for load in loads]
+        state, slot = sum(sizes), max(1, *sizes)
 
         def whole(nbytes: float) -> int:
             return state if nbytes >= state else max(0, int(nbytes)) // slot * slot
@@ -166,7 +168,7 @@ class MemoryMonitor:
         free = self.reading.memory.free + self._held()
         self.withheld = _withheld(free, limits) if resident < state else ()
         beyond = 0 if update_overlaps_forward else int(update - resident) // slot * slot
-        return replace(work, peak_free_bytes=resident, shared_free_bytes=resident + max(0, beyond))
+        return {"peak_free_bytes": resident, "shared_free_bytes": resident + max(0, beyond)}
 
     @exclusive
     def _room(self) -> Room:

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Collection, Iterable, MutableMapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
@@ -18,7 +19,7 @@ from dos.machine.process import local_ranks, ranks_that_will_divide
 from dos.options import NATIVE, Options
 from dos.parameters.admission import Admission, Group, name_of
 from dos.parameters.allocation import Allocation
-from dos.sharding.local import count_write, is_sharded, local, moved_to_layout
+from dos.sharding.local import is_sharded, local, moved_to_layout
 from dos.sharding.meshes import Meshes
 from dos.sharding.replaced import replaced as find_replaced
 from dos.state.homes import Homes
@@ -221,8 +222,11 @@ class Registry:
     def written(self, records: Collection[ParameterRecord]) -> None:
         """Tell autograd and the records that the step has written to the parameters."""
         for record in records:
-            record.write_back()
-        count_write([record.parameter for record in records])
+            if record.stand_in:
+                record.write_back()
+        # Through whichever name autograd knows them.
+        parts = [record.local for record in records if record.sharded]
+        torch.autograd.graph.increment_version([*(record.parameter for record in records), *parts])
         for record in records:
             record.saw()
 

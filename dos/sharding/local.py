@@ -103,9 +103,3 @@ def version(tensor: Any) -> int:
 def counts_writes(tensor: Tensor) -> bool:
     """Whether `version` tells each write: not to a DTensor, and not to what was made in torch.inference_mode."""
     return not (is_sharded(tensor) or tensor.is_inference())
-
-
-def count_write(tensors: list[Any]) -> None:
-    """Tell autograd that these tensors were written, through whichever name it knows them."""
-    parts = [tensor._local_tensor for tensor in tensors if is_sharded(tensor)]
-    torch.autograd.graph.increment_version([*tensors, *parts])

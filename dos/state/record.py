@@ -128,17 +128,16 @@ class ParameterRecord:
 
     def saw(self) -> None:
         """Remember the parameter as it is now."""
+        p = self.local
         if self.sharded:
             self.rewritten = False
-            self.bits = None if not self.arena.format.has_masters else fingerprint(self.local)
-        self.version = version(self.parameter)
-        self.data_ptr = self.local.data_ptr()
-        self._strides = self.local.stride()
+            self.bits = None if not self.arena.format.has_masters else fingerprint(p)
+        self.version = version(self.parameter) if self.sharded or p.is_inference() else p._version
+        self.data_ptr, self._strides = p.data_ptr(), p.stride()
 
     def write_back(self) -> None:
         """Bring a stand-in's new values to the parameter."""
-        if self.stand_in:
-            self.local.detach().copy_(self.flat.view(self.local.shape))
+        self.local.detach().copy_(self.flat.view(self.local.shape))
 
     def flat_gradient(self, gradient: Tensor) -> Tensor:
         """The gradient as 1-D tensor in the order of `flat`; a copy only where its layout differs."""

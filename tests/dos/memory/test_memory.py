@@ -235,14 +235,14 @@ def test_the_errors_are_those_of_the_real_library() -> None:
 def test_a_runtime_that_cannot_be_read_leaves_no_room_until_it_can(said: list[str]) -> None:
     device = Card(None)
     monitor = monitor_of(device)
-    loads = [SubgroupLoad(100, 400, 400, 1200)] * 10
+    loads = (SubgroupLoad(100, 400, 400, 1200),) * 10
 
     def room(says: object, iterations: int = 6) -> float:
         device.memory = says  # type: ignore[method-assign, assignment]
         for _ in range(iterations):
             monitor.enter(Op.BACKWARD)
             monitor.enter(Op.UPDATE)
-            work = monitor.workload(loads, update_overlaps_forward=False)
+            work = Workload(loads, **monitor.limits(loads, update_overlaps_forward=False))
             monitor.end_iteration()
         return work.peak_free_bytes
 
@@ -306,7 +306,7 @@ def test_sampling_takes_no_more_than_its_share_of_the_time(monkeypatch: pytest.M
 # What becomes of the figures.
 
 
-LOADS = [SubgroupLoad(100, 400, 400, 1200)] * 10
+LOADS = (SubgroupLoad(100, 400, 400, 1200),) * 10
 
 
 def follow(device: Card, free: list[int], attached: bool = False) -> list[Workload]:
@@ -318,7 +318,7 @@ def follow(device: Card, free: list[int], attached: bool = False) -> list[Worklo
         for phase in (Op.BACKWARD, Op.UPDATE):
             device.says = Memory(nbytes - held[0], TOTAL)
             monitor.enter(phase)
-        works.append(monitor.workload(LOADS, update_overlaps_forward=attached))
+        works.append(Workload(LOADS, **monitor.limits(LOADS, update_overlaps_forward=attached)))
         held[0] = int(works[-1].peak_free_bytes)
         device.says = Memory(nbytes - held[0], TOTAL)
         monitor.end_iteration()
@@ -353,16 +353,16 @@ def test_slots_may_use_what_is_free_while_updating_unless_the_update_runs_on() -
     for phase, free in ((Op.BACKWARD, 4 * 1200 + 5), (Op.UPDATE, 7 * 1200 + 5)):
         device.says = Memory(MARGIN_BYTES + free, TOTAL)
         monitor.enter(phase)
-    alone = monitor.workload(LOADS, update_overlaps_forward=False)
+    alone = Workload(LOADS, **monitor.limits(LOADS, update_overlaps_forward=False))
     assert (alone.peak_free_bytes, alone.shared_free_bytes) == (4800, 7 * 1200)
-    beside = monitor.workload(LOADS, update_overlaps_forward=True)
+    beside = Workload(LOADS, **monitor.limits(LOADS, update_overlaps_forward=True))
     assert (beside.peak_free_bytes, beside.shared_free_bytes) == (4800, 4800)
 
 
 def budgeted(budget: Budget, free: int = 10_000 + MARGIN_BYTES) -> float:
     monitor = monitor_of(Card(None, free=free), budget)
     monitor.enter(Op.UPDATE)
-    return monitor.workload(LOADS, update_overlaps_forward=False).peak_free_bytes
+    return Workload(LOADS, **monitor.limits(LOADS, update_overlaps_forward=False)).peak_free_bytes
 
 
 @pytest.mark.parametrize(
