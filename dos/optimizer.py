@@ -354,7 +354,8 @@ class DOSAdam(Optimizer):
                 loss = model(batch)
                 loss.backward()
             except torch.OutOfMemoryError:
-                loss = None  # what the failed attempt holds must go, too
+                loss = None
+            if loss is None:  # only here the failed attempt's tensors have gone, which the exception's frames hold
                 optimizer.zero_grad()
                 optimizer.release_memory()
                 loss = model(batch)

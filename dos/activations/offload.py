@@ -130,10 +130,10 @@ class ActivationOffload:
         """Bytes that have left in this forward, or are to, where the plan decides."""
         return int(self.share * self._total) + 1  # as the share was rounded
 
-    def recorded(self, room: Room, ran_out: bool) -> dict[str, Any]:
+    def recorded(self, room: Room, ran_out_again: bool) -> dict[str, Any]:
         """What a workload has of saved tensors, where the plan decides how much of them leaves.
 
-        room: of the device, for state. ran_out: whether the user's code ran out of memory lately.
+        room: of the device, for state. ran_out_again: whether the user's code ran out of memory, and again at once.
         """
         if not self._groups:
             return {}
@@ -142,7 +142,9 @@ class ActivationOffload:
         scaled = sum(group.nbytes for group in self._groups)
         groups = tuple(group._replace(nbytes=group.nbytes * total // scaled) for group in self._groups)
         step = -(-total // MOST)  # so that noise changes no plan
-        least = total if ran_out else min(total, -(-room.short // step) * step)
+        short = total if ran_out_again else -(-room.short // step) * step
+        least = next((n for n in accumulate(g.nbytes for g in groups) if peak_room(groups, n) >= short), total)
+        least = least if short else 0
         # More makes no room: when backward ends there are all gradients beside state, and what is coming back.
         useful = least + max(0, room.more - (total - peak_room(groups, total)))
         most = min((self._left_on_host() + self.pool.nbytes) * 8 // 9, useful)

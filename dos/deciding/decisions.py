@@ -96,7 +96,7 @@ class Decisions:
 
         attached: whether the update runs on into the next forward. beside: see `MemoryMonitor.limits`.
         saved: what the workload has of saved tensors, by the room that there is, and whether training ran out of memory
-        lately. rests: what it has of state that rests on the host and on disk.
+        again. rests: what it has of state that rests on the host and on disk.
         Raises ValueError or TypeError for a plan that is none.
         """
         if self._adaptive is not None and self._adaptive.profile is None:
@@ -107,7 +107,7 @@ class Decisions:
             forward_s=self.pace.forward_s if attached else 0.0,
             backward_s=self.pace.backward_s,
             **memory,
-            **saved(self.memory.room, self.memory.forecast.ran_out_lately),
+            **saved(self.memory.room, self.memory.forecast.ran_out_again),
             **rests,
         )
         if self._adaptive is not None or self._decided is None or self._decided[0] != workload:

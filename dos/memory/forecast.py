@@ -80,6 +80,7 @@ class Forecast:
         self._patience = REMEMBERED
         self._lasting: tuple[int, int] | None = None
         self._watch_for_lasting = False
+        self._again = False
 
     @property
     def margin(self) -> int:
@@ -93,6 +94,11 @@ class Forecast:
         Then no state comes to stay before the peak of an iteration is over.
         """
         return self._lasting is not None
+
+    @property
+    def ran_out_again(self) -> bool:
+        """Whether it is remembered that it did so at once after what was to prevent it."""
+        return self._lasting is not None and self._again
 
     def sample(self, phase: Op, free: int, held: int, total: int, *, others: int = 0, late: bool = False) -> None:
         """free: bytes, as measured in this phase. held: bytes of the device's `total` that optimizer state had.
@@ -121,10 +127,11 @@ class Forecast:
         If it happens again at once, no sample sees the peak, so state may have half of what was too much.
         """
         mark, iterations = self._lasting or (self._total, 0)
+        self._again = self.ran_out_again
         if iterations <= REMEMBERED_AFTER_FAILURE - REMEMBERED:
             mark = self._total
         elif held:
-            mark = min(mark, held // 2 + self.margin)
+            mark, self._again = min(mark, held // 2 + self.margin), True
         self._lasting = mark, REMEMBERED_AFTER_FAILURE
         self._watch_for_lasting = True
 
