@@ -2,7 +2,6 @@
 
     python -m experiments.formats                          # about half an hour on two cores
     python -m experiments.formats --steps 300 --seeds 2    # a quick look
-    python -m experiments.formats --again int8             # one row anew, beside those of a run before
 
 A small GPT over bytes learns the sources of Python's standard library: in bfloat16 with each format of
 DOSAdam; in float32 with AdamW, with moments in int8, and with the 8-bit AdamW of torchao and of
@@ -68,7 +67,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     of_gpt = {"width": (128, ""), "layers": (3, ""), "heads": (4, ""), "context": (32, ", in bytes")}
     for name, (default, what) in {**counts, **{n: (d, f"of the GPT{w}") for n, (d, w) in of_gpt.items()}}.items():
         parser.add_count(name, default, what)
-    parser.add_argument("--again", metavar="NAMES", help="of the rows: only these, the others as --out has them")
     parser.add_out("out/formats")
     parser.add_json()
     args = parser.parse_args(argv)
@@ -77,12 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     console = Console(stderr=True)
     config = GPTConfig(args.layers, args.width, args.heads, args.context)
-    path = args.out / "formats.json"
-    before = json.loads(path.read_text())["curves"] if args.again else {}
-    curves: dict[str, list[list[float]]] = {name: [] for name in contenders()} | before
-    again = args.again.split(",") if args.again else list(curves)
-    curves |= {name: [] for name in again}
-    runs = [(name, seed) for seed in range(args.seeds) for name in again]
+    curves: dict[str, list[list[float]]] = {name: [] for name in contenders()}
+    runs = [(name, seed) for seed in range(args.seeds) for name in curves]
     with ProcessPoolExecutor(args.processes, multiprocessing.get_context("spawn"), _begin) as pool:
         found = pool.map(functools.partial(train, config=config, steps=args.steps), *zip(*runs, strict=True))
         for (name, _), losses in zip(runs, track(found, "training", len(runs), console=console), strict=True):
@@ -93,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     show(rows, hard)
     save_spread(curves, args.out / "formats.png")
     figures = {"rows": rows, "hard": hard, "steps": args.steps, "seeds": args.seeds, "model": asdict(config)}
-    path.write_text(json.dumps(figures | {"curves": curves}) + "\n")
+    (args.out / "formats.json").write_text(json.dumps(figures | {"curves": curves}) + "\n")
     if args.json:
         print(json.dumps(figures))
     return 0
@@ -168,13 +162,13 @@ def hard_problems(console: Console) -> dict[str, dict[str, float]]:
     """The final loss of each contender on problems with badly scaled gradients, relative to AdamW's.
 
     Gradients differ by six orders of magnitude from row to row, where blocks lie within rows; from column to column,
-    where elements that share a scale differ by three orders; and in one step of a hundred they are a thousand times
-    as large.
+    where elements that share a scale differ by three orders; rows of an embedding are mostly rarely seen, by Zipf's
+    law, and have dense gradients; and in one step of a hundred gradients are a thousand times as large.
     """
     problems: dict[str, Callable[[Make], float]] = {
         "rows over six orders": lambda make: _regression(make, torch.logspace(0, -6, 64)[:, None]),
         "columns over six orders": lambda make: _regression(make, torch.logspace(0, -6, 256)[None, :]),
-        "sparse embedding": sparse_embedding,
+        "sparse embedding": _sparse_embedding,
         "spikes": lambda make: _regression(make, torch.ones(()), lambda step: 1000.0 if step % 100 == 50 else 1.0),
     }
     found = {}
@@ -185,53 +179,43 @@ def hard_problems(console: Console) -> dict[str, dict[str, float]]:
     return found
 
 
-def _fit(make: Make, start: Tensor, loss_of: Callable[[Tensor, int], Tensor]) -> None:
-    """Fit one matrix, with a learning rate that falls to 0."""
-    parameter = nn.Parameter(start.clone())
-    optimizer = make([parameter])
-    for group in optimizer.param_groups:
-        group["weight_decay"] = 0.0
-    schedule = LambdaLR(optimizer, lambda step: 1 - step / HARD_STEPS)
-    for step in range(HARD_STEPS):
-        loss = loss_of(parameter, step)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        schedule.step()
-
-
 def _regression(make: Make, scale: Tensor, spike: Callable[[int], float] = lambda step: 1.0) -> float:
-    """A matrix is fitted to another from noisy samples, each element's loss weighted so that gradients are `scale`d.
+    """Each element's loss is weighted, so that gradients are `scale`d."""
 
-    The loss that is given weighs all elements alike.
-    """
-    generator = torch.Generator().manual_seed(0)
-    wanted = 0.3 * torch.randn(64, 256, generator=generator)
-    distance = []
-
-    def loss_of(parameter: Tensor, step: int) -> Tensor:
+    def loss_of(parameter: Tensor, wanted: Tensor, generator: torch.Generator, step: int) -> Tensor:
         noisy = wanted + torch.randn(wanted.shape, generator=generator)
-        distance.append((parameter.detach() - wanted).square().mean().item())
         return spike(step) * (scale * (parameter - noisy).square()).mean()
 
-    _fit(make, torch.zeros_like(wanted), loss_of)
-    return statistics.fmean(distance[-LAST:])
+    return _fitted(make, (64, 256), loss_of)
 
 
-def sparse_embedding(make: Make) -> float:
-    """Rows of an embedding of which most are rarely seen, by Zipf's law, with dense gradients."""
-    generator = torch.Generator().manual_seed(0)
-    wanted = 0.3 * torch.randn(512, 128, generator=generator)
+def _sparse_embedding(make: Make) -> float:
     seen = 1 / torch.arange(1.0, 513.0)
-    distance = []
 
-    def loss_of(parameter: Tensor, step: int) -> Tensor:
+    def loss_of(parameter: Tensor, wanted: Tensor, generator: torch.Generator, step: int) -> Tensor:
         rows = torch.multinomial(seen, 64, replacement=True, generator=generator)
-        distance.append(((parameter.detach() - wanted).square().mean(1) * seen / seen.sum()).sum().item())
         noisy = wanted[rows] + 0.1 * torch.randn(64, 128, generator=generator)
         return (nn.functional.embedding(rows, parameter) - noisy).square().mean()
 
-    _fit(make, torch.zeros_like(wanted), loss_of)
+    return _fitted(make, (512, 128), loss_of, weight=(seen / seen.mean())[:, None])
+
+
+def _fitted(make: Make, shape: tuple[int, int], loss_of: Callable[..., Tensor], weight: Tensor | float = 1.0) -> float:
+    """How far a matrix is from another in the end, to which it is fitted from noisy samples with a learning rate that
+    falls to 0: the mean of squares, in which elements weigh alike or as `weight` says."""
+    generator = torch.Generator().manual_seed(0)
+    wanted = 0.3 * torch.randn(shape, generator=generator)
+    parameter = nn.Parameter(torch.zeros(shape))
+    optimizer = make([parameter])
+    optimizer.param_groups[0]["weight_decay"] = 0.0
+    schedule = LambdaLR(optimizer, lambda step: 1 - step / HARD_STEPS)
+    distance = []
+    for step in range(HARD_STEPS):
+        distance.append(((parameter.detach() - wanted).square() * weight).mean().item())
+        optimizer.zero_grad()
+        loss_of(parameter, wanted, generator, step).backward()
+        optimizer.step()
+        schedule.step()
     return statistics.fmean(distance[-LAST:])
 
 

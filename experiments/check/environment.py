@@ -140,7 +140,7 @@ def output_of(*command: str) -> str | None:
     if shutil.which(command[0]) is None:
         return None
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
 

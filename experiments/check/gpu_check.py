@@ -16,16 +16,14 @@ import datetime
 import re
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import torch
 from rich.console import Console
 
 from experiments.check import calibration, environment, hold_ups, speed, suite
-from experiments.check.base import Bench, Check, Record, Settings, Size, Status
+from experiments.check.base import Check, Record, Settings, Size, Status
 from experiments.check.isolation import GRACE_S, read_record, run_isolated
 from experiments.check.report import alarms, gist, show, write_results
 from experiments.command import Parser
@@ -151,16 +149,8 @@ def find_gpu() -> tuple[str | None, list[str] | None]:
 
     Asked in another process: this one must stay free of CUDA.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        settings = Settings(Size.TINY, cuda=False, out=Path(folder))
-        found = run_isolated(Check("gpu", "", ask_gpu, share=1), settings, seconds=60).figures
-    return found.get("gpu"), found.get("nvidia_smi")
-
-
-def ask_gpu(bench: Bench) -> None:
-    """The name of the GPU."""
-    bench.note(nvidia_smi=environment.nvidia_smi())
-    bench.note(gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None)
+    code = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else '')"
+    return environment.output_of(sys.executable, "-c", code) or None, environment.nvidia_smi()
 
 
 def slug(name: str) -> str:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import csv
 import itertools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+
+from experiments.paper.runs import read_trace
 
 LEVEL = 0.05
 """Share of the range of use within which it counts as the lowest."""
@@ -28,18 +28,15 @@ class Recording:
     update: int
 
     @classmethod
-    def read(cls, path: str | Path) -> Recording:
-        """The iteration with the highest peak in a trace.
+    def read(cls, trace: str) -> Recording:
+        """The iteration with the highest peak in a published trace.
 
         Iterations begin where use rises from its lowest, which it has between them. Backward ends at the iteration's
         peak and begins where, before that, use falls most from what it had reached: what forward alone needed goes.
-        Raises OSError or ValueError as `read_trace` does, and ValueError for a trace without a whole iteration.
         """
-        used = [nbytes for _, nbytes in read_trace(path)]
+        used, _ = read_trace(trace)
         lowest = min(used) + LEVEL * (max(used) - min(used))
         starts = [i for i in range(len(used) - 1) if used[i] <= lowest < used[i + 1]]
-        if len(starts) < 2:
-            raise ValueError(f"{path}: no whole iteration between two rises from the lowest use")
         whole = max((used[slice(*ends)] for ends in itertools.pairwise(starts)), key=max)
         end = max(i for i, nbytes in enumerate(whole) if nbytes == max(whole)) + 1
         reached = list(itertools.accumulate(whole[:end], max))
@@ -86,23 +83,3 @@ def neighbours(most: int, iterations: int) -> dict[str, list[tuple[float, int]]]
         "leak": points(lambda i: min(1.0, 1.25 * i / (iterations - 1))),
         "noise": points(lambda i: drawn.uniform(0.3, 0.5)),
     }
-
-
-def read_trace(path: str | Path) -> list[tuple[float, int]]:
-    """A recorded trace as points of (seconds, bytes used), from a CSV file with columns `time_s` and `used_bytes`.
-
-    Raises OSError when the file cannot be read, ValueError naming it and the line when it is no trace.
-    """
-    points = []
-    with Path(path).open(newline="") as file:
-        rows = csv.DictReader(file)
-        if not {"time_s", "used_bytes"} <= set(rows.fieldnames or ()):
-            raise ValueError(f"{path}: a memory trace has columns time_s and used_bytes, found {rows.fieldnames}")
-        for number, row in enumerate(rows, start=2):
-            try:
-                points.append((float(row["time_s"]), int(row["used_bytes"])))
-            except (TypeError, ValueError) as error:
-                raise ValueError(f"{path}, line {number}: {error}") from None
-    if not points:
-        raise ValueError(f"{path}: no samples")
-    return points

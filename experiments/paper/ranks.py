@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from dos import EmulatedDevice
 from dos.devices.occupancy import Occupancy, Script
 from experiments.miniature import slowed, without_fixed_costs
 from experiments.paper.occupancies import Recording
-from experiments.paper.runs import DATA, read_runs
+from experiments.paper.runs import read_runs, read_trace
 from experiments.paper.zero3 import Mode
 from perfmodel import Workload
 from perfmodel.hardware import HardwareProfile
@@ -72,9 +71,6 @@ class PublishedRank:
         ratios, updates = [r.run.cpu_ratio for r in runs], [r.update_s for r in runs]
         whole = [u for ratio, u in zip(ratios, updates, strict=True) if ratio == 1.0]
         fastest = min(runs, key=lambda r: r.forward_s + r.backward_s)
-        path = DATA / f"memory_{trace}.csv"
-        with path.open(newline="") as file:
-            sample = next(csv.DictReader(file))
         profile = HardwareProfile.builtin(machine)
         return cls(
             parameters=fastest.run.params,
@@ -82,8 +78,8 @@ class PublishedRank:
             forward_s=fastest.forward_s,
             backward_s=fastest.backward_s,
             update_s=float(np.median(whole) if whole else np.polyval(np.polyfit(ratios, updates, 1), 1.0)),
-            memory_bytes=int(sample["used_bytes"]) + int(sample["free_bytes"]),
-            recording=Recording.read(path),
+            memory_bytes=read_trace(trace)[1],
+            recording=Recording.read(trace),
             profile=dataclasses.replace(without_fixed_costs(profile), ranks_per_host=ranks),
         )
 

@@ -24,6 +24,13 @@ OVERSHOOT = 1.2
 """Mean size of a subgroup over the nominal one, for files that do not say how many there were."""
 
 
+def read_trace(name: str) -> tuple[list[int], int]:
+    """A published trace of a GPU's memory: bytes used, sample by sample, and bytes that there are."""
+    with (DATA / f"memory_{name}.csv").open(newline="") as file:
+        samples = [(int(row["used_bytes"]), int(row["free_bytes"])) for row in csv.DictReader(file)]
+    return [used for used, _ in samples], sum(samples[0])
+
+
 @dataclass(frozen=True)
 class PublishedRun:
     """One row. Measured times in seconds; `config` is equal for runs that differ only in mode, stride or repeat."""

@@ -103,7 +103,7 @@ RAN = ("environment", "contest", "overlap")
 
 @pytest.fixture(scope="module")
 def results(out: Path) -> dict[str, Any]:
-    status, found = run(out, f"--only={','.join(RAN)}")
+    status, found = run(out, "--minutes=5", f"--only={','.join(RAN)}")
     assert status == 0, found["failed"]
     return found
 

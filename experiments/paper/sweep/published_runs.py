@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -10,13 +9,13 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import optimize
 
-from experiments.paper.runs import COLUMNS, DATA, OVERSHOOT, PublishedRun
+from experiments.paper.runs import COLUMNS, OVERSHOOT, PublishedRun, read_trace
 from experiments.paper.sweep.spec import PUBLISHED_LOOPS, Configuration
 
 TRACES = {
-    "h100": ("memory_h100_20b_interleaved.csv", "20B", 4),
-    "a100_bound": ("memory_a100_13b_zero3_offload.csv", "13B", 1),
-    "a100_unbound": ("memory_a100_13b_zero3_offload.csv", "13B", 1),
+    "h100": ("h100_20b_interleaved", "20B", 4),
+    "a100_bound": ("a100_13b_zero3_offload", "13B", 1),
+    "a100_unbound": ("a100_13b_zero3_offload", "13B", 1),
 }
 """The trace that stands for each machine, and the model and ranks that it is of."""
 
@@ -86,12 +85,11 @@ class Published:
         return self._memory[config.machine].free(params / config.ranks, params)
 
     def _traced(self, machine: str) -> GpuMemory:
-        file, model, ranks = TRACES[machine]
-        with (DATA / file).open(newline="") as rows:
-            used, free = np.array([(int(r["used_bytes"]), int(r["free_bytes"])) for r in csv.DictReader(rows)]).T
+        trace, model, ranks = TRACES[machine]
+        used, total = read_trace(trace)
         traced = [r for r in self.runs if r.model == model]
         params = min(traced, key=lambda r: r.machine_class != machine).run.model_params
-        return GpuMemory(int(used[0] + free[0]), int(used.max()), params / ranks, params)
+        return GpuMemory(total, max(used), params / ranks, params)
 
 
 @dataclass(frozen=True)
