@@ -216,6 +216,7 @@ class DeviceSide:
         now.step = self.device.mark()
         early = departed if Placement.CPU in plan.placements else None
         self.decisions.pace.step(now, early=early, stalls=self.activations.stalls())
+        now.moves = self.activations.moves()
         # What updates of parameters on the host take of it meanwhile is not measured.
         now.alone = all(subgroup.arena.accelerated for subgroup in updates) and not self.activations.moved
         with now.held_up():
@@ -307,6 +308,7 @@ class DeviceSide:
 
     def _learn(self, schedule: Schedule, stepped: Iteration, timeline: Timeline) -> None:
         issued = (schedule, self.engine.ran) if stepped.alone else None
+        stepped.read_moves()
         self.decisions.learn(stepped, timeline, self.engine.origin, issued)
 
     def wait_for(self, record: ParameterRecord) -> None:

@@ -371,10 +371,11 @@ class DOSAdam(Optimizer):
     def timeline(self) -> Timeline:
         """The spans of the last complete step, in seconds since its ``step()`` was called.
 
-        Transfers during backward come before 0. ``beside`` has the forward and backward before it
-        and, once backward has begun again, the next forward: from the return of ``step()`` to the
-        first gradient, whatever else is done meanwhile, and from there to ``step()``, further
-        micro-batches included. In a trace that is saved, the first of all these starts at 0.
+        Transfers during backward come before 0, and so do those of saved tensors, which left in the
+        forward before it and came back in backward. ``beside`` has that forward and backward and, once
+        backward has begun again, the next forward: from the return of ``step()`` to the first gradient,
+        whatever else is done meanwhile, and from there to ``step()``, further micro-batches included.
+        In a trace that is saved, the first of all these starts at 0.
         Empty, and false, before the first step and with all parameters on the host; ``missing``
         then says why, and so does the warning with which an empty trace is saved.
         """

@@ -10,7 +10,7 @@ from perfmodel.lanes import LANE_OF_STREAM, Stream, Tasks
 from perfmodel.plan import Plan
 from perfmodel.schedule import Schedule, schedule
 from perfmodel.scope import UPDATE_ALONE, Phase, Scope
-from perfmodel.timeline import Op, Span, Timeline
+from perfmodel.timeline import Lane, Op, Span, Timeline
 from perfmodel.workload import Workload
 
 __all__ = ["UPDATE_ALONE", "Phase", "Scope", "Simulator", "exposed", "makespan", "serve", "simulate"]
@@ -84,7 +84,8 @@ def _spans(schedule: Schedule, served: Tasks) -> Iterator[Span]:
     """The served tasks as spans; contiguous pieces of forward or backward become one span."""
     compute: Span | None = None
     for task, start, end in zip(schedule.tasks, served.start, served.end, strict=True):
-        span = Span(LANE_OF_STREAM[task.stream], task.op, task.subgroup, start, end)
+        lane = LANE_OF_STREAM[task.stream]
+        span = Span(lane, task.op, task.subgroup, start, end, 0 if lane in (Lane.GPU, Lane.CPU) else task.size)
         if task.stream is not Stream.COMPUTE:
             yield span
         elif compute is not None and compute.op is task.op and compute.end == span.start:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import itertools
 import json
@@ -52,7 +53,7 @@ class Op(enum.Enum):
 class Span:
     """Work of one lane from `start` to `end`, in seconds since the timeline's origin.
 
-    subgroup: index, or None for forward, backward and saved tensors.
+    subgroup: index, or None for forward, backward and saved tensors. nbytes: that a transfer moves.
     """
 
     lane: Lane
@@ -60,11 +61,16 @@ class Span:
     subgroup: int | None
     start: float
     end: float
+    nbytes: int = 0
 
     @property
     def duration(self) -> float:
         """Seconds."""
         return self.end - self.start
+
+    def since(self, origin: float) -> Span:
+        """The same in seconds since so many."""
+        return dataclasses.replace(self, start=self.start - origin, end=self.end - origin)
 
     @property
     def name(self) -> str:
@@ -143,6 +149,7 @@ class Timeline:
                 "tid": track,
                 "ts": (span.start - origin) * 1e6,
                 "dur": span.duration * 1e6,
+                **({"args": {"bytes": span.nbytes}} if span.nbytes else {}),
             }
             for span, track in tracks.items()
         ]

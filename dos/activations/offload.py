@@ -38,7 +38,7 @@ _SCALE = 16
 _AT_ONCE = 2
 """Tensors that may be on their way to the host, or back ahead of their use, at least at a time."""
 MOST_STALLS = 1000
-"""Waits that are remembered if no optimizer's step asks for them."""
+"""Waits and transfers that are remembered if no optimizer's step asks for them."""
 REMEMBERED = 16
 """Forwards of which the largest counts."""
 
@@ -73,6 +73,7 @@ class ActivationOffload:
         self._groups: tuple[SavedTensors, ...] = ()
         self._told = False
         self._stalls: deque[tuple[Mark, Mark]] = deque(maxlen=MOST_STALLS)
+        self._given, self._moves = deque[Job](), deque[Job](maxlen=MOST_STALLS)
         self._totals: deque[int] = deque(maxlen=REMEMBERED)
         self._planned = 0.0
         self._restored: Job | None = None
@@ -114,6 +115,7 @@ class ActivationOffload:
                     # The device is done with the present memory then, which can go before there is other.
                     self._restored.wait()
                     self._restored = None
+                    self._given.clear()  # which have it, too
                 self.pool.resize(size)
 
     def ran_out(self) -> None:
@@ -279,7 +281,7 @@ class ActivationOffload:
             self._denied.add(saved)
         else:
             # On another stream a backward may still run, which has given this block back.
-            saved.leave(block, () if self._restored is None else (self._restored,))
+            self._moves.append(saved.leave(block, () if self._restored is None else (self._restored,)))
             births.leaving.append(weakref.ref(saved))
             births.gone += saved.nbytes
         self._wanted = max(self._wanted, self.pool.used + sum(each.nbytes for each in self._denied))
@@ -309,6 +311,11 @@ class ActivationOffload:
         found, self._stalls = self._stalls, deque(maxlen=MOST_STALLS)
         return found
 
+    def moves(self) -> deque[Job]:
+        """The transfers since this was asked last, in the order of their issue."""
+        self._given, self._moves = self._moves, deque(maxlen=MOST_STALLS)
+        return self._given
+
     def _look(self) -> None:
         """Take a sample of the device's memory, of which there is little."""
         sample = None if self.sample is None else self.sample()
@@ -334,13 +341,13 @@ class ActivationOffload:
             births.due[saved.number] = self.device.mark()
         if saved.away:
             try:
-                self._restored = saved.bring_back()
+                self._bring_back(saved)
             except torch.OutOfMemoryError:
                 give_way = None if self.give_way is None else self.give_way()
                 if give_way is None:
                     raise
                 give_way(saved.nbytes)  # backward cannot wait, state can
-                self._restored = saved.bring_back()
+                self._bring_back(saved)
         if saved.spent:  # another backward begins
             for other in births.before():
                 other.spent = False
@@ -353,10 +360,15 @@ class ActivationOffload:
             ahead += other.nbytes
             if other.away:
                 try:
-                    self._restored = other.bring_back()
+                    self._bring_back(other)
                 except torch.OutOfMemoryError:
                     break  # there may be memory when it is needed
         return found
+
+    def _bring_back(self, saved: Saved) -> None:
+        """Start its way back. Raises torch.OutOfMemoryError."""
+        self._restored = saved.bring_back()
+        self._moves.append(self._restored)
 
 
 class Surrounding(contextlib.AbstractContextManager[None]):

@@ -56,12 +56,13 @@ class Saved:
         """Whether it has come back, or is on its way."""
         return self._back is not None
 
-    def leave(self, block: Block, after: Sequence[Job]) -> None:
+    def leave(self, block: Block, after: Sequence[Job]) -> Job:
         """Start its way to the host. after: what must be over before the block is written."""
         assert self._source is not None, "it is on the device when it is saved"
         copies = [(block.tensor, self._source)]
         self._saving = self._device.copy(Op.SAVE, self.place or 0, copies, (*self._device.fence(), *after))
         self._block = block
+        return self._saving
 
     def free(self) -> None:
         """Let go of the device's memory, once the copy to the host has ended there."""

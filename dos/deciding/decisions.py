@@ -142,11 +142,13 @@ class Decisions:
 
     @property
     def timeline(self) -> Timeline | None:
-        """Of the last complete step, with forward and backward beside it; None before it."""
+        """Of the last complete step and the saved tensors before it, with forward and backward; None before it."""
         ended = self._ended
         if ended is None or ended.report.measured is None:
             return None
-        return dataclasses.replace(ended.report.measured, beside=ended.iteration.spans(ended.origin))
+        moved = (span.since(ended.origin) for span in ended.iteration.moved)
+        timeline = Timeline.of([*ended.report.measured.spans, *moved])
+        return dataclasses.replace(timeline, beside=ended.iteration.spans(ended.origin))
 
     @property
     def profile(self) -> HardwareProfile | None:

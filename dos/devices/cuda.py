@@ -371,7 +371,8 @@ class _CudaJob:
             end = self._clock.read(self.end)
             if self._start is None:
                 return Span(Lane.GPU, self._op, self._subgroup, end, end)
-            return Span(LANES[self._op], self._op, self._subgroup, self._clock.read(self._start), end)
+            nbytes = sum(tensor.nbytes for tensor in self._keeps)
+            return Span(LANES[self._op], self._op, self._subgroup, self._clock.read(self._start), end, nbytes)
 
     def at(self) -> float | None:
         if self._ended_at is None:

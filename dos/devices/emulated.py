@@ -274,7 +274,7 @@ class EmulatedDevice:
                 job.wait()
             with torch.no_grad(), self._pacer.serve(LANES[op], alone_s, traffic, urgent=urgent) as start:
                 work()
-            return Span(LANES[op], op, subgroup, start, time.perf_counter())
+            return Span(LANES[op], op, subgroup, start, time.perf_counter(), traffic)
 
         return ThreadJob(submit(self._streams[op], run))
 

@@ -125,6 +125,6 @@ class DiskStore:
                 job.wait()
             with torch.no_grad(), self._device.disk_io(lane, nbytes) as start:
                 work()
-            return Span(lane, op, number, start, time.perf_counter())
+            return Span(lane, op, number, start, time.perf_counter(), nbytes)
 
         return DiskJob(submit(thread, run))

@@ -314,4 +314,4 @@ def _spans(jobs: Iterable[Job], errors: list[Exception]) -> list[Span]:
 
 
 def _timeline(spans: Iterable[Span], origin: float) -> Timeline:
-    return Timeline.of(Span(s.lane, s.op, s.subgroup, s.start - origin, s.end - origin) for s in spans)
+    return Timeline.of(span.since(origin) for span in spans)

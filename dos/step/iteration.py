@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from dos.devices import Device, Mark
+from dos.devices import Device, Job, Mark
 from dos.state.subgroup import Subgroup
 from perfmodel import Lane, Op, Plan, Span, Workload
 
@@ -37,6 +40,7 @@ class Iteration:
     wanted: the subgroups whose gradients leave.
     workload: for which the last plan was made. withheld: see MemoryMonitor, at that time.
     waits: of the caller, for this iteration's step.
+    moves: transfers of saved tensors, which a step that has ended has read into `moved`.
     earlier: how many there were for the step before when that returned.
     following: the iteration after this one, once that has begun.
     """
@@ -56,6 +60,8 @@ class Iteration:
         self.workload: Workload | None = None
         self.withheld: tuple[tuple[int, str], ...] = ()
         self.waits: list[Wait] = []
+        self.moves: deque[Job] = deque()
+        self.moved: tuple[Span, ...] = ()
         self.earlier = 0
         self.following: Iteration | None = None
         if before is not None:
@@ -75,6 +81,15 @@ class Iteration:
         before = self._device.mark()
         yield
         self.waits.append(Wait(before, self._device.mark()))
+
+    def read_moves(self) -> None:
+        """See when saved tensors left and came back, which they have. The jobs go, with the memory that they hold.
+
+        Those that failed are left out: backward has said so.
+        """
+        while self.moves:
+            with contextlib.suppress(Exception):
+                self.moved += (dataclasses.replace(self.moves.popleft().wait(), subgroup=None),)
 
     def spans(self, origin: float) -> tuple[Span, ...]:
         """Forward and backward, and the forward of the iteration that follows, in seconds since `origin`.

@@ -19,8 +19,9 @@ from dos.activations.births import MOST
 from dos.activations.offload import ActivationOffload
 from dos.memory.forecast import Room
 from dos.step.pace import Pace
-from perfmodel import Op, Placement, Plan, Workload
+from perfmodel import Lane, Op, Placement, Plan, Workload
 from perfmodel.policies import cpu_only, resident
+from perfmodel.simulate import Scope, simulate
 from perfmodel.workload import peak_room
 from tests.support.activations import BATCH, EACH, LAYERS, WIDTH, Layers, saves
 from tests.support.devices import Copying
@@ -96,6 +97,33 @@ def test_as_much_leaves_as_the_plan_says_and_no_bit_changes(groups: int) -> None
     other.synchronize()
     assert bits(losses) == bits(expected_losses)
     assert bits(model.parameters()) == bits(expected.parameters())
+
+
+@pytest.mark.parametrize("attached", [True, False])
+def test_the_timeline_has_what_left_and_came_back_as_the_predicted_one_has(attached: bool) -> None:
+    policy = Leaving(5)
+    model, optimizer, _ = start(policy)
+    if not attached:
+        optimizer.attach(nn.Sequential(model.layers[0]))
+        context = optimizer.offload_activations("auto")
+        model.register_forward_pre_hook(lambda *_: context.__enter__() and None)
+        model.register_forward_hook(lambda *_: context.__exit__(None, None, None))
+    for number in range(4):
+        step(model, optimizer, number=number)
+    optimizer.synchronize()
+    found, plan = optimizer.timeline(), optimizer.plan()
+    assert plan is not None
+    work = dataclasses.replace(policy.told[-1], forward_s=1.0, backward_s=2.0)
+    predicted = simulate(plan, work, FAST, Scope.beside(work))
+    for op, lane in ((Op.SAVE, Lane.D2H), (Op.RESTORE, Lane.H2D)):
+        moved = [[span for span in timeline.spans if span.op is op] for timeline in (found, predicted)]
+        assert [[(s.lane, s.subgroup, s.nbytes) for s in spans] for spans in moved] == 2 * [5 * [(lane, None, EACH)]]
+    left, back = ([span for span in found.spans if span.op is op] for op in (Op.SAVE, Op.RESTORE))
+    forward, backward = found.beside
+    assert all(forward.start < span.start < span.end < backward.end for span in (*left, *back))
+    assert all(save.end < restore.start for save, restore in zip(left, reversed(back), strict=True))
+    slices = [event for event in found.chrome_trace()["traceEvents"] if event.get("cat") == "save"]
+    assert [event["args"] for event in slices] == 5 * [{"bytes": EACH}]
 
 
 def test_batches_of_other_lengths_are_no_new_beginning() -> None:
