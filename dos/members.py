@@ -45,7 +45,7 @@ class Members:
         self._options = options
         self._warned_idle = False
         self._watching = Watching(takes=bool(options.offload_gradients))
-        weakref.finalize(self, self._watching.clear)
+        weakref.finalize(self, self._watching.keep)
 
     @property
     def decisions(self) -> Decisions | None:
@@ -72,10 +72,8 @@ class Members:
         if self.agreed:
             return
         parameters = [p for group in self.groups for p in group["params"]]
-        known = {id(p) for p in parameters}
         # Let go of parameters that are in no group any more; Accelerate exchanges them when it shards the model.
-        self._watching.keep(lambda p: id(p) in known or self.registry.record(p) is not None)
-        self.registry.forget_all_but(known)
+        self._watching.keep({*map(id, parameters), *self.registry.records})
         self.registry.refuse_replaced(self.groups)
         self.meshes.meet(parameters)
         if self.meshes:
@@ -88,12 +86,12 @@ class Members:
         self.agreed = True
 
     def _let_go(self, records: Sequence[ParameterRecord]) -> None:
-        """Free what is held for parameters that were replaced, beside their records."""
-        gone = {id(record.parameter) for record in records}
-        self._watching.keep(lambda p: id(p) not in gone)
+        """Free what is held for parameters that were replaced, with all parameters of their arenas."""
         if self.on_device is not None:
             arenas = {record.arena for record in records}
             self.on_device.let_go([s for s in self.registry.accelerated if s.arena in arenas], records)
+        self.registry.forget(records)
+        self._watching.keep({*(id(p) for group in self.groups for p in group["params"]), *self.registry.records})
 
     def _meet_newcomers(self) -> None:
         """Watch the gradients of parameters that have just got state, and set up the accelerator if they are on it."""

@@ -126,13 +126,11 @@ class Session(InFlight):
 
     def _active(self) -> Active:
         """The records of all parameters with a gradient, fit to be used; what they need is done."""
-        registry = self.registry
         settled, others, gone = self._reconciler.look(self.groups, self.state, seen=self.seen)
         if gone:
             # Their arenas go as a whole: what still referred to one could use memory that is no more.
             with self.guard.change():
                 self._let_go(gone)
-                registry.forget(gone, self.groups)
         del gone  # with it goes their memory, which newcomers may need
         found = self._reconciler.checked(others, self.state)
         if self._reconciler.need_home(found, self.state):

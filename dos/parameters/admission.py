@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,74 +15,59 @@ from dos.kernels.adam import FLOATS
 from dos.parameters.aliasing import find_overlap
 from dos.sharding.local import is_sharded, local
 from dos.state.entries import CODE_TYPES, has_codes, in_blocks, scale_shape
+from dos.state.record import ParameterRecord, kind_of
 from perfmodel.format import BLOCK, NEEDED_KEYS, STATE_KEYS
 
 Group = dict[str, Any]
 _FLOATS = ", ".join(map(str, FLOATS))
 
 
-class Admission:
-    """Remembers what parameters were when they were admitted, and refuses them when they are something else."""
+def check(
+    parameter: Tensor, group: Group, entry: Mapping[str, Any], record: ParameterRecord | None, devices: DeviceFinder
+) -> None:
+    """Raise unless the parameter can be optimised and its gradient and state can be used.
 
-    def __init__(self, devices: DeviceFinder) -> None:
-        self._devices = devices
-        self._admitted: dict[Tensor, tuple[torch.device, torch.dtype, torch.Size]] = {}
+    record: if it has one it must be what it was then.
+    """
+    gradient = parameter.grad
+    if gradient is not None and gradient.layout != torch.strided:
+        raise RuntimeError(
+            f"{name_of(parameter, group)}: DOSAdam does not support sparse gradients, found layout "
+            f"{gradient.layout}; use torch.optim.SparseAdam for this parameter, or sparse=False in its module"
+        )
+    if gradient is not None and gradient.dtype not in FLOATS:
+        raise TypeError(f"{name_of(parameter, group)}: expected a gradient of {_FLOATS}, found {gradient.dtype}")
+    if gradient is not None and gradient.shape != parameter.shape:
+        raise RuntimeError(
+            f"{name_of(parameter, group)} has a gradient of shape {tuple(gradient.shape)}, expected the "
+            "parameter's; the parameter or its gradient was given other data after backward, so call zero_grad()"
+        )
+    now = kind_of(local(parameter))
+    if record is not None and record.kind != now:
+        raise RuntimeError(
+            f"{name_of(parameter, group)} was {_described(*record.kind)} when the optimizer first updated it and is "
+            f"{_described(*now)} now; move or convert the model before the first step, or build a new optimizer"
+        )
+    check_kind(parameter, group, devices)
+    problem = state_problem(entry, parameter)
+    if problem:
+        raise ValueError(f"{name_of(parameter, group)}: {problem}")
 
-    def admit(self, parameters: Iterable[Tensor]) -> None:
-        """Remember what the parameters, which were checked, are now."""
-        self._admitted.update({p: _kind_of(p) for p in parameters})
 
-    def forget_all_but(self, known: Collection[int]) -> None:
-        """Hold no parameter but those with these ids."""
-        self._admitted = {p: kind for p, kind in self._admitted.items() if id(p) in known}
+def check_kind(parameter: Tensor, group: Group, devices: DeviceFinder) -> None:
+    """Raise TypeError or ValueError, naming the parameter, if it cannot be optimised.
 
-    def check(self, parameter: Tensor, group: Group, entry: Mapping[str, Any], *, enrolled: bool) -> None:
-        """Raise unless the parameter is as it was admitted, and its gradient and state can be used.
-
-        enrolled: whether it has state, so that it must not change any more.
-        """
-        gradient = parameter.grad
-        if gradient is not None and gradient.layout != torch.strided:
-            raise RuntimeError(
-                f"{name_of(parameter, group)}: DOSAdam does not support sparse gradients, found layout "
-                f"{gradient.layout}; use torch.optim.SparseAdam for this parameter, or sparse=False in its module"
-            )
-        if gradient is not None and gradient.dtype not in FLOATS:
-            raise TypeError(f"{name_of(parameter, group)}: expected a gradient of {_FLOATS}, found {gradient.dtype}")
-        if gradient is not None and gradient.shape != parameter.shape:
-            raise RuntimeError(
-                f"{name_of(parameter, group)} has a gradient of shape {tuple(gradient.shape)}, expected the "
-                "parameter's; the parameter or its gradient was given other data after backward, so call zero_grad()"
-            )
-        now = _kind_of(parameter)
-        # Put into the group by hand, or frozen until now; or, before it has state, moved or converted with its model.
-        if parameter not in self._admitted or not enrolled:
-            self.check_kind(parameter, group)
-            self._admitted[parameter] = now
-        admitted = self._admitted[parameter]
-        if now != admitted:
-            raise RuntimeError(
-                f"{name_of(parameter, group)} was {_described(*admitted)} when the optimizer first updated it and is "
-                f"{_described(*now)} now; move or convert the model before the first step, or build a new optimizer"
-            )
-        problem = state_problem(entry, parameter)
-        if problem:
-            raise ValueError(f"{name_of(parameter, group)}: {problem}")
-
-    def check_kind(self, parameter: Tensor, group: Group) -> None:
-        """Raise TypeError or ValueError, naming the parameter, if it cannot be optimised.
-
-        The name takes a search through the group.
-        """
-        problem = _kind_problem(local(parameter))
-        if problem:
-            raise TypeError(f"{name_of(parameter, group)}: {problem}")
-        if not self._devices.holds(parameter) and parameter.device.type != "cpu":
-            raise ValueError(
-                f"{name_of(parameter, group)} is on {parameter.device} and the optimizer's accelerator is "
-                f"{self._devices.found}; DOSAdam updates the parameters of one accelerator, so load the model onto "
-                "one (device_map='auto' spreads it over all), or build an optimizer for the parameters of each"
-            )
+    The name takes a search through the group.
+    """
+    problem = _kind_problem(local(parameter))
+    if problem:
+        raise TypeError(f"{name_of(parameter, group)}: {problem}")
+    if not devices.holds(parameter) and parameter.device.type != "cpu":
+        raise ValueError(
+            f"{name_of(parameter, group)} is on {parameter.device} and the optimizer's accelerator is "
+            f"{devices.found}; DOSAdam updates the parameters of one accelerator, so load the model onto "
+            "one (device_map='auto' spreads it over all), or build an optimizer for the parameters of each"
+        )
 
 
 def check_overlaps(members: Sequence[tuple[Tensor, Group]]) -> None:
@@ -157,11 +142,6 @@ def _kind_problem(parameter: Tensor) -> str | None:
         hint = "use torch.optim.AdamW for it" if number else "freeze it"
         return f"expected a parameter of {_FLOATS}, found {parameter.dtype}; {hint}"
     return None
-
-
-def _kind_of(parameter: Tensor) -> tuple[torch.device, torch.dtype, torch.Size]:
-    mine = local(parameter)
-    return mine.device, mine.dtype, mine.shape
 
 
 def _described(device: torch.device, dtype: torch.dtype, shape: torch.Size) -> str:

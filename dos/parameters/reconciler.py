@@ -11,7 +11,7 @@ from torch import Tensor
 from dos.guard import Guard
 from dos.options import check_settings
 from dos.parameters.active import Active
-from dos.parameters.admission import Group, check_overlaps
+from dos.parameters.admission import Group, check, check_overlaps
 from dos.parameters.allocation import explain_oom
 from dos.parameters.registry import Registry
 from dos.sharding.local import laid_out_as, local
@@ -89,7 +89,7 @@ class Reconciler:
         found = list(parameters)
         for parameter, group in found:
             entry = state.get(parameter) or {}
-            self._registry.admission.check(parameter, group, entry, enrolled=id(parameter) in self._registry.records)
+            check(parameter, group, entry, self._registry.record(parameter), self._registry.devices)
         self._registry.enrol(found)
         return [(self._registry.records[id(p)], group) for p, group in found]
 

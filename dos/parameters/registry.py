@@ -17,7 +17,7 @@ from dos.guard import Guard
 from dos.machine.host_memory import host_share, reserve
 from dos.machine.process import local_ranks, ranks_that_will_divide
 from dos.options import NATIVE, Options
-from dos.parameters.admission import Admission, Group, name_of
+from dos.parameters.admission import Group, check_kind, name_of
 from dos.parameters.allocation import Allocation
 from dos.sharding.local import is_sharded, local, moved_to_layout
 from dos.sharding.meshes import Meshes
@@ -37,12 +37,12 @@ class Registry:
     Holds nothing that leads back to the optimizer, so that state is freed as soon as that goes.
 
     records: by the id of the parameter, which the record keeps alive. numbered: how many there were, those that are
-        gone included. admission: what parameters may be.
+        gone included.
     accelerated: those subgroups whose parameters are on the accelerator; index: their positions, which a Plan uses.
     local: those whose parameters are on the host.
     places: each record's pieces, with the subgroups in which they lie.
     host_store: what holds state on the host; homes: that, and the disk.
-    lasting_bytes: device memory of state that never leaves.
+    devices: says which parameters are on the accelerator. lasting_bytes: device memory of state that never leaves.
     offloaded: the gradients that have been moved to the host; None unless the user chose that.
     meshes: the ranks over which parameters are divided.
     """
@@ -50,9 +50,8 @@ class Registry:
     def __init__(self, options: Options, devices: DeviceFinder, guard: Guard, meshes: Meshes) -> None:
         self._options = options
         self.meshes = meshes
-        self._devices = devices
+        self.devices = devices
         self._guard = guard
-        self.admission = Admission(devices)
         self._allocation = Allocation(options, devices)
         self.records: dict[int, ParameterRecord] = {}
         self.numbered = 0
@@ -92,23 +91,22 @@ class Registry:
         return max((s.offloaded_gradient_bytes for s in self.accelerated), default=0)
 
     def admit(self, group: Group) -> None:
-        """Remember what the parameters are now. Raises TypeError or ValueError for one that cannot be optimised.
+        """Take parameters in. Raises TypeError or ValueError for one that cannot be optimised.
 
         Frozen and uninitialised ones are looked at when they have a gradient.
         Raises MemoryError if the host could not hold the state of all, wherever it is at first.
         """
         ready = [p for p in group["params"] if p.requires_grad and not is_lazy(p)]
         for parameter in ready:
-            self.admission.check_kind(parameter, group)
+            check_kind(parameter, group, self.devices)
         promised = dict(self._promised)
         for run in self._allocation.alike(ready):
-            promised[self._devices.holds(run[0])] += self._allocation.host_bytes(run, group)
+            promised[self.devices.holds(run[0])] += self._allocation.host_bytes(run, group)
         needed = sum(promised.values()) - self.host_store.nbytes
         if not any(map(is_sharded, ready)):
             needed //= ranks_that_will_divide()
         self._check_room(needed)
         self._promised = promised
-        self.admission.admit(ready)
         self.meshes.meet(group["params"])
 
     def _check_room(self, nbytes: int) -> None:
@@ -132,10 +130,6 @@ class Registry:
                 "optimizer does not have; build the optimizer after fully_shard, from model.parameters()"
             )
 
-    def forget_all_but(self, known: Collection[int]) -> None:
-        """Hold no parameter but those with these ids, and those that have state."""
-        self.admission.forget_all_but({*known, *self.records})
-
     def place_gradients(self, groups: Iterable[Group]) -> None:
         """Give gradients of DTensors their parameters' placements where they have others. Every rank in one order.
 
@@ -153,7 +147,7 @@ class Registry:
         used = {r.arena for key, r in self.records.items() if key in members or r.parameter in state}
         return [record for record in self.records.values() if record.arena not in used]
 
-    def forget(self, gone: Sequence[ParameterRecord], groups: Sequence[Group]) -> None:
+    def forget(self, gone: Sequence[ParameterRecord]) -> None:
         """Free the arenas of these records, which are all of theirs."""
         arenas = {record.arena for record in gone}
         if self.offloaded is not None:
@@ -162,7 +156,6 @@ class Registry:
             del self.records[id(record.parameter)], self.places[record]
         self.accelerated = [s for s in self.accelerated if s.arena not in arenas]
         self.local = [s for s in self.local if s.arena not in arenas]
-        self.forget_all_but({id(p) for group in groups for p in group["params"]})
         self.reindex()
 
     def marked(self) -> list[tuple[ParameterRecord, Tensor]]:
@@ -196,14 +189,14 @@ class Registry:
         for _, members in itertools.groupby(newcomers, key=lambda member: id(member[1])):
             group_members = list(members)
             runs += [(run, group_members[0][1]) for run in self._allocation.alike(p for p, _ in group_members)]
-        here = [(run, group) for run, group in runs if not self._devices.holds(run[0])]
+        here = [(run, group) for run, group in runs if not self.devices.holds(run[0])]
         if here:  # all other state takes memory when it first comes to the host
             nbytes = sum(self._allocation.host_bytes(run, group) for run, group in here)
             reserve(nbytes, "optimizer state (DOSAdam)")
             self._promised[False] = max(0, self._promised[False] - nbytes)
         made: list[tuple[list[ParameterRecord], list[Subgroup]]] = []
         there = sum(subgroup.numel for subgroup in self.accelerated)
-        there += sum(local(p).numel() for p, _ in newcomers if self._devices.holds(p))
+        there += sum(local(p).numel() for p, _ in newcomers if self.devices.holds(p))
         size = self._allocation.size_on_device(there)
         for run, group in runs:
             made.append(self._allocation.make_room(run, group, self.numbered + sum(len(r) for r, _ in made), size))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -80,11 +80,7 @@ class Watching:
             self._watched.pop(parameter).handle.remove()
             self.watch(parameter, watcher, wanted=True)
 
-    def keep(self, wanted: Callable[[Tensor], bool]) -> None:
-        """Watch no parameters but these."""
-        for parameter in [p for p in self._watched if not wanted(p)]:
+    def keep(self, wanted: Collection[int] = ()) -> None:
+        """Watch no parameters but those with these ids."""
+        for parameter in [p for p in self._watched if id(p) not in wanted]:
             self._watched.pop(parameter).handle.remove()
-
-    def clear(self) -> None:
-        """Watch none, for an optimizer that is gone."""
-        self.keep(lambda _: False)

@@ -20,7 +20,7 @@ class ParameterRecord:
 
     parameter: as users have it. sharded: whether that is a DTensor.
     local: what this rank has of it, which is what is updated; all other figures are of that.
-    number: of the record among those of its optimizer.
+    kind: of `local`, which must not change. number: of the record among those of its optimizer.
     flat: 1-D alias of the parameter's memory, or a contiguous stand-in if that is not its values in a row: it has gaps,
         or is lazily negated (see `stand_in`).
     version, data_ptr: of the parameter after our last write; anything else means that user code wrote to it.
@@ -45,7 +45,7 @@ class ParameterRecord:
         self.rewritten = False
         self.data_ptr = -1
         self._strides: tuple[int, ...] = ()
-        self._shape, self._dtype = mine.shape, mine.dtype
+        _, self._dtype, self._shape = self.kind = kind_of(mine)
         self._gradient_dtype: torch.dtype | None = None
         self.step = torch.zeros((), dtype=torch.float32, device="cpu")
         self.count = self._step_written = 0.0
@@ -230,6 +230,11 @@ def make_records(parameters: Sequence[Tensor], arena: Arena, first: int = 0) -> 
     offsets = itertools.accumulate((local(p).numel() for p in parameters), initial=0)
     places = zip(parameters, offsets, itertools.count(first), strict=False)
     return [ParameterRecord(parameter, arena, offset, number) for parameter, offset, number in places]
+
+
+def kind_of(tensor: Tensor) -> tuple[torch.device, torch.dtype, torch.Size]:
+    """What of a parameter must stay as it was when it got its record."""
+    return tensor.device, tensor.dtype, tensor.shape
 
 
 def flat_alias(tensor: Tensor) -> Tensor | None:
