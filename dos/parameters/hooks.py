@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from dos.sharding.ddp import wait_before_broadcasts
-from dos.sharding.fsdp import sharded_groups
+from dos.sharding import ddp, fsdp
 
 
 def check_model(model: object, parameters: Iterable[Tensor]) -> None:
@@ -42,10 +41,8 @@ class Attachment:
     def __init__(self, model: nn.Module, watcher: Any) -> None:
         self._watcher = weakref.ref(watcher)
         self._model = weakref.ref(model)
-        self._called: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._compiled: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._sharded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        """Modules whose parameters FSDP2 gathers."""
+        self._ran: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+        """Modules that were seen to run; whether as a compiled one, with all below it."""
         self._gathered: set[int] = set()
         """The ids of parameters that were seen to be gathered."""
         self._captured: set[int] = set()
@@ -54,12 +51,12 @@ class Attachment:
         self.news = False
         self._attribute = f"_dos_wait_{id(self)}"  # a model may be attached to several optimizers
         self._handles: list[RemovableHandle] = []
-        self._ends: list[Callable[[], None]] = []
-        groups = {group: None for module in model.modules() for group in sharded_groups(module)}
-        for group in groups:
-            self._sharded.update(group.modules)
-            self._ends.append(group.before_gathering(_weak(self._before_gathering)))
-        self._ends.append(wait_before_broadcasts(self))
+        self._groups = fsdp.sharded_groups(model)
+        self._sharded = weakref.WeakSet(module for group in self._groups for module in fsdp.modules_of(group))
+        """Modules whose parameters FSDP2 gathers."""
+        for group in self._groups:
+            fsdp.wait_before_gathering(group, self)
+        ddp.wait_before_broadcasts(self)
         self._add(model)
 
     @property
@@ -71,9 +68,7 @@ class Attachment:
         """Call these before and after each forward of the model, even one that raises."""
         model = self._model()
         assert model is not None, "it is being attached"
-        before, after = _Wait(begin), _Wait(end)
-        if _is_compiled(model):
-            before, after = torch.compiler.disable(before), torch.compiler.disable(after)
+        before, after = _hook(model, begin), _hook(model, end)
         self._handles += [
             model.register_forward_pre_hook(before, prepend=True),
             model.register_forward_hook(after, always_call=True),
@@ -87,27 +82,25 @@ class Attachment:
 
     def covered(self) -> set[int]:
         """The ids of the parameters that a module waits for when it runs: those of modules that were seen to run."""
-        called = {id(p) for module in self._called for p in module.parameters(recurse=False)}
-        compiled = {id(p) for module in self._compiled for p in module.parameters()}
-        return (called | self._gathered | compiled) - self._captured
+        ran = {id(p) for module, whole in self._ran.items() for p in module.parameters(recurse=whole)}
+        return (ran | self._gathered) - self._captured
 
     def detach(self) -> None:
         """Take all hooks away."""
         for handle in self._handles:
             handle.remove()
-        for end in self._ends:
-            end()
+        for group in self._groups:
+            fsdp.end_waiting(group, self)
+        ddp.end_waiting(self)
         model = self._model()
         for module in model.modules() if model is not None else ():
             vars(module).pop(self._attribute, None)
 
     def _add(self, module: nn.Module) -> None:
         compiled = _is_compiled(module)
-        before = self._before_compiled if compiled else self._before_module
-        # A hook on a module that was compiled in place is traced with it, and must not be.
-        wait = torch.compiler.disable(_Wait(before)) if compiled else _Wait(before)
+        before = _hook(module, self._before_compiled if compiled else self._before_module)
         self._handles += [
-            module.register_forward_pre_hook(wait, prepend=True),
+            module.register_forward_pre_hook(before, prepend=True),
             module.register_state_dict_pre_hook(_Wait(self._finish_all)),
             module.register_load_state_dict_pre_hook(_Wait(self._finish_all)),
         ]
@@ -126,28 +119,28 @@ class Attachment:
         if module in self._sharded:
             return
         own = list(module.parameters(recurse=False))
-        if module not in self._called:
-            self._called.add(module)
-            self._first_use |= dict.fromkeys(map(id, own))
-            self.news = True
-        self._finish(own)
+        if module not in self._ran:
+            self._ran[module] = False
+            self._use(own)
+        self.finish(own)
 
-    def before_broadcast(self, parameters: Iterable[Tensor]) -> None:
-        """DistributedDataParallel is about to broadcast them, in place."""
-        self._finish(parameters)
-
-    def _before_gathering(self, parameters: Sequence[Tensor]) -> None:
+    def before_gathering(self, parameters: Sequence[Tensor]) -> None:
+        """FSDP2 is about to read these shards on the present stream."""
         if not self._gathered.issuperset(map(id, parameters)):
             self._gathered.update(map(id, parameters))
-            self._first_use |= dict.fromkeys(map(id, parameters))
-            self.news = True
-        self._finish(parameters)
+            self._use(parameters)
+        self.finish(parameters)
+
+    def _use(self, parameters: Iterable[Tensor]) -> None:
+        self._first_use |= dict.fromkeys(map(id, parameters))
+        self.news = True
 
     def _before_compiled(self, module: nn.Module) -> None:
-        self._compiled.add(module)
-        self._finish(module.parameters())
+        self._ran[module] = True
+        self.finish(module.parameters())
 
-    def _finish(self, parameters: Iterable[Tensor]) -> None:
+    def finish(self, parameters: Iterable[Tensor]) -> None:
+        """They are about to be used: wait for their updates."""
         watcher = self._watcher()
         if watcher is not None:
             parameters = list(parameters)
@@ -160,7 +153,7 @@ class Attachment:
         if watcher is None:
             return
         if module is not None and watcher.capturing():
-            self._finish(module.parameters())
+            self.finish(module.parameters())
         else:
             watcher.synchronize()
 
@@ -194,16 +187,9 @@ class _Wait:
         return _Wait, ()
 
 
-def _weak(method: Callable[[Sequence[Tensor]], None]) -> Callable[[Sequence[Tensor]], None]:
-    """The method, as long as its object is there."""
-    reference = weakref.WeakMethod(method)
-
-    def call(parameters: Sequence[Tensor]) -> None:
-        alive = reference()
-        if alive is not None:
-            alive(parameters)
-
-    return call
+def _hook(module: nn.Module, call: Callable[[nn.Module], None]) -> Callable[..., None]:
+    """A hook for this module; one on a module that was compiled in place is traced with it, and must not be."""
+    return torch.compiler.disable(_Wait(call)) if _is_compiled(module) else _Wait(call)
 
 
 def _is_compiled(module: nn.Module) -> bool:

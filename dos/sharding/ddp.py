@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ CommHook = Callable[[Any, Any], "torch.futures.Future[Any]"]
 """As `DistributedDataParallel.register_comm_hook` takes it: (state, bucket) -> a future of the reduced bucket."""
 
 
-_watchers: weakref.WeakKeyDictionary[DistributedDataParallel, list[weakref.ref[Any]]] = weakref.WeakKeyDictionary()
+_watchers: weakref.WeakKeyDictionary[DistributedDataParallel, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
 
 
 def watch_buckets(model: DistributedDataParallel, watcher: Any, hook: CommHook | None, state: Any) -> None:
@@ -26,9 +26,9 @@ def watch_buckets(model: DistributedDataParallel, watcher: Any, hook: CommHook |
     """
     known = _watchers.get(model)
     if known is not None and hook is None:  # of another optimizer
-        known.append(weakref.ref(watcher))
+        known.add(watcher)
         return
-    watchers = [weakref.ref(watcher)]
+    watchers = weakref.WeakSet([watcher])
     reduce = _all_reduce if hook is None else hook
     try:
         model.register_comm_hook(
@@ -46,14 +46,18 @@ def watch_buckets(model: DistributedDataParallel, watcher: Any, hook: CommHook |
 _waiting: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def wait_before_broadcasts(waits: Any) -> Callable[[], None]:
-    """Call `waits.before_broadcast(parameters)` before DDP broadcasts a model: when built, at the end of `join()`.
+def wait_before_broadcasts(waits: Any) -> None:
+    """Call `waits.finish(parameters)` before DDP broadcasts a model: when built, at the end of `join()`.
 
-    No hook of the model runs then. Returns a function that ends this.
+    Until `end_waiting`, or until it is gone. No hook of the model runs then.
     """
     _wrap_broadcast()
     _waiting.add(waits)
-    return lambda: _waiting.discard(waits)
+
+
+def end_waiting(waits: Any) -> None:
+    """The end of `wait_before_broadcasts`."""
+    _waiting.discard(waits)
 
 
 @functools.cache
@@ -66,7 +70,7 @@ def _wrap_broadcast() -> None:
     @functools.wraps(broadcast)
     def wait_and_broadcast(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         for waits in list(_waiting):
-            waits.before_broadcast(module.parameters())
+            waits.finish(module.parameters())
         return broadcast(module, *args, **kwargs)
 
     implementation._sync_module_states = wait_and_broadcast
@@ -78,9 +82,7 @@ def _all_reduce(group: Any, bucket: Any) -> torch.futures.Future[Any]:
     return allreduce_hook(group, bucket)
 
 
-def _reduced(
-    future: torch.futures.Future[Any], bucket: Any, watchers: Sequence[weakref.ref[Any]]
-) -> torch.futures.Future[Any]:
+def _reduced(future: torch.futures.Future[Any], bucket: Any, watchers: Iterable[Any]) -> torch.futures.Future[Any]:
     parameters, buffer = bucket.parameters(), bucket.buffer()
     places = [(g.size(), g.stride(), g.storage_offset() - buffer.storage_offset()) for g in bucket.gradients()]
 
@@ -90,10 +92,8 @@ def _reduced(
         if result.dtype == buffer.dtype and result.numel() == buffer.numel() and result.is_contiguous():
             first = result.storage_offset()
             gradients = [result.as_strided(size, stride, first + offset) for size, stride, offset in places]
-            for reference in watchers:
-                watcher = reference()
-                if watcher is not None:
-                    watcher.gradients_reduced(parameters, gradients)
+            for watcher in list(watchers):
+                watcher.gradients_reduced(parameters, gradients)
         return value
 
     return future.then(done)

@@ -7,83 +7,75 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 
-_HOOKS = "_dos_before_gathering"
+_WAITING = "_dos_waiting"
 
 
-class ShardedGroup:
-    """The parameters that one `fully_shard` gathers together."""
-
-    def __init__(self, group: Any) -> None:
-        self._group = group
-
-    @property
-    def parameters(self) -> list[Tensor]:
-        """The sharded ones, as the optimizer has them."""
-        return [each.sharded_param for each in self._group.fsdp_params]
-
-    @property
-    def modules(self) -> set[nn.Module]:
-        """Those that the parameters are of. While they run, they have gathered ones, which no optimizer sees."""
-        infos = [each._module_info for each in self._group.fsdp_params]
-        return {module for info in infos for module in (info.module, *info.shared_modules)}
-
-    def before_gathering(self, wait: Callable[[Sequence[Tensor]], None]) -> Callable[[], None]:
-        """Call `wait` each time before the shards are read, on each stream that reads them; returns what ends that.
-
-        All ways lead through the group's `unshard`: a module's forward, what FSDP prefetches from there, and
-        `module.unshard()`, as pipelines call it.
-        """
-        group = self._group
-        if _HOOKS not in vars(group):
-            hooks: list[Callable[[Sequence[Tensor]], None]] = []
-            vars(group).update({_HOOKS: hooks, "unshard": _hooked(group, hooks)})
-        hooks = vars(group)[_HOOKS]
-        hooks.append(wait)
-
-        def end() -> None:
-            hooks.remove(wait)
-            if not hooks and vars(group).get(_HOOKS) is hooks:
-                del group.unshard, vars(group)[_HOOKS]
-
-        return end
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ShardedGroup) and self._group is other._group
-
-    def __hash__(self) -> int:
-        return id(self._group)
-
-
-def sharded_groups(module: nn.Module) -> list[ShardedGroup]:
-    """Those of a module that `fully_shard` was called for; none of any other."""
+def sharded_groups(model: nn.Module) -> list[Any]:
+    """FSDP2's parameter groups, each of what one `fully_shard` of the model or of a module in it gathers together."""
     implementation = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state")
-    state = None if implementation is None else implementation._get_module_fsdp_state(module)
-    if state is None:
-        return []
-    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
-    return [ShardedGroup(group) for group in groups if group is not None]
+    groups: dict[Any, None] = {}
+    for module in model.modules() if implementation is not None else ():
+        state = implementation._get_module_fsdp_state(module)  # type: ignore[union-attr]
+        if hasattr(state, "_fsdp_param_groups"):
+            groups |= dict.fromkeys(state._fsdp_param_groups)
+        else:
+            groups[getattr(state, "_fsdp_param_group", None)] = None
+    return [group for group in groups if group is not None]
 
 
-def _hooked(group: Any, hooks: Sequence[Callable[[Sequence[Tensor]], None]]) -> Callable[..., Any]:
-    """The group's `unshard`, after the hooks."""
+def modules_of(group: Any) -> set[nn.Module]:
+    """Those that its parameters are of. While they run, they have gathered ones, which no optimizer sees."""
+    infos = [each._module_info for each in group.fsdp_params]
+    return {module for info in infos for module in (info.module, *info.shared_modules)}
+
+
+def _sharded(group: Any) -> list[Tensor]:
+    """Its sharded parameters, as the optimizer has them."""
+    return [each.sharded_param for each in group.fsdp_params]
+
+
+def wait_before_gathering(group: Any, waits: Any) -> None:
+    """Call `waits.before_gathering(parameters)` each time before shards are read, on each stream that reads them.
+
+    Until `end_waiting`, or until it is gone. All ways lead through the group's `unshard`: a module's forward, what FSDP
+    prefetches from there, and `module.unshard()`, as pipelines call it.
+    """
+    if _WAITING not in vars(group):
+        waiting: weakref.WeakSet[Any] = weakref.WeakSet()
+        vars(group).update({_WAITING: waiting, "unshard": _waits_first(group, waiting)})
+    vars(group)[_WAITING].add(waits)
+
+
+def end_waiting(group: Any, waits: Any) -> None:
+    """The end of `wait_before_gathering`."""
+    waiting = vars(group).get(_WAITING)
+    if waiting is not None:
+        waiting.discard(waits)
+        if not waiting:
+            del group.unshard, vars(group)[_WAITING]
+
+
+def _waits_first(group: Any, waiting: weakref.WeakSet[Any]) -> Callable[..., Any]:
+    """The group's `unshard`, after those that wait."""
     unshard = group.unshard
 
     @functools.wraps(unshard)
     def hooked(*args: Any, **kwargs: Any) -> Any:
-        parameters = ShardedGroup(group).parameters
+        parameters = _sharded(group)
         # The shards are copied into the all-gather's input on a stream of its own, which does not wait for the present
         # one. There is none before the first forward.
         apart = getattr(group.comm_ctx, "all_gather_copy_in_stream", None)
-        for wait in hooks:
-            wait(parameters)
+        for waits in list(waiting):
+            waits.before_gathering(parameters)
             if apart is not None:
                 with group.device_handle.stream(apart):
-                    wait(parameters)
+                    waits.before_gathering(parameters)
         return unshard(*args, **kwargs)
 
     return hooked
