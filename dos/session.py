@@ -105,7 +105,7 @@ class Session(InFlight):
         self._watching.renew(self)
         registry.place_gradients(self.groups)
         departed = [] if self.on_device is None else self.on_device.departures.marked()
-        look_at_bits([*registry.marked(), *self.clipping.pending.marked(), *departed])
+        look_at_bits([*registry.marked(), *self.clipping.marked(), *departed])
         active = self._active()
         if self.on_device is not None and main_thread_ended():
             raise RuntimeError(
@@ -117,7 +117,8 @@ class Session(InFlight):
         if self.attachment is not None and self.attachment.news:
             registry.order_by_use(self.attachment.first_use)
         plan = None if self.on_device is None else self.on_device.plan_step(attached=self.attachment is not None)
-        scales = self.clipping.scales(active.members, self.with_gradients, scale)
+        clipped = [] if self.clipping.max_grad_norm is None else self.with_gradients()
+        scales = self.clipping.scales(active.members, clipped, scale)
         updates = updates_of(active, registry, scales)
         room = None
         if self.on_device is not None and plan is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -19,66 +19,13 @@ from dos.sharding.meshes import Meshes
 from dos.state.record import ParameterRecord, flat_alias
 
 
-class PendingClip:
-    """Clip factors waiting for the step, each for one gradient as it was when the factor was computed.
-
-    A gradient that is replaced or written to afterwards, as zeroing and backward do, is another one: no factor is its.
-    Trainers zero gradients through the model, which the optimizer is not told of: factors kept by parameter would clip
-    the gradients of the next iteration by the norm of these.
-    """
-
-    def __init__(self) -> None:
-        self._clipped: dict[int, tuple[Token, Tensor]] = {}
-        """By id of the gradient: that as it was, and its factor."""
-        self._floats: dict[int, float] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._clipped)
-
-    def fold(self, gradients: Iterable[Gradient], factor: Tensor) -> None:
-        """Multiply the factors of these gradients by `factor`; others keep theirs."""
-        before = [(gradient, self.factor(gradient)) for gradient in gradients]
-        # Most often all have the same one, which is then read from the device only once.
-        products = {id(old): old * factor for _, old in before if old is not None}
-        self._floats = {}
-        self._clipped |= {id(each): (Token(each), products.get(id(old), factor)) for each, old in before}
-
-    def marked(self) -> list[tuple[Token, Tensor]]:
-        """What may have been written to since without being counted; see `look_at_bits`."""
-        found = ((token, _alive(token)) for token, _ in self._clipped.values())
-        return [(token, local(gradient)) for token, gradient in found if isinstance(gradient, Tensor)]
-
-    def factor(self, gradient: Gradient) -> Tensor | None:
-        """What clipping multiplies the gradient by: float32, shape (); None: it was not clipped, or changed since."""
-        token, factor = self._clipped.get(id(gradient), (None, None))
-        if token is None or token.rewritten or not token.holds(gradient):
-            return None
-        # GradScaler may have checked and unscaled it since, which in some versions of torch count as writes.
-        if isinstance(gradient, Tensor) and not 0 <= token.writes(gradient) <= 2 * versions_of_a_check():
-            return None
-        return factor
-
-    def as_float(self, gradient: Gradient) -> float:
-        """The factor as a number, 1 if there is none. One synchronisation for all gradients that share it."""
-        factor = self.factor(gradient)
-        if factor is None:
-            return 1.0
-        if id(factor) not in self._floats:
-            self._floats[id(factor)] = float(factor)
-        return self._floats[id(factor)]
-
-    def lost(self, gradient: Gradient) -> bool:
-        """Whether the gradient was clipped and has been written to since."""
-        token, _ = self._clipped.get(id(gradient), (None, None))
-        return token is not None and _alive(token) is gradient and self.factor(gradient) is None
-
-
-def _alive(token: Token) -> Gradient | None:
-    return None if token.gradient is None else token.gradient()
-
-
 class Clipping:
     """Clips one optimizer's gradients: those with their parameters, and those that were offloaded, on all ranks.
+
+    Factors wait for the step, each for one gradient as it was when the factor was computed. A gradient that is replaced
+    or written to afterwards, as zeroing and backward do, is another one: no factor is its. Trainers zero gradients
+    through the model, which the optimizer is not told of: factors kept by parameter would clip the gradients of the
+    next iteration by the norm of these.
 
     max_grad_norm: to which every step clips, or None. meshes: the ranks over which gradients are divided.
     Where `parameters` are asked for, they are all whose gradients are with them.
@@ -87,25 +34,40 @@ class Clipping:
     def __init__(self, offloaded: OffloadedGradients | None, max_grad_norm: float | None, meshes: Meshes) -> None:
         self._offloaded = offloaded
         self._meshes = meshes
-        self._max_grad_norm = max_grad_norm
-        self.pending = PendingClip()
+        self.max_grad_norm = max_grad_norm
+        self._clipped: dict[int, tuple[Token, Tensor]] = {}
+        """By id of the gradient: that as it was, and its factor."""
+        self._floats: dict[int, float] = {}
         self._warned = False
 
     def forget(self) -> None:
         """The gradients are zeroed, or were used."""
-        self.pending = PendingClip()
+        self._clipped, self._floats = {}, {}
 
-    def norm(self, parameters: Sequence[Tensor]) -> Tensor:
-        """The 2-norm of their and all offloaded gradients as the step will use them: float32, shape ()."""
-        gradients = _gradients(parameters)
-        away = self._squares_away()
-        if not self._meshes:
-            elsewhere = [] if self._offloaded is None else [_root([square for _, square in away])]
-            return global_norm(gradients, self.pending, elsewhere)
-        squares = [(p, self._square(g)) for p, g in zip(parameters, gradients, strict=True)]
-        return self._meshes.norm([*squares, *away]).to(torch.float32)
+    def marked(self) -> list[tuple[Token, Tensor]]:
+        """What may have been written to since without being counted; see `look_at_bits`."""
+        found = ((token, token.alive) for token, _ in self._clipped.values())
+        return [(token, local(gradient)) for token, gradient in found if isinstance(gradient, Tensor)]
 
-    def norm_away(self, parameters: Sequence[Tensor], norm_type: float) -> Tensor:
+    def norm(self, parameters: Iterable[Tensor]) -> Tensor:
+        """The 2-norm of their and all offloaded gradients as the step will use them.
+
+        float32, shape (), on the first gradient's device where ranks divide none.
+        """
+        if self._meshes:
+            squares = [(p, self._square(p.grad)) for p in parameters if p.grad is not None]
+            return self._meshes.norm([*squares, *self._squares_away()]).to(torch.float32)
+        norms = []
+        for gradient in _gradients(parameters):
+            norm, factor = torch.linalg.vector_norm(gradient, dtype=torch.float32), self._factor(gradient)
+            norms.append(norm if factor is None else norm * factor.to(norm.device))
+        if self._offloaded is not None:
+            norms.append(_root(self._squares_away()))
+        norms = [norm.to(norms[0].device, non_blocking=True) for norm in norms]
+        none = torch.zeros((), dtype=torch.float32, device="cpu")
+        return torch.linalg.vector_norm(torch.stack(norms)) if norms else none
+
+    def norm_away(self, parameters: Iterable[Tensor], norm_type: float) -> Tensor:
         """The norm of the offloaded gradients of these parameters as the step will use them, shape ().
 
         Raises ValueError for another norm than the 2-norm where ranks divide the parameters.
@@ -113,8 +75,8 @@ class Clipping:
         assert self._offloaded is not None, "asked only where gradients are offloaded"
         wanted = {id(p) for p in parameters}
         if norm_type == 2:
-            squares = [(p, square) for p, square in self._squares_away() if id(p) in wanted]
-            return self._meshes.norm(squares) if self._meshes else _root([square for _, square in squares])
+            squares = self._squares_away(wanted)
+            return self._meshes.norm(squares) if self._meshes else _root(squares)
         if self._meshes:
             raise ValueError(
                 f"clip_grad_norm_(norm_type={norm_type:g}) is not supported for gradients that "
@@ -122,26 +84,39 @@ class Clipping:
             )
         norms = []
         for record, handle in self._offloaded.gradients(wanted):
-            flat, factor = self._offloaded.flat(record), self.pending.as_float(handle)
+            flat, factor = self._offloaded.flat(record), self._as_float(handle)
             flat = flat if factor == 1 else flat * factor
             norms.append(torch.linalg.vector_norm(flat, norm_type, dtype=torch.float64))
         return torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
 
-    def _squares_away(self) -> list[tuple[Tensor, Tensor]]:
-        """The parameters of offloaded gradients with the sums of squares of these: float64, shape ()."""
+    def _squares_away(self, wanted: Collection[int] | None = None) -> list[tuple[Tensor, Tensor]]:
+        """The parameters of offloaded gradients with the sums of squares of these: float64, shape ().
+
+        wanted: the ids of the parameters; None: of all.
+        """
         if self._offloaded is None:
             return []
         squares = []
-        for record, handle in self._offloaded.gradients():
-            square = self.pending.as_float(handle) ** 2 * sum_of_squares(self._offloaded.flat(record))
+        for record, handle in self._offloaded.gradients(wanted):
+            square = self._as_float(handle) ** 2 * sum_of_squares(self._offloaded.flat(record))
             squares.append((record.parameter, torch.tensor(square, dtype=torch.float64, device="cpu")))
         return squares
+
+    def _square(self, gradient: Tensor) -> Tensor:
+        """The sum of squares of this rank's part: float64, shape ()."""
+        mine, factor = local(gradient), self._factor(gradient)
+        flat = flat_alias(mine.detach()) if mine.is_cpu else None
+        if flat is None:
+            square = torch.linalg.vector_norm(mine, dtype=torch.float64) ** 2
+        else:
+            square = torch.tensor(sum_of_squares(flat), dtype=torch.float64, device="cpu")
+        return square if factor is None else square * factor.to(square.device) ** 2
 
     def clip(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
         """Let the step clip their and all offloaded gradients to `max_norm`; their norm before."""
         norm = self.norm(parameters)
         handles = [] if self._offloaded is None else [handle for _, handle in self._offloaded.gradients()]
-        self.pending.fold([*_gradients(parameters), *handles], clip_factor(norm, max_norm))
+        self._fold([*_gradients(parameters), *handles], clip_factor(norm, max_norm))
         return norm
 
     def fold(self, parameters: Iterable[Tensor], factor: Tensor) -> None:
@@ -150,52 +125,71 @@ class Clipping:
         Raises RuntimeError if one was clipped already: that factor is of a norm without this clipping.
         """
         gradients = _gradients(parameters)
-        if any(self.pending.factor(gradient) is not None for gradient in gradients):
+        if any(self._factor(gradient) is not None for gradient in gradients):
             raise RuntimeError(
                 "gradients of DOSAdam were clipped twice since the last step, the second time by torch's function, "
                 "which does not see what the first one folded into the step; clip once, or not with dos.fold_clipping()"
             )
-        self.pending.fold(gradients, factor)
+        self._fold(gradients, factor)
 
     def fold_away(self, parameters: Iterable[Tensor], factor: Tensor) -> None:
         """Let the step multiply their offloaded gradients by a factor of a norm with those, as they are now."""
         assert self._offloaded is not None, "asked only where gradients are offloaded"
-        self.pending.fold([handle for _, handle in self._offloaded.gradients({id(p) for p in parameters})], factor)
+        self._fold([handle for _, handle in self._offloaded.gradients({id(p) for p in parameters})], factor)
 
-    def _square(self, gradient: Tensor) -> Tensor:
-        """The sum of squares of this rank's part: float64, shape ()."""
-        mine, factor = local(gradient), self.pending.factor(gradient)
-        flat = flat_alias(mine.detach()) if mine.is_cpu else None
-        if flat is None:
-            square = torch.linalg.vector_norm(mine, dtype=torch.float64) ** 2
-        else:
-            square = torch.tensor(sum_of_squares(flat), dtype=torch.float64, device="cpu")
-        return square if factor is None else square * factor.to(square.device) ** 2
+    def _fold(self, gradients: Iterable[Gradient], factor: Tensor) -> None:
+        """Multiply the factors of these gradients by `factor`; others keep theirs."""
+        before = [(gradient, self._factor(gradient)) for gradient in gradients]
+        # Most often all have the same one, which is then read from the device only once.
+        products = {id(old): old * factor for _, old in before if old is not None}
+        self._floats = {}
+        self._clipped |= {id(each): (Token(each), products.get(id(old), factor)) for each, old in before}
+
+    def _factor(self, gradient: Gradient) -> Tensor | None:
+        """What clipping multiplies the gradient by: float32, shape (); None: it was not clipped, or changed since."""
+        token, factor = self._clipped.get(id(gradient), (None, None))
+        if token is None or not token.holds(gradient):
+            return None
+        # GradScaler may have checked and unscaled it since, which in some versions of torch count as writes.
+        if isinstance(gradient, Tensor) and not 0 <= token.writes(gradient) <= 2 * versions_of_a_check():
+            return None
+        return factor
+
+    def _as_float(self, gradient: Gradient) -> float:
+        """The factor as a number, 1 if there is none. One synchronisation for all gradients that share it."""
+        factor = self._factor(gradient)
+        if factor is None:
+            return 1.0
+        if id(factor) not in self._floats:
+            self._floats[id(factor)] = float(factor)
+        return self._floats[id(factor)]
+
+    def _lost(self, gradient: Gradient) -> bool:
+        """Whether the gradient was clipped and has been written to since."""
+        token, _ = self._clipped.get(id(gradient), (None, None))
+        return token is not None and token.alive is gradient and self._factor(gradient) is None
 
     def about_to_add(self, record: ParameterRecord) -> None:
         """Another micro-batch is about to be added to an offloaded gradient."""
         handle = None if self._offloaded is None else self._offloaded.handle(record)
-        if handle is not None and self.pending.factor(handle) is not None:
+        if handle is not None and self._factor(handle) is not None:
             self._warn()
 
     def scales(
-        self,
-        members: Sequence[tuple[ParameterRecord, object]],
-        parameters: Callable[[], Sequence[Tensor]],
-        scale: float,
+        self, members: Sequence[tuple[ParameterRecord, object]], parameters: Iterable[Tensor], scale: float
     ) -> Iterable[float]:
         """What the step multiplies the gradient of each record by.
 
-        members: begin with the records. parameters: gives those. scale: what unscales gradients.
+        members: begin with the records. parameters: needed with `max_grad_norm`. scale: what unscales gradients.
         """
-        if self._max_grad_norm is not None:
-            scale *= float(clip_factor(self.norm(parameters()) * scale, self._max_grad_norm))
-        if not self.pending:
+        if self.max_grad_norm is not None:
+            scale *= float(clip_factor(self.norm(parameters) * scale, self.max_grad_norm))
+        if not self._clipped:
             return itertools.repeat(scale)
         found = [self._gradient_of(record) for record, _ in members]
-        if any(self.pending.lost(gradient) for gradient in found):
+        if any(map(self._lost, found)):
             self._warn()
-        return [scale * self.pending.as_float(gradient) for gradient in found]
+        return [scale * self._as_float(gradient) for gradient in found]
 
     def _gradient_of(self, record: ParameterRecord) -> Gradient:
         handle = None if self._offloaded is None else self._offloaded.handle(record)
@@ -218,24 +212,10 @@ def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
     return [p.grad for p in parameters if p.grad is not None]
 
 
-def _root(squares: Sequence[Tensor]) -> Tensor:
-    """Of the sum of these: float32, shape ()."""
-    total = math.sqrt(math.fsum(float(square) for square in squares))
+def _root(squares: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+    """Of the sum of these, each with its parameter: float32, shape ()."""
+    total = math.sqrt(math.fsum(float(square) for _, square in squares))
     return torch.tensor(total, dtype=torch.float32, device="cpu")
-
-
-def global_norm(gradients: Sequence[Tensor], clip: PendingClip, elsewhere: Sequence[Tensor] = ()) -> Tensor:
-    """The 2-norm of all gradients together as `clip` has them: float32, shape (), on the first one's device; or 0.
-
-    elsewhere: norms of gradients that are not among these, shape ().
-    """
-    device = gradients[0].device if gradients else None
-    norms = []
-    for gradient in gradients:
-        norm, factor = torch.linalg.vector_norm(gradient, dtype=torch.float32), clip.factor(gradient)
-        norms.append(norm if factor is None else norm * factor.to(norm.device))
-    norms = [norm.to(device, non_blocking=True) for norm in (*norms, *elsewhere)]
-    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), dtype=torch.float32, device="cpu")
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:

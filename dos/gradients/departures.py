@@ -39,10 +39,10 @@ class _Seen:
     def is_untouched(self, gradient: Tensor | None, writes: int | None) -> bool:
         """Whether `gradient` is what was written, but for `writes` writes that changed no value; None: it is not."""
         written = self.written
-        if written is None or gradient is None or written.rewritten:
+        if written is None or gradient is None:
             return False
         if written.gradient is None:
-            return True
+            return not written.rewritten
         known = written.bits is not None or (writes is not None and written.writes(gradient) == writes)
         return known and written.holds(gradient)
 

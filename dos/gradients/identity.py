@@ -41,9 +41,14 @@ class Token:
             if not here or not counts_writes(gradient):
                 self.bits = fingerprint(mine)
 
+    @property
+    def alive(self) -> Gradient | None:
+        """The gradient, if it is still there."""
+        return None if self.gradient is None else self.gradient()
+
     def holds(self, gradient: Gradient) -> bool:
-        """Whether this is the gradient, but for writes that `writes` and `bits` tell of."""
-        if self.gradient is None or self.gradient() is not gradient:
+        """Whether this is the gradient, but for writes that `writes` tells of."""
+        if self.rewritten or self.alive is not gradient:
             return False
         if not isinstance(gradient, Tensor):
             return True
