@@ -93,11 +93,15 @@ class Members:
         self.registry.forget(records)
         self._watching.keep({*(id(p) for group in self.groups for p in group["params"]), *self.registry.records})
 
-    def _meet_newcomers(self) -> None:
-        """Watch the gradients of parameters that have just got state, and set up the accelerator if they are on it."""
-        for record in self.registry.take_newcomers():
+    def _enrol(self, members: Sequence[tuple[Tensor, Group]]) -> list[tuple[ParameterRecord, Group]]:
+        """The records of these parameters with their groups.
+
+        Of new ones the gradients are watched, and the accelerator is set up if they are on it. Raises MemoryError.
+        """
+        for record in self.registry.enrol(members):
             self._accelerates(record.parameter)
             self._watching.watch(record.parameter, self, record.arena.accelerated)
+        return [(self.registry.records[id(p)], group) for p, group in members]
 
     def _accelerates(self, parameter: Tensor) -> bool:
         """Whether the parameter is on the accelerator, which is set up when the first such parameter is met."""

@@ -307,7 +307,7 @@ class DOSAdam(Optimizer):
         Raises RuntimeError if a step failed or was interrupted part way, so that no state is read that is torn.
         """
         self._session.guard.check()
-        return self._session.state.live
+        return self._session.state
 
     @state.setter
     def state(self, state: Mapping[Tensor, Any]) -> None:

@@ -22,7 +22,7 @@ from dos.options import Options
 from dos.parameters.active import Active, updates_of
 from dos.parameters.admission import Group
 from dos.parameters.hooks import Attachment
-from dos.parameters.live_state import Entries, LiveState
+from dos.parameters.live_state import LiveState
 from dos.parameters.loading import makes_state
 from dos.parameters.reconciler import Reconciler
 from dos.sharding.fingerprint import look_at_bits
@@ -41,7 +41,7 @@ class Session(InFlight):
     attachment: the model whose next forward updates run into, if any.
     """
 
-    state: Entries
+    state: LiveState
 
     def __init__(self, options: Options, device: Device | torch.device | str | None, meshes: Meshes) -> None:
         super().__init__(options, device, meshes)
@@ -133,11 +133,11 @@ class Session(InFlight):
             with self.guard.change():
                 self._let_go(gone)
         del gone  # with it goes their memory, which newcomers may need
-        found = self._reconciler.checked(others, self.state)
+        self._reconciler.check(others, self.state)
+        found = self._enrol(others)
         if self._reconciler.need_home(found, self.state):
             self.bring_home()
         self._reconciler.settle(found, self.groups, self.state)
-        self._meet_newcomers()
         return Active(settled + found, len(settled))
 
     def commit(self, ready: Ready) -> None:
@@ -170,8 +170,7 @@ class Session(InFlight):
 
     def _make_state(self) -> None:
         """Give every parameter the state that it has before its first step, and nothing else."""
-        self._active()
-        self._reconciler.keep_beginners()
+        self._reconciler.keep_state(self._active())
         self.seen = True
 
     def gradient_ready(self, parameter: Tensor) -> None:
@@ -215,8 +214,7 @@ class Session(InFlight):
     def _send_early(self, parameter: Tensor, on_device: DeviceSide) -> None:
         """Start the parameter's gradient on its way to the host, if it is to go there and is what the step will use."""
         if self.registry.offloaded is not None and self.registry.record(parameter) is None:
-            self.registry.enrol((p, g) for g in self.groups for p in g["params"] if p.requires_grad)
-            self._meet_newcomers()
+            self._enrol([(p, group) for group in self.groups for p in group["params"] if p.requires_grad])
         record = self.registry.record(parameter)
         if record is None or not on_device.leaves_early(record):
             return
@@ -260,9 +258,8 @@ class Session(InFlight):
         if self.registry.offloaded is not None:
             self._end_last_step()
             settled, others, _ = self._reconciler.look(groups, self.state, seen=self.seen)
-            found = self._reconciler.checked(others, self.state)
-            self._meet_newcomers()
-            self._take_remaining_gradients(settled + found)
+            self._reconciler.check(others, self.state)
+            self._take_remaining_gradients(settled + self._enrol(others))
 
     def _take_remaining_gradients(self, active: Sequence[tuple[ParameterRecord, Group]]) -> None:
         """Offload gradients that no hook has seen, so that all of a subgroup are in one place."""
@@ -322,7 +319,7 @@ class Session(InFlight):
 
     def hold(self, state: Mapping[Tensor, Any]) -> None:
         """Have this state, which users have, too."""
-        self.state, self.seen = Entries(LiveState(state, self.settle_state)), True
+        self.state, self.seen = LiveState(state, self.settle_state), True
 
     @exclusive
     def settle_state(self) -> None:

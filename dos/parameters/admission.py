@@ -22,7 +22,7 @@ Group = dict[str, Any]
 _FLOATS = ", ".join(map(str, FLOATS))
 
 
-def check(
+def check_parameter(
     parameter: Tensor, group: Group, entry: Mapping[str, Any], record: ParameterRecord | None, devices: DeviceFinder
 ) -> None:
     """Raise unless the parameter can be optimised and its gradient and state can be used.

@@ -8,6 +8,7 @@ import math
 import mmap
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,17 +62,30 @@ class Allocation:
         self._options = options
         self._devices = devices
 
-    def alike(self, parameters: Iterable[Tensor]) -> list[list[Tensor]]:
-        """The parameters by dtype and memory: each list can share an arena."""
-        return [list(run) for _, run in itertools.groupby(sorted(parameters, key=self._kind), key=self._kind)]
+    def alike(self, parameters: Iterable[tuple[Tensor, Group]]) -> list[tuple[list[Tensor], Group]]:
+        """The parameters by group, dtype and memory: each list can share an arena."""
+        groups: dict[int, int] = {}
+        members = [(groups.setdefault(id(group), len(groups)), p, group) for p, group in parameters]
 
-    def _kind(self, parameter: Tensor) -> tuple[str, bool, bool]:
-        return str(parameter.dtype), self._devices.holds(parameter), self._state_format(parameter) == INT8
+        def kind(member: tuple[int, Tensor, Group]) -> tuple[int, str, bool, bool]:
+            number, p, _ = member
+            return number, str(p.dtype), self._devices.holds(p), self._state_format(p) == INT8
+
+        runs = [list(run) for _, run in itertools.groupby(sorted(members, key=kind), key=kind)]
+        return [([p for _, p, _ in run], run[0][2]) for run in runs]
 
     def _state_format(self, parameter: Tensor) -> str | None:
         """As the user chose it, if this parameter can have it."""
         chosen = self._options.state_format
         return None if chosen == INT8 and not can_be_coded(parameter) else chosen
+
+    def _settings(self, parameter: Tensor, group: Group) -> dict[str, Any]:
+        """Of the parameter's state."""
+        return {
+            "master_weights": self._options.master_weights,
+            "amsgrad": group["amsgrad"],
+            "state_format": self._state_format(parameter),
+        }
 
     def host_bytes(self, run: Sequence[Tensor], group: Group) -> int:
         """Host memory of an arena for these parameters, at most, with one micro-batch in each step.
@@ -84,11 +98,9 @@ class Allocation:
         return footprint.host_footprint(
             numel,
             run[0].dtype.itemsize,
-            master_weights=self._options.master_weights,
-            amsgrad=group["amsgrad"],
             accelerated=self._devices.holds(run[0]),
             values=str(run[0].dtype).removeprefix("torch."),
-            state_format=self._state_format(run[0]),
+            **self._settings(run[0], group),
         ).total
 
     def size_on_device(self, numel: int) -> int:
@@ -114,15 +126,6 @@ class Allocation:
             size = min(size, max(1, int(host / (LEAST_SHARES * MIXED.held_bytes))))
         return size
 
-    def _format(self, parameter: Tensor, group: Group) -> Format:
-        """Of the parameter's state, on the accelerator."""
-        return format_of(
-            str(parameter.dtype).removeprefix("torch."),
-            state_format=self._state_format(parameter),
-            master_weights=self._options.master_weights,
-            amsgrad=group["amsgrad"],
-        )
-
     def make_room(
         self, parameters: list[Tensor], group: Group, first: int, size: int
     ) -> tuple[list[ParameterRecord], list[Subgroup]]:
@@ -130,20 +133,18 @@ class Allocation:
 
         size: of subgroups on the accelerator.
         """
-        accelerated = self._devices.holds(parameters[0])
+        accelerated, settings = self._devices.holds(parameters[0]), self._settings(parameters[0], group)
         if not accelerated:
             size = self._options.subgroup_size or HOST_SIZE
         if accelerated and self._options.disk:
-            whole = pages(self._format(parameters[0], group))
+            whole = pages(format_of(str(parameters[0].dtype).removeprefix("torch."), **settings))
             size = -(-size // whole) * whole
         lasting = accelerated and self._options.never_leaves
         with explain_oom():
             arena = Arena(
                 parameters,
                 self._devices.found if accelerated else None,
-                master_weights=self._options.master_weights,
-                amsgrad=group["amsgrad"],
-                state_format=self._state_format(parameters[0]),
+                **settings,
                 tier=Tier.DEVICE if lasting else Tier.HOST,
                 part=rounded(size),
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -18,6 +18,7 @@ class LiveState(defaultdict[Tensor, Any]):
 
     torch.distributed.checkpoint and trainers ask that at every turn. If it brought state home, code that only looks
     would move all residents in each iteration, and run into MemoryError where the host has no room for them.
+    The optimizer itself, which knows what is settled, calls the methods of `dict`: `dict.get(state, parameter)`.
     """
 
     def __init__(self, entries: Mapping[Tensor, Any], before: Callable[[], None]) -> None:
@@ -70,27 +71,3 @@ def _settles_first(name: str) -> Callable[..., Any]:
 _CHANGING = ("__setitem__", "__delitem__", "pop", "popitem", "setdefault", "update", "clear")
 for _name in (*_CHANGING, "__eq__", "get", "items", "values"):
     setattr(LiveState, _name, _settles_first(_name))
-
-
-class Entries(MutableMapping[Tensor, Any]):
-    """The same entries for the optimizer itself, which knows what is settled."""
-
-    def __init__(self, state: LiveState) -> None:
-        self.live = state
-
-    def __getitem__(self, key: Tensor) -> Any:
-        if key not in self.live:
-            raise KeyError(key)
-        return dict.__getitem__(self.live, key)
-
-    def __setitem__(self, key: Tensor, value: Any) -> None:
-        dict.__setitem__(self.live, key, value)
-
-    def __delitem__(self, key: Tensor) -> None:
-        dict.__delitem__(self.live, key)
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter(self.live)
-
-    def __len__(self) -> int:
-        return len(self.live)

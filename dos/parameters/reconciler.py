@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,16 +11,15 @@ from torch import Tensor
 from dos.guard import Guard
 from dos.options import check_settings
 from dos.parameters.active import Active
-from dos.parameters.admission import Group, check, check_overlaps
+from dos.parameters.admission import Group, check_overlaps, check_parameter
 from dos.parameters.allocation import explain_oom
+from dos.parameters.live_state import LiveState
 from dos.parameters.registry import Registry
 from dos.sharding.local import laid_out_as, local
 from dos.state.arena import Arena
 from dos.state.entries import step_of, write_entry
 from dos.state.record import ParameterRecord, in_logical_order
 from perfmodel.format import STATE_KEYS
-
-StateDict = MutableMapping[Tensor, Any]
 
 
 class Look(NamedTuple):
@@ -36,18 +35,19 @@ class Look(NamedTuple):
 
 
 class Reconciler:
-    """Makes records and arenas agree with what user code has left in parameters, gradients and `optimizer.state`."""
+    """Makes records and arenas agree with what user code has left in parameters, gradients and `optimizer.state`.
+
+    A record that is fresh and has an entry is of a first step that has not been counted.
+    """
 
     def __init__(self, registry: Registry, guard: Guard, state_format: str | None) -> None:
         """state_format: as the user chose it."""
         self._registry = registry
         self._guard = guard
         self._state_format = state_format
-        self._beginners: list[ParameterRecord] = []
-        """Whose entries are of a first step that has not been counted."""
 
-    def look(self, groups: Sequence[Group], state: StateDict, *, seen: bool) -> Look:
-        """Look at all parameters with a gradient: those of `others` are to be `checked` and settled.
+    def look(self, groups: Sequence[Group], state: LiveState, *, seen: bool) -> Look:
+        """Look at all parameters with a gradient: those of `others` are to be checked, enrolled and settled.
 
         seen: whether users may have changed `state`.
         Raises before anything is changed if a parameter, a gradient, a setting or a state cannot be used.
@@ -75,37 +75,32 @@ class Reconciler:
                     record is not None
                     and record.settled(gradient)
                     and (record.arena.amsgrad or not amsgrad)
-                    and not (seen and not record.intact(state.get(p) or {}))
+                    and not (seen and not record.intact(dict.get(state, p) or {}))
                 ):
                     settled.append((record, group))
                 else:
                     others.append((p, group))
         return Look(settled, others, self._registry.replaced(groups, state) if known < len(records) else [])
 
-    def checked(
-        self, parameters: Iterable[tuple[Tensor, Group]], state: Mapping[Tensor, Any]
-    ) -> list[tuple[ParameterRecord, Group]]:
-        """The records of parameters that have a gradient, enrolled if new. Raises as `look` does."""
-        found = list(parameters)
-        for parameter, group in found:
-            entry = state.get(parameter) or {}
-            check(parameter, group, entry, self._registry.record(parameter), self._registry.devices)
-        self._registry.enrol(found)
-        return [(self._registry.records[id(p)], group) for p, group in found]
+    def check(self, parameters: Iterable[tuple[Tensor, Group]], state: LiveState) -> None:
+        """Check parameters that have a gradient. Raises as `look` does."""
+        for parameter, group in parameters:
+            entry = dict.get(state, parameter) or {}
+            check_parameter(parameter, group, entry, self._registry.record(parameter), self._registry.devices)
 
-    def need_home(self, found: Iterable[tuple[ParameterRecord, Group]], state: StateDict) -> bool:
+    def need_home(self, found: Iterable[tuple[ParameterRecord, Group]], state: LiveState) -> bool:
         """Whether `settle` takes state of these from the host, or changes its shape or order: it must be there then.
 
         State that came home later would overwrite it.
         """
         for record, group in found:
-            entry = state.get(record.parameter) or {}
+            entry = dict.get(state, record.parameter) or {}
             foreign = not record.is_adopted(entry) if entry or not record.fresh else False  # a newcomer's is nowhere
             if foreign or record.layout_changed() or (group["amsgrad"] and not record.arena.amsgrad):
                 return True
         return False
 
-    def settle(self, found: Sequence[tuple[ParameterRecord, Group]], groups: Sequence[Group], state: StateDict) -> None:
+    def settle(self, found: Sequence[tuple[ParameterRecord, Group]], groups: Sequence[Group], state: LiveState) -> None:
         """Make these fit for the step: their state is what `state` says, and everything lies as it is used.
 
         What of it is on the device has come home if they `need_home`.
@@ -118,7 +113,7 @@ class Reconciler:
             self.settle_layout(record, state)
         for record, _ in found:
             # A state that is another parameter's live view, as when two are exchanged, must not change under our hands.
-            entry = state.get(record.parameter) or {}
+            entry = dict.get(state, record.parameter) or {}
             for key, value in entry.items():
                 if isinstance(value, Tensor) and value is not record.views.get(key) and local(value)._base is not None:
                     entry[key] = laid_out_as(local(value).clone(), value)
@@ -128,14 +123,14 @@ class Reconciler:
             gradient = record.gradient
             if gradient is not None:
                 record.arena.stage_gradients_as(gradient.dtype)
-            self._adopt(record, state.setdefault(record.parameter, {}))
+            self._adopt(record, dict.setdefault(state, record.parameter, {}))
             flat = record.flat
             record.locate()
             if record.flat is not flat:
                 self._registry.forget_batches(record)
             record.settle(gradient)
 
-    def settle_layout(self, record: ParameterRecord, state: StateDict) -> None:
+    def settle_layout(self, record: ParameterRecord, state: LiveState) -> None:
         """Reorder state and offloaded gradients of a parameter whose elements lie in another order than before.
 
         Its state is at home.
@@ -152,7 +147,7 @@ class Reconciler:
         total = offloaded.flat(record) if offloaded is not None and record in offloaded else None
         like = local(next(iter(record.views.values())))
         added = None if total is None else total.as_strided(like.size(), like.stride(), total.storage_offset()).clone()
-        entry = state.get(record.parameter, {})
+        entry = dict.get(state, record.parameter, {})
         self._make_homes([record])
         before = {key: local(value).clone() for key, value in record.views.items()}
         mine = {key: entry.get(key) is view for key, view in record.views.items()}
@@ -178,9 +173,7 @@ class Reconciler:
         # State that was never written is zero wherever it will be, and takes no memory here until then.
         if any(key in entry for key in STATE_KEYS):
             record.fresh = False
-        if record.fresh:
-            self._beginners.append(record)
-        else:
+        if not record.fresh:
             self._make_homes([record])
             write_entry(entry, record.parameter, record.views)
         # In an order that can be interrupted: what the entry says is lost at no point.
@@ -211,9 +204,8 @@ class Reconciler:
 
     def count(self, active: Active, *, seen: bool) -> None:
         """Count the step. seen: in what `optimizer.state` has, too, because users have that."""
-        for record in self._beginners:
+        for record, _ in active.members[active.settled :]:
             record.fresh = False
-        self._beginners = []
         for record, _ in active.members:
             record.count += 1
         if seen and active.members:
@@ -221,19 +213,19 @@ class Reconciler:
             for record, _ in active.members:
                 record.saw_step()
 
-    def withdraw(self, state: StateDict) -> None:
+    def withdraw(self, state: LiveState) -> None:
         """Take back entries of parameters whose first step does not come to be, so that they have no state."""
-        begun = [record.parameter for record in self._beginners]
-        for parameter in (*begun, *(p for p, entry in list(state.items()) if not entry)):
-            state.pop(parameter, None)
-        self._beginners = []
+        for parameter, entry in list(dict.items(state)):
+            record = self._registry.record(parameter)
+            if not entry or (record is not None and record.fresh and record.is_adopted(entry)):
+                dict.pop(state, parameter)
 
-    def keep_beginners(self) -> None:
+    def keep_state(self, active: Active) -> None:
         """Let the state of parameters that have had no step be there, for torch to fill."""
-        self._make_homes(self._beginners)
-        for record in self._beginners:
+        fresh = [record for record, _ in active.members if record.fresh]
+        self._make_homes(fresh)
+        for record in fresh:
             record.fresh = False
-        self._beginners = []
 
     def _make_homes(self, records: Iterable[ParameterRecord]) -> None:
         """Have room at home for the state of these."""

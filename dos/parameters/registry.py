@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Collection, Iterable, MutableMapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -19,6 +17,7 @@ from dos.machine.process import local_ranks, ranks_that_will_divide
 from dos.options import NATIVE, Options
 from dos.parameters.admission import Group, check_kind, name_of
 from dos.parameters.allocation import Allocation
+from dos.parameters.live_state import LiveState
 from dos.sharding.local import is_sharded, local, moved_to_layout
 from dos.sharding.meshes import Meshes
 from dos.sharding.replaced import replaced as find_replaced
@@ -27,8 +26,6 @@ from dos.state.host_store import HostStore
 from dos.state.record import ParameterRecord
 from dos.state.subgroup import Piece, Subgroup
 from perfmodel import SubgroupLoad
-
-StateDict = MutableMapping[Tensor, Any]
 
 
 class Registry:
@@ -59,7 +56,6 @@ class Registry:
         self.local: list[Subgroup] = []
         self.index: dict[Subgroup, int] = {}
         self.places: dict[ParameterRecord, list[tuple[Subgroup, Piece]]] = {}
-        self._newcomers: list[ParameterRecord] = []
         self.host_store = HostStore(options.host_memory, keeps_gradients=bool(options.offload_gradients))
         self.homes = Homes(self.host_store)
         self.lasting_bytes = 0
@@ -100,7 +96,7 @@ class Registry:
         for parameter in ready:
             check_kind(parameter, group, self.devices)
         promised = dict(self._promised)
-        for run in self._allocation.alike(ready):
+        for run, _ in self._allocation.alike((p, group) for p in ready):
             promised[self.devices.holds(run[0])] += self._allocation.host_bytes(run, group)
         needed = sum(promised.values()) - self.host_store.nbytes
         if not any(map(is_sharded, ready)):
@@ -141,7 +137,7 @@ class Registry:
             if is_sharded(parameter) and parameter.grad is not None:
                 parameter.grad = moved_to_layout(parameter.grad, parameter)
 
-    def replaced(self, groups: Sequence[Group], state: StateDict) -> list[ParameterRecord]:
+    def replaced(self, groups: Sequence[Group], state: LiveState) -> list[ParameterRecord]:
         """The records of arenas none of whose parameters is in a group any more, or has an entry in `state`."""
         members = {id(p) for group in groups for p in group["params"]}
         used = {r.arena for key, r in self.records.items() if key in members or r.parameter in state}
@@ -172,37 +168,39 @@ class Registry:
         for record in self.records.values():
             record.write_step()
 
-    def take_newcomers(self) -> list[ParameterRecord]:
-        """The records made since the last call."""
-        newcomers, self._newcomers = self._newcomers, []
-        return newcomers
-
-    def enrol(self, parameters: Iterable[tuple[Tensor, Group]]) -> None:
-        """Make room for the state of parameters, each with its group, that have none yet.
+    def enrol(self, parameters: Iterable[tuple[Tensor, Group]]) -> list[ParameterRecord]:
+        """Make room for the state of parameters, each with its group, that have none yet; their records.
 
         Raises MemoryError, before anything is allocated, if the host has not enough memory.
         """
         newcomers = [(p, group) for p, group in parameters if id(p) not in self.records]
         if not newcomers:
-            return
-        runs: list[tuple[list[Tensor], Group]] = []
-        for _, members in itertools.groupby(newcomers, key=lambda member: id(member[1])):
-            group_members = list(members)
-            runs += [(run, group_members[0][1]) for run in self._allocation.alike(p for p, _ in group_members)]
+            return []
+        runs = self._allocation.alike(newcomers)
         here = [(run, group) for run, group in runs if not self.devices.holds(run[0])]
         if here:  # all other state takes memory when it first comes to the host
             nbytes = sum(self._allocation.host_bytes(run, group) for run, group in here)
             reserve(nbytes, "optimizer state (DOSAdam)")
             self._promised[False] = max(0, self._promised[False] - nbytes)
-        made: list[tuple[list[ParameterRecord], list[Subgroup]]] = []
         there = sum(subgroup.numel for subgroup in self.accelerated)
         there += sum(local(p).numel() for p, _ in newcomers if self.devices.holds(p))
         size = self._allocation.size_on_device(there)
+        records: list[ParameterRecord] = []
+        subgroups: list[Subgroup] = []
         for run, group in runs:
-            made.append(self._allocation.make_room(run, group, self.numbered + sum(len(r) for r, _ in made), size))
-        if made:
-            with self._guard.change():
-                self._publish(made)
+            made, cut = self._allocation.make_room(run, group, self.numbered + len(records), size)
+            records += made
+            subgroups += cut
+        with self._guard.change():
+            self.places.update({record: [] for record in records})
+            for subgroup in subgroups:
+                for piece in subgroup.pieces:
+                    self.places[piece.record].append((subgroup, piece))
+                (self.accelerated if subgroup.arena.accelerated else self.local).append(subgroup)
+            self.numbered += len(records)
+            self.records.update({id(record.parameter): record for record in records})
+            self.reindex()
+        return records
 
     def order_by_use(self, first_use: Iterable[int]) -> None:
         """Put the subgroups in the order in which their parameters, by id, are first used; others come last."""
@@ -222,19 +220,6 @@ class Registry:
         torch.autograd.graph.increment_version([*(record.parameter for record in records), *parts])
         for record in records:
             record.saw()
-
-    def _publish(self, made: Iterable[tuple[list[ParameterRecord], list[Subgroup]]]) -> None:
-        """Let new parameters count as enrolled."""
-        for records, subgroups in made:
-            self.places.update({record: [] for record in records})
-            for subgroup in subgroups:
-                for piece in subgroup.pieces:
-                    self.places[piece.record].append((subgroup, piece))
-                (self.accelerated if subgroup.arena.accelerated else self.local).append(subgroup)
-            self._newcomers += records
-            self.numbered += len(records)
-            self.records.update({id(record.parameter): record for record in records})
-        self.reindex()
 
     def forget_batches(self, record: ParameterRecord) -> None:
         """The memory of the parameter, or of its state, is another than that for which batches were made."""
