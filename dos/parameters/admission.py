@@ -59,9 +59,19 @@ def check_kind(parameter: Tensor, group: Group, devices: DeviceFinder) -> None:
 
     The name takes a search through the group.
     """
-    problem = _kind_problem(local(parameter))
-    if problem:
-        raise TypeError(f"{name_of(parameter, group)}: {problem}")
+    mine = local(parameter)
+    wraps: bool = is_traceable_wrapper_subclass(mine)
+    if wraps:
+        raise TypeError(
+            f"{name_of(parameter, group)}: expected a plain tensor or a DTensor, found {type(mine).__name__}; other "
+            "wrappers of tensors are not supported"
+        )
+    if mine.layout != torch.strided:
+        raise TypeError(f"{name_of(parameter, group)}: expected a dense parameter, found layout {mine.layout}")
+    if mine.dtype not in FLOATS:
+        number = mine.is_floating_point() or mine.is_complex()
+        hint = "use torch.optim.AdamW for it" if number else "freeze it"
+        raise TypeError(f"{name_of(parameter, group)}: expected a parameter of {_FLOATS}, found {mine.dtype}; {hint}")
     if not devices.holds(parameter) and parameter.device.type != "cpu":
         raise ValueError(
             f"{name_of(parameter, group)} is on {parameter.device} and the optimizer's accelerator is "
@@ -126,21 +136,6 @@ def state_problem(entry: Mapping[str, Any], parameter: Tensor) -> str | None:
         return f"its state 'step' must be one number, found {step!r}"
     if not float(step) >= 0:
         return f"its state 'step' must be 0 or more, found {float(step)}"
-    return None
-
-
-def _kind_problem(parameter: Tensor) -> str | None:
-    """What keeps a parameter of this type and layout from being optimised; None if nothing does."""
-    wraps: bool = is_traceable_wrapper_subclass(parameter)
-    if wraps:
-        found = type(parameter).__name__
-        return f"expected a plain tensor or a DTensor, found {found}; other wrappers of tensors are not supported"
-    if parameter.layout != torch.strided:
-        return f"expected a dense parameter, found layout {parameter.layout}"
-    if parameter.dtype not in FLOATS:
-        number = parameter.is_floating_point() or parameter.is_complex()
-        hint = "use torch.optim.AdamW for it" if number else "freeze it"
-        return f"expected a parameter of {_FLOATS}, found {parameter.dtype}; {hint}"
     return None
 
 

@@ -50,29 +50,20 @@ class Marked(Protocol):
 
 
 def look_at_bits(marked: Iterable[tuple[Marked, Tensor]]) -> None:
-    """Tell each whether its tensor was written to since its fingerprint was made, by one wait for the device."""
-    found = [(each, each.bits, tensor) for each, tensor in marked if each.bits is not None]
-    changed = rewritten((bits, tensor) for _, bits, tensor in found)
-    for each, bits, _ in found:
-        each.rewritten |= id(bits) in changed
-
-
-def rewritten(marked: Iterable[tuple[Tensor, Tensor]]) -> set[int]:
-    """Of (fingerprint, tensor), the ids of fingerprints that their tensors no longer have.
+    """Tell each whether its tensor was written to since its fingerprint was made.
 
     Waits once for each device, to read one flag; again only where something has changed.
     """
-    changed: set[int] = set()
-    alike: defaultdict[torch.device, list[tuple[Tensor, Tensor]]] = defaultdict(list)
-    for bits, tensor in marked:
-        now = fingerprint(tensor)
-        if bits.device == now.device and bits.shape == now.shape:
-            alike[bits.device].append((bits, now))
-        else:
-            changed.add(id(bits))
-    for pairs in alike.values():
-        then, now = (torch.cat(each) for each in zip(*pairs, strict=True))
-        if not torch.equal(then, now):
-            same = torch.stack([(bits == now).all() for bits, now in pairs]).tolist()
-            changed.update(id(bits) for (bits, _), is_same in zip(pairs, same, strict=True) if not is_same)
-    return changed
+    alike: defaultdict[torch.device, list[tuple[Marked, Tensor, Tensor]]] = defaultdict(list)
+    for each, tensor in marked:
+        if each.bits is not None:
+            now = fingerprint(tensor)
+            if each.bits.device == now.device and each.bits.shape == now.shape:
+                alike[now.device].append((each, each.bits, now))
+            else:
+                each.rewritten = True
+    for found in alike.values():
+        if not torch.equal(torch.cat([bits for _, bits, _ in found]), torch.cat([now for *_, now in found])):
+            changed = torch.stack([(bits != now).any() for _, bits, now in found]).tolist()
+            for (each, *_), is_other in zip(found, changed, strict=True):
+                each.rewritten |= is_other
