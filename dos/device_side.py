@@ -60,6 +60,7 @@ class DeviceSide:
             held=lambda: device_store.nbytes + registry.lasting_bytes,
             on_host=lambda: host_store.nbytes,
             away=activations.away,
+            pooled=lambda: activations.pool.nbytes,
         )
         self.activations.sample = weakref.WeakMethod(self.decisions.memory.sample)
         self.activations.give_way = weakref.WeakMethod(self._give_way)
@@ -216,9 +217,11 @@ class DeviceSide:
         now.step = self.device.mark()
         early = departed if Placement.CPU in plan.placements else None
         self.decisions.pace.step(now, early=early, stalls=self.activations.stalls())
-        now.moves = self.activations.moves()
+        now.moves, now.saved = self.activations.moves(), self.activations.left
         # What updates of parameters on the host take of it meanwhile is not measured.
-        now.alone = all(subgroup.arena.accelerated for subgroup in updates) and not self.activations.moved
+        now.alone = all(subgroup.arena.accelerated for subgroup in updates) and not (
+            self.activations.left and self.activations.left[0]
+        )
         with now.held_up():
             assert now.workload is not None, "the plan was made for it"
             prepared = self.engine.make_room(self._rests.ordered(plan, now.workload), subjects, now.workload.windows)

@@ -419,8 +419,8 @@ class DOSAdam(Optimizer):
         ``(compute_s + bound_s) / (compute_s + exposed_s)``; 1 means that no plan could make the iteration shorter.
         ``memory_free_bytes``, ``memory_total_bytes``, ``memory_held_bytes``, ``memory_for_state_bytes``: of the
         device, when the step had ended. ``host_held_bytes``: of the host. ``disk_held_bytes``: of state that rests on
-        disk. ``activation_bytes``: of saved tensors, that
-        leave as the plan says with ``activations="auto"``.
+        disk. ``activation_bytes``, ``activation_share``: of saved tensors, that leave in a forward: by the plan with
+        ``"auto"``, else as they did in the last. ``activation_host_bytes``: pinned for them on the host.
         Values that are not known are missing; before the first step, or with all parameters on the host, the dict is
         empty.
         """

@@ -50,7 +50,7 @@ class ActivationOffload:
     state_to_come: gives the bytes of the host's memory that state will take yet.
     sample: looks at the device's memory, when most is saved. give_way: takes all state off the device, for so many
         bytes that come back. in_use: whether anything was asked to leave.
-    share: of what a forward saves, that leaves where the plan decides. moved: whether any of the last one has left.
+    share: of what a forward saves, that leaves where the plan decides. left: of the last, and of all that may, bytes.
     """
 
     def __init__(self, device: Device, lock: Any, state_to_come: Callable[[], int]) -> None:
@@ -58,7 +58,7 @@ class ActivationOffload:
         self.pool = HostPool(device)
         self.in_use = False
         self.share = 0.0
-        self.moved = False
+        self.left: tuple[int, int] | None = None
         self.sample: weakref.WeakMethod[Callable[..., None]] | None = None
         self.give_way: weakref.WeakMethod[Callable[[int], None]] | None = None
         self._lock = lock
@@ -201,8 +201,8 @@ class ActivationOffload:
             hooks.__exit__()
             if births.timed:
                 births.marks.append(self.device.mark())
-            self.moved = births.gone > 0
-            if self.moved:  # callers still have what they gave, which may have left in vain
+            self.left = births.gone, births.nbytes
+            if births.gone:  # callers still have what they gave, which may have left in vain
                 self._look()
             if births.sizes:
                 self._last = births.sizes

@@ -45,7 +45,7 @@ class Decisions:
     plan: of the last step; None before it. memory: of the device. pace: how long forward and backward last.
     stepped: the iteration whose step was issued last.
     held, on_host: give the bytes that state takes of the device and of the host; may be asked on any thread. So may
-    away: those of saved tensors that have left, as the plan says.
+    away: those of saved tensors that have left, as the plan says; pooled: of the host's memory for them.
     """
 
     def __init__(
@@ -59,6 +59,7 @@ class Decisions:
         held: Callable[[], int],
         on_host: Callable[[], int],
         away: Callable[[], int],
+        pooled: Callable[[], int],
     ) -> None:
         """policy, profile, budget, interval: as users chose them."""
         self.plan: Plan | None = None
@@ -70,7 +71,7 @@ class Decisions:
         self._adaptive = policy if isinstance(policy, AdaptivePolicy) else None
         self._decided: tuple[Workload, Plan] | None = None
         self._profile = profile
-        self._held, self._on_host = held, on_host
+        self._held, self._on_host, self._pooled = held, on_host, pooled
         self._ended: Ended | None = None
         """The last."""
         self._why = ""
@@ -176,6 +177,8 @@ class Decisions:
             reading=self.memory.reading,
             held_bytes=self._held(),
             host_bytes=self._on_host(),
+            saved=iteration.saved,
+            pool_bytes=self._pooled(),
             why=self._why,
         )
 

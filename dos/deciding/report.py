@@ -28,6 +28,7 @@ class Report:
     why: what had changed when the plan last did.
     exposed_s: seconds for which the caller was held up; None while the step is still running.
     kernel: what updates on the device; None where that is said by its kind.
+    saved: see Iteration. pool_bytes: host memory for saved tensors.
     """
 
     plan: Plan
@@ -41,6 +42,8 @@ class Report:
     why: str
     exposed_s: float | None = None
     kernel: str | None = None
+    saved: tuple[int, int] | None = None
+    pool_bytes: int = 0
 
     @property
     def disk_bytes(self) -> int:
@@ -102,8 +105,11 @@ class Report:
             "host_held_bytes": self.host_bytes,
             "disk_held_bytes": self.disk_bytes if self.workload.windows else None,
             "memory_for_state_bytes": _finite(self.workload.peak_free_bytes),
-            "activation_bytes": self.plan.activation_bytes if self.workload.activations else None,
         }
+        if self._leaving is not None:
+            left, whole = self._leaving
+            found |= {"activation_bytes": left, "activation_share": left / max(whole, 1)}
+            found |= {"activation_host_bytes": self.pool_bytes}
         return {name: float(value) for name, value in found.items() if value is not None}
 
     def __str__(self) -> str:
@@ -118,8 +124,8 @@ class Report:
         ]
         if work.windows:
             lines += [f"Disk: {size_of(self.disk_bytes)} of state rest there; {self._host()}"]
-        if work.activations:
-            lines += [f"Saved tensors: {self._saved()}"]
+        if self._leaving is not None:
+            lines += [f"Saved tensors: {self._saved(*self._leaving)}"]
         lines += unused(self.plan, self.workload, self.profile, self.withheld)
         if self.kernel is not None:
             lines += [f"Updates on the device are done by {self.kernel}"]
@@ -149,10 +155,18 @@ class Report:
         room = "all" if math.isinf(free) else f"{size_of(free)}, and gradients and parameters on their way"
         return f"the host has room for {room}, beside {work.windows} windows"
 
-    def _saved(self) -> str:
+    @property
+    def _leaving(self) -> tuple[int, int] | None:
+        """Bytes of saved tensors that leave, and of all that may: by the plan, or as the user has chosen."""
+        activations = self.workload.activations
+        return (self.plan.activation_bytes, sum(each.nbytes for each in activations)) if activations else self.saved
+
+    def _saved(self, left: int, nbytes: int) -> str:
         """How much of what forward saves leaves for the host, and why."""
-        work, left = self.workload, self.plan.activation_bytes
-        whole = size_of(sum(saved.nbytes for saved in work.activations))
+        work, whole = self.workload, size_of(nbytes)
+        pool = f"; {size_of(self.pool_bytes)} of the host's memory are pinned for them"
+        if not work.activations:
+            return f"{size_of(left)} of {whole} left for the host in forward, {left / max(nbytes, 1):.0%}{pool}"
         if not left and self.profile is None:
             return f"all {whole} stay, as this policy lets none leave; policy='adaptive' weighs it"
         if not left:
@@ -160,7 +174,7 @@ class Report:
         why = f"which makes room for {size_of(peak_room(work.activations, left))}"
         if work.activation_least_bytes:
             why += f", as {size_of(min(left, work.activation_least_bytes))} have to, or training runs out of memory"
-        return f"{size_of(left)} of {whole} leave for the host in forward, {why}"
+        return f"{size_of(left)} of {whole} leave for the host in forward, {why}{pool}"
 
     def _formats(self) -> str:
         """Of the state, with the share of the parameters that are kept so."""

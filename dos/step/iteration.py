@@ -40,6 +40,7 @@ class Iteration:
     wanted: the subgroups whose gradients leave.
     workload: for which the last plan was made. withheld: see MemoryMonitor, at that time.
     waits: of the caller, for this iteration's step.
+    saved: bytes of saved tensors that left in the last forward, and of all that may; None: they were not asked to.
     moves: transfers of saved tensors, which a step that has ended has read into `moved`.
     earlier: how many there were for the step before when that returned.
     following: the iteration after this one, once that has begun.
@@ -60,6 +61,7 @@ class Iteration:
         self.workload: Workload | None = None
         self.withheld: tuple[tuple[int, str], ...] = ()
         self.waits: list[Wait] = []
+        self.saved: tuple[int, int] | None = None
         self.moves: deque[Job] = deque()
         self.moved: tuple[Span, ...] = ()
         self.earlier = 0

@@ -212,6 +212,21 @@ def test_none_is_no_amount_for_a_context() -> None:
         DOSAdam(nn.Linear(2, 2).parameters()).offload_activations(None)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(("activations", "left"), [(0.0, 0), (1.0, LAYERS + 1), (3 * EACH + 1, 3)])
+def test_what_was_chosen_to_leave_is_said(activations: float, left: int) -> None:
+    model, optimizer, offload = session(activations)
+    for _ in range(2):
+        forward(model).backward()
+        optimizer.step()
+    optimizer.synchronize()
+    found = optimizer.metrics()
+    assert found["activation_bytes"] == left * EACH
+    assert found["activation_share"] == pytest.approx(left / (LAYERS + 1))
+    assert found["activation_host_bytes"] == offload.pool.nbytes >= left * EACH
+    said = f"{left * EACH / 2**20:.2f} MiB" if left > 1 else "0.00 KiB"
+    assert f"Saved tensors: {said} of 1.06 MiB left for the host in forward" in optimizer.explain()
+
+
 def test_what_leaves_last_has_left_when_forward_ends() -> None:
     def held(activations: float) -> int:
         device = EmulatedDevice(FAST, 10**9, occupied=10**6)
