@@ -122,13 +122,15 @@ class DiskFile:
         return taken
 
     def give_back(self, offset: int, nbytes: int) -> None:
-        """Bytes are free again; one run with those beside them."""
+        """Bytes are free again: one run with those beside them, or the file system's where the file ends."""
         self.used_to = max(self.used_to, offset + nbytes)
         runs, self.free = sorted([*self.free, (offset, nbytes)]), []
         for start, length in runs:
             if self.free and sum(self.free[-1]) == start:
                 start, length = self.free[-1][0], self.free.pop()[1] + length
             self.free.append((start, length))
+        if self.free and sum(self.free[-1]) == self.size:
+            self.shrink(self.free.pop()[0])
 
     def show(self, offset: int, nbytes: int, address: int) -> None:
         """Map bytes over the memory at this address. Raises DiskError if it was truncated."""

@@ -95,7 +95,7 @@ class Engine:
             self.early.hand_over(begun)
             turns = step.issue()
             self._lane_done = None
-            gives_back = step.leaving or step.homeless or self.stores.device.slots
+            gives_back = step.leaving or step.homes or self.stores.device.slots
             if turns or gives_back or any(map(on_disk, step.jobs)):
                 self._lane_done = self.host.submit(functools.partial(self._run_host_lane, turns, step))
         except BaseException as error:
@@ -196,8 +196,8 @@ class Engine:
         if step is None:
             errors = []  # gradients that no step has used, or whose use says that they did not arrive
         self.guard.failed |= bool(errors)
-        for subgroup in [] if step is None or errors else step.homeless:
-            self.stores.host.drop(subgroup)
+        for subgroup, home in [] if step is None or errors else step.homes:
+            home.drop(subgroup)
         self.early.begun, self._step, self._lane_done, self.host.spans = [], None, None, []
         if errors:
             raise self.guard.failure(errors[0]) from errors[0]

@@ -54,7 +54,7 @@ class Step:
     started: when its step() was called, on the clock of time.perf_counter.
     ordered: where the caller's work on the device goes on behind the step, if it does.
     leaving: the subgroups whose state will have left these stores once the step is over.
-    homeless: those whose state will have left the host, which gives their homes back where there is a disk.
+    homes: where there is a disk, those whose state will have left its home there or on the host for another one.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Step:
         self.backward: Sequence[Job] = ()
         self.last = {(issued.task.stream, False): issued.job for issued in begun if issued.task.move is not None}
         self.leaving: list[tuple[Subgroup, Store]] = []
-        self.homeless: list[Subgroup] = []
+        self.homes: list[tuple[Subgroup, Store]] = []
         self._device = device
         self._stores = stores
         self._subjects = subjects
@@ -200,16 +200,16 @@ class Step:
                 update.place = window
 
     def _left(self) -> Iterator[tuple[Subgroup, Store]]:
-        """The rooms that state leaves in this step, but for homes, which stay."""
+        """The rooms that state leaves in this step, but for homes, which stay if there is no disk."""
         ways: dict[int, Move] = {}
         for task in self.schedule.tasks:
             if task.move is not None and task.subgroup is not None:
                 ways[task.subgroup] = Move(ways.get(task.subgroup, task.move).source, task.move.destination)
         for i, way in ways.items():
             subgroup = self._subjects[i].subgroup
-            leaves = way.source is Tier.HOST is not way.destination and self._stores.disk is not None
-            if leaves and self._stores.host.houses(subgroup):
-                self.homeless.append(subgroup)
+            home = self._stores.disk is not None and self._stores.host.houses(subgroup)
+            if home and (way == Move(Tier.DISK, Tier.HOST) or way.source is Tier.HOST is not way.destination):
+                self.homes.append((subgroup, self._stores.of[way.source]))
             elif way.source not in (way.destination, subgroup.arena.tier, Tier.DISK):
                 yield subgroup, self._stores.of[way.source]
 

@@ -81,13 +81,13 @@ def test_a_folder_in_memory_is_not_read_directly(folder: Path, caplog: pytest.Lo
 def test_an_extent_never_written_is_zeros(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without reading, and also where its room was another's."""
     space = DiskSpace([folder])
-    (first,) = space.allocate([8 * PAGE])
+    first, _ = space.allocate([8 * PAGE, PAGE])
     space.write(first, pages(8 * PAGE, 1))
     space.free(first)
     (second,) = space.allocate([8 * PAGE])
     monkeypatch.setattr(space_module, "_adam", None)
     assert reads(space, second, pages(8 * PAGE))
-    assert files(folder)[0].stat().st_size == 8 * PAGE
+    assert files(folder)[0].stat().st_size == 9 * PAGE
 
 
 SPACES = st.lists(st.floats(0.01, 1), min_size=1, max_size=3)
@@ -131,14 +131,16 @@ def test_any_order_of_allocating_writing_and_freeing(
 
 def test_freed_room_is_used_again(tmp_path: Path) -> None:
     space = DiskSpace([tmp_path])
-    extents = space.allocate([PAGE] * 10)
+    *extents, last = space.allocate([PAGE] * 11)
     for extent in random.Random(0).sample(extents, 10):
         space.free(extent)
     free = space.free_bytes()
     (whole,) = space.allocate([10 * PAGE])
     assert len(whole.pieces) == 1
-    assert files(tmp_path)[0].stat().st_size == 10 * PAGE
+    assert files(tmp_path)[0].stat().st_size == 11 * PAGE
     assert free >= 10 * PAGE
+    space.free(last)
+    assert files(tmp_path)[0].stat().st_size == 10 * PAGE, "what is at the end is the file system's again"
 
 
 def test_folders_are_used_in_proportion_to_their_rates(tmp_path: Path, rates: list[float]) -> None:

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from dos import DOSAdam, EmulatedDevice
 from dos.gradients import offload as offload_module
-from perfmodel import Op
+from perfmodel import Op, Placement, Plan, Workload
+from perfmodel.policies import spilled
 from tests.support.devices import LateDevice, Unreliable, jittery_device
 from tests.support.disk import SMALL, TWO_WINDOWS, bytes_on_disk, dos_adam, everything, files, wide
 from tests.support.random_plans import RandomPlans
@@ -431,3 +432,31 @@ def test_evaluation_and_closures(tmp_path: Path) -> None:
             model.train()
         ends.append(bits(outputs) + everything(model, optimizer))
     assert ends[0] == ends[1]
+
+
+def test_room_on_disk_goes_back_once_state_has_come_home_for_good(tmp_path: Path) -> None:
+    """As where other state has left the host for the device."""
+    residents, model = set[int](), wide()
+
+    def policy(workload: Workload) -> Plan:
+        n = len(workload.subgroups)
+        placements = (Placement.GPU_RESIDENT if i in residents else Placement.CPU for i in range(n))
+        return spilled(Plan(tuple(placements), tuple(range(n)), 0), workload)
+
+    host_memory = TWO_WINDOWS + 3 * STATE_BYTES // 4
+    optimizer = dos_adam(model.parameters(), tmp_path, policy=policy, host_memory=host_memory)
+    train(model, optimizer, 3)
+    plan = optimizer.plan()
+    assert plan is not None
+    assert plan.on_disk
+    before = bytes_on_disk(tmp_path)
+    residents |= {i for i in range(len(plan)) if i not in plan.on_disk}
+    plan_anew(optimizer)
+    train(model, optimizer, 1, first_step=3)
+    optimizer.state_dict()  # nothing is in windows, where it could stay
+    train(model, optimizer, 3, first_step=4)
+    assert 0 < bytes_on_disk(tmp_path) < before
+    twin = wide()
+    other = dos_adam(twin.parameters(), None)
+    train(twin, other, 7)
+    assert everything(model, optimizer) == everything(twin, other)
