@@ -168,6 +168,18 @@ class DiskSpace:
                 f"byte {offset} (checksums differ); {LOST}",
             )
 
+    def copy(self, source: Extent, destination: Extent, start: int) -> None:
+        """Write what one extent has to a larger one, with zeros from `start` on, as many as it is larger.
+
+        Raises DiskError.
+        """
+        self.settle(source)
+        old, new = (torch.frombuffer(mmap.mmap(-1, each.nbytes), dtype=torch.uint8) for each in (source, destination))
+        self.read(source, old)
+        new[:start] = old[:start]
+        new[len(new) - len(old) + start :] = old[start:]
+        self.write(destination, new)
+
     def show(self, extent: Extent, start: int, nbytes: int, address: int) -> None:
         """Map bytes of an extent, from `start` on, over the memory at this address, where users may read and write.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -185,16 +186,10 @@ class Reconciler:
         record.version = -1  # whatever the master was, it must agree with the parameter
 
     def _add_amsgrad(self, arena: Arena) -> None:
-        disk = self._registry.homes.disk
-        if disk is not None and any(disk.has(s) for s in self._registry.accelerated if s.arena is arena):
-            raise RuntimeError(
-                "amsgrad was switched on after state had gone to disk, where there is no room for its maximum; build "
-                "the optimizer with amsgrad=True and load the state dict of this one, with zeros as 'max_exp_avg_sq' "
-                "of each parameter"
-            )
-        at_home = [s for s in self._registry.accelerated if s.arena is arena and self._registry.host_store.has(s)]
+        homes, subgroups = self._registry.homes, [s for s in self._registry.accelerated if s.arena is arena]
         with explain_oom():
-            arena.add_amsgrad(lambda tensor: self._registry.host_store.reserve_field(tensor, at_home))
+            arena.add_amsgrad(functools.partial(homes.add_field, subgroups))
+        homes.show(subgroups)  # what users have views of is elsewhere on disk
         for record in self._registry.records.values():
             if record.arena is arena:
                 record.views = record.make_views()

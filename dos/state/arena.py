@@ -186,20 +186,21 @@ class Arena:
             self._slices[key] = self.state.slice(start, stop)
         return self._slices[key]
 
-    def add_amsgrad(self, make: Callable[[HostTensor], None]) -> None:
+    def add_amsgrad(self, make: Callable[[HostTensor, int], None]) -> None:
         """Make room for amsgrad, switched on after construction. The views of its records are to be made anew.
 
-        make: makes the host memory of one more field for all whose state is there.
+        make: is given the host memory of one more field, and its place among the fields, and makes it for all whose
+            state is there, or its like where that is elsewhere.
         Whatever that or an allocation raises, nothing has changed.
         """
         wider, fields, homes = self._format_with(amsgrad=True), dict(self.state.fields), dict(self._homes)
         buffers = len(self._buffers)
         try:
-            for field in wider.fields:
+            for place, field in enumerate(wider.fields):
                 if field.name not in fields:
                     fields[field.name] = self._field(field)
                     if field.name in self._homes:
-                        make(self._homes[field.name])
+                        make(self._homes[field.name], place)
         except BaseException:
             self._homes = homes
             del self._buffers[buffers:]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from dos.state.disk_store import DiskStore
 from dos.state.host_store import HostStore
+from dos.state.host_tensor import HostTensor
 from dos.state.subgroup import Subgroup
 from dos.state.windows import window_bytes
 from perfmodel.plan import Tier
@@ -72,6 +73,15 @@ class Homes:
             self.disk.reserve(on_disk)
             for subgroup in on_disk:
                 self.disk.show(subgroup)
+
+    def add_field(self, subgroups: Sequence[Subgroup], field: HostTensor, place: int) -> None:
+        """Have room for one more field in the homes of these: zeros. Nothing is in flight.
+
+        place: of the field in the format. Raises as `reserve`. Call `show` once the field is part of their state.
+        """
+        self.host.reserve_field(field, [subgroup for subgroup in subgroups if self.host.has(subgroup)])
+        if self.disk is not None:
+            self.disk.widen([s for s in subgroups if self.disk.has(s)], place, field.tensor.itemsize)
 
     def show(self, subgroups: Iterable[Subgroup]) -> None:
         """Make state that is at home ready for users, who get views of it. Nothing is in flight."""

@@ -108,7 +108,7 @@ def test_a_field_more_is_allocated_moved_and_exported(monkeypatch: pytest.Monkey
         to.copy_(of)
     assert torch.equal(there.slice(2, 5).fields["age"], torch.full((3,), 3, dtype=torch.float16))
 
-    arena.add_amsgrad(lambda tensor: None)
+    arena.add_amsgrad(lambda *field: None)
     assert list(arena.state.fields) == ["exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master", "age"]
     assert arena.state.fields["age"].sum() == 36, "what was there is kept"
 
