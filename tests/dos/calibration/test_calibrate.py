@@ -16,9 +16,10 @@ import pytest
 from dos import EmulatedDevice
 from dos.calibration import command as calibrate
 from dos.calibration import measure
-from dos.calibration.rounds import Effort, Figure, Rounds
+from dos.calibration.rounds import Figure, Rounds
 from dos.machine import profiles
 from perfmodel.hardware import RATES, SPEEDS, HardwareProfile, Provenance
+from tests.dos.calibration.conftest import TINY
 from tests.support.clock import skip_if_the_clock_cannot_be_trusted
 from tests.support.training import profile
 
@@ -45,18 +46,7 @@ MACHINE = profile(
 )
 """So slow that pacing dominates. CPU update and both copies want 56 + 36 + 24 MB/s, a rank has 75."""
 
-TINY = Effort(seconds=0.01, repeats=2, host_numel=20_000, device_numel=1000, copy_bytes=10_000)
 GPU = "Some GPU"
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache directory, and no launcher."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(calibrate, "QUICK", TINY)
-    return tmp_path / "cache" / "deep-optimizer-states"
 
 
 def measured(**changes: object) -> HardwareProfile:
@@ -125,9 +115,8 @@ def test_the_host_alone() -> None:
     assert result.cpu_threads == found.threads
     assert result.h2d_bandwidth == HardwareProfile.builtin("unknown").h2d_bandwidth
     assert result.provenance.source == "measured"
-    assert "not measured" in result.provenance.note
-    assert "h2d_bandwidth" in result.provenance.note
-    assert "gpu_speed_int8" in result.provenance.note
+    for name in ("not measured", "h2d_bandwidth", "gpu_speed_int8", "disk_write_bandwidth_duplex"):
+        assert name in result.provenance.note
 
 
 def test_the_minimum_on_a_full_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,15 +264,26 @@ def test_bad_arguments(arguments: str, capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_the_command(cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    output = tmp_path / "mine.json"
-    assert calibrate.main(["--quick", "--device", "cpu", "--threads", "1", "--output", str(output)]) == 0
+    output, folders = tmp_path / "mine.json", [str(tmp_path / name) for name in ("one", "two")]
+    options = ["--quick", "--device", "cpu", "--threads", "1", "--output", str(output), "--disk", *folders]
+    assert calibrate.main(options) == 0
     printed = capsys.readouterr().out
-    for part in ("CPU update", "param/s", "not measured", "No accelerator", str(output), str(cache)):
+    of_disk = f"isk rates are of {', '.join(folders)}"
+    for part in ("CPU update", "param/s", "not measured", "No accelerator", str(output), str(cache), f"D{of_disk}"):
         assert part in printed
-    found = profiles.find_profile(measure.name_of(None))
+    (read,) = (line for line in printed.splitlines() if "disk read  " in line)
+    assert "B/s" in read
+    assert "not measured" not in read
+    found, guessed = profiles.find_profile(measure.name_of(None)), HardwareProfile.builtin("unknown")
     assert found is not None
     assert found == HardwareProfile.load(output)
     assert found.cpu_threads == 1
+    names = [f.name for f in dataclasses.fields(found) if f.name.startswith("disk_")]
+    assert len(names) == 5
+    assert all(getattr(found, name) != getattr(guessed, name) for name in names)
+    assert f"d{of_disk}" in found.provenance.note
+    assert "disk_read_bandwidth" not in found.provenance.note
+    assert not [path for folder in folders for path in Path(folder).rglob("*") if path.is_file()]
 
 
 def test_a_cache_that_cannot_be_written(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -295,8 +295,8 @@ def test_a_cache_that_cannot_be_written(cache: Path, capsys: pytest.CaptureFixtu
 RANK = """
 import sys
 from dos.calibration import command as calibrate
-from dos.calibration.rounds import Effort
-calibrate.QUICK = Effort(seconds=0.01, repeats=2, host_numel=20_000, device_numel=1000, copy_bytes=10_000)
+from tests.dos.calibration.conftest import TINY
+calibrate.QUICK = TINY
 sys.exit(calibrate.main(["--quick", "--device", "cpu", "--disk", sys.argv[1]]))
 """
 

@@ -15,52 +15,11 @@ from dos.calibration import command as calibrate
 from dos.calibration import disk
 from dos.calibration.disk import UPDATE_BESIDE, DiskBench, unexplained
 from dos.calibration.measure import measure
-from dos.calibration.rounds import Effort, Figure, Rounds
+from dos.calibration.rounds import Figure, Rounds
 from dos.disk import DiskSpace, Extent
 from perfmodel.hardware import HardwareProfile
+from tests.dos.calibration.conftest import TINY
 from tests.support.training import profile
-
-TINY = Effort(seconds=0.01, repeats=2, host_numel=20_000, device_numel=1000, copy_bytes=10_000, disk_bytes=2**18)
-MEASURED = {"disk_read_bandwidth", "disk_write_bandwidth", "disk_latency_s"}
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An empty cache directory, and no launcher."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(calibrate, "QUICK", TINY)
-
-
-def command(*arguments: str) -> int:
-    return calibrate.main(["--quick", "--device", "cpu", "--threads", "1", *arguments])
-
-
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folders, output = [str(tmp_path / name) for name in ("one", "two")], tmp_path / "mine.json"
-    assert command("--output", str(output), "--disk", *folders) == 0
-    printed = capsys.readouterr().out
-    (read,) = (line for line in printed.splitlines() if "disk read  " in line)
-    assert "B/s" in read
-    assert "not measured" not in read
-    assert f"Disk rates are of {', '.join(folders)}" in printed
-    found, guessed = HardwareProfile.load(output), HardwareProfile.builtin("unknown")
-    names = [f.name for f in dataclasses.fields(found) if f.name.startswith("disk_")]
-    assert len(names) == 5
-    assert all(getattr(found, name) != getattr(guessed, name) for name in names)
-    assert f"disk rates are of {', '.join(folders)}" in found.provenance.note
-    assert "disk_read_bandwidth" not in found.provenance.note
-    left = [path for folder in folders for path in Path(folder).rglob("*") if path.is_file()]
-    assert not left
-
-
-def test_without_a_disk_its_rates_are_guesses() -> None:
-    found = measure(None, TINY, [1])
-    assert not MEASURED & found.figures.keys()
-    note = found.profile(HardwareProfile.builtin("unknown"), "here").provenance.note
-    assert "not measured" in note
-    assert "disk_write_bandwidth_duplex" in note
 
 
 def test_host_memory_is_no_less_than_updates_and_the_disk_used_at_once(tmp_path: Path) -> None:
@@ -73,7 +32,7 @@ def test_a_folder_that_cannot_be_used(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")
     with pytest.raises(SystemExit, match=r"^dos\.calibrate: disk: expected a folder .* found .*file.*choose another"):
-        command("--disk", str(file))
+        calibrate.main(["--quick", "--device", "cpu", "--threads", "1", "--disk", str(file)])
 
 
 def rounds(**effort: object) -> Rounds:
