@@ -13,16 +13,28 @@ from torch import Tensor
 
 from dos.kernels.gpu_update import SentTable
 from dos.kernels.update import AdamArrays, AdamBatch, adam_update, instruction_sets
-from tests.support.arrays import FLOATS, STEP, STEPS, assert_same_bits, clone, random_arrays, update_batch
+from tests.support.arrays import (
+    FLOATS,
+    STEP,
+    STEPS,
+    assert_alike,
+    assert_same_bits,
+    clone,
+    mixed_arrays,
+    random_arrays,
+    splitting,
+    update_batch,
+)
 
 Run = list[Tensor | None]
 AMSGRAD = replace(STEP, amsgrad=True)
 
+SPLIT = torch.bfloat16, torch.int16
 kinds = st.tuples(
-    st.sampled_from([0, 1, 63, 64, 65, 300, 17_000, 40_001]),
+    st.sampled_from([0, 1, 15, 16, 31, 33, 63, 64, 65, 300, 17_000, 40_001]),
     st.sampled_from(FLOATS),
     st.sampled_from(
-        [(torch.float32, out) for out in (None, *FLOATS)] + [(param, None) for param in (torch.bfloat16, torch.float16)]
+        [(torch.float32, out) for out in (None, *FLOATS)] + [(torch.bfloat16, None), (torch.float16, None), SPLIT]
     ),
     st.sampled_from(range(len(STEPS))),
     st.booleans(),
@@ -40,37 +52,54 @@ def arrays(runs: list[Run]) -> list[AdamArrays]:
     return [AdamArrays(*run) for run in runs]  # type: ignore[arg-type]
 
 
-def addresses(runs: list[Run]) -> list[int]:
-    return [run[0].data_ptr() for run in runs if run[0] is not None]
-
-
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     drawn=st.lists(kinds, min_size=1, max_size=9),
     threads=st.integers(1, 3),
+    shift=st.integers(0, 3),
     where=st.sampled_from([*instruction_sets(), "torch"]),
     seed=st.integers(0, 1000),
 )
 def test_a_batch_has_the_bits_of_its_runs(
     drawn: list[tuple[int, torch.dtype, tuple[torch.dtype, torch.dtype | None], int, bool]],
     threads: int,
+    shift: int,
     where: str,
     seed: int,
 ) -> None:
+    """Of those with whole masters, where they are split. At any alignment, by any number of threads."""
     which = [number for *_, number, _ in drawn]
-    runs = [made(numel, grad, *output, seed + i) for i, (numel, grad, output, _, _) in enumerate(drawn)]
-    expected, batch = clone_all(runs), AdamBatch(arrays(runs))
+    whole = [
+        mixed_arrays(numel + shift, AMSGRAD, grad, seed + i)
+        if output == SPLIT
+        else AdamArrays(*made(numel + shift, grad, *output, seed + i))  # type: ignore[arg-type]
+        for i, (numel, grad, output, _, _) in enumerate(drawn)
+    ]
+    copies = [
+        splitting(run) if output == SPLIT else AdamArrays(*clone(list(run)))  # type: ignore[arg-type]
+        for run, (_, _, output, _, _) in zip(whole, drawn, strict=True)
+    ]
+    runs, expected = ([run.slice(shift, len(run.param)) for run in of] for of in (copies, whole))
+    batch = AdamBatch(runs)
     for repeat in range(2):
-        for run, (_, _, _, number, skipped) in zip(expected, drawn, strict=True):
+        for run, (*_, number, skipped) in zip(expected, drawn, strict=True):
             if not (skipped and repeat):
-                adam_update(AdamArrays(*run), step=STEPS[number], threads=1, isa="portable")  # type: ignore[arg-type]
+                adam_update(run, step=STEPS[number], threads=1, isa="portable")
         # The second time gradients are elsewhere, of another type, or missing.
-        batch.point([0 if repeat and skipped else a for a, (*_, skipped) in zip(addresses(runs), drawn, strict=True)])
+        addresses = [
+            0 if repeat and skipped else run.grad.data_ptr() for run, (*_, skipped) in zip(runs, drawn, strict=True)
+        ]
+        batch.point(addresses, [run.grad.dtype for run in runs])
         update_batch(batch, where, threads, which)
         for ours, theirs in zip(runs, expected, strict=True):
-            assert_same_bits(ours, theirs)
-            ours[0] = theirs[0] = torch.cat([torch.zeros(3), torch.ones(len(theirs[1]))])[3:]  # type: ignore[arg-type]
-        batch.point(addresses(runs), [torch.float32] * len(runs))
+            if ours.rest is None:
+                assert_same_bits(list(ours), list(theirs))
+            else:
+                assert_alike(ours, theirs)
+        gradients = [torch.cat([torch.zeros(3), torch.ones(len(run.param))])[3:] for run in runs]
+        runs, expected = (
+            [run._replace(grad=grad) for run, grad in zip(of, gradients, strict=True)] for of in (runs, expected)
+        )
 
 
 def clone_all(runs: list[Run]) -> list[Run]:

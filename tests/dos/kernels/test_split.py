@@ -1,18 +1,21 @@
-"""A split master, bfloat16 parameter and 16-bit rest, against a float32 master: the same bits in every kernel."""
+"""Float32 masters of bfloat16 parameters: never a tie, so that the parameter and the lower half give them back.
+
+Split ones, parameter and 16-bit rest, against whole ones: the same bits in every kernel.
+"""
 
 from __future__ import annotations
 
+import itertools
 import os
 from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
-from dos.kernels.adam import AdamArrays, AdamStep, joined
-from dos.kernels.update import AdamBatch, adam_update, instruction_sets
+from dos import DOSAdam
+from dos.kernels.adam import AdamArrays, AdamStep, joined, off_ties
+from dos.kernels.update import adam_update, instruction_sets
 from tests.support.arrays import (
     ALL_FLOATS,
     CHUNK,
@@ -27,13 +30,17 @@ from tests.support.arrays import (
     assert_alike,
     assert_same_bits,
     bits,
+    clone,
     halves,
     mixed_arrays,
+    random_arrays,
     random_bits,
     splitting,
     ties,
-    update_batch,
+    update,
 )
+from tests.support.training import bits as bytes_of
+from tests.support.training import mlp, train
 
 
 def through(kernel: Kernel, floats: Tensor) -> None:
@@ -49,19 +56,49 @@ def through(kernel: Kernel, floats: Tensor) -> None:
     assert torch.equal(bits(upper[number]), bits(master[number].to(torch.bfloat16))), "the master is rounded"
 
 
+def recovered(out: Tensor, lower: Tensor) -> Tensor:
+    """The master's bits from the parameter and the master's lower half, as DESIGN has it."""
+    upper = bits(out).to(torch.int32)
+    return (upper << 16 | lower) - torch.where(lower > 0x8000, 0x10000, 0).to(torch.int32)
+
+
+def moved(before: Tensor, kernel: Kernel) -> int:
+    """How many masters an update by nothing moves, all of it checked."""
+    after, out = before.clone(), torch.empty(len(before), dtype=torch.bfloat16)
+    kernel(AdamArrays(torch.zeros(len(before)), after, *torch.zeros(2, len(before)), None, out), NOTHING)
+    nan = before.isnan()
+    expected = before.to(torch.bfloat16)
+    assert torch.equal(bits(out), torch.where(nan, 0x7FC0, bits(expected)).to(torch.int16))
+    lower = bits(after) & 0xFFFF
+    assert not (lower == 0x8000).any()
+    assert torch.equal(recovered(out, lower), bits(after))
+    tie = (bits(before) & 0xFFFF == 0x8000) & ~nan
+    assert torch.equal(bits(after)[nan], torch.full_like(bits(after)[nan], 0x7FC00000))
+    assert torch.equal(bits(after)[~tie & ~nan], bits(before)[~tie & ~nan])
+    assert ((bits(after)[tie] - bits(before)[tie]).abs() == 1).all()
+    return int(tie.sum())
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_floats_go_through_the_split_and_back(kernel: str) -> None:
+def test_every_tie_moves_and_all_floats_go_through_the_split_and_back(kernel: str) -> None:
     sampled = random_bits(1 << 20, torch.float32, torch.Generator().manual_seed(0))
-    beside = [(bits(ties()) + shift).view(torch.float32) for shift in (-0x8000, -1, 0, 1, 0x7FFF)]
-    through(KERNELS[kernel], torch.cat([sampled, *beside]))
+    beside = torch.cat([(bits(ties()) + shift).view(torch.float32) for shift in (-0x8000, -1, 1, 0x7FFF)])
+    assert moved(ties(), KERNELS[kernel]) == 65_280
+    assert moved(beside, KERNELS[kernel]) == 0
+    moved(sampled, KERNELS[kernel])
+    through(KERNELS[kernel], torch.cat([sampled, ties(), beside]))
 
 
 @pytest.mark.skipif(ALL_FLOATS not in os.environ, reason=f"takes minutes; set {ALL_FLOATS}=1")
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_all_floats_go_through_the_split_and_back(kernel: str) -> None:
+def test_all_floats(kernel: str) -> None:
+    ties_moved = 0
     for start in range(-(2**31), 2**31, CHUNK):
-        through(KERNELS[kernel], torch.arange(start, start + CHUNK).to(torch.int32).view(torch.float32))
+        floats = torch.arange(start, start + CHUNK).to(torch.int32).view(torch.float32)
+        ties_moved += moved(floats, KERNELS[kernel])
+        through(KERNELS[kernel], floats)
+    assert ties_moved == 65_280
 
 
 @pytest.mark.parametrize("grad", FLOATS)
@@ -75,46 +112,6 @@ def test_updates_have_the_bits_of_a_float32_master(kernel: str, step: AdamStep, 
         KERNELS[kernel](split, now)
         adam_update(mixed, step=now, threads=1, isa="portable")
         assert_alike(split, mixed)
-
-
-kinds = st.tuples(
-    st.sampled_from([0, 1, 15, 16, 31, 33, 63, 64, 65, 300, 17_000, 40_001]),
-    st.sampled_from(FLOATS),
-    st.sampled_from(range(len(STEPS))),
-    st.booleans(),
-)
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    drawn=st.lists(kinds, min_size=1, max_size=7),
-    threads=st.integers(1, 3),
-    shift=st.integers(0, 3),
-    where=st.sampled_from([*instruction_sets(), "torch"]),
-    seed=st.integers(0, 1000),
-)
-def test_a_batch_of_both_kinds(
-    drawn: list[tuple[int, torch.dtype, int, bool]], threads: int, shift: int, where: str, seed: int
-) -> None:
-    """Split and unsplit runs in one batch, at any alignment, by any number of threads."""
-    which = [number for _, _, number, _ in drawn]
-    whole = [
-        mixed_arrays(numel + shift, replace(STEP, amsgrad=True), grad, seed + i)
-        for i, (numel, grad, _, _) in enumerate(drawn)
-    ]
-    copies = [
-        splitting(run) if is_split else AdamArrays(*(None if a is None else a.clone() for a in run))  # type: ignore[arg-type]
-        for run, (*_, is_split) in zip(whole, drawn, strict=True)
-    ]
-    runs, expected = ([run.slice(shift, len(run.param)) for run in made] for made in (copies, whole))
-    for run, number in zip(expected, which, strict=True):
-        adam_update(run, step=STEPS[number], threads=1, isa="portable")
-    update_batch(AdamBatch(runs), where, threads, which)
-    for ours, theirs in zip(runs, expected, strict=True):
-        if ours.rest is None:
-            assert_same_bits(list(ours), list(theirs))
-        else:
-            assert_alike(ours, theirs)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -150,3 +147,50 @@ def test_what_cannot_be_split(change: dict[str, Tensor], error: type[Exception],
     split = splitting(mixed_arrays(8, STEP, torch.float32, seed=0))
     with pytest.raises(error, match=message):
         adam_update(split._replace(**change), step=STEP)
+
+
+@pytest.mark.parametrize(
+    ("param", "out"),
+    [(torch.float32, None), (torch.float32, torch.float16), (torch.bfloat16, None), (torch.float16, None)],
+)
+@pytest.mark.parametrize("isa", instruction_sets())
+def test_no_other_parameters_are_concerned(isa: str, param: torch.dtype, out: torch.dtype | None) -> None:
+    arrays = [torch.zeros(2**16), ties().to(param), torch.zeros(2**16), torch.zeros(2**16), None]
+    arrays.append(None if out is None else torch.zeros(2**16, dtype=out))
+    before = clone(arrays)
+    update(arrays, NOTHING, isa=isa)
+    kept = ~ties().isnan()
+    assert_same_bits([arrays[1][kept]], [before[1][kept]])
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_the_rule_is_the_last_of_the_update(step: AdamStep) -> None:
+    """Moments know nothing of it; the master is what it would be beside a float32 parameter, off ties."""
+    plain = random_arrays(1 << 20, step, torch.bfloat16, torch.float32, None, seed=0)
+    ruled = [*clone(plain)[:-1], torch.zeros(1 << 20, dtype=torch.bfloat16)]
+    update(plain, step)
+    update(ruled, step)
+    master = plain[1]
+    assert master is not None
+    assert_same_bits(ruled[1:5], [off_ties(master), *plain[2:5]])
+    assert not torch.equal(bits(off_ties(master)), bits(master)), "no tie came out, so nothing was compared"
+
+
+def test_masters_that_are_loaded_are_off_ties() -> None:
+    """So that a step from them gives the same bits however state is kept."""
+    ends = []
+    for settle, state_format in itertools.product((Tensor.clone, off_ties), (None, "float32")):
+        model = mlp(torch.bfloat16)
+        optimizer = DOSAdam(model.parameters(), state_format=state_format)
+        train(model, optimizer, 1)
+        saved = optimizer.state_dict()
+        for parameter, entry in zip(model.parameters(), saved["state"].values(), strict=True):
+            tie = (bits(optimizer.adamw_state(parameter)["master_param"]) & -0x10000) + 0x8000
+            entry["master_param"] = settle(tie.view(torch.float32))
+            entry.pop("master_rest", None)
+            parameter.data = entry["master_param"].bfloat16()
+        optimizer.load_state_dict(saved)
+        train(model, optimizer, 1, first_step=1)
+        ends.append(bytes_of(p.detach() for p in model.parameters()))
+        ends[-1] += bytes_of(optimizer.adamw_state(p)["master_param"] for p in model.parameters())
+    assert ends == ends[:1] * 4
