@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import random
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -298,6 +299,10 @@ def queue_gradients(
         parameter.register_post_accumulate_grad_hook(wrote)
 
 
+class Kept(list[Tensor]):
+    """Host memory that a job keeps, which `work` here would keep in any case."""
+
+
 class FakeCudaDevice(CudaDevice):
     """A CudaDevice whose device memory is CPU memory and whose work is queued on a `Runtime`."""
 
@@ -346,13 +351,16 @@ class FakeCudaDevice(CudaDevice):
         ours: Sequence[Tensor],
     ) -> Job:
         queue: Any = self._streams[op]
+        kept = Kept(ours)
+        held, uses = weakref.ref(kept), bool(kept)
         with self.runtime.lock:  # as one call of the runtime; the others may come in between
 
             def run() -> None:
+                assert held() is not None or not uses, "host memory was let go of while a copy used it"
                 with torch.no_grad():
                     work()
 
-            return super()._queue(op, subgroup, lambda: queue.enqueue(run), after, theirs, ours)
+            return super()._queue(op, subgroup, lambda: queue.enqueue(run), after, theirs, kept)
 
 
 def end_backward(runtime: Runtime, streams: Iterable[FakeStream]) -> None:
