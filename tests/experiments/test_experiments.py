@@ -146,6 +146,7 @@ def test_what_leaves_is_planned_with_state() -> None:
         stay, leave, planned = map(case.simulated_s, activations.WAYS)
         assert planned <= 1.02 * min(stay, leave)
         assert case.bound_s("auto") <= planned
+        assert case.predicted_s(adaptive(case.allowed("auto"), case.profile)) == pytest.approx(planned, rel=1e-3)
         for way in activations.WAYS:  # when backward ends
             work = case.allowed(way)
             plan = adaptive(work, case.profile)
