@@ -48,7 +48,7 @@ class Token:
 
     def holds(self, gradient: Gradient) -> bool:
         """Whether this is the gradient, but for writes that `writes` tells of."""
-        if self.rewritten or self.alive is not gradient:
+        if self.rewritten or self.gradient is None or self.gradient() is not gradient:
             return False
         if not isinstance(gradient, Tensor):
             return True

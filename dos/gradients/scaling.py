@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import warnings
+from traceback import walk_stack
 from typing import Any, NamedTuple
 
 import torch
@@ -79,12 +80,9 @@ def _anywhere(infinite: bool, scale: float | None, optimizer: Any, meshes: Meshe
 
 def _calling_scaler() -> GradScaler | None:
     """The scaler whose step() called the optimizer's; it gives its results alone, and not itself."""
-    frame = sys._getframe().f_back
-    while frame is not None:
-        if frame.f_code.co_name == "step" and isinstance(frame.f_locals.get("self"), GradScaler):
-            return frame.f_locals["self"]
-        frame = frame.f_back
-    return None
+    frames = (frame for frame, _ in walk_stack(sys._getframe()) if frame.f_code.co_name == "step")
+    found = (frame.f_locals.get("self") for frame in frames)
+    return next((each for each in found if isinstance(each, GradScaler)), None)
 
 
 @functools.cache

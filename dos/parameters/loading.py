@@ -6,7 +6,7 @@ import copy
 import itertools
 import sys
 from collections import defaultdict
-from types import FrameType
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -41,13 +41,11 @@ def loads_full_state() -> bool:
 
 def _called_by(function: str) -> bool:
     """Whether this function of torch.distributed.checkpoint.state_dict is running on this thread."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        known = frame.f_code.co_name == function
-        if known and frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
-            return True
-        frame = frame.f_back
-    return False
+    return any(
+        frame.f_code.co_name == function
+        and frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict"
+        for frame, _ in walk_stack(sys._getframe())
+    )
 
 
 def to_be_filled(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

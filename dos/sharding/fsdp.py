@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 _WAITING = "_dos_waiting"
 
@@ -33,11 +33,6 @@ def modules_of(group: Any) -> set[nn.Module]:
     """Those that its parameters are of. While they run, they have gathered ones, which no optimizer sees."""
     infos = [each._module_info for each in group.fsdp_params]
     return {module for info in infos for module in (info.module, *info.shared_modules)}
-
-
-def _sharded(group: Any) -> list[Tensor]:
-    """Its sharded parameters, as the optimizer has them."""
-    return [each.sharded_param for each in group.fsdp_params]
 
 
 def wait_before_gathering(group: Any, waits: Any) -> None:
@@ -67,7 +62,7 @@ def _waits_first(group: Any, waiting: weakref.WeakSet[Any]) -> Callable[..., Any
 
     @functools.wraps(unshard)
     def hooked(*args: Any, **kwargs: Any) -> Any:
-        parameters = _sharded(group)
+        parameters = [each.sharded_param for each in group.fsdp_params]  # as the optimizer has them
         # The shards are copied into the all-gather's input on a stream of its own, which does not wait for the present
         # one. There is none before the first forward.
         apart = getattr(group.comm_ctx, "all_gather_copy_in_stream", None)

@@ -77,6 +77,10 @@ def test_gradients_of_a_batch_that_was_given_up_are_not_used(
     assert_as_adamw(run, policy)
 
 
+def other_values(gradient: Tensor, _: Tensor) -> Tensor:
+    return gradient.mul_(3)
+
+
 def other_memory(gradient: Tensor, _: Tensor) -> Tensor:
     gradient.data = gradient.data * 3
     return gradient
@@ -121,7 +125,7 @@ def negated_where_it_is(gradient: Tensor, _: Tensor) -> Tensor:
     return gradient
 
 
-EDITS = [other_memory, other_memory_at_the_same_address, another_part_of_the_same_memory]
+EDITS = [other_values, other_memory, other_memory_at_the_same_address, another_part_of_the_same_memory]
 EDITS += [twin_of_the_same_version, other_half, transposed, negated_where_it_is]
 
 

@@ -80,41 +80,31 @@ def resume(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("how", "settings"),
+    ("before", "after", "how", "settings", "later"),
     [
-        ("async", {"policy": "cpu"}),
-        ("save", {"policy": "resident"}),
-        ("async", {"policy": "adaptive"}),
-        ("save", {"kind": "on host"}),
+        (None, None, "async", {"policy": "cpu"}, {"policy": "cpu"}),
+        (None, None, "save", {"policy": "resident"}, {"policy": "resident"}),
+        (None, None, "async", {"policy": "adaptive"}, {"policy": "adaptive"}),
+        (None, None, "save", {"kind": "on host"}, {"kind": "on host"}),
+        (4, 2, "save", {}, {}),
+        (1, 4, "save", {}, {}),
+        (4, 2, "save", {"policy": "resident", **CODED}, {"policy": "cpu", **CODED}),
+        (2, 4, "save", {"policy": "resident", **CODED}, {"policy": "cpu", **CODED}),
     ],
 )
-def test_resume_on_as_many_ranks(
-    pair: Ranks, tmp_path: Path, settings: dict[str, Any], dtype: torch.dtype, how: str
-) -> None:
-    pair.run(resume, str(tmp_path), None, None, dtype, how, settings, settings)
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "dtype", "settings", "later"),
-    [
-        (4, 2, torch.float32, {}, {}),
-        (1, 4, torch.float32, {}, {}),
-        (4, 2, torch.bfloat16, {}, {}),
-        (1, 4, torch.bfloat16, {}, {}),
-        (4, 2, torch.bfloat16, {"policy": "resident", **CODED}, {"policy": "cpu", **CODED}),
-        (2, 4, torch.bfloat16, {"policy": "resident", **CODED}, {"policy": "cpu", **CODED}),
-    ],
-)
-def test_resume_on_another_number_of_ranks(
+def test_resume(
+    pair: Ranks,
     ranks: Ranks,
     tmp_path: Path,
-    before: int,
-    after: int,
-    dtype: torch.dtype,
+    before: int | None,
+    after: int | None,
+    how: str,
     settings: dict[str, Any],
     later: dict[str, Any],
+    dtype: torch.dtype,
 ) -> None:
-    ranks.run(resume, str(tmp_path), before, after, dtype, "save", settings, later)
+    """On as many ranks, or on another number of them."""
+    (pair if before is None else ranks).run(resume, str(tmp_path), before, after, dtype, how, settings, later)
 
 
 @pytest.mark.parametrize(
