@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -91,6 +92,24 @@ def share_that_leaves_during_backward(registered: bool) -> float:
 def test_gradients_leave_during_backward(pair: Ranks) -> None:
     assert min(pair.run(share_that_leaves_during_backward, True)) > 0.5
     assert max(pair.run(share_that_leaves_during_backward, False)) == 0
+
+
+@on_pair
+def test_gradients_that_change_after_their_bucket_left_are_sent_again() -> None:
+    ends = []
+    for make in (functools.partial(dos_adam, policy="cpu"), adamw):
+        ddp = DistributedDataParallel(model(), bucket_cap_mb=0.001)
+        optimizer = make(ddp.parameters())
+        if isinstance(optimizer, DOSAdam):
+            optimizer.register_ddp(ddp)
+        for step in range(4):
+            ddp(batch(step)).pow(2).mean().backward()
+            if step == 2:
+                torch._foreach_neg_([p.grad for p in ddp.parameters()])
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append(values(ddp.module))
+    assert_close(*ends)
 
 
 @on_pair
