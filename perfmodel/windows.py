@@ -57,7 +57,7 @@ class Windows:
     def use(self, subgroup: int) -> None:
         """It is the turn of a subgroup."""
         if subgroup in self.inside:
-            self._turns[self.inside[subgroup]] = max(self._turns) + 1
+            self._turns[self.inside[subgroup]] = max(0, *self._turns) + 1
 
     def settle(self, subgroup: int, after: tuple[int, ...]) -> None:
         """After these tasks the state in the window is as it will be written."""
