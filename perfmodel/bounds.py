@@ -144,6 +144,7 @@ def _solve(workload: Workload, profile: HardwareProfile, scope: Scope) -> tuple[
     read, write = total(Stream.READ), total(Stream.WRITE)
     windows_read, windows_written = (workload.windows * max(each / counts) for each in (read, write))
     unwritten = windows_written * workload.reverses
+    first_written, last_read = 0.0, 0.0
     host = profile.host_bandwidth_per_rank
     if math.isfinite(host):
         on_cpu = total(Stream.GRADIENT, Stream.CPU, Stream.PARAMETER, part=1) / host
@@ -163,13 +164,18 @@ def _solve(workload: Workload, profile: HardwareProfile, scope: Scope) -> tuple[
         more = float(workload.shares_peak)
         rows["memory, shared"] = row(z=held, first=slot, away=-more), (shared - more * gone) / scale
     if spills:
-        taken = counts * np.array([load.host_bytes for load in classes])
-        size = max(float(taken.sum()), 1.0)
+        held_on_host = [load.host_bytes for load in classes]
+        taken, unit = counts * np.array(held_on_host), max(math.gcd(*held_on_host), 1)
+        size, free = max(float(taken.sum()), 1.0), workload.host_free_bytes // unit * unit
+        most_resident = max(taken / np.maximum(counts * state, 1)) * (min(workload.peak_free_bytes, shared) + most)
+        if workload.reverses and size - free - most_resident > workload.windows * max(held_on_host):
+            # All windows are taken as the step begins: nothing is read before a write, nor written after the last read.
+            first_written, last_read = min(write / counts), min(read / counts)
         read_beside = profile.disk_read_bandwidth_duplex / profile.disk_read_bandwidth
         write_beside = profile.disk_write_bandwidth_duplex / profile.disk_write_bandwidth
         rows |= {
             # What does not fit on the host is read and written, but for what windows have from the last step.
-            "host": (row(x=taken / size, y=taken / size, disk=-taken / size), workload.host_free_bytes / size),
+            "host": (row(x=taken / size, y=taken / size, disk=-taken / size), free / size),
             "disk read": (row(disk=read, reading=-1, both=-read_beside, ahead=-1), 0.0),
             "disk write": (row(disk=write, writing=-1, both=-write_beside), unwritten),
             "disk": (row(reading=1, writing=1, both=1, T=-1), after),
@@ -186,7 +192,7 @@ def _solve(workload: Workload, profile: HardwareProfile, scope: Scope) -> tuple[
         + [(0.0, 1.0)] * n
         + [(0.0, None)] * (2 * len(speeds))
         + [(0.0, None), (0.0, None), (0.0, fill), (0.0, None), (least / scale, most / scale), (0.0, None)]
-        + [(0.0, None), (0.0, None), (0.0, None), (0.0, windows_read)]
+        + [(last_read, None), (first_written, None), (0.0, None), (0.0, windows_read)]
         + [(0.0, 1.0)] * n,
         method="highs",
     )

@@ -10,7 +10,7 @@ from perfmodel.lanes import Stream
 from perfmodel.plan import Move, Placement, Plan, Tier
 from perfmodel.scope import UPDATE_ALONE, Phase, Scope
 from perfmodel.timeline import Op
-from perfmodel.windows import Windows
+from perfmodel.windows import Windows, ordered
 from perfmodel.workload import AHEAD, SubgroupLoad, Workload
 
 # What tasks do, and on which stream. Names of their own, because the planner makes some hundred
@@ -101,6 +101,7 @@ def schedule(plan: Plan, workload: Workload, scope: Scope = UPDATE_ALONE) -> Sch
     """
     if len(plan) != len(workload.subgroups):
         raise ValueError(f"the plan is for {len(plan)} subgroups, the workload has {len(workload.subgroups)}")
+    plan = ordered(plan, workload)
     made = ScheduleBuilder(plan, workload)
     loads, overlapped = workload.subgroups, scope.backward is Phase.OVERLAPPED
     held = [i for i in plan.order if i in plan.on_disk][: workload.windows if workload.reverses else 0]

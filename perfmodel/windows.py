@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+
+from perfmodel.plan import Plan
+from perfmodel.workload import Workload
 
 WINDOWS = 4
 """One is read into, one updated, one written, and one in between."""
 
 Write = Callable[[int, int, tuple[int, ...]], int]
 """Adds the task that writes a subgroup's state, from a window, after some tasks; its number."""
+
+
+def ordered(plan: Plan, workload: Workload, *, reverse: bool = False) -> Plan:
+    """The plan in the order in which one step serves it, and the next one its reverse, where nothing else decides it.
+
+    A step so begins with what windows have from the last one. It goes first, because windows are free for others only
+    when it has been updated and written.
+    """
+    if not (plan.on_disk and workload.reverses):
+        return plan
+    on_disk = [i for i in plan.order if i in plan.on_disk]
+    count = min(workload.windows, len(on_disk) // 2)
+    first, last = on_disk[:count], on_disk[len(on_disk) - count :]
+    order = (*first, *(i for i in plan.order if i not in {*first, *last}), *last)
+    return dataclasses.replace(plan, order=order[::-1] if reverse else order)
 
 
 class Windows:

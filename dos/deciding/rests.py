@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from dos.state.disk_store import DiskStore
 from dos.state.homes import Homes
 from dos.state.subgroup import Subgroup
 from perfmodel import Plan, SubgroupLoad, Workload
+from perfmodel.windows import ordered
 
 
 class Rests:
@@ -54,10 +54,5 @@ class Rests:
         return {"host_free_bytes": free, "windows": count, "reverses": not attached}
 
     def ordered(self, plan: Plan, workload: Workload) -> Plan:
-        """The plan in the order of this step.
-
-        Every other one is reversed, where nothing else decides the order: it begins with what windows still have.
-        """
-        if plan.on_disk and workload.reverses and self.steps % 2:
-            return dataclasses.replace(plan, order=plan.order[::-1])
-        return plan
+        """The plan in the order of this step."""
+        return ordered(plan, workload, reverse=self.steps % 2 == 1)

@@ -287,3 +287,12 @@ def test_saved_tensors_leave_in_forward_and_come_back_in_backward() -> None:
         "17 save SAVE 12 after 16",
         "18 forward COMPUTE 12",
     ]
+
+
+def test_windows_take_turns_whenever_the_turn_of_what_they_held_comes() -> None:
+    """State that was in windows is written once it is updated, and no window waits while another is used again."""
+    plan = Plan((R,) * 6 + (C,) * 9, tuple(range(15)), 0, on_disk=frozenset(range(6, 15)))
+    finds = [*[found(DEVICE)] * 6, *[found(HOST)._replace(window=i) for i in range(3)], *[found(Tier.DISK)] * 6]
+    load = dataclasses.replace(work(15), windows=3, host_free_bytes=0)
+    issued = schedule_step(plan, load, finds, ())
+    assert [task.window for task in issued.tasks if task.op is Op.READ] == [0, 1, 2, 0, 1, 2]
