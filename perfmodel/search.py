@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
+from bisect import bisect
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
@@ -101,7 +102,7 @@ class Search:
             near_best = {best - stride, best + stride} if stride >= NEAREST * len(self._leaving) else set()
             places = [place for place in near_best if 0 <= place < len(self._leaving) and place not in costs]
         for finer_size in finer:
-            answers = sorted(answers, key=_cost_of)[:MOST_ANSWERS]
+            answers = self._worth_a_look(answers)
             limit = LEVELS[size] * answers[0][0]
             answers = [self._refined(answer, finer_size, limit) for answer in answers if answer[0] <= limit]
             size = finer_size
@@ -112,6 +113,13 @@ class Search:
         memory = {0: math.inf} if self._fits else _memory(self.inputs[0], activation_bytes)
         for slots, free in memory.items():
             yield _Memory(slots, activation_bytes, free)
+
+    def _worth_a_look(self, answers: Iterable[tuple[float, _Sample, int]]) -> list[tuple[float, _Sample, int]]:
+        """The best in ascending order, and those if none and if all leaves: samples are not that exact."""
+        answers, ends = sorted(answers, key=_cost_of), (self._leaving[0], self._leaving[-1])
+        at_ends = ([each for each in answers if each[1].memory.activation_bytes == end] for end in ends)
+        chosen = dict.fromkeys(answer for some in (answers, *at_ends) for answer in some[:MOST_ANSWERS])
+        return sorted(chosen, key=_cost_of)
 
     def _refined(self, answer: tuple[float, _Sample, int], size: int, limit: float) -> tuple[float, _Sample, int]:
         """The same for more subgroups. limit: what the ends may have cost to be looked at again."""
@@ -283,16 +291,20 @@ class _Sample:
 
 
 def _leaving(workload: Workload) -> list[int]:
-    """How many bytes of saved tensors can leave, in ascending order: no more than makes room for all state."""
+    """How many bytes of saved tensors may leave, in ascending order: no more than makes room for all state.
+
+    In between only those that make room for one more resident subgroup.
+    """
     sums = accumulate((saved.nbytes for saved in workload.activations), initial=0)
     fitting = [nbytes for nbytes in dict.fromkeys(sums) if nbytes <= workload.activation_host_bytes]
     allowed = [nbytes for nbytes in fitting if nbytes >= workload.activation_least_bytes] or fitting[-1:]
     if not (workload.forward_s and workload.backward_s):
         return allowed[:1]
-    free = workload.shared_free if workload.shares_peak else workload.peak_free  # what grows, and is the smaller then
-    wanted = workload.state_bytes if workload.shares_peak else min(workload.state_bytes, workload.shared_free_bytes)
-    most = next((nbytes for nbytes in allowed if free(nbytes) >= wanted), allowed[-1])
-    return [nbytes for nbytes in allowed if nbytes <= most]
+    taken = list(accumulate(sorted((load.state_bytes for load in workload.subgroups), reverse=True)))
+    amounts: dict[int, int] = {}  # by how many can be resident: the least
+    for nbytes in allowed:
+        amounts.setdefault(bisect(taken, min(workload.peak_free(nbytes), workload.shared_free(nbytes))), nbytes)
+    return sorted({*amounts.values()} if len(taken) in amounts else {*amounts.values(), allowed[-1]})
 
 
 def _memory(workload: Workload, activation_bytes: int) -> dict[int, float]:

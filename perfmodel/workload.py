@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
@@ -73,10 +74,10 @@ class SavedTensors(NamedTuple):
 
 def peak_room(activations: Sequence[SavedTensors], activation_bytes: int) -> int:
     """Bytes that leaving makes free at the peak. The device has 1 + AHEAD of `activations` even if all leave."""
-    sizes = [each.nbytes for each in activations]
-    kept = max((sum(sizes[i : i + 1 + AHEAD]) for i in range(len(sizes))), default=0)
-    gone = max(nbytes for nbytes in accumulate(sizes, initial=0) if nbytes <= activation_bytes)
-    return max(0, min(gone, sum(sizes) - kept))
+    sums = list(accumulate((each.nbytes for each in activations), initial=0))
+    kept = max((after - before for before, after in zip(sums, sums[1 + AHEAD :], strict=False)), default=sums[-1])
+    gone = sums[bisect(sums, activation_bytes) - 1]
+    return max(0, min(gone, sums[-1] - kept))
 
 
 @dataclass(frozen=True)
