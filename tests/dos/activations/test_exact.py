@@ -63,6 +63,22 @@ def test_training_is_the_same_to_the_bit(run: Any, activations: Any) -> None:
     assert (left > 0) == (activations != 0.0)
 
 
+@pytest.mark.parametrize("run", [reentrant, not_reentrant])
+def test_with_checkpointing_inputs_of_blocks_alone_leave_and_blocks_are_computed_again(run: Any) -> None:
+    model, computed = Net(), [0]
+    model.run = run
+    optimizer = optimizer_of(model, 1.0)
+    for block in model.blocks:
+        block.both.register_forward_hook(lambda *_: computed.__setitem__(0, computed[0] + 1))
+    x = torch.randn(8, 24, requires_grad=True)
+    loss = model(x).square().mean()
+    left = [asked.nbytes for asked in optimizer._device.asked if asked.op is Op.SAVE]
+    assert left == [x.nbytes, *(len(model.blocks) + 1) * [8 * 16 * 4]], "what the first, the blocks and the last take"
+    loss.backward()
+    assert computed[0] == 2 * len(model.blocks)
+    assert saved(optimizer) == sum(left), "nothing leaves that is computed again"
+
+
 def gradients(activations: Any, way: Callable[[Callable[[Tensor], Tensor], Tensor, Net], list[Tensor]]) -> list[bytes]:
     """What a way of using autograd gives."""
     model = Net()
