@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.optim import AdamW, Optimizer
 
-from dos import DOSAdam, EmulatedDevice
+from dos import EmulatedDevice
 from dos.devices import Script
 from experiments.bench.progress import Progress
 from experiments.gpt import GPT
@@ -45,6 +45,8 @@ class Machine:
 
     torch_device: where model and batches are. device: what `DOSAdam(device=...)` is given.
     has_neighbour: whether another process can be made to take memory.
+    samples: of device memory since `begin`, the fullest of each iteration at the time when that began; if it has
+        a neighbour.
     compute_s: seconds that forward and backward are made to last, if they do not by themselves.
     """
 
@@ -52,6 +54,7 @@ class Machine:
     torch_device: torch.device
     device: EmulatedDevice | None = None
     has_neighbour = False
+    samples: Sequence[MemorySample] = ()
     compute_s = 0.0
 
     def __init__(self) -> None:
@@ -78,13 +81,6 @@ class Machine:
     def peak_bytes(self, optimizer: Optimizer) -> int:
         """The most device memory held since `begin`."""
         return torch.cuda.max_memory_allocated(self.torch_device)
-
-    def memory(self, time_s: float, optimizer: DOSAdam) -> MemorySample:
-        """Who holds the device's memory now; may be called from any thread."""
-        held = int(optimizer.metrics().get("memory_held_bytes", 0))
-        own = torch.cuda.memory_reserved(self.torch_device) - held
-        free, total = torch.cuda.mem_get_info(self.torch_device)
-        return MemorySample(time_s, own, held, total - free - own - held)
 
     @property
     def capacity(self) -> int:
@@ -117,7 +113,7 @@ class EmulatedMachine(Machine):
         self._rank = dataclasses.replace(rank, memory_bytes=rank.recording.peak + room)
         self.name = f"emulated H100 node (rates 1/{rank.slowdown:.0f}, memory 1/{rank.shrinkage:.0f})"
         self.compute_s = HEADROOM * compute_s
-        self._progress = Progress(model, self._rank.forward_s, self._rank.backward_s)
+        self._progress = Progress(model, self._rank.forward_s, self._rank.backward_s, moved=self._look)
         self._visit = [(0.0, 0), (steps / 3, int(NEIGHBOUR * room)), (2 * steps / 3, 0)]
         self.begin()
 
@@ -125,6 +121,8 @@ class EmulatedMachine(Machine):
         self._progress.iteration = -1
         neighbour = Script(self._visit, lambda: self._progress.iteration) if beside_neighbour else 0
         self.device = self._rank.device(lambda: self._progress.position, neighbour)
+        self.samples: list[MemorySample] = []
+        self._began = time.perf_counter()
 
     def follow(self, optimizer: Optimizer) -> None:
         self._progress.follow(optimizer)
@@ -146,9 +144,13 @@ class EmulatedMachine(Machine):
             )
         return self.device.own_peak_bytes
 
-    def memory(self, time_s: float, optimizer: DOSAdam) -> MemorySample:
-        used = self.device.usage()
-        return MemorySample(time_s, used.occupied, used.held, used.neighbour)
+    def _look(self) -> None:
+        """Memory rises and falls in every iteration; what decides where state can be is the fullest moment."""
+        sample = MemorySample(time.perf_counter() - self._began, *self.device.usage())
+        if self._progress.position == 0.0:
+            self.samples.append(sample)
+        elif sum(sample[1:]) > sum(self.samples[-1][1:]):
+            self.samples[-1] = sample._replace(time_s=self.samples[-1].time_s)
 
     @property
     def capacity(self) -> int:

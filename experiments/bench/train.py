@@ -29,7 +29,6 @@ from torch.optim.lr_scheduler import LambdaLR
 from dos import DOSAdam
 from dos.deciding.policies import resolve_policy
 from experiments.bench.machines import Machine, choose_machine
-from experiments.bench.memory_log import MemoryLog
 from experiments.bench.train_report import DEFAULT, REFERENCE, Iteration, Result, report, report_neighbour
 from experiments.command import Parser, positive
 from experiments.corpus import Corpus, standard_library
@@ -82,15 +81,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             optimizer = DOSAdam(model.parameters(), **settings)
         machine.follow(optimizer)
         task = progress.add_task(name, total=len(batches), loss=math.nan)
-        iterations, memory = [], MemoryLog()
-        with memory.sampling(machine, optimizer):
-            for iteration in train(model, optimizer, batches, machine):
-                memory.step_done(optimizer)
-                iterations.append(iteration)
-                progress.update(task, advance=1, loss=iteration.loss)
+        iterations = []
+        for iteration in train(model, optimizer, batches, machine):
+            iterations.append(iteration)
+            progress.update(task, advance=1, loss=iteration.loss)
         explanation = optimizer.explain() if isinstance(optimizer, DOSAdam) else ""
         peak = machine.peak_bytes(optimizer)
-        return Result(iterations, accelerator_share(optimizer), peak, memory, explanation)
+        return Result(iterations, accelerator_share(optimizer), peak, machine.samples, explanation)
 
     with _progress(console) as progress:
         results = {name: run(name, progress) for name in (REFERENCE, *policies)}
@@ -134,9 +131,9 @@ def train(model: GPT, optimizer: Optimizer, batches: Sequence[Batch], machine: M
         scheduler.step()
         optimizer.zero_grad()
         forward_s, backward_s, update_s = (end - start for start, end in itertools.pairwise(times))
-        update = optimizer.timeline() if isinstance(optimizer, DOSAdam) else None
+        update, plan = (optimizer.timeline(), optimizer.plan()) if isinstance(optimizer, DOSAdam) else (None, None)
         update = update or Timeline((Span(Lane.GPU, Op.UPDATE, None, 0.0, update_s),))
-        yield Iteration(loss.item(), forward_s, backward_s, update_s, update)
+        yield Iteration(loss.item(), forward_s, backward_s, update_s, update, plan)
 
 
 def accelerator_share(optimizer: Optimizer) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,9 @@ from typing import Any
 from rich.console import Console
 
 from experiments.bench.machines import Machine
-from experiments.bench.memory_log import MemoryLog
 from experiments.command import table
-from experiments.plots import save_losses, save_memory, save_timelines
-from perfmodel import Lane, Op, Span, Timeline
+from experiments.plots import MemorySample, save_losses, save_memory, save_timelines
+from perfmodel import Lane, Op, Plan, Span, Timeline
 
 REFERENCE = "AdamW"
 DEFAULT = "adaptive"
@@ -30,13 +29,17 @@ HEADERS = ("policy", "loss", "compute", "update", "iteration", "on device", "mem
 
 @dataclass(frozen=True)
 class Iteration:
-    """One training step. Times in seconds; update: what the optimizer's lanes did, since step() was called."""
+    """One training step. Times in seconds; update: what the optimizer's lanes did, since step() was called.
+
+    plan: where DOSAdam's update was made.
+    """
 
     loss: float
     forward_s: float
     backward_s: float
     update_s: float
     update: Timeline
+    plan: Plan | None
 
     @property
     def seconds(self) -> float:
@@ -56,13 +59,13 @@ class Result:
     """One run.
 
     accelerator_share: of the parameters, updated on the accelerator in the last step.
-    memory: who held the device's memory over the run; empty for `REFERENCE`. explanation: what the optimizer says.
+    memory: who held the device's memory over the run; see `Machine.samples`. explanation: what the optimizer says.
     """
 
     iterations: list[Iteration]
     accelerator_share: float
     peak_device_bytes: int
-    memory: MemoryLog
+    memory: Sequence[MemorySample]
     explanation: str
 
     @property
@@ -139,8 +142,12 @@ def report_neighbour(beside: Result, alone: Result, machine: Machine, out: Path,
         for start, end in itertools.pairwise(thirds)
     )
     title = f"Device memory while {beside.steps} steps run, policy {DEFAULT!r}, {machine.name}"
-    save_memory(beside.memory.samples, machine.capacity, beside.memory.changes, out / "memory.png", title=title)
-    fullest = max((s.own + s.state + s.neighbour for s in beside.memory.samples), default=0)
+    end = beside.memory[-1].time_s + beside.iterations[-1].seconds
+    samples = [*beside.memory, beside.memory[-1]._replace(time_s=end)]
+    plans = itertools.pairwise(iteration.plan for iteration in beside.iterations)
+    changes = [then.time_s for then, (one, next_one) in zip(samples[2:], plans, strict=True) if one != next_one]
+    save_memory(samples, machine.capacity, changes, out / "memory.png", title=title)
+    fullest = max(sum(sample[1:]) for sample in samples)
     console.print(
         f"{DEFAULT} while another process takes memory in the middle third: an iteration takes {before * 1e3:.0f} ms, "
         f"{during * 1e3:.0f} ms beside it, and {after * 1e3:.0f} ms when it has left. At most {fullest / 2**20:.0f} of "

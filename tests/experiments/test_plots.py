@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
-from torch import nn
 
-from dos import DOSAdam
-from experiments.bench.memory_log import MemoryLog
 from experiments.plots import (
     CURVE_COLOURS,
     LANE_LABELS,
@@ -109,17 +104,3 @@ def test_memory_beside_lanes(tmp_path: Path, drawn: Drawn) -> None:
     own, state, _ = MEMORY_COLOURS.values()
     shown = {own, state, OPS[Op.BACKWARD][1], OPS[Op.PREFETCH][1]}
     assert {colour for colour, area in drawn.areas.items() if area} == shown
-
-
-def test_a_log_of_memory_has_the_fullest_moment_of_each_iteration() -> None:
-    """So that a picture of many iterations is not made of spikes."""
-    used = itertools.chain([10, 30, 20], itertools.repeat(20))
-    machine = SimpleNamespace(memory=lambda time_s, _: MemorySample(time_s, next(used), 5, 0))
-    model = nn.Linear(2, 2)
-    optimizer, log = DOSAdam(model.parameters()), MemoryLog()
-    with log.sampling(machine, optimizer):  # type: ignore[arg-type]
-        for _ in range(2):
-            time.sleep(0.1)
-            log.step_done(optimizer)
-    assert [sample.own for sample in log.samples] == [30, 20, 20]
-    assert [sample.time_s for sample in log.samples] == sorted(sample.time_s for sample in log.samples)

@@ -163,21 +163,23 @@ def test_emulated_machine_has_the_published_proportions() -> None:
 
 def test_a_neighbour_comes_and_leaves_on_the_emulated_machine() -> None:
     model = GPT(GPTConfig(layers=1, width=32, heads=2, context=4))
-    machine = EmulatedMachine(model, subgroup_size=1000, compute_s=1e-6, steps=9)
+    machine = EmulatedMachine(model, subgroup_size=1000, compute_s=1e-2, steps=9)
     x = torch.zeros(1, 4, dtype=torch.long)
     machine.begin(beside_neighbour=True)
     optimizer = DOSAdam(model.parameters(), device=machine.device, subgroup_size=1000)
     machine.follow(optimizer)
-    taken = []
     for _ in range(9):
         model(x, x).backward()
         optimizer.step()
-        sample = machine.memory(0.0, optimizer)
-        assert sample.own + sample.state + sample.neighbour <= machine.capacity
-        taken.append(sample.neighbour > 0)
-    assert taken == [False] * 3 + [True] * 3 + [False] * 3
+    samples = machine.samples
+    assert [sample.neighbour > 0 for sample in samples] == [False] * 3 + [True] * 3 + [False] * 3
+    assert [sample.time_s for sample in samples] == sorted(sample.time_s for sample in samples)
+    peak = machine.capacity - int(ROOM * 2 * sum(p.nbytes for p in model.parameters()))
+    assert {sample.own for sample in samples} == {peak}, "of each iteration the fullest moment"
+    assert max(sum(sample[1:]) for sample in samples) <= machine.capacity
     machine.begin()
-    assert machine.memory(0.0, optimizer).neighbour == 0, "each run begins anew"
+    model(x, x)
+    assert [sample.neighbour for sample in machine.samples] == [0], "each run begins anew"
 
 
 def test_batches_are_text_with_its_next_bytes_and_repeat() -> None:
