@@ -27,7 +27,7 @@ from experiments.check.models import MEDIUM, Batch, fitted
 from experiments.check.report import alarms, gist, show
 from perfmodel import Lane, Op, Span, Timeline
 from tests.support.clock import eventually
-from tests.support.neighbour import CHUNK, Holder, Neighbour
+from tests.support.neighbour import CHUNK, Neighbour
 from tests.support.sample_checks import goes_on, hangs, is_killed, leaves_a_child, passes, raises, skips
 from tests.support.training import FAST
 
@@ -384,33 +384,6 @@ def test_tests_that_hang_are_ended_and_the_others_count(tmp_path: Path) -> None:
     assert found["figures"]["ended"] is False
     (target,) = found["targets"]
     assert (target["value"], target["limit"], target["met"]) == (1, "at least 2", False)
-
-
-def test_a_neighbour_takes_a_whole_gpu_in_a_few_pieces() -> None:
-    """2,100 allocations of 64 MiB took longer than the iterations that were to notice them."""
-    room = said = 2100 * CHUNK
-    calls = 0
-
-    def take(nbytes: int) -> torch.Tensor:
-        nonlocal calls
-        calls += 1
-        if holder.nbytes + nbytes > room:
-            raise torch.OutOfMemoryError
-        return torch.empty(nbytes, dtype=torch.uint8, device="meta")
-
-    holder = Holder(take, lambda: said - holder.nbytes)
-    holder.wanted = 2 * room
-    holder.adjust()
-    assert (holder.nbytes, calls) == (room, 1)
-    # Somebody else has taken more than is said to be free.
-    room, calls = 700 * CHUNK, 0
-    holder.wanted = 0
-    holder.adjust()
-    assert holder.nbytes == 0
-    holder.wanted = 2100 * CHUNK
-    holder.adjust()
-    assert room - holder.nbytes < 2 * CHUNK
-    assert calls < 30
 
 
 def test_an_interruption_keeps_what_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

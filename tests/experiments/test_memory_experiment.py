@@ -19,7 +19,7 @@ from experiments.gpt import GPT, GPTConfig
 from experiments.paper import memory_h100
 from experiments.paper.occupancies import Recording, neighbours
 from experiments.paper.ranks import TRACES, PublishedRank
-from perfmodel import Op, Placement
+from perfmodel import Placement
 from perfmodel.policies import stride
 
 GIB = 2**30
@@ -58,17 +58,6 @@ def test_beside_a_neighbour(tiny: None, name: str) -> None:
     assert not adaptive.exceeded
     assert adaptive.equals(on_cpu)
     assert len({plan.placements for plan in adaptive.plans}) > 1, "the plan follows the memory"
-
-
-def test_with_ample_memory_nothing_travels_and_with_none_all_is_as_on_the_cpu(tiny: None) -> None:
-    setting = Setting.of(PublishedRank.read())
-    (ample,) = train(setting.with_free(2 * setting.rank.loads.state_bytes), ["adaptive"], batches(4))
-    assert ample.transfers() == {}
-    none, on_cpu = train(setting.with_free(0), ["adaptive", "cpu"], batches(4))
-    assert none.transfers() == on_cpu.transfers()
-    assert set(none.transfers()) == {Op.GRADIENT, Op.PARAMETER}
-    assert none.equals(on_cpu)
-    assert none.peak_bytes == none.capacity
 
 
 def test_runs_notice_what_must_not_be(tiny: None) -> None:

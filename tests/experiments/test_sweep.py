@@ -5,8 +5,6 @@ from __future__ import annotations
 import csv
 import dataclasses
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -85,10 +83,10 @@ def test_columns_that_go_together(tmp_path: Path) -> None:
 
 def test_equal_runs_have_equal_keys() -> None:
     one = configuration(model="7.0B", policy="dos", ratio=1, subgroup_size=1e8, memory=4)
-    other = configuration(model="7B", policy="dos", ratio=1.0, subgroup_size=100_000_000, attach=True)
+    other = configuration(model="7B", policy="dos", ratio=1.0, subgroup_size=100_000_000)
     assert one == other
     assert configuration(memory=4) == configuration(memory=4.0, ratio=0.3, stride=7)
-    others = [configuration(), configuration(memory=4), configuration(attach=True), configuration(ratio=0.5)]
+    others = [configuration(), configuration(memory=4), configuration(ratio=0.5)]
     assert len(set(others)) == len(others)
 
 
@@ -217,13 +215,6 @@ def test_what_does_not_fit_has_a_note_and_no_time(predictor: Predictor) -> None:
     assert re.fullmatch(r"needs \d+\.\d GiB, 8\.5 GiB are free", slot.note)
 
 
-def test_the_next_forward_hides_updates_of_an_attached_model(predictor: Predictor) -> None:
-    alone, attached = (predictor.outcome(configuration(model="30B", memory="trace", attach=a)) for a in (False, True))
-    assert alone.update_s is not None
-    assert attached.update_s is not None
-    assert attached.update_s < alone.update_s
-
-
 def test_machines_without_published_runs_have_updates_alone(predictor: Predictor) -> None:
     outcome = predictor.outcome(configuration(machine="gh200", model="13B", memory=4, ranks=1))
     assert outcome.update_s is not None
@@ -346,7 +337,6 @@ RUN = '[run]\nmachine = "h100"\nmodel = "7B"\npolicy = "adaptive"\n'
         (RUN + "memory = -1\n", "memory must be 'ratio', 'trace' or 0 GiB or more, found -1"),
         (RUN + 'memory = "all"\n', "found 'all'"),
         (RUN + "contention = 1\n", "contention is the share that others take and must lie in [0, 1), found 1"),
-        (RUN + 'attach = "yes"\n', "attach must be true or false, found 'yes'"),
         (RUN + 'device = "tpu"\n', "device must be one of simulated, emulated, found 'tpu'"),
         (RUN.replace("h100", "gh200") + 'memory = "trace"\n', "memory 'trace' needs a published machine"),
         (RUN.replace("h100", "gh200").replace("adaptive", "dos"), "policy 'dos' needs a published machine"),
@@ -404,10 +394,3 @@ def test_a_broken_profile_is_named(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "mine.json: " in capsys.readouterr().err
     HardwareProfile.builtin("gh200").save(profile)
     assert sweep.main([str(path), "--out", str(tmp_path / "out")]) == 0
-
-
-def test_from_the_shell() -> None:
-    command = [sys.executable, "-m", "experiments.sweep", "nowhere.toml"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.count("\n") == 1

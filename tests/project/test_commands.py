@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import pages
+from tests.support import pages, processes
 
 ROOT = pages.ROOT
 ABSENT = (
@@ -54,16 +54,16 @@ REFUSED = {"experiments.decisions": "", "experiments.sweep --report": "results.m
 
 @pytest.fixture
 def installation(tmp_path: Path) -> dict[str, str]:
-    """The environment variables of a Python that has nothing of ABSENT, in this process's children and in theirs."""
+    """More environment variables, of a Python that has nothing of ABSENT, in this process's children and in theirs."""
     code = f"import sys\nsys.modules.update(dict.fromkeys({ABSENT}))\n"
     (tmp_path / "sitecustomize.py").write_text(code)
     paths = (str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", ""))
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_WAIT_POLICY": "passive"}
+    return {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_WAIT_POLICY": "passive"}
 
 
 def run(command: str, arguments: str, folder: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
     words = [sys.executable, "-m", *command.split(), *arguments.split()]
-    return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    return processes.run(*words, cwd=folder, timeout=600, good=False, **environment)
 
 
 def starts(command: str, arguments: str, folder: Path, environment: dict[str, str]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import runpy
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -17,6 +16,7 @@ from torch.optim import AdamW
 
 from dos import DOSAdam, EmulatedDevice
 from tests.support import ROOT
+from tests.support.processes import python
 from tests.support.training import FAST
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install '.[examples]'")
@@ -187,10 +187,8 @@ def host_peak(how: str, layers: int, *arguments: str) -> tuple[int, int]:
 
     how: "mmap" as the example reads checkpoints, "whole" as Trainer does.
     """
-    command = [sys.executable, "-c", PEAK, str(ROOT / "examples"), how, str(layers), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
-    assert done.returncode == 0, done.stderr
-    _, numel, peak = done.stdout.splitlines()[-1].split()
+    said = python("-c", PEAK, ROOT / "examples", how, str(layers), *arguments)
+    _, numel, peak = said.splitlines()[-1].split()
     return int(numel), int(peak)
 
 

@@ -34,7 +34,6 @@ class Series:
 
     policy: str
     memory: str | float | None
-    attach: bool
     outcomes: tuple[Outcome | None, ...]
 
     @property
@@ -42,8 +41,7 @@ class Series:
         memory = {"ratio": "the paper's memory", "trace": "free memory"}.get(
             str(self.memory), f"{tick(self.memory)} GiB"
         )
-        name = f"adaptive, {memory}" if self.policy == "adaptive" else _NAMES[self.policy]
-        return f"{name}, attached" if self.attach else name
+        return f"adaptive, {memory}" if self.policy == "adaptive" else _NAMES[self.policy]
 
     def values(self, kind: str, metric: str) -> list[float | None]:
         """Seconds along the axis. kind: of KINDS. metric: of METRICS."""
@@ -92,14 +90,11 @@ def compare(sweep: Sweep, results: Results) -> list[Comparison]:
     found = []
     for facet in _facets(sweep, results):
         members = {c: o for c, o in results.items() if _agrees(c, facet)}
-        keys = dict.fromkeys((c.policy, c.memory, bool(c.attach)) for c in members)
         series = []
-        for policy, memory, attach in keys:
-            same = {
-                c: o for c, o in members.items() if (c.policy, c.memory, bool(c.attach)) == (policy, memory, attach)
-            }
+        for policy, memory in dict.fromkeys((c.policy, c.memory) for c in members):
+            same = {c: o for c, o in members.items() if (c.policy, c.memory) == (policy, memory)}
             outcomes = [next((o for c, o in same.items() if _agrees(c, {sweep.axis: tick})), None) for tick in ticks]
-            series.append(Series(policy, memory, attach, tuple(outcomes)))
+            series.append(Series(policy, memory, tuple(outcomes)))
         label = ", ".join(f"{key.replace('_', ' ')} {tick(value)}" for key, value in facet.items())
         found.append(Comparison(sweep.axis, tuple(map(tick, ticks)), label, tuple(series)))
     return found

@@ -33,7 +33,7 @@ def lane_table(results: Results) -> Table:
     }
     lines = [["", *columns]]
     for config, outcome in results.items():
-        name = Series(config.policy, config.memory, bool(config.attach), ()).name
+        name = Series(config.policy, config.memory, ()).name
         loop = {"zero3_offload": ", DeepSpeed", "dos": ", DeepSpeed"}.get(config.policy, "")
         lines.append([name + loop, *(_text(getattr(outcome, field)) for field in columns.values())])
     return lines

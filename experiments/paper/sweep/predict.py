@@ -35,7 +35,7 @@ class Outcome:
     """What a configuration takes. Seconds per iteration and rank; None where it is not known or does not apply.
 
     subgroups, params_rank: of one rank. published_runs: published runs of this very configuration; their medians.
-    update_s: from the end of backward to the last transfer, or what the update adds to the forward it runs beside.
+    update_s: from the end of backward to the last transfer.
     resident, streamed, on_cpu: subgroups by placement. *_busy_s: of the lanes, copies that slow each other included.
     host_dram_s: bytes moved through host DRAM over the rank's part of its bandwidth.
     bound_s: no plan with this memory could be faster. measured_update_s: on the device, scaled down.
@@ -142,7 +142,6 @@ class Predictor:
         model = self._models.get(config.machine)
         work = Workload.of_sizes(
             [int(run.subgroup_params)] * run.subgroups,
-            forward_s=run.forward_s / run.micro_batches if config.attach else 0.0,
             backward_s=self._backward_s(config, left) / run.micro_batches if model else 0.0,
             peak_free_bytes=peak,
             shared_free_bytes=shared,

@@ -234,7 +234,7 @@ def _by_machine(results: Results) -> list[dict[Configuration, Outcome]]:
 
 
 def _name(config: Configuration) -> str:
-    return Series(config.policy, config.memory, bool(config.attach), ()).name
+    return Series(config.policy, config.memory, ()).name
 
 
 def _where(group: Results) -> str:

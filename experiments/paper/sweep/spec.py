@@ -34,7 +34,6 @@ class Configuration:
     subgroup_size: parameters. stride: every stride-th subgroup on the GPU. ratio: share of the state on the host.
     memory: of the GPU, free for optimizer state: `ratio` for the share 1 - ratio and one staging slot (what the
         published schedule takes), `trace` for what the published memory traces leave, or GiB.
-    attach: whether updates run on beside the next forward.
     contention: share of the links and of the host's memory bandwidth that others take.
     device: where it runs. parameters: of the small model that stands for a rank's part on a device.
     """
@@ -50,7 +49,6 @@ class Configuration:
     stride: int | None
     ratio: float | None
     memory: str | float | None
-    attach: bool | None
     contention: float
     device: str
     parameters: int | None
@@ -95,7 +93,6 @@ DEFAULTS: dict[str, Any] = {
     "stride": 2,
     "ratio": 1.0,
     "memory": "ratio",
-    "attach": False,
     "contention": 0.0,
     "device": "simulated",
     "parameters": 2_000_000,
@@ -104,16 +101,14 @@ DEFAULTS: dict[str, Any] = {
 
 def _counts(key: str, given: Mapping[str, Any]) -> bool:
     """Whether a run of this policy depends on the key."""
-    policy, simulated = given["policy"], given["device"] == "simulated"
+    policy = given["policy"]
     if key == "stride":
         return policy in ("dos", "stride")
     if key == "ratio":
         return policy in (*PUBLISHED_LOOPS, "ratio", "stride") or (policy == "adaptive" and given["memory"] == "ratio")
     if key == "memory":
         return policy == "adaptive"
-    if key == "attach":
-        return policy in OUR_POLICIES and simulated
-    return key != "parameters" or not simulated
+    return key != "parameters" or given["device"] != "simulated"
 
 
 def _check_together(given: Mapping[str, Any]) -> None:
@@ -169,7 +164,6 @@ KEYS = {
         lambda n: n in ("ratio", "trace") or _is_number(n, 0, math.inf),
         lambda n: n if isinstance(n, str) else float(n),
     ),
-    "attach": Key("must be true or false", lambda value: isinstance(value, bool)),
     "contention": Key("is the share that others take and must lie in [0, 1)", lambda n: _is_number(n, 0, 1), float),
     "device": Key.one_of(*DEVICES),
     "parameters": _WHOLE,
@@ -206,7 +200,7 @@ class Sweep:
     configurations: tuple[Configuration, ...]
 
 
-COMPARED = ("policy", "memory", "attach")
+COMPARED = ("policy", "memory")
 """Keys that tell what is compared; the others say on what."""
 
 
