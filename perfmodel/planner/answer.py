@@ -3,32 +3,40 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import Any
 
+from perfmodel.bounds import lower_bound
 from perfmodel.format import INT8
 from perfmodel.plan import Placement
-from perfmodel.planner.advise import Advice
-from perfmodel.planner.disk import DAY_S
-from perfmodel.planner.fabric import EFFICIENCY
-from perfmodel.planner.outcome import Outcome
-from perfmodel.planner.question import MARGIN
+from perfmodel.planner.disk import DAY_S, Traffic
+from perfmodel.planner.job import EFFICIENCY
+from perfmodel.planner.outcome import Outcome, outcomes
+from perfmodel.planner.question import MARGIN, Question
 from perfmodel.planner.situation import Situation
 from perfmodel.planner.units import format_bytes, format_count, format_rate
+from perfmodel.planner.whatif import largest, levers, most, remedies
 
 
-def to_json(advice: Advice, notes: list[str]) -> dict[str, Any]:
-    """The answer; sizes in bytes, times in seconds, None where something does not fit.
+def answer(question: Question, notes: list[str]) -> dict[str, Any]:
+    """Everything the planner has to say; every time in it is simulated, every size counted.
 
+    Sizes are in bytes, times in seconds, None where something does not fit.
     notes: what is assumed of the machine, a line each; the other assumptions follow them.
     """
-    situation, question, bound = advice.situation, advice.situation.question, advice.bound
+    situation = Situation(question)
+    work, policies = situation.update_workload, outcomes(situation)
+    *others, best = policies
+    other = min((each for each in others if each.fits), key=lambda each: each.seconds, default=None)
+    resident = best.plan.served(Placement.GPU_RESIDENT) if best.plan else ()
+    leaving = best.plan.activation_bytes if best.plan else situation.least_leaving
+    on_host = situation.host_per_rank + leaving - situation.least_leaving
+    # With parameters on the host the update is where it has to be.
+    bound = lower_bound(work, situation.profile) if others and situation.fits else None
     settings = {
         f.name: getattr(question, f.name) for f in dataclasses.fields(question) if f.name not in ("model", "profile")
     }
-    other, best = advice.alternative, advice.best
-    leaving = best.plan.activation_bytes if best.plan else situation.least_leaving
-    on_host = situation.host_per_rank + leaving - situation.least_leaving
     return {
         "fits": situation.fits,
         "model": dataclasses.asdict(question.model),
@@ -41,8 +49,8 @@ def to_json(advice: Advice, notes: list[str]) -> dict[str, Any]:
             "fits": situation.fits_device,
             "state": situation.state_bytes,
             "room_for_state": situation.room,
-            "resident_state": advice.resident_bytes,
-            "all_resident_total": advice.all_resident_bytes,
+            "resident_state": sum(work.subgroups[i].state_bytes for i in resident),
+            "all_resident_total": math.ceil((situation.peak + work.state_bytes) / (1 - MARGIN)) if others else None,
         },
         "host": {
             **dataclasses.asdict(situation.host),
@@ -50,23 +58,23 @@ def to_json(advice: Advice, notes: list[str]) -> dict[str, Any]:
             "window_bytes": situation.spill.window_bytes,
             "activations": leaving,
             "per_rank": on_host,
-            "per_node": on_host * question.layout.per_node,
+            "per_node": on_host * question.per_node,
             "all_ranks": on_host * question.ranks,
             "available": question.host_bytes,
             "reserved": question.reserved_on_host,
             "fits": situation.fits_host,
         },
-        "disk": None if question.disk_bytes is None else _disk(advice),
+        "disk": None if question.disk_bytes is None else _disk(situation, best),
         "compute_s": situation.compute_s,
-        "job": _job(advice),
-        "policies": [_outcome(outcome) for outcome in advice.outcomes],
+        "job": _job(situation, best),
+        "policies": [_outcome(each) for each in policies],
         # The best of the other policies, and how many times as fast as it adaptive is, if that fits.
         "alternative": other
         and {"policy": other.policy, "speedup": other.seconds / best.seconds if best.fits else None},
         "bound": bound and {"update_s": bound.seconds, "binding": bound.binding, "shares": _by_label(bound.shares)},
         "levers": [
             {"change": lever.change, "largest_batch": lever.largest_batch, **_outcome(lever.outcome)}
-            for lever in advice.levers
+            for lever in levers(question, best)
         ],
         "remedies": [
             {
@@ -76,31 +84,30 @@ def to_json(advice: Advice, notes: list[str]) -> dict[str, Any]:
                 "iteration_s": remedy.outcome.iteration_s,
                 "device_peak": remedy.situation.peak,
                 "host_per_node": remedy.situation.host_needed,
-                "disk_per_node": remedy.situation.disk_per_rank * remedy.situation.question.layout.per_node,
-                "host_all_ranks": remedy.situation.host_per_rank * remedy.situation.question.ranks,
+                "disk_per_node": remedy.situation.disk_needed,
+                "host_all_ranks": remedy.situation.host_per_rank * question.ranks,
             }
-            for remedy in advice.remedies
+            for remedy in remedies(situation)
         ],
-        "largest_parameters": advice.largest,
-        "largest_batch": advice.largest_batch,
-        "largest_sequence": advice.largest_sequence,
+        "largest_parameters": largest(question),
+        "largest_batch": most(question, "batch"),
+        "largest_sequence": most(question, "sequence", question.model.longest),
         "assumptions": [*notes, *_assumptions(situation)],
     }
 
 
-def _disk(advice: Advice) -> dict[str, Any]:
+def _disk(situation: Situation, best: Outcome) -> dict[str, Any]:
     """State on disk. Bytes of a step and of a day of training are those of a node."""
-    situation, question, best = advice.situation, advice.situation.question, advice.best
-    written, per_day, endured = advice.written_bytes, None, None
-    if best.iteration_s is not None:
-        per_day = written * DAY_S / best.iteration_s
-    if per_day is not None and question.disk_endurance is not None:
-        endured = per_day / question.disk_endurance
+    question, work, plan = situation.question, situation.update_workload, best.plan
+    moved = Traffic.of(plan, work, situation.profile).moved_bytes if plan else 0.0
+    written = moved * question.per_node
+    per_day = written * DAY_S / best.iteration_s if best.iteration_s else None
+    endured = per_day / question.disk_endurance if per_day is not None and question.disk_endurance else None
     return {
-        "state": advice.on_disk_bytes,
+        "state": sum(work.subgroups[i].state_bytes for i in plan.on_disk) if plan else 0,
         "windows": situation.spill.windows,
         "per_rank": situation.disk_per_rank,
-        "per_node": situation.disk_per_rank * question.layout.per_node,
+        "per_node": situation.disk_needed,
         "available": question.disk_bytes,
         "fits": situation.fits_disk,
         "written_per_step": written,
@@ -111,50 +118,51 @@ def _disk(advice: Advice) -> dict[str, Any]:
     }
 
 
-def _job(advice: Advice) -> dict[str, Any]:
+def _job(situation: Situation, best: Outcome) -> dict[str, Any]:
     """All ranks together. Bandwidths in bytes/s, one way, as collectives reach them."""
-    situation, layout = advice.situation, advice.situation.question.layout
-    job, tokens = situation.job, advice.tokens_per_s
-    known = job.compute_s is not None
+    question, job = situation.question, situation.job
+    busy_s = job.busy_s(best.plan, situation.update_workload) if best.plan else {}
+    tokens = question.tokens * question.micro_batches * question.ranks / best.iteration_s if best.iteration_s else None
+    fits = {
+        "memory on the device": situation.fits_device,
+        "host memory": situation.fits_host,
+        "room on disk": situation.fits_disk,
+    }
+    lacking = [memory for memory, enough in fits.items() if not enough]
     return {
-        "ranks": layout.ranks,
-        "nodes": layout.nodes,
-        "ranks_per_node": layout.per_node,
-        "replicas": layout.replicas,
+        "ranks": question.ranks,
+        "nodes": question.nodes,
+        "ranks_per_node": question.per_node,
+        "replicas": question.replicas,
         "tokens_per_s": tokens,
-        "tokens_per_s_per_gpu": None if tokens is None else tokens / layout.ranks,
-        "limit": advice.limit or None,
-        "busy_s": advice.busy_s,
-        "forward_s": job.forward_s() if known else None,
-        "backward_s": job.backward_s if known else None,
+        "tokens_per_s_per_gpu": tokens and tokens / question.ranks,
+        # What the job does not fit into, else the resource that works longest.
+        "limit": lacking[0] if lacking else max(busy_s, key=busy_s.__getitem__),
+        "busy_s": busy_s,
+        "forward_s": job.forward_s(),
+        "backward_s": job.backward_s,
         "exposed_communication_s": situation.exposed_communication_s,
         "collectives": [
             {
-                "what": each.kind.value,
-                "part": each.part.value,
+                "what": each.what,
+                "part": each.part,
                 "over": each.over,
                 "ranks": each.group.size,
                 "bytes": each.moved,
-                "seconds": each.seconds(job.routes),
+                "seconds": each.seconds,
             }
             for each in job.collectives
         ],
         "copied_bytes": job.copied,
-        "interconnect": job.routes.interconnect,
-        "network": job.routes.network,
+        "interconnect": job.interconnect,
+        "network": job.network,
     }
 
 
 def _outcome(outcome: Outcome) -> dict[str, Any]:
-    return {
-        "policy": outcome.policy,
-        "fits": outcome.fits,
-        "update_s": outcome.update_s,
-        "iteration_s": outcome.iteration_s,
-        "exposed_s": outcome.exposed_s,
-        "shares": _by_label(outcome.shares),
-        "slots": outcome.plan and outcome.plan.slots,
-    }
+    plan = outcome.plan
+    rest = {"fits": outcome.fits, "shares": _by_label(outcome.shares), "slots": plan and plan.slots}
+    return {key: value for key, value in vars(outcome).items() if key != "plan"} | rest
 
 
 def _by_label(shares: dict[Placement, float]) -> dict[str, float]:
@@ -195,26 +203,25 @@ def _assumptions(situation: Situation) -> Iterator[str]:
 
 def _job_assumptions(situation: Situation) -> Iterator[str]:
     """What the figures of several ranks rest on, and of parameters on the host."""
-    question, routes = situation.question, situation.job.routes
-    layout, fabric = question.layout, question.fabric
-    if situation.job.collectives:
+    question, job, fabric = situation.question, situation.job, situation.question.fabric
+    if job.collectives:
         share = f"{EFFICIENCY:.0%} of "
-        if layout.per_node > 1:
-            of = fabric.within if routes.over_pcie else share + fabric.within
-            yield f"collectives reach {format_rate(routes.interconnect)} per GPU within a node: {of} (--interconnect)"
-        if routes.network is not None and layout.nodes > 1:
+        if question.per_node > 1:
+            of = fabric.within if job.over_pcie else share + fabric.within
+            yield f"collectives reach {format_rate(job.interconnect)} per GPU within a node: {of} (--interconnect)"
+        if job.network is not None and question.nodes > 1:
             of = share + fabric.between
-            yield f"collectives reach {format_rate(routes.network)} per node between nodes: {of} (--network)"
+            yield f"collectives reach {format_rate(job.network)} per node between nodes: {of} (--network)"
         yield "collectives run in rings, whose latency is not counted; what leaves a node passes the GPUs' PCIe, too"
     if question.sharded:
-        gpus = f"{layout.shards} GPUs" if layout.shards > 1 else "one GPU"
-        copies = f", {layout.replicas} replicas" if layout.replicas > 1 else ""
+        gpus = f"{question.shards} GPUs" if question.shards > 1 else "one GPU"
+        copies = f", {question.replicas} replicas" if question.replicas > 1 else ""
         yield (
             f"fully_shard on each block and the model, over {gpus}{copies}, weights gathered again in "
             "backward; gradients leave as each reduce-scatter ends"
         )
     if question.offload_parameters:
-        if layout.shards == 1:
+        if question.shards == 1:
             yield "FSDP2 on one GPU copies parameters up on the stream on which it computes, so none of that is hidden"
         yield "CPUOffloadPolicy(pin_memory=True); not counted: PyTorch rounds each pinned tensor up to a power of two"
 

@@ -12,8 +12,7 @@ UTILISATION = 0.4
 Herd of Models", table 4), Megatron 42% to 57% on A100s (Korthikanti et al. 2022, table 5)."""
 
 
-@dataclass(frozen=True)
-class Gpu:
+class Gpu(NamedTuple):
     """One GPU.
 
     nominal_gib: of memory, as its name says. memory_gib: as PyTorch reports it, which is less.
@@ -47,13 +46,31 @@ class Card(NamedTuple):
     pcie: int
 
 
-DATA = json.loads((resources.files("perfmodel") / "planner" / "machines.json").read_text())
-"""The file. Its fabrics are those of `fabric.py`."""
-_GPUS = {name: Gpu(name, **values) for name, values in DATA["gpus"].items()}
-GPUS = {name: _GPUS[values["gpu"]] for name, values in DATA["machines"].items()}
+@dataclass(frozen=True)
+class Fabric:
+    """Nominal bandwidth between GPUs, one way, in bytes/s.
+
+    interconnect: of one GPU to the others of its node; None: its PCIe link, at the profile's rates.
+    network: of one node to the other nodes, all its adapters together; None: not known.
+    within, between: what they are of, for people.
+    """
+
+    interconnect: float | None = None
+    network: float | None = None
+    within: str = "PCIe, as the profile has it"
+    between: str = ""
+
+
+_DATA = json.loads((resources.files("perfmodel") / "planner" / "machines.json").read_text())
+_GPUS = {name: Gpu(name, **values) for name, values in _DATA["gpus"].items()}
+GPUS = {name: _GPUS[values["gpu"]] for name, values in _DATA["machines"].items()}
 """By the name of the built-in hardware profile."""
-ALIASES: dict[str, str] = DATA["aliases"]
+ALIASES: dict[str, str] = _DATA["aliases"]
 """GPUs for which a built-in profile stands, with the host that it has."""
-CARDS = {name: Card(**{**values, "gpu": _GPUS[values["gpu"]]}) for name, values in DATA["cards"].items()}
-LINKS = {int(generation): tuple(rates) for generation, rates in DATA["links"].items()}
+CARDS = {name: Card(**{**values, "gpu": _GPUS[values["gpu"]]}) for name, values in _DATA["cards"].items()}
+LINKS = {int(generation): tuple(rates) for generation, rates in _DATA["links"].items()}
 """Bytes/s of pinned copies over 16 lanes by PCIe generation: one way, and each of both ways at once."""
+PCIE = Fabric()
+"""Of machines of which nothing is known but the profile."""
+FABRICS = {name: Fabric(**values["fabric"]) for name, values in _DATA["machines"].items() if "fabric" in values}
+"""By the name of the built-in profile; the networks of desktops are not known."""

@@ -6,18 +6,19 @@ import os
 import re
 from pathlib import Path
 
-_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
-
 
 def config_path(given: str) -> Path:
     """The file of a configuration: a path as it is, or a hub name such as `meta-llama/Llama-3.1-8B`.
 
-    Nothing is downloaded. Raises ValueError for a name whose configuration the cache does not have.
+    Nothing is downloaded: huggingface_hub keeps models in HF_HUB_CACHE, else `hub` in HF_HOME, else in the user's
+    cache. Raises ValueError for a name whose configuration is not there.
     """
-    path = Path(given)
-    if path.exists() or path.suffix == ".json" or not _NAME.fullmatch(given):
+    path, environment = Path(given), os.environ
+    if path.exists() or path.suffix == ".json" or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", given):
         return path
-    cache = _cache()
+    home = environment.get("HF_HOME") or Path(environment.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    hub = environment.get("HF_HUB_CACHE") or environment.get("HUGGINGFACE_HUB_CACHE") or Path(home, "hub")
+    cache = Path(hub).expanduser()
     model = cache / f"models--{given.replace('/', '--')}"
     reference = model / "refs" / "main"
     current = reference.read_text().strip() if reference.is_file() else "*"
@@ -29,12 +30,3 @@ def config_path(given: str) -> Path:
             f"https://huggingface.co/{given}/blob/main/config.json"
         )
     return max(found, key=lambda each: each.stat().st_mtime)
-
-
-def _cache() -> Path:
-    """Where huggingface_hub keeps models: HF_HUB_CACHE, else `hub` in HF_HOME, else in the user's cache."""
-    if hub := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
-        return Path(hub).expanduser()
-    if home := os.environ.get("HF_HOME"):
-        return Path(home).expanduser() / "hub"
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "huggingface" / "hub"

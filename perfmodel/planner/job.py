@@ -2,51 +2,131 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Iterator
+from typing import NamedTuple
 
 from perfmodel.demand import demand
 from perfmodel.hardware import HardwareProfile
 from perfmodel.lanes import LANE_OF_STREAM, Stream
 from perfmodel.plan import Placement, Plan
-from perfmodel.planner.collectives import Collective, Kind, Part, collectives
 from perfmodel.planner.disk import Traffic
-from perfmodel.planner.fabric import Routes
 from perfmodel.planner.overlap import Pass, backward_s, forward_s
-from perfmodel.planner.question import Question
+from perfmodel.planner.question import Group, Question
 from perfmodel.timeline import Lane
 from perfmodel.workload import Workload
+
+EFFICIENCY = 0.8
+"""Share of NVLink's or the network's nominal bandwidth that NCCL's large collectives reach: on an
+H100 all-gather reached 350 and reduce-scatter 360 of 450 GB/s (github.com/NVIDIA/nccl/issues/1281).
+Links through the host count at the profile's rates, which are what is reached already."""
+FORWARD, BACKWARD, AFTER_UPDATE = "forward", "backward", "after the update"
+"""When in an iteration a collective runs."""
+GATHER = "all-gather of weights", "gather", 1
+SCATTER = "reduce-scatter of gradients", "reduce", 1
+REDUCE = "all-reduce of gradients", "reduce", 2
+REPLICATE = "all-reduce between replicas", "replicate", 2
+"""What collectives do, on which lane of `overlap.Pass`, in how many rounds of the ring."""
+
+
+class Collective(NamedTuple):
+    """One kind of collective, summed over all layers of an iteration.
+
+    what, part: what it does, and when in an iteration. lane: of `overlap.Pass`. group: of ranks.
+    moved: bytes that each rank sends, and as many that it receives.
+    interconnect_s, network_s, pcie_s: seconds for which it keeps each GPU's link within the node busy, the node's
+        network adapters, and each GPU's PCIe link, in both directions.
+    """
+
+    what: str
+    part: str
+    lane: str
+    group: Group
+    moved: float
+    interconnect_s: float
+    network_s: float
+    pcie_s: float
+
+    @property
+    def seconds(self) -> float:
+        """Nothing else on its links: its ring is as fast as its slowest part. The latency of steps is not counted."""
+        return max(self.interconnect_s, self.network_s)
+
+    @property
+    def over(self) -> str:
+        """The links that it uses, for people."""
+        if self.group.nodes == 1:
+            return "within nodes"
+        return "between nodes" if self.group.per_node == 1 else "within and between nodes"
 
 
 class Job:
     """One iteration of one rank, all others doing the same.
 
-    routes: what collectives get of the links. collectives: of more than one rank.
+    interconnect: bytes/s, one way, that collectives get of one GPU's link within its node. over_pcie: whether that is
+        PCIe. network: of a node's adapters; None if not known.
+    collectives: of more than one rank.
     copied, returned: bytes of parameters on the host that a pass copies up, and of gradients that come down.
-    compute_s: seconds of forward's and backward's arithmetic; None if not known.
+    compute_s: seconds of forward's and backward's arithmetic.
     """
 
     def __init__(self, question: Question, profile: HardwareProfile) -> None:
         """profile: with the question's ranks on each host."""
-        layout, values = question.layout, question.value_bytes
-        whole, trained = float(question.model.numel * values), float(question.trained * values)
-        stage = 3 if question.sharded else min(question.stage, 2)
-        self.routes = Routes.of(question.fabric, profile, layout)
-        self.collectives: tuple[Collective, ...] = tuple(
-            each
-            for each in collectives(whole, trained, stage, layout.sharding, layout.replication)
-            if each.group.size > 1
+        self.question, self._profile, fabric = question, profile, question.fabric
+        self._pcie = min(profile.h2d_bandwidth_duplex, profile.d2h_bandwidth_duplex)
+        self.over_pcie = fabric.interconnect is None
+        self.interconnect = self._pcie if fabric.interconnect is None else EFFICIENCY * fabric.interconnect
+        self.network = None if fabric.network is None else EFFICIENCY * fabric.network
+        self.collectives = tuple(each for each in self._collectives() if each.group.size > 1)
+        self.copied = self.returned = 0
+        if question.offload_parameters:
+            self.copied = question.share(question.model.numel, 1) * question.value_bytes
+            self.returned = question.state_numel * question.value_bytes
+        forward, backward = question.model.flops(
+            question.tokens, checkpointing=question.checkpointing, trainable=question.trainable
         )
-        self.copied = question.share(question.model.numel, 1) * values if question.offload_parameters else 0
-        self.returned = question.state_numel * values if question.offload_parameters else 0
-        self.compute_s: tuple[float, float] | None = None
-        if question.flops_rate is not None:
-            forward, backward = question.model.flops(
-                question.tokens, checkpointing=question.checkpointing, trainable=question.trainable
-            )
-            self.compute_s = forward / question.flops_rate, backward / question.flops_rate
-        self._layers = question.model.layers
-        self._micro_batches = question.micro_batches
-        self._profile = profile
+        self.compute_s = forward / question.flops_rate, backward / question.flops_rate
+
+    def _collectives(self) -> Iterator[Collective]:
+        """Those of data-parallel training with ZeRO's stage; 3 is FSDP2, or HSDP with several replicas.
+
+        Volumes as in Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion
+        Parameter Models", section 7: twice the model without ZeRO and with stages 1 and 2, three times
+        with stage 3, which gathers weights in forward and again in backward (reshard_after_forward).
+        HSDP reduces each shard's gradients between replicas besides.
+        """
+        question, sharding = self.question, self.question.sharding
+        weights, gradients = (float(n * question.value_bytes) for n in (question.model.numel, question.trained))
+        if question.sharded:
+            yield self._collective(GATHER, FORWARD, weights, sharding)
+            yield self._collective(GATHER, BACKWARD, weights, sharding)
+            yield self._collective(SCATTER, BACKWARD, gradients, sharding)
+            yield self._collective(REPLICATE, BACKWARD, gradients / sharding.size, question.replication)
+        elif question.stage:
+            yield self._collective(SCATTER, BACKWARD, gradients, sharding)
+            yield self._collective(GATHER, AFTER_UPDATE, weights, sharding)
+        else:
+            yield self._collective(REDUCE, BACKWARD, gradients, sharding)
+
+    def _collective(self, kind: tuple[str, str, int], part: str, nbytes: float, group: Group) -> Collective:
+        """Of `nbytes` of whole tensors.
+
+        In a ring (nccl-tests, doc/PERFORMANCE.md, "Bus bandwidth") (n - 1) / n of the bytes pass every link in each
+        round. It crosses from node to node once, and NCCL makes as many rings as there are adapters, so that a group
+        has the bandwidth of all adapters that are not used by another: of groups that run at once in a node, each has
+        an equal part. Every byte also passes the PCIe link of one of the group's GPUs (GPUDirect RDMA).
+        """
+        what, lane, rounds = kind
+        moved = rounds * (group.size - 1) / group.size * nbytes
+        interconnect_s = moved / self.interconnect if group.per_node > 1 else 0.0
+        network_s = pcie_s = 0.0
+        if group.nodes > 1:
+            assert self.network is not None, "a question of several nodes has a network"
+            share = group.per_node / self.question.per_node
+            network_s = moved / min(self.network * share, self._pcie * group.per_node)
+            pcie_s = moved / group.per_node / self._pcie
+        if self.over_pcie:
+            pcie_s = moved / self._pcie
+        return Collective(what, part, lane, group, moved, interconnect_s, network_s, pcie_s)
 
     @property
     def has_communication(self) -> bool:
@@ -54,56 +134,44 @@ class Job:
         return bool(self.collectives) or self.copied > 0
 
     def forward_s(self, updated: float = 0.0) -> float:
-        """Seconds of forward; 0 if compute is not known. updated: as for `overlap.forward_s`."""
-        if self.compute_s is None:
-            return 0.0
+        """Seconds of forward. updated: as for `overlap.forward_s`."""
         if not self.has_communication:
             return self.compute_s[0]
-        copied = self.copied / self._profile.h2d_bandwidth
-        whole = self._pass(self.compute_s[0], copied, gather=self._seconds(Part.FORWARD, Kind.GATHER))
-        return forward_s(whole, self._layers, updated)
+        whole = self._pass(FORWARD, self.compute_s[0], self.copied / self._profile.h2d_bandwidth)
+        return forward_s(whole, self.question.model.layers, updated)
 
     @property
     def backward_s(self) -> float:
-        """Seconds of backward; 0 if compute is not known."""
-        if self.compute_s is None:
-            return 0.0
+        """Seconds of backward."""
         if not self.has_communication:
             return self.compute_s[1]
-        whole = self._pass(
-            self.compute_s[1],
-            self.copied / self._profile.h2d_bandwidth_duplex,
-            gather=self._seconds(Part.BACKWARD, Kind.GATHER),
-            reduce=self._seconds(Part.BACKWARD, Kind.SCATTER, Kind.REDUCE),
-            replicate=self._seconds(Part.BACKWARD, Kind.REPLICATE),
-            down=self.returned / self._profile.d2h_bandwidth_duplex,
-        )
-        return backward_s(whole, self._layers)
+        whole = self._pass(BACKWARD, self.compute_s[1], self.copied / self._profile.h2d_bandwidth_duplex)
+        down = self.returned / self._profile.d2h_bandwidth_duplex
+        return backward_s(whole._replace(down=down), self.question.model.layers)
 
-    def _pass(self, compute: float, copied: float, **beside: float) -> Pass:
+    def _pass(self, part: str, compute: float, copied: float) -> Pass:
         """With `copied` seconds of copying up, which one rank alone does not hide.
 
         Where nothing has to be gathered FSDP2 copies on the stream on which it computes (torch 2.13,
         `FSDPParamGroup.unshard` and `wait_for_unshard` with a world of one rank).
         """
-        if self.routes.layout.shards == 1:
+        beside = {each.lane: each.seconds for each in self.collectives if each.part == part}
+        if self.question.shards == 1:
             return Pass(compute + copied, **beside)
         return Pass(compute, up=copied, **beside)
 
     @property
     def after_update_s(self) -> float:
         """Seconds between the update and the next forward."""
-        return self._seconds(Part.AFTER_UPDATE, Kind.GATHER)
+        return sum(each.seconds for each in self.collectives if each.part == AFTER_UPDATE)
 
     def busy_s(self, plan: Plan, work: Workload) -> dict[str, float]:
-        """Seconds for which each resource works in a step; empty if compute is not known.
+        """Seconds for which each resource works in a step.
 
         No iteration is shorter than the longest of them, however well everything overlaps. Links
         count at the rates of one direction alone, the optimizer's transfers as the plan has them.
         """
-        if self.compute_s is None:
-            return {}
-        profile, routes = self._profile, self.routes
+        profile = self._profile
         seconds, traffic = dict.fromkeys(Lane, 0.0), 0.0
         for placement, load in zip(plan.placements, work.subgroups, strict=True):
             for stream, cost in demand(placement, load, profile).items():
@@ -111,19 +179,17 @@ class Job:
                     seconds[LANE_OF_STREAM[stream]] += cost.seconds
                     traffic += cost.traffic
         disk = Traffic.of(plan, work, profile)
-        together = Counter(
-            load.format for load, p in zip(work.subgroups, plan.placements, strict=True) if p is Placement.GPU_RESIDENT
-        )
-        seconds[Lane.GPU] -= (together.total() - len(together)) * profile.launch_latency_s  # one launch for a format
-        times = self._micro_batches
-        pcie = sum(each.pcie_s(routes) for each in self.collectives) * times
-        within = 0.0 if routes.over_pcie else sum(each.interconnect_s(routes) for each in self.collectives)
+        together = max(1, len(plan.served(Placement.GPU_RESIDENT)))
+        seconds[Lane.GPU] -= (together - 1) * profile.launch_latency_s  # one launch for all
+        times = self.question.micro_batches
+        pcie = sum(each.pcie_s for each in self.collectives) * times
+        within = 0.0 if self.over_pcie else sum(each.interconnect_s for each in self.collectives)
         copied = (2 * self.copied + self.returned) * times
         saved = plan.activation_bytes * times
         busy = {
             "compute": sum(self.compute_s) * times + seconds[Lane.GPU],
             "interconnect": within * times,
-            "network": sum(each.network_s(routes) for each in self.collectives) * times,
+            "network": sum(each.network_s for each in self.collectives) * times,
             "PCIe to the GPU": pcie + seconds[Lane.H2D] + (2 * self.copied * times + saved) / profile.h2d_bandwidth,
             "PCIe to the host": pcie + seconds[Lane.D2H] + (self.returned * times + saved) / profile.d2h_bandwidth,
             "CPU": seconds[Lane.CPU],
@@ -131,7 +197,3 @@ class Job:
             "host DRAM": (traffic + copied + 2 * saved + 2 * disk.moved_bytes) / profile.host_bandwidth_per_rank,
         }
         return {resource: busy_s for resource, busy_s in busy.items() if busy_s > 0}
-
-    def _seconds(self, part: Part, *kinds: Kind) -> float:
-        """Of the collectives of these kinds in a part of the iteration."""
-        return sum(each.seconds(self.routes) for each in self.collectives if each.part is part and each.kind in kinds)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from perfmodel.format import MIXED
 from perfmodel.hardware import HardwareProfile, Provenance, builtin_profiles
-from perfmodel.planner.datasheets import ALIASES, CARDS, GPUS, LINKS, UTILISATION, Card, Gpu
+from perfmodel.planner.datasheets import ALIASES, CARDS, GPUS, LINKS, UTILISATION, Gpu
 from perfmodel.planner.units import Memory, format_bytes
 
 UNKNOWN = "unknown"
@@ -23,30 +22,25 @@ SIMILAR = 1.15
 """Ratio of memory within which GPUs count as equally large."""
 
 
-@dataclass(frozen=True)
-class Machine:
+class Machine(NamedTuple):
     """What is known of it. gpu: None if that is not known. notes: what was understood, for people."""
 
     profile: HardwareProfile
     gpu: Gpu | None
     device_bytes: int
-    notes: tuple[str, ...]
-
-    @property
-    def arithmetic(self) -> Gpu:
-        """The GPU whose data sheet says how fast it computes; if it is not known, one much like it."""
-        return self.gpu or min(GPUS.values(), key=self._unlike)
+    notes: list[str]
 
     def flops_rate(self, dtype: str, tflops: float | None, utilisation: float | None) -> tuple[float, str]:
         """FLOP/s that forward and backward reach, and where that comes from, for people.
 
+        By the data sheet of the GPU; if it is not known, of the slowest one of about as much memory.
         tflops, utilisation: as given on the command line. Raises ValueError for a type in which the
         GPU does not compute.
         """
         if tflops is not None:
             source = "as given" if utilisation is None else f"{utilisation:.0%} of --tflops"
             return tflops * 1e12 * (utilisation or 1.0), source
-        gpu, share = self.arithmetic, utilisation or UTILISATION
+        gpu, share = self.gpu or min(GPUS.values(), key=self._unlike), utilisation or UTILISATION
         if self.gpu is not None and dtype == "bf16" and not gpu.bf16:
             raise ValueError(
                 f"the {gpu.name} does not compute in bfloat16; choose --dtype fp16 or fp32, or pass --tflops"
@@ -70,19 +64,51 @@ def find_machine(name: str, asked: Memory | None) -> Machine:
     Raises OSError for a file that cannot be read, ValueError for a machine that is not known, or
     memory that it does not have.
     """
+    profile, gpu = _profile(name)
+    source = profile.provenance
+    note = f"rates of {profile.name}: {source.source}"
+    if profile.name == UNKNOWN:
+        note = "no --machine: rates of links, host and GPU are cautious guesses"
+    elif source.source != "measured":
+        note += f", of {source.machine}"
+    notes = [note if source.source == "measured" else f"{note}; measure yours with python -m dos.calibrate"]
+    if asked is None and gpu is None:
+        raise ValueError(f"how much memory the GPU of {profile.name} has is not known: pass --gpu, such as 24GB")
+    device_bytes = gpu.memory_bytes if gpu is not None else 0
+    if asked is not None and asked.nominal and gpu is not None and asked.nbytes == gpu.nominal_gib * 2**30:
+        notes.append(f"--gpu {asked.text}: the {format_bytes(device_bytes)} of a {gpu.name}")
+    elif asked is not None:
+        device_bytes = int(USABLE * asked.nbytes) if asked.nominal else asked.nbytes
+        if gpu is not None and device_bytes > OVERSTATED * gpu.memory_bytes:
+            raise ValueError(
+                f"--gpu {asked.text} is more than the {gpu.name} of {profile.name} has, "
+                f"{format_bytes(gpu.memory_bytes)}; pass a --machine profile of your own for another GPU"
+            )
+        if asked.nominal:
+            notes.append(
+                f"--gpu {asked.text}, as data sheets write it: {format_bytes(device_bytes)} for programs, {USABLE:.0%} "
+                f"of {format_bytes(asked.nbytes)}, less on L4, L40S and T4 (torch.cuda.mem_get_info() tells)"
+            )
+    return Machine(profile, gpu, device_bytes, notes)
+
+
+def _profile(name: str) -> tuple[HardwareProfile, Gpu | None]:
+    """The rates of the machine of that name, and its GPU, if that is known."""
     known = builtin_profiles()
     meant = {_short(each): each for each in (*known, *ALIASES, *CARDS)}.get(_short(name), name)
-    if meant in CARDS:
-        card = CARDS[meant]
-        return _machine(_profile_of(card, known[UNKNOWN]), card.gpu, asked)
-    profile = ALIASES.get(meant, meant)
-    if profile in known:
-        return _machine(known[profile], GPUS.get(profile), asked)
+    meant = ALIASES.get(meant, meant)
+    if meant in known:
+        return known[meant], GPUS.get(meant)
+    if meant in CARDS:  # link and bandwidth of its data sheet, with the host of `unknown`
+        card, (alone, duplex) = CARDS[meant], LINKS[CARDS[meant].pcie]
+        machine = f"the GPU (PCIe {card.pcie}.0); the host's are cautious guesses"
+        rates = dict.fromkeys(("h2d_bandwidth", "d2h_bandwidth"), alone)
+        rates |= dict.fromkeys(("h2d_bandwidth_duplex", "d2h_bandwidth_duplex"), duplex)
+        rates["gpu_update_rate"] = 0.8 * card.bandwidth / MIXED.update_traffic
+        provenance = Provenance("data sheet", machine=machine)
+        return known[UNKNOWN].replace(name=card.gpu.name, provenance=provenance, **rates), card.gpu
     if name.endswith(".json") or Path(name).exists():
-        try:
-            return _machine(HardwareProfile.load(name), None, asked)
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{name}: expected a profile in JSON: {error}") from error
+        return HardwareProfile.load(name), None
     names = ", ".join((*ALIASES, *CARDS, *known))
     raise ValueError(f"no machine {name!r}; there are {names}, or pass the file of a profile")
 
@@ -92,53 +118,3 @@ def _short(name: str) -> str:
     if Path(name).name != name:
         return name
     return "".join(filter(str.isalnum, name.lower())).removesuffix("gb")
-
-
-def _machine(profile: HardwareProfile, gpu: Gpu | None, asked: Memory | None) -> Machine:
-    source = profile.provenance
-    note = f"rates of {profile.name}: {source.source}"
-    if profile.name == UNKNOWN:
-        note = "no --machine: rates of links, host and GPU are cautious guesses"
-    elif source.source != "measured":
-        note += f", of {source.machine}"
-    if source.source != "measured":
-        note += "; measure yours with python -m dos.calibrate"
-    if asked is None:
-        if gpu is None:
-            raise ValueError(f"how much memory the GPU of {profile.name} has is not known: pass --gpu, such as 24GB")
-        return Machine(profile, gpu, gpu.memory_bytes, (note,))
-    device_bytes, understood = _device_bytes(gpu, asked)
-    if gpu is not None and device_bytes > OVERSTATED * gpu.memory_bytes:
-        raise ValueError(
-            f"--gpu {asked.text} is more than the {gpu.name} of {profile.name} has, "
-            f"{format_bytes(gpu.memory_bytes)}; pass a --machine profile of your own for another GPU"
-        )
-    return Machine(profile, gpu, device_bytes, (note, *understood))
-
-
-def _device_bytes(gpu: Gpu | None, asked: Memory) -> tuple[int, tuple[str, ...]]:
-    """What a program has of the memory that was asked for, and what was understood."""
-    if not asked.nominal:
-        return asked.nbytes, ()
-    if gpu is not None and asked.nbytes == gpu.nominal_gib * 2**30:
-        return gpu.memory_bytes, (f"--gpu {asked.text}: the {format_bytes(gpu.memory_bytes)} of a {gpu.name}",)
-    usable = int(USABLE * asked.nbytes)
-    return usable, (
-        f"--gpu {asked.text}, as data sheets write it: {format_bytes(usable)} for programs, "
-        f"{USABLE:.0%} of {format_bytes(asked.nbytes)}, less on L4, L40S and T4 (torch.cuda.mem_get_info() tells)",
-    )
-
-
-def _profile_of(card: Card, guesses: HardwareProfile) -> HardwareProfile:
-    """A machine of which the GPU is known: link and bandwidth of its data sheet, the host of `guesses`."""
-    alone, duplex = LINKS[card.pcie]
-    return dataclasses.replace(
-        guesses,
-        name=card.gpu.name,
-        h2d_bandwidth=alone,
-        d2h_bandwidth=alone,
-        h2d_bandwidth_duplex=duplex,
-        d2h_bandwidth_duplex=duplex,
-        gpu_update_rate=0.8 * card.bandwidth / MIXED.update_traffic,
-        provenance=Provenance("data sheet", machine=f"the GPU (PCIe {card.pcie}.0); the host's are cautious guesses"),
-    )

@@ -10,13 +10,10 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from perfmodel.hardware import HardwareProfile
-from perfmodel.planner.advise import advise
-from perfmodel.planner.answer import to_json
-from perfmodel.planner.datasheets import ALIASES, CARDS, GPUS, UTILISATION
-from perfmodel.planner.fabric import FABRICS, PCIE, Fabric
+from perfmodel.planner.answer import answer
+from perfmodel.planner.datasheets import ALIASES, CARDS, FABRICS, GPUS, PCIE, UTILISATION
 from perfmodel.planner.hub import config_path
 from perfmodel.planner.machine import UNKNOWN, find_machine
 from perfmodel.planner.question import Question, add_options
@@ -39,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     try:
         question, notes = _question(options)
-        advice = advise(question)
+        found = answer(question, notes)
     except OSError as error:
         parser.error(f"cannot read {error.filename}: {error.strerror}")
     except ValueError as error:
@@ -48,27 +45,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         from perfmodel.planner import text
     except ImportError:
         parser.error("rich is needed to print the answer: pip install rich")
-    answer = to_json(advice, notes)
     if options.plot is not None:
-        _plot(parser, options.plot, answer, question)
+        try:
+            from perfmodel.planner import picture
+
+            picture.save(found, question, options.plot)
+        except ImportError:
+            parser.error("--plot needs matplotlib: pip install matplotlib")
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+            parser.error(f"cannot write {options.plot}: {reason}")
     if options.json:
-        print(json.dumps(answer, allow_nan=False))
+        print(json.dumps(found, allow_nan=False))
     else:
-        text.show(answer)
+        text.show(found)
     return 0
-
-
-def _plot(parser: _Parser, path: Path, answer: dict[str, Any], question: Question) -> None:
-    try:
-        from perfmodel.planner import picture
-    except ImportError:
-        parser.error("--plot needs matplotlib: pip install matplotlib")
-    try:
-        picture.save(answer, question, path)
-    except OSError as error:
-        parser.error(f"cannot write {path}: {error.strerror or error}")
-    except ValueError as error:
-        parser.error(f"cannot write {path}: {str(error).splitlines()[0]}")
 
 
 def _question(options: argparse.Namespace) -> tuple[Question, list[str]]:
@@ -97,12 +88,20 @@ def _question(options: argparse.Namespace) -> tuple[Question, list[str]]:
     if options.hsdp:
         settings |= {"fsdp": True, "replicas": _replicas_of_nodes(settings)}
     settings.setdefault("sequence", min(Question.sequence, model.longest or Question.sequence))
-    settings["fabric"] = _fabric(options, machine.profile.name if machine.gpu else "")
-    profile = _with_disk(machine.profile, {"read": options.disk_read, "write": options.disk_write})
-    if profile != machine.profile and "disk_bytes" not in settings:
+    settings["fabric"] = FABRICS.get(machine.profile.name, PCIE) if machine.gpu else PCIE
+    for name, label in (("interconnect", "within"), ("network", "between")):
+        if (rate := getattr(options, name)) is not None:
+            given = {name: rate, label: f"the {format_rate(rate)} given"}
+            settings["fabric"] = dataclasses.replace(settings["fabric"], **given)
+    profile = machine.profile
+    if settings.get("disk_bytes") is None and (options.disk_read or options.disk_write or "disk_endurance" in settings):
         raise ValueError(
-            "--disk-read and --disk-write are of disks that state is on, found without --disk; add it, such as 2TB"
+            "--disk-read, --disk-write and --disk-endurance are of disks that state is on; add --disk, such as 2TB"
         )
+    for name, rate in (("disk_read_bandwidth", options.disk_read), ("disk_write_bandwidth", options.disk_write)):
+        if rate is not None:  # beside each other they do the same share of it as before
+            beside = getattr(profile, f"{name}_duplex") / getattr(profile, name) * rate
+            profile = profile.replace(**{name: rate, f"{name}_duplex": beside})
     return Question(model, profile, machine.device_bytes, **settings), notes
 
 
@@ -120,8 +119,8 @@ def _model(options: argparse.Namespace) -> Transformer:
 
 def _trainable(text: str, model: Transformer) -> float:
     """The share of the parameters that is trained. Raises ValueError for what is not in (0, 1]."""
-    is_share = text.strip().endswith("%")
-    share = parse_positive(text.strip().removesuffix("%")) / 100 if is_share else parse_count(text) / model.numel
+    number = text.strip().removesuffix("%")
+    share = parse_count(text) / model.numel if number == text.strip() else parse_positive(number) / 100
     if share > 1:
         raise ValueError(f"--trainable {text} is more than the model's {format_count(model.numel)} parameters")
     return share
@@ -129,37 +128,14 @@ def _trainable(text: str, model: Transformer) -> float:
 
 def _replicas_of_nodes(settings: dict[str, int]) -> int:
     """One on each of several nodes. Raises ValueError for options that contradict that."""
-    if "replicas" in settings:
+    nodes = settings.get("nodes", 1)
+    if "replicas" in settings or nodes < 2:
         raise ValueError(
-            f"--hsdp keeps a replica of the model on each node, found --replicas {settings['replicas']} as "
-            "well; choose one of them"
+            "--hsdp keeps a replica of the model on each of several nodes, found "
+            f"--nodes {nodes} and --replicas {settings.get('replicas', nodes)}; choose --nodes 2 or more without "
+            "--replicas, or --fsdp with --replicas N for replicas within a node"
         )
-    if settings.get("nodes", 1) < 2:
-        raise ValueError(
-            "--hsdp keeps a replica of the model on each of several nodes, found 1 node; add --nodes, "
-            "or choose --fsdp, with --replicas N for replicas within a node"
-        )
-    return settings["nodes"]
-
-
-def _with_disk(profile: HardwareProfile, rates: dict[str, float | None]) -> HardwareProfile:
-    """With what disks read and write alone, where that is given; beside each other they do the same share of it."""
-    for way, rate in rates.items():
-        if rate is not None:
-            alone, beside = f"disk_{way}_bandwidth", f"disk_{way}_bandwidth_duplex"
-            share = getattr(profile, beside) / getattr(profile, alone)
-            profile = profile.replace(**{alone: rate, beside: share * rate})
-    return profile
-
-
-def _fabric(options: argparse.Namespace, machine: str) -> Fabric:
-    """How GPUs reach one another: the machine's data sheet, and what was given instead."""
-    fabric = FABRICS.get(machine, PCIE)
-    if (rate := options.interconnect) is not None:
-        fabric = dataclasses.replace(fabric, interconnect=rate, within=f"the {format_rate(rate)} given")
-    if (rate := options.network) is not None:
-        fabric = dataclasses.replace(fabric, network=rate, between=f"the {format_rate(rate)} given")
-    return fabric
+    return nodes
 
 
 class _Parser(argparse.ArgumentParser):

@@ -31,9 +31,8 @@ def held_bytes(question: Question) -> float:
 
 def saved_tensors(question: Question) -> tuple[SavedTensors, ...]:
     """What blocks keep of one rank, in groups, as they are saved evenly over forward and used over backward."""
-    model, values, count = question.model, question.value_bytes, min(question.model.layers, MOST_GROUPS)
-    settings = {"checkpointing": question.checkpointing, "eager_attention": question.eager_attention}
-    nbytes = model.layers * model.kept_bytes(question.tokens, question.sequence, values, **settings) // count
+    count = min(question.model.layers, MOST_GROUPS)
+    nbytes = question.model.layers * question.tokens * _kept_bytes(question) // count
     return tuple(SavedTensors(nbytes, i / count, 1 - i / count) for i in range(1, count + 1))
 
 
@@ -46,8 +45,7 @@ def device_footprint(question: Question) -> DeviceBytes:
     before it has yet to reduce. Embedding and output layer belong to its root, which is gathered
     from forward to the end of backward; both are counted. Parameters on the host take nothing else.
     """
-    model, values = question.model, question.value_bytes
-    attention = {"eager_attention": question.eager_attention}
+    model, values, tokens = question.model, question.value_bytes, question.tokens
     one_block = math.ceil(model.numel / model.layers) * values
     gradients_of_one = math.ceil(question.trained / model.layers) * values
     whole = (question.zero >= 3) * one_block + (question.zero >= 2 or question.offload_gradients) * gradients_of_one
@@ -59,11 +57,18 @@ def device_footprint(question: Question) -> DeviceBytes:
     return DeviceBytes(
         weights=0 if on_host else question.share(model.numel, 3) * values,
         gradients=0 if on_host or question.offload_gradients else question.share(question.trained, 2) * values,
-        activations=model.peak_activation_bytes(
-            question.tokens, question.sequence, values, checkpointing=question.checkpointing, **attention
-        ),
-        block=model.activation_bytes(question.tokens, question.sequence, values, **attention) + whole,
+        activations=tokens * (model.layers * _kept_bytes(question) + model.outer_bytes(values)),
+        block=tokens * _block_bytes(question) + whole,
         reserved=question.reserved,
         gathered=gathered,
-        logits=model.logit_bytes(question.tokens, values, fused=question.fused_loss),
+        logits=model.logit_bytes(tokens, values, fused=question.fused_loss),
     )
+
+
+def _kept_bytes(question: Question) -> int:
+    """What a block holds per token as backward begins; its input with checkpointing (Korthikanti et al., section 5)."""
+    return question.model.width * question.value_bytes if question.checkpointing else _block_bytes(question)
+
+
+def _block_bytes(question: Question) -> int:
+    return question.model.block_bytes(question.sequence, question.value_bytes, eager_attention=question.eager_attention)

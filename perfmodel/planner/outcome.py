@@ -21,7 +21,7 @@ RATIOS_TRIED = 12
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a policy gives. Times in seconds; None where it does not fit, or the compute is not known.
+    """What a policy gives. Times in seconds; None where it does not fit.
 
     exposed_s: by which the optimizer makes the iteration longer.
     shares: of the parameters by placement.
@@ -41,9 +41,8 @@ class Outcome:
 
     @property
     def seconds(self) -> float:
-        """Of the iteration, or of the update if that is all that is known; infinite if it does not fit."""
-        known = self.update_s if self.iteration_s is None else self.iteration_s
-        return math.inf if known is None else known
+        """Of the iteration; infinite if it does not fit."""
+        return math.inf if self.iteration_s is None else self.iteration_s
 
 
 def adaptive_outcome(situation: Situation, kept: Plan | None = None) -> Outcome:
@@ -68,6 +67,12 @@ def adaptive_outcome(situation: Situation, kept: Plan | None = None) -> Outcome:
     if kept is None:
         return planned
     return min(planned, _outcome("adaptive", situation, kept), key=lambda outcome: outcome.seconds)
+
+
+def outcomes(situation: Situation) -> list[Outcome]:
+    """Of all policies, adaptive last; with parameters on the host, of the only one there is."""
+    others = [] if situation.question.offload_parameters else baselines(situation)
+    return [*others, adaptive_outcome(situation)]
 
 
 def baselines(situation: Situation) -> Iterator[Outcome]:
@@ -102,13 +107,13 @@ def _outcome(policy: str, situation: Situation, plan: Plan, fits: bool | None = 
     plan = spilled(plan, situation.update_workload)
     if not (situation.allows(plan) if fits is None else fits):
         return Outcome(policy, None)
-    iteration_s, training_s = situation.iteration_s(plan), situation.training_s
+    iteration_s = situation.iteration_s(plan)
     loads, total = situation.update_workload.subgroups, situation.update_workload.numel
     return Outcome(
         policy,
         plan,
         situation.update_s(plan),
         iteration_s,
-        None if iteration_s is None or training_s is None else max(0.0, iteration_s - training_s),
+        max(0.0, iteration_s - situation.training_s),
         {placement: sum(loads[i].numel for i in plan.served(placement)) / total for placement in Placement},
     )

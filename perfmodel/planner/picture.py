@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +36,12 @@ _BLUE, _GREY, _AMBER, _GREEN, _RED, _PALE, _PINK = (
 
 def save(answer: dict[str, Any], question: Question, path: str | Path) -> None:
     """Write the picture. Raises OSError if the file cannot be written, ValueError for an unknown kind of file."""
-    timed = "update_s" if answer["compute_s"] is None else "iteration_s"
     with plt.rc_context(_STYLE):
         figure, (memory, times, slope) = plt.subplots(1, 3, figsize=(13, 4.3), layout="constrained")
         try:
             _draw_memory(memory, answer)
-            _draw_times(times, answer, timed)
-            _draw_slope(slope, answer, timed, question)
+            _draw_times(times, answer)
+            _draw_slope(slope, answer, question)
             figure.suptitle(
                 f"{format_count(question.model.numel)} parameters, {question.dtype}, {question.ranks} x "
                 f"{format_bytes(question.device_bytes)}, {question.profile.name} (simulated)",
@@ -77,37 +75,37 @@ def _draw_memory(axes: Axes, answer: dict[str, Any]) -> None:
     _legend(axes, columns=3)
 
 
-def _draw_times(axes: Axes, answer: dict[str, Any], timed: str) -> None:
-    """Iteration by policy, or the update if that is all that is known."""
-    compute_s = answer["compute_s"] or 0.0
-    fitting = [row for row in answer["policies"] if row["fits"]][::-1]
-    names = [row["policy"] for row in fitting]
-    axes.barh(names, [compute_s] * len(fitting), color=_PALE, label="forward and backward")
-    rest = [max(0.0, row[timed] - compute_s) for row in fitting]
-    axes.barh(names, rest, left=compute_s, color=_BLUE, label="optimizer, exposed")
-    axes.set(xlabel=f"{timed[:-2]} (s)", title="Expected times")
-    if fitting:
+def _draw_times(axes: Axes, answer: dict[str, Any]) -> None:
+    """Iteration by policy."""
+    times = {row["policy"]: row["iteration_s"] for row in answer["policies"][::-1] if row["fits"]}
+    compute_s = answer["compute_s"]
+    axes.barh([*times], compute_s, color=_PALE, label="forward and backward")
+    exposed = [max(0.0, seconds - compute_s) for seconds in times.values()]
+    axes.barh([*times], exposed, left=compute_s, color=_BLUE, label="optimizer, exposed")
+    axes.set(xlabel="iteration (s)", title="Expected times")
+    if times:
         _legend(axes, columns=2)
     else:
         axes.set_axis_off()
         axes.text(0.5, 0.5, "does not fit", ha="center", transform=axes.transAxes)
 
 
-def _draw_slope(axes: Axes, answer: dict[str, Any], timed: str, question: Question) -> None:
+def _draw_slope(axes: Axes, answer: dict[str, Any], question: Question) -> None:
     """The adaptive policy by device memory, from nothing to spare to all state resident."""
     low = answer["device"]["peak"]
     high = answer["device"]["all_resident_total"] or 2 * low
     sizes = [int(low + (1.05 * high - low) * i / (POINTS - 1)) for i in range(POINTS)]
-    outcomes = [adaptive_outcome(Situation(dataclasses.replace(question, device_bytes=size))) for size in sizes]
+    outcomes = [adaptive_outcome(Situation(question.replace(device_bytes=size))) for size in sizes]
     points = [(size / GIB, outcome.seconds) for size, outcome in zip(sizes, outcomes, strict=True) if outcome.fits]
     if points:
         axes.plot(*zip(*points, strict=True), color=_BLUE, marker=".", label="adaptive")
         axes.set_ylim(bottom=0)
     for row, colour in zip(answer["policies"][1:-1], (_GREY, _AMBER, _GREEN), strict=False):
         if row["fits"]:
-            axes.axhline(row[timed], color=colour, linewidth=1, linestyle=":", label=f"{row['policy']}, as it is")
+            label = f"{row['policy']}, as it is"
+            axes.axhline(row["iteration_s"], color=colour, linewidth=1, linestyle=":", label=label)
     axes.axvline(question.device_bytes / GIB, color="black", linewidth=1, linestyle="--")
-    axes.set(xlabel="GPU memory (GiB)", ylabel=f"{timed[:-2]} (s)", title="What memory buys; dashed: what there is")
+    axes.set(xlabel="GPU memory (GiB)", ylabel="iteration (s)", title="What memory buys; dashed: what there is")
     if points:
         _legend(axes, columns=2)
 

@@ -8,12 +8,11 @@ from argparse import SUPPRESS
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
-from perfmodel.format import STATE_FORMATS, Format, format_of
+from perfmodel.format import BYTES, STATE_FORMATS, Format, format_of
 from perfmodel.hardware import HardwareProfile
-from perfmodel.planner.fabric import PCIE, Fabric
-from perfmodel.planner.layout import Layout
+from perfmodel.planner.datasheets import PCIE, Fabric
 from perfmodel.planner.transformer import Transformer
 from perfmodel.planner.units import (
     format_bytes,
@@ -25,10 +24,8 @@ from perfmodel.planner.units import (
 )
 from perfmodel.subgroups import automatic_subgroup_size
 
-VALUE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
-"""Bytes of a parameter or gradient by name of its dtype."""
 VALUES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-"""What torch calls it."""
+"""What torch calls the dtype of parameters and gradients."""
 MARGIN = 0.02
 """Share of the device's memory that DOSAdam leaves alone."""
 DEFAULT_RESERVED = 2**30
@@ -65,6 +62,18 @@ def add_options(groups: Mapping[str, Any]) -> None:
         groups[each.metadata["group"]].add_argument(f"--{name}", dest=each.name, default=SUPPRESS, **argument)
 
 
+class Group(NamedTuple):
+    """Ranks that run collectives together: how many, and how many of them in each node."""
+
+    size: int
+    per_node: int
+
+    @property
+    def nodes(self) -> int:
+        """Nodes that the group spans."""
+        return self.size // self.per_node
+
+
 @dataclass(frozen=True)
 class Question:
     """What is to be trained, how, and on what; each option of the command says what it is.
@@ -73,7 +82,7 @@ class Question:
     device_bytes: of one rank's device. host_bytes: of each node; None if it is not known.
     trainable: share of the parameters.
     accumulation: whether a step has several micro-batches, whose gradients add up and so are there all the time.
-    flops_rate: FLOP/s that forward and backward reach; None if not known.
+    flops_rate: FLOP/s that forward and backward reach.
     replicas: of the model, as FSDP2 divides it (HSDP). fabric: how GPUs reach one another.
 
     Raises ValueError for what cannot be.
@@ -83,7 +92,7 @@ class Question:
     profile: HardwareProfile
     device_bytes: int
     host_bytes: int | None = None
-    dtype: str = option("bf16", "of parameters and gradients", "model", choices=VALUE_BYTES)
+    dtype: str = option("bf16", "of parameters and gradients", "model", choices=VALUES)
     batch: int = _count(1, "sequences per GPU and micro-batch")
     sequence: int = _count(2048, "tokens per sequence (2048, or the longest that the model takes)", flag="seq")
     checkpointing: bool = option(False, "recompute each block's activations")
@@ -93,7 +102,7 @@ class Question:
     chosen_size: int = _count(0, "parameters (as DOSAdam chooses)", flag="subgroup-size")
     reserved: int = _size(DEFAULT_RESERVED, "GPU memory for CUDA and fragmentation (assumed: 1GiB)")
     attach: bool = option(True, "step() waits for its updates")
-    flops_rate: float | None = None
+    flops_rate: float = math.inf
     offload_gradients: bool = option(False, "DOSAdam(offload_gradients=True)")
     native_gradients: bool = option(False, "those add up in their own dtype: offload_gradients='native'")
     offload_activations: float | str = option(
@@ -128,17 +137,34 @@ class Question:
     )
 
     def __post_init__(self) -> None:
-        for name in ("device_bytes", "batch", "sequence", "micro_batches", "subgroup_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be 1 or more, found {getattr(self, name)}")
-        if self.dtype not in VALUE_BYTES:
-            raise ValueError(f"dtype must be one of {', '.join(VALUE_BYTES)}, found {self.dtype!r}")
-        if not 0 < self.trainable <= 1:
-            raise ValueError(f"trainable is a share of the parameters in (0, 1], found {self.trainable}")
-        if not 0 <= self.zero <= 3:
-            raise ValueError(f"zero must be 0, 1, 2 or 3, found {self.zero}")
-        self._check_job()
-        if not 0 <= self.reserved < self.device_bytes:
+        self._check_layout()
+        if self.fsdp and self.zero in (1, 2):
+            raise ValueError(
+                f"FSDP2 divides parameters, gradients and state, which is stage 3 of ZeRO, found --fsdp "
+                f"with --zero {self.zero}; choose one of them"
+            )
+        if self.replicas > 1 and not self.sharded:
+            raise ValueError(
+                f"several replicas are FSDP2's (HSDP), found {self.replicas} without --fsdp; add it, or "
+                "leave out --replicas: without FSDP2 every rank is a replica"
+            )
+        if self.offload_parameters and not self.sharded:
+            raise ValueError(
+                "--offload-parameters is FSDP2's CPUOffloadPolicy, found without --fsdp; add --fsdp, "
+                "which one GPU may have, too"
+            )
+        if self.native_gradients and not self.offload_gradients:
+            raise ValueError("--native-gradients is of gradients that are offloaded; add --offload-gradients")
+        if self.offload_parameters and (self.offload_gradients or self.offload_activations or self.disk_bytes):
+            raise ValueError(
+                "with --offload-parameters gradients and state are on the host, and DOSAdam has nothing on the "
+                "device, found one of --offload-gradients, --offload-activations and --disk as well; leave it out"
+            )
+        if self.disk_bytes is not None and self.host_bytes is None:
+            raise ValueError(
+                "what is on disk is what does not fit on the host, found --disk without --host; add it, such as 128GB"
+            )
+        if not self.reserved < self.device_bytes:
             raise ValueError(
                 f"{format_bytes(self.reserved)} of device memory are reserved, and there are "
                 f"{format_bytes(self.device_bytes)}; reserve less"
@@ -152,10 +178,58 @@ class Question:
                 f"than {MAX_SUBGROUPS:,}; choose {least} or more"
             )
 
+    def _check_layout(self) -> None:
+        """Raises ValueError for ranks that nodes and replicas cannot share equally, or that do not reach each other."""
+        if self.ranks % self.nodes:
+            raise ValueError(
+                f"--ranks {self.ranks} cannot be divided equally over {self.nodes} nodes: it counts "
+                f"the GPUs of all nodes together; choose a multiple of {self.nodes}"
+            )
+        if self.ranks % self.replicas:
+            raise ValueError(
+                f"--ranks {self.ranks} cannot be divided equally over {self.replicas} replicas of the "
+                "model; choose --replicas among its divisors"
+            )
+        if self.shards % self.per_node and self.per_node % self.shards:
+            raise ValueError(
+                f"a replica on {self.shards} GPUs does not fill nodes of {self.per_node} GPUs, nor "
+                "do several fill one; choose --replicas such that each takes whole nodes or an "
+                "equal part of one"
+            )
+        if self.nodes > 1 and self.fabric.network is None:
+            raise ValueError(
+                f"how fast the network between {self.nodes} nodes of {self.profile.name} is is not "
+                "known: pass --network, such as 400Gb"
+            )
+
+    @property
+    def per_node(self) -> int:
+        """Ranks of each node."""
+        return self.ranks // self.nodes
+
+    @property
+    def shards(self) -> int:
+        """Ranks over which one replica of the model is divided."""
+        return self.ranks // self.replicas
+
+    @property
+    def sharding(self) -> Group:
+        """The ranks of one replica: neighbours, so that it lies within a node where it can."""
+        return Group(self.shards, min(self.shards, self.per_node))
+
+    @property
+    def replication(self) -> Group:
+        """The ranks that hold the same shard, one of each replica."""
+        return Group(self.replicas, max(1, self.per_node // self.shards))
+
+    def replace(self, **changes: Any) -> Question:
+        """The question with other values of the fields that are named. Raises ValueError for what cannot be."""
+        return dataclasses.replace(self, **changes)
+
     @property
     def value_bytes(self) -> int:
         """Bytes of a parameter or gradient."""
-        return VALUE_BYTES[self.dtype]
+        return BYTES[VALUES[self.dtype]]
 
     @property
     def format(self) -> Format:
@@ -182,7 +256,7 @@ class Question:
         """Bytes of a node's memory that are not DOSAdam's."""
         if self.host_reserved is not None:
             return self.host_reserved
-        return SYSTEM_BYTES + self.layout.per_node * PROCESS_BYTES
+        return SYSTEM_BYTES + self.per_node * PROCESS_BYTES
 
     @property
     def subgroup_size(self) -> int:
@@ -193,11 +267,6 @@ class Question:
     def subgroups(self) -> int:
         """How many one rank has."""
         return math.ceil(self.state_numel / self.subgroup_size)
-
-    @property
-    def layout(self) -> Layout:
-        """How the ranks are arranged. Raises ValueError for what cannot be."""
-        return Layout(self.ranks, self.nodes, self.replicas)
 
     @property
     def stage(self) -> int:
@@ -211,51 +280,4 @@ class Question:
 
     def share(self, whole: int, stage: int) -> int:
         """One rank's part of what ZeRO divides from `stage` on."""
-        return -(-whole // self.layout.shards) if self.stage >= stage else whole
-
-    def _check_job(self) -> None:
-        """Raises ValueError for what several ranks cannot be, or FSDP2."""
-        _ = self.layout
-        if self.fsdp and self.zero in (1, 2):
-            raise ValueError(
-                f"FSDP2 divides parameters, gradients and state, which is stage 3 of ZeRO, found --fsdp "
-                f"with --zero {self.zero}; choose one of them"
-            )
-        if self.replicas > 1 and not self.sharded:
-            raise ValueError(
-                f"several replicas are FSDP2's (HSDP), found {self.replicas} without --fsdp; add it, or "
-                "leave out --replicas: without FSDP2 every rank is a replica"
-            )
-        if self.offload_parameters and not self.sharded:
-            raise ValueError(
-                "--offload-parameters is FSDP2's CPUOffloadPolicy, found without --fsdp; add --fsdp, "
-                "which one GPU may have, too"
-            )
-        if self.native_gradients and not self.offload_gradients:
-            raise ValueError("--native-gradients is of gradients that are offloaded; add --offload-gradients")
-        if self.offload_parameters and self.offload_gradients:
-            raise ValueError(
-                "with --offload-parameters gradients go to the host by themselves, found "
-                "--offload-gradients as well; leave it out"
-            )
-        if self.offload_parameters and self.offload_activations:
-            raise ValueError(
-                "with --offload-parameters DOSAdam has nothing on the device, found --offload-activations as well; "
-                "leave it out"
-            )
-        if self.disk_bytes is None and self.disk_endurance is not None:
-            raise ValueError("--disk-endurance is of disks that state is on, found without --disk; add it, such as 2TB")
-        if self.disk_bytes is not None and self.host_bytes is None:
-            raise ValueError(
-                "what is on disk is what does not fit on the host, found --disk without --host; add it, such as 128GB"
-            )
-        if self.disk_bytes is not None and self.offload_parameters:
-            raise ValueError(
-                "with --offload-parameters state is on the host, where parameters are, found --disk as well; "
-                "leave it out"
-            )
-        if self.nodes > 1 and self.fabric.network is None:
-            raise ValueError(
-                f"how fast the network between {self.nodes} nodes of {self.profile.name} is is not "
-                "known: pass --network, such as 400Gb"
-            )
+        return -(-whole // self.shards) if self.stage >= stage else whole

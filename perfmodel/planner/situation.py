@@ -32,9 +32,9 @@ class Situation:
 
     def __init__(self, question: Question) -> None:
         self.question = question
-        self.profile = question.profile.replace(ranks_per_host=question.layout.per_node)
+        self.profile = question.profile.replace(ranks_per_host=question.per_node)
         if question.disk_bytes is not None:
-            shared = {rate: getattr(self.profile, rate) / question.layout.per_node for rate in DISK_RATES}
+            shared = {rate: getattr(self.profile, rate) / question.per_node for rate in DISK_RATES}
             self.profile = self.profile.replace(**shared)
         plain = device_footprint(question)
         self.saved = saved_tensors(question)
@@ -83,7 +83,7 @@ class Situation:
     def fits_disk(self) -> bool:
         """Whether a node's disks have room for what its ranks may have there; True if there are none."""
         question = self.question
-        return question.disk_bytes is None or self.disk_per_rank * question.layout.per_node <= question.disk_bytes
+        return question.disk_bytes is None or self.disk_needed <= question.disk_bytes
 
     @property
     def fits(self) -> bool:
@@ -93,7 +93,7 @@ class Situation:
     @property
     def host_needed(self) -> int:
         """Host memory of all ranks of a node together, in bytes."""
-        return self.host_per_rank * self.question.layout.per_node
+        return self.host_per_rank * self.question.per_node
 
     @property
     def host_per_rank(self) -> int:
@@ -106,14 +106,14 @@ class Situation:
         return self.state_bytes - self.host.state
 
     @property
+    def disk_needed(self) -> int:
+        """The same of all ranks of a node together."""
+        return self.disk_per_rank * self.question.per_node
+
+    @property
     def room(self) -> int:
         """Device memory for optimizer state at the peak of the iteration, in bytes."""
         return max(0, self._usable - self.peak)
-
-    @property
-    def all_resident(self) -> bool:
-        """Whether all optimizer state has room on the device."""
-        return self.fits and self.room >= self.update_workload.state_bytes
 
     @property
     def adamw_bytes(self) -> int:
@@ -121,21 +121,18 @@ class Situation:
         return int(self.question.state_numel * float32(self.question.format.values, accelerated=False).state_bytes)
 
     @property
-    def compute_s(self) -> float | None:
-        """Seconds of forward's and backward's arithmetic in a step; None if not known."""
-        return None if self.job.compute_s is None else sum(self.job.compute_s) * self.question.micro_batches
+    def compute_s(self) -> float:
+        """Seconds of forward's and backward's arithmetic in a step."""
+        return sum(self.job.compute_s) * self.question.micro_batches
 
     @functools.cached_property
-    def training_s(self) -> float | None:
-        """Seconds of a step's forward and backward with their collectives and copies; None if not known."""
-        work = self.iteration_workload
-        return None if self.job.compute_s is None else (work.forward_s + work.backward_s) * self.question.micro_batches
+    def training_s(self) -> float:
+        """Seconds of a step's forward and backward with their collectives and copies."""
+        return (self.iteration_workload.forward_s + self.iteration_workload.backward_s) * self.question.micro_batches
 
     @property
-    def exposed_communication_s(self) -> float | None:
-        """Seconds that collectives and copies of parameters add to compute; None if not known."""
-        if self.training_s is None or self.compute_s is None:
-            return None
+    def exposed_communication_s(self) -> float:
+        """Seconds that collectives and copies of parameters add to compute."""
         return max(0.0, self.training_s - self.compute_s) + self.job.after_update_s
 
     @functools.cached_property
@@ -189,35 +186,30 @@ class Situation:
             return self._in_place_s
         return makespan(plan, self.update_workload, self.profile)
 
-    def iteration_s(self, plan: Plan) -> float | None:
-        """Seconds of a step: micro-batches, update and what waits for it; None if the compute is not known.
+    def iteration_s(self, plan: Plan) -> float:
+        """Seconds of a step: micro-batches, update and what waits for it.
 
         No less than any resource is busy for: what collectives take of PCIe is not there for the
         optimizer's transfers, which the simulation of the schedule does not know.
         """
-        if self.training_s is None:
-            return None
         if self.question.offload_parameters:
             seconds = self._on_host_s
         else:
             seconds = makespan(plan, self.iteration_workload, self.profile, self.scope)
-        # Micro-batches but the last are forward and backward, with no update beside them.
-        seconds += self._micro_batch_s(plan.activation_bytes) * (self.question.micro_batches - 1)
+        # Micro-batches but the last are forward and backward, which wait for saved tensors, with no update beside them.
+        work, leaving = self.iteration_workload, plan.activation_bytes
+        back_s = max(work.backward_s, leaving / self.profile.h2d_bandwidth)
+        one_s = max(work.forward_s, leaving / self.profile.d2h_bandwidth) + back_s
+        seconds += one_s * (self.question.micro_batches - 1)
         if not self.job.has_communication:
             return seconds
         return max(seconds + self.job.after_update_s, *self.job.busy_s(plan, self.update_workload).values())
-
-    def _micro_batch_s(self, leaving: int) -> float:
-        """Seconds of forward and backward, which wait for so many bytes of saved tensors."""
-        work, profile = self.iteration_workload, self.profile
-        back_s = max(work.backward_s, leaving / profile.h2d_bandwidth)
-        return max(work.forward_s, leaving / profile.d2h_bandwidth) + back_s
 
     def _spill(self, whole: HostBytes) -> Spill:
         question = self.question
         if question.host_bytes is None or question.disk_bytes is None:
             return Spill(question.state_numel)
-        available = (question.host_bytes - question.reserved_on_host) / question.layout.per_node
+        available = (question.host_bytes - question.reserved_on_host) / question.per_node
         taken = self.host_model + self.least_leaving + whole.accumulated
         taken += whole.gradient_staging * question.offload_gradients
         return Spill.of(question.state_numel, question.subgroup_size, held_bytes(question), available - taken)
@@ -245,7 +237,7 @@ class Situation:
         useful = max(0, self.peak - self._peak(nothing))
         if self.question.host_bytes is not None:
             free = self.question.host_bytes - self.question.reserved_on_host - self.host_needed
-            useful = min(useful, max(0, free) // self.question.layout.per_node)
+            useful = min(useful, max(0, free) // self.question.per_node)
         return self.least_leaving + useful
 
     @property

@@ -134,8 +134,7 @@ def _on_disk(answer: Answer) -> Iterator[str]:
     ranks = " of each rank" if answer["job"]["ranks"] > 1 else ""
     yield f"The optimizer state{ranks} takes {rests}, as DOSAdam(disk=...) keeps it."
     wears = f"Each step writes {format_bytes(disk['written_per_step'])} to the disks of a node"
-    if disk["written_per_day"] is not None:
-        wears += f", a day of training {format_bytes(disk['written_per_day'])}"
+    wears += f", a day of training {format_bytes(disk['written_per_day'])}"
     if disk["endurance_days"] is not None:
         days = f"{disk['endurance_days']:,.0f} days"
         wears += f", {disk['endurance_share_per_day']:.2%} of what they are rated for, which lasts {days}"
@@ -145,28 +144,27 @@ def _on_disk(answer: Answer) -> Iterator[str]:
 def _expected(answer: Answer) -> Iterator[str]:
     """How long it takes, beside the best of the other policies, and what limits the update and the job."""
     job, bound, best = answer["job"], answer["bound"], answer["policies"][-1]
-    seconds = {row["policy"]: row[_timed(answer)] for row in answer["policies"] if row["fits"]}
-    takes = f"An {_timed(answer)[:-2]} takes {format_seconds(best[_timed(answer)])}"
+    seconds = {row["policy"]: row["iteration_s"] for row in answer["policies"] if row["fits"]}
+    takes = f"An iteration takes {format_seconds(best['iteration_s'])}"
     if (other := answer["alternative"]) is None:
         yield f"{takes}; parameters are updated in place on the host."
     else:
         compared = f"{_times_as_fast(other['speedup'])} the best of the others that fit ({other['policy']})"
         if other["policy"] != CPU_ONLY:
-            compared += f", {_times_as_fast(seconds[CPU_ONLY] / best[_timed(answer)])} {CPU_ONLY}"
+            compared += f", {_times_as_fast(seconds[CPU_ONLY] / best['iteration_s'])} {CPU_ONLY}"
         yield f'{takes} with policy="adaptive", {compared}.'
         limit = f"What limits the update is {bound['binding']}, to {format_seconds(bound['update_s'])} at least"
-        if best["iteration_s"] and best["exposed_s"] < 0.05 * best["iteration_s"]:
+        if best["exposed_s"] < 0.05 * best["iteration_s"]:
             limit += "; nearly all of it hides behind forward and backward, which limit the iteration"
         yield f"{limit}."
         if FUSED in seconds:
             yield "All of AdamW's state fits on the GPU as it is: DOSAdam gains nothing until memory is short."
-    if job["tokens_per_s"] is not None:
-        tokens = f"{job['tokens_per_s']:,.0f} tokens/s"
-        if job["ranks"] > 1:
-            tokens += f" of the job, {job['tokens_per_s_per_gpu']:,.0f} per GPU"
-        share = job["busy_s"][job["limit"]] / best["iteration_s"]
-        waits = "" if share >= NEARLY else "; for the rest one waits for another"
-        yield f"{tokens}. What limits the job is {job['limit']}, at work for {share:.0%} of the iteration{waits}."
+    tokens = f"{job['tokens_per_s']:,.0f} tokens/s"
+    if job["ranks"] > 1:
+        tokens += f" of the job, {job['tokens_per_s_per_gpu']:,.0f} per GPU"
+    share = job["busy_s"][job["limit"]] / best["iteration_s"]
+    waits = "" if share >= NEARLY else "; for the rest one waits for another"
+    yield f"{tokens}. What limits the job is {job['limit']}, at work for {share:.0%} of the iteration{waits}."
 
 
 def _largest(answer: Answer) -> Iterator[str]:
@@ -186,7 +184,7 @@ def _largest(answer: Answer) -> Iterator[str]:
 
 def _tables(answer: Answer) -> Iterator[Table]:
     """Memory; communication, if there is any; times of what fits; what would help."""
-    job, device, host, timed = answer["job"], answer["device"], answer["host"], _timed(answer)
+    job, device, host = answer["job"], answer["device"], answer["host"]
     *_, best = policies = answer["policies"]
     disk, last = answer["disk"] or {}, "disk" if answer["disk"] else "bytes on the host"
     table = _table("Memory" + (" of one rank" if job["ranks"] > 1 else ""), "", "GPU", "host", last)
@@ -204,8 +202,7 @@ def _tables(answer: Answer) -> Iterator[Table]:
     for what, way in (("weights, forward", "h2d"), ("weights, backward", "h2d"), ("gradients, backward", "d2h")):
         if copied := job["copied_bytes"]:
             _add(table, f"copies of {what}", None, copied, copied / answer["machine"][f"{way}_bandwidth"])
-    if job["exposed_communication_s"] is not None:
-        table.caption = f"Of that {format_seconds(job['exposed_communication_s'])} are not hidden behind compute."
+    table.caption = f"Of that {format_seconds(job['exposed_communication_s'])} are not hidden behind compute."
     if table.rows:
         yield table
 
@@ -225,10 +222,10 @@ def _tables(answer: Answer) -> Iterator[Table]:
         yield table
 
     if answer["levers"]:
-        table = _table("What would help (adaptive, planned anew)", "", timed[:-2], "change", "largest batch")
+        table = _table("What would help (adaptive, planned anew)", "", "iteration", "change", "largest batch")
         for row in answer["levers"]:
-            change = row[timed] / best[timed] - 1 if best["fits"] else "fits"
-            _add(table, row["change"], row[timed], change, row["largest_batch"])
+            change = row["iteration_s"] / best["iteration_s"] - 1 if best["fits"] else "fits"
+            _add(table, row["change"], row["iteration_s"], change, row["largest_batch"])
         size = format_count(answer["settings"]["subgroup_size"])
         table.caption = f"GPU memory counts in whole subgroups, of {size} parameters here."
         yield table
@@ -250,11 +247,6 @@ def _add(table: Table, *values: Any) -> None:
         written = FORMATS.get(str(column.header), "{:,}".format)
         cells.append(value if isinstance(value, str) else written(value) if value is not None else "")
     table.add_row(*cells)
-
-
-def _timed(answer: Answer) -> str:
-    """What is timed, as a key of each outcome: the update, if that is all that is known."""
-    return "update_s" if answer["compute_s"] is None else "iteration_s"
 
 
 def _times_as_fast(ratio: float) -> str:

@@ -96,8 +96,8 @@ class Transformer:
             raise ValueError(f"mixtures of experts are not supported, found {experts[0]}; pass --params instead")
         return _gpt2(values) if "n_embd" in values else _llama(values)
 
-    def activation_bytes(self, tokens: int, sequence: int, value_bytes: int, *, eager_attention: bool = False) -> int:
-        """What one block keeps for its backward, for `tokens` in sequences of `sequence`, in bytes.
+    def block_bytes(self, sequence: int, value_bytes: int, *, eager_attention: bool = False) -> int:
+        """What one block keeps for its backward, in bytes per token of sequences of that length.
 
         Counted as in Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models",
         section 4.1, which is for GPT: 34 bytes per token and width of 16-bit values, and 5 per head and position if
@@ -114,32 +114,11 @@ class Transformer:
             # What softmax gives, and with dropout also what that gives, and its mask.
             kept = 2 * value_bytes + 1 if self.dropout else value_bytes
             nbytes += kept * self.heads * sequence
-        return tokens * nbytes
+        return nbytes
 
-    def peak_activation_bytes(
-        self,
-        tokens: int,
-        sequence: int,
-        value_bytes: int,
-        *,
-        checkpointing: bool = False,
-        eager_attention: bool = False,
-    ) -> int:
-        """What all blocks hold when backward begins, in bytes.
-
-        Beside what blocks keep: the inputs of the last norm and of the output layer, and the embedding's dropout mask.
-        """
-        settings = {"checkpointing": checkpointing, "eager_attention": eager_attention}
-        outside = self.width * value_bytes + self._norm_bytes(value_bytes) + (self.width if self.dropout else 0)
-        return self.layers * self.kept_bytes(tokens, sequence, value_bytes, **settings) + tokens * outside
-
-    def kept_bytes(
-        self, tokens: int, sequence: int, value_bytes: int, *, checkpointing: bool, eager_attention: bool
-    ) -> int:
-        """What a block holds when backward begins; with checkpointing its input (Korthikanti et al., section 5)."""
-        if checkpointing:
-            return tokens * self.width * value_bytes
-        return self.activation_bytes(tokens, sequence, value_bytes, eager_attention=eager_attention)
+    def outer_bytes(self, value_bytes: int) -> int:
+        """What is kept per token beside blocks: inputs of the last norm and the output layer, the embedding's mask."""
+        return self.width * value_bytes + self._norm_bytes(value_bytes) + (self.width if self.dropout else 0)
 
     def logit_bytes(self, tokens: int, value_bytes: int, *, fused: bool = False) -> int:
         """What logits and their loss hold when backward begins, in bytes.
@@ -179,13 +158,11 @@ def _gpt2(values: Mapping[str, Any]) -> Transformer:
     width, layers, heads, vocabulary = _sizes(values, "n_embd", "n_layer", "n_head", "vocab_size")
     positions = _size(values, "n_positions" if "n_positions" in values else "n_ctx")
     inner = _size(values, "n_inner", 4 * width)
-    _divides(heads, width, "n_head", "n_embd")
-    attention = 4 * width * width + 4 * width
+    _check_divides(heads, width, "n_head", "n_embd")
+    attention, norms = 4 * width * width + 4 * width, 4 * width
     network = 2 * width * inner + inner + width
-    norms = 4 * width
-    outer = (vocabulary + positions) * width + 2 * width
-    if not values.get("tie_word_embeddings", True):
-        outer += vocabulary * width
+    tied = values.get("tie_word_embeddings", True)
+    outer = (vocabulary + positions) * width + 2 * width + (0 if tied else vocabulary * width)
     return Transformer(
         numel=outer + layers * (attention + network + norms),
         layers=layers,
@@ -208,22 +185,18 @@ def _llama(values: Mapping[str, Any]) -> Transformer:
     kind = str(values.get("model_type", "llama"))
     key_heads = _size(values, "num_key_value_heads", heads)
     if values.get("head_dim") is None:
-        _divides(heads, width, "num_attention_heads", "hidden_size")
+        _check_divides(heads, width, "num_attention_heads", "hidden_size")
     head = _size(values, "head_dim", width // heads)
-    _divides(key_heads, heads, "num_key_value_heads", "num_attention_heads")
+    _check_divides(key_heads, heads, "num_key_value_heads", "num_attention_heads")
     query, key = heads * head, key_heads * head
-    attention = 2 * width * query + 2 * width * key
-    if values.get("attention_bias"):
-        attention += query + 2 * key + width
-    elif kind == "qwen2":
-        attention += query + 2 * key
-    network = 3 * width * inner + (2 * inner + width if values.get("mlp_bias") else 0)
-    outer = vocabulary * width + width
-    if not values.get("tie_word_embeddings", kind == "gemma"):
-        outer += vocabulary * width
+    biases = query + 2 * key if values.get("attention_bias") or kind == "qwen2" else 0
+    biases += width if values.get("attention_bias") else 0
+    biases += 2 * inner + width if values.get("mlp_bias") else 0
+    block = 2 * width * (query + key) + 3 * width * inner + 2 * width + biases
+    tied = values.get("tie_word_embeddings", kind == "gemma")
     known = kind in ("llama", "mistral", "qwen2", "gemma")
     return Transformer(
-        numel=outer + layers * (attention + network + 2 * width),
+        numel=(1 if tied else 2) * vocabulary * width + width + layers * block,
         layers=layers,
         width=width,
         query_width=query,
@@ -249,14 +222,12 @@ def _sizes(values: Mapping[str, Any], *keys: str) -> tuple[int, ...]:
 
 
 def _size(values: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    value = values.get(key)
-    if value is None:
-        value = default
+    value = default if values.get(key) is None else values[key]
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{key} must be a whole number of 1 or more, found {value!r}")
     return value
 
 
-def _divides(part: int, whole: int, part_key: str, whole_key: str) -> None:
+def _check_divides(part: int, whole: int, part_key: str, whole_key: str) -> None:
     if whole % part:
         raise ValueError(f"{part_key} must divide {whole_key}, found {part} and {whole}")

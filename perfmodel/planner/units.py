@@ -5,24 +5,31 @@ from __future__ import annotations
 import argparse
 import math
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from typing import NamedTuple
 
 LARGEST = 1e18
 """Larger counts and sizes are mistakes."""
 
-_BYTES = {"": 1, "B": 1} | {
-    f"{prefix}{binary}B": (1024 if binary else 1000) ** power
+_BYTES = {"": 1.0, "B": 1.0} | {
+    f"{prefix}{suffix}": float(base**power)
     for power, prefix in enumerate("KMGT", start=1)
-    for binary in ("", "i")
+    for suffix, base in (("B", 1000), ("IB", 1024))
 }
 _RATES = {
-    f"{prefix}{kind}": 1000.0**power / bits
+    f"{prefix}{kind}{per}": 1000.0**power / bits
     for power, prefix in enumerate("MGT", start=2)
     for kind, bits in (("b", 8), ("bit", 8), ("B", 1))
+    for per in ("", "ps", "/s")
 }
 """Bandwidths by unit, in bytes per second: networks are sold in bits, links in bytes."""
 _COUNTS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12, "KI": 2.0**10, "MI": 2.0**20, "GI": 2.0**30}
-_NUMBER = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*([a-z]*)", re.IGNORECASE)
+_NUMBER = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*([a-z/]*)", re.IGNORECASE)
+
+_SIZES = {"TiB": 2.0**40, "GiB": 2.0**30, "MiB": 2.0**20, "KiB": 2.0**10, "B": 1.0}
+_SPEEDS = {"TB/s": 1e12, "GB/s": 1e9, "MB/s": 1e6}
+_NUMBERS = {"T": 1e12, "B": 1e9, "M": 1e6, "K": 1e3, "": 1.0}
+_TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 
 
 class UnitError(argparse.ArgumentTypeError, ValueError):
@@ -34,14 +41,8 @@ def parse_bytes(text: str) -> int:
 
     Raises ValueError for anything else, and for sizes that are not positive.
     """
-    number, unit = _split(text)
-    units = {name.upper(): size for name, size in _BYTES.items()}
-    if unit.upper() not in units:
-        raise UnitError(f"expected a size such as 24GiB, in {', '.join(filter(None, _BYTES))}, found {text!r}")
-    value = number * units[unit.upper()]
-    if not 1 <= value <= LARGEST:
-        raise UnitError(f"expected a size of 1 byte or more (and {LARGEST:.0e} at most), found {text!r}")
-    if not unit and value < 2**20:
+    value = _quantity(text, _BYTES, "a size such as 24GiB, of 1 byte or more (and 1e+18 at most)", upper=True)
+    if value < 2**20 and text.strip()[-1] in "0123456789.":
         raise UnitError(f"{text} would be {value:g} bytes; write the unit, such as {text.strip()}GB")
     return round(value)
 
@@ -51,8 +52,7 @@ def parse_bytes_or_0(text: str) -> int:
     return 0 if text.strip() == "0" else parse_bytes(text)
 
 
-@dataclass(frozen=True)
-class Memory:
+class Memory(NamedTuple):
     """A size of memory. text: as it was written. nominal: whether that is how data sheets write it."""
 
     text: str
@@ -65,14 +65,11 @@ def parse_memory(text: str) -> Memory:
 
     So is `24` without a unit: memory of some bytes does not exist. Raises ValueError as `parse_bytes` does.
     """
-    number, unit = _split(text)
-    if not unit and 1 <= number < 2**20:
-        text, unit = f"{text.strip()}GB", "GB"
-    nbytes = parse_bytes(text)
-    nominal = unit.upper() in ("KB", "MB", "GB", "TB")
-    if nominal:
-        nbytes = round(number * _BYTES[f"{unit[0].upper()}iB"])
-    return Memory(text.strip(), nbytes, nominal)
+    text = text.strip()
+    if (match := _NUMBER.fullmatch(text)) and not match[2] and 1 <= float(match[1]) < 2**20:
+        text += "GB"
+    nominal = text[-2:].upper() in ("KB", "MB", "GB", "TB")
+    return Memory(text, parse_bytes(f"{text[:-1]}iB" if nominal else text), nominal)
 
 
 def parse_count(text: str) -> int:
@@ -80,13 +77,7 @@ def parse_count(text: str) -> int:
 
     Raises ValueError for anything else, and for numbers below 1.
     """
-    number, unit = _split(text)
-    if unit.upper() not in _COUNTS:
-        raise UnitError(f"expected a number such as 7e9, 7B or 350M, found {text!r}")
-    value = number * _COUNTS[unit.upper()]
-    if not 1 <= value <= LARGEST:
-        raise UnitError(f"expected a number of 1 or more (and {LARGEST:.0e} at most), found {text!r}")
-    return round(value)
+    return round(_quantity(text, _COUNTS, "a number such as 7e9, 7B or 350M, of 1 or more (and 1e+18 at most)", True))
 
 
 def parse_rate(text: str) -> float:
@@ -94,30 +85,17 @@ def parse_rate(text: str) -> float:
 
     Raises ValueError for anything else, and for rates below a megabit.
     """
-    number, unit = _split(text.strip().removesuffix("/s").removesuffix("ps"))
-    value = number * _RATES.get(unit, math.nan)
-    if not 1e6 / 8 <= value <= LARGEST:
-        raise UnitError(f"expected a bandwidth per second such as 400Gb (bits) or 50GB (bytes), found {text!r}")
-    return value
+    return _quantity(text, _RATES, "a bandwidth per second such as 400Gb (bits) or 50GB (bytes)", least=1e6 / 8)
 
 
 def parse_positive(text: str) -> float:
     """The number. Raises ValueError for anything else, and for what is not from 1e-6 to 1e9."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 1e-6 <= value <= 1e9:
-        raise UnitError(f"expected a number above 0 (1e-6 to 1e9), found {text!r}")
-    return value
+    return _quantity(text, {"": 1.0}, "a number above 0 (1e-6 to 1e9)", least=1e-6, most=1e9)
 
 
 def parse_share(text: str) -> float:
     """As `parse_positive`, and no more than 1."""
-    value = parse_positive(text)
-    if value > 1:
-        raise UnitError(f"expected a number in (0, 1], found {text!r}")
-    return value
+    return _quantity(text, {"": 1.0}, "a number in (0, 1]", least=1e-6, most=1.0)
 
 
 def parse_offloaded(text: str) -> float | str:
@@ -129,38 +107,42 @@ def parse_offloaded(text: str) -> float | str:
 
 def format_bytes(nbytes: float) -> str:
     """With a binary prefix: `24.0 GiB`."""
-    for power, prefix in ((4, "Ti"), (3, "Gi"), (2, "Mi"), (1, "Ki")):
-        if abs(nbytes) >= 0.9995 * 1024**power:
-            return f"{nbytes / 1024**power:.1f} {prefix}B"
-    return f"{nbytes:.0f} B"
+    value, unit = _in_unit(nbytes, _SIZES)
+    return f"{value:.{0 if unit == 'B' else 1}f} {unit}"
 
 
 def format_rate(rate: float) -> str:
     """Three digits, in decimal units as data sheets have them: `450 GB/s`."""
-    scale, unit = (1e9, "GB/s") if rate >= 0.9995e9 else (1e6, "MB/s")
-    return f"{rate / scale:.3g} {unit}" if rate < 0.9995e12 else f"{rate / 1e12:.3g} TB/s"
+    value, unit = _in_unit(rate, _SPEEDS)
+    return f"{value:.3g} {unit}"
 
 
 def format_count(count: float) -> str:
     """Three digits and a suffix: `6.74B`."""
-    for scale, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
-        if count >= 0.9995 * scale:
-            return f"{count / scale:.3g}{suffix}"
-    return f"{count:.0f}"
+    value, unit = _in_unit(count, _NUMBERS)
+    return f"{value:.3g}{unit}"
 
 
 def format_seconds(seconds: float) -> str:
     """Three digits: `1.23 s`, `45.6 ms`."""
     if seconds == 0:
         return "0 s"
-    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
-        if seconds >= 0.9995 * scale or unit == "us":
-            value = seconds / scale
-            return f"{value:,.0f} {unit}" if value >= 999.5 else f"{value:#.3g}".rstrip(".") + f" {unit}"
-    raise AssertionError("the last unit takes any time")
+    value, unit = _in_unit(seconds, _TIMES)
+    return f"{value:,.0f} {unit}" if value >= 999.5 else f"{value:#.3g}".rstrip(".") + f" {unit}"
 
 
-def _split(text: str) -> tuple[float, str]:
-    """The number and its unit; not a number with no unit if there is none."""
+def _quantity(
+    text: str, units: Mapping[str, float], expected: str, upper: bool = False, least: float = 1.0, most: float = LARGEST
+) -> float:
+    """The number and its unit multiplied. upper: whether units are in upper case, however they are written."""
     match = _NUMBER.fullmatch(text.strip())
-    return (float(match[1]), match[2]) if match else (math.nan, text if text.strip() else "?")
+    value = float(match[1]) * units.get(match[2].upper() if upper else match[2], math.nan) if match else math.nan
+    if not least <= value <= most:
+        raise UnitError(f"expected {expected}, found {text!r}")
+    return value
+
+
+def _in_unit(value: float, units: Mapping[str, float]) -> tuple[float, str]:
+    """The value in the largest unit of which it is at least about one; in the last one if it is less than that."""
+    unit = next((unit for unit, size in units.items() if abs(value) >= 0.9995 * size), [*units][-1])
+    return value / units[unit], unit

@@ -7,8 +7,7 @@ import enum
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from perfmodel.format import INT8
 from perfmodel.hardware import DISK_RATES, LINK_RATES
@@ -20,53 +19,12 @@ from perfmodel.planner.units import format_count
 
 WORTHWHILE = 0.01
 """Settings that make less difference than this share of the time are not mentioned."""
-
-
 LARGER_BATCH = 1.5
 """So many times the largest batch is worth a mention, whatever it does to the time."""
-DISKS_TB = (1, 2, 4, 8, 16, 32, 64)
-"""Room that disks of a node are sold with."""
-HOSTS_GIB = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
-"""Memory that hosts are sold with."""
-ONE_REPLICA = "one replica over all ranks"
-RECOMPUTE_LESS = "--offload-activations auto, without --checkpointing"
-SETTINGS: dict[str, dict[str, Any]] = {
-    "--checkpointing": {"checkpointing": True},
-    "--offload-gradients": {"offload_gradients": True},
-    "--fused-loss": {"fused_loss": True},
-    "--native-gradients": {"native_gradients": True},
-    "without --offload-gradients": {"offload_gradients": False, "native_gradients": False},
-    "--fsdp": {"fsdp": True, "zero": 0},
-    ONE_REPLICA: {"replicas": 1},
-    "--offload-activations auto": {"offload_activations": "auto"},
-    "--offload-parameters": {
-        "offload_parameters": True,
-        "offload_gradients": False,
-        "native_gradients": False,
-        "offload_activations": 0.0,
-    },
-    "without --offload-parameters": {"offload_parameters": False},
-    "--no-attach": {"attach": False},
-    RECOMPUTE_LESS: {"checkpointing": False, "offload_activations": "auto"},
-}
-"""Settings that change no result, and what each changes of the question."""
-SAVING = tuple(SETTINGS)[:9]
-"""Those that may save memory."""
-OFF_DEVICE = {"--offload-gradients", "--offload-activations auto"}
-"""Those that FSDP2's parameters on the host leave nothing for."""
 MOST_REMEDIES = 4
 """Proposals for what does not fit."""
 MOST = 2**24
 """Sequences, or tokens in one, beyond which the planner does not look for what fits."""
-
-
-@dataclass(frozen=True)
-class Lever:
-    """One thing changed, what the adaptive policy then gives, and for a setting the largest batch that then fits."""
-
-    change: str
-    outcome: Outcome
-    largest_batch: int | None = None
 
 
 class Effect(enum.IntEnum):
@@ -82,11 +40,43 @@ class Effect(enum.IntEnum):
     """Steps have other batches."""
 
 
-BOUGHT = Effect.MACHINE, Effect.DISK
+OFF = {"offload_gradients": False, "native_gradients": False}
+AUTO = "--offload-activations auto"
+ONE_REPLICA = "one replica over all ranks"
+SAVING: dict[str, dict[str, Any]] = {
+    "--checkpointing": {"checkpointing": True},
+    "--offload-gradients": {"offload_gradients": True},
+    "--fused-loss": {"fused_loss": True},
+    "--native-gradients": {"native_gradients": True},
+    "without --offload-gradients": OFF,
+    "--fsdp": {"fsdp": True, "zero": 0},
+    ONE_REPLICA: {"replicas": 1},
+    AUTO: {"offload_activations": "auto"},
+    "--offload-parameters": {"offload_parameters": True, "offload_activations": 0.0, **OFF},
+}
+"""Settings that change no result and may save memory, and what each changes of the question."""
+BOUGHT: dict[Effect, tuple[str, dict[int, str]]] = {
+    Effect.MACHINE: (
+        "host_bytes",
+        {
+            gib << 30: f"--host {gib}GB"
+            for gib in (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
+        },
+    ),
+    Effect.DISK: ("disk_bytes", {tb * 10**12: f"--disk {tb}TB" for tb in (1, 2, 4, 8, 16, 32, 64)}),
+}
+"""What a remedy may buy, and the sizes in which hosts and the disks of a node are sold."""
 
 
-@dataclass(frozen=True)
-class Remedy:
+class Lever(NamedTuple):
+    """One thing changed, what the adaptive policy then gives, and for a setting the largest batch that then fits."""
+
+    change: str
+    outcome: Outcome
+    largest_batch: int | None = None
+
+
+class Remedy(NamedTuple):
     """Settings with which the model fits, and what then follows."""
 
     change: str
@@ -103,78 +93,84 @@ def levers(question: Question, now: Outcome) -> Iterator[Lever]:
     would take host memory's bandwidth from the links); so it never costs time.
     """
     # With subgroups as large as before, so that the plan is one for them, too.
-    for change, other in _hardware(dataclasses.replace(question, chosen_size=question.subgroup_size)):
-        outcome = min(adaptive_outcome(Situation(other), kept=now.plan), now, key=lambda each: each.seconds)
+    same = question.replace(chosen_size=question.subgroup_size)
+    for change, changes in _hardware(same):
+        other = Situation(same.replace(**changes))
+        outcome = min(adaptive_outcome(other, kept=now.plan), now, key=lambda each: each.seconds)
         if outcome.fits:
             yield Lever(change, outcome)
     batch = most(question, "batch")
-    for change, other in _settings(question):
-        outcome, larger = adaptive_outcome(Situation(other)), most(other, "batch")
+    for change, changes in _settings(question):
+        if (asked := question.replace(**changes)) == question:
+            continue
+        outcome, larger = adaptive_outcome(Situation(asked)), most(asked, "batch")
         if outcome.seconds < (1 - WORTHWHILE) * now.seconds or (outcome.fits and larger >= LARGER_BATCH * batch):
             yield Lever(change, outcome, larger)
 
 
-def _hardware(question: Question) -> Iterator[tuple[str, Question]]:
-    for gib in (1, 8) if not question.offload_parameters else ():
-        more = question.device_bytes + gib * 2**30
-        yield f"{gib} GiB more GPU memory", dataclasses.replace(question, device_bytes=more)
-    for what, rates in (
-        ("links twice as fast", LINK_RATES),
-        ("host memory twice as fast", ("host_bandwidth",)),
-        ("CPU update twice as fast", ("cpu_update_rate",)),
-        *((("disks twice as fast", DISK_RATES),) if question.disk_bytes is not None else ()),
-    ):
-        faster = question.profile.replace(**{rate: 2 * getattr(question.profile, rate) for rate in rates})
-        yield what, dataclasses.replace(question, profile=faster)
-    fabric, layout = question.fabric, question.layout
-    for what, rate, ranks in (
-        ("GPU interconnect", "interconnect", layout.per_node),
-        ("network", "network", layout.nodes),
-    ):
-        if (now := getattr(fabric, rate)) is not None and ranks > 1:
-            faster_fabric = dataclasses.replace(fabric, **{rate: 2 * now})
-            yield f"{what} twice as fast", dataclasses.replace(question, fabric=faster_fabric)
+def _hardware(question: Question) -> Iterator[tuple[str, dict[str, Any]]]:
+    """More memory and faster parts."""
+    if not question.offload_parameters:
+        for gib in (1, 8):
+            yield f"{gib} GiB more GPU memory", {"device_bytes": question.device_bytes + gib * 2**30}
+    profile, fabric = question.profile, question.fabric
+    rates = {"links": LINK_RATES, "host memory": ("host_bandwidth",), "CPU update": ("cpu_update_rate",)}
+    rates |= {"disks": DISK_RATES} if question.disk_bytes is not None else {}
+    for what, names in rates.items():
+        faster = profile.replace(**{name: 2 * getattr(profile, name) for name in names})
+        yield f"{what} twice as fast", {"profile": faster}
+    if fabric.interconnect and question.per_node > 1:
+        yield (
+            "GPU interconnect twice as fast",
+            {"fabric": dataclasses.replace(fabric, interconnect=2 * fabric.interconnect)},
+        )
+    if fabric.network and question.nodes > 1:
+        yield "network twice as fast", {"fabric": dataclasses.replace(fabric, network=2 * fabric.network)}
 
 
-def _settings(question: Question) -> Iterator[tuple[str, Question]]:
+def _settings(question: Question) -> Iterator[tuple[str, dict[str, Any]]]:
     """Choices of the user's with which the same work is done."""
     smaller = question.subgroup_size // 4
     if smaller and math.ceil(question.state_numel / smaller) <= MAX_SUBGROUPS:
-        yield f"subgroups of {format_count(smaller)} parameters", dataclasses.replace(question, chosen_size=smaller)
-    names = ["--no-attach", "--checkpointing", "--fused-loss", "without --offload-parameters"]
+        yield f"subgroups of {format_count(smaller)} parameters", {"chosen_size": smaller}
+    yield "--no-attach", {"attach": False}
+    yield from ((name, SAVING[name]) for name in ("--checkpointing", "--fused-loss"))
+    yield "without --offload-parameters", {"offload_parameters": False}
     if not question.offload_parameters:
-        names += ["--offload-activations auto"] + [RECOMPUTE_LESS] * question.checkpointing
-    settings = {name: SETTINGS[name] for name in names}
+        yield AUTO, SAVING[AUTO]
+        if question.checkpointing:
+            yield f"{AUTO}, without --checkpointing", {"checkpointing": False, **SAVING[AUTO]}
     if question.fsdp and question.replicas > 1:
-        settings[ONE_REPLICA] = SETTINGS[ONE_REPLICA]
-    elif question.fsdp and question.nodes > 1:
-        settings["--hsdp"] = {"replicas": question.nodes}
-    for name, changes in settings.items():
-        if (other := dataclasses.replace(question, **changes)) != question:
-            yield name, other
+        yield ONE_REPLICA, SAVING[ONE_REPLICA]
+    elif question.fsdp:
+        yield "--hsdp", {"replicas": question.nodes}
 
 
-def remedies(question: Question) -> list[Remedy]:
+def remedies(situation: Situation) -> list[Remedy]:
     """Settings with which what does not fit does, each asked anew: what changes least first, then the fastest.
 
     Up to three settings that change no result are combined, never more than it takes. Only if they are not enough, a
     larger host, a disk, 8-bit moments, smaller batches or steps of one micro-batch are added.
     """
+    if situation.fits:
+        return []
+    question = situation.question
     found: list[tuple[Effect, tuple[str, ...], Situation]] = []
-    for effect, names, changes in ((Effect.NOTHING, (), {}), *_more(question)):
-        if effect > Effect.NOTHING and found and found[0][0] is Effect.NOTHING:
+    for effect, names, changes in _kinds(question):
+        if found and found[0][0] is Effect.NOTHING:
             break
         for setting_names, settings in _combinations(question):
             change = (*setting_names, *names)
             alike = [names for kind, names, _ in found if kind is effect or kind not in BOUGHT]
             if any(set(enough) <= set(change) for enough in alike):
                 continue
-            other = _changed(question, settings | changes, effect)
-            if other is not None and Situation(other).fits:
-                found.append((effect, change, Situation(other)))
-    rows = [
-        Remedy(_sentence(names, effect, each), effect, each, adaptive_outcome(each)) for effect, names, each in found
-    ]
+            try:
+                other = Situation(question.replace(**settings | changes))
+            except ValueError:
+                continue
+            if other.fits:
+                found.append((effect, change, other))
+    rows = [_remedy(*each) for each in found]
     rows.sort(key=lambda remedy: (remedy.effect, remedy.outcome.seconds))
     if rows and rows[0].effect is not Effect.NOTHING:  # two of a kind, so that there are several kinds
         kinds = itertools.groupby(rows, lambda remedy: remedy.effect)
@@ -182,11 +178,11 @@ def remedies(question: Question) -> list[Remedy]:
     return rows[:MOST_REMEDIES]
 
 
-def _more(question: Question) -> Iterator[tuple[Effect, tuple[str, ...], dict[str, Any]]]:
-    """What changes more than memory and time, the least first."""
+def _kinds(question: Question) -> Iterator[tuple[Effect, tuple[str, ...], dict[str, Any]]]:
+    """What is changed beside settings that change no result: nothing, and then the least first."""
+    yield Effect.NOTHING, (), {}
     if question.host_bytes is not None:
-        yield Effect.MACHINE, (), {}
-        yield Effect.DISK, (), {"disk_bytes": DISKS_TB[-1] * 10**12}
+        yield from ((effect, (), {name: max(sizes)}) for effect, (name, sizes) in BOUGHT.items())
     coded, single = {"state_format": INT8}, {"accumulation": False, "micro_batches": 1}
     if not question.offload_parameters and question.state_format != INT8:
         yield Effect.ROUNDING, ("--state-format int8",), coded
@@ -203,60 +199,39 @@ def _combinations(question: Question) -> Iterator[tuple[tuple[str, ...], dict[st
     several = question.ranks > 1
     useful = [
         name
-        for name in SAVING
-        if any(getattr(question, key) != value for key, value in SETTINGS[name].items())
+        for name, changes in SAVING.items()
+        if any(getattr(question, key) != value for key, value in changes.items())
         and (name != "--native-gradients" or question.accumulation)
         and (name != "--fsdp" or (several and not question.sharded))
         and (name != "--offload-parameters" or several or question.sharded)
     ]
     for count in range(4):
         for names in itertools.combinations(useful, count):
-            if not ("--offload-parameters" in names and OFF_DEVICE & set(names)):
-                yield names, {key: value for name in names for key, value in SETTINGS[name].items()}
+            # Parameters on the host leave nothing on the device that these would move.
+            if not ("--offload-parameters" in names and {"--offload-gradients", AUTO} & {*names}):
+                yield names, {key: value for name in names for key, value in SAVING[name].items()}
 
 
-def _changed(question: Question, changes: dict[str, Any], effect: Effect) -> Question | None:
-    """The question with these settings, on the smallest host or disk that suffices; None if it cannot be or was so."""
-    try:
-        other = dataclasses.replace(question, **changes)
-    except ValueError:
-        return None
+def _remedy(effect: Effect, names: tuple[str, ...], situation: Situation) -> Remedy:
+    """On the smallest host or disk that suffices, in words: `with --checkpointing, without --offload-gradients`."""
     if effect in BOUGHT:
-        name, needed, sizes = _bought(Situation(other), effect)
-        enough = next((size for size in sizes if size >= needed), None)
-        if enough is None or enough <= (getattr(question, name) or 0):
-            return None
-        bought: dict[str, Any] = {name: enough}
-        other = dataclasses.replace(other, **bought)
-    return other if other != question else None
-
-
-def _bought(situation: Situation, effect: Effect) -> tuple[str, int, list[int]]:
-    """What is larger: its name in the question, how many bytes it takes, and the sizes that there are."""
-    if effect is Effect.DISK:
-        needed = situation.disk_per_rank * situation.question.layout.per_node
-        return "disk_bytes", needed, [terabytes * 10**12 for terabytes in DISKS_TB]
-    return "host_bytes", situation.host_needed + situation.question.reserved_on_host, [gib << 30 for gib in HOSTS_GIB]
-
-
-def _sentence(names: tuple[str, ...], effect: Effect, situation: Situation) -> str:
-    """The settings in words: `with --checkpointing --fused-loss, without --offload-gradients`."""
-    added = [name for name in names if not name.startswith("without")]
-    if effect is Effect.MACHINE:
-        added.append(f"--host {(situation.question.host_bytes or 0) >> 30}GB")
-    if effect is Effect.DISK:
-        added.append(f"--disk {(situation.question.disk_bytes or 0) // 10**12}TB")
+        setting, sizes = BOUGHT[effect]
+        asked = ((name, situation.question.replace(**{setting: size})) for size, name in sizes.items())
+        name, situation = next((name, other) for name, each in asked if (other := Situation(each)).fits)
+        names = (*names, name)
+    added = " ".join(name for name in names if not name.startswith("without"))
     left_out = [name for name in names if name.startswith("without")]
-    return ", ".join(filter(None, [f"with {' '.join(added)}" if added else "", *left_out]))
+    change = ", ".join([f"with {added}"] * bool(added) + left_out)
+    return Remedy(change, effect, situation, adaptive_outcome(situation))
 
 
 def largest(question: Question) -> int:
     """Parameters of the largest model of the usual shape that fits with the same settings, to 1%; 0 if none does."""
 
     def fits(numel: int) -> bool:
-        model = Transformer.of_size(numel)
         size = question.chosen_size and max(question.chosen_size, math.ceil(numel / MAX_SUBGROUPS))
-        return Situation(dataclasses.replace(question, model=model, chosen_size=size)).fits
+        model = Transformer.of_size(numel)
+        return Situation(question.replace(model=model, chosen_size=size)).fits
 
     return _greatest(fits, 10**6, 10**15, tolerance=0.005)
 
@@ -265,8 +240,7 @@ def most(question: Question, setting: str, limit: int | None = None) -> int:
     """The largest value of a setting, up to a limit, with which the model fits; 0 if none does."""
 
     def fits(value: int) -> bool:
-        changes: dict[str, Any] = {setting: value}
-        return Situation(dataclasses.replace(question, **changes)).fits
+        return Situation(question.replace(**{setting: value})).fits
 
     return _greatest(fits, 1, (limit or MOST) + 1)
 

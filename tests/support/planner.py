@@ -7,7 +7,34 @@ from typing import Any
 
 import pytest
 
+from perfmodel.hardware import HardwareProfile
+from perfmodel.planner.datasheets import FABRICS, GPUS, PCIE
 from perfmodel.planner.main import main
+from perfmodel.planner.question import Question
+from perfmodel.planner.transformer import Transformer
+
+LLAMA_2_7B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "vocab_size": 32000,
+    "tie_word_embeddings": False,
+}
+
+
+def question(numel: float = 7e9, machine: str = "h100", **settings: Any) -> Question:
+    """7B, checkpointed, on one GPU of the machine, unless something else is said."""
+    gpu = GPUS[machine]
+    defaults: dict[str, Any] = {
+        "profile": HardwareProfile.builtin(machine),
+        "device_bytes": gpu.memory_bytes,
+        "checkpointing": True,
+        "flops_rate": 0.4 * gpu.peak("bf16"),
+        "fabric": FABRICS.get(machine, PCIE),
+    }
+    return Question(Transformer.of_size(int(numel)), **{**defaults, **settings})
 
 
 def refused(capsys: pytest.CaptureFixture[str], arguments: str, message: str) -> None:

@@ -2,48 +2,38 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perfmodel.format import STATE_FORMATS
-from perfmodel.hardware import DISK_RATES, HardwareProfile
+from perfmodel.hardware import DISK_RATES
 from perfmodel.plan import Placement, Plan
-from perfmodel.planner.advise import Advice, advise
-from perfmodel.planner.datasheets import GPUS
+from perfmodel.planner.answer import answer as planner_answer
 from perfmodel.planner.disk import WINDOWS, Traffic
 from perfmodel.planner.main import main
 from perfmodel.planner.question import Question
 from perfmodel.planner.situation import Situation
-from perfmodel.planner.transformer import Transformer
-from perfmodel.planner.whatif import Effect
+from perfmodel.planner.whatif import Effect, remedies
 from perfmodel.policies import cpu_only, spilled
 from perfmodel.workload import SubgroupLoad, Workload
+from tests.support import planner
 from tests.support.machines import machine
-from tests.support.planner import answer, refused
+from tests.support.planner import answer
 
 GIB, TB = 2**30, 10**12
 SETTINGS = "--params 7e9 --machine rtx-4090 --checkpointing --no-accumulation --offload-gradients --host 64GiB"
 DESKTOP = SETTINGS.split()
 
 
-def question(**settings: object) -> Question:
+def question(**settings: Any) -> Question:
     """7B on a desktop whose host of 64 GiB is too small for its state."""
-    defaults: dict[str, object] = {
-        "profile": HardwareProfile.builtin("rtx_4090_desktop"),
-        "device_bytes": GPUS["rtx_4090_desktop"].memory_bytes,
-        "checkpointing": True,
-        "accumulation": False,
-        "offload_gradients": True,
-        "host_bytes": 64 * GIB,
-        "disk_bytes": 2 * TB,
-        "flops_rate": 66e12,
-    }
-    return Question(Transformer.of_size(7 * 10**9), **{**defaults, **settings})  # type: ignore[arg-type]
+    small = {"accumulation": False, "offload_gradients": True, "host_bytes": 64 * GIB, "disk_bytes": 2 * TB}
+    return planner.question(7e9, "rtx_4090_desktop", **{**small, **settings})
 
 
 @given(
@@ -54,13 +44,13 @@ def question(**settings: object) -> Question:
     st.sampled_from([0, 2**24, 2**28]),
 )
 def test_three_tiers_have_all_state_and_none_has_more_than_its_room(
-    host_gib: int, state_format: str | None, gradients: dict[str, object], ranks: int, size: int
+    host_gib: int, state_format: str | None, gradients: dict[str, Any], ranks: int, size: int
 ) -> None:
     asked = question(
         host_bytes=host_gib * GIB, state_format=state_format, ranks=ranks, fsdp=True, chosen_size=size, **gradients
     )
     situation = Situation(asked)
-    without = Situation(dataclasses.replace(asked, disk_bytes=None))
+    without = Situation(asked.replace(disk_bytes=None))
     assert situation.host.state + situation.disk_per_rank == without.host.state == situation.state_bytes
     if without.fits_host:
         assert situation.disk_per_rank == 0
@@ -74,27 +64,20 @@ def test_three_tiers_have_all_state_and_none_has_more_than_its_room(
         assert sum(work.subgroups[i].state_bytes for i in on_disk) <= situation.disk_per_rank
 
 
-def parts(advice: Advice) -> tuple[int, int]:
-    return advice.resident_bytes, advice.on_disk_bytes
-
-
 def test_state_that_does_not_fit_on_the_host_is_on_disk_but_what_the_device_has() -> None:
-    advice = advise(question())
     assert not Situation(question(disk_bytes=None)).fits_host
-    assert advice.situation.fits
-    assert advice.best.plan is not None
-    resident, on_disk = parts(advice)
-    assert resident > 0
-    assert 0 < on_disk < advice.situation.disk_per_rank
-    assert advice.bound is not None
-    assert advice.bound.binding.startswith("disk")
-    assert advice.bound.seconds <= advice.best.update_s  # type: ignore[operator]
-    assert advice.limit == "disk"
-    larger = advise(question(host_bytes=96 * GIB))
-    assert parts(larger)[1] < on_disk
-    assert larger.best.seconds < advice.best.seconds
-    levers = {lever.change: lever.outcome for lever in advice.levers}
-    assert levers["disks twice as fast"].seconds < 0.7 * advice.best.seconds
+    found, larger = (planner_answer(question(host_bytes=gib * GIB), []) for gib in (64, 96))
+    best_s, bound = found["policies"][-1]["iteration_s"], found["bound"]
+    assert found["fits"]
+    assert found["device"]["resident_state"] > 0
+    assert 0 < found["disk"]["state"] < found["disk"]["per_rank"]
+    assert bound["binding"].startswith("disk")
+    assert bound["update_s"] <= found["policies"][-1]["update_s"]
+    assert found["job"]["limit"] == "disk"
+    assert larger["disk"]["state"] < found["disk"]["state"]
+    assert larger["policies"][-1]["iteration_s"] < best_s
+    (faster,) = (row for row in found["levers"] if row["change"] == "disks twice as fast")
+    assert faster["iteration_s"] < 0.7 * best_s
 
 
 def test_ranks_of_a_node_share_its_disks() -> None:
@@ -106,23 +89,18 @@ def test_ranks_of_a_node_share_its_disks() -> None:
 
 
 def test_a_disk_that_is_too_small_and_a_host_that_is_too_small_for_windows() -> None:
-    small = advise(question(disk_bytes=10**10))
-    assert small.situation.fits_host
-    assert not small.situation.fits_disk
-    assert small.limit == "room on disk"
-    first = small.remedies[0]
-    assert (first.change, first.effect) == ("with --native-gradients --disk 1TB", Effect.DISK) or first.situation.fits
-    tiny = advise(question(host_bytes=20 * GIB))
-    assert not tiny.situation.fits_host
-    assert tiny.limit == "host memory"
-    assert tiny.situation.disk_per_rank == tiny.situation.state_bytes
+    small, tiny = planner_answer(question(disk_bytes=10**10), []), planner_answer(question(host_bytes=20 * GIB), [])
+    assert (small["host"]["fits"], small["disk"]["fits"], small["job"]["limit"]) == (True, False, "room on disk")
+    found = [row["change"] for row in small["remedies"]]
+    assert found == ["with --host 96GB", "with --disk 1TB", "with --state-format int8"]
+    assert (tiny["host"]["fits"], tiny["job"]["limit"]) == (False, "host memory")
+    assert tiny["disk"]["per_rank"] == tiny["device"]["state"]
 
 
 def test_a_disk_is_proposed_where_host_memory_is_missing() -> None:
-    remedies = {remedy.effect: remedy for remedy in advise(question(disk_bytes=None)).remedies}
-    assert remedies[Effect.DISK].change == "with --disk 1TB"
-    assert remedies[Effect.DISK].situation.fits
-    assert remedies[Effect.MACHINE].outcome.seconds < remedies[Effect.DISK].outcome.seconds
+    found = {remedy.effect: remedy for remedy in remedies(Situation(question(disk_bytes=None)))}
+    assert found[Effect.DISK].change == "with --disk 1TB"
+    assert found[Effect.MACHINE].outcome.seconds < found[Effect.DISK].outcome.seconds
 
 
 @settings(max_examples=50)
@@ -169,20 +147,3 @@ def test_the_text_says_what_is_where_and_how_long_the_disks_last(capsys: pytest.
     assert "read 3 GB/s and write 2 GB/s (--disk-read, --disk-write), at once 1.5 GB/s and 1 GB/s" in text
     assert main([*DESKTOP, "--disk", "10GB"]) == 0
     assert "DOES NOT FIT. State that does not fit on the host takes" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("--disk 2TB", "found --disk without --host; add it, such as 128GB"),
-        ("--disk-endurance 600TB", "--disk-endurance is of disks that state is on, found without --disk"),
-        ("--disk-read 7GB", "--disk-read and --disk-write are of disks that state is on, found without --disk"),
-        ("--disk 2TB --host 64GB --disk-read 7e9", "argument --disk-read: expected a bandwidth per second such as"),
-        ("--disk 2 --host 64GB", "argument --disk: 2 would be 2 bytes; write the unit"),
-        ("--disk 2TB --host 64GB --fsdp --offload-parameters", "found --disk as well; leave it out"),
-    ],
-)
-def test_what_a_user_can_get_wrong_about_disks(
-    arguments: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    refused(capsys, f"--params 7e9 --machine h100 {arguments}", message)

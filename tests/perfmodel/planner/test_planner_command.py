@@ -1,4 +1,4 @@
-"""`python -m perfmodel`: what it prints, and one line with exit status 2 for whatever a user can get wrong."""
+"""`python -m perfmodel`: what it prints, about one GPU and about jobs of several."""
 
 from __future__ import annotations
 
@@ -17,15 +17,9 @@ from perfmodel.planner.main import main
 from perfmodel.planner.text import show
 from perfmodel.subgroups import automatic_subgroup_size
 from tests.support import ROOT
-from tests.support.planner import answer, refused
+from tests.support.planner import LLAMA_2_7B, answer, refused
 
-LLAMA_2_7B = {
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "vocab_size": 32000,
-}
+JOB = ("--params", "13e9", "--machine", "h100", "--ranks", "8", "--nodes", "2")
 
 
 def test_a_newcomer_s_question(capsys: pytest.CaptureFixture[str]) -> None:
@@ -172,6 +166,60 @@ def test_the_text_says_nothing_but_what_json_has(settings: str, capsys: pytest.C
     assert capsys.readouterr().out == shown
 
 
+def test_a_job_of_several_nodes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*JOB, "--hsdp", "--network", "400Gb", "--host", "1TiB"]) == 0
+    text = capsys.readouterr().out
+    assert "13B parameters in bf16 on 8 GPUs of 2 nodes, h100: fits; " in text
+    assert re.search(r"[\d,]+ tokens/s of the job, [\d,]+ per GPU. What limits the job is network", text)
+    assert "needed by a node" in text
+    assert re.search(r"all-gather of weights, backward +within", text)
+    assert re.search(r"all-reduce between replicas, backward +between", text)
+    assert "collectives reach 40 GB/s per node between nodes: 80% of the 50 GB/s given (--network)" in text
+    assert "collectives reach 360 GB/s per GPU within a node: 80% of NVLink 4 (--interconnect)" in text
+    assert max(len(line.rstrip()) for line in text.splitlines() if "  " in line.strip()) <= 80, "tables fit a terminal"
+    assert main([*JOB, "--fsdp", "--offload-parameters", "--host", "64GiB"]) == 0
+    text = capsys.readouterr().out
+    assert "DOES NOT FIT. Parameters, gradients and optimizer state need 84.8 GiB of host memory on each node" in text
+    assert "copies of weights, forward" in text
+    assert "whose gradients add up on the host (--no-accumulation: one)" in text
+
+
+def test_json_of_a_job(capsys: pytest.CaptureFixture[str]) -> None:
+    found = answer(capsys, *JOB, "--fsdp", "--offload-parameters", "--interconnect", "100GB/s", "--checkpointing")
+    job, (policy,) = found["job"], found["policies"]
+    assert (job["ranks"], job["nodes"], job["ranks_per_node"], job["replicas"]) == (8, 2, 4, 1)
+    assert job["tokens_per_s"] == pytest.approx(8 * 2048 / policy["iteration_s"])
+    assert job["tokens_per_s"] == pytest.approx(8 * job["tokens_per_s_per_gpu"])
+    assert job["limit"] == max(job["busy_s"], key=job["busy_s"].__getitem__)
+    assert job["interconnect"] == 80e9
+    assert [(each["what"], each["part"]) for each in job["collectives"]] == [
+        ("all-gather of weights", "forward"),
+        ("all-gather of weights", "backward"),
+        ("reduce-scatter of gradients", "backward"),
+    ]
+    assert all(each["bytes"] == 7 / 8 * 26e9 for each in job["collectives"])
+    assert job["copied_bytes"] == 26e9 / 8
+    assert found["host"]["per_node"] == 4 * found["host"]["per_rank"] == found["host"]["all_ranks"] / 2
+    assert found["host"]["per_rank"] == 14 * 13e9 / 8
+    trained = job["forward_s"] + job["backward_s"]
+    assert trained == pytest.approx(found["compute_s"] + job["exposed_communication_s"])
+    assert found["device"]["all_resident_total"] is None
+    assert found["settings"]["fabric"]["interconnect"] == 100e9
+
+
+def test_one_rank_has_nothing_of_a_job(capsys: pytest.CaptureFixture[str]) -> None:
+    """What FSDP2, nodes and networks add is seen only where they are."""
+    plain = answer(capsys, "--params", "1e9", "--machine", "h100")
+    assert plain["job"]["collectives"] == []
+    assert plain["device"]["gathered"] == plain["host"]["model"] == 0
+    assert plain["job"]["forward_s"] + plain["job"]["backward_s"] == plain["compute_s"]
+    assert main(["--params", "1e9", "--machine", "h100"]) == 0
+    text = capsys.readouterr().out
+    assert "collectives" not in text
+    assert "tokens/s of the job" not in text
+    assert answer(capsys, "--params", "1e9", "--machine", "h100", "--network", "1Gb")["policies"] == plain["policies"]
+
+
 def test_json_has_it_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(LLAMA_2_7B))
@@ -296,106 +344,6 @@ def test_a_picture(gpu: str, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert main(["--params", "7e9", "--machine", "h100", "--gpu", *gpu.split(), "--plot", str(path)]) == 0
     assert path.read_bytes().startswith(b"\x89PNG")
     assert path.stat().st_size > 10_000
-
-
-def bad_files(folder: Path) -> None:
-    texts = {
-        "torn": '{"hidden_size": 4096, ',
-        "list": "[1]",
-        "empty": "{}",
-        "half": '{"n_embd": 768}',
-        "experts": json.dumps({**LLAMA_2_7B, "num_local_experts": 8}),
-        "negative": json.dumps({**LLAMA_2_7B, "num_hidden_layers": -1}),
-        "text": json.dumps({**LLAMA_2_7B, "vocab_size": "many"}),
-        "heads": json.dumps({**LLAMA_2_7B, "num_attention_heads": 33}),
-        "gpt2": json.dumps({"n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257, "n_positions": 1024}),
-        "rates": json.dumps({**HardwareProfile.builtin("h100").to_json(), "h2d_bandwidth": -1.0}),
-    }
-    for name, text in texts.items():
-        (folder / f"{name}.json").write_text(text)
-    (folder / "binary.json").write_bytes(b"\xff\xfe\x00")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("", "expected a model: --params 7e9, or a Hugging Face config.json or name such as"),
-        ("gpt2.json --params 7e9", "and not both"),
-        ("none.json", "cannot read none.json: No such file or directory"),
-        (".", "cannot read .: Is a directory"),
-        ("torn.json --gpu 9GiB", "torn.json: Expecting property name"),
-        ("list.json --gpu 9GiB", "list.json: a model's configuration is a JSON object, found list"),
-        ("empty.json --gpu 9GiB", "empty.json: missing hidden_size, intermediate_size, num_hidden_layers"),
-        ("half.json --gpu 9GiB", "half.json: missing n_layer, n_head, vocab_size; expected the config.json of"),
-        ("binary.json --gpu 9GiB", "binary.json: "),
-        ("experts.json --gpu 9GiB", "mixtures of experts are not supported, found num_local_experts"),
-        ("negative.json --gpu 9GiB", "num_hidden_layers must be a whole number of 1 or more, found -1"),
-        ("text.json --gpu 9GiB", "vocab_size must be a whole number of 1 or more, found 'many'"),
-        ("heads.json --gpu 9GiB", "num_attention_heads must divide hidden_size, found 33 and 4096"),
-        ("gpt2.json --gpu 9GiB --seq 4096", "the model takes 1024 tokens at most, found sequences of 4096"),
-        ("--params 7e9", "how much memory the GPU of unknown has is not known: pass --gpu"),
-        ("--params 7e9 --machine abacus", "no machine 'abacus'; there are a100-40, a100-80"),
-        ("--params 7e9 --machine none.json", "cannot read none.json: No such file or directory"),
-        ("--params 7e9 --machine torn.json", "torn.json: Expecting property name"),
-        ("--params 7e9 --machine empty.json", "empty.json: hardware profile of version None"),
-        ("--params 7e9 --machine rates.json", "rates.json: profile 'h100': h2d_bandwidth must be a positive number"),
-        ("--params 7e9 --machine binary.json", "binary.json"),
-        ("--params 1e300 --gpu 9GiB", "argument --params: expected a number of 1 or more (and 1e+18 at most)"),
-        ("--params seven --gpu 9GiB", "argument --params: expected a number such as 7e9, 7B or 350M, found 'seven'"),
-        ("--params -7e9 --gpu 9GiB", "argument --params: expected"),
-        ("--params 7e9 --gpu 24GiBs", "argument --gpu: expected a size such as 24GiB, in B, KB"),
-        (
-            "--params 7e9 --gpu=-24GiB",
-            "argument --gpu: expected a size of 1 byte or more (and 1e+18 at most), found '-24GiB'",
-        ),
-        ("--params 7e9 --gpu 0", "argument --gpu: expected a size of 1 byte or more (and 1e+18 at most), found '0'"),
-        ("--params 7e9 --gpu 1000GiB --machine h100", "--gpu 1000GiB is more than the H100 80 GB of h100 has"),
-        ("--params 7e9 --machine h100 --host 12XB", "argument --host: expected a size"),
-        ("--params 7e9 --gpu 512MiB", "1.0 GiB of device memory are reserved, and there are 512.0 MiB"),
-        (
-            "--params 7e9 --machine h100 --batch=-1",
-            "argument --batch: expected a number of 1 or more (and 1e+18 at most), found '-1'",
-        ),
-        (
-            "--params 7e9 --machine h100 --ranks 0",
-            "argument --ranks: expected a number of 1 or more (and 1e+18 at most), found '0'",
-        ),
-        ("--params 7e9 --machine h100 --seq x", "argument --seq: expected a number"),
-        ("--params 7e9 --machine h100 --dtype fp8", "argument --dtype: invalid choice: 'fp8'"),
-        ("--params 7e9 --machine h100 --zero 4", "argument --zero: invalid choice: 4"),
-        (
-            "--params 7e9 --machine h100 --tflops=-3",
-            "argument --tflops: expected a number above 0 (1e-6 to 1e9), found '-3'",
-        ),
-        (
-            "--params 7e9 --machine h100 --tflops nan",
-            "argument --tflops: expected a number above 0 (1e-6 to 1e9), found 'nan'",
-        ),
-        ("--params 7e9 --machine h100 --utilisation 1.5", "expected a number in (0, 1], found '1.5'"),
-        ("--params 7e9 --machine t4", "the T4 does not compute in bfloat16; choose --dtype fp16 or fp32"),
-        ("org/no-model --gpu 24GB", "no file 'org/no-model', and no configuration of a model of that name in "),
-        (
-            "--params 7e9 --machine h100 --subgroup-size 1e4",
-            "make 700,000 of them, more than 5,000; choose 1.4M or more",
-        ),
-        ("--params 7e9 --machine h100 --plot none/plan.png", "cannot write none/plan.png: No such file or directory"),
-        ("--params 7e9 --machine h100 --plot plan.xyz", "cannot write plan.xyz: Format 'xyz' is not supported"),
-        ("--params 7e9 --machine h100 --trainable 0%", "expected a number above 0 (1e-6 to 1e9), found '0'"),
-        ("--params 7e9 --machine h100 --frobnicate", "unrecognized arguments: --frobnicate"),
-    ],
-)
-def test_what_a_user_can_get_wrong(
-    arguments: str,
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    if "--plot" in arguments:
-        pytest.importorskip("matplotlib")
-    bad_files(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    refused(capsys, arguments, message)
 
 
 def test_the_command_needs_no_torch(tmp_path: Path) -> None:

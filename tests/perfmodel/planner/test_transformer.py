@@ -14,17 +14,9 @@ from perfmodel.hardware import HardwareProfile
 from perfmodel.planner.memory import device_footprint
 from perfmodel.planner.question import Question
 from perfmodel.planner.transformer import Transformer
+from tests.support.planner import LLAMA_2_7B
 from tests.support.ranks import TORCH_2_6
 
-LLAMA_2_7B = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "vocab_size": 32000,
-    "tie_word_embeddings": False,
-}
 LLAMA_3_8B = {**LLAMA_2_7B, "intermediate_size": 14336, "num_key_value_heads": 8, "vocab_size": 128256}
 MISTRAL_7B = {**LLAMA_3_8B, "model_type": "mistral", "vocab_size": 32000}
 QWEN_2_5_7B = {
@@ -81,12 +73,12 @@ def test_only_the_number_of_parameters_known() -> None:
 def test_activations_of_a_gpt_block_are_those_of_korthikanti_et_al() -> None:
     """34 sbh without attention's matrices, 34 sbh + 5 as^2 b with them; sbh with checkpointing, in 16-bit values."""
     sequence, batch, heads, width = 1024, 4, 12, 768
-    model, tokens = Transformer.from_config(GPT_2), 1024 * 4
-    assert model.activation_bytes(tokens, sequence, 2) == 34 * sequence * batch * width
-    with_matrices = model.activation_bytes(tokens, sequence, 2, eager_attention=True)
-    assert with_matrices == 34 * sequence * batch * width + 5 * heads * sequence**2 * batch
-    kept = model.peak_activation_bytes(tokens, sequence, 2, checkpointing=True)
-    assert kept == 12 * 2 * sequence * batch * width + 5 * tokens * width
+    model = Transformer.from_config(GPT_2)
+    assert model.block_bytes(sequence, 2) == 34 * width
+    assert model.block_bytes(sequence, 2, eager_attention=True) == 34 * width + 5 * heads * sequence
+    settings: dict[str, Any] = {"batch": batch, "sequence": sequence, "checkpointing": True}
+    kept = device_footprint(Question(model, HardwareProfile.builtin("h100"), 10**12, **settings)).activations
+    assert kept == (12 * 2 + 5) * sequence * batch * width
 
 
 def test_logits_and_their_loss() -> None:

@@ -64,7 +64,6 @@ def test_how_bandwidths_are_written() -> None:
     ("text", "nbytes", "nominal"),
     [
         ("24GB", 24 * 2**30, True),
-        ("999999TB", 999_999 * 2**40, True),
         ("0.5 tb", 2**39, True),
         ("24GiB", 24 * 2**30, False),
         ("24e9", 24 * 10**9, False),

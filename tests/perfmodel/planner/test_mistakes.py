@@ -1,0 +1,107 @@
+"""One line with exit status 2 for whatever a user can get wrong about `python -m perfmodel`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from perfmodel.hardware import HardwareProfile
+from tests.support.planner import LLAMA_2_7B, refused
+
+FILES = {
+    "torn": '{"hidden_size": 4096, ',
+    "list": "[1]",
+    "empty": "{}",
+    "half": '{"n_embd": 768}',
+    "experts": json.dumps({**LLAMA_2_7B, "num_local_experts": 8}),
+    "negative": json.dumps({**LLAMA_2_7B, "num_hidden_layers": -1}),
+    "text": json.dumps({**LLAMA_2_7B, "vocab_size": "many"}),
+    "heads": json.dumps({**LLAMA_2_7B, "num_attention_heads": 33}),
+    "gpt2": json.dumps({"n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257, "n_positions": 1024}),
+    "rates": json.dumps({**HardwareProfile.builtin("h100").to_json(), "h2d_bandwidth": -1.0}),
+}
+MISTAKES = """
+ > expected a model: --params 7e9, or a Hugging Face config.json or name such as
+gpt2.json --params 7e9 > and not both
+none.json > cannot read none.json: No such file or directory
+. > cannot read .: Is a directory
+torn.json --gpu 9GiB > torn.json: Expecting property name
+list.json --gpu 9GiB > list.json: a model's configuration is a JSON object, found list
+empty.json --gpu 9GiB > empty.json: missing hidden_size, intermediate_size, num_hidden_layers
+half.json --gpu 9GiB > half.json: missing n_layer, n_head, vocab_size; expected the config.json of
+binary.json --gpu 9GiB > binary.json:
+experts.json --gpu 9GiB > mixtures of experts are not supported, found num_local_experts
+negative.json --gpu 9GiB > num_hidden_layers must be a whole number of 1 or more, found -1
+text.json --gpu 9GiB > vocab_size must be a whole number of 1 or more, found 'many'
+heads.json --gpu 9GiB > num_attention_heads must divide hidden_size, found 33 and 4096
+gpt2.json --gpu 9GiB --seq 4096 > the model takes 1024 tokens at most, found sequences of 4096
+org/no-model --gpu 24GB > no file 'org/no-model', and no configuration of a model of that name in
+--params 7e9 > how much memory the GPU of unknown has is not known: pass --gpu
+--params 7e9 --machine abacus > no machine 'abacus'; there are a100-40, a100-80
+--params 7e9 --machine none.json > cannot read none.json: No such file or directory
+--params 7e9 --machine torn.json > torn.json: Expecting property name
+--params 7e9 --machine empty.json > empty.json: hardware profile of version None
+--params 7e9 --machine rates.json > rates.json: profile 'h100': h2d_bandwidth must be a positive number
+--params 7e9 --machine binary.json > binary.json: 'utf-8' codec can't decode
+--params 1e300 --gpu 9GiB > argument --params: expected a number such as 7e9, 7B or 350M, of 1 or more (and 1e+18
+--params seven --gpu 9GiB > argument --params: expected a number such as 7e9, 7B or 350M, of 1 or more
+--params -7e9 --gpu 9GiB > argument --params: expected
+--params 7e9 --gpu=-24GiB > argument --gpu: expected a size such as 24GiB, of 1 byte or more (and 1e+18 at most), found
+--params 7e9 --gpu 1000GiB --machine h100 > --gpu 1000GiB is more than the H100 80 GB of h100 has
+--params 7e9 --machine h100 --host 12XB > argument --host: expected a size
+--params 7e9 --gpu 512MiB > 1.0 GiB of device memory are reserved, and there are 512.0 MiB
+--params 7e9 --machine h100 --batch=-1 > argument --batch: expected a number
+--params 7e9 --machine h100 --ranks 0 > argument --ranks: expected a number
+--params 7e9 --machine h100 --nodes 0 > argument --nodes: expected a number
+--params 7e9 --machine h100 --fsdp --replicas 0 > argument --replicas: expected a number
+--params 7e9 --machine h100 --seq x > argument --seq: expected a number
+--params 7e9 --machine h100 --dtype fp8 > argument --dtype: invalid choice: 'fp8'
+--params 7e9 --machine h100 --zero 4 > argument --zero: invalid choice: 4
+--params 7e9 --machine h100 --tflops=-3 > argument --tflops: expected a number above 0 (1e-6 to 1e9), found '-3'
+--params 7e9 --machine h100 --tflops nan > argument --tflops: expected a number above 0 (1e-6 to 1e9), found 'nan'
+--params 7e9 --machine h100 --utilisation 1.5 > expected a number in (0, 1], found '1.5'
+--params 7e9 --machine t4 > the T4 does not compute in bfloat16; choose --dtype fp16 or fp32
+--params 7e9 --machine h100 --subgroup-size 1e4 > make 700,000 of them, more than 5,000; choose 1.4M or more
+--params 7e9 --machine h100 --plot none/plan.png > cannot write none/plan.png: No such file or directory
+--params 7e9 --machine h100 --plot plan.xyz > cannot write plan.xyz: Format 'xyz' is not supported
+--params 7e9 --machine h100 --trainable 0% > expected a number above 0 (1e-6 to 1e9), found '0'
+--params 7e9 --machine h100 --trainable 8B > --trainable 8B is more than the model's 7B parameters
+--params 7e9 --machine h100 --frobnicate > unrecognized arguments: --frobnicate
+--params 7e9 --machine h100 --ranks 8 --nodes 3 > --ranks 8 cannot be divided equally over 3 nodes
+--params 7e9 --machine h100 --nodes 2 > --ranks 1 cannot be divided equally over 2 nodes: it counts the GPUs of all
+--params 7e9 --machine h100 --ranks 8 --fsdp --replicas 3 > --ranks 8 cannot be divided equally over 3 replicas
+--params 7e9 --machine h100 --ranks 12 --nodes 3 --fsdp --replicas 2 > a replica on 6 GPUs does not fill nodes of 4
+--params 7e9 --machine h100 --ranks 8 --replicas 2 > several replicas are FSDP2's (HSDP), found 2 without
+--params 7e9 --machine h100 --ranks 8 --hsdp > on each of several nodes, found --nodes 1 and --replicas 1; choose
+--params 7e9 --machine h100 --ranks 8 --nodes 2 --hsdp --replicas 4 > found --nodes 2 and --replicas 4; choose
+--params 7e9 --machine h100 --ranks 8 --fsdp --zero 2 > found --fsdp with --zero 2; choose one of them
+--params 7e9 --machine h100 --offload-parameters > is FSDP2's CPUOffloadPolicy, found without --fsdp; add
+--params 7e9 --machine h100 --native-gradients > of gradients that are offloaded; add --offload-gradients
+--params 7e9 --machine h100 --fsdp --offload-parameters --offload-gradients > as well; leave it out
+--params 7e9 --machine h100 --fsdp --offload-parameters --offload-activations 0.5 > as well; leave it out
+--params 7e9 --machine h100 --fsdp --offload-parameters --disk 2TB --host 64GB > as well; leave it out
+--params 7e9 --machine rtx-4090 --ranks 2 --nodes 2 > is not known: pass --network, such as 400Gb
+--params 7e9 --machine h100 --network 400 > argument --network: expected a bandwidth per second such as 400Gb (bits)
+--params 7e9 --machine h100 --interconnect=-9GB > argument --interconnect: expected a bandwidth
+--params 7e9 --machine h100 --disk 2TB > found --disk without --host; add it, such as 128GB
+--params 7e9 --machine h100 --disk-endurance 600TB > of disks that state is on; add --disk, such as 2TB
+--params 7e9 --machine h100 --disk-read 3GB > of disks that state is on; add --disk, such as 2TB
+--params 7e9 --machine h100 --disk 2TB --host 64GB --disk-read 7e9 > argument --disk-read: expected a bandwidth per
+--params 7e9 --machine h100 --disk 2 --host 64GB > argument --disk: 2 would be 2 bytes; write the unit
+"""
+
+
+@pytest.mark.parametrize("line", MISTAKES.strip("\n").splitlines())
+def test_what_a_user_can_get_wrong(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments, message = line.split(" > ")
+    if "--plot" in arguments:
+        pytest.importorskip("matplotlib")
+    for name, text in FILES.items():
+        (tmp_path / f"{name}.json").write_text(text)
+    (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
+    monkeypatch.chdir(tmp_path)
+    refused(capsys, arguments, message)
