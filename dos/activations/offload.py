@@ -115,7 +115,8 @@ class ActivationOffload:
                     # The device is done with the present memory then, which can go before there is other.
                     self._restored.wait()
                     self._restored = None
-                    self._given.clear()  # which have it, too
+                    for jobs in (self._given, self._moves):  # which have it, too
+                        jobs.clear()
                 self.pool.resize(size)
 
     def ran_out(self) -> None:

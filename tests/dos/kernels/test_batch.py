@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -132,6 +133,18 @@ def test_a_table_is_sent_where_it_changed() -> None:
     assert sent.send(rows.copy()) is first
     assert sent.send(rows + 1).tolist() == (rows + 1).tolist()
     assert first.tolist() == rows.tolist(), "what may still be read was written"
+
+
+def test_a_table_is_sent_again_on_another_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which does not wait for what was sent on the first one."""
+    streams = iter([SimpleNamespace(cuda_stream=number) for number in (1, 1, 2)])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: next(streams))
+    monkeypatch.setattr(Tensor, "pin_memory", Tensor.clone)
+    monkeypatch.setattr(Tensor, "to", lambda tensor, *where, non_blocking: tensor.clone())
+    sent, rows = SentTable(torch.device("cuda")), np.arange(22)
+    first = sent.send(rows)
+    assert sent.send(rows) is first
+    assert sent.send(rows) is not first
 
 
 def test_a_batch_of_nothing() -> None:
