@@ -19,7 +19,7 @@ from dos.calibration import measure
 from dos.calibration.rounds import Figure, Rounds
 from dos.machine import profiles
 from perfmodel.hardware import RATES, SPEEDS, HardwareProfile, Provenance
-from tests.dos.calibration.conftest import TINY
+from tests.support.calibration import TINY
 from tests.support.clock import skip_if_the_clock_cannot_be_trusted
 from tests.support.training import profile
 
@@ -295,7 +295,7 @@ def test_a_cache_that_cannot_be_written(cache: Path, capsys: pytest.CaptureFixtu
 RANK = """
 import sys
 from dos.calibration import command as calibrate
-from tests.dos.calibration.conftest import TINY
+from tests.support.calibration import TINY
 calibrate.QUICK = TINY
 sys.exit(calibrate.main(["--quick", "--device", "cpu", "--disk", sys.argv[1]]))
 """

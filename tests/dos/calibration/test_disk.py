@@ -18,7 +18,7 @@ from dos.calibration.measure import measure
 from dos.calibration.rounds import Figure, Rounds
 from dos.disk import DiskSpace, Extent
 from perfmodel.hardware import HardwareProfile
-from tests.dos.calibration.conftest import TINY
+from tests.support.calibration import TINY
 from tests.support.training import profile
 
 
