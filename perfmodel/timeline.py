@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import itertools
 import json
@@ -70,7 +69,7 @@ class Span:
 
     def since(self, origin: float) -> Span:
         """The same in seconds since so many."""
-        return dataclasses.replace(self, start=self.start - origin, end=self.end - origin)
+        return Span(self.lane, self.op, self.subgroup, self.start - origin, self.end - origin, self.nbytes)
 
     @property
     def name(self) -> str:

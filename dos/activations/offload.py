@@ -224,7 +224,7 @@ class ActivationOffload:
         first = bisect_left([*accumulate(self._last, initial=0)], round(amount * sum(self._last)))
         return lambda births: amount > 0 and (not self._last or len(births.sizes) <= first)
 
-    def _pack(self, tensor: Any, births: Births, lasting: frozenset[int]) -> Kept | Packed:
+    def _pack(self, tensor: Any, births: Births, lasting: frozenset[int]) -> Kept:
         """What autograd keeps in place of a tensor that it saves."""
         part = local(tensor)
         if not self._is_eligible(tensor, part, lasting):
@@ -323,12 +323,10 @@ class ActivationOffload:
         if sample is not None:
             sample(always=True)
 
-    def _unpack(self, packed: Kept | Packed) -> Tensor:
+    def _unpack(self, packed: Kept) -> Tensor:
         """The tensor, when backward needs it. Raises RuntimeError if it was written to."""
-        if isinstance(packed, Kept):
-            return packed.read()
-        packed.watch.check()
-        return self._fetch(packed)
+        packed.check()
+        return self._fetch(packed) if isinstance(packed, Packed) else packed.tensor
 
     @torch.no_grad()
     @exclusive

@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from dos.activations.pool import Block
 from dos.devices import Device, Job
-from dos.sharding.local import is_sharded, laid_out_as, version
+from dos.sharding.local import is_sharded, laid_out_as, local, version
 from dos.state.arena import ALIGNMENT
 from perfmodel import Op
 
@@ -124,71 +124,58 @@ class Saved:
         self.drop()
 
 
-class Watch:
-    """Knows whether a tensor is written to, without its memory. counter: a tensor without elements that is, too."""
-
-    __slots__ = ("_kind", "_version", "counter")
-
-    def __init__(self, tensor: Any, part: Tensor | None = None) -> None:
-        """part: what this rank has of a DTensor."""
-        part = tensor if part is None else part
-        self._kind = f"[{part.type()} {list(tensor.shape)}]"
-        counter = part.detach()
-        counter.data = part.new_empty(0)  # it counts on with the tensor
-        if is_sharded(tensor):
-            wrapper = tensor.detach()
-            wrapper._local_tensor = counter
-            counter = wrapper
-        self.counter, self._version = counter, version(tensor)
-
-    def check(self) -> None:
-        """Raise RuntimeError if it was written to, as torch does where no hooks are."""
-        check(self._kind, version(self.counter), self._version)
-
-
-def check(kind: str, now: int, expected: int) -> None:
-    """Raise what torch raises for a saved tensor that was written to."""
-    if now != expected:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"{kind} is at version {now}; expected version {expected} instead. Hint: enable anomaly detection to find "
-            "the operation that failed to compute its gradient, with torch.autograd.set_detect_anomaly(True)."
-        )
-
-
 class Kept:
-    """A tensor that stays where it is."""
+    """A tensor that stays where it is. tensor: that autograd gets back."""
 
-    __slots__ = ("_tensor", "_version")
+    __slots__ = ("_version", "tensor")
 
     def __init__(self, tensor: Any) -> None:
         # What has a grad_fn may be what is saved for that one, which would then hold itself.
-        self._tensor = tensor if tensor.is_leaf and tensor.requires_grad else tensor.detach()
+        self.tensor = tensor if tensor.is_leaf and tensor.requires_grad else tensor.detach()
         self._version = version(tensor)
 
-    def read(self) -> Tensor:
-        """The tensor. Raises RuntimeError if it was written to."""
-        tensor = self._tensor
-        if version(tensor) != self._version:  # tensors of some layouts have no such type or shape
-            check(f"[{tensor.type()} {list(tensor.shape)}]", version(tensor), self._version)
-        return tensor
+    def check(self) -> None:
+        """Raise what torch raises, where no hooks are, for a saved tensor that was written to: RuntimeError."""
+        now = version(self.tensor)
+        if now != self._version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"[{local(self.tensor).type()} {list(self.shape)}] is at version {now}; expected version "
+                f"{self._version} instead. Hint: enable anomaly detection to find the operation that failed to compute "
+                "its gradient, with torch.autograd.set_detect_anomaly(True)."
+            )
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """Of all of it, if it is a DTensor."""
+        return self.tensor.shape
 
 
-class Packed:
-    """A tensor in a range that may leave. saved: that range. watch: of the tensor."""
+class Packed(Kept):
+    """A tensor in a range that may leave. saved: that range. tensor: without elements, but written to when it is."""
 
-    __slots__ = ("_dtype", "_offset", "_size", "_stride", "saved", "watch")
+    __slots__ = ("_dtype", "_offset", "_size", "_stride", "saved")
 
     def __init__(self, tensor: Any, part: Tensor, saved: Saved) -> None:
-        self.saved = saved
-        self.watch = Watch(tensor, part)
+        """part: what this rank has of a DTensor."""
+        self.tensor = part.detach()
+        self.tensor.data = part.new_empty(0)  # it counts on with the tensor
+        if is_sharded(tensor):
+            wrapper = tensor.detach()
+            wrapper._local_tensor, self.tensor = self.tensor, wrapper
+        self._version = version(tensor)
         self._dtype, self._size, self._stride = part.dtype, part.size(), part.stride()
         self._offset = part.storage_offset() * part.itemsize
+        self.saved = saved
         saved.tensors += 1
+
+    @property
+    def shape(self) -> Sequence[int]:
+        return self.tensor.shape if is_sharded(self.tensor) else self._size
 
     def made_of(self, memory: Tensor, origin: int) -> Tensor:
         """The tensor in memory whose storage begins with what was byte `origin` of the tensor's own."""
         part = torch.empty(0, dtype=self._dtype, device=memory.device)
         offset = (self._offset - origin) // part.itemsize
         part.set_(memory.untyped_storage(), offset, self._size, self._stride)
-        return laid_out_as(part, self.watch.counter)
+        return laid_out_as(part, self.tensor)
