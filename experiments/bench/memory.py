@@ -22,11 +22,19 @@ from dataclasses import asdict, dataclass
 import torch
 from rich.console import Console
 
-from experiments.bench.memory_runs import CONFIG, Batch, Setting, bound_s, fixed_policies, share_that_fits, train
+from experiments.bench.memory_runs import (
+    CONFIG,
+    Batch,
+    Setting,
+    bound_s,
+    fixed_policies,
+    neighbours,
+    share_that_fits,
+    train,
+)
 from experiments.command import Parser, seconds, table
 from experiments.corpus import Corpus, standard_library
 from experiments.paper import memory_h100
-from experiments.paper.occupancies import neighbours
 from experiments.paper.ranks import TRACES, PublishedRank
 
 ITERATIONS = 20

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import random
 import statistics
 import time
 from collections import Counter
@@ -19,8 +20,7 @@ from dos.devices import Script
 from experiments.bench.progress import Progress
 from experiments.gpt import GPT, GPTConfig
 from experiments.miniature import UPDATE_S, equal_subgroups
-from experiments.paper.occupancies import Recording
-from experiments.paper.ranks import Miniature, PublishedRank
+from experiments.paper.ranks import Miniature, PublishedRank, Recording
 from perfmodel import Op, Placement, Plan, Timeline, Workload
 from perfmodel.bounds import lower_bound
 from perfmodel.policies import stride
@@ -36,6 +36,8 @@ TRAVEL = (Op.PREFETCH, Op.FLUSH, Op.GRADIENT, Op.PARAMETER)
 Batch = tuple[Tensor, Tensor]
 Points = Sequence[tuple[float, int]]
 NOBODY: Points = ((0.0, 0),)
+SEED = 5
+"""Of the noise."""
 
 
 @dataclass(frozen=True)
@@ -236,3 +238,24 @@ def _simulated(setting: Setting, plan: Plan) -> Callable[[Workload], float]:
 def _without_slots(plan: Plan) -> Plan:
     on_cpu = {Placement.GPU_STREAMED: Placement.CPU}
     return dataclasses.replace(plan, placements=tuple(on_cpu.get(p, p) for p in plan.placements), slots=0)
+
+
+def neighbours(most: int, iterations: int) -> dict[str, list[tuple[float, int]]]:
+    """Scripts of what another process wants, as points of (iteration, bytes), by name.
+
+    most: bytes that there are for it beside the training itself, without optimizer state. iterations: of the run.
+    """
+
+    def points(share: Callable[[int], float]) -> list[tuple[float, int]]:
+        return [(float(i), int(share(i) * most)) for i in range(iterations)]
+
+    third, period = iterations // 3, max(2, iterations // 3)
+    drawn = random.Random(SEED)
+    return {
+        "step up": points(lambda i: 0.65 if i >= third else 0.0),
+        "step down": points(lambda i: 0.65 if i < third else 0.0),
+        "sawtooth": points(lambda i: 0.8 * (i % period) / (period - 1)),
+        "spike": points(lambda i: 0.65 if i == iterations // 2 else 0.0),
+        "leak": points(lambda i: min(1.0, 1.25 * i / (iterations - 1))),
+        "noise": points(lambda i: drawn.uniform(0.3, 0.5)),
+    }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,7 +12,6 @@ import numpy as np
 from dos import EmulatedDevice
 from dos.devices.occupancy import Occupancy, Script
 from experiments.miniature import slowed, without_fixed_costs
-from experiments.paper.occupancies import Recording
 from experiments.paper.runs import read_runs, read_trace
 from experiments.paper.zero3 import Mode
 from perfmodel import Workload
@@ -23,6 +23,59 @@ TRACES = {
     "a100_13b_zero3_offload": ("a100_unbound", "13B", 1),
 }
 """Recorded traces, `memory_<name>.csv`: machine and built-in profile, model, and ranks on the host."""
+
+
+LEVEL = 0.05
+"""Share of the range of use within which it counts as the lowest."""
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What a training process holds of its device in one iteration, by phase.
+
+    forward, backward: bytes, sampled evenly over the phase. update: the most in that phase; what the recorded
+        optimizer held in its own staging slots is part of it.
+    """
+
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+    update: int
+
+    @classmethod
+    def read(cls, trace: str) -> Recording:
+        """The iteration with the highest peak in a published trace.
+
+        Iterations begin where use rises from its lowest, which it has between them. Backward ends at the iteration's
+        peak and begins where, before that, use falls most from what it had reached: what forward alone needed goes.
+        """
+        used, _ = read_trace(trace)
+        lowest = min(used) + LEVEL * (max(used) - min(used))
+        starts = [i for i in range(len(used) - 1) if used[i] <= lowest < used[i + 1]]
+        whole = max((used[slice(*ends)] for ends in itertools.pairwise(starts)), key=max)
+        end = max(i for i, nbytes in enumerate(whole) if nbytes == max(whole)) + 1
+        reached = list(itertools.accumulate(whole[:end], max))
+        turn = max(range(1, end), key=lambda i: reached[i] - whole[i])
+        # The first sample after the peak was taken while memory fell, so it belongs to neither side.
+        return cls(tuple(whole[:turn]), tuple(whole[turn:end]), max(whole[end + 1 :]))
+
+    @property
+    def peak(self) -> int:
+        """Bytes, the most in forward and backward."""
+        return max(*self.forward, *self.backward)
+
+    def scaled(self, factor: float) -> Recording:
+        """The same of a smaller or larger model."""
+        forward, backward = (tuple(round(n * factor) for n in phase) for phase in (self.forward, self.backward))
+        return Recording(forward, backward, round(self.update * factor))
+
+    def script(self) -> list[tuple[float, int]]:
+        """Points of (position, bytes) for a `Script`: forward is at 0 to 1, backward at 1 to 2, the update from 2."""
+        points = [
+            (phase + i / len(samples), nbytes)
+            for phase, samples in enumerate((self.forward, self.backward))
+            for i, nbytes in enumerate(samples)
+        ]
+        return [*points, (2.0, self.update)]
 
 
 @dataclass(frozen=True)

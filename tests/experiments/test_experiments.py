@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from experiments.gpt import GPT, GPTConfig
 from perfmodel import Placement
 from perfmodel.adaptive import adaptive
 from perfmodel.format import CODED, MIXED, SPLIT
-from tests.support import ROOT
 from tests.support.clock import compares_with_a_clock, skip_if_the_clock_cannot_be_trusted
 
 
@@ -107,13 +105,6 @@ def test_bad_arguments_get_one_line_and_status_2(
     said = capsys.readouterr().err
     assert message in said
     assert said.count("\n") == 1
-
-
-def test_a_command_says_so_as_a_process() -> None:
-    command = [sys.executable, "-m", "experiments.overlap", "--rounds", "0"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
 
 
 @compares_with_a_clock

@@ -12,13 +12,12 @@ import torch
 
 import dos.memory.monitor
 from experiments.bench import memory, memory_runs
-from experiments.bench.memory_runs import Run, Setting, train
+from experiments.bench.memory_runs import Run, Setting, neighbours, train
 from experiments.bench.progress import UPDATE, Progress
 from experiments.corpus import Corpus, standard_library
 from experiments.gpt import GPT, GPTConfig
 from experiments.paper import memory_h100
-from experiments.paper.occupancies import Recording, neighbours
-from experiments.paper.ranks import TRACES, PublishedRank
+from experiments.paper.ranks import TRACES, PublishedRank, Recording
 from perfmodel import Placement
 from perfmodel.policies import stride
 

@@ -12,7 +12,6 @@ import os
 import select
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -65,15 +64,13 @@ class Neighbour:
 
 
 class Holder:
-    """Inside the process: holds as much as is wanted, or as there is.
+    """Inside the process: holds as much as is wanted, or as there is."""
 
-    take: gives so many bytes, or raises torch.OutOfMemoryError. free: bytes that may be there.
-    """
-
-    def __init__(self, take: Callable[[int], Tensor], free: Callable[[], int]) -> None:
-        self._take, self._free = take, free
+    def __init__(self, device: str) -> None:
+        self._device = torch.device(device)
         self.wanted = 0
         self.pieces: list[Tensor] = []
+        torch.zeros(1, device=device)  # the context is there before the first answer
 
     @property
     def nbytes(self) -> int:
@@ -89,14 +86,12 @@ class Holder:
             while self.nbytes > self.wanted:
                 self.pieces.pop()
             torch.cuda.empty_cache()
-        size = self._whole(min(self.wanted - self.nbytes, self._free()))
-        while size:
+        most = self.wanted
+        while size := max(0, min(most, self.wanted - self.nbytes, self._free())) // CHUNK * CHUNK:
             try:
-                self.pieces.append(self._take(size))
+                self.pieces.append(torch.empty(size, dtype=torch.uint8, device=self._device))
             except torch.OutOfMemoryError:
-                size = self._whole(size // 2)
-            else:
-                size = self._whole(min(size, self.wanted - self.nbytes, self._free()))
+                most = size // 2
 
     def listen(self) -> None:
         """Do what the lines of standard input say until it ends, and try for what is missing in between."""
@@ -117,20 +112,10 @@ class Holder:
                 if not line.strip():
                     print(self.nbytes, flush=True)
 
-    @staticmethod
-    def _whole(nbytes: int) -> int:
-        return max(0, nbytes) // CHUNK * CHUNK
-
-
-def main(device: str) -> None:
-    torch.zeros(1, device=device)  # the context is there before the first answer
-    on_gpu = torch.device(device).type == "cuda"
-    Holder(
-        lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device=device),
-        lambda: torch.cuda.mem_get_info()[0] if on_gpu else 1 << 62,
-    ).listen()
-    os._exit(0)
+    def _free(self) -> int:
+        return torch.cuda.mem_get_info()[0] if self._device.type == "cuda" else 1 << 62
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    Holder(sys.argv[1]).listen()
+    os._exit(0)
