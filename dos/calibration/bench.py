@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dos.calibration.rounds import Figure, Loop, Rounds, mean
 from dos.devices import Device, Job, pinned_zeros
+from dos.devices.pinned import lazy_zeros
 from dos.kernels.update import AdamArrays, AdamStep, adam_update
 from perfmodel import Lane, Op, Span
 from perfmodel.format import CODED, MASTER, MIXED, REST, SPLIT, Format
@@ -42,6 +43,11 @@ def _arrays(zeros: Callable[[int, torch.dtype], Tensor], numel: int, formats: bo
     return {MIXED: mixed, SPLIT: split, CODED: split._replace(**codes)}
 
 
+def host_zeros(device: Device | None, numel: int, dtype: torch.dtype) -> Tensor:
+    """1-D zeros from a page boundary on, from which the device, if there is one, copies fast."""
+    return lazy_zeros(numel, dtype) if device is None else pinned_zeros(device, numel, dtype)
+
+
 def _update(arrays: AdamArrays, numel: int, threads: int = 0) -> None:
     adam_update(arrays.slice(0, numel), step=_STEP, threads=threads)
 
@@ -55,14 +61,14 @@ class Bench:
         self._device = device
         self._held: list[Tensor] = []
         self._granted: dict[int, list[float]] = defaultdict(list)
-        self._host = _arrays(self._host_zeros, effort.host_numel, effort.formats)
+        self._host = _arrays(partial(host_zeros, device), effort.host_numel, effort.formats)
         if device is None:
             return
         try:
             self._on_device = _arrays(self._device_zeros, effort.device_numel, effort.formats)
             numel = effort.copy_bytes // 4
             # Destination and source.
-            here, there = (self._host_zeros(numel, torch.float32) for _ in range(2))
+            here, there = (host_zeros(device, numel, torch.float32) for _ in range(2))
             self._ends = {
                 Op.PREFETCH: (self._device_zeros(numel, torch.float32), here.fill_(1.0)),
                 Op.FLUSH: (there, self._device_zeros(numel, torch.float32)),
@@ -123,11 +129,7 @@ class Bench:
 
     def device_update(self) -> dict[str, Figure]:
         """Parameters/s, and seconds of fixed cost of a launch."""
-
-        def launch(numel: int) -> Job:
-            return self._launch(MIXED, numel)
-
-        rate, fixed = self._fit(launch, self._effort.device_numel)
+        rate, fixed = self._fit(partial(self._launch, MIXED), self._effort.device_numel)
         return {"gpu_update_rate": rate, "launch_latency_s": fixed}
 
     def device_speeds(self, alone: dict[str, Figure]) -> dict[str, Figure]:
@@ -158,11 +160,6 @@ class Bench:
     def _accelerator(self) -> Device:
         assert self._device is not None, "measured only with a device"
         return self._device
-
-    def _host_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        if self._device is None:
-            return torch.zeros(numel, dtype=dtype, device="cpu")
-        return pinned_zeros(self._device, numel, dtype)
 
     def _device_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         self._held.append(self._accelerator.allocate(numel * dtype.itemsize))

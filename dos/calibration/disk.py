@@ -12,8 +12,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from dos.calibration.bench import host_zeros
 from dos.calibration.rounds import Figure, Loop, Rounds, mean
-from dos.devices import Device, pinned_zeros
+from dos.devices import Device
 from dos.devices.pinned import lazy_zeros
 from dos.disk import PAGE, DiskSpace, Extent
 from perfmodel import Lane, Op, Span
@@ -51,7 +52,7 @@ class DiskBench:
         self._space = DiskSpace(folders)
         self._nbytes = self._fitting(ranks)
         self._small = max(PAGE, self._nbytes // _SMALL // PAGE * PAGE)
-        self._buffers = {op: _random(self._host_bytes(self._nbytes)) for op in _LANES}
+        self._buffers = {op: _random(host_zeros(device, self._nbytes, torch.uint8)) for op in _LANES}
         self._extents = {
             (op, nbytes): cycle(self._written(nbytes)) for nbytes in (self._nbytes, self._small) for op in _LANES
         }
@@ -138,11 +139,6 @@ class DiskBench:
         for extent in extents:
             self._space.write(extent, self._buffers[Op.WRITE][:nbytes])
         return extents
-
-    def _host_bytes(self, nbytes: int) -> Tensor:
-        if self._device is None:
-            return lazy_zeros(nbytes, torch.uint8)
-        return pinned_zeros(self._device, nbytes, torch.uint8)
 
 
 def unexplained(figures: Mapping[str, Figure], profile: HardwareProfile) -> str:

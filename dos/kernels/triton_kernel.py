@@ -30,20 +30,15 @@ _SCALED = tl.constexpr(SCALED)  # elements that share a scale
 _FIRST = tl.constexpr(STEP)  # on the device this column has the number of the run's first block
 
 
-def adam_update(
-    arrays: AdamArrays,
-    step: AdamStep,
-    rows: np.ndarray | None = None,
-    send: Callable[[np.ndarray], Tensor] | None = None,
-) -> None:
+def adam_update(arrays: AdamArrays, step: AdamStep, rows: np.ndarray, send: Callable[[np.ndarray], Tensor]) -> None:
     """Queue the update on the current stream of the current device, which must be that of the tensors.
 
     :func:`dos.kernels.update.adam_update` has checked the arrays. The scalars are float32 already, so that
     nothing is rounded on the way.
 
     Args:
-        rows: of several runs of one kind, none of them empty; then ``arrays`` is the first of them.
-        send: brings the rows to the device.
+        rows: of runs of one kind, none of them empty, of which ``arrays`` is the first.
+        send: brings the rows to the device. For one run nothing is sent, which could wait for a transfer of state.
     """
     scale, l2, decay, beta1, one_minus_beta1, beta2, one_minus_beta2, inv_bias_correction2_sqrt, eps, step_size = (
         step.float32_scalars
@@ -51,7 +46,7 @@ def adam_update(
     lerp_from_grad = not one_minus_beta1 < 0.5
     numel, count, table, aligned = len(arrays.param), 0, None, False
     blocks = triton.cdiv(numel, _BLOCK)
-    if rows is not None and send is not None and len(rows) > 1:
+    if len(rows) > 1:
         ends = np.cumsum(-(-rows[:, NUMEL] // _BLOCK))
         rows[1:, STEP], rows[0, STEP] = ends[:-1], 0
         aligned = not (rows[:, [*range(REST + 1), NUMEL]] & 15).any()
@@ -59,8 +54,6 @@ def adam_update(
         numel, blocks, count, table = _BLOCK, int(ends[-1]), len(rows), send(rows)
         # Only the types count, but Triton compiles anew for pointers of other alignment.
         arrays = AdamArrays._make(None if array is None else table.view(array.dtype) for array in arrays)
-    if blocks == 0:
-        return  # there is no empty grid
     launch: Any = adam_kernel[(blocks,)]  # whose signature is not that of the kernel
     launch(
         *arrays,
