@@ -13,8 +13,8 @@ from perfmodel.search import Search
 from perfmodel.simulate import Scope, Simulator
 from perfmodel.workload import Workload
 
-TASKS_AT_ONCE = 1_000
-"""Tasks that AdaptivePlanner simulates in one call, or those of one simulation; each takes two or three us."""
+TASKS_AT_ONCE = 900
+"""Tasks that AdaptivePlanner simulates in one call, or those of one simulation; each takes three to five us."""
 
 
 def adaptive(workload: Workload, profile: HardwareProfile) -> Plan:

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from perfmodel.compute import BACKWARD, backward_pieces, forward_pieces, memory_freed
 from perfmodel.lanes import Stream
 from perfmodel.plan import Move, Placement, Plan, Tier
 from perfmodel.scope import UPDATE_ALONE, Phase, Scope
 from perfmodel.timeline import Op
 from perfmodel.windows import Windows, ordered
-from perfmodel.workload import AHEAD, SubgroupLoad, Workload
+from perfmodel.workload import SubgroupLoad, Workload
 
 # What tasks do, and on which stream. Names of their own, because the planner makes some hundred
 # thousand tasks, and looking up a member of an enum takes as long as making one.
-BACKWARD, FORWARD = (Op.BACKWARD, Stream.COMPUTE), (Op.FORWARD, Stream.COMPUTE)
 GRADIENT, PARAMETER = (Op.GRADIENT, Stream.GRADIENT), (Op.PARAMETER, Stream.PARAMETER)
 PREFETCH, FLUSH = (Op.PREFETCH, Stream.PREFETCH), (Op.FLUSH, Stream.FLUSH)
-SAVE, RESTORE = (Op.SAVE, Stream.SAVE), (Op.RESTORE, Stream.RESTORE)
 READ, WRITE = (Op.READ, Stream.READ), (Op.WRITE, Stream.WRITE)
 ON_HOST, ON_DEVICE = (Op.UPDATE, Stream.CPU), (Op.UPDATE, Stream.GPU)
 CPU, STREAMED, RESIDENT = Placement.CPU, Placement.GPU_STREAMED, Placement.GPU_RESIDENT
@@ -122,7 +121,7 @@ def schedule(plan: Plan, workload: Workload, scope: Scope = UPDATE_ALONE) -> Sch
     slots = max(plan.slots, any(load.returned_bytes for load in loads) and RESIDENT in plan.placements)
     vacated: list[tuple[int, ...]] = [()] * slots
     if scope.backward is not Phase.ABSENT:
-        made.pieces(len(workload.leaving(plan.activation_bytes)))
+        made.piece = backward_pieces(made.add, workload, len(workload.leaving(plan.activation_bytes)))
         backward = (made.piece[0],)
         vacated = [backward] * slots
     if overlapped:
@@ -131,9 +130,15 @@ def schedule(plan: Plan, workload: Workload, scope: Scope = UPDATE_ALONE) -> Sch
             if on_device or i in plan.on_disk:  # what comes from disk has no memory for its gradients until its turn
                 continue
             made.departed[i] = (made.add(GRADIENT, i, loads[i].gradient_bytes, (made.piece[i],)),)
-        vacated = [made.memory_for(slot) for slot in range(min(slots, plan.placements.count(STREAMED)))] or vacated
+        filled = range(min(slots, plan.placements.count(STREAMED)))
+        vacated = [memory_freed(plan, workload, made.piece, slot) for slot in filled] or vacated
     made.step(found, backward, vacated)
-    made.forward(scope.forward)
+    if scope.forward is Phase.SERIAL:
+        # What is written to disk is of no use to it.
+        before = tuple(number for number, task in enumerate(made.tasks) if task.op is not Op.WRITE)
+        forward_pieces(made.add, workload, plan.activation_bytes, [(0, max(workload.numel, 1), before)])
+    elif scope.forward is Phase.OVERLAPPED:
+        forward_pieces(made.add, workload, plan.activation_bytes, made.runs())
     return Schedule(tuple(made.tasks), kept=made.windows.inside)
 
 
@@ -145,7 +150,7 @@ def schedule_step(plan: Plan, workload: Workload, found: Sequence[SubgroupState]
     """
     made = ScheduleBuilder(plan, workload)
     if begun:
-        made.pieces()
+        made.piece = backward_pieces(made.add, workload)
     made.begun(begun, found)
     issued = len(made.tasks)
     backward = (made.add(BACKWARD, None, 0),)
@@ -214,52 +219,6 @@ class ScheduleBuilder:
     ) -> int:
         self.tasks.append(Task(what[0], what[1], subgroup, size, after, slot))
         return len(self.tasks) - 1
-
-    def pieces(self, left: int = 0) -> None:
-        """Backward, last subgroup first, a piece for each in proportion to its parameters.
-
-        left: how many of the saved tensors have left. They come back in reverse, each while backward uses what was
-        saved AHEAD places after it, or at once.
-        """
-        saved, restores = self._workload.activations, dict[int, int]()
-        groups = range(min(left + AHEAD, len(saved)) - 1, -1, -1) if left else ()
-
-        def restore(number: int, after: tuple[int, ...] = ()) -> None:
-            if 0 <= number < left:
-                restores[number] = self.add(RESTORE, None, saved[number].nbytes, after)
-
-        def due(place: int, piece: int) -> tuple[int, ...]:
-            restore(groups[place] - AHEAD, (piece,))
-            return (restores[groups[place]],) if groups[place] < left else ()
-
-        for number in range(len(saved) - 1, len(saved) - 1 - AHEAD, -1):
-            restore(number)
-        runs = ((i, self._loads[i].numel, ()) for i in range(len(self._loads) - 1, -1, -1))
-        self.piece = self._compute(BACKWARD, runs, self._workload.numel, [saved[g].due for g in groups], due)
-
-    def _compute(
-        self,
-        what: tuple[Op, Stream],
-        runs: Iterable[tuple[int, int, tuple[int, ...]]],
-        size: int,
-        shares: Sequence[float],
-        passed: Callable[[int, int], tuple[int, ...]],
-    ) -> dict[int, int]:
-        """Forward or backward; the last piece of each of its runs.
-
-        runs: subgroup, size and what it waits for. size: of them all. shares: of it, where pieces end in between.
-        passed: called with the places of a share and of the task that ends there, gives what the next piece waits for.
-        """
-        pieces, waits, number, done, end = dict[int, int](), tuple[int, ...](), 0, 0, 0
-        for i, numel, after in runs:
-            end, waits = end + numel, waits + after
-            while number < len(shares) and (shares[number] * size < end or end == size):
-                at = min(max(round(shares[number] * size), done), end)
-                waits = passed(number, self.add(what, None, at - done, waits))
-                number, done = number + 1, at
-            pieces[i] = self.add(what, None, end - done, waits)
-            done, waits = end, ()
-        return pieces
 
     def begun(self, transfers: Sequence[Task], found: Sequence[SubgroupState]) -> None:
         """Transfers beside backward: complete gradients leave, state comes.
@@ -454,38 +413,7 @@ class ScheduleBuilder:
         self.tasks.append(Task(op, stream, i, self._loads[i].state_bytes + beside, after, slot, (), move, window))
         return len(self.tasks) - 1
 
-    def memory_for(self, slot: int) -> tuple[int, ...]:
-        """The piece of backward whose end frees memory for this slot.
-
-        Free memory grows evenly during backward from what resident state leaves at the peak to update_free_bytes.
-        """
-        work = self._workload
-        held = sum(self._loads[i].state_bytes for i in self._plan.served(RESIDENT))
-        spare = work.peak_free(self._plan.activation_bytes) - held
-        needed = (slot + 1) * work.slot_bytes
-        if needed <= spare:
-            return ()
-        gained = work.update_free_bytes - spare
-        count = len(self._loads)
-        freed = min(1.0, (needed - spare) / gained) if gained > 0 else 1.0
-        return (self.piece[count - max(1, min(count, -int(-freed * count // 1)))],)
-
-    def forward(self, phase: Phase) -> None:
-        """The next forward, first subgroup first; saved tensors leave at once."""
-        if phase is Phase.ABSENT:
-            return
-        leaving, size = self._workload.leaving(self._plan.activation_bytes), self._workload.numel
-        runs: list[tuple[int, int, tuple[int, ...]]]
-        if phase is Phase.SERIAL:
-            size = max(size, 1)
-            # What is written to disk is of no use to it.
-            runs = [(0, size, tuple(number for number, task in enumerate(self.tasks) if task.op is not Op.WRITE))]
-        else:
-            updated = {i: (task,) for i, task in self._updated.items()}
-            runs = [(i, load.numel, updated.get(i, ())) for i, load in enumerate(self._loads)]
-
-        def born(number: int, piece: int) -> tuple[int, ...]:
-            self.add(SAVE, None, leaving[number].nbytes, (piece,))
-            return ()
-
-        self._compute(FORWARD, runs, size, [each.born for each in leaving], born)
+    def runs(self) -> list[tuple[int, int, tuple[int, ...]]]:
+        """Of the next forward, in which each subgroup waits for its own parameters."""
+        updated = {i: (task,) for i, task in self._updated.items()}
+        return [(i, load.numel, updated.get(i, ())) for i, load in enumerate(self._loads)]

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from perfmodel import Lane, Op, Span
+from perfmodel.compute import RESTORE, SAVE
 from perfmodel.format import MIXED
 from perfmodel.hardware import HardwareProfile
 from perfmodel.lanes import LANE_OF_STREAM
-from perfmodel.schedule import FLUSH, GRADIENT, ON_DEVICE, PARAMETER, PREFETCH, RESTORE, SAVE, Task
+from perfmodel.schedule import FLUSH, GRADIENT, ON_DEVICE, PARAMETER, PREFETCH, Task
 
 Copy = tuple[Tensor, Tensor]
 """(destination, source): 1-D tensors of equal length and dtype."""

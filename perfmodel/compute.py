@@ -1,0 +1,93 @@
+"""Forward and backward in a schedule: in pieces, with the saved tensors that leave and come back beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from perfmodel.lanes import Stream
+from perfmodel.plan import Placement, Plan
+from perfmodel.timeline import Op
+from perfmodel.workload import AHEAD, Workload
+
+BACKWARD, FORWARD = (Op.BACKWARD, Stream.COMPUTE), (Op.FORWARD, Stream.COMPUTE)
+SAVE, RESTORE = (Op.SAVE, Stream.SAVE), (Op.RESTORE, Stream.RESTORE)
+
+Add = Callable[[tuple[Op, Stream], int | None, int, tuple[int, ...]], int]
+"""Adds a task: what, the subgroup, its size and what it waits for; its number."""
+Run = tuple[int, int, tuple[int, ...]]
+"""A part of compute: subgroup, size and what it waits for."""
+
+
+def backward_pieces(add: Add, workload: Workload, left: int = 0) -> dict[int, int]:
+    """Backward, last subgroup first, a piece for each in proportion to its parameters; by subgroup.
+
+    left: how many of the saved tensors have left. They come back in reverse, each while backward uses what was
+    saved AHEAD places after it, or at once.
+    """
+    saved, restores = workload.activations, dict[int, int]()
+    groups = range(min(left + AHEAD, len(saved)) - 1, -1, -1) if left else ()
+
+    def restore(number: int, after: tuple[int, ...] = ()) -> None:
+        if 0 <= number < left:
+            restores[number] = add(RESTORE, None, saved[number].nbytes, after)
+
+    def due(place: int, piece: int) -> tuple[int, ...]:
+        restore(groups[place] - AHEAD, (piece,))
+        return (restores[groups[place]],) if groups[place] < left else ()
+
+    for number in range(len(saved) - 1, len(saved) - 1 - AHEAD, -1):
+        restore(number)
+    loads = workload.subgroups
+    runs = ((i, loads[i].numel, ()) for i in range(len(loads) - 1, -1, -1))
+    return _pieces(add, BACKWARD, runs, workload.numel, [saved[g].due for g in groups], due)
+
+
+def memory_freed(plan: Plan, workload: Workload, pieces: Mapping[int, int], slot: int) -> tuple[int, ...]:
+    """The piece of backward whose end frees memory for this slot.
+
+    Free memory grows evenly during backward from what resident state leaves at the peak to update_free_bytes.
+    """
+    held = sum(workload.subgroups[i].state_bytes for i in plan.served(Placement.GPU_RESIDENT))
+    spare = workload.peak_free(plan.activation_bytes) - held
+    needed = (slot + 1) * workload.slot_bytes
+    if needed <= spare:
+        return ()
+    gained, count = workload.update_free_bytes - spare, len(pieces)
+    freed = min(1.0, (needed - spare) / gained) if gained > 0 else 1.0
+    return (pieces[count - max(1, min(count, -int(-freed * count // 1)))],)
+
+
+def forward_pieces(add: Add, workload: Workload, activation_bytes: int, runs: Sequence[Run]) -> None:
+    """The next forward; so many bytes of saved tensors leave, each at once."""
+    leaving = workload.leaving(activation_bytes)
+
+    def born(number: int, piece: int) -> tuple[int, ...]:
+        add(SAVE, None, leaving[number].nbytes, (piece,))
+        return ()
+
+    _pieces(add, FORWARD, runs, sum(size for _, size, _ in runs), [each.born for each in leaving], born)
+
+
+def _pieces(
+    add: Add,
+    what: tuple[Op, Stream],
+    runs: Iterable[Run],
+    size: int,
+    shares: Sequence[float],
+    passed: Callable[[int, int], tuple[int, ...]],
+) -> dict[int, int]:
+    """The last piece of each run.
+
+    size: of them all. shares: of it, where pieces end in between. passed: called with the places of a share and of the
+    task that ends there, gives what the next piece waits for.
+    """
+    pieces, waits, number, done, end = dict[int, int](), tuple[int, ...](), 0, 0, 0
+    for i, numel, after in runs:
+        end, waits = end + numel, waits + after
+        while number < len(shares) and (shares[number] * size < end or end == size):
+            at = min(max(round(shares[number] * size), done), end)
+            waits = passed(number, add(what, None, at - done, waits))
+            number, done = number + 1, at
+        pieces[i] = add(what, None, end - done, waits)
+        done, waits = end, ()
+    return pieces
