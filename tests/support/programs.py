@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from dos import DOSAdam, EmulatedDevice
-from tests.support.training import FAST, bits, mlp
+from tests.support.disk import everything
+from tests.support.training import FAST, mlp
 
 REFUSED = "an earlier step failed part way, so parameters and state do not match"
 INCOMPLETE = "moving a gradient to the host was interrupted or failed"
@@ -70,9 +71,7 @@ class Training:
 
     def read(self) -> list[bytes]:
         """Parameters and state, to the bit."""
-        states = self.optimizer.state_dict()["state"].values()
-        tensors = [entry[key] for entry in states for key in sorted(entry)]
-        return bits([*self.model.parameters(), *tensors])
+        return everything(self.model, self.optimizer)
 
 
 PROGRAMS = [
