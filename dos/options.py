@@ -110,10 +110,12 @@ class Options:
 
 
 def folders_of(disk: str | Path | Sequence[str | Path] | None) -> tuple[Path, ...]:
-    """What users pass as `disk`. Raises TypeError."""
+    """What users pass as `disk`. Raises TypeError, ValueError for an empty name."""
     found = () if disk is None else tuple(disk) if isinstance(disk, list | tuple) else (disk,)
     if not all(isinstance(folder, str | os.PathLike) for folder in found):
         raise TypeError(f"disk must be a folder, a sequence of folders, or None, found {disk!r}")
+    if not all(map(os.fspath, found)):
+        raise ValueError(f"disk must name a folder, found {disk!r}; write '.' for the one that is current, or None")
     return tuple(Path(folder).expanduser() for folder in found)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -290,7 +291,7 @@ class Session(InFlight):
         self.attachment = Attachment(model, self)
         offload = self._offload(amount)
         if amount is not None and offload is not None:
-            self.attachment.surround(lambda module: offload.begin(module, amount, _lasting(module)), offload.end)
+            self.attachment.surround(*_around(weakref.ref(offload), amount))
 
     def offload_activations(self, amount: Amount) -> AbstractContextManager[None]:
         """Surrounds forwards, of each of which so much leaves."""
@@ -340,6 +341,22 @@ class Session(InFlight):
         if self.on_device is not None:
             self.on_device.release(held)
         return held
+
+
+def _around(offload: weakref.ref[ActivationOffload], amount: Amount) -> tuple[Callable[[nn.Module], None], ...]:
+    """What begins and ends each forward of an attached model, which may outlive the optimizer."""
+
+    def begin(module: nn.Module) -> None:
+        alive = offload()
+        if alive is not None:
+            alive.begin(module, amount, _lasting(module))
+
+    def end(module: nn.Module) -> None:
+        alive = offload()  # it lives as long as hooks of a forward refer to it
+        if alive is not None:
+            alive.end(module)
+
+    return begin, end
 
 
 def _lasting(model: nn.Module) -> list[Tensor]:

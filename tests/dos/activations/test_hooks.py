@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -43,6 +44,27 @@ def test_a_forward_that_raises_takes_its_hooks_off(error: type[BaseException]) -
         assert leaves(optimizer)
         model(torch.randn(8, 24))
     assert not leaves(optimizer)
+
+
+@pytest.mark.parametrize("within", [False, True])
+def test_a_model_outlives_its_optimizer_which_goes_at_once(within: bool) -> None:
+    model = Net()
+    optimizer = optimizer_of(model, 1.0)
+    model(torch.randn(8, 24)).sum().backward()
+    optimizer.step()
+    optimizer.synchronize()
+    optimizer.zero_grad()
+    device, gone = optimizer._device, weakref.ref(optimizer._session.on_device)
+    held = [optimizer]
+    del optimizer
+    if within:
+        model.blocks[1].register_forward_hook(lambda *_: held.clear())
+        model(torch.randn(8, 24))
+    held.clear()
+    assert gone() is None
+    device.asked.clear()
+    model(torch.randn(8, 24)).sum().backward()
+    assert not device.asked, "nothing leaves any more"
 
 
 def test_an_exception_leaves_a_context() -> None:

@@ -231,6 +231,13 @@ def test_a_disk_that_is_no_folder(disk: Any) -> None:
         dos_adam(wide().parameters(), disk)
 
 
+@pytest.mark.parametrize("disk", ["", ["a", ""]])
+def test_a_disk_without_a_name(disk: Any) -> None:
+    """As of a setting that was left out: it would be the current folder."""
+    with pytest.raises(ValueError, match="disk must name a folder, found"):
+        dos_adam(wide().parameters(), disk)
+
+
 def test_a_folder_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     model = wide()
