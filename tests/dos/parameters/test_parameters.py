@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from dos import DOSAdam, EmulatedDevice
 from dos.state.arena import Arena
@@ -116,6 +117,15 @@ def test_frozen_parameters_may_be_of_any_kind() -> None:
     weight.grad = torch.ones(3)
     optimizer.step()
     DOSAdam(nn.LazyLinear(3).parameters())
+
+
+def test_a_parameter_that_joins_its_group_later_is_looked_at() -> None:
+    optimizer = DOSAdam([nn.Parameter(torch.ones(3))])
+    joins = nn.Parameter(TwoTensor(torch.ones(3), torch.ones(3)))
+    optimizer.param_groups[0]["params"].append(joins)
+    joins.grad = TwoTensor(torch.ones(3), torch.ones(3))
+    with pytest.raises(TypeError, match=r"parameter 1 .* expected a plain tensor or a DTensor, found TwoTensor"):
+        optimizer.step()
 
 
 def test_a_default_device_elsewhere_does_not_matter() -> None:
