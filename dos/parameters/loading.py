@@ -102,6 +102,12 @@ def load_state_dict(optimizer: Optimizer, state_dict: dict[str, Any], state_form
                 f"param group {number} has {len(saved_group['params'])} parameters in the state dict and "
                 f"{len(group['params'])} in the optimizer"
             )
+        absent = [key for key in ("lr", "betas", "eps", "weight_decay") if key not in saved_group]
+        if absent:
+            raise ValueError(
+                f"param group {number} of the state dict has no {absent[0]!r}, found {sorted(saved_group)}, so it is "
+                "another optimizer's; load a state dict of DOSAdam, AdamW or Adam"
+            )
         for key, value in group.items():
             saved_group.setdefault(key, value)  # settings that the saving version did not know
         # How to decay and how to run are this optimizer's own choice, as AdamW has it.

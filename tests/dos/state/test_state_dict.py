@@ -149,9 +149,14 @@ def _break_kind(state: dict) -> None:
     state["state"][1] = {"momentum_buffer": torch.zeros(40)}
 
 
+def _break_optimizer(state: dict) -> None:
+    state.update(torch.optim.SGD(mlp().parameters(), lr=0.1).state_dict())
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
+        (_break_optimizer, r"param group 0 of the state dict has no 'betas', found .* so it is another optimizer's"),
         (_break_group_count, "2 param groups, the optimizer has 1"),
         (_break_parameter_count, r"4 parameters in the state dict and 5"),
         (_break_shape, r"parameter '2\.weight': its state 'exp_avg' must have shape \(40,\), found shape \(3, 3\)"),
