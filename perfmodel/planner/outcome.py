@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from perfmodel.adaptive import adaptive
@@ -71,20 +70,19 @@ def adaptive_outcome(situation: Situation, kept: Plan | None = None) -> Outcome:
 
 def outcomes(situation: Situation) -> list[Outcome]:
     """Of all policies, adaptive last; with parameters on the host, of the only one there is."""
-    others = [] if situation.question.offload_parameters else baselines(situation)
-    return [*others, adaptive_outcome(situation)]
-
-
-def baselines(situation: Situation) -> Iterator[Outcome]:
-    """The policies that adaptive is compared with."""
-    work = situation.update_workload
+    work, adapted = situation.update_workload, adaptive_outcome(situation)
+    if situation.question.offload_parameters:
+        return [adapted]
     fits = situation.fits_device and situation.adamw_bytes <= situation.room
-    yield _outcome(FUSED, situation, resident(work), fits)
-    yield _outcome(CPU_ONLY, situation, cpu_only(work))
-    yield _best_ratio(situation)
     k = balanced_stride(work.subgroups[0], situation.profile)
     slots = max(1, min(DEFAULT_SLOTS, int(work.shared_free_bytes // work.slot_bytes)))
-    yield _outcome(f"stride {k} (paper)", situation, stride(work, k, slots=slots))
+    return [
+        _outcome(FUSED, situation, resident(work), fits),
+        _outcome(CPU_ONLY, situation, cpu_only(work)),
+        _best_ratio(situation),
+        _outcome(f"stride {k} (paper)", situation, stride(work, k, slots=slots)),
+        adapted,
+    ]
 
 
 def _best_ratio(situation: Situation) -> Outcome:
@@ -102,18 +100,18 @@ def _best_ratio(situation: Situation) -> Outcome:
 
 
 def _outcome(policy: str, situation: Situation, plan: Plan, fits: bool | None = None) -> Outcome:
-    """What the plan gives. fits: whether memory suffices, if that is not for `Situation.allows` to say."""
+    """What the plan gives. fits: whether memory suffices, if its workload does not say that."""
+    work = situation.update_workload
     plan = dataclasses.replace(plan, activation_bytes=max(plan.activation_bytes, situation.least_leaving))
-    plan = spilled(plan, situation.update_workload)
-    if not (situation.allows(plan) if fits is None else fits):
+    plan = spilled(plan, work)
+    if not (situation.fits and work.has_room(plan) if fits is None else fits):
         return Outcome(policy, None)
     iteration_s = situation.iteration_s(plan)
-    loads, total = situation.update_workload.subgroups, situation.update_workload.numel
     return Outcome(
         policy,
         plan,
         situation.update_s(plan),
         iteration_s,
         max(0.0, iteration_s - situation.training_s),
-        {placement: sum(loads[i].numel for i in plan.served(placement)) / total for placement in Placement},
+        {place: sum(work.subgroups[i].numel for i in plan.served(place)) / work.numel for place in Placement},
     )

@@ -176,10 +176,6 @@ class Situation:
         """The same beside forward and backward."""
         return dataclasses.replace(self.update_workload, forward_s=self.job.forward_s(), backward_s=self.job.backward_s)
 
-    def allows(self, plan: Plan) -> bool:
-        """Whether resident state and staging slots fit into the memory there is."""
-        return self.fits and self.update_workload.has_room(plan)
-
     def update_s(self, plan: Plan) -> float:
         """Seconds of the update alone, all gradients where they are used."""
         if self.question.offload_parameters:
