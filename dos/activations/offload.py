@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from dos.activations.births import MOST, Births
 from dos.activations.pool import HostPool
-from dos.activations.saved import Kept, Packed, Saved
+from dos.activations.saved import Kept, Packed, Saved, Travelling
 from dos.devices import Device, Job, Mark
 from dos.guard import exclusive
 from dos.machine.host_memory import available_bytes
@@ -80,6 +80,7 @@ class ActivationOffload:
         """The last transfer to the device, after which all blocks that were given back are free."""
         self._denied: weakref.WeakSet[Saved] = weakref.WeakSet()
         """For which there was no room on the host."""
+        self._travelling = Travelling()
         self._wanted = 0
         """The most bytes on the host that there would have been at a time, if the pool had been as large."""
         total = device.memory().total
@@ -100,6 +101,7 @@ class ActivationOffload:
 
         Pinning takes long, and must not hold up ranks.
         """
+        self._travelling.drop_lost(self.device)
         if self._timed is not None and not self._groups:
             self._groups = self._timed.groups()
         if plan is not None and self._told:
@@ -257,7 +259,7 @@ class ActivationOffload:
         key = (storage._cdata, *span, version(tensor))
         saved = births.ranges.get(key)
         if saved is None:
-            saved = Saved(self.device, part, span)
+            saved = Saved(self.device, part, span, self._travelling)
             births.add(saved)
             births.ranges[key] = saved
             if births.timed:

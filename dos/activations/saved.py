@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,8 +27,9 @@ class Saved:
     _back: Tensor | None = None
     _saving: Job | None = None
 
-    def __init__(self, device: Device, part: Tensor, span: tuple[int, int]) -> None:
+    def __init__(self, device: Device, part: Tensor, span: tuple[int, int], travelling: Travelling) -> None:
         """span: bytes of the storage of `part`, from where to where."""
+        self._travelling, self._reference = travelling, weakref.ref(self)
         storage = part.untyped_storage()
         self._device = device
         self._first, last = span
@@ -62,6 +64,7 @@ class Saved:
         copies = [(block.tensor, self._source)]
         self._saving = self._device.copy(Op.SAVE, self.place or 0, copies, (*self._device.fence(), *after))
         self._block = block
+        self._travelling[self._reference] = self._source, Op.SAVE
         return self._saving
 
     def free(self) -> None:
@@ -71,12 +74,14 @@ class Saved:
         if self._source.untyped_storage().nbytes() < self._first + self.nbytes:
             # What makes memory empty may have done so while it was copied, and fills it again before backward.
             self._saving = self._block = None
+            self._travelling.pop(self._reference, None)
             return
         if self._device.caller() == self._queue:
             # What the caller queues next may get the memory, which the copy still reads.
             self._device.join(self._saving)
         else:
             self._device.keep(self._source, Op.SAVE)
+        self._travelling.pop(self._reference, None)
         self._source = None
 
     def bring_back(self) -> Job:
@@ -91,6 +96,7 @@ class Saved:
         after = (*self._device.fence([self._queue]), self._saving)
         copies = [(buffer[lead:], self._block.tensor)]
         self._restoring = self._device.copy(Op.RESTORE, self.place or 0, copies, after)
+        self._travelling[self._reference] = buffer, Op.RESTORE
         self._back = buffer
         return self._restoring
 
@@ -104,6 +110,7 @@ class Saved:
             return tensor.made_of(memory, 0)
         assert self._restoring is not None, "its copy was issued"
         self._device.join(self._restoring)
+        self._travelling.pop(self._reference, None)
         found = tensor.made_of(self._back, self._first - self._first % ALIGNMENT)
         self._used += 1
         if self._used >= self.tensors:  # autograd has what it needs; with retain_graph it may ask again
@@ -115,6 +122,7 @@ class Saved:
         """Let go of what has come back: the host has it still."""
         if self._back is not None and not self._used:
             self._device.keep(self._back, Op.RESTORE)  # which may be writing there, and has not been waited for
+        self._travelling.pop(self._reference, None)
         self._back, self._restoring, self._used = None, None, 0
 
     def __del__(self) -> None:
@@ -122,6 +130,17 @@ class Saved:
             # Unmapped memory is a fault, even of a copy that is of no use any more.
             self._device.keep(self._source, Op.SAVE)
         self.drop()
+
+
+class Travelling(dict["weakref.ref[Saved]", tuple[Tensor, Op]]):
+    """Device memory that copies write or read. Ctrl-C may take the place of a `__del__`; then it is here still."""
+
+    def drop_lost(self, device: Device) -> None:
+        """Let go of what nobody has any more, once its copy has ended."""
+        for reference, (tensor, op) in list(self.items()):
+            if reference() is None:
+                device.keep(tensor, op)
+                del self[reference]
 
 
 class Kept:

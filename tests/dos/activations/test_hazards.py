@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from dos import DOSAdam
 from dos.activations.offload import ActivationOffload
+from dos.activations.saved import Saved
 from dos.devices import Copy, Job
 from perfmodel import Op
 from tests.support.fake_cuda import FakeCudaDevice, FakeStream, Runtime, install
@@ -197,17 +198,23 @@ def test_the_streams_of_forward_may_change(seed: int | None, monkeypatch: pytest
     assert torch.equal(read(runtime, slope), expected())
 
 
+@pytest.mark.parametrize("interrupted", [False, True])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_what_was_brought_back_for_nothing_is_not_given_away_before_it_has_come(
-    seed: int | None, monkeypatch: pytest.MonkeyPatch
+    seed: int | None, interrupted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runtime, device, optimizer, _ = start(monkeypatch, seed)
+    runtime, device, optimizer, offload = start(monkeypatch, seed)
     x, y = forward(device, optimizer)
+    if interrupted:  # Ctrl-C at the entry to `__del__`, of which Python says that it was ignored
+        offload.settle(None)  # the pool has its size
+        monkeypatch.setattr(Saved, "__del__", lambda saved: None)
     y.grad_fn.next_functions[0][0].register_prehook(stop)  # type: ignore[union-attr]
     with pytest.raises(ValueError, match="stop"):
         torch.autograd.grad(y, x, ones(device))
     others = []
     del x, y
+    if interrupted:
+        offload.settle(None)
     for number in range(20):  # which get the memory that the failed backward had
         others.append((device.new(lambda number=number: torch.full((N,), float(number))), number))  # type: ignore[misc]
     assert all(torch.equal(read(runtime, other), torch.full((N,), float(number))) for other, number in others)
