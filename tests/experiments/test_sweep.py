@@ -302,6 +302,17 @@ def test_a_small_model_trains_on_an_emulated_device(predictor: Predictor, monkey
         assert outcome.measured_update_s > 0.9 * outcome.update_s  # an emulated device is never faster than it says
 
 
+def test_a_device_that_is_not_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from experiments.paper.sweep.device import check_device
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="there is no CUDA device here"):
+        check_device("cuda")
+    check_device("emulated")
+
+
 # Mistakes
 
 RUN = '[run]\nmachine = "h100"\nmodel = "7B"\npolicy = "adaptive"\n'
@@ -337,7 +348,7 @@ RUN = '[run]\nmachine = "h100"\nmodel = "7B"\npolicy = "adaptive"\n'
         (RUN + "memory = -1\n", "memory must be 'ratio', 'trace' or 0 GiB or more, found -1"),
         (RUN + 'memory = "all"\n', "found 'all'"),
         (RUN + "contention = 1\n", "contention is the share that others take and must lie in [0, 1), found 1"),
-        (RUN + 'device = "tpu"\n', "device must be one of simulated, emulated, found 'tpu'"),
+        (RUN + 'device = "tpu"\n', "device must be one of simulated, emulated, cuda, found 'tpu'"),
         (RUN.replace("h100", "gh200") + 'memory = "trace"\n', "memory 'trace' needs a published machine"),
         (RUN.replace("h100", "gh200").replace("adaptive", "dos"), "policy 'dos' needs a published machine"),
         (

@@ -1,4 +1,4 @@
-"""Run sweeps over configurations: published loops and our policies, simulated, or scaled down on an emulated device.
+"""Run sweeps over configurations: published loops and our policies, simulated, or scaled down on a device.
 
     python -m experiments.sweep                     # all ready sweeps
     python -m experiments.sweep ratio mine.toml     # a ready one, and one of yours
@@ -119,6 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         names = [sweep.name for sweep in sweeps]
         if len(set(names)) < len(names):
             raise ValueError(f"two sweeps are called {max(names, key=names.count)!r}; rename one of the files")
+        _check_devices(sweeps)
         predictor = Predictor(read_runs())
         results = _run_all(sweeps, options.out, predictor)
         console = Console(width=None if sys.stdout.isatty() else FILE_WIDTH)
@@ -138,6 +139,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"interrupted; {options.out} has the rows until here", file=sys.stderr)
         return 130
     return 0
+
+
+def _check_devices(sweeps: Sequence[Sweep]) -> None:
+    devices = {config.device for sweep in sweeps for config in sweep.configurations} - {"simulated"}
+    if devices:
+        from experiments.paper.sweep.device import check_device
+
+        for device in sorted(devices):
+            check_device(device)
 
 
 def _run_all(sweeps: Sequence[Sweep], out: Path, predictor: Predictor) -> dict[str, dict[Configuration, Outcome]]:

@@ -1,4 +1,4 @@
-"""A configuration of a sweep scaled down to a small model that is updated on an emulated device, against the clock."""
+"""A configuration of a sweep scaled down to a small model that is updated on a device, against the clock."""
 
 from __future__ import annotations
 
@@ -18,13 +18,19 @@ LAYERS, HEADS, CONTEXT = 2, 4, 32
 ROUNDS = 3
 
 
+def check_device(name: str) -> None:
+    """Raise ValueError if there is no such device here."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device 'cuda' was asked for and there is no CUDA device here; use 'emulated' or 'simulated'")
+
+
 def run_on_device(config: Configuration, predictor: Predictor) -> Outcome:
     """Measure updates of the small model, beside what is predicted of the same.
 
     The model has as many subgroups as a rank of the configuration, its state is placed by the same policy, and the GPU
-    memory that is free for it is in proportion. The device has the machine's rates, slowed together so that an update
-    on the CPU alone lasts UPDATE_S. Measured is the median time from `step()`, with all gradients on the device, to the
-    last transfer.
+    memory that is free for it is in proportion. An emulated device has the machine's rates, slowed together so that an
+    update on the CPU alone lasts UPDATE_S; a CUDA device has its own, which `machine` should be a profile
+    of. Measured is the median time from `step()`, with all gradients on the device, to the last transfer.
     """
     run = predictor.run_of(config)
     model = small_model(config)
@@ -37,8 +43,10 @@ def run_on_device(config: Configuration, predictor: Predictor) -> Outcome:
         peak_free_bytes=int(whole.peak_free_bytes) * state // state_there,
         shared_free_bytes=int(whole.shared_free_bytes) * state // state_there,
     )
-    machine = dataclasses.replace(config.profile(), ranks_per_host=config.ranks_per_node)
-    profile = slowed(machine, equal_subgroups(model.numel, size), UPDATE_S)
+    profile = dataclasses.replace(config.profile(), ranks_per_host=config.ranks_per_node)
+    emulated = None
+    if config.device == "emulated":
+        profile = emulated = slowed(profile, equal_subgroups(model.numel, size), UPDATE_S)
     plan = policy_plan(config, run, work, profile)
     simulation = Simulation(plan, work, profile, UPDATE_ALONE)
     timeline = simulation.timeline()
@@ -46,15 +54,16 @@ def run_on_device(config: Configuration, predictor: Predictor) -> Outcome:
         run.params,
         run.subgroups,
         update_s=timeline.makespan,
-        measured_update_s=measured_update_s(list(model.parameters()), lambda _: plan, size, profile, ROUNDS),
+        measured_update_s=measured_update_s(list(model.parameters()), lambda _: plan, size, emulated, ROUNDS),
         **lanes(simulation, timeline),  # type: ignore[arg-type]  # its counts are whole
     )
 
 
 def small_model(config: Configuration) -> GPT:
-    """A GPT of about `config.parameters` parameters, bfloat16."""
+    """A GPT of about `config.parameters` parameters where it is to train, bfloat16."""
     squared, linear = 12 * LAYERS, 256 + CONTEXT  # blocks, embeddings of bytes and positions
     width = (math.sqrt(linear**2 + 4 * squared * (config.parameters or 0)) - linear) / (2 * squared)
     width = HEADS * max(1, round(width / HEADS))
+    device = "cuda" if config.device == "cuda" else "cpu"
     torch.manual_seed(0)
-    return GPT(GPTConfig(LAYERS, width, HEADS, CONTEXT), dtype=torch.bfloat16)
+    return GPT(GPTConfig(LAYERS, width, HEADS, CONTEXT), device=device, dtype=torch.bfloat16)

@@ -20,7 +20,7 @@ PUBLISHED_LOOPS = tuple(mode.value for mode in Mode)
 """Policies that are DeepSpeed's loops, as in the published runs."""
 OUR_POLICIES = ("cpu", "ratio", "stride", "adaptive")
 """Policies that are plans for our engine."""
-DEVICES = ("simulated", "emulated")
+DEVICES = ("simulated", "emulated", "cuda")
 
 
 @dataclass(frozen=True)
