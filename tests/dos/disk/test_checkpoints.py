@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from dos import DOSAdam
 from tests.support.disk import SMALL, TWO_WINDOWS, bytes_on_disk, dos_adam, everything, files, wide
-from tests.support.training import assert_close_ulp, backward, bits, train
+from tests.support.training import backward, bits, train
 
 pytestmark = pytest.mark.usefixtures("one_core")
 
@@ -118,20 +118,6 @@ def test_state_of_other_formats_is_loaded(tmp_path: Path, place: str, saved_as: 
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_from_adamw_and_back(tmp_path: Path, place: str) -> None:
-    model, twin = wide(), wide()
-    adamw = torch.optim.AdamW(model.parameters(), lr=0.01)
-    train(model, adamw, 2)
-    optimizer = dos_adam(model.parameters(), tmp_path, **PLACES[place])
-    optimizer.load_state_dict(adamw.state_dict())
-    train(model, optimizer, 2, first_step=2)
-    adamw.load_state_dict(optimizer.state_dict())
-    train(model, adamw, 2, first_step=4)
-    train(twin, torch.optim.AdamW(twin.parameters(), lr=0.01), 6)
-    assert_close_ulp(model.parameters(), twin.parameters())
-
-
-@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
 def test_copies_have_files_of_their_own(tmp_path: Path, place: str, how: str) -> None:
     model = wide()
@@ -210,19 +196,6 @@ def test_loading_into_an_optimizer_that_has_no_state_yet(tmp_path: Path) -> None
     assert bits(model.parameters()) == bits(source.parameters())
     assert bytes_on_disk(tmp_path) > 8 * 10_000
     assert optimizer._session.registry.host_store.nbytes <= TWO_WINDOWS
-
-
-def test_a_damaged_state_dict_changes_nothing(tmp_path: Path) -> None:
-    model = wide()
-    optimizer = dos_adam(model.parameters(), tmp_path)
-    train(model, optimizer, 2)
-    before = everything(model, optimizer)
-    bad = copy.deepcopy(optimizer.state_dict())
-    bad["state"][2]["exp_avg"] = torch.zeros(3, 3)
-    with pytest.raises(ValueError, match="must have shape"):
-        optimizer.load_state_dict(bad)
-    assert everything(model, optimizer) == before
-    train(model, optimizer, 1, first_step=2)
 
 
 @pytest.mark.parametrize("read", [False, True])

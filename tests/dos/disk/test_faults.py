@@ -208,19 +208,6 @@ def test_zeros_in_one_place_are_not_zeros_in_another(space: DiskSpace, tmp_path:
             reads(space, extent, contents)
 
 
-def test_a_file_that_was_deleted(space: DiskSpace, tmp_path: Path) -> None:
-    """Its bytes are there as long as it is open, so training goes on."""
-    (extent,) = space.allocate([SIZE])
-    space.write(extent, contents := pages(SIZE, 1))
-    files(tmp_path)[0].unlink()
-    assert reads(space, extent, contents)
-    (another,) = space.allocate([SIZE])
-    for each in (extent, another):
-        space.write(each, contents := pages(SIZE, 2))
-        assert reads(space, each, contents)
-    space.close()
-
-
 def test_direct_reading_that_is_refused_at_a_request(
     tmp_path: Path, transfers: Callable[..., list[Requests]], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -171,14 +171,6 @@ def test_a_file_goes_with_its_space(tmp_path: Path) -> None:
     assert not files(tmp_path)
 
 
-def test_a_file_goes_with_the_interpreter(tmp_path: Path) -> None:
-    program = (
-        WRITES.replace("while True:", "if True:") + "assert len(list(pathlib.Path(sys.argv[1]).rglob('state-*'))) == 1"
-    )
-    assert python("-c", program, tmp_path) == "written\n"
-    assert not files(tmp_path)
-
-
 FORKS = """
 import os, pathlib, sys
 import torch

@@ -25,7 +25,7 @@ from perfmodel.policies import spilled
 from tests.support.devices import LateDevice, Unreliable, jittery_device
 from tests.support.disk import SMALL, TWO_WINDOWS, bytes_on_disk, dos_adam, everything, files, wide
 from tests.support.random_plans import RandomPlans
-from tests.support.training import FAST, assert_close_ulp, backward, batch, bits, mlp, plan_anew, train
+from tests.support.training import FAST, assert_close_ulp, backward, bits, mlp, plan_anew, train
 
 pytestmark = pytest.mark.usefixtures("one_core")
 
@@ -409,30 +409,6 @@ def test_reading_state_in_the_middle_of_backward(tmp_path: Path) -> None:
         for hook in hooks:
             hook.remove()  # they refer to the optimizer, where the garbage collector does not see it
         ends.append(bits(seen) + everything(model, optimizer))
-    assert ends[0] == ends[1]
-
-
-def test_evaluation_and_closures(tmp_path: Path) -> None:
-    ends = []
-    for disk in (None, tmp_path):
-        model = wide()
-        optimizer = dos_adam(model.parameters(), disk, policy="stride:2")
-        optimizer.attach(model)
-        outputs = []
-        for step in range(3):
-
-            def closure(step: int = step, model: nn.Module = model, optimizer: DOSAdam = optimizer) -> float:
-                optimizer.zero_grad()
-                loss = model(batch(step)).square().mean()
-                loss.backward()
-                return loss.item()
-
-            optimizer.step(closure)
-            model.eval()
-            with torch.no_grad():
-                outputs.append(model(batch(99)).clone())
-            model.train()
-        ends.append(bits(outputs) + everything(model, optimizer))
     assert ends[0] == ends[1]
 
 

@@ -145,19 +145,6 @@ def test_host_memory_of_an_arena_to_the_byte(
     assert sum(t.tensor.nbytes for t in arena.home()) == (found.state if accelerated else 0)
 
 
-@pytest.mark.parametrize("state_format", [None, "float32"])
-def test_bytes_of_a_bfloat16_parameter(state_format: str | None) -> None:
-    """14 on the host with a gradient to stage, 10 of them state; 4 of its own master are 2 more each."""
-    more = 0 if state_format is None else 2
-    found = host_footprint(1, 2, state_format=state_format, offload_gradients=True)
-    assert (found.total - found.accumulated, found.state) == (14 + more, 10 + more)
-    device = Pinning()
-    _, numel = trained(device, torch.bfloat16, policy="cpu", state_format=state_format)
-    assert device.made == host_footprint(numel, 2, state_format=state_format).total == (14 + more) * numel
-    there, numel = trained(Pinning(), torch.bfloat16, policy="resident", state_format=state_format)
-    assert there.metrics()["memory_held_bytes"] == (10 + more) * numel
-
-
 def test_the_planner_says_what_an_optimizer_then_allocates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = {"n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 500, "n_positions": 128}
     path = tmp_path / "config.json"

@@ -7,12 +7,10 @@ import functools
 import os
 import signal
 import threading
-import time
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dos import DOSAdam, EmulatedDevice
 from perfmodel import Plan, Workload
@@ -147,26 +145,6 @@ def test_a_new_layout_interrupted_anywhere() -> None:
         assert found == expected
 
 
-@pytest.mark.parametrize("policy", ["stride:1", "adaptive"])
-def test_state_that_is_written_after_backward_through_views_that_were_read_before(policy: str) -> None:
-    """Backward sends no state to the device that user code may still write to at home."""
-
-    def trained(**settings: Any) -> list[bytes]:
-        model = mlp()
-        optimizer = DOSAdam(model.parameters(), lr=0.01, subgroup_size=300, **settings)
-        for step in range(6):
-            optimizer.zero_grad()
-            views = [optimizer.state[p]["exp_avg"] for p in model.parameters()] if step > 2 else []
-            backward(model, step)
-            time.sleep(0.01)  # so that what was sent has been read
-            for view in views:
-                view.mul_(0.5)
-            optimizer.step()
-        return bits(model.parameters())
-
-    assert trained(policy=policy, device=EmulatedDevice(FAST, 10**7)) == trained()
-
-
 def test_two_threads_that_fork_at_once() -> None:
     optimizers = []
     for seed in range(3):
@@ -218,21 +196,3 @@ def test_a_child_forked_beside_steps_on_the_host_can_use_its_optimizer() -> None
     while forking.is_alive():
         optimizer.step()
     assert statuses == [0] * 5
-
-
-@pytest.mark.parametrize("policy", ["stride:1", "adaptive"])
-def test_state_that_user_code_holds_is_not_fetched_before_it_has_written_there(policy: str) -> None:
-    """It got a view before backward, in which state would be on its way to the device, and writes after that."""
-    model, twin = mlp(), mlp()
-    optimizer = DOSAdam(model.parameters(), policy=policy, subgroup_size=300, device=EmulatedDevice(FAST, 10**7))
-    reference = DOSAdam(twin.parameters())
-    for network, adam in ((model, optimizer), (twin, reference)):
-        train(network, adam, 3)
-        views = [adam.state[p]["exp_avg"] for p in network.parameters()]
-
-        def write(step: int, views: list[Tensor] = views) -> None:
-            for view in views:
-                view.fill_(0.5)
-
-        train(network, adam, 2, first_step=3, before_step=lambda step, write=write: write(step) if step == 3 else None)
-    assert bits(model.parameters()) == bits(twin.parameters())
