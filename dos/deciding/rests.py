@@ -29,6 +29,7 @@ class Rests:
         if folders:
             if homes.host.limit is None:
                 homes.host.limit = host_share()
+            homes.host.spills = True
             homes.disk = DiskStore(device, homes.host, folders)
 
     def limits(self, subgroups: Sequence[Subgroup], loads: Sequence[SubgroupLoad], *, attached: bool) -> dict[str, Any]:

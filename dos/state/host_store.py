@@ -28,11 +28,13 @@ class HostStore:
 
     limit: bytes that all may take; None: what the host has. windows: through which state on disk passes.
     keeps_gradients: whether gradients wait here for the step, and not for an update on the host alone.
+    spills: whether what there is no room for goes to disk, as far as it is state.
     gradient_bytes: that those of an arena may take, by arena; counted whether they are there or to come.
     """
 
     def __init__(self, limit: int | None = None, *, keeps_gradients: bool = False) -> None:
         self.limit = limit
+        self.spills = False
         self._keeps_gradients = keeps_gradients
         self.gradient_bytes: weakref.WeakKeyDictionary[Arena, int] = weakref.WeakKeyDictionary()
         self.windows = Windows()
@@ -135,10 +137,11 @@ class HostStore:
 
     def _check(self, nbytes: int) -> None:
         if nbytes > self._left:
+            remedies = "" if self.spills else "disk= with a folder for state, "
+            remedies += "offload_gradients=False, " if self._keeps_gradients else ""
             raise MemoryError(
                 f"optimizer state needs {nbytes} more bytes of host memory, of which host_memory={self.limit} leaves "
-                f"{max(0, int(self._left))}; choose more, disk= with a folder for state, "
-                "offload_gradients=False, or a smaller subgroup_size"
+                f"{max(0, int(self._left))}; choose more, {remedies}or a smaller subgroup_size"
             )
         reserve(nbytes, "optimizer state (DOSAdam)")
 

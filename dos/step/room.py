@@ -103,9 +103,11 @@ def _at_home(plan: Plan, subjects: Sequence[Subject], found: list[SubgroupState]
     # What has no update and is on the host without a home is nowhere.
     somewhere = (i for i, s in enumerate(subjects) if s.update is not None or found[i].state is not Tier.HOST)
     resting = {subjects[i].subgroup: i for i in somewhere if i not in more and plan.stays(i) is Tier.HOST}
-    if not plan.on_disk and all(each.state is not Tier.DISK for each in found):
-        through = 0  # what comes home passes through windows, too
-    housed = stores.homes.housed(resting, through)
+    # What comes home passes through windows, too; and so does all if not everything has room without them.
+    passes = bool(plan.on_disk or more or any(each.state is Tier.DISK for each in found))
+    housed = stores.homes.housed(resting, through if passes else 0)
+    if len(housed) < len(resting) and not passes:
+        housed = stores.homes.housed(resting, through)
     more |= {i for subgroup, i in resting.items() if subgroup not in housed}
     plan = dataclasses.replace(plan, on_disk=plan.on_disk | more)
     for i in plan.on_disk:

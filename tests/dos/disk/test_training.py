@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -184,6 +184,24 @@ def run(
         }
     ),
 )
+@example(  # for the first time there is not enough memory for all, so windows take of it, too
+    actions=["write_to_a_parameter"] * 2,
+    dtype=torch.float16,
+    seed=38707,
+    slots=3,
+    share=0.983,
+    slots_there=3,
+    folders=1,
+    chosen={
+        "state_format": "float32",
+        "amsgrad": True,
+        "max_grad_norm": None,
+        "offload_gradients": True,
+        "subgroup_size": SMALL,
+        "attach": False,
+        "micro_batches": 2,
+    },
+)
 def test_any_plan_in_any_memory_gives_the_same_bits(
     actions: list[str],
     dtype: torch.dtype,
@@ -313,6 +331,28 @@ def test_device_memory_that_falls_and_grows(tmp_path: Path, attach: bool) -> Non
         if attach:
             optimizer.attach(model)
         train(model, optimizer, 8)
+        ends.append(everything(model, optimizer))
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize("room", [120_000, 144_000, 192_000])
+def test_state_that_is_read_before_it_has_to_leave_the_device(tmp_path: Path, room: int) -> None:
+    """It gets homes that have room for its updates, too; what there is no such room for goes to disk."""
+    ends = []
+    for disk in (None, tmp_path):
+        model, budget = wide(torch.bfloat16), [10**8]
+        optimizer = dos_adam(
+            model.parameters(),
+            disk,
+            policy="adaptive",
+            memory_budget=lambda budget=budget: budget[0],
+            host_memory=TWO_WINDOWS + room,
+        )
+        train(model, optimizer, 2)
+        backward(model, 2)
+        optimizer.state_dict()
+        budget[0] = 0
+        optimizer.step()
         ends.append(everything(model, optimizer))
     assert ends[0] == ends[1]
 
