@@ -41,23 +41,24 @@ def measured_update_s(
     parameters: Sequence[nn.Parameter],
     policy: Policy,
     subgroup_size: int,
-    profile: HardwareProfile,
+    profile: HardwareProfile | None,
     rounds: int,
     state_format: str | None = "float32",
 ) -> float:
-    """Median seconds of an update on an emulated machine, from `step()` with all gradients there to the last transfer.
+    """Median seconds of an update in the engine, from `step()` with all gradients there to the last transfer.
 
-    state_format: by default what the published runs have. Two steps before those that count move state to where it
-    stays.
+    profile: of the machine that is emulated; None for the parameters' own device. state_format: by default what the
+    published runs have. Two steps before those that count move state to where it stays.
     """
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter)
+    capacity = 20 * sum(p.numel() for p in parameters)
     optimizer = DOSAdam(
         parameters,
         policy=policy,
         subgroup_size=subgroup_size,
         state_format=state_format,
-        device=EmulatedDevice(profile, capacity=20 * sum(p.numel() for p in parameters)),
+        device=None if profile is None else EmulatedDevice(profile, capacity),
     )
     times = []
     for _ in range(2 + rounds):
