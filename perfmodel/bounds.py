@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import scipy  # which loads `optimize`, three quarters of a second, when it is first asked for
@@ -116,7 +117,7 @@ def _solve(workload: Workload, profile: HardwareProfile, scope: Scope) -> tuple[
     scale = max(float(counts @ state), 1.0)
     held = counts * state / scale
     least = min(most, workload.activation_least_bytes)
-    gone = peak_room(workload.activations, workload.activation_least_bytes)  # of peak_free_bytes already
+    gone = peak_room(workload.activations, int(least))  # of peak_free_bytes already
     back = scale / profile.h2d_bandwidth if scope.backward is Phase.OVERLAPPED else 0.0
     saved = scale / profile.d2h_bandwidth if scope.forward is Phase.OVERLAPPED else 0.0
     together = np.maximum(gpu - counts * profile.launch_latency_s, 0.0)  # residents have one launch
@@ -181,7 +182,8 @@ def _solve(workload: Workload, profile: HardwareProfile, scope: Scope) -> tuple[
             "disk": (row(reading=1, writing=1, both=1, T=-1), after),
             "ahead": (row(ahead=1, stall=-1), windows_read if workload.reverses else before),
         }
-    solution = scipy.optimize.linprog(
+    program = partial(
+        scipy.optimize.linprog,
         row(T=1, stall=1),
         A_ub=np.array([coefficients for coefficients, _ in rows.values()]),
         b_ub=np.array([limit for _, limit in rows.values()]),
@@ -196,6 +198,9 @@ def _solve(workload: Workload, profile: HardwareProfile, scope: Scope) -> tuple[
         + [(0.0, 1.0)] * n,
         method="highs",
     )
+    solution = program()
+    if solution.x is None:  # presolve may call a program of far too short times infeasible
+        solution = program(options={"presolve": False})
     if solution.x is None or solution.fun is None:
         raise RuntimeError(f"the bound's linear program failed: {solution.message}")
     parts = (solution.x[: 3 * n].reshape(3, n) @ numel) / max(float(numel.sum()), 1.0)

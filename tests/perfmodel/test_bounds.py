@@ -12,9 +12,10 @@ from perfmodel.bounds import lower_bound
 from perfmodel.hardware import DISK_RATES, HardwareProfile, builtin_profiles
 from perfmodel.policies import spilled
 from perfmodel.simulate import UPDATE_ALONE, Phase, Scope, exposed
-from perfmodel.workload import Workload, peak_room
+from perfmodel.workload import SavedTensors, SubgroupLoad, Workload, peak_room
 from tests.support.machines import machine, with_disk, work
 from tests.support.random_plans import saved_tensors
+from tests.support.training import FAST
 
 C, S, R = Placement.CPU, Placement.GPU_STREAMED, Placement.GPU_RESIDENT
 FAST_LINKS = dict.fromkeys(("h2d_bandwidth", "d2h_bandwidth", "h2d_bandwidth_duplex", "d2h_bandwidth_duplex"), 1e6)
@@ -129,3 +130,19 @@ def test_no_plan_is_faster(case: tuple[Plan, Workload, HardwareProfile], alone: 
     plan, load, profile = case
     scope = UPDATE_ALONE if alone else Scope.beside(load)
     assert exposed(plan, load, profile, scope) >= lower_bound(load, profile, scope).seconds * (1 - 1e-6) - 1e-9
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_saved_tensors_that_have_to_leave_on_a_machine_far_faster_than_any(share: float) -> None:
+    saved = tuple(SavedTensors(65536, 0.1 + 0.04 * i, 0.9 - 0.04 * i) for i in range(17))
+    all_of_them = sum(each.nbytes for each in saved)
+    busy = Workload(
+        (SubgroupLoad(5000, gradient_bytes=20000, parameter_bytes=20000, state_bytes=60000),) * 14,
+        forward_s=0.03,
+        backward_s=0.036,
+        peak_free_bytes=0,
+        activations=saved,
+        activation_least_bytes=all_of_them,
+        activation_host_bytes=int(share * all_of_them),
+    )
+    assert lower_bound(busy, FAST, Scope.beside(busy)).seconds < 1e-3
