@@ -255,6 +255,7 @@ def test_ours_has_as_much_on_the_device_as_it_has_memory_for() -> None:
 
 def test_kernels_use_as_many_threads_as_were_calibrated(tmp_path: Path) -> None:
     """Contests give the optimizer a policy that has its profile, so it never sets the threads itself."""
+    set_kernel_threads(0)  # other tests run gpu_check, which leaves its own number
     before = kernel_threads()
     try:
         for threads in (1, 2):
