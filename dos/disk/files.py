@@ -156,7 +156,8 @@ class DiskFile:
             with contextlib.suppress(OSError):  # it is gone, or its file system is
                 self.path.unlink()
         for fd in {self.buffered, self._direct}:
-            os.close(fd)
+            with contextlib.suppress(OSError):  # others have closed it; further files are to go all the same
+                os.close(fd)
         self.fd = self.buffered = self._direct = -1  # their numbers may become other files'
 
     def _use_cache(self, why: str) -> None:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -169,6 +169,24 @@ def test_a_file_goes_with_its_space(tmp_path: Path) -> None:
     space.close()
     space.close()
     assert not files(tmp_path)
+
+
+def test_files_go_though_others_have_closed_one(tmp_path: Path) -> None:
+    """As a library does that closes descriptors which it did not open."""
+    space = DiskSpace([tmp_path / "a", tmp_path / "b"])
+    os.close(max(opened(tmp_path)))
+    space.close()
+    assert not files(tmp_path)
+    assert not opened(tmp_path)
+
+
+def opened(folder: Path) -> list[int]:
+    """The descriptors of this process that are of files in this folder."""
+    found = []
+    for link in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # it was that of the listing
+            found += [int(link.name)] if link.readlink().is_relative_to(folder) else []
+    return found
 
 
 FORKS = """
