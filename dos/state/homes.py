@@ -47,13 +47,15 @@ class Homes:
         return tiers | {subgroup: Tier.DISK for subgroup in homeless if subgroup not in housed}
 
     def housed(self, subgroups: Iterable[Subgroup], through: int) -> set[Subgroup]:
-        """Those that have a home on the host, or for which it has room, one after the other.
+        """Those that keep a home on the host, or for which it has room, one after the other.
 
-        through: bytes of windows that there have to be besides.
+        through: bytes of windows that there have to be besides, for which homes have to go, if need be.
         """
-        room, housed = self.host.room - max(0, through - self.host.windows.nbytes), set()
-        for subgroup in subgroups:
-            nbytes = 0 if self.host.houses(subgroup) else subgroup.load().host_bytes
+        sizes = {s: self.host.droppable_bytes(s) if self.host.houses(s) else None for s in subgroups}
+        room = self.host.room - max(0, through - self.host.windows.nbytes) + sum(filter(None, sizes.values()))
+        housed = set()
+        for subgroup, made in sorted(sizes.items(), key=lambda each: each[1] is None):
+            nbytes = subgroup.load().host_bytes if made is None else made
             if nbytes <= room or not nbytes:
                 housed.add(subgroup)
                 room -= nbytes

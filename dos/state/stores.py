@@ -79,6 +79,22 @@ class Stores:
             windows.leave(subgroup)
             self.of[source].drop(subgroup)
 
+    def leave_host(self, subgroups: Iterable[Subgroup]) -> list[Subgroup]:
+        """Bring state of these from the host to disk, the last first, until gradients that may come have room; whose.
+
+        Conditions: see `to_disk`.
+        """
+        assert self.disk is not None, "there is nowhere else"
+        at_home = [subgroup for subgroup in subgroups if self.where(subgroup) is Tier.HOST]
+        missing = max(0, window_bytes(at_home) - self.host.windows.nbytes) - self.host.room
+        leaving = []
+        while at_home and missing > 0:
+            leaving.append(at_home.pop())
+            missing -= self.host.droppable_bytes(leaving[-1])
+        self.disk.reserve(leaving)
+        self.to_disk(leaving, Tier.HOST)
+        return leaving
+
     def move(
         self, move: Move, number: int, subgroup: Subgroup, after: Sequence[Job], beside: Sequence[Copy] = ()
     ) -> Job:

@@ -257,6 +257,21 @@ class Engine:
         for subgroup, move in away:
             self.stores.of[move.source].drop(subgroup)
 
+    def make_room_for_gradients(self, subgroups: Iterable[Subgroup]) -> None:
+        """Bring state of these from the host to disk where offloaded gradients need its room. In backward, too.
+
+        Raises OSError if the disk has no room either.
+        """
+        stores = self.stores
+        if stores.disk is None or stores.host.room >= 0:
+            return
+        self.wait()
+        self.early.drop_arriving(list(self.early.arriving))
+        stores.write_kept()
+        left = stores.leave_host(subgroups)
+        if self.early.shown:  # user code may write there until the step
+            stores.homes.show(left)
+
     def abandon(self) -> None:
         """End what backward has begun, once nothing of it is running; resident state stays."""
         self.drain()

@@ -101,7 +101,11 @@ def _at_home(plan: Plan, subjects: Sequence[Subject], found: list[SubgroupState]
         return plan
     more = {i for i, each in enumerate(found) if each.window is not None and plan.stays(i) is not Tier.DEVICE}
     # What has no update and is on the host without a home is nowhere.
-    somewhere = (i for i, s in enumerate(subjects) if s.update is not None or found[i].state is not Tier.HOST)
+    somewhere = (
+        i
+        for i, s in enumerate(subjects)
+        if s.update is not None or found[i].state is not Tier.HOST or stores.host.houses(s.subgroup)
+    )
     resting = {subjects[i].subgroup: i for i in somewhere if i not in more and plan.stays(i) is Tier.HOST}
     # What comes home passes through windows, too; and so does all if not everything has room without them.
     passes = bool(plan.on_disk or more or any(each.state is Tier.DISK for each in found))

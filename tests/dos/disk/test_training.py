@@ -480,3 +480,69 @@ def test_room_on_disk_goes_back_once_state_has_come_home_for_good(tmp_path: Path
     other = dos_adam(twin.parameters(), None)
     train(twin, other, 10)
     assert everything(model, optimizer) == everything(twin, other)
+
+
+@pytest.mark.parametrize("offload", [True, "native"])
+@pytest.mark.parametrize("joins", ["group", "unfrozen"])
+@pytest.mark.parametrize("reads", [False, True])
+def test_homes_leave_for_disk_where_gradients_of_what_joins_need_their_room(
+    tmp_path: Path, offload: bool | str, joins: str, reads: bool
+) -> None:
+    """In the middle of backward. reads: user code has views of state meanwhile, and writes to them after backward."""
+    ends = []
+    for disk in (None, tmp_path):
+        model = mlp(width=2000)
+        *rest, last = model.parameters()
+        first = [last]
+        for parameter in rest:
+            parameter.requires_grad_(joins == "group")
+        optimizer = dos_adam(
+            first if joins == "group" else model.parameters(),
+            disk,
+            offload_gradients=offload,
+            host_memory=TWO_WINDOWS + (8 if offload is True else 4) * sum(p.numel() for p in model.parameters()),
+        )
+        train(model, optimizer, 2)
+        assert disk is None or not bytes_on_disk(disk)
+        if joins == "group":
+            optimizer.zero_grad()
+            model.zero_grad()
+            optimizer.add_param_group({"params": rest})
+        for parameter in rest:
+            parameter.requires_grad_(True)
+        views = [optimizer.state[parameter]["exp_avg"] for parameter in first] if reads else []
+        backward(model, 5)
+        backward(model, 6)
+        for view in views:
+            view.mul_(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        train(model, optimizer, 2, first_step=7)
+        ends.append(everything(model, optimizer))
+    assert ends[0] == ends[1]
+    assert bytes_on_disk(tmp_path) > 0
+
+
+def test_homes_leave_for_disk_where_windows_need_their_room(tmp_path: Path) -> None:
+    """They had it while the device had the other state, which comes back from disk where user code has read it."""
+
+    def policy(workload: Workload) -> Plan:
+        n = len(workload.subgroups)
+        return Plan((Placement.GPU_RESIDENT,) * n, tuple(range(n)), 0)
+
+    ends = []
+    for disk in (None, tmp_path):
+        model = wide()
+        device = EmulatedDevice(FAST, capacity=4 * 12 * SMALL)  # the other 6 subgroups have no room there
+        host_memory = 20 * 6 * SMALL
+        optimizer = dos_adam(model.parameters(), disk, policy=policy, host_memory=host_memory, device=device)
+        train(model, optimizer, 2)
+        assert disk is None or not bytes_on_disk(disk)
+        backward(model, 2)
+        assert optimizer.state_dict()
+        optimizer.step()
+        optimizer.zero_grad()
+        train(model, optimizer, 2, first_step=3)
+        ends.append(everything(model, optimizer))
+    assert ends[0] == ends[1]
+    assert bytes_on_disk(tmp_path) > 0
