@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from perfmodel.compute import BACKWARD, backward_pieces, forward_pieces, memory_freed
+from perfmodel.compute import BACKWARD, Run, backward_pieces, forward_pieces, memory_freed
 from perfmodel.lanes import Stream
 from perfmodel.plan import Move, Placement, Plan, Tier
 from perfmodel.scope import UPDATE_ALONE, Phase, Scope
@@ -413,7 +413,7 @@ class ScheduleBuilder:
         self.tasks.append(Task(op, stream, i, self._loads[i].state_bytes + beside, after, slot, (), move, window))
         return len(self.tasks) - 1
 
-    def runs(self) -> list[tuple[int, int, tuple[int, ...]]]:
+    def runs(self) -> list[Run]:
         """Of the next forward, in which each subgroup waits for its own parameters."""
         updated = {i: (task,) for i, task in self._updated.items()}
         return [(i, load.numel, updated.get(i, ())) for i, load in enumerate(self._loads)]

@@ -136,7 +136,7 @@ class Travelling(dict["weakref.ref[Saved]", tuple[Tensor, Op]]):
     """Device memory that copies write or read. Ctrl-C may take the place of a `__del__`; then it is here still."""
 
     def drop_lost(self, device: Device) -> None:
-        """Let go of what nobody has any more, once its copy has ended."""
+        """Let go of the memory of ranges that are gone, once its copies have ended."""
         for reference, (tensor, op) in list(self.items()):
             if reference() is None:
                 device.keep(tensor, op)

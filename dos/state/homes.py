@@ -69,12 +69,18 @@ class Homes:
         tiers = self.tiers(dict.fromkeys(subgroups))
         on_disk = [subgroup for subgroup, tier in tiers.items() if tier is Tier.DISK]
         at_home = [subgroup for subgroup, tier in tiers.items() if tier is not Tier.DISK]
-        # Where there is a limit, state counts with what its updates on the host take.
-        self.host.reserve(at_home, at_home if self.disk is not None else ())
+        self.reserve_on_host(at_home)
         if self.disk is not None:
             self.disk.reserve(on_disk)
             for subgroup in on_disk:
                 self.disk.show(subgroup)
+
+    def reserve_on_host(self, subgroups: Sequence[Subgroup]) -> None:
+        """Have homes on the host for these. Raises MemoryError if there is no room.
+
+        Beside a disk with what their updates on the host take, which `tiers` counts, too.
+        """
+        self.host.reserve(subgroups, subgroups if self.disk is not None else ())
 
     def add_field(self, subgroups: Sequence[Subgroup], field: HostTensor, place: int) -> None:
         """Have room for one more field in the homes of these: zeros. Nothing is in flight.

@@ -245,8 +245,7 @@ class Engine:
         away = [(s, Move(tier, homes[s])) for s, tier in places.items() if tier not in (None, homes[s])]
         to_disk = [s for s, move in away if move == Move(Tier.DEVICE, Tier.DISK)]
         away = [(s, move) for s, move in away if Tier.DISK not in move]
-        homeless = [s for s, _ in away]
-        stores.host.reserve(homeless, homeless if stores.disk is not None else ())  # as `Homes.reserve`
+        stores.homes.reserve_on_host([s for s, _ in away])
         after = self.device.fence()
         if stores.disk is not None:
             stores.disk.reserve(to_disk)
