@@ -75,17 +75,13 @@ class Target:
     def at_least(cls, name: str, value: float, limit: float, note: str = "") -> Target:
         return cls(name, value, f"at least {limit:g}", value >= limit, note)
 
-    @classmethod
-    def unmeasured(cls, name: str, limit: str, reason: str) -> Target:
-        return cls(name, None, limit, None, reason)
-
 
 @dataclass
 class Record:
     """A check and what came of it.
 
-    reason: one line, for every status but PASSED. problems: what a check that went on has found wrong.
-    figures: whatever was measured. targets: not met is not failed.
+    reason: one line, for every status but PASSED. said: what it has found, in a line each.
+    problems: what a check that went on has found wrong. figures: whatever was measured. targets: not met is not failed.
     """
 
     name: str
@@ -93,6 +89,7 @@ class Record:
     reason: str = ""
     traceback: str = ""
     seconds: float = 0.0
+    said: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     figures: dict[str, Any] = field(default_factory=dict)
     targets: list[Target] = field(default_factory=list)
@@ -133,6 +130,11 @@ class Bench:
         self._record.figures.update(figures)
         self._write()
 
+    def say(self, text: str) -> None:
+        """What has been found, in one line for people."""
+        self._record.said.append(text)
+        self._write()
+
     def problem(self, text: str) -> None:
         """Something is wrong: the check goes on, and will have failed."""
         self._record.problems.append(text)
@@ -161,7 +163,6 @@ class Check:
 
     run: importable by its name, for it runs in a process of its own. title: for the table.
     share: of the time, relative to the others. least_s: at full size, below which it is not begun.
-    obstacle: why it cannot be made with these settings, known beforehand; None: it can.
     """
 
     name: str
@@ -169,7 +170,6 @@ class Check:
     run: Callable[[Bench], None]
     share: float
     least_s: float = 5.0
-    obstacle: Callable[[Settings], str | None] = lambda settings: None
 
 
 def replace_text(path: Path, text: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
@@ -65,7 +64,7 @@ def measured_profile(out: Path, torch_device: torch.device) -> HardwareProfile:
     """
     try:
         found = HardwareProfile.load(out / FILE)
-    except (OSError, ValueError, json.JSONDecodeError):
+    except (OSError, ValueError):
         device = CudaDevice(torch_device)
         measured = measure(device, QUICK, thread_counts(len(usable_cores())))
         found = measured.profile(base_profile(device), machine_name(name_of(device)))

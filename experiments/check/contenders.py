@@ -1,4 +1,4 @@
-"""Who takes part in a contest: AdamW on the device, no optimizer at all, DOSAdam under any policy, and its peers."""
+"""Who takes part in a contest: DOSAdam under any policy, AdamW on the device, no optimizer at all, and its peers."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import importlib
 import importlib.util
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,76 +18,14 @@ from torch.optim import AdamW
 from dos import DOSAdam, EmulatedDevice
 from dos.deciding.policies import AdaptivePolicy, Policy
 from experiments.check.contest import Broken, Contender
-from experiments.check.models import SETTINGS, Batch, Job, free_memory
+from experiments.check.models import SETTINGS, Batch, Job
 from experiments.gpt import GPT
 from perfmodel import Plan, Timeline, Workload
 from perfmodel.format import SPLIT
 from perfmodel.hardware import HardwareProfile
 from perfmodel.schedule import Schedule
 
-
-class OnDevice(Contender):
-    """A model of its own, made anew for each turn, with torch.optim.AdamW wholly on the device, or with nothing.
-
-    masters: whether float32 copies of the parameters are updated, as DOSAdam does; None for no optimizer at all.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        job: Job,
-        device: torch.device,
-        emulated: EmulatedDevice | None,
-        *,
-        masters: bool | None,
-        before: Callable[[], object],
-    ) -> None:
-        self.name = name
-        self._job, self._device, self._emulated = job, device, emulated
-        self._masters, self._before = masters, before
-        self._model: GPT | None = None
-        self._step: Callable[[], None] | None = None
-
-    def open(self) -> None:
-        self._before()
-        self._model = self._job.model(self._device)
-        if self._masters is not None:
-            self._step = adamw_step(list(self._model.parameters()), masters=self._masters)
-
-    def close(self) -> None:
-        self._model = self._step = None
-        free_memory(self._emulated is None)
-
-    def compute(self, batch: Batch) -> None:
-        assert self._model is not None
-        self._model(*batch).backward()
-
-    def step(self) -> None:
-        assert self._model is not None
-        if self._step is not None and self._emulated is not None:
-            self._emulated.launch(0, self._step, self._job.numel).wait()
-        elif self._step is not None:
-            self._step()
-        self._model.zero_grad()
-
-
-def adamw_step(parameters: Sequence[Tensor], *, masters: bool) -> Callable[[], None]:
-    """What a user of torch.optim.AdamW(fused=True) calls. masters: update float32 copies, and round from them."""
-    if not masters:
-        plain = AdamW(parameters, fused=True, **SETTINGS)
-        return lambda: (plain.step(), None)[1]
-    copies = [p.detach().float() for p in parameters]
-    optimizer = AdamW(copies, fused=True, **SETTINGS)
-
-    @torch.no_grad()
-    def step() -> None:
-        for master, parameter in zip(copies, parameters, strict=True):
-            master.grad = None if parameter.grad is None else parameter.grad.float()
-        optimizer.step()
-        optimizer.zero_grad()
-        torch._foreach_copy_(list(parameters), copies)
-
-    return step
+NOTHING, MASTERS, PLAIN = "no optimizer", "AdamW, float32 masters", "AdamW, bfloat16 state"
 
 
 class Switch(AdaptivePolicy):
@@ -168,9 +107,9 @@ class Ours(Contender):
 
 @dataclass(frozen=True)
 class Kind:
-    """A peer: the package to be installed, the precision of its state, and what makes its optimizer for a model.
+    """An optimizer for a contender's own model: the package that it is of, the precision of its state, what makes it.
 
-    Nothing of it is imported before it is made.
+    Nothing of the package is imported before it is made.
     """
 
     name: str
@@ -179,12 +118,16 @@ class Kind:
     build: Callable[[GPT, Job], Any]
 
 
-class Peer(Contender):
-    """A contender with a model of its own, built at its first turn and kept, since peers take long to set up."""
+class Own(Contender):
+    """A contender with a model of its own.
 
-    def __init__(self, kind: Kind, job: Job, device: torch.device) -> None:
-        self.name, self.precision = kind.name, kind.precision
-        self._kind, self._job, self._device = kind, job, device
+    before: what makes room on the device, where model and optimizer are made anew for each turn; None: they are built
+        at the first and kept, as peers are, which take long to set up.
+    """
+
+    def __init__(self, kind: Kind, job: Job, device: torch.device, before: Callable[[], object] | None = None) -> None:
+        self.name = kind.name
+        self._kind, self._job, self._device, self._before = kind, job, device, before
         self._model: GPT | None = None
         self._optimizer: Any = None
 
@@ -194,11 +137,15 @@ class Peer(Contender):
             self._optimizer = self._kind.build(model, self._job)
             self._model = model
 
+        if self._before is not None:
+            self._before()
         if self._model is None:
             self._try(build)
 
     def close(self) -> None:
-        if self._model is not None:
+        if self._before is not None:
+            self._model = self._optimizer = None
+        elif self._model is not None:
             self._model.zero_grad()
 
     def compute(self, batch: Batch) -> None:
@@ -212,13 +159,59 @@ class Peer(Contender):
         self._try(self._optimizer.zero_grad)
 
     def _try(self, work: Callable[[], object]) -> None:
-        """What goes wrong is the peer's, but for memory that is too small."""
+        """What goes wrong is the optimizer's, but for memory that is too small."""
         try:
             work()
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
             raise Broken(f"{self.name} is installed but failed: {type(error).__name__}: {error}") from error
+
+
+class OnDevice:
+    """What a user of torch.optim.AdamW(fused=True) calls, wholly on the device.
+
+    masters: whether float32 copies of the parameters are updated, and parameters rounded from them, as DOSAdam does.
+    """
+
+    def __init__(self, model: GPT, emulated: EmulatedDevice | None, *, masters: bool) -> None:
+        self._parameters: list[Tensor] = list(model.parameters())
+        self._emulated = emulated
+        self._masters = [p.detach().float() for p in self._parameters] if masters else []
+        self._adamw = AdamW(self._masters or self._parameters, fused=True, **SETTINGS)
+        self.zero_grad = model.zero_grad
+
+    def step(self) -> None:
+        if self._emulated is None:
+            self._update()
+        else:
+            self._emulated.launch(0, self._update, sum(p.numel() for p in self._parameters)).wait()
+
+    @torch.no_grad()
+    def _update(self) -> None:
+        for master, parameter in zip(self._masters, self._parameters, strict=False):
+            master.grad = None if parameter.grad is None else parameter.grad.float()
+        self._adamw.step()
+        if self._masters:
+            self._adamw.zero_grad()
+            torch._foreach_copy_(self._parameters, self._masters)
+
+
+def references(emulated: EmulatedDevice | None) -> dict[str, Kind]:
+    """By name, what DOSAdam is compared with on the device: AdamW in two precisions, and no optimizer at all."""
+
+    def nothing(model: GPT, job: Job) -> Any:
+        return SimpleNamespace(step=lambda: None, zero_grad=model.zero_grad)
+
+    def adamw(*, masters: bool) -> Callable[[GPT, Job], Any]:
+        return lambda model, job: OnDevice(model, emulated, masters=masters)
+
+    found = (
+        Kind(MASTERS, "torch", "float32 masters and moments", adamw(masters=True)),
+        Kind(PLAIN, "torch", "bfloat16 moments, no float32 masters", adamw(masters=False)),
+        Kind(NOTHING, "torch", "none", nothing),
+    )
+    return {kind.name: kind for kind in found}
 
 
 def torchao(model: GPT, job: Job) -> Any:

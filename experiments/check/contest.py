@@ -49,7 +49,6 @@ class Score:
     reserved_bytes: the most that the allocator held.
     """
 
-    name: str
     rounds: list[list[float]] = field(default_factory=list)
     steps: list[list[float]] = field(default_factory=list)
     updates: list[dict[str, float]] = field(default_factory=list)
@@ -130,7 +129,7 @@ def run_rounds(
     left: seconds that remain. on_progress: called after each turn. A contender that does not fit into memory or does
     not work is dropped, with the reason.
     """
-    scores = {c.name: Score(c.name) for c in contenders}
+    scores = {c.name: Score() for c in contenders}
     longest = 0.0
     for number in range(effort.rounds):
         if number and left() < 1.1 * longest:

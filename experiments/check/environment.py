@@ -43,6 +43,7 @@ _VARIABLES = (
 
 def run(bench: Bench) -> None:
     """Look, and write down. What cannot be found is None."""
+    available = available_bytes()
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     nodes = sorted(Path("/sys/devices/system/node").glob("node[0-9]*"))
     bench.note(
@@ -57,13 +58,15 @@ def run(bench: Bench) -> None:
         local_ranks=local_ranks(),
         kernel_threads=kernel_threads(),
         instruction_sets=instruction_sets(),
-        available_bytes=available_bytes(),
+        available_bytes=available,
         host_memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         locked_memory_limit_bytes=None if soft == resource.RLIM_INFINITY else soft,
         huge_pages=read(Path("/sys/kernel/mm/transparent_hugepage/enabled")),
         numa={node.name: read(node / "cpulist") for node in nodes},
         **commit(),
     )
+    if available is not None:
+        bench.say(f"{available / 2**30:.1f} GiB of host memory available")
     if bench.cuda:
         look_at_gpu(bench)
         pin(bench)
@@ -98,7 +101,9 @@ def pin(bench: Bench) -> None:
     start = time.perf_counter()
     memory = pinned_zeros(CudaDevice(device), nbytes, torch.uint8)
     seconds = time.perf_counter() - start
-    bench.note(pinned=memory.is_pinned(), pinning={"bytes": nbytes, "gib_per_s": nbytes / 2**30 / seconds})
+    gib = nbytes / 2**30
+    bench.note(pinned=memory.is_pinned(), pinning={"bytes": nbytes, "gib_per_s": gib / seconds})
+    bench.say(f"{gib:.2f} GiB {'pinned' if memory.is_pinned() else 'NOT pinned'} at {gib / seconds:.1f} GiB/s")
     if not memory.is_pinned():
         bench.problem(UNPINNED)
     source = memory[: nbytes // 4]

@@ -74,6 +74,8 @@ def run(bench: Bench) -> None:
     }
     bytes_per_s = {op.value: nbytes / seconds for op, seconds in copy_s.items()}
     bench.note(parameters=job.numel, slower=slower, bytes_per_s=bytes_per_s)
+    for way in WAYS:
+        bench.say(f"{way}: forward {slower[way]['forward']:.2f}x, backward {slower[way]['backward']:.2f}x")
     if bench.cuda:
         worst = max(slower[BOTH].values())
         bench.target(Target.at_most("forward and backward beside copies over alone", worst, 1.1, BOTH))

@@ -15,7 +15,7 @@ from dos.machine.host_memory import available_bytes
 from dos.memory.reading import Source
 from experiments.check.base import Bench, Size, Skipped
 from experiments.gpt import GPT, GPTConfig
-from experiments.miniature import equal_subgroups, slowed, without_fixed_costs
+from experiments.miniature import equal_subgroups, slowed
 from perfmodel.format import MIXED
 from perfmodel.hardware import HardwareProfile
 
@@ -80,12 +80,10 @@ class Job:
         return [(batch[0], batch[1]) for batch in tokens]
 
 
-SMALL_ONES = {
+MEDIUM = {
     Size.TINY: Job(GPTConfig(1, 32, 2, context=16, vocabulary=64, checkpointing=True), batch=2),
     Size.SMALL: Job(GPTConfig(3, 128, 4, context=32, vocabulary=256, checkpointing=True), batch=16),
-}
-MEDIUM = SMALL_ONES | {
-    Size.FULL: Job(GPTConfig(48, 1600, 25, context=2048, vocabulary=50304, checkpointing=True), batch=4)
+    Size.FULL: Job(GPTConfig(48, 1600, 25, context=2048, vocabulary=50304, checkpointing=True), batch=4),
 }
 """1.5B parameters at full size: GPT-2 XL."""
 
@@ -135,8 +133,7 @@ def emulated_device(job: Job, subgroup_size: int) -> EmulatedDevice:
         start = time.perf_counter()
         model(*batch).backward()
         times.append(time.perf_counter() - start)
-    node = without_fixed_costs(HardwareProfile.builtin("h100"))
-    work = equal_subgroups(job.numel, subgroup_size)
+    node, work = HardwareProfile.builtin("h100"), equal_subgroups(job.numel, subgroup_size)
     return EmulatedDevice(slowed(node, work, UPDATE_OVER_COMPUTE * min(times)), 20 * job.numel)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,32 +71,6 @@ def alarms(records: Sequence[Record]) -> list[str]:
         for source, names in blind.items()
     ]
     return found
-
-
-def gist(record: Record) -> str:
-    """In one line what sizes a check has chosen and what it has found, as far as that is not in a table."""
-    try:
-        return ", ".join(_parts(record.figures))
-    except Exception as error:  # a check that ended half way has left half of its figures; the others go on
-        return f"figures that cannot be shown ({type(error).__name__}: {error})"
-
-
-def _parts(figures: Mapping[str, Any]) -> Iterator[str]:
-    if figures.get("available_bytes") is not None:
-        yield f"{figures['available_bytes'] / 2**30:.1f} GiB of host memory available"
-    if figures.get("pinning"):
-        word = "pinned" if figures["pinned"] else "NOT pinned"
-        yield f"{figures['pinning']['bytes'] / 2**30:.2f} GiB {word} at {figures['pinning']['gib_per_s']:.1f} GiB/s"
-    if figures.get("parameters"):
-        yield f"{figures['parameters'] / 1e6:,.1f}M parameters"
-    if figures.get("tests"):
-        outcomes = ", ".join(f"{count} {what}" for what, count in figures["outcomes"].items())
-        yield f"{figures['tests']} tests: {outcomes or 'none has ended'}"
-    yield from (
-        f"{way}: forward {slower['forward']:.2f}x, backward {slower['backward']:.2f}x"
-        for way, slower in figures.get("slower", {}).items()
-        if way != "alone"
-    )
 
 
 def contenders(record: Record, title: str) -> Table:

@@ -10,10 +10,10 @@ from dos.deciding.policies import AdaptivePolicy, resolve_policy
 from dos.machine.threads import kernel_threads
 from experiments.check.base import Bench, Size, Target
 from experiments.check.calibration import measured_profile
-from experiments.check.contenders import OnDevice, Ours, Peer, Rig, installed
+from experiments.check.contenders import MASTERS, NOTHING, PLAIN, Kind, Ours, Own, Rig, installed, references
 from experiments.check.contest import Clock, Contender, Effort, Score, ratio, run_rounds
 from experiments.check.models import HOST_BYTES, MEDIUM, Batch, emulated_device, fitted, prepare, vitals
-from perfmodel import Lane, Op, Span, Timeline
+from perfmodel import Timeline
 
 SUBGROUPS = {Size.TINY: 8, Size.SMALL: 16, Size.FULL: 50}
 """Of the model; the bound is meant for 50 and more."""
@@ -38,7 +38,6 @@ FIXED: dict[str, tuple[str | float, float]] = {
 """Fixed policies, and the share of the state for which each needs memory."""
 NOISE = 0.03
 """By so much one policy may seem slower than another without being it."""
-NOTHING, MASTERS, PLAIN = "no optimizer", "AdamW, float32 masters", "AdamW, bfloat16 state"
 CPU = "CPU only"
 PEER_HOST_BYTES = 32
 """For each parameter: a peer's state, and pinned memory that is rounded up to a power of two."""
@@ -83,21 +82,23 @@ def run(bench: Bench) -> None:
     def adaptive(*shares: float) -> list[Contender]:
         return [Ours(named(share), rig, AdaptivePolicy(profile), share) for share in shares]
 
-    def on_device(name: str, masters: bool | None) -> Contender:
-        return OnDevice(name, job, device, emulated, masters=masters, before=rig.leave)
+    def on_device(*names: str) -> list[Contender]:
+        return [Own(references(emulated)[name], job, device, before=rig.leave) for name in names]
 
     # Those that matter most first, in case that there is no time for the others.
     contenders: list[Contender] = [
-        *(*fixed(CPU), *adaptive(0.5, 1.0), on_device(MASTERS, True), on_device(NOTHING, None)),
-        *(Peer(peer, job, device) for peer in peers),
-        *(on_device(PLAIN, False), *adaptive(SLOTS_SHARE), *fixed("stride 2", "ratio 0.5")),
+        *(*fixed(CPU), *adaptive(0.5, 1.0), *on_device(MASTERS, NOTHING)),
+        *(Own(peer, job, device) for peer in peers),
+        *(*on_device(PLAIN), *adaptive(SLOTS_SHARE), *fixed("stride 2", "ratio 0.5")),
         *(*adaptive(*SHARES[3:]), *fixed(*list(FIXED)[3:])),
     ]
-    compete(bench, contenders, batches, EFFORTS[bench.size])
+    compete(bench, contenders, batches, EFFORTS[bench.size], peers)
 
 
-def compete(bench: Bench, contenders: Sequence[Contender], batches: Sequence[Batch], effort: Effort) -> None:
-    """The contest, with its targets; a timeline of each of ours is kept."""
+def compete(
+    bench: Bench, contenders: Sequence[Contender], batches: Sequence[Batch], effort: Effort, peers: Sequence[Kind] = ()
+) -> None:
+    """The contest, with its targets; an update of each of ours is kept as a Chrome trace."""
     kept: dict[str, Timeline] = {}
     mine = {c.name: c for c in contenders if isinstance(c, Ours)}
 
@@ -107,11 +108,17 @@ def compete(bench: Bench, contenders: Sequence[Contender], batches: Sequence[Bat
         bench.note(contenders={name: score.summary() for name, score in scores.items()})
 
     scores = run_rounds(contenders, batches, effort, Clock(bench.cuda), bench.left, on_progress)
-    judge(bench, scores, [c for c in contenders if isinstance(c, Peer)])
-    keep_timelines(bench, kept)
+    judge(bench, scores, peers)
+    folder, traces = bench.out / "timelines", {}
+    folder.mkdir(exist_ok=True)
+    for name, timeline in kept.items():
+        file = f"{bench.name} {name}".replace(" ", "-").replace(",", "").replace("%", "") + ".json"
+        timeline.save(folder / file)
+        traces[name] = {"trace": f"timelines/{file}"}
+    bench.note(timelines=traces)
 
 
-def judge(bench: Bench, scores: Mapping[str, Score], peers: Sequence[Peer]) -> None:
+def judge(bench: Bench, scores: Mapping[str, Score], peers: Sequence[Kind]) -> None:
     """Targets of what ran: AdamW, peers, the bound, the prediction, CPU only, and all fixed policies."""
 
     def between(some: str, other: str) -> float | None:
@@ -127,7 +134,7 @@ def judge(bench: Bench, scores: Mapping[str, Score], peers: Sequence[Peer]) -> N
         if found is not None:
             bench.target(Target.at_most(f"iteration over {reference}", found, 1.02, named(1.0)))
         elif reference in scores:
-            bench.target(Target.unmeasured(f"iteration over {reference}", "at most 1.02", scores[reference].dropped))
+            bench.target(Target(f"iteration over {reference}", None, "at most 1.02", None, scores[reference].dropped))
     for peer in peers:
         for name in (named(0.5), CPU, named(SLOTS_SHARE)):
             if (found := between(peer.name, name)) is not None:
@@ -150,23 +157,3 @@ def judge(bench: Bench, scores: Mapping[str, Score], peers: Sequence[Peer]) -> N
     }
     bench.note(adaptive_over_fixed=compared)
     worst("adaptive over any fixed policy that needs no more memory", compared, 1 + NOISE)
-
-
-def keep_timelines(bench: Bench, timelines: Mapping[str, Timeline]) -> None:
-    """Write an update of each as a Chrome trace, beginning with the first gradient that leaves."""
-    folder = bench.out / "timelines"
-    folder.mkdir(exist_ok=True)
-    kept = {}
-    for name, timeline in timelines.items():
-        shown = from_first(timeline)
-        file = f"{bench.name} {name}".replace(" ", "-").replace(",", "").replace("%", "") + ".json"
-        shown.save(folder / file)
-        kept[name] = {"trace": f"timelines/{file}"}
-    bench.note(timelines=kept)
-
-
-def from_first(timeline: Timeline) -> Timeline:
-    """The same with the first start at 0 and, if that was before step(), the backward that it ran beside."""
-    shift = max(0.0, -min((span.start for span in timeline.spans), default=0.0))
-    spans = [Span(s.lane, s.op, s.subgroup, s.start + shift, s.end + shift) for s in timeline.spans]
-    return Timeline.of([*([Span(Lane.GPU, Op.BACKWARD, None, 0.0, shift)] if shift else []), *spans])

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments.check.base import Bench, Settings, Skipped, Target
+from experiments.check.base import Bench, Skipped, Target
 from experiments.check.environment import ROOT
 
 TESTS = ROOT / "tests" / "cuda"
@@ -26,12 +26,14 @@ _FOUND = re.compile(r"\bcollected (\d+) item")
 
 def run(bench: Bench) -> None:
     """As many as there is time for."""
+    if obstacle := missing(bench.cuda):
+        raise Skipped(obstacle)
     run_tests(bench, sorted(TESTS.glob("test_*.py")))
 
 
-def missing(settings: Settings) -> str | None:
+def missing(cuda: bool) -> str | None:
     """Why they cannot be run."""
-    if not settings.cuda:
+    if not cuda:
         return "no GPU: they need one"
     if not TESTS.is_dir():
         return f"there is no {TESTS}: this is not a checkout"
@@ -66,6 +68,7 @@ def run_tests(bench: Bench, files: Sequence[Path]) -> None:
         bench.problem(f"pytest ended with status {ended}; see {log}")
     if not found:
         raise Skipped(f"pytest found no test in the time there was; see {log}")
+    bench.say(f"{found} tests: {', '.join(f'{count} {what}' for what, count in counts.items()) or 'none has ended'}")
     bench.target(Target.at_least("tests of tests/cuda that ran", sum(counts.values()), found))
 
 

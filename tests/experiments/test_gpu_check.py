@@ -19,13 +19,12 @@ from dos.machine.threads import kernel_threads, set_kernel_threads
 from dos.memory.reading import Source
 from experiments.check import calibration, speed, suite
 from experiments.check.base import Bench, Check, Record, Settings, Size, Skipped, Status, Target
-from experiments.check.contenders import Kind, Ours, Peer, Rig
+from experiments.check.contenders import Kind, Ours, Own, Rig
 from experiments.check.contest import Clock, Effort, Score, ratio, run_rounds
 from experiments.check.gpu_check import CHECKS, find_gpu, main, run_all
 from experiments.check.isolation import run_isolated
 from experiments.check.models import MEDIUM, Batch, fitted
-from experiments.check.report import alarms, gist, show
-from perfmodel import Lane, Op, Span, Timeline
+from experiments.check.report import alarms, show
 from tests.support.clock import eventually
 from tests.support.neighbour import CHUNK, Neighbour
 from tests.support.sample_checks import goes_on, hangs, is_killed, leaves_a_child, passes, raises, skips
@@ -89,7 +88,7 @@ def test_a_check_that_hangs_is_killed_and_says_where(tmp_path: Path) -> None:
 def test_what_there_is_no_time_for_is_not_run(tmp_path: Path) -> None:
     status, results = run(tmp_path, "--minutes=0.0001")
     assert status == 1
-    assert results["not_run"] == [c.name for c in CHECKS if c.name != "tests"]
+    assert results["not_run"] == [c.name for c in CHECKS]
     assert all("--minutes" in results["checks"][name]["reason"] for name in results["not_run"])
 
 
@@ -233,9 +232,9 @@ def test_without_time_nobody_is_asked() -> None:
 
 def test_ratios_are_of_rounds_side_by_side() -> None:
     # The machine became three times slower between the rounds.
-    fast, slow = Score("fast", [[1.0], [3.0]]), Score("slow", [[2.0], [6.0]])
+    fast, slow = Score([[1.0], [3.0]]), Score([[2.0], [6.0]])
     assert ratio(slow, fast) == 2.0
-    assert ratio(Score("none"), fast) is None
+    assert ratio(Score(), fast) is None
 
 
 def test_ours_has_as_much_on_the_device_as_it_has_memory_for() -> None:
@@ -267,13 +266,6 @@ def test_kernels_use_as_many_threads_as_were_calibrated(tmp_path: Path) -> None:
     assert kernel_threads() == before
 
 
-def test_timelines_begin_with_the_first_gradient() -> None:
-    spans = (Span(Lane.D2H, Op.GRADIENT, 0, -1.0, 1.0), Span(Lane.CPU, Op.UPDATE, 0, 1.0, 3.0))
-    shown = speed.from_first(Timeline.of(spans)).spans
-    assert (shown[0].start, max(span.end for span in shown)) == (0.0, 4.0)
-    assert Span(Lane.GPU, Op.BACKWARD, None, 0.0, 1.0) in shown
-
-
 def test_jobs_know_their_parameters() -> None:
     for size in (Size.TINY, Size.SMALL):
         assert MEDIUM[size].numel == MEDIUM[size].model(torch.device("cpu")).numel
@@ -302,7 +294,7 @@ BROKEN = Kind("a peer", "torch", "none", broken)
 def test_a_peer_that_is_broken_is_dropped_and_says_why(tmp_path: Path) -> None:
     job, device = MEDIUM[Size.TINY], torch.device("cpu")
     here = bench(tmp_path)
-    speed.compete(here, [Peer(BROKEN, job, device), Fake("b", [])], job.batches(1, device), speed.EFFORTS[Size.TINY])
+    speed.compete(here, [Own(BROKEN, job, device), Fake("b", [])], job.batches(1, device), speed.EFFORTS[Size.TINY])
     found = written(tmp_path)["figures"]["contenders"]
     assert found["a peer"]["dropped"] == "a peer is installed but failed: RuntimeError: no compiler"
     assert found["b"]["iteration_s"] > 0
@@ -340,14 +332,6 @@ def test_memory_that_is_not_pinned_is_said_first_and_last(tmp_path: Path) -> Non
     show(console, {"gpu": "a GPU"}, [fine, spoilt], {"policies": "", "largest": ""})
     lines = console.export_text().splitlines()
     assert lines[0] == lines[-2] == unpinned
-
-
-def test_the_gist_of_a_check() -> None:
-    figures = {"pinned": False, "pinning": {"bytes": 2**30, "gib_per_s": 2.0}, "parameters": 2e6}
-    found = gist(Record("host", Status.FAILED, figures=figures))
-    assert found == "1.00 GiB NOT pinned at 2.0 GiB/s, 2.0M parameters"
-    assert gist(Record("host", Status.NOT_RUN)) == ""
-    assert "cannot be shown" in gist(Record("host", Status.FAILED, figures={"pinning": {"bytes": None}}))
 
 
 TESTS_OF_ALL_KINDS = """
