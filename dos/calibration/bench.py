@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -11,7 +11,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from dos.calibration.rounds import Figure, Loop, Rounds, mean
+from dos.calibration.links import Link
+from dos.calibration.rounds import Figure, Rounds
 from dos.devices import Device, Job, pinned_zeros
 from dos.devices.pinned import lazy_zeros
 from dos.kernels.update import AdamArrays, AdamStep, adam_update
@@ -88,11 +89,8 @@ class Bench:
     def cpu_update(self, threads: Sequence[int]) -> dict[int, Figure]:
         """Parameters/s by number of threads. They take turns, so that a change of load meets all of them."""
         counts = list(dict.fromkeys(threads))
-        seconds = len(counts) * self._effort.seconds
-        runs = self._rounds.runs(lambda: [[self.update_host(n).duration] for n in counts], len(counts), seconds)
-        return {
-            n: self._rounds.agree(Figure.of(s)).rate(self._effort.host_numel) for n, s in zip(counts, runs, strict=True)
-        }
+        seconds = self._rounds.timed(lambda: [[self.update_host(n).duration] for n in counts], len(counts))
+        return {n: each.rate(self._effort.host_numel) for n, each in zip(counts, seconds, strict=True)}
 
     def cpu_speeds(self, threads: int) -> dict[str, Figure]:
         """How many times as fast as in mixed precision the CPU updates in each other format. They take turns."""
@@ -102,34 +100,17 @@ class Bench:
         """Of the time that so many threads wanted to run, the share for which other programs let them."""
         return min(f.value for f in self._rounds.exchange(Figure.of(self._granted[threads])))
 
-    def copies(self) -> dict[str, Figure]:
-        """Bytes/s of each direction alone, and seconds of fixed cost of a copy: the mean of both directions."""
-        figures, fixed = {}, []
-        for op, name in _BANDWIDTHS.items():
-            rate, fixed_s = self._fit(partial(self._copy, op), self._effort.copy_bytes // 4)
-            figures[name] = Figure(4 * rate.value, rate.spread)
-            fixed.append(fixed_s)
-        return {**figures, "copy_latency_s": mean(fixed)}
-
-    def duplex(self, alone: dict[str, Figure]) -> dict[str, Figure]:
-        """Bytes/s of each direction while both run; the fixed cost of a copy counted apart, as alone."""
-        alone_s = self._copy_seconds(alone)
-        seconds = self._rounds.together(self._loops(), max(alone_s.values()))
-        return {
-            f"{name}_duplex": Figure(alone[name].value * alone_s[op] / seconds[op].value, seconds[op].spread)
-            for op, name in _BANDWIDTHS.items()
-        }
-
-    def beside(self, alone: dict[str, Figure], threads: int) -> dict[str, Figure]:
-        """Parameters/s of the CPU update and bytes/s each way while all three run; fixed costs included."""
-        update = partial(self.update_host, threads)
-        seconds = self._rounds.together(self._loops(), max(self._copy_seconds(alone).values()), update)
-        copies = {f"{name}_beside": seconds[op].rate(self._effort.copy_bytes) for op, name in _BANDWIDTHS.items()}
-        return {"cpu_update_rate_beside": seconds[Op.UPDATE].rate(self._effort.host_numel)} | copies
+    @property
+    def link(self) -> Link:
+        """What is measured of copies."""
+        nbytes = self._effort.copy_bytes
+        update = "cpu_update_rate_beside"
+        return Link(self._rounds, _BANDWIDTHS, "copy_latency_s", update, nbytes, nbytes // SMALL, self._copy)
 
     def device_update(self) -> dict[str, Figure]:
         """Parameters/s, and seconds of fixed cost of a launch."""
-        rate, fixed = self._fit(partial(self._launch, MIXED), self._effort.device_numel)
+        numel = self._effort.device_numel
+        rate, fixed = self._rounds.fit(lambda n: _queued(partial(self._launch, MIXED, n)), numel, numel // SMALL)
         return {"gpu_update_rate": rate, "launch_latency_s": fixed}
 
     def device_speeds(self, alone: dict[str, Figure]) -> dict[str, Figure]:
@@ -169,36 +150,11 @@ class Bench:
         arrays = self._on_device[kept]
         return self._accelerator.launch(0, lambda: _update(arrays, numel), numel, state_format=kept.name)
 
-    def _fit(self, issue: Callable[[int], Job], numel: int) -> tuple[Figure, Figure]:
-        """Elements/s and the fixed cost in seconds of jobs that are queued before the first is waited for."""
-
-        def run(numel: int) -> list[float]:
-            jobs = [issue(numel) for _ in range(_BATCH)]
-            return [job.wait().duration for job in jobs]
-
-        return self._rounds.fit(run, numel, numel // SMALL)
-
-    def _loops(self) -> dict[Op, Loop]:
-        """Copies each way, some of them queued at any time."""
-
-        def keep_copying(op: Op, stopped: Callable[[], bool]) -> list[Span]:
-            spans, queue = [], deque[Job]()
-            while not stopped():
-                while len(queue) < _BATCH:
-                    queue.append(self._copy(op, self._effort.copy_bytes // 4))
-                spans.append(queue.popleft().wait())
-            return spans + [job.wait() for job in queue]
-
-        return {op: partial(keep_copying, op) for op in self._ends}
-
-    def _copy(self, op: Op, numel: int) -> Job:
+    def _copy(self, op: Op, nbytes: int) -> list[Span]:
         """As the engine copies a subgroup's state: all tensors in one job."""
-        destination, source = (end[:numel].chunk(len(MIXED.fields)) for end in self._ends[op])
-        return self._accelerator.copy(op, 0, list(zip(destination, source, strict=True)))
-
-    def _copy_seconds(self, alone: dict[str, Figure]) -> dict[Op, float]:
-        fixed, nbytes = alone["copy_latency_s"].value, self._effort.copy_bytes
-        return {op: fixed + nbytes / alone[name].value for op, name in _BANDWIDTHS.items()}
+        destination, source = (end[: nbytes // 4].chunk(len(MIXED.fields)) for end in self._ends[op])
+        copies = list(zip(destination, source, strict=True))
+        return _queued(lambda: self._accelerator.copy(op, 0, copies))
 
     def _speeds(self, lane: str, run: Callable[[], list[float]]) -> dict[str, Figure]:
         """By field of HardwareProfile. run: gives the seconds of an update in each format, mixed precision first.
@@ -210,6 +166,11 @@ class Bench:
             mixed, *others = run()
             return [[mixed / seconds] for seconds in others]
 
-        names = [f"{lane}_speed_{kept.name}" for kept in self._host if kept is not MIXED]
-        samples = self._rounds.runs(ratios, len(names), self._effort.seconds)
-        return {name: self._rounds.agree(Figure.of(list_)) for name, list_ in zip(names, samples, strict=True)}
+        names = (f"{lane}_speed_{kept.name}" for kept in self._host if kept is not MIXED)
+        return dict(zip(names, self._rounds.timed(ratios), strict=True))
+
+
+def _queued(issue: Callable[[], Job]) -> list[Span]:
+    """Some jobs, all of which are queued before the first is waited for."""
+    jobs = [issue() for _ in range(_BATCH)]
+    return [job.wait() for job in jobs]

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from itertools import cycle
 from pathlib import Path
 
@@ -13,7 +12,8 @@ import torch
 from torch import Tensor
 
 from dos.calibration.bench import host_zeros
-from dos.calibration.rounds import Figure, Loop, Rounds, mean
+from dos.calibration.links import Link
+from dos.calibration.rounds import Figure, Rounds
 from dos.devices import Device
 from dos.devices.pinned import lazy_zeros
 from dos.disk import PAGE, DiskSpace, Extent
@@ -68,56 +68,21 @@ class DiskBench:
             return folders
         return f"{folders}, where not all is direct I/O: they may be those of memory that caches files"
 
-    def alone(self) -> dict[str, Figure]:
-        """Bytes/s of reading alone and of writing alone, and seconds of fixed cost: the mean of both."""
-        figures, fixed = {}, []
-        for op, name in _BANDWIDTHS.items():
-            figures[name], fixed_s = self._rounds.fit(partial(self._seconds, op), self._nbytes, self._small)
-            fixed.append(fixed_s)
-        return {**figures, "disk_latency_s": mean(fixed)}
+    @property
+    def link(self) -> Link:
+        """What is measured of reads and writes."""
+        return Link(
+            self._rounds, _BANDWIDTHS, "disk_latency_s", UPDATE_BESIDE, self._nbytes, self._small, self._transfer
+        )
 
-    def duplex(self, alone: Mapping[str, Figure]) -> dict[str, Figure]:
-        """Bytes/s of reading and of writing while both go on; the fixed cost counted apart, as alone."""
-        return self._together(alone, "duplex")[0]
-
-    def beside(self, alone: Mapping[str, Figure], update: Callable[[], Span], numel: int) -> dict[str, Figure]:
-        """Those rates and parameters/s of the CPU update while all three go on.
-
-        update: updates `numel` parameters.
-        """
-        figures, seconds = self._together(alone, "beside", update)
-        return {**figures, UPDATE_BESIDE: seconds[Op.UPDATE].rate(numel)}
-
-    def _together(
-        self, alone: Mapping[str, Figure], suffix: str, update: Callable[[], Span] | None = None
-    ) -> tuple[dict[str, Figure], dict[Op, Figure]]:
-        """By field with this suffix, and seconds by operation."""
-        fixed = alone["disk_latency_s"].value
-        alone_s = {op: fixed + self._nbytes / alone[name].value for op, name in _BANDWIDTHS.items()}
-        loops: dict[Op, Loop] = {op: partial(self._keep_transferring, op) for op in _LANES}
-        seconds = self._rounds.together(loops, max(alone_s.values()), update)
-        return {
-            f"{name}_{suffix}": Figure(alone[name].value * alone_s[op] / seconds[op].value, seconds[op].spread)
-            for op, name in _BANDWIDTHS.items()
-        }, seconds
-
-    def _keep_transferring(self, op: Op, stopped: Callable[[], bool]) -> list[Span]:
-        spans: list[Span] = []
-        while not spans or not stopped():
-            spans.append(self._transfer(op, self._nbytes))
-        return spans
-
-    def _seconds(self, op: Op, nbytes: int) -> list[float]:
-        return [self._transfer(op, nbytes).duration]
-
-    def _transfer(self, op: Op, nbytes: int) -> Span:
+    def _transfer(self, op: Op, nbytes: int) -> list[Span]:
         lane, move = _LANES[op], self._space.read if op is Op.READ else self._space.write
         transfer: AbstractContextManager[float] = nullcontext(time.perf_counter())
         if self._device is not None:
             transfer = self._device.disk_io(lane, nbytes)
         with transfer as start:
             move(next(self._extents[op, nbytes]), self._buffers[op][:nbytes])
-        return Span(lane, op, 0, start, time.perf_counter())
+        return [Span(lane, op, 0, start, time.perf_counter())]
 
     def _fitting(self, ranks: int) -> int:
         """Bytes of a read or write for which there is room, and time."""

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from datetime import date
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,12 @@ import torch
 
 from dos.calibration.bench import SMALL, Bench
 from dos.calibration.disk import LEAST_BYTES, UPDATE_BESIDE, DiskBench, unexplained
+from dos.calibration.links import Link
 from dos.calibration.rounds import Effort, Exchange, Figure, Rounds
 from dos.devices import Device
 from dos.machine.profiles import BUSY
 from dos.machine.threads import kernel_threads
+from perfmodel import Span
 from perfmodel.format import BLOCK, MIXED
 from perfmodel.hardware import RATES, SPEEDS, HardwareProfile, Provenance
 
@@ -160,26 +161,28 @@ def measure(
         chosen = choose_threads({n: figure.value for n, figure in trials.items()})
         figures = {"cpu_update_rate": trials[chosen]}
         stages: list[tuple[str, Callable[[], dict[str, Figure]]]] = []
+
+        def update() -> list[Span]:
+            return [bench.update_host(chosen)]
+
+        def add(name: str, link: Link) -> None:
+            stages.extend(
+                [
+                    (name, link.alone),
+                    (f"{name} both ways", lambda: link.duplex(figures)),
+                    (f"{name} beside CPU updates", lambda: link.beside(figures, update, rounds.effort.host_numel)),
+                ]
+            )
+
         if effort.formats:
             stages.append(("CPU updates by format", lambda: bench.cpu_speeds(chosen)))
         if device is not None:
-            stages += [
-                ("copies", bench.copies),
-                ("copies both ways", lambda: bench.duplex(figures)),
-                ("copies beside CPU updates", lambda: bench.beside(figures, chosen)),
-                ("device updates", bench.device_update),
-            ]
+            add("copies", bench.link)
+            stages.append(("device updates", bench.device_update))
             if effort.formats:
                 stages.append(("device updates by format", lambda: bench.device_speeds(figures)))
         if on_disk is not None:
-            stages += [
-                ("disk", on_disk.alone),
-                ("disk both ways", lambda: on_disk.duplex(figures)),
-                (
-                    "disk beside CPU updates",
-                    lambda: on_disk.beside(figures, partial(bench.update_host, chosen), rounds.effort.host_numel),
-                ),
-            ]
+            add("disk", on_disk.link)
         for done, (label, stage) in enumerate(stages, 1):
             progress(label, done / (len(stages) + 1))
             figures |= stage()

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,8 +17,9 @@ from perfmodel import Op, Span
 Exchange = Callable[[Any], list[Any]]
 """Gives every rank what each of them passed; returns once all have called."""
 
-Loop = Callable[[Callable[[], bool]], list[Span]]
-"""Works until what it is given returns True; gives what it did."""
+
+Work = Callable[[], list[Span]]
+"""Does some jobs of a kind; gives when they ran."""
 
 
 @dataclass(frozen=True)
@@ -67,37 +67,53 @@ class Rounds:
         self.effort = effort
         self.exchange = exchange
 
-    def timed(self, run: Callable[[], list[float]]) -> Figure:
-        """Seconds of one job, of which `run` does some and gives their seconds."""
-        return self.agree(Figure.of(self.runs(lambda: [run()], 1, self.effort.seconds)[0]))
+    def timed(self, run: Callable[[], list[list[float]]], turns: int = 1) -> list[Figure]:
+        """Of rounds that all ranks begin together: of each list that `run` gives.
 
-    def fit(self, run: Callable[[int], list[float]], size: int, small: int) -> tuple[Figure, Figure]:
+        turns: so many times as long as the effort says.
+        """
+        self.exchange(None)
+        samples: list[list[float]] = [[] for _ in run()]  # warm-up: first touch, compilation, threads
+        end = time.perf_counter() + turns * self.effort.seconds
+        rounds = 0
+        while rounds < self.effort.repeats or time.perf_counter() < end:
+            for list_, more in zip(samples, run(), strict=True):
+                list_ += more
+            rounds += 1
+        return [self.agree(Figure.of(list_)) for list_ in samples]
+
+    def fit(self, run: Callable[[int], list[Span]], size: int, small: int) -> tuple[Figure, Figure]:
         """Size done in a second, and the fixed cost in seconds: the line of time against size through two sizes.
 
-        run: does some jobs of a size and gives their seconds.
+        run: does some jobs of a size and gives when they ran.
         """
-        many, few = (self.timed(partial(run, n)) for n in (size, small))
+        many, few = (self.timed(lambda n=n: [[s.duration for s in run(n)]])[0] for n in (size, small))
         fixed = (few.value * size - many.value * small) / (size - small)
         fixed = min(max(fixed, 0.0), many.value / 2)
         return Figure(size / (many.value - fixed), many.spread), Figure(fixed, few.spread)
 
-    def together(
-        self, loops: Mapping[Op, Loop], slowest_s: float, update: Callable[[], Span] | None = None
-    ) -> dict[Op, Figure]:
-        """Seconds of one job of each loop, and of `update`, while all of them run.
+    def together(self, works: Mapping[Op, Work], slowest_s: float, update: Work | None = None) -> dict[Op, Figure]:
+        """Seconds of one job of each work, and of `update`, while all of them run, again and again.
 
         slowest_s: about what the slowest job takes.
         """
         stop = threading.Event()
         self.exchange(None)
         rounds = self.effort.repeats + 2  # the first and the last may have been alone for a while
+
+        def repeat(work: Work) -> list[Span]:
+            found = work()
+            while not stop.is_set():
+                found += work()
+            return found
+
         updates: list[Span] = []
-        with ThreadPoolExecutor(len(loops)) as pool:
-            futures = {op: pool.submit(loop, stop.is_set) for op, loop in loops.items()}
+        with ThreadPoolExecutor(len(works)) as pool:
+            futures = {op: pool.submit(repeat, work) for op, work in works.items()}
             try:
                 end = time.perf_counter() + max(self.effort.seconds, rounds * slowest_s)
                 while update is not None and (len(updates) < rounds or time.perf_counter() < end):
-                    updates.append(update())
+                    updates += update()
                 time.sleep(max(0.0, end - time.perf_counter()))
             finally:
                 stop.set()
@@ -105,21 +121,8 @@ class Rounds:
         if update is not None:
             spans[Op.UPDATE] = updates
         begin, end = max(of_op[0].start for of_op in spans.values()), min(of_op[-1].end for of_op in spans.values())
-        beside = {op: [s.duration for s in of_op if begin <= s.start and s.end <= end] for op, of_op in spans.items()}
-        return {op: self.agree(Figure.of(beside[op] or [s.duration for s in spans[op]])) for op in spans}
-
-    def runs(self, run: Callable[[], list[list[float]]], kinds: int, seconds: float) -> list[list[float]]:
-        """Rounds of so many seconds, begun by all ranks together; what `run` gives, in a list for each kind."""
-        self.exchange(None)
-        run()  # warm-up: first touch, compilation, threads
-        samples: list[list[float]] = [[] for _ in range(kinds)]
-        end = time.perf_counter() + seconds
-        rounds = 0
-        while rounds < self.effort.repeats or time.perf_counter() < end:
-            for list_, more in zip(samples, run(), strict=True):
-                list_ += more
-            rounds += 1
-        return samples
+        beside = {op: [s for s in of_op if begin <= s.start and s.end <= end] or of_op for op, of_op in spans.items()}
+        return {op: self.agree(Figure.of([s.duration for s in of_op])) for op, of_op in beside.items()}
 
     def agree(self, figure: Figure) -> Figure:
         """The mean over all ranks."""

@@ -18,6 +18,7 @@ from dos.calibration import command as calibrate
 from dos.calibration import measure
 from dos.calibration.rounds import Figure, Rounds
 from dos.machine import profiles
+from perfmodel import Lane, Op, Span
 from perfmodel.hardware import RATES, SPEEDS, HardwareProfile, Provenance
 from tests.support.calibration import TINY
 from tests.support.clock import skip_if_the_clock_cannot_be_trusted
@@ -91,10 +92,13 @@ def test_without_contention_the_model_predicts_none() -> None:
 
 
 def test_fixed_costs_are_told_from_rates() -> None:
+    def lasting(seconds: float) -> list[Span]:
+        return [Span(Lane.CPU, Op.UPDATE, 0, 0.0, seconds)]
+
     rounds = Rounds(TINY, lambda value: [value])
-    rate, fixed = rounds.fit(lambda numel: [2e-3 + numel / 1e6], 10_000, 40)
+    rate, fixed = rounds.fit(lambda numel: lasting(2e-3 + numel / 1e6), 10_000, 40)
     assert (rate.value, fixed.value) == pytest.approx((1e6, 2e-3))
-    rate, fixed = rounds.fit(lambda numel: [(numel / 1e6) ** 1.1], 10_000, 40)  # small jobs are faster
+    rate, fixed = rounds.fit(lambda numel: lasting((numel / 1e6) ** 1.1), 10_000, 40)  # small jobs are faster
     assert (rate.value, fixed.value) == pytest.approx((1e6 * 0.01**-0.1, 0.0))
 
 
