@@ -382,7 +382,7 @@ class DOSAdam(Optimizer):
         decisions = self._session.decisions
         if decisions is None:
             return Timeline((), missing=_NOT_ACCELERATED)
-        found = decisions.timeline
+        found = None if decisions.ended is None else decisions.ended.timeline
         return Timeline((), missing=_NOT_ENDED) if found is None else found
 
     @property
@@ -404,7 +404,7 @@ class DOSAdam(Optimizer):
         changed, on whatever thread this is called; before the first such step it says so.
         """
         decisions = self._session.decisions
-        report = None if decisions is None else decisions.report()
+        report = None if decisions is None else decisions.ended
         missing = _NOT_ACCELERATED if decisions is None else _NOT_ENDED
         return f"{missing[0].upper()}{missing[1:]}." if report is None else str(report)
 
@@ -425,7 +425,7 @@ class DOSAdam(Optimizer):
         empty.
         """
         decisions = self._session.decisions
-        report = None if decisions is None else decisions.report()
+        report = None if decisions is None else decisions.ended
         return {} if report is None else report.metrics()
 
     def __getstate__(self) -> dict[str, Any]:

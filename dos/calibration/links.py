@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import NamedTuple
 
 from dos.calibration.rounds import Figure, Rounds, Work, mean
@@ -28,10 +29,7 @@ class Link(NamedTuple):
 
     def alone(self) -> dict[str, Figure]:
         """Bytes/s of each way alone, and seconds of fixed cost: the mean of both."""
-        found = {
-            op: self.rounds.fit(lambda nbytes, op=op: self.transfer(op, nbytes), self.nbytes, self.small)
-            for op in self.rates
-        }
+        found = {op: self.rounds.fit(partial(self.transfer, op), self.nbytes, self.small) for op in self.rates}
         rates = {name: found[op][0] for op, name in self.rates.items()}
         return {**rates, self.latency: mean([fixed for _, fixed in found.values()])}
 
@@ -47,7 +45,7 @@ class Link(NamedTuple):
         return {self.update: seconds[Op.UPDATE].rate(numel), **rates}
 
     def _together(self, alone: Mapping[str, Figure], update: Work | None = None) -> dict[Op, Figure]:
-        works: dict[Op, Work] = {op: lambda op=op: self.transfer(op, self.nbytes) for op in self.rates}
+        works = {op: partial(self.transfer, op, self.nbytes) for op in self.rates}
         return self.rounds.together(works, max(self._seconds(alone).values()), update)
 
     def _seconds(self, alone: Mapping[str, Figure]) -> dict[Op, float]:

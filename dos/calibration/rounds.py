@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -87,7 +88,11 @@ class Rounds:
 
         run: does some jobs of a size and gives when they ran.
         """
-        many, few = (self.timed(lambda n=n: [[s.duration for s in run(n)]])[0] for n in (size, small))
+
+        def seconds(size: int) -> list[list[float]]:
+            return [[span.duration for span in run(size)]]
+
+        many, few = (self.timed(partial(seconds, n))[0] for n in (size, small))
         fixed = (few.value * size - many.value * small) / (size - small)
         fixed = min(max(fixed, 0.0), many.value / 2)
         return Figure(size / (many.value - fixed), many.spread), Figure(fixed, few.spread)

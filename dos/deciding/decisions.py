@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -14,7 +13,6 @@ from dos.calibration.measure import measure_minimum, name_of
 from dos.deciding.policies import AdaptivePolicy, Policy, plan_of
 from dos.deciding.report import Report, why_changed
 from dos.devices import Device
-from dos.kernels.gpu_update import gpu_kernel_name
 from dos.machine.profiles import resolve_profile
 from dos.machine.threads import set_kernel_threads
 from dos.memory.forecast import Room
@@ -28,21 +26,11 @@ from perfmodel.schedule import Schedule
 logger = logging.getLogger("dos.accelerator")
 
 
-class Ended(NamedTuple):
-    """A step that has ended. One value, so that a reader on another thread reads of one step.
-
-    origin: the 0 of its timeline, on the clock of time.perf_counter.
-    """
-
-    report: Report
-    iteration: Iteration
-    origin: float
-
-
 class Decisions:
     """Makes the plans for one device.
 
-    plan: of the last step; None before it. memory: of the device. pace: how long forward and backward last.
+    plan: of the last step; None before it. ended: the last complete step, None before it; may be read on any thread.
+    memory: of the device. pace: how long forward and backward last.
     stepped: the iteration whose step was issued last.
     held, on_host: give the bytes that state takes of the device and of the host; may be asked on any thread. So may
     away: those of saved tensors that have left, as the plan says; pooled: of the host's memory for them.
@@ -72,8 +60,7 @@ class Decisions:
         self._decided: tuple[Workload, Plan] | None = None
         self._profile = profile
         self._held, self._on_host, self._pooled = held, on_host, pooled
-        self._ended: Ended | None = None
-        """The last."""
+        self.ended: Report | None = None
         self._why = ""
         self._planned: tuple[Workload | None, HardwareProfile | None] = None, None
         """For what the plan was made."""
@@ -124,7 +111,7 @@ class Decisions:
             before, self._planned = self._planned, (now.workload, self.profile)
             self._why = why_changed(before[0], now.workload, before[1], self.profile)
             if logger.isEnabledFor(logging.INFO):
-                report = self._report(now, None)
+                report = self._report(now)
                 logger.info("%s", report.change(), extra={"metrics": report.metrics()})
 
     def learn(
@@ -137,49 +124,32 @@ class Decisions:
         if stepped.workload is None:
             return
         # Before the profile is corrected: with what was believed when the plan was made.
-        self._ended = Ended(self._report(stepped, timeline), stepped, origin)
+        self.ended = self._report(stepped, timeline, origin)
         if issued is not None and self._adaptive is not None:
             self._adaptive.observe(issued[0], stepped.workload, issued[1])
-
-    @property
-    def timeline(self) -> Timeline | None:
-        """Of the last complete step and the saved tensors before it, with forward and backward; None before it."""
-        ended = self._ended
-        if ended is None or ended.report.measured is None:
-            return None
-        moved = (span.since(ended.origin) for span in ended.iteration.moved)
-        timeline = Timeline.of([*ended.report.measured.spans, *moved])
-        return dataclasses.replace(timeline, beside=ended.iteration.spans(ended.origin))
 
     @property
     def profile(self) -> HardwareProfile | None:
         """The rates that are believed now; None if no policy has asked for any."""
         return None if self._adaptive is None else self._adaptive.profile
 
-    def report(self) -> Report | None:
-        """What the last complete step did; None before it. Waits for nothing, and may be asked on any thread."""
-        ended = self._ended
-        if ended is None:
-            return None
-        kernel = gpu_kernel_name() if self._device.known_profile is None else None
-        return dataclasses.replace(ended.report, exposed_s=ended.iteration.exposed_s, kernel=kernel)
-
-    def _report(self, iteration: Iteration, measured: Timeline | None) -> Report:
+    def _report(self, iteration: Iteration, measured: Timeline | None = None, origin: float = 0.0) -> Report:
         """A step as it is known now."""
         assert iteration.issued is not None, "that of the step"
         assert iteration.workload is not None, "the plan was made for it"
         return Report(
+            iteration=iteration,
             plan=iteration.issued,
             workload=iteration.workload,
-            withheld=iteration.withheld,
             profile=self.profile,
             measured=measured,
+            origin=origin,
             reading=self.memory.reading,
             held_bytes=self._held(),
             host_bytes=self._on_host(),
-            saved=iteration.saved,
             pool_bytes=self._pooled(),
             why=self._why,
+            real=self._device.known_profile is None,
         )
 
     def _find_profile(self) -> HardwareProfile:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections import Counter
 from dataclasses import dataclass
 
 from dos.deciding.unused import size_of, unused
+from dos.kernels.gpu_update import gpu_kernel_name
 from dos.memory.reading import Reading
+from dos.step.iteration import Iteration
 from perfmodel import Placement, Plan, Timeline, Workload
 from perfmodel.bounds import Bound, lower_bound
 from perfmodel.hardware import HardwareProfile
@@ -20,30 +23,41 @@ from perfmodel.workload import peak_room
 class Report:
     """One step of one accelerator.
 
-    workload: what the plan was made for, memory included. withheld: see MemoryMonitor, for the same.
+    iteration: whose step it is. plan: of the step. workload: what the plan was made for, memory included.
     profile: the rates believed; None if no policy asked for any.
-    measured: None while the step is still running.
+    measured: None while the step is still running. origin: the 0 of it, on the clock of time.perf_counter.
     reading: device memory when the step had ended. held_bytes: what optimizer state had of it.
-    host_bytes: host memory that state has, or had and will have again.
+    host_bytes: host memory that state has, or had and will have again. pool_bytes: that saved tensors have.
     why: what had changed when the plan last did.
-    exposed_s: seconds for which the caller was held up; None while the step is still running.
-    kernel: what updates on the device; None where that is said by its kind.
-    saved: see Iteration. pool_bytes: host memory for saved tensors.
+    real: whether a GPU updates, and not a device that is emulated.
     """
 
+    iteration: Iteration
     plan: Plan
     workload: Workload
-    withheld: tuple[tuple[int, str], ...]
     profile: HardwareProfile | None
     measured: Timeline | None
+    origin: float
     reading: Reading
     held_bytes: int
     host_bytes: int
+    pool_bytes: int
     why: str
-    exposed_s: float | None = None
-    kernel: str | None = None
-    saved: tuple[int, int] | None = None
-    pool_bytes: int = 0
+    real: bool
+
+    @property
+    def exposed_s(self) -> float | None:
+        """Seconds for which the caller was held up; None while the step is still running."""
+        return None if self.measured is None else self.iteration.exposed_s
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """Of the step and the saved tensors before it, with forward and backward; None while it is still running."""
+        if self.measured is None:
+            return None
+        moved = (span.since(self.origin) for span in self.iteration.moved)
+        timeline = Timeline.of([*self.measured.spans, *moved])
+        return dataclasses.replace(timeline, beside=self.iteration.spans(self.origin))
 
     @property
     def disk_bytes(self) -> int:
@@ -126,9 +140,9 @@ class Report:
             lines += [f"Disk: {size_of(self.disk_bytes)} of state rest there; {self._host()}"]
         if self._leaving is not None:
             lines += [f"Saved tensors: {self._saved(*self._leaving)}"]
-        lines += unused(self.plan, self.workload, self.profile, self.withheld)
-        if self.kernel is not None:
-            lines += [f"Updates on the device are done by {self.kernel}"]
+        lines += unused(self.plan, self.workload, self.profile, self.iteration.withheld)
+        if self.real:
+            lines += [f"Updates on the device are done by {gpu_kernel_name()}"]
         if self.measured is not None and self.update_s is not None and self.exposed_s is not None:
             busy = ", ".join(f"{lane.value} {_ms(self.measured.busy(lane))}" for lane in self.measured.lanes)
             lines += [
@@ -159,7 +173,11 @@ class Report:
     def _leaving(self) -> tuple[int, int] | None:
         """Bytes of saved tensors that leave, and of all that may: by the plan, or as the user has chosen."""
         activations = self.workload.activations
-        return (self.plan.activation_bytes, sum(each.nbytes for each in activations)) if activations else self.saved
+        return (
+            (self.plan.activation_bytes, sum(each.nbytes for each in activations))
+            if activations
+            else self.iteration.saved
+        )
 
     def _saved(self, left: int, nbytes: int) -> str:
         """How much of what forward saves leaves for the host, and why."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -21,23 +21,12 @@ pieces of state."""
 
 def joined(copies: Iterable[Copy]) -> list[Copy]:
     """The same copies, those as one that follow each other on both sides: gradients of an FSDP group lie so."""
-    found: list[Copy] = []
-    parts: list[Copy] = []
 
-    def end() -> None:
-        if len(parts) > 1:
-            numel = sum(destination.numel() for destination, _ in parts)
-            found.append((parts[0][0].as_strided((numel,), (1,)), parts[0][1].as_strided((numel,), (1,))))
-        else:
-            found.extend(parts)
+    def follows(copy: Copy, run: Sequence[Copy]) -> bool:
+        return all(_follows(*sides) for sides in zip(copy, run[-1], strict=True))
 
-    for copy in sorted(copies, key=lambda copy: copy[0].data_ptr()):
-        if not (parts and _follows(copy[0], parts[-1][0]) and _follows(copy[1], parts[-1][1])):
-            end()
-            parts = []
-        parts.append(copy)
-    end()
-    return found
+    runs = _grouped(copies, 0, follows)
+    return [(_whole(run, 0), _whole(run, 1)) if len(run) > 1 else run[0] for run in runs]
 
 
 def copy_pieces(copies: Iterable[Copy], *, to_host: bool) -> None:
@@ -48,35 +37,40 @@ def copy_pieces(copies: Iterable[Copy], *, to_host: bool) -> None:
                 _copy_across(each, to_host=to_host)
 
 
-def runs(copies: Iterable[Copy], *, host: int) -> list[Sequence[Copy]]:
+def runs(copies: Iterable[Copy], *, host: int) -> list[list[Copy]]:
     """The copies, grouped so that within a group they are small and follow each other on the host.
 
     host: which of destination (0) and source (1) is there.
     """
+
+    def follows(copy: Copy, run: Sequence[Copy]) -> bool:
+        side, first, last = copy[host], run[0][host], run[-1][host]
+        nbytes = side.data_ptr() + side.nbytes - first.data_ptr()
+        return max(side.nbytes, last.nbytes) < SMALL_BYTES and nbytes <= RUN_BYTES and _follows(side, last)
+
+    return _grouped(copies, host, follows)
+
+
+def _grouped(copies: Iterable[Copy], side: int, follows: Callable[[Copy, Sequence[Copy]], bool]) -> list[list[Copy]]:
+    """The copies by their addresses on one side, in one list as long as each follows those before it."""
     found: list[list[Copy]] = []
-    nbytes = 0
-    for copy in sorted(copies, key=lambda copy: copy[host].data_ptr()):
-        side = copy[host]
-        if (
-            found
-            and side.nbytes < SMALL_BYTES
-            and nbytes + side.nbytes <= RUN_BYTES
-            and _follows(side, found[-1][-1][host])
-        ):
+    for copy in sorted(copies, key=lambda copy: copy[side].data_ptr()):
+        if found and follows(copy, found[-1]):
             found[-1].append(copy)
-            nbytes += side.nbytes
         else:
             found.append([copy])
-            # What is large is a run of its own.
-            nbytes = side.nbytes if side.nbytes < SMALL_BYTES else RUN_BYTES
-    return list(found)
+    return found
+
+
+def _whole(run: Sequence[Copy], side: int) -> Tensor:
+    """One side of copies that follow each other there."""
+    return run[0][side].as_strided((sum(copy[side].numel() for copy in run),), (1,))
 
 
 def _copy_together(run: Sequence[Copy], *, to_host: bool) -> bool:
     """Queue the run as one transfer; False if the device has no memory for that."""
     host, device = (0, 1) if to_host else (1, 0)
-    first = run[0][host]
-    whole = first.as_strided((sum(copy[host].numel() for copy in run),), (1,))
+    whole = _whole(run, host)
     try:
         staged = torch.empty_like(whole, device=run[0][device].device)
     except torch.OutOfMemoryError:

@@ -7,7 +7,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache, cached_property
 from typing import Any, NamedTuple, cast
 
@@ -46,7 +46,8 @@ class CudaDevice:
     def __init__(self, device: torch.device) -> None:
         self.torch_device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         self._streams, self._idle_stream = _streams_of(self.torch_device)
-        self._leftovers: deque[_Leftover] = deque()
+        self._leftovers: deque[tuple[torch.cuda.Event, Sequence[Tensor]]] = deque()
+        """Ends of jobs that the engine does not hold any more, and the host memory that they use."""
         self._clock = self._start_clock()
         self._cores = cores_near(self._pci_address)
         self._segments = _Segments()
@@ -270,15 +271,13 @@ class CudaDevice:
         return _CudaJob(self, start, end, op, subgroup, ours)
 
     def _drop_leftovers(self) -> None:
-        """Let go of the host memory that finished jobs used which the engine does not hold any more."""
-        while True:
-            try:
+        """Let go of what finished jobs have left."""
+        with suppress(IndexError):
+            while True:
                 leftover = self._leftovers.popleft()
-            except IndexError:
-                return
-            if not leftover.end.query():
-                self._leftovers.appendleft(leftover)
-                return
+                if not leftover[0].query():
+                    self._leftovers.appendleft(leftover)
+                    return
 
 
 @cache
@@ -337,13 +336,6 @@ def _warn_of_one_connection() -> None:
     )
 
 
-class _Leftover(NamedTuple):
-    """What a job leaves when the engine does not hold it any more."""
-
-    end: torch.cuda.Event
-    keeps: Sequence[Tensor]
-
-
 class _CudaJob:
     """Work on a stream between two events; a fence or mark has no start.
 
@@ -383,4 +375,4 @@ class _CudaJob:
 
     def __del__(self) -> None:
         if self._keeps:
-            self._device._leftovers.append(_Leftover(self.end, self._keeps))
+            self._device._leftovers.append((self.end, self._keeps))

@@ -40,18 +40,26 @@ class _Pages(np.ndarray):
 
 
 class _Mapped:
-    """Addresses, and the mapping in which they lie from `start` on.
+    """Addresses, and the mapping in which they lie: an address plus `offset` is where in it.
 
     regions: what of them is pinned: by first byte, the end, and what unregisters it.
     borders: where regions begin and end, in order; replaced as a whole, because copies read it on any thread.
     """
 
-    def __init__(self, pages: _Pages, mapping: mmap.mmap, start: int) -> None:
+    def __init__(self, pages: _Pages, mapping: mmap.mmap, offset: int) -> None:
         self.pages = weakref.ref(pages)
-        self.mapping = mapping
-        self.start = start
         self.regions: dict[int, tuple[int, Callable[[], object]]] = {}
         self.borders: tuple[int, ...] = ()
+        self._mapping = mapping
+        self._offset = offset
+
+    def find_borders(self) -> None:
+        """Regions have come or gone."""
+        self.borders = tuple(sorted({*self.regions, *(end for end, _ in self.regions.values())}))
+
+    def advise(self, option: int, part: Tensor) -> None:
+        """Tell the system what to do with the pages of this part."""
+        self._mapping.madvise(option, self._offset + part.data_ptr(), part.nbytes)
 
 
 _mapped: dict[int, _Mapped] = {}
@@ -76,7 +84,7 @@ def lazy_zeros(numel: int, dtype: torch.dtype) -> Tensor:
             mapping.madvise(mmap.MADV_HUGEPAGE, start, whole)
     pages = everything[start : start + nbytes].view(_Pages)
     address = pages.ctypes.data
-    _mapped[address] = _Mapped(pages, mapping, start)
+    _mapped[address] = _Mapped(pages, mapping, start - address)
     weakref.finalize(pages, _mapped.pop, address, None)
     return torch.from_numpy(pages).view(dtype)
 
@@ -108,12 +116,11 @@ def pin(tensor: Tensor, device: torch.device) -> None:
     if error == runtime.cudaError.success:
         unregister = weakref.finalize(pages, _unregister, runtime, on, address, os.getpid(), device)
         mapped.regions[address] = address + tensor.nbytes, unregister
-        first = mapped.start + address - pages.ctypes.data
-        mapped.mapping.madvise(mmap.MADV_DONTFORK, first, tensor.nbytes)
+        mapped.advise(mmap.MADV_DONTFORK, tensor)
     else:
         _forget_error(device)
         _warn(runtime.cudaGetErrorString(error))  # the error itself prints as "cudaError.???"
-    mapped.borders = tuple(sorted({*mapped.regions, *(end for end, _ in mapped.regions.values())}))
+    mapped.find_borders()
 
 
 def unpin(tensor: Tensor, unused: Tensor) -> None:
@@ -122,15 +129,12 @@ def unpin(tensor: Tensor, unused: Tensor) -> None:
     Nothing may use them. They are zeros when they are next used.
     """
     mapped = _mapped[tensor.untyped_storage().data_ptr()]
-    pages = mapped.pages()
-    assert pages is not None, "the tensor is a view of them"
-    before = mapped.start - pages.ctypes.data
     known = mapped.regions.pop(tensor.data_ptr(), None)
     if known is not None:
         known[1]()
-        mapped.mapping.madvise(mmap.MADV_DOFORK, before + tensor.data_ptr(), tensor.nbytes)
-        mapped.borders = tuple(sorted({*mapped.regions, *(end for end, _ in mapped.regions.values())}))
-    mapped.mapping.madvise(mmap.MADV_DONTNEED, before + unused.data_ptr(), unused.nbytes)
+        mapped.advise(mmap.MADV_DOFORK, tensor)
+        mapped.find_borders()
+    mapped.advise(mmap.MADV_DONTNEED, unused)
 
 
 def pinned_parts(tensor: Tensor) -> list[slice]:

@@ -7,6 +7,7 @@ import logging
 import math
 import re
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -177,7 +178,8 @@ def ended(exposed_s: float, **compute: float) -> Report:
     plan = cpu_only(workload)
     reading = Reading(Memory(0, 1), Source.DEVICE)
     machine = profile(cpu_update_rate=1e6)
-    return Report(plan, workload, (), machine, Timeline(()), reading, 0, 0, (0, 0), exposed_s)
+    iteration = SimpleNamespace(exposed_s=exposed_s, withheld=(), saved=None)
+    return Report(iteration, plan, workload, machine, Timeline(()), 0.0, reading, 0, 0, 0, "", real=False)  # type: ignore[arg-type]
 
 
 def test_efficiency_is_against_what_cannot_be_hidden() -> None:
