@@ -18,7 +18,7 @@ from perfmodel import Placement, Plan, Timeline, Workload
 from perfmodel.adaptive import adaptive
 from perfmodel.format import SPLIT
 from perfmodel.hardware import HardwareProfile
-from perfmodel.planner.datasheets import GPUS, UTILISATION
+from perfmodel.planner.machine import GPUS, UTILISATION
 from perfmodel.policies import cpu_only, stride
 from perfmodel.simulate import Phase, Scope, simulate
 

@@ -10,13 +10,14 @@ from typing import Any
 from perfmodel.bounds import lower_bound
 from perfmodel.format import INT8
 from perfmodel.plan import Placement
-from perfmodel.planner.disk import DAY_S, Traffic
-from perfmodel.planner.job import EFFICIENCY
+from perfmodel.planner.job import EFFICIENCY, Traffic
 from perfmodel.planner.outcome import Outcome, outcomes
 from perfmodel.planner.question import MARGIN, Question
 from perfmodel.planner.situation import Situation
 from perfmodel.planner.units import format_bytes, format_count, format_rate
 from perfmodel.planner.whatif import largest, levers, most, remedies
+
+DAY_S = 86_400
 
 
 def answer(question: Question, notes: list[str]) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from perfmodel.demand import demand
 from perfmodel.hardware import HardwareProfile
 from perfmodel.lanes import LANE_OF_STREAM, Stream
 from perfmodel.plan import Placement, Plan
-from perfmodel.planner.disk import Traffic
 from perfmodel.planner.overlap import Pass, backward_s, forward_s
 from perfmodel.planner.question import Group, Question
 from perfmodel.timeline import Lane
@@ -57,6 +56,27 @@ class Collective(NamedTuple):
         if self.group.nodes == 1:
             return "within nodes"
         return "between nodes" if self.group.per_node == 1 else "within and between nodes"
+
+
+class Traffic(NamedTuple):
+    """What one rank moves in a step. moved_bytes: that it reads, and writes as well. busy_s: of the disk."""
+
+    moved_bytes: float
+    busy_s: float
+
+    @classmethod
+    def of(cls, plan: Plan, work: Workload, profile: HardwareProfile) -> Traffic:
+        """With the plan; reading takes turns with writing, or runs beside it, whichever is faster."""
+        loads = [work.subgroups[i] for i in plan.on_disk]
+        kept = min(work.windows, len(loads)) if work.reverses else 0
+        share = 1 - kept / len(loads) if loads else 0.0
+        costs = [demand(plan.placements[i], work.subgroups[i], profile, on_disk=True) for i in plan.on_disk]
+        read_s, write_s = (share * sum(cost[way].seconds for cost in costs) for way in (Stream.READ, Stream.WRITE))
+        reads = profile.disk_read_bandwidth_duplex / profile.disk_read_bandwidth
+        writes = profile.disk_write_bandwidth_duplex / profile.disk_write_bandwidth
+        both_s = min(read_s / reads, write_s / writes)
+        busy_s = read_s + write_s - max(0.0, reads + writes - 1) * both_s
+        return cls(share * sum(load.state_bytes for load in loads), busy_s)
 
 
 class Job:

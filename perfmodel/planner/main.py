@@ -13,9 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from perfmodel.planner.answer import answer
-from perfmodel.planner.datasheets import ALIASES, CARDS, FABRICS, GPUS, PCIE, UTILISATION
-from perfmodel.planner.hub import config_path
-from perfmodel.planner.machine import UNKNOWN, find_machine
+from perfmodel.planner.machine import ALIASES, CARDS, FABRICS, GPUS, PCIE, UNKNOWN, UTILISATION, find_machine
 from perfmodel.planner.question import Question, add_options
 from perfmodel.planner.transformer import Transformer
 from perfmodel.planner.units import (
@@ -114,7 +112,7 @@ def _model(options: argparse.Namespace) -> Transformer:
         )
     if options.config is None:
         return Transformer.of_size(options.params)
-    return Transformer.load(config_path(options.config))
+    return Transformer.load(options.config)
 
 
 def _trainable(text: str, model: Transformer) -> float:

@@ -1,11 +1,13 @@
-"""What a question's model, compute and optimizer state take of one rank's device and host, in bytes."""
+"""What a question's model, compute and optimizer state take of one rank's device, host and disk, in bytes."""
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 from perfmodel.footprint import DeviceBytes, HostBytes, host_footprint
 from perfmodel.planner.question import Question
+from perfmodel.windows import WINDOWS
 from perfmodel.workload import SavedTensors
 
 MOST_GROUPS = 32
@@ -27,6 +29,30 @@ def host_bytes(question: Question, numel: int) -> HostBytes:
 def held_bytes(question: Question) -> float:
     """Host memory of a parameter whose state is there, beyond gradients that have left for the host in any case."""
     return question.format.held_bytes - question.format.gradient_bytes * question.offload_gradients
+
+
+class Spill(NamedTuple):
+    """What of one rank's state is on the host, at least, while none is on the device; the rest is on disk.
+
+    numel: parameters of it. free_bytes: host memory for state; infinite if there is enough for all.
+    windows: of one subgroup each, through which the rest passes. window_bytes: of them all.
+    """
+
+    numel: int
+    free_bytes: float = math.inf
+    windows: int = 0
+    window_bytes: int = 0
+
+    @classmethod
+    def of(cls, numel: int, subgroup_size: int, parameter_bytes: float, free_bytes: float) -> Spill:
+        """For `numel` parameters that take so many bytes each, with as much host memory for them and windows."""
+        if numel * parameter_bytes <= free_bytes:
+            return cls(numel)
+        each = math.ceil(min(subgroup_size, numel) * parameter_bytes)
+        left = max(0.0, free_bytes - WINDOWS * each)
+        # Whole subgroups go to disk, and the last one may be among them, which is smaller than others.
+        gone = math.ceil((numel * parameter_bytes - left) / each) * subgroup_size + numel % subgroup_size
+        return cls(max(0, numel - gone), left, WINDOWS, WINDOWS * each)
 
 
 def saved_tensors(question: Question) -> tuple[SavedTensors, ...]:

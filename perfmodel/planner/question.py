@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from perfmodel.format import BYTES, STATE_FORMATS, Format, format_of
 from perfmodel.hardware import HardwareProfile
-from perfmodel.planner.datasheets import PCIE, Fabric
+from perfmodel.planner.machine import PCIE, Fabric
 from perfmodel.planner.transformer import Transformer
 from perfmodel.planner.units import (
     format_bytes,
@@ -198,8 +198,8 @@ class Question:
             )
         if self.nodes > 1 and self.fabric.network is None:
             raise ValueError(
-                f"how fast the network between {self.nodes} nodes of {self.profile.name} is is not "
-                "known: pass --network, such as 400Gb"
+                f"the bandwidth between {self.nodes} nodes of {self.profile.name} is not known: pass --network, "
+                "such as 400Gb"
             )
 
     @property

@@ -12,9 +12,8 @@ from perfmodel.format import float32
 from perfmodel.hardware import DISK_RATES
 from perfmodel.lanes import Stream
 from perfmodel.plan import Placement, Plan
-from perfmodel.planner.disk import Spill
 from perfmodel.planner.job import Job
-from perfmodel.planner.memory import device_footprint, held_bytes, host_bytes, saved_tensors
+from perfmodel.planner.memory import Spill, device_footprint, held_bytes, host_bytes, saved_tensors
 from perfmodel.planner.question import MARGIN, Question
 from perfmodel.simulate import Phase, Scope, makespan
 from perfmodel.workload import SubgroupLoad, Workload, peak_room
@@ -143,18 +142,9 @@ class Situation:
         forward begins, and may have what it and backward need.
         """
         question = self.question
-        size, numel = question.subgroup_size, question.state_numel
-        sizes = (min(size, numel - start) for start in range(0, numel, size))
-        each = FP32_BYTES if question.accumulation and not question.native_gradients else question.value_bytes
+        whole, rest = divmod(question.state_numel, question.subgroup_size)
         work = Workload(
-            tuple(
-                dataclasses.replace(
-                    SubgroupLoad.of(size, question.format),
-                    returned_bytes=size * each * question.offload_gradients,
-                    host_bytes=int(size * held_bytes(question)),
-                )
-                for size in sizes
-            ),
+            (self._load(question.subgroup_size),) * whole + ((self._load(rest),) if rest else ()),
             host_free_bytes=self.spill.free_bytes,
             windows=self.spill.windows,
             reverses=not question.attach,
@@ -235,6 +225,16 @@ class Situation:
             free = self.question.host_bytes - self.question.reserved_on_host - self.host_needed
             useful = min(useful, max(0, free) // self.question.per_node)
         return self.least_leaving + useful
+
+    def _load(self, numel: int) -> SubgroupLoad:
+        """A subgroup of so many parameters."""
+        question = self.question
+        each = FP32_BYTES if question.accumulation and not question.native_gradients else question.value_bytes
+        return dataclasses.replace(
+            SubgroupLoad.of(numel, question.format),
+            returned_bytes=numel * each * question.offload_gradients,
+            host_bytes=int(numel * held_bytes(question)),
+        )
 
     @property
     def _in_place_s(self) -> float:

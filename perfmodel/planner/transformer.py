@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,13 +71,15 @@ class Transformer:
         )
 
     @classmethod
-    def load(cls, path: str | Path) -> Transformer:
-        """The transformer that a Hugging Face config.json describes.
+    def load(cls, name: str) -> Transformer:
+        """The transformer that a Hugging Face config.json describes: a file, or that of a model on the hub.
 
-        Raises OSError when the file cannot be read, ValueError naming it when it describes no known transformer.
+        Raises OSError when the file cannot be read, ValueError naming it when it describes no known transformer, and
+        for a name whose configuration is not in the hub's cache.
         """
+        path = _config_path(name)
         try:
-            values = json.loads(Path(path).read_text())
+            values = json.loads(path.read_text())
             if not isinstance(values, dict):
                 raise ValueError(f"a model's configuration is a JSON object, found {type(values).__name__}")
             return cls.from_config(values)
@@ -151,6 +155,31 @@ class Transformer:
     def _norm_bytes(self, value_bytes: int) -> int:
         """What a norm keeps per token: its input; or that in float32, and what it has normalised."""
         return self.width * (4 + value_bytes if self.upcast_norm else value_bytes)
+
+
+def _config_path(given: str) -> Path:
+    """The file of a configuration: a path as it is, or a hub name such as `meta-llama/Llama-3.1-8B`.
+
+    Nothing is downloaded: huggingface_hub keeps models in HF_HUB_CACHE, else `hub` in HF_HOME, else in the user's
+    cache. Raises ValueError for a name whose configuration is not there.
+    """
+    path, environment = Path(given), os.environ
+    if path.exists() or path.suffix == ".json" or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", given):
+        return path
+    home = environment.get("HF_HOME") or Path(environment.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    hub = environment.get("HF_HUB_CACHE") or environment.get("HUGGINGFACE_HUB_CACHE") or Path(home, "hub")
+    cache = Path(hub).expanduser()
+    model = cache / f"models--{given.replace('/', '--')}"
+    reference = model / "refs" / "main"
+    current = reference.read_text().strip() if reference.is_file() else "*"
+    found = list(model.glob(f"snapshots/{current}/config.json")) or list(model.glob("snapshots/*/config.json"))
+    if not found:
+        raise ValueError(
+            f"no file {given!r}, and no configuration of a model of that name in {cache}; get it with "
+            f"hf download {given} config.json (older: huggingface-cli download), or pass the file from "
+            f"https://huggingface.co/{given}/blob/main/config.json"
+        )
+    return max(found, key=lambda each: each.stat().st_mtime)
 
 
 def _gpt2(values: Mapping[str, Any]) -> Transformer:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from perfmodel.hardware import HardwareProfile
-from perfmodel.planner.datasheets import FABRICS, GPUS, PCIE
+from perfmodel.planner.machine import FABRICS, GPUS, PCIE
 from perfmodel.planner.main import main
 from perfmodel.planner.question import Question
 from perfmodel.planner.transformer import Transformer

@@ -19,7 +19,7 @@ from perfmodel.adaptive import adaptive
 from perfmodel.bounds import lower_bound
 from perfmodel.hardware import LINK_RATES, HardwareProfile, builtin_profiles
 from perfmodel.planner.answer import answer
-from perfmodel.planner.datasheets import GPUS
+from perfmodel.planner.machine import GPUS
 from perfmodel.planner.memory import device_footprint
 from perfmodel.planner.outcome import Outcome, adaptive_outcome, outcomes
 from perfmodel.planner.question import MARGIN, PROCESS_BYTES, SYSTEM_BYTES, Question

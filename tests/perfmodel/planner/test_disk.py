@@ -14,12 +14,13 @@ from perfmodel.format import STATE_FORMATS
 from perfmodel.hardware import DISK_RATES
 from perfmodel.plan import Placement, Plan
 from perfmodel.planner.answer import answer as planner_answer
-from perfmodel.planner.disk import WINDOWS, Traffic
+from perfmodel.planner.job import Traffic
 from perfmodel.planner.main import main
 from perfmodel.planner.question import Question
 from perfmodel.planner.situation import Situation
 from perfmodel.planner.whatif import Effect, remedies
 from perfmodel.policies import cpu_only, spilled
+from perfmodel.windows import WINDOWS
 from perfmodel.workload import SubgroupLoad, Workload
 from tests.support import planner
 from tests.support.machines import machine

@@ -21,8 +21,8 @@ from perfmodel.hardware import HardwareProfile
 from perfmodel.lanes import Stream
 from perfmodel.plan import Placement
 from perfmodel.planner.answer import answer
-from perfmodel.planner.datasheets import FABRICS, PCIE, Fabric
 from perfmodel.planner.job import EFFICIENCY, Job
+from perfmodel.planner.machine import FABRICS, PCIE, Fabric
 from perfmodel.planner.outcome import adaptive_outcome, outcomes
 from perfmodel.planner.question import Group, Question
 from perfmodel.planner.situation import Situation

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from perfmodel.hardware import HardwareProfile
-from perfmodel.planner.datasheets import ALIASES, CARDS, GPUS, LINKS
+from perfmodel.planner.machine import ALIASES, CARDS, GPUS, LINKS
 from perfmodel.planner.main import main
 from perfmodel.planner.text import show
 from perfmodel.subgroups import automatic_subgroup_size
