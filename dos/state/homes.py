@@ -96,5 +96,5 @@ class Homes:
         self.host.join_homes()
         if self.disk is not None:
             for subgroup in subgroups:
-                if self.disk.has(subgroup) and not self.host.houses(subgroup):
+                if self.disk.has(subgroup) and not self.host.has(subgroup):
                     self.disk.show(subgroup)

@@ -88,6 +88,8 @@ def make_room(plan: Plan, subjects: list[Subject], early: Early, windows: int = 
             if store.has(subgroup) and not (store is stores.disk and stores.where(subgroup) is Tier.DISK):
                 store.drop(subgroup)  # to which nothing has come
         early.drop_prefetched()
+        if early.shown:  # user code may write there before it tries again
+            stores.homes.show(subject.subgroup for subject in subjects)
         raise
     return Prepared(plan, subjects, found)
 
@@ -139,7 +141,6 @@ def _get_windows(
             housed = [i for i in at_home if stores.host.houses(subjects[i].subgroup)]
             stores.disk.reserve(subjects[i].subgroup for i in housed)
             stores.to_disk([subjects[i].subgroup for i in housed], Tier.HOST)
-            _send_again(subjects, housed)
             found[:] = [each._replace(state=Tier.DISK) if i in housed else each for i, each in enumerate(found)]
             through = windowed(plan, found)
         stores.host.make_windows(count, nbytes, stores.device.device)
@@ -147,17 +148,11 @@ def _get_windows(
     for i in through:
         update = subjects[i].update
         if update is not None and (i in in_windows or found[i].state is Tier.DISK):
+            if subjects[i].departed:  # for a home which is no more, perhaps since a step that had no memory
+                subjects[i] = subjects[i]._replace(departed=(), late=update.items)
             update.from_disk, update.place = True, None if i in in_windows else update.place
             found[i] = subjects[i].found(found[i].state)._replace(window=found[i].window)
     return in_windows
-
-
-def _send_again(subjects: list[Subject], indices: Iterable[int]) -> None:
-    """Have the step send the gradients that left for homes which are no more."""
-    for i in indices:
-        update = subjects[i].update
-        if update is not None and subjects[i].departed:
-            subjects[i] = subjects[i]._replace(departed=(), late=update.items)
 
 
 def _get_slots(

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from dos import DOSAdam, EmulatedDevice
 from dos.gradients import offload as offload_module
+from dos.machine import host_memory as host_memory_module
 from perfmodel import Op, Placement, Plan, Workload
 from perfmodel.policies import spilled
 from tests.support.devices import LateDevice, Unreliable, jittery_device
@@ -523,8 +524,14 @@ def test_homes_leave_for_disk_where_gradients_of_what_joins_need_their_room(
     assert bytes_on_disk(tmp_path) > 0
 
 
-def test_homes_leave_for_disk_where_windows_need_their_room(tmp_path: Path) -> None:
-    """They had it while the device had the other state, which comes back from disk where user code has read it."""
+@pytest.mark.parametrize("short", [False, True])
+def test_homes_leave_for_disk_where_windows_need_their_room(
+    tmp_path: Path, short: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They had it while the device had the other state, which comes back from disk where user code has read it.
+
+    short: at first the system has no memory for windows; what user code writes before it tries again counts.
+    """
 
     def policy(workload: Workload) -> Plan:
         n = len(workload.subgroups)  # gradients of the last three leave for their homes in backward
@@ -539,7 +546,14 @@ def test_homes_leave_for_disk_where_windows_need_their_room(tmp_path: Path) -> N
         train(model, optimizer, 2)
         assert disk is None or not bytes_on_disk(disk)
         backward(model, 2)
-        assert optimizer.state_dict()
+        views = [entry["exp_avg"] for entry in optimizer.state.values()]
+        if short and disk is not None:
+            with monkeypatch.context() as patch:
+                patch.setattr(host_memory_module, "available_bytes", lambda: 0)
+                with pytest.raises(MemoryError):
+                    optimizer.step()
+        for view in views:
+            view.mul_(0.5)
         optimizer.step()
         optimizer.zero_grad()
         train(model, optimizer, 2, first_step=3)
