@@ -35,7 +35,8 @@ from experiments.bench.memory_runs import (
 from experiments.command import Parser, seconds, table
 from experiments.corpus import Corpus, standard_library
 from experiments.paper import memory_h100
-from experiments.paper.ranks import TRACES, PublishedRank
+from experiments.paper.ranks import PublishedRank
+from experiments.paper.runs import TRACES
 
 ITERATIONS = 20
 """Of a run with a neighbour; runs in which nothing changes have half as many."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from scipy import optimize
@@ -56,12 +56,12 @@ def fit_runs(
 
 def fit_backward(runs: Sequence[Run], backward_s: Sequence[float]) -> BackwardRates:
     """The backward rates that explain the backward times of runs."""
-    return BackwardRates(*_non_negative(runs, backward_s, backward_features))
+    return BackwardRates(*non_negative([backward_features(run) for run in runs], backward_s))
 
 
 def fit_rest(runs: Sequence[Run], rest_s: Sequence[float]) -> tuple[float, ...]:
     """Coefficients of `rest_features` that explain what an iteration takes besides its three phases."""
-    return tuple(_non_negative(runs, rest_s, rest_features))
+    return tuple(non_negative([rest_features(run) for run in runs], rest_s))
 
 
 def backward_seconds(run: Run, rates: BackwardRates) -> float:
@@ -74,22 +74,23 @@ def rest_seconds(run: Run, coefficients: Sequence[float]) -> float:
     return float(np.dot(rest_features(run), coefficients))
 
 
-def _non_negative(
-    runs: Sequence[Run], seconds: Sequence[float], features: Callable[[Run], tuple[float, ...]]
-) -> list[float]:
-    """Non-negative coefficients of a sum of features, by least absolute relative errors (reweighted least squares)."""
-    measured = _measured(runs, seconds)
-    relative = np.array([features(run) for run in runs]) / measured[:, None]
+def non_negative(features: Sequence[Sequence[float]], seconds: Sequence[float], rounds: int = 30) -> list[float]:
+    """Non-negative coefficients of a sum of features, by least absolute relative errors (reweighted least squares).
+
+    rounds: of reweighting; with one, by least squares of relative errors.
+    """
+    measured = _measured(features, seconds)
+    relative = np.array(features) / measured[:, None]
     scale = np.maximum(relative.max(axis=0), 1e-300)
     weights = np.ones(len(measured))
-    for _ in range(30):
+    for _ in range(rounds):
         found, _norm = optimize.nnls(relative / scale * weights[:, None], weights)
         error = np.abs(relative / scale @ found - 1)
         weights = 1 / np.sqrt(np.maximum(error, NOISE))
     return [float(value) for value in found / scale]
 
 
-def _measured(runs: Sequence[Run], seconds: Sequence[float]) -> np.ndarray:
+def _measured(runs: Sequence[object], seconds: Sequence[float]) -> np.ndarray:
     values = np.array(seconds, dtype=float)
     if not len(values) or len(values) != len(runs):
         raise ValueError(f"a fit needs one time per run and at least one run, found {len(values)} for {len(runs)}")

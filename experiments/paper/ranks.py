@@ -12,18 +12,10 @@ import numpy as np
 from dos import EmulatedDevice
 from dos.devices.occupancy import Occupancy, Script
 from experiments.miniature import slowed, without_fixed_costs
-from experiments.paper.runs import read_runs, read_trace
+from experiments.paper.runs import TRACES, read_runs, read_trace
 from experiments.paper.zero3 import Mode
 from perfmodel import Workload
 from perfmodel.hardware import HardwareProfile
-
-TRACES = {
-    "h100_20b_interleaved": ("h100", "20B", 4),
-    "h100_20b_zero3_offload": ("h100", "20B", 4),
-    "a100_13b_zero3_offload": ("a100_unbound", "13B", 1),
-}
-"""Recorded traces, `memory_<name>.csv`: machine and built-in profile, model, and ranks on the host."""
-
 
 LEVEL = 0.05
 """Share of the range of use within which it counts as the lowest."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,15 @@ OVERSHOOT = 1.2
 """Mean size of a subgroup over the nominal one, for files that do not say how many there were."""
 
 
+TRACES = {
+    "h100_20b_interleaved": ("h100", "20B", 4),
+    "h100_20b_zero3_offload": ("h100", "20B", 4),
+    "a100_13b_zero3_offload": ("a100_unbound", "13B", 1),
+}
+"""Recorded traces, `memory_<name>.csv`: machine and built-in profile, model, and ranks on the host."""
+
+
+@functools.cache
 def read_trace(name: str) -> tuple[list[int], int]:
     """A published trace of a GPU's memory: bytes used, sample by sample, and bytes that there are."""
     with (DATA / f"memory_{name}.csv").open(newline="") as file:
@@ -33,16 +43,27 @@ def read_trace(name: str) -> tuple[list[int], int]:
 
 @dataclass(frozen=True)
 class PublishedRun:
-    """One row. Measured times in seconds; `config` is equal for runs that differ only in mode, stride or repeat."""
+    """One row. Measured times in seconds; `config` is equal for runs that differ only in mode, stride or repeat.
+
+    nodes: hosts that it was spread over. subgroup_size: the nominal one, in parameters.
+    """
 
     machine_class: str
     model: str
     config: tuple[str, ...]
     run: Run
+    nodes: int
+    tensor_parallel: int
+    subgroup_size: int
     forward_s: float
     backward_s: float
     update_s: float
     iteration_s: float
+
+    @property
+    def ranks(self) -> int:
+        """Data-parallel ranks on all hosts."""
+        return self.nodes * self.run.ranks_per_host
 
     @property
     def rest_s(self) -> float:
@@ -78,11 +99,11 @@ def _parse(row: dict[str, str]) -> PublishedRun:
     stride, ratio = int(row["stride"] or 0), float(row["cpu_ratio"])
     if stride < 0 or not 0 <= ratio <= 1:
         raise ValueError(f"stride must be 0 or more and cpu_ratio in [0, 1], found {stride} and {ratio}")
-    params = positive("params_rank")
+    params, subgroup_size = positive("params_rank"), positive("subgroup_size")
     if row.get("n_subgroups"):
         subgroups = int(positive("n_subgroups"))
     else:
-        subgroups = max(1, round(params / (OVERSHOOT * positive("subgroup_size"))))
+        subgroups = max(1, round(params / (OVERSHOOT * subgroup_size)))
     times = [positive(f"{phase}_ms") / 1e3 for phase in ("fwd", "bwd", "update", "iteration")]
     run = Run(
         mode=Mode(row["mode"]),
@@ -99,7 +120,16 @@ def _parse(row: dict[str, str]) -> PublishedRun:
     config = tuple(
         row[c] for c in COLUMNS if c not in ("mode", "stride", "fwd_ms", "bwd_ms", "update_ms", "iteration_ms")
     )
-    return PublishedRun(machine_class(row["machine"], row["numa_bound"]), row["model"], config, run, *times)
+    return PublishedRun(
+        machine_class(row["machine"], row["numa_bound"]),
+        row["model"],
+        config,
+        run,
+        int(positive("nodes")),
+        int(positive("tp")),
+        int(subgroup_size),
+        *times,
+    )
 
 
 def machine_class(machine: str, numa_bound: str) -> str:

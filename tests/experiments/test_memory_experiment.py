@@ -17,7 +17,8 @@ from experiments.bench.progress import UPDATE, Progress
 from experiments.corpus import Corpus, standard_library
 from experiments.gpt import GPT, GPTConfig
 from experiments.paper import memory_h100
-from experiments.paper.ranks import TRACES, PublishedRank, Recording
+from experiments.paper.ranks import PublishedRank, Recording
+from experiments.paper.runs import TRACES
 from perfmodel import Placement
 from perfmodel.policies import stride
 

@@ -254,7 +254,7 @@ def test_every_series_has_a_colour_of_its_own(predictor: Predictor) -> None:
 def test_published_runs_that_interleaving_did_not_help_are_found(predictor: Predictor) -> None:
     found = interleavings(predictor.published.runs)
     assert all(item.gain > 0 for item in found)
-    doubtful = {(i.interleaved.model, predictor.published.ranks(i.interleaved)) for i in found if i.doubtful}
+    doubtful = {(i.interleaved.model, i.interleaved.ranks) for i in found if i.doubtful}
     assert doubtful == {("7B", 16), ("7B", 8), ("13B", 1)}
     clear = dataclasses.replace(found[0], cpu_s=2.0, interleaved_s=1.0, overlap=False, backward_added_s=0.0)
     assert not clear.doubtful

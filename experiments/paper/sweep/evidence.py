@@ -54,18 +54,23 @@ def error_table(cases: Mapping[str, Mapping[str, Sequence[Prediction]]]) -> Tabl
     return lines
 
 
-def point_errors(comparisons: Iterable[Comparison]) -> tuple[list[float], list[float]]:
-    """Relative errors of the simulated paper's schedule where it was published: of updates, of iteration speedups."""
-    updates: list[float] = []
-    speedups: list[float] = []
-    for comparison in comparisons:
-        for series in (s for s in comparison.series if s.policy == "dos"):
-            updates += _errors(series.values("simulated", "update"), series.values("published", "update"))
-            simulated, published = (
-                comparison.speedups(series, kind, "iteration") for kind in ("simulated", "published")
-            )
-            speedups += _errors(simulated, published)
-    return updates, speedups
+def point_error_table(comparisons: Mapping[str, Sequence[Comparison]]) -> Table:
+    """Errors of the simulated paper's schedule where it was published, by sweep: of updates, of iteration speedups."""
+    rows: Table = [["sweep", "published points", "update\nmedian / max", "iteration speedup\nmedian / max"]]
+    for name, of_sweep in comparisons.items():
+        paper = [
+            (comparison, series) for comparison in of_sweep for series in comparison.series if series.policy == "dos"
+        ]
+        updates = [
+            e for _, s in paper for e in _errors(s.values("simulated", "update"), s.values("published", "update"))
+        ]
+        speedups = [
+            e for c, s in paper for e in _errors(*(c.speedups(s, k, "iteration") for k in ("simulated", "published")))
+        ]
+        if updates:  # something of it was published
+            cells = [f"{statistics.median(e):.1%} / {max(e):.1%}" for e in (updates, speedups)]
+            rows.append([name.replace("_", " "), str(len(updates)), *cells])
+    return rows
 
 
 def _errors(simulated: Sequence[float | None], published: Sequence[float | None]) -> list[float]:
@@ -150,7 +155,7 @@ def interleaving_table(found: Sequence[Interleaving], predictor: Predictor) -> T
             r = item.interleaved
             cells = [
                 f"{r.machine_class}, {r.model}",
-                str(predictor.published.ranks(r)),
+                str(r.ranks),
                 str(r.run.micro_batches),
                 str(r.run.stride),
             ]

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from experiments.paper.published import Prediction, cross_validation
-from experiments.paper.sweep.compare import METRICS, Comparison, Results, Series, Table, compare, markdown, tick
+from experiments.paper.sweep.compare import METRICS, Comparison, Results, Series, compare, markdown, tick
 from experiments.paper.sweep.evidence import (
     error_table,
     interleaving_table,
     interleavings,
     lane_table,
-    point_errors,
+    point_error_table,
     speedup_table,
 )
 from experiments.paper.sweep.plots import save_speedups
@@ -75,7 +75,7 @@ def report(found: Found, predictor: Predictor, cases: Cases, images: str = PICTU
         headline=HEADLINE,
         experiments="\n".join(_experiment(*found[name], comparisons[name], images) for name in CHARTS),
         lanes="\n".join(lanes),
-        point_errors=markdown(_point_errors(comparisons)),
+        point_errors=markdown(point_error_table(comparisons)),
         errors=markdown(error_table(cases)),
         speedups=markdown(speedup_table(cases["a model"], ("h100", "a100_bound"))),
         **_speedups(comparisons, found),
@@ -192,20 +192,10 @@ def _update_s(o: Outcome) -> float:
     return o.update_s
 
 
-def _point_errors(comparisons: Mapping[str, Sequence[Comparison]]) -> Table:
-    rows: Table = [["sweep", "published points", "update\nmedian / max", "iteration speedup\nmedian / max"]]
-    for name, of_sweep in comparisons.items():
-        errors = point_errors(of_sweep)
-        if errors[0]:  # something of it was published
-            cells = [f"{statistics.median(e):.1%} / {max(e):.1%}" for e in errors]
-            rows.append([name.replace("_", " "), str(len(errors[0])), *cells])
-    return rows
-
-
 def _interleaving(found: Found, predictor: Predictor) -> dict[str, Any]:
     """Where interleaving does not help: the published pairs, and what is simulated of them."""
-    published, known = predictor.published, interleavings(predictor.published.runs)
-    spread = max(known, key=lambda item: published.nodes(item.interleaved))
+    known = interleavings(predictor.published.runs)
+    spread = max(known, key=lambda item: item.interleaved.nodes)
     sizes = found["subgroup_size"][1]
     unstreamed = {c.subgroup_size: o for c, o in sizes.items() if o.streamed == 0 and c.memory == "trace"}
     largest = max(unstreamed)
@@ -218,8 +208,8 @@ def _interleaving(found: Found, predictor: Predictor) -> dict[str, Any]:
         "pairs": len(known),
         "doubtful": sum(item.doubtful for item in known),
         "spread": spread,
-        "ranks": published.ranks(spread.interleaved),
-        "nodes": published.nodes(spread.interleaved),
+        "ranks": spread.interleaved.ranks,
+        "nodes": spread.interleaved.nodes,
         "resident": " and ".join(resident),
         "unstreamed": ", ".join(map(tick, unstreamed)),
         "largest": tick(largest),
