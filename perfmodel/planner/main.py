@@ -30,10 +30,10 @@ from perfmodel.planner.units import (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command. Returns its exit status; bad arguments exit with 2 after one line on stderr."""
-    parser = _parser()
+    parser = command_line()
     options = parser.parse_args(argv)
     try:
-        question, notes = _question(options)
+        question, notes = question_of(options)
         found = answer(question, notes)
     except OSError as error:
         parser.error(f"cannot read {error.filename}: {error.strerror}")
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _question(options: argparse.Namespace) -> tuple[Question, list[str]]:
+def question_of(options: argparse.Namespace) -> tuple[Question, list[str]]:
     """What was asked, and how it was understood, a line each.
 
     Raises OSError for a file that cannot be read, ValueError for what cannot be.
@@ -104,7 +104,7 @@ def _question(options: argparse.Namespace) -> tuple[Question, list[str]]:
 
 
 def _model(options: argparse.Namespace) -> Transformer:
-    """By its size or its configuration. Raises as `_question` does."""
+    """By its size or its configuration. Raises as `question_of` does."""
     if (options.params is None) == (options.config is None):
         raise ValueError(
             "expected a model: --params 7e9, or a Hugging Face config.json or name such as "
@@ -141,7 +141,7 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\n")
 
 
-def _parser() -> _Parser:
+def command_line() -> argparse.ArgumentParser:
     """Options about the model, the machine and the output; those of `Question` are added to them."""
     parser = _Parser(
         prog="python -m perfmodel",

@@ -1,16 +1,19 @@
-"""The planner's command line, asked in this process."""
+"""What the planner is asked, and its answers, each made once."""
 
 from __future__ import annotations
 
+import functools
 import json
 from typing import Any
 
 import pytest
 
 from perfmodel.hardware import HardwareProfile
+from perfmodel.planner.answer import answer as planner_answer
 from perfmodel.planner.machine import FABRICS, GPUS, PCIE
-from perfmodel.planner.main import main
+from perfmodel.planner.main import command_line, main, question_of
 from perfmodel.planner.question import Question
+from perfmodel.planner.text import show
 from perfmodel.planner.transformer import Transformer
 
 LLAMA_2_7B = {
@@ -49,12 +52,27 @@ def refused(capsys: pytest.CaptureFixture[str], arguments: str, message: str) ->
     assert message in captured.err
 
 
-def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    assert main([*arguments, "--json"]) == 0
-    out = capsys.readouterr().out
-    assert out.count("\n") == 1
+def asked(*arguments: str) -> tuple[Question, list[str]]:
+    """What the command line asks, and how it was understood; nothing is planned."""
+    return question_of(command_line().parse_args(arguments))
+
+
+@functools.cache
+def answer(line: str) -> dict[str, Any]:
+    """The answer to a command line that names no file of a test's own, as `--json` prints it."""
+    return through_json(planner_answer(*asked(*line.split())))
+
+
+def text(line: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """The same as the command prints it without `--json`."""
+    show(answer(line))
+    return capsys.readouterr().out
+
+
+def through_json(found: dict[str, Any]) -> dict[str, Any]:
+    """What a program reads that parses the output."""
 
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is no JSON")
 
-    return json.loads(out, parse_constant=refuse)
+    return dict(json.loads(json.dumps(found, allow_nan=False), parse_constant=refuse))

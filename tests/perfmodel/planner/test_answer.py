@@ -27,7 +27,7 @@ from perfmodel.planner.situation import Situation
 from perfmodel.planner.transformer import Transformer
 from perfmodel.planner.whatif import Effect, Remedy, largest, levers, most, remedies
 from perfmodel.policies import cpu_only, stride
-from perfmodel.simulate import Phase, Scope, makespan
+from perfmodel.simulate import Phase, Scope
 from tests.support import planner
 from tests.support.clock import compares_with_a_clock, skip_if_the_clock_cannot_be_trusted
 
@@ -85,19 +85,22 @@ def test_zero_divides_what_its_stage_says() -> None:
     assert Situation(question()).scope == Scope(Phase.OVERLAPPED, Phase.OVERLAPPED)
 
 
-def test_figures_are_the_performance_model_s() -> None:
-    asked = question()
-    found, situation, best = answer(asked, []), Situation(asked), adaptive_outcome(Situation(asked))
-    work, beside, profile = situation.update_workload, situation.iteration_workload, situation.profile
-    assert (beside.forward_s, beside.backward_s) == tuple(n * 7e9 * 2048 / asked.flops_rate for n in (2, 6))
-    assert best.plan == adaptive(beside, profile)
-    assert best.update_s == makespan(best.plan, work, profile)
-    assert found["bound"]["update_s"] == lower_bound(work, profile).seconds <= best.update_s
-    assert best.iteration_s == makespan(best.plan, beside, profile, Scope(Phase.OVERLAPPED, Phase.OVERLAPPED))
-    assert best.exposed_s == best.iteration_s - (beside.forward_s + beside.backward_s)
-    fused, *others, last = found["policies"]
-    assert not fused["fits"]
-    assert best.iteration_s == last["iteration_s"] < min(row["iteration_s"] for row in others)
+@pytest.mark.parametrize("numel", [7e9, 1e9])
+def test_figures_are_the_performance_model_s(numel: float) -> None:
+    asked = question(numel, chosen_size=int(numel / 40))
+    found, situation = answer(asked, []), Situation(asked)
+    work, profile = situation.update_workload, situation.profile
+    assert adaptive_outcome(situation).plan == adaptive(situation.iteration_workload, profile)
+    *others, best = found["policies"]
+    assert found["bound"]["update_s"] == lower_bound(work, profile).seconds <= best["update_s"]
+    assert best["exposed_s"] == best["iteration_s"] - (found["job"]["forward_s"] + found["job"]["backward_s"])
+    assert [row["fits"] for row in others] == [numel == 1e9, True, True, True]
+    first = min((row for row in others if row["fits"]), key=lambda row: row["iteration_s"])
+    assert best["iteration_s"] <= 1.01 * first["iteration_s"]
+    assert found["alternative"] == {
+        "policy": first["policy"],
+        "speedup": first["iteration_s"] / best["iteration_s"],
+    }
 
 
 def test_the_best_ratio_is_the_one_that_fits_and_is_fastest() -> None:
@@ -109,13 +112,16 @@ def test_the_best_ratio_is_the_one_that_fits_and_is_fastest() -> None:
 
 
 def test_what_would_help_is_planned_anew() -> None:
-    asked = question()
+    asked = question(chosen_size=175_000_000)
     found = {lever.change: lever.outcome for lever in levers(asked, adaptive_outcome(Situation(asked)))}
     more = asked.replace(device_bytes=asked.device_bytes + 8 * GIB)
     assert found["8 GiB more GPU memory"] == adaptive_outcome(Situation(more))
     faster = A100.replace(**{rate: 2 * getattr(A100, rate) for rate in LINK_RATES})
     assert found["links twice as fast"] == adaptive_outcome(Situation(asked.replace(profile=faster)))
     assert "--checkpointing" not in found, "it is on already"
+    without = asked.replace(checkpointing=False)
+    batches = {lever.change: lever.largest_batch for lever in levers(without, adaptive_outcome(Situation(without)))}
+    assert (batches["--checkpointing"] or 0) > 1.5 * most(without, "batch"), "a multiple of the batch is said"
 
 
 @settings(max_examples=12, deadline=None)
@@ -132,21 +138,12 @@ def test_better_hardware_never_costs_time(
     """Planning anew alone may: plans are the best of those tried, and a faster CPU takes DRAM from links."""
     divided = {"ranks": 4, "fsdp": True} if sharded else {}
     device_bytes = int(numel * (4 + spare) + 3 * GIB)
-    asked = question(numel, machine, device_bytes=device_bytes, flops_rate=flops_rate, **divided)
+    settings = {"device_bytes": device_bytes, "flops_rate": flops_rate, "chosen_size": int(numel / 24), **divided}
+    asked = question(numel, machine, **settings)
     now = adaptive_outcome(Situation(asked))
     for lever in levers(asked, now):
         if lever.change.endswith(("more GPU memory", "twice as fast")):
             assert lever.outcome.seconds <= now.seconds, lever.change
-
-
-@pytest.mark.parametrize("numel", [7e9, 1e9])
-def test_the_best_of_the_others_is_one_that_fits(numel: float) -> None:
-    found = answer(question(numel), [])
-    *others, best = found["policies"]
-    assert [row["fits"] for row in others] == [numel == 1e9, True, True, True]
-    first = min((row for row in others if row["fits"]), key=lambda row: row["iteration_s"])
-    assert found["alternative"]["policy"] == first["policy"]
-    assert found["alternative"]["speedup"] == first["iteration_s"] / best["iteration_s"]
 
 
 def test_the_largest_batch_and_sequence_fit_and_larger_ones_do_not() -> None:
@@ -188,13 +185,13 @@ def test_adamw_in_float32_needs_no_master() -> None:
 
 
 def test_a_device_that_is_too_small() -> None:
-    asked = question(device_bytes=24 * GIB, checkpointing=False)
+    asked = question(device_bytes=24 * GIB, checkpointing=False, chosen_size=175_000_000)
     found = answer(asked, [])
     assert not found["fits"]
     assert not any(row["fits"] or row["update_s"] or row["iteration_s"] for row in found["policies"])
     assert found["bound"] is None
     assert found["alternative"] is None
-    checkpointed = question(device_bytes=24 * GIB)
+    checkpointed = asked.replace(checkpointing=True)
     helps = {lever.change for lever in levers(checkpointed, adaptive_outcome(Situation(checkpointed)))}
     assert "8 GiB more GPU memory" in helps
     proposed = proposals(asked)
@@ -209,13 +206,13 @@ def test_a_device_that_is_too_small() -> None:
 @pytest.mark.parametrize("machine", ["rtx_4090_desktop", "a100_bound"])
 def test_what_is_proposed_fits(machine: str, settings: dict[str, Any], host_gib: int | None) -> None:
     """Every proposal has been asked anew, host memory included; what is not true yet says so."""
-    asked = question(machine=machine, **settings, host_bytes=host_gib and host_gib * GIB)
+    asked = question(machine=machine, **settings, host_bytes=host_gib and host_gib * GIB, chosen_size=175_000_000)
     found = list(proposals(asked).values())
     assert found == [] or not Situation(asked).fits
     for remedy in found:
         assert remedy.situation.question != asked
-        assert adaptive_outcome(remedy.situation).fits
-        assert Situation(remedy.situation.question).fits
+        assert remedy.outcome.fits
+        assert remedy.situation.fits
     assert [remedy.effect for remedy in found] == sorted(remedy.effect for remedy in found)
 
 
@@ -280,12 +277,6 @@ def test_a_host_that_is_too_small() -> None:
     assert [*proposals(short)] == ["with --fsdp"]
 
 
-def test_a_setting_that_multiplies_the_batch_says_so() -> None:
-    asked = question(checkpointing=False)
-    found = {lever.change: lever.largest_batch for lever in levers(asked, adaptive_outcome(Situation(asked)))}
-    assert (found["--checkpointing"] or 0) > 1.5 * most(asked, "batch")
-
-
 def test_a_step_of_several_micro_batches() -> None:
     """Forward and backward take their multiple, the update does not."""
     one, four = (Situation(question(offload_gradients=True, micro_batches=count)) for count in (1, 4))
@@ -313,7 +304,7 @@ def test_offloaded_gradients_come_up_again_for_updates_on_the_gpu() -> None:
 
 def test_more_memory_never_costs_time() -> None:
     """In the update, for which the plan is made; to 1%, for plans are found by simulating some of those there are."""
-    asked = question(flops_rate=math.inf)
+    asked = question(flops_rate=math.inf, chosen_size=100_000_000)
     situations = [Situation(asked.replace(device_bytes=gib * GIB)) for gib in range(29, 110, 8)]
     times = [adaptive_outcome(situation).seconds for situation in situations]
     whole = [situation.room >= situation.update_workload.state_bytes for situation in situations]

@@ -64,8 +64,8 @@ org/no-model --gpu 24GB > no file 'org/no-model', and no configuration of a mode
 --params 7e9 --machine h100 --utilisation 1.5 > expected a number in (0, 1], found '1.5'
 --params 7e9 --machine t4 > the T4 does not compute in bfloat16; choose --dtype fp16 or fp32
 --params 7e9 --machine h100 --subgroup-size 1e4 > make 700,000 of them, more than 5,000; choose 1.4M or more
---params 7e9 --machine h100 --plot none/plan.png > cannot write none/plan.png: No such file or directory
---params 7e9 --machine h100 --plot plan.xyz > cannot write plan.xyz: Format 'xyz' is not supported
+--params 1e8 --machine h100 --plot none/plan.png > cannot write none/plan.png: No such file or directory
+--params 1e8 --machine h100 --plot plan.xyz > cannot write plan.xyz: Format 'xyz' is not supported
 --params 7e9 --machine h100 --trainable 0% > expected a number above 0 (1e-6 to 1e9), found '0'
 --params 7e9 --machine h100 --trainable 8B > --trainable 8B is more than the model's 7B parameters
 --params 7e9 --machine h100 --frobnicate > unrecognized arguments: --frobnicate

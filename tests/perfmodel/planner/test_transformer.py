@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import nn
 
 from experiments.gpt import GPT, GPTConfig
+from perfmodel.footprint import DeviceBytes
 from perfmodel.hardware import HardwareProfile
 from perfmodel.planner.memory import device_footprint
 from perfmodel.planner.question import Question
@@ -95,65 +96,6 @@ def test_arithmetic() -> None:
     assert sum(model.flops(2048, checkpointing=True)) == 8e9 * 2048
 
 
-class LlamaNorm(nn.Module):
-    """As Hugging Face's LlamaRMSNorm computes it."""
-
-    def __init__(self, width: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width, dtype=dtype))
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(torch.float32)
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
-        return self.weight * wide.to(x.dtype)
-
-
-class LlamaBlock(nn.Module):
-    """Grouped keys and a gated network; rotary embeddings, of which autograd keeps nothing, are left out."""
-
-    def __init__(self, width: int, inner: int, heads: int, key_heads: int, dtype: torch.dtype) -> None:
-        super().__init__()
-
-        def linear(inputs: int, outputs: int) -> nn.Linear:
-            return nn.Linear(inputs, outputs, bias=False, dtype=dtype)
-
-        self.heads, self.key_heads = heads, key_heads
-        self.norm1, self.norm2 = LlamaNorm(width, dtype), LlamaNorm(width, dtype)
-        key = width // heads * key_heads
-        self.q, self.k, self.v, self.o = (
-            linear(width, width),
-            linear(width, key),
-            linear(width, key),
-            linear(width, width),
-        )
-        self.gate, self.up, self.down = linear(width, inner), linear(width, inner), linear(inner, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm1(x)
-        split = [(self.q(y), self.heads), (self.k(y), self.key_heads), (self.v(y), self.key_heads)]
-        q, k, v = (t.unflatten(2, (n, -1)).transpose(1, 2) for t, n in split)
-        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        x = x + self.o(attended.transpose(1, 2).flatten(2))
-        y = self.norm2(x)
-        return x + self.down(functional.silu(self.gate(y)) * self.up(y))
-
-
-class Llama(nn.Module):
-    def __init__(self, config: dict[str, Any], dtype: torch.dtype) -> None:
-        super().__init__()
-        width, vocabulary = config["hidden_size"], config["vocab_size"]
-        shape = width, config["intermediate_size"], config["num_attention_heads"], config["num_key_value_heads"]
-        self.tokens = nn.Embedding(vocabulary, width, dtype=dtype)
-        self.blocks = nn.Sequential(*(LlamaBlock(*shape, dtype) for _ in range(config["num_hidden_layers"])))
-        self.norm = LlamaNorm(width, dtype)
-        self.output = nn.Linear(width, vocabulary, bias=False, dtype=dtype)
-
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        logits = self.output(self.norm(self.blocks(self.tokens(tokens))))
-        self.logits = logits  # which the output object of Transformers' models keeps
-        return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
-
-
 SMALL_LLAMA = {
     "hidden_size": 128,
     "intermediate_size": 352,
@@ -164,76 +106,55 @@ SMALL_LLAMA = {
 }
 
 
-LATER = pytest.mark.skipif(TORCH_2_6, reason="torch 2.6 counts more memory for a Llama on CPUs")
+TYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-@LATER
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_memory_of_a_loss_of_transformers_is_what_pytorch_counts(dtype: str) -> None:
-    """Of its own Llama, with a vocabulary that takes most of the memory; all but weights to 1%."""
-    transformers = pytest.importorskip("transformers")
+def peaks(
+    model: nn.Module, config: dict[str, Any], step: Callable[[], None], **settings: Any
+) -> tuple[int, DeviceBytes]:
+    """The most memory at once in forward and backward as PyTorch counts it, and what it is on paper."""
     tracker_module = pytest.importorskip("torch.distributed._tools.mem_tracker")
-    config = {**SMALL_LLAMA, "vocab_size": 4000}
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config, attn_implementation="sdpa"))
-    model.to({"bf16": torch.bfloat16, "fp32": torch.float32}[dtype])
-    tokens = torch.randint(0, 4000, (4, 128), generator=torch.Generator().manual_seed(0))
-    tracker = tracker_module.MemTracker()
-    tracker.track_external(model)
-    with tracker:
-        output = model(input_ids=tokens, labels=tokens)
-        output.loss.backward()
-    peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
-    profile = HardwareProfile.builtin("h100")
-    settings: dict[str, Any] = {"dtype": dtype, "batch": 4, "sequence": 128, "reserved": 0}
-    found = device_footprint(Question(Transformer.from_config(config), profile, 10**12, **settings))
-    assert found.logits > 0.5 * (peak - found.weights)
-    assert found.peak - found.weights == pytest.approx(peak - found.weights, rel=0.01)
-
-
-def small_gpt(layers: int, checkpointing: bool) -> tuple[GPTConfig, dict[str, Any]]:
-    """A GPT without dropout, for torch and as a configuration."""
-    shape = GPTConfig(layers, width=128, heads=2, context=128, vocabulary=500, checkpointing=checkpointing)
-    config = {"n_embd": 128, "n_layer": layers, "n_head": 2, "vocab_size": 500, "n_positions": 128}
-    return shape, {**config, "resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0}
-
-
-@pytest.mark.parametrize(
-    ("kind", "dtype", "batch"),
-    [
-        ("gpt", "bf16", 8),
-        ("checkpointed gpt", "bf16", 1),
-        pytest.param("llama", "bf16", 8, marks=LATER),
-        pytest.param("llama", "fp32", 1, marks=LATER),
-    ],
-)
-def test_peak_of_forward_and_backward_is_what_pytorch_counts(kind: str, dtype: str, batch: int) -> None:
-    """Peak memory of a real forward and backward, counted by PyTorch; all but weights to 10%."""
-    tracker_module = pytest.importorskip("torch.distributed._tools.mem_tracker")
-    torch_dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
-    checkpointing = kind == "checkpointed gpt"
-    if kind == "llama":
-        config, sequence = SMALL_LLAMA, 128
-        model: nn.Module = Llama(SMALL_LLAMA, torch_dtype)
-    else:
-        shape, config = small_gpt(layers=6 if checkpointing else 3, checkpointing=checkpointing)
-        sequence, model = shape.context, GPT(shape, dtype=torch_dtype)
     paper = Transformer.from_config(config)
     assert paper.numel == sum(p.numel() for p in model.parameters())
-    tokens = torch.randint(0, 500, (batch, sequence), generator=torch.Generator().manual_seed(0))
     tracker = tracker_module.MemTracker()
     tracker.track_external(model)
     with tracker:
-        model(tokens, tokens).backward()
+        step()
     peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
-    question = Question(
-        paper,
-        HardwareProfile.builtin("h100"),
-        device_bytes=10**12,
-        dtype=dtype,
-        batch=batch,
-        sequence=sequence,
-        checkpointing=checkpointing,
-        reserved=0,
-    )
-    found = device_footprint(question)
+    asked = Question(paper, HardwareProfile.builtin("h100"), 10**12, reserved=0, **settings)
+    return peak, device_footprint(asked)
+
+
+@pytest.mark.skipif(TORCH_2_6, reason="torch 2.6 counts more memory for a Llama on CPUs")
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize(("batch", "vocabulary", "tolerance"), [(8, 600, 0.10), (1, 600, 0.10), (4, 4000, 0.01)])
+def test_peak_of_transformers_llama_is_what_pytorch_counts(
+    dtype: str, batch: int, vocabulary: int, tolerance: float
+) -> None:
+    """All but weights; closer where the vocabulary takes most of the memory, as logits and their loss then do."""
+    transformers = pytest.importorskip("transformers")
+    config = {**SMALL_LLAMA, "vocab_size": vocabulary}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config, attn_implementation="sdpa"))
+    model.to(TYPES[dtype])
+    tokens = torch.randint(0, vocabulary, (batch, 128), generator=torch.Generator().manual_seed(0))
+
+    def step() -> None:
+        output = model(input_ids=tokens, labels=tokens)  # which keeps the logits
+        output.loss.backward()
+
+    peak, found = peaks(model, config, step, dtype=dtype, batch=batch, sequence=128)
+    assert vocabulary < 4000 or found.logits > 0.5 * (peak - found.weights)
+    assert found.peak - found.weights == pytest.approx(peak - found.weights, rel=tolerance)
+
+
+@pytest.mark.parametrize(("layers", "checkpointing", "batch"), [(3, False, 8), (6, True, 1)])
+def test_peak_of_a_gpt_is_what_pytorch_counts(layers: int, checkpointing: bool, batch: int) -> None:
+    """All but weights to 10%."""
+    shape = GPTConfig(layers, width=128, heads=2, context=128, vocabulary=500, checkpointing=checkpointing)
+    config = {"n_embd": 128, "n_layer": layers, "n_head": 2, "vocab_size": 500, "n_positions": 128}
+    without_dropout = {**config, "resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0}
+    model = GPT(shape, dtype=torch.bfloat16)
+    tokens = torch.randint(0, 500, (batch, 128), generator=torch.Generator().manual_seed(0))
+    settings = {"batch": batch, "sequence": 128, "checkpointing": checkpointing}
+    peak, found = peaks(model, without_dropout, lambda: model(tokens, tokens).backward(), **settings)
     assert found.peak - found.weights == pytest.approx(peak - found.weights, rel=0.10)
