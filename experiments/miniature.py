@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dos import DOSAdam, EmulatedDevice
 from dos.deciding.policies import Policy
@@ -35,6 +35,17 @@ def slowed(profile: HardwareProfile, workload: Workload, update_s: float) -> Har
     """The machine with all rates scaled together, so that an update of the workload on the CPU takes `update_s`."""
     profile = without_fixed_costs(profile)
     return profile.scaled(makespan(cpu_only(workload), workload, profile) / update_s)
+
+
+def bits_of(model: nn.Module, optimizer: DOSAdam) -> list[Tensor]:
+    """Copies of the bytes of parameters and state."""
+    state = (t for entry in optimizer.state.values() for t in entry.values() if isinstance(t, Tensor))
+    return [t.detach().clone().reshape(-1).view(torch.uint8) for t in (*model.parameters(), *state)]
+
+
+def all_equal(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Whether tensors are pairwise the same."""
+    return all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
 
 
 def measured_update_s(

@@ -27,7 +27,7 @@ from experiments.bench.progress import Progress
 from experiments.command import Parser, seconds, table
 from experiments.corpus import Corpus, standard_library
 from experiments.gpt import GPT, GPTConfig
-from experiments.miniature import without_fixed_costs
+from experiments.miniature import all_equal, bits_of, without_fixed_costs
 from perfmodel import Plan, SubgroupLoad, Workload
 from perfmodel.adaptive import adaptive
 from perfmodel.bounds import lower_bound
@@ -77,7 +77,6 @@ class Case:
     most_free: bytes for state when backward ends, beside all gradients and what comes back; no leaving makes more free.
     """
 
-    setting: Setting
     profile: HardwareProfile
     workload: Workload
     capacity: int
@@ -108,7 +107,7 @@ class Case:
         needed = occupied + sum(saved) + free + loads[0].state_bytes // 2
         gradients, back = occupied, sum(saved) - peak_room(workload.activations, sum(saved))
         most_free = max(free, sum(saved) + free - gradients - back)
-        return cls(setting, profile, workload, int(needed / 0.98), occupied, most_free)
+        return cls(profile, workload, int(needed / 0.98), occupied, most_free)
 
     def allowed(self, way: str) -> Workload:
         """The workload whose saved tensors leave in this way."""
@@ -201,12 +200,6 @@ class Run:
         assert plan is not None, "it has trained"
         return dataclasses.replace(plan, activation_bytes=int(self.optimizer.metrics()["activation_bytes"]))
 
-    def tensors(self) -> list[Tensor]:
-        """Bytes of parameters and state."""
-        state = (t for entry in self.optimizer.state.values() for t in entry.values() if isinstance(t, Tensor))
-        tensors = (*self.model.parameters(), *state)
-        return [t.detach().clone().reshape(-1).view(torch.uint8) for t in tensors]
-
 
 def measure(rounds: int, on_progress: Callable[[str], None]) -> list[dict[str, Any]]:
     """All rows. In each round the ways take turns, a block of iterations each, so that noise falls on all alike."""
@@ -224,8 +217,8 @@ def measure(rounds: int, on_progress: Callable[[str], None]) -> list[dict[str, A
                 on_progress(f"{state_fits} of the state fits, activations {way}")
                 times[way].append(run.iterate(batches[begin : begin + BLOCK]))
         for way, run in runs.items():
-            tensors = run.tensors()
-            first = first or tensors
+            bits = bits_of(run.model, run.optimizer)
+            first = first or bits
             rows.append(
                 {
                     "state_fits": state_fits,
@@ -237,7 +230,7 @@ def measure(rounds: int, on_progress: Callable[[str], None]) -> list[dict[str, A
                     "compute_s": 3 * setting.forward_s,
                     "peak_bytes": run.device.peak_bytes,
                     "capacity": case.capacity,
-                    "bits_equal": all(torch.equal(a, b) for a, b in zip(first, tensors, strict=True)),
+                    "bits_equal": all_equal(first, bits),
                 }
             )
     return rows

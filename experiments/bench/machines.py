@@ -111,7 +111,8 @@ class EmulatedMachine(Machine):
         rank = published.miniature(loads, published.update_over_compute * HEADROOM * compute_s)
         room = int(ROOM * sum(2 * p.nbytes for p in model.parameters()))  # two moments, in the parameters' type
         self._rank = dataclasses.replace(rank, memory_bytes=rank.recording.peak + room)
-        self.name = f"emulated H100 node (rates 1/{rank.slowdown:.0f}, memory 1/{rank.shrinkage:.0f})"
+        slower = published.profile.host_bandwidth / rank.profile.host_bandwidth
+        self.name = f"emulated H100 node (rates 1/{slower:.0f}, memory 1/{published.loads.numel / loads.numel:.0f})"
         self.compute_s = HEADROOM * compute_s
         self._progress = Progress(model, self._rank.forward_s, self._rank.backward_s, moved=self._look)
         self._visit = [(0.0, 0), (steps / 3, int(NEIGHBOUR * room)), (2 * steps / 3, 0)]

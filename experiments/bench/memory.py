@@ -163,7 +163,7 @@ def row(
         iterations=n,
         capacity_exceeded=adaptive.exceeded,
         errors=len(adaptive.errors),
-        bits_equal=not adaptive.errors and adaptive.equals(on_cpu),
+        bits_equal=adaptive.equals(on_cpu),
         adaptive_s=adaptive.iteration_s(typical=typical),
         cpu_only_s=on_cpu.iteration_s(typical=typical),
         best_fixed_s=best_s,

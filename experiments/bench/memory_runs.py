@@ -9,7 +9,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,8 +19,8 @@ from dos.deciding.policies import Policy
 from dos.devices import Script
 from experiments.bench.progress import Progress
 from experiments.gpt import GPT, GPTConfig
-from experiments.miniature import UPDATE_S, equal_subgroups
-from experiments.paper.ranks import Miniature, PublishedRank, Recording
+from experiments.miniature import UPDATE_S, all_equal, bits_of, equal_subgroups
+from experiments.paper.ranks import PublishedRank, Recording
 from perfmodel import Op, Placement, Plan, Timeline, Workload
 from perfmodel.bounds import lower_bound
 from perfmodel.policies import stride
@@ -44,7 +44,7 @@ SEED = 5
 class Setting:
     """A model's rank, and the neighbour it has: points of (iteration, bytes)."""
 
-    rank: Miniature
+    rank: PublishedRank
     neighbour: Points = NOBODY
 
     @classmethod
@@ -77,23 +77,53 @@ class Setting:
         )
 
 
-@dataclass
 class Run:
-    """What one policy did.
+    """The model from its start, with one policy on a device of its own; an error that reaches the user ends it.
 
-    seconds: of each iteration. unmet: of each, bytes for which the neighbour was still waiting at its end.
-    timelines: of each update. tensors: parameters and state at the end.
-    errors: what reached the user. peak_bytes, capacity: of the device.
+    seconds: of each iteration. plans, timelines: of each update. unmet: of each iteration, bytes for which the
+    neighbour was still waiting at its end.
     """
 
-    capacity: int
-    seconds: list[float] = field(default_factory=list)
-    unmet: list[int] = field(default_factory=list)
-    timelines: list[Timeline] = field(default_factory=list)
-    plans: list[Plan] = field(default_factory=list)
-    tensors: list[Tensor] = field(default_factory=list)
-    errors: list[str] = field(default_factory=list)
-    peak_bytes: int = 0
+    def __init__(self, setting: Setting, policy: str | Policy) -> None:
+        torch.manual_seed(0)
+        self.model = GPT(CONFIG, dtype=DTYPE)
+        rank = setting.rank
+        progress = Progress(self.model, rank.forward_s, rank.backward_s, moved=lambda: self.device.memory())
+        self.device = rank.device(
+            lambda: progress.position, neighbour=Script(setting.neighbour, lambda: progress.iteration)
+        )
+        self.optimizer = DOSAdam(
+            self.model.parameters(),
+            policy=policy,
+            subgroup_size=rank.loads.subgroups[0].numel,
+            device=self.device,
+            state_format="float32",  # as in the published rank, whose memory is scaled down
+            lr=1e-3,
+        )
+        progress.follow(self.optimizer)
+        self.seconds: list[float] = []
+        self.plans: list[Plan | None] = []
+        self.timelines: list[Timeline] = []
+        self.unmet: list[int] = []
+        self.errors: list[str] = []
+
+    def iterate(self, batch: Batch) -> None:
+        """One iteration."""
+        if self.errors:
+            return
+        try:
+            begin = time.perf_counter()
+            self.model(*batch).backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.seconds.append(time.perf_counter() - begin)
+        except Exception as error:  # what a user would see is what is counted here
+            self.errors.append(f"{type(error).__name__}: {error}")
+            return
+        self.device.memory()  # lets the neighbour take what has come free
+        self.unmet.append(self.device.unmet_bytes)
+        self.plans.append(self.optimizer.plan())
+        self.timelines.append(self.optimizer.timeline())
 
     def iteration_s(self, *, typical: bool) -> float:
         """Seconds per iteration over the whole run or, for runs in which nothing changes, of the typical iteration."""
@@ -102,7 +132,7 @@ class Run:
     @property
     def exceeded(self) -> bool:
         """Whether more memory was used than there is."""
-        return self.peak_bytes > self.capacity
+        return self.device.peak_bytes > self.device.capacity
 
     @property
     def unmet_iterations(self) -> int:
@@ -114,72 +144,19 @@ class Run:
         return Counter(s.op for timeline in self.timelines[first:] for s in timeline.spans if s.op in TRAVEL)
 
     def equals(self, other: Run) -> bool:
-        """Whether parameters and state are the same bit for bit."""
-        pairs = zip(self.tensors, other.tensors, strict=True)
-        return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
-
-
-class Training:
-    """The model from its start, with one policy on a device of its own; errors are kept, and end it."""
-
-    def __init__(self, setting: Setting, policy: str | Policy) -> None:
-        torch.manual_seed(0)
-        self._model = GPT(CONFIG, dtype=DTYPE)
-        rank = setting.rank
-        progress = Progress(self._model, rank.forward_s, rank.backward_s, moved=lambda: self._device.memory())
-        self._device = rank.device(
-            lambda: progress.position, neighbour=Script(setting.neighbour, lambda: progress.iteration)
-        )
-        self._optimizer = DOSAdam(
-            self._model.parameters(),
-            policy=policy,
-            subgroup_size=rank.loads.subgroups[0].numel,
-            device=self._device,
-            state_format="float32",  # as in the published rank, whose memory is scaled down
-            lr=1e-3,
-        )
-        progress.follow(self._optimizer)
-        self.run = Run(self._device.capacity)
-
-    def iterate(self, batch: Batch) -> None:
-        """One iteration."""
-        if self.run.errors:
-            return
-        try:
-            begin = time.perf_counter()
-            self._model(*batch).backward()
-            self._optimizer.step()
-            self._optimizer.zero_grad()
-            self.run.seconds.append(time.perf_counter() - begin)
-        except Exception as error:  # what a user would see is what is counted here
-            self.run.errors.append(f"{type(error).__name__}: {error}")
-            return
-        self._device.memory()  # lets the neighbour take what has come free
-        self.run.unmet.append(self._device.unmet_bytes)
-        plan, timeline = self._optimizer.plan(), self._optimizer.timeline()
-        assert plan is not None, "a step has run"
-        assert timeline, "a step has run"
-        self.run.plans.append(plan)
-        self.run.timelines.append(timeline)
-
-    def finish(self) -> Run:
-        """What it did, with parameters and state."""
-        run = self.run
-        if not run.errors:
-            state = self._optimizer.state.values()
-            tensors = (t for entry in state for t in entry.values() if isinstance(t, Tensor) and t.ndim)
-            run.tensors = [t.detach().clone().reshape(-1) for t in (*self._model.parameters(), *tensors)]
-        run.peak_bytes = self._device.peak_bytes
-        return run
+        """Whether both ended without an error, and with the same bits of parameters and state."""
+        if self.errors or other.errors:
+            return False
+        return all_equal(bits_of(self.model, self.optimizer), bits_of(other.model, other.optimizer))
 
 
 def train(setting: Setting, policies: Sequence[str | Policy], batches: Sequence[Batch]) -> list[Run]:
     """One run for each policy, one iteration for each batch; they take turns, so that noise falls on all alike."""
-    trainings = [Training(setting, policy) for policy in policies]
+    runs = [Run(setting, policy) for policy in policies]
     for batch in batches:
-        for training in trainings:
-            training.iterate(batch)
-    return [training.finish() for training in trainings]
+        for run in runs:
+            run.iterate(batch)
+    return runs
 
 
 def bound_s(setting: Setting, iterations: int) -> float:

@@ -13,7 +13,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
 import torch
@@ -31,19 +30,6 @@ SIZES = ((100, 64), (600, 64), (4000, 64), (100, 4096), (600, 4096), (4000, 4096
 WARM_UP = 3
 INSTANT = without_fixed_costs(HardwareProfile.builtin("h100")).scaled(1e4)
 """So fast that what it emulates costs nothing."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """One number and size of parameters in one place."""
-
-    parameters: int
-    elements: int
-    where: str
-    step_us_per_parameter: float
-    hooks_us_per_parameter: float
-    adamw_fused_us_per_parameter: float
-    adamw_foreach_us_per_parameter: float
 
 
 class Give(torch.autograd.Function):
@@ -72,12 +58,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows = [measure(*size, where, arguments.rounds) for size in sizes for where in ("host", "device")]
     console.print(show(rows))
     if arguments.json:
-        print(json.dumps({"rows": [asdict(row) for row in rows]}))
+        print(json.dumps({"rows": rows}))
     return 0
 
 
-def measure(count: int, elements: int, where: str, rounds: int) -> Row:
-    """All contenders, which take turns."""
+def measure(count: int, elements: int, where: str, rounds: int) -> dict[str, Any]:
+    """A row: one number and size of parameters in one place. All contenders take turns."""
     on_gpu = where == "device" and torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
 
@@ -112,7 +98,15 @@ def measure(count: int, elements: int, where: str, rounds: int) -> Row:
                 found[name].append(seconds / count * 1e6)
     us = {name: statistics.median(values) for name, values in found.items()}
     hooks = statistics.median(a - b for a, b in zip(found["hooks"], found["no hooks"], strict=True))
-    return Row(count, elements, where, us["step"], max(0.0, hooks), us["fused"], us["foreach"])
+    return {
+        "parameters": count,
+        "elements": elements,
+        "where": where,
+        "step_us_per_parameter": us["step"],
+        "hooks_us_per_parameter": max(0.0, hooks),
+        "adamw_fused_us_per_parameter": us["fused"],
+        "adamw_foreach_us_per_parameter": us["foreach"],
+    }
 
 
 def _stepper(
@@ -135,10 +129,10 @@ def _backward(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -
     return backward
 
 
-def show(rows: Sequence[Row]) -> Table:
+def show(rows: Sequence[dict[str, Any]]) -> Table:
     """For people."""
     headings = ("parameters", "elements", "where", "step", "hooks", "AdamW fused", "AdamW foreach")
-    cells = ([*map(str, row[:3]), *(f"{us:.1f}" for us in row[3:])] for row in map(astuple, rows))
+    cells = ([f"{v:.1f}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows)
     return table("Microseconds of the host per parameter", headings, cells, left=0)
 
 

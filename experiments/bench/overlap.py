@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import statistics
 import sys
 import time
@@ -26,7 +27,7 @@ from dos import DOSAdam, EmulatedDevice
 from experiments.command import Parser, seconds, table
 from experiments.corpus import Corpus, standard_library
 from experiments.gpt import GPT, GPTConfig
-from experiments.miniature import equal_subgroups, without_fixed_costs
+from experiments.miniature import all_equal, equal_subgroups, without_fixed_costs
 from perfmodel import Workload
 from perfmodel.adaptive import adaptive
 from perfmodel.bounds import lower_bound
@@ -99,7 +100,7 @@ def measure(start: dict[str, Tensor], batches: Sequence[Batch], ratio: float) ->
     """
     alone = Run(loaded(start), None)
     forward, whole = alone.iterate(batches[:BLOCK])
-    machine = slow_machine(start, ratio, min(forward), min(whole) - min(forward))
+    machine = slow_machine(ratio, min(forward), min(whole) - min(forward))
     runs = {schedule: machine.run(loaded(start), schedule) for schedule in SCHEDULES}
     seconds: dict[str, list[float]] = {name: [] for name in ("forward", "backward", *SCHEDULES)}
     for first in range(0, len(batches), BLOCK):
@@ -120,9 +121,7 @@ def measure(start: dict[str, Tensor], batches: Sequence[Batch], ratio: float) ->
         "backward_s": median["backward"],
         "update_bound_s": machine.bound_s,
         **{f"{schedule}_s": median[schedule] for schedule in SCHEDULES},
-        "bits_equal": all(
-            torch.equal(a, b) for other in parameters[1:] for a, b in zip(parameters[0], other, strict=True)
-        ),
+        "bits_equal": all(all_equal(parameters[0], others) for others in parameters[1:]),
     }
 
 
@@ -158,7 +157,7 @@ class ScaledMachine:
         return Run(model, optimizer)
 
 
-def slow_machine(start: dict[str, Tensor], ratio: float, forward_s: float, backward_s: float) -> ScaledMachine:
+def slow_machine(ratio: float, forward_s: float, backward_s: float) -> ScaledMachine:
     """The machine on which the update's bound is `ratio` times the forward. No state is resident, SLOTS are free."""
     numel = GPT(CONFIG).numel
     size = -(-numel // SUBGROUPS)
@@ -174,12 +173,12 @@ def slow_machine(start: dict[str, Tensor], ratio: float, forward_s: float, backw
     )
     node = without_fixed_costs(HardwareProfile.builtin("h100"))
     after_backward = Scope(Phase.OVERLAPPED, Phase.ABSENT)
-    slowdown = 1.0
-    for _ in range(30):  # what leaves during backward makes the bound not quite proportional to the slowdown
+    slowdown, bound_s, wanted_s = 1.0, 0.0, ratio * forward_s
+    while not math.isclose(bound_s, wanted_s, rel_tol=1e-5):
+        # What leaves during backward makes the bound not quite proportional to the slowdown.
+        slowdown *= (wanted_s / bound_s) ** 0.8 if bound_s > 0 else 10.0
         bound_s = lower_bound(workload, node.scaled(1 / slowdown), after_backward).seconds
-        slowdown *= (ratio * forward_s / bound_s) ** 0.8 if bound_s > 0 else 10.0
-    profile = node.scaled(1 / slowdown)
-    return ScaledMachine(profile, workload, lower_bound(workload, profile, after_backward).seconds)
+    return ScaledMachine(node.scaled(1 / slowdown), workload, bound_s)
 
 
 def show(rows: Sequence[dict[str, float | bool]]) -> None:

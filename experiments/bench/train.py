@@ -85,11 +85,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         for iteration in train(model, optimizer, batches, machine):
             iterations.append(iteration)
             progress.update(task, advance=1, loss=iteration.loss)
-        explanation = optimizer.explain() if isinstance(optimizer, DOSAdam) else ""
-        peak = machine.peak_bytes(optimizer)
-        return Result(iterations, accelerator_share(optimizer), peak, machine.samples, explanation)
+        share, explanation = 1.0, ""
+        if isinstance(optimizer, DOSAdam):
+            share, explanation = 1.0 - optimizer.metrics()["share_cpu"], optimizer.explain()
+        return Result(iterations, share, machine.peak_bytes(optimizer), machine.samples, explanation)
 
-    with _progress(console) as progress:
+    name, loss = TextColumn("{task.description:>9}"), TextColumn("loss {task.fields[loss]:.3f}")
+    with Progress(name, BarColumn(), MofNCompleteColumn(), loss, TimeElapsedColumn(), console=console) as progress:
         results = {name: run(name, progress) for name in (REFERENCE, *policies)}
         beside = (
             run(DEFAULT, progress, beside_neighbour=True) if machine.has_neighbour and DEFAULT in policies else None
@@ -136,11 +138,6 @@ def train(model: GPT, optimizer: Optimizer, batches: Sequence[Batch], machine: M
         yield Iteration(loss.item(), forward_s, backward_s, update_s, update, plan)
 
 
-def accelerator_share(optimizer: Optimizer) -> float:
-    """Of the parameters, those that were updated on the accelerator in the last step."""
-    return 1.0 - optimizer.metrics()["share_cpu"] if isinstance(optimizer, DOSAdam) else 1.0
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="python -m experiments.train",
@@ -164,17 +161,6 @@ def _parser() -> argparse.ArgumentParser:
     ):
         parser.add_argument(f"--{name}", type=positive, default=default, help=what)
     return parser
-
-
-def _progress(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description:>9}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]:.3f}"),
-        TimeElapsedColumn(),
-        console=console,
-    )
 
 
 if __name__ == "__main__":

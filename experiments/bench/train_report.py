@@ -47,11 +47,10 @@ class Iteration:
 
     def timeline(self) -> Timeline:
         """Forward, backward and update, since the start of forward."""
-        shift = self.forward_s + self.backward_s
-        update = (Span(s.lane, s.op, s.subgroup, s.start + shift, s.end + shift) for s in self.update.spans)
+        begins = self.forward_s + self.backward_s
         forward = Span(Lane.GPU, Op.FORWARD, None, 0.0, self.forward_s)
-        backward = Span(Lane.GPU, Op.BACKWARD, None, self.forward_s, self.forward_s + self.backward_s)
-        return Timeline.of([forward, backward, *update])
+        backward = Span(Lane.GPU, Op.BACKWARD, None, self.forward_s, begins)
+        return Timeline.of([forward, backward, *(span.since(-begins) for span in self.update.spans)])
 
 
 @dataclass(frozen=True)
@@ -67,10 +66,6 @@ class Result:
     peak_device_bytes: int
     memory: Sequence[MemorySample]
     explanation: str
-
-    @property
-    def steps(self) -> int:
-        return len(self.iterations)
 
     @property
     def losses(self) -> list[float]:
@@ -141,7 +136,7 @@ def report_neighbour(beside: Result, alone: Result, machine: Machine, out: Path,
         statistics.median(i.seconds for i in beside.iterations[start or UNTIMED : end] or beside.iterations)
         for start, end in itertools.pairwise(thirds)
     )
-    title = f"Device memory while {beside.steps} steps run, policy {DEFAULT!r}, {machine.name}"
+    title = f"Device memory while {len(beside.iterations)} steps run, policy {DEFAULT!r}, {machine.name}"
     end = beside.memory[-1].time_s + beside.iterations[-1].seconds
     samples = [*beside.memory, beside.memory[-1]._replace(time_s=end)]
     plans = itertools.pairwise(iteration.plan for iteration in beside.iterations)

@@ -13,7 +13,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from experiments.check.base import Bench, Check, Record, Settings, Skipped, Status
@@ -47,7 +46,11 @@ def run_isolated(
     try:
         process.join(kill_s)
     finally:
-        ended = _end(process)
+        ended = not process.is_alive()
+        process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid or 0, signal.SIGKILL)  # what it has started
+        process.join()
     found = read_record(settings.out, check.name)
     if not ended:
         found.status, found.reason = Status.FAILED, f"it did not end within {kill_s:.0f} s and was killed; see {log}"
@@ -60,7 +63,11 @@ def run_isolated(
 
 
 def _run(name: str, run: Callable[[Bench], None], settings: Settings, seconds: float, dump_at: float) -> None:
-    """The process of one check. dump_at: when it shall say what it is doing, by time.monotonic()."""
+    """The process of one check, with a process group of its own for all that it starts.
+
+    dump_at: when it shall say what it is doing, by time.monotonic().
+    """
+    os.setsid()
     with (settings.out / "logs" / f"{name}.log").open("w") as log:
         for stream in (1, 2):  # stdout and stderr, so that what C libraries print is caught, too
             os.dup2(log.fileno(), stream)
@@ -85,33 +92,6 @@ def _run(name: str, run: Callable[[Bench], None], settings: Settings, seconds: f
 
 def _record_path(out: Path, name: str) -> Path:
     return out / "checks" / f"{name}.json"
-
-
-def _end(process: BaseProcess) -> bool:
-    """Kill the process, with all that it has started, unless it has ended; whether it had."""
-    if not process.is_alive():
-        return True
-    assert process.pid is not None
-    started = _started_by(process.pid)
-    process.kill()
-    process.join()
-    for pid in started:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    return False
-
-
-def _started_by(pid: int) -> list[int]:
-    """The processes that this one has started, and those that they have.
-
-    Not by a process group: a signal to this program's group reaches them, too.
-    """
-    found = []
-    for children in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):
-            for child in map(int, children.read_text().split()):
-                found += [child, *_started_by(child)]
-    return found
 
 
 def read_record(out: Path, name: str) -> Record:

@@ -32,7 +32,7 @@ from dos import DOSAdam, EmulatedDevice
 from experiments.command import Parser, positive, seconds, table
 from experiments.corpus import Corpus, standard_library
 from experiments.gpt import GPT
-from experiments.miniature import equal_subgroups, slowed, without_fixed_costs
+from experiments.miniature import equal_subgroups, without_fixed_costs
 from experiments.paper.runs import read_runs
 from experiments.paper.sweep.device import CONTEXT, small_model
 from experiments.paper.sweep.predict import Predictor, policy_plan
@@ -68,19 +68,11 @@ def configuration(ranks: int, policy: str, device: str = "emulated") -> Configur
 
 def emulated(config: Configuration, predictor: Predictor, numel: int, update_s: float) -> HardwareProfile:
     """The machine of a rank with `numel` parameters, so slow that one rank alone updates for `update_s` on the CPU."""
-
-    def machine(config: Configuration) -> HardwareProfile:
-        return dataclasses.replace(without_fixed_costs(config.profile()), ranks_per_host=config.ranks_per_node)
-
-    def whole_s(config: Configuration) -> float:
-        """Of an update of the large model."""
-        run = predictor.run_of(config)
-        work = equal_subgroups(int(run.params), -(-int(run.params) // run.subgroups))
-        return makespan(cpu_only(work), work, machine(config))
-
-    share = whole_s(config) / whole_s(configuration(1, "cpu"))
-    work = equal_subgroups(numel, -(-numel // predictor.run_of(config).subgroups))
-    return slowed(machine(config), work, update_s * share)
+    machine, alone = without_fixed_costs(config.profile()), predictor.run_of(configuration(1, "cpu"))
+    work = equal_subgroups(int(alone.params), -(-int(alone.params) // alone.subgroups))
+    alone_s = makespan(cpu_only(work), work, dataclasses.replace(machine, ranks_per_host=1))
+    scaled = machine.scaled(numel / predictor.run_of(config).params * alone_s / update_s)
+    return dataclasses.replace(scaled, ranks_per_host=config.ranks_per_node)
 
 
 def train(config: Configuration, predictor: Predictor, update_s: float) -> dict[str, float]:

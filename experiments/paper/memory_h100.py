@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections import defaultdict
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -17,8 +18,6 @@ from perfmodel import Lane, Op, Placement, Plan, Span, Timeline, Workload
 from perfmodel.adaptive import adaptive
 from perfmodel.bounds import lower_bound
 from perfmodel.demand import demand
-from perfmodel.format import MIXED
-from perfmodel.hardware import HardwareProfile
 from perfmodel.lanes import LANE_OF_STREAM
 from perfmodel.policies import cpu_only, stride
 from perfmodel.simulate import Phase, Scope, simulate
@@ -47,21 +46,9 @@ class Simulated:
     bound_s: float
 
 
-def workload(rank: PublishedRank) -> Workload:
-    """The rank's update with the memory that its trace leaves, less what the optimizer leaves alone."""
-    size = round(rank.parameters / rank.subgroups)
-    spare = rank.memory_bytes * (1 - MARGIN)
-    return Workload.of_sizes(
-        [size] * rank.subgroups,
-        backward_s=rank.backward_s,
-        peak_free_bytes=spare - rank.recording.peak,
-        shared_free_bytes=spare - rank.recording.update,
-    )
-
-
 def plans(rank: PublishedRank) -> dict[str, tuple[Plan, Workload]]:
-    """What is compared, each with the memory that it may use."""
-    work = workload(rank)
+    """What is compared, each with the memory that it may use: what the trace leaves, less what DOSAdam leaves alone."""
+    work = rank.workload(MARGIN * rank.memory_bytes)
 
     def room_for(share: float) -> Workload:
         taken = work.peak_free_bytes - share * work.state_bytes
@@ -81,7 +68,10 @@ def plans(rank: PublishedRank) -> dict[str, tuple[Plan, Workload]]:
 
 def simulated(name: str, plan: Plan, work: Workload, rank: PublishedRank) -> Simulated:
     """One row of the table."""
-    moved = moves(plan, work, rank.profile)
+    moved: dict[Lane, float] = defaultdict(float)  # each link's bytes move through host DRAM, too
+    for placement, load in zip(plan.placements, work.subgroups, strict=True):
+        for stream, cost in demand(placement, load, rank.profile).items():
+            moved[LANE_OF_STREAM[stream]] += cost.traffic
     held = sum(work.subgroups[i].state_bytes for i in plan.served(Placement.GPU_RESIDENT))
     end = max(span.end for span in simulate(plan, work, rank.profile, SCOPE).spans)
     return Simulated(
@@ -96,24 +86,14 @@ def simulated(name: str, plan: Plan, work: Workload, rank: PublishedRank) -> Sim
     )
 
 
-def moves(plan: Plan, work: Workload, profile: HardwareProfile) -> dict[Lane, float]:
-    """Bytes by what causes them: each link's go through host DRAM, too, and the CPU's updates move theirs there."""
-    moved = dict.fromkeys((Lane.H2D, Lane.D2H, Lane.CPU), 0.0)
-    for placement, load in zip(plan.placements, work.subgroups, strict=True):
-        for stream, cost in demand(placement, load, profile).items():
-            if LANE_OF_STREAM[stream] in moved:
-                moved[LANE_OF_STREAM[stream]] += cost.traffic
-    return moved
-
-
 def report(console: Console, picture: Path | None, *, as_json: bool) -> int:
     """Print the table, and write the picture."""
     rank = PublishedRank.read()
     rows = [simulated(name, plan, work, rank) for name, (plan, work) in plans(rank).items()]
     console.print(
         f"Simulation on the profile {rank.profile.name!r}: one of four ranks of the published 20B run, "
-        f"{rank.parameters / 1e9:.2f}e9 parameters, whose state is "
-        f"{MIXED.state_bytes * rank.parameters / 2**30:.1f} GiB; its recorded memory leaves "
+        f"{rank.loads.numel / 1e9:.2f}e9 parameters, whose state is "
+        f"{rank.loads.state_bytes / 2**30:.1f} GiB; its recorded memory leaves "
         f"{rank.free_bytes / 2**30:.1f} GiB at the peak, of which {MARGIN:.0%} of the device stay free. "
         "Nothing here was measured but the trace."
     )
@@ -135,20 +115,13 @@ def draw(rank: PublishedRank, path: Path) -> None:
     """The stride and adaptive residency: memory over one iteration, and the lanes."""
     panels = {}
     for name, (plan, work) in plans(rank).items():
-        if plan.served(Placement.CPU) != plan.order and work == workload(rank):
-            timeline = iteration(plan, work, rank)
+        if plan.served(Placement.CPU) != plan.order and work == rank.workload(MARGIN * rank.memory_bytes):
+            later = (s.since(-rank.forward_s) for s in simulate(plan, work, rank.profile, SCOPE).spans)
+            timeline = Timeline.of([Span(Lane.GPU, Op.FORWARD, None, 0.0, rank.forward_s), *later])
             end = max(span.end for span in timeline.spans)
             panels[f"{name}: {end:.2f} s"] = memory(plan, work, rank, timeline), timeline
     title = "One iteration of a rank of the published 20B run on an H100 (simulation; memory as recorded)"
     save_memory_and_lanes(panels, rank.memory_bytes, path, title=title)
-
-
-def iteration(plan: Plan, work: Workload, rank: PublishedRank) -> Timeline:
-    """Forward, backward and update."""
-    spans = simulate(plan, work, rank.profile, SCOPE).spans
-    shift = rank.forward_s
-    later = (Span(s.lane, s.op, s.subgroup, s.start + shift, s.end + shift) for s in spans)
-    return Timeline.of([Span(Lane.GPU, Op.FORWARD, None, 0.0, shift), *later])
 
 
 def memory(plan: Plan, work: Workload, rank: PublishedRank, timeline: Timeline) -> list[MemorySample]:

@@ -72,16 +72,15 @@ class Recording:
 
 @dataclass(frozen=True)
 class PublishedRank:
-    """One rank of a published run.
+    """One rank of a published run, or a miniature of it: as small and slow as the model at hand needs.
 
-    parameters: whose optimizer state it holds, in `subgroups`.
+    loads: the subgroups whose optimizer state it holds.
     forward_s, backward_s: of its compute. update_s: of its update, all on the CPU.
     memory_bytes: of its GPU. recording: what its process holds of that.
     profile: of its machine, without fixed costs, which are thousandths.
     """
 
-    parameters: float
-    subgroups: int
+    loads: Workload
     forward_s: float
     backward_s: float
     update_s: float
@@ -118,8 +117,7 @@ class PublishedRank:
         fastest = min(runs, key=lambda r: r.forward_s + r.backward_s)
         profile = HardwareProfile.builtin(machine)
         return cls(
-            parameters=fastest.run.params,
-            subgroups=fastest.run.subgroups,
+            loads=Workload.of_sizes([round(fastest.run.subgroup_params)] * fastest.run.subgroups),
             forward_s=fastest.forward_s,
             backward_s=fastest.backward_s,
             update_s=float(np.median(whole) if whole else np.polyval(np.polyfit(ratios, updates, 1), 1.0)),
@@ -128,52 +126,28 @@ class PublishedRank:
             profile=dataclasses.replace(without_fixed_costs(profile), ranks_per_host=ranks),
         )
 
-    def miniature(self, workload: Workload, update_s: float) -> Miniature:
+    def miniature(self, loads: Workload, update_s: float) -> PublishedRank:
         """The rank for a smaller model, so slow that its update on the CPU takes `update_s` seconds.
 
-        workload: subgroups of that model. Its state takes the same share of memory, its compute the same share of time.
+        loads: subgroups of that model. Its state takes the same share of memory, its compute the same share of time.
         """
-        share = workload.numel / self.parameters
-        slow = slowed(self.profile, workload, update_s)
-        return Miniature(
-            loads=workload,
-            profile=slow,
+        share, slower = loads.numel / self.loads.numel, update_s / self.update_s
+        return PublishedRank(
+            loads=loads,
+            forward_s=slower * self.forward_s,
+            backward_s=slower * self.backward_s,
+            update_s=update_s,
             memory_bytes=round(self.memory_bytes * share),
             recording=self.recording.scaled(share),
-            forward_s=update_s * self.forward_s / self.update_s,
-            backward_s=update_s * self.backward_s / self.update_s,
-            slowdown=self.profile.host_bandwidth / slow.host_bandwidth,
-            shrinkage=1 / share,
+            profile=slowed(self.profile, loads, update_s),
         )
-
-
-@dataclass(frozen=True)
-class Miniature:
-    """A published rank as small and slow as the model at hand needs; bytes and seconds of the small one.
-
-    loads: the model's subgroups. slowdown, shrinkage: of rates and of memory.
-    """
-
-    loads: Workload
-    profile: HardwareProfile
-    memory_bytes: int
-    recording: Recording
-    forward_s: float
-    backward_s: float
-    slowdown: float
-    shrinkage: float
-
-    @property
-    def free_bytes(self) -> int:
-        """What the training itself leaves at its peak."""
-        return self.memory_bytes - self.recording.peak
 
     def device(self, position: Callable[[], float], neighbour: Occupancy = 0) -> EmulatedDevice:
         """The device, on which the training holds what was recorded at the same position in the iteration."""
         occupied = Script(self.recording.script(), position)
         return EmulatedDevice(self.profile, self.memory_bytes, occupied, neighbour=neighbour)
 
-    def workload(self, neighbour: int) -> Workload:
+    def workload(self, neighbour: float) -> Workload:
         """An iteration with the memory that there was for it beside a neighbour with so many bytes."""
         return dataclasses.replace(
             self.loads,

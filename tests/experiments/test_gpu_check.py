@@ -167,7 +167,7 @@ def test_bad_arguments(arguments: list[str], says: str, capsys: pytest.CaptureFi
 def test_a_folder_that_cannot_be_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(SystemExit) as error:
-        main([f"--out={tmp_path / 'file'}"])
+        run(tmp_path / "file")
     assert error.value.code == 2
     assert "--out" in capsys.readouterr().err
 

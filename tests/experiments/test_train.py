@@ -153,7 +153,7 @@ def test_emulated_machine_has_the_published_proportions() -> None:
     assert makespan(cpu_only(update), update, machine.device.profile) == pytest.approx(
         0.05 * HEADROOM * rank.update_over_compute
     )
-    share = model.numel / rank.parameters
+    share = model.numel / rank.loads.numel
     state = 2 * sum(p.nbytes for p in model.parameters())
     assert machine.capacity == pytest.approx(rank.recording.peak * share + ROOM * state, abs=2)
     x = torch.zeros(1, 12, dtype=torch.long)

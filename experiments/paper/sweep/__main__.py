@@ -51,19 +51,11 @@ def run(sweep: Sweep, path: Path, predictor: Predictor, done: Callable[[], None]
         rows.writerow(COLUMNS)
         results = {}
         for config in sweep.configurations:
-            results[config] = _run_one(config, predictor)
+            results[config] = predictor.outcome(config)
             rows.writerow((*dataclasses.astuple(config), *dataclasses.astuple(results[config])))
             file.flush()
             done()
     return results
-
-
-def _run_one(config: Configuration, predictor: Predictor) -> Outcome:
-    if config.device == "simulated":
-        return predictor.outcome(config)
-    from experiments.paper.sweep.device import run_on_device  # simulations need no torch
-
-    return run_on_device(config, predictor)
 
 
 def show(sweep: Sweep, results: dict[Configuration, Outcome], console: Console) -> None:
@@ -119,7 +111,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         names = [sweep.name for sweep in sweeps]
         if len(set(names)) < len(names):
             raise ValueError(f"two sweeps are called {max(names, key=names.count)!r}; rename one of the files")
-        _check_devices(sweeps)
         predictor = Predictor(read_runs())
         results = _run_all(sweeps, options.out, predictor)
         console = Console(width=None if sys.stdout.isatty() else FILE_WIDTH)
@@ -139,15 +130,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"interrupted; {options.out} has the rows until here", file=sys.stderr)
         return 130
     return 0
-
-
-def _check_devices(sweeps: Sequence[Sweep]) -> None:
-    devices = {config.device for sweep in sweeps for config in sweep.configurations} - {"simulated"}
-    if devices:
-        from experiments.paper.sweep.device import check_device
-
-        for device in sorted(devices):
-            check_device(device)
 
 
 def _run_all(sweeps: Sequence[Sweep], out: Path, predictor: Predictor) -> dict[str, dict[Configuration, Outcome]]:

@@ -18,12 +18,6 @@ LAYERS, HEADS, CONTEXT = 2, 4, 32
 ROUNDS = 3
 
 
-def check_device(name: str) -> None:
-    """Raise ValueError if there is no such device here."""
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device 'cuda' was asked for and there is no CUDA device here; use 'emulated' or 'simulated'")
-
-
 def run_on_device(config: Configuration, predictor: Predictor) -> Outcome:
     """Measure updates of the small model, beside what is predicted of the same.
 

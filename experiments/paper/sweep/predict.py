@@ -89,7 +89,11 @@ class Predictor:
         }
 
     def outcome(self, config: Configuration) -> Outcome:
-        """What the configuration takes, simulated, beside what was published of it."""
+        """What the configuration takes, simulated, beside what was published of it; or scaled down, on its device."""
+        if config.device != "simulated":
+            from experiments.paper.sweep.device import run_on_device  # simulations need no torch
+
+            return run_on_device(config, self)
         run = self.run_of(config)
         found = Outcome(run.params, run.subgroups, note=self._shortage(config, run))
         if not found.note:

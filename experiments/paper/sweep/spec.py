@@ -117,6 +117,8 @@ def _check_together(given: Mapping[str, Any]) -> None:
         raise ValueError(
             f"policy {policy!r} is DeepSpeed's loop and cannot run on device {device!r}; use {', '.join(OUR_POLICIES)}"
         )
+    if device == "cuda" and not import_module("torch").cuda.is_available():  # simulations need no torch
+        raise ValueError("device 'cuda' was asked for and there is no CUDA device here; use 'emulated' or 'simulated'")
     if machine not in DATA_SHEETS:
         published = ", ".join(DATA_SHEETS)
         if policy in PUBLISHED_LOOPS:
