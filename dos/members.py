@@ -101,8 +101,6 @@ class Members:
         for record in self.registry.enrol(members):
             self._accelerates(record.parameter)
             self._watching.watch(record.parameter, self, record.arena.accelerated)
-        if self.on_device is not None:
-            self.on_device.engine.make_room_for_gradients(self.registry.accelerated)
         return [(self.registry.records[id(p)], group) for p, group in members]
 
     def _accelerates(self, parameter: Tensor) -> bool:

@@ -280,6 +280,10 @@ class Session(InFlight):
         assert offloaded is not None, "asked only when gradients are offloaded"
         subgroups = [subgroup for subgroup, _ in registry.places[record]]
         index = registry.index[subgroups[0]] if subgroups else 0
+        assert record.gradient is not None, "it is taken from there"
+        record.arena.stage_gradients_as(record.gradient.dtype)
+        if not all(map(registry.host_store.stages, subgroups)):
+            on_device.engine.make_room_for_gradients(registry.accelerated)
         offloaded.take(record, subgroups, index, on_device.engine, in_backward=in_backward)
 
     def attach(self, model: nn.Module, amount: Amount | None) -> None:

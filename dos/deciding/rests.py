@@ -40,7 +40,7 @@ class Rests:
         limit = self._homes.host.limit
         if self._homes.disk is None or limit is None:
             return {}
-        gradients = sum(self._homes.host.gradient_bytes.values())
+        gradients = self._homes.host.gradient_bytes
         count, window = self._homes.windows(subgroups)
         # What is on disk could only come home through windows.
         nowhere_else = not self._homes.disk.nbytes

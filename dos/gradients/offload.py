@@ -15,7 +15,6 @@ from torch import Tensor
 
 from dos.devices import Device, EmulatedDevice, Job
 from dos.kernels.update import accumulate
-from dos.state.arena import Arena
 from dos.state.host_store import HostStore
 from dos.state.host_tensor import HostTensor
 from dos.state.record import ParameterRecord
@@ -96,7 +95,6 @@ class OffloadedGradients:
         assert gradient is not None
         arena = record.arena
         self.check()
-        arena.stage_gradients_as(gradient.dtype)
         place = slice(record.offset, record.offset + record.numel)
         before, pin = self._totals.get(record), not (in_backward and record.sharded)
         if before is not None:
@@ -104,7 +102,7 @@ class OffloadedGradients:
             self._settled(before)
             if arena.accumulated is None and not self._native:
                 arena.accumulate()
-        if pin and not all(map(self._store.stages, subgroups)):
+        if pin:
             self._store.stage(subgroups)
         self._wait_for_link(gradient.nbytes, engine.device)
         self._torn = True
@@ -186,11 +184,6 @@ class OffloadedGradients:
             with contextlib.suppress(Exception):  # of which `arrived` tells
                 self._leaving[0][0].wait()
             self._leaving_bytes -= self._leaving.popleft()[1]
-
-    def most_bytes(self, arena: Arena) -> int:
-        """Bytes of host memory that the gradients of an arena may take once they add up."""
-        assert arena.gradient is not None, "the parameters are on the accelerator"
-        return arena.gradient.nbytes + (0 if self._native else arena.numel * torch.float32.itemsize)
 
     def check(self) -> None:
         """Raise RuntimeError if the gradients are not what backward has made."""

@@ -56,11 +56,11 @@ class Registry:
         self.local: list[Subgroup] = []
         self.index: dict[Subgroup, int] = {}
         self.places: dict[ParameterRecord, list[tuple[Subgroup, Piece]]] = {}
-        self.host_store = HostStore(options.host_memory, keeps_gradients=bool(options.offload_gradients))
+        offloads, native = bool(options.offload_gradients), options.offload_gradients == NATIVE
+        self.host_store = HostStore(options.host_memory, keeps_gradients=offloads, native=native)
         self.homes = Homes(self.host_store)
         self.lasting_bytes = 0
-        native = options.offload_gradients == NATIVE
-        self.offloaded = OffloadedGradients(self.host_store, native=native) if options.offload_gradients else None
+        self.offloaded = OffloadedGradients(self.host_store, native=native) if offloads else None
         self._promised = {True: 0, False: 0}
         """Host bytes of parameters on the accelerator, and of those on the host that have none yet."""
         self._loads: tuple[SubgroupLoad, ...] | None = None
@@ -231,6 +231,5 @@ class Registry:
         self.index = {subgroup: i for i, subgroup in enumerate(self.accelerated)}
         self.lasting_bytes = sum(arena.device_bytes for arena in {s.arena for s in self.accelerated})
         if self.offloaded is not None and self.homes.disk is not None:
-            for arena in {subgroup.arena for subgroup in self.accelerated}:
-                self.host_store.gradient_bytes[arena] = self.offloaded.most_bytes(arena)
+            self.host_store.awaited.update(subgroup.arena for subgroup in self.accelerated)
         self._loads = None

@@ -27,7 +27,7 @@ class Homes:
     def windows(self, subgroups: Iterable[Subgroup]) -> tuple[int, int]:
         """How many windows there are to be for state of these, if any of it is on disk, and their bytes."""
         nbytes, limit = window_bytes(subgroups), self.host.limit
-        most = WINDOWS if limit is None else (limit - sum(self.host.gradient_bytes.values())) // (2 * nbytes)
+        most = WINDOWS if limit is None else (limit - self.host.gradient_bytes) // (2 * nbytes)
         return max(2, min(WINDOWS, most)), nbytes
 
     def tiers(self, subgroups: Iterable[Subgroup], *, complete: bool = False) -> dict[Subgroup, Tier]:
@@ -51,14 +51,16 @@ class Homes:
 
         through: bytes of windows that there have to be besides, for which homes have to go, if need be.
         """
-        sizes = {s: self.host.droppable_bytes(s) if self.host.houses(s) else None for s in subgroups}
-        room = self.host.room - max(0, through - self.host.windows.nbytes) + sum(filter(None, sizes.values()))
+        made = {s: self.host.home_bytes(s, made=True) if self.host.houses(s) else 0 for s in subgroups}
+        now = self.host.room - max(0, through - self.host.windows.nbytes)
+        in_all = now + sum(made.values())
         housed = set()
-        for subgroup, made in sorted(sizes.items(), key=lambda each: each[1] is None):
-            nbytes = subgroup.load().host_bytes if made is None else made
-            if nbytes <= room or not nbytes:
+        for subgroup in sorted(made, key=lambda s: not self.host.houses(s)):
+            nbytes = self.host.home_bytes(subgroup)
+            more = nbytes - made[subgroup]  # which what leaves in this step does not make room for
+            if not nbytes or (nbytes <= in_all and (not more or more <= now)):
                 housed.add(subgroup)
-                room -= nbytes
+                now, in_all = now - more, in_all - nbytes
         return housed
 
     def reserve(self, subgroups: Iterable[Subgroup]) -> None:

@@ -9,6 +9,8 @@ import time
 import weakref
 from collections.abc import Iterable, Sequence
 
+import torch
+
 from dos.devices import Copy, Device, Job
 from dos.machine.host_memory import reserve
 from dos.state.arena import Arena, State, state_copies
@@ -28,15 +30,17 @@ class HostStore:
 
     limit: bytes that all may take; None: what the host has. windows: through which state on disk passes.
     keeps_gradients: whether gradients wait here for the step, and not for an update on the host alone.
+    native: whether they add up in their own dtype.
     spills: whether what there is no room for goes to disk, as far as it is state.
-    gradient_bytes: that those of an arena may take, by arena; counted whether they are there or to come.
+    awaited: the arenas whose gradients are counted whether they are there or to come.
     """
 
-    def __init__(self, limit: int | None = None, *, keeps_gradients: bool = False) -> None:
+    def __init__(self, limit: int | None = None, *, keeps_gradients: bool = False, native: bool = False) -> None:
         self.limit = limit
         self.spills = False
         self._keeps_gradients = keeps_gradients
-        self.gradient_bytes: weakref.WeakKeyDictionary[Arena, int] = weakref.WeakKeyDictionary()
+        self._native = native
+        self.awaited: weakref.WeakSet[Arena] = weakref.WeakSet()
         self.windows = Windows()
         self._tensors: weakref.WeakSet[HostTensor] = weakref.WeakSet()
         self._whole: weakref.WeakSet[HostTensor] = weakref.WeakSet()
@@ -57,8 +61,18 @@ class HostStore:
     @property
     def room(self) -> float:
         """Bytes that may yet be made for state, beside gradients that may come."""
-        made = {arena: sum(tensor.nbytes for tensor in arena.incoming()) for arena in self.gradient_bytes}
-        return self._left - sum(max(0, nbytes - made[arena]) for arena, nbytes in self.gradient_bytes.items())
+        made = {arena: sum(tensor.nbytes for tensor in arena.incoming()) for arena in self.awaited}
+        return self._left - sum(max(0, self._most_bytes(arena) - nbytes) for arena, nbytes in made.items())
+
+    @property
+    def gradient_bytes(self) -> int:
+        """That awaited gradients may take."""
+        return sum(map(self._most_bytes, self.awaited))
+
+    def _most_bytes(self, arena: Arena) -> int:
+        """That the gradients of an arena may take once they add up."""
+        assert arena.gradient is not None, "the parameters are on the accelerator"
+        return arena.gradient.nbytes + (0 if self._native else arena.numel * torch.float32.itemsize)
 
     def has(self, subgroup: Subgroup) -> bool:
         """Whether there is room for the subgroup's state, where it has been or is to come."""
@@ -91,17 +105,17 @@ class HostStore:
             tensor.release(subgroup.start, subgroup.stop)
         subgroup.newest.clear()
 
-    def droppable_bytes(self, subgroup: Subgroup) -> int:
-        """Bytes that `drop` gives back."""
-        parts = ((t, *t.part(subgroup.start, subgroup.stop)) for t in self._own(subgroup))
+    def home_bytes(self, subgroup: Subgroup, *, made: bool = False) -> int:
+        """Bytes of a home with what updates there take. made: those that `drop` gives back."""
+        own = (t for t in self._own(subgroup) if not made or t.has(subgroup.start, subgroup.stop))
+        parts = ((t, *t.part(subgroup.start, subgroup.stop)) for t in own)
         return sum((last - first) * t.tensor.itemsize for t, first, last in parts)
 
     def _own(self, subgroup: Subgroup) -> list[HostTensor]:
-        """What of its memory was made and goes with its home: not gradients that may be waiting for the step."""
+        """What goes with its home: not gradients that may be waiting for the step."""
         arena = subgroup.arena
         kept = arena.incoming() if self._keeps_gradients else ()
-        made = (t for t in (*arena.home(), *arena.staging()) if t.has(subgroup.start, subgroup.stop))
-        return [tensor for tensor in made if tensor not in kept]
+        return [tensor for tensor in (*arena.home(), *arena.staging()) if tensor not in kept]
 
     def fetch(self, subgroup: Subgroup) -> State:
         window = None if self.houses(subgroup) else self.windows.of(subgroup)

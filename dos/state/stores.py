@@ -90,7 +90,7 @@ class Stores:
         leaving = []
         while at_home and missing > 0:
             leaving.append(at_home.pop())
-            missing -= self.host.droppable_bytes(leaving[-1])
+            missing -= self.host.home_bytes(leaving[-1], made=True)
         self.disk.reserve(leaving)
         self.to_disk(leaving, Tier.HOST)
         return leaving

@@ -262,8 +262,8 @@ class Engine:
         Raises OSError if the disk has no room either.
         """
         stores = self.stores
-        if stores.disk is None or not stores.host.gradient_bytes or stores.host.room >= 0:
-            return  # without offloaded ones, homes may be what gradients have left for
+        if stores.disk is None or stores.host.room >= 0:
+            return
         self.wait()
         self.early.drop_arriving(list(self.early.arriving))
         stores.write_kept()

@@ -483,6 +483,35 @@ def test_room_on_disk_goes_back_once_state_has_come_home_for_good(tmp_path: Path
     assert everything(model, optimizer) == everything(twin, other)
 
 
+@pytest.mark.parametrize("offload", [False, True, "native"])
+@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.skipif(not hasattr(Tensor, "grad_dtype"), reason="this torch takes no gradient of another dtype")
+def test_homes_leave_for_disk_where_gradients_become_wider(tmp_path: Path, offload: bool | str, reads: bool) -> None:
+    ends, held = [], [0]
+    for disk in (None, tmp_path):
+        model = mlp(torch.bfloat16, width=2000)
+        numel = sum(p.numel() for p in model.parameters())
+        room = {False: 0, True: 6, "native": 2}[offload] + 7  # half of the state is at home
+        optimizer = dos_adam(
+            model.parameters(), disk, offload_gradients=offload, host_memory=TWO_WINDOWS + room * numel
+        )
+        for step in range(4):
+            if step == 2:
+                for parameter in model.parameters():
+                    parameter.grad_dtype = torch.float32
+            views = [entry["exp_avg"] for entry in optimizer.state.values()] if reads else []
+            backward(model, step, micro_batches=2)
+            for view in views:
+                view.mul_(0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            if disk is not None:
+                held.append(bytes_on_disk(disk))
+        ends.append(everything(model, optimizer))
+    assert ends[0] == ends[1]
+    assert 0 < held[2] < held[4]
+
+
 @pytest.mark.parametrize("offload", [True, "native"])
 @pytest.mark.parametrize("joins", ["group", "unfrozen"])
 @pytest.mark.parametrize("reads", [False, True])
