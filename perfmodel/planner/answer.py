@@ -10,12 +10,13 @@ from typing import Any
 from perfmodel.bounds import lower_bound
 from perfmodel.format import INT8
 from perfmodel.plan import Placement
-from perfmodel.planner.job import EFFICIENCY, Traffic
+from perfmodel.planner.job import EFFICIENCY
 from perfmodel.planner.outcome import Outcome, outcomes
 from perfmodel.planner.question import MARGIN, Question
 from perfmodel.planner.situation import Situation
 from perfmodel.planner.units import format_bytes, format_count, format_rate
 from perfmodel.planner.whatif import largest, levers, most, remedies
+from perfmodel.timeline import Op
 
 DAY_S = 86_400
 
@@ -100,8 +101,8 @@ def answer(question: Question, notes: list[str]) -> dict[str, Any]:
 def _disk(situation: Situation, best: Outcome) -> dict[str, Any]:
     """State on disk. Bytes of a step and of a day of training are those of a node."""
     question, work, plan = situation.question, situation.update_workload, best.plan
-    moved = Traffic.of(plan, work, situation.profile).moved_bytes if plan else 0.0
-    written = moved * question.per_node
+    writes = [task.size for task in situation.operations(plan) if task.op is Op.WRITE] if plan else []
+    written = sum(writes) * question.per_node
     per_day = written * DAY_S / best.iteration_s if best.iteration_s else None
     endured = per_day / question.disk_endurance if per_day is not None and question.disk_endurance else None
     return {
@@ -122,7 +123,7 @@ def _disk(situation: Situation, best: Outcome) -> dict[str, Any]:
 def _job(situation: Situation, best: Outcome) -> dict[str, Any]:
     """All ranks together. Bandwidths in bytes/s, one way, as collectives reach them."""
     question, job = situation.question, situation.job
-    busy_s = job.busy_s(best.plan, situation.update_workload) if best.plan else {}
+    busy_s = situation.busy_s(best.plan) if best.plan else {}
     tokens = question.tokens * question.micro_batches * question.ranks / best.iteration_s if best.iteration_s else None
     fits = {
         "memory on the device": situation.fits_device,

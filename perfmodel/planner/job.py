@@ -5,14 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from perfmodel.demand import demand
 from perfmodel.hardware import HardwareProfile
-from perfmodel.lanes import LANE_OF_STREAM, Stream
-from perfmodel.plan import Placement, Plan
 from perfmodel.planner.overlap import Pass, backward_s, forward_s
 from perfmodel.planner.question import Group, Question
-from perfmodel.timeline import Lane
-from perfmodel.workload import Workload
 
 EFFICIENCY = 0.8
 """Share of NVLink's or the network's nominal bandwidth that NCCL's large collectives reach: on an
@@ -56,27 +51,6 @@ class Collective(NamedTuple):
         if self.group.nodes == 1:
             return "within nodes"
         return "between nodes" if self.group.per_node == 1 else "within and between nodes"
-
-
-class Traffic(NamedTuple):
-    """What one rank moves in a step. moved_bytes: that it reads, and writes as well. busy_s: of the disk."""
-
-    moved_bytes: float
-    busy_s: float
-
-    @classmethod
-    def of(cls, plan: Plan, work: Workload, profile: HardwareProfile) -> Traffic:
-        """With the plan; reading takes turns with writing, or runs beside it, whichever is faster."""
-        loads = [work.subgroups[i] for i in plan.on_disk]
-        kept = min(work.windows, len(loads)) if work.reverses else 0
-        share = 1 - kept / len(loads) if loads else 0.0
-        costs = [demand(plan.placements[i], work.subgroups[i], profile, on_disk=True) for i in plan.on_disk]
-        read_s, write_s = (share * sum(cost[way].seconds for cost in costs) for way in (Stream.READ, Stream.WRITE))
-        reads = profile.disk_read_bandwidth_duplex / profile.disk_read_bandwidth
-        writes = profile.disk_write_bandwidth_duplex / profile.disk_write_bandwidth
-        both_s = min(read_s / reads, write_s / writes)
-        busy_s = read_s + write_s - max(0.0, reads + writes - 1) * both_s
-        return cls(share * sum(load.state_bytes for load in loads), busy_s)
 
 
 class Job:
@@ -184,36 +158,3 @@ class Job:
     def after_update_s(self) -> float:
         """Seconds between the update and the next forward."""
         return sum(each.seconds for each in self.collectives if each.part == AFTER_UPDATE)
-
-    def busy_s(self, plan: Plan, work: Workload) -> dict[str, float]:
-        """Seconds for which each resource works in a step.
-
-        No iteration is shorter than the longest of them, however well everything overlaps. Links
-        count at the rates of one direction alone, the optimizer's transfers as the plan has them.
-        """
-        profile = self._profile
-        seconds, traffic = dict.fromkeys(Lane, 0.0), 0.0
-        for placement, load in zip(plan.placements, work.subgroups, strict=True):
-            for stream, cost in demand(placement, load, profile).items():
-                if not self.copied or stream is Stream.CPU:
-                    seconds[LANE_OF_STREAM[stream]] += cost.seconds
-                    traffic += cost.traffic
-        disk = Traffic.of(plan, work, profile)
-        together = max(1, len(plan.served(Placement.GPU_RESIDENT)))
-        seconds[Lane.GPU] -= (together - 1) * profile.launch_latency_s  # one launch for all
-        times = self.question.micro_batches
-        pcie = sum(each.pcie_s for each in self.collectives) * times
-        within = 0.0 if self.over_pcie else sum(each.interconnect_s for each in self.collectives)
-        copied = (2 * self.copied + self.returned) * times
-        saved = plan.activation_bytes * times
-        busy = {
-            "compute": sum(self.compute_s) * times + seconds[Lane.GPU],
-            "interconnect": within * times,
-            "network": sum(each.network_s for each in self.collectives) * times,
-            "PCIe to the GPU": pcie + seconds[Lane.H2D] + (2 * self.copied * times + saved) / profile.h2d_bandwidth,
-            "PCIe to the host": pcie + seconds[Lane.D2H] + (self.returned * times + saved) / profile.d2h_bandwidth,
-            "CPU": seconds[Lane.CPU],
-            "disk": disk.busy_s,
-            "host DRAM": (traffic + copied + 2 * saved + 2 * disk.moved_bytes) / profile.host_bandwidth_per_rank,
-        }
-        return {resource: busy_s for resource, busy_s in busy.items() if busy_s > 0}

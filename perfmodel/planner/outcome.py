@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass, field
 
 from perfmodel.adaptive import adaptive
+from perfmodel.format import float32
 from perfmodel.plan import Placement, Plan
 from perfmodel.planner.situation import Situation
 from perfmodel.policies import DEFAULT_SLOTS, balanced_stride, cpu_only, resident, spilled, static_ratio, stride
@@ -73,7 +74,9 @@ def outcomes(situation: Situation) -> list[Outcome]:
     work, adapted = situation.update_workload, adaptive_outcome(situation)
     if situation.question.offload_parameters:
         return [adapted]
-    fits = situation.fits_device and situation.adamw_bytes <= situation.room
+    # AdamW alone has float32 masters of 16-bit parameters.
+    whole = work.numel * float32(situation.question.format.values, accelerated=False).state_bytes
+    fits = situation.fits_device and int(whole) <= situation.room
     k = balanced_stride(work.subgroups[0], situation.profile)
     slots = max(1, min(DEFAULT_SLOTS, int(work.shared_free_bytes // work.slot_bytes)))
     return [

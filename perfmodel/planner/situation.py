@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from itertools import accumulate
 
-from perfmodel.demand import demand
+from perfmodel.demand import demand, operation_demand
 from perfmodel.footprint import FP32_BYTES, DeviceBytes, HostBytes
-from perfmodel.format import float32
-from perfmodel.hardware import DISK_RATES
-from perfmodel.lanes import Stream
+from perfmodel.hardware import DISK_RATES, HardwareProfile
+from perfmodel.lanes import LANE_OF_STREAM, Stream
 from perfmodel.plan import Placement, Plan
 from perfmodel.planner.job import Job
 from perfmodel.planner.memory import Spill, device_footprint, held_bytes, host_bytes, saved_tensors
 from perfmodel.planner.question import MARGIN, Question
+from perfmodel.schedule import Task, schedule
 from perfmodel.simulate import Phase, Scope, makespan
+from perfmodel.timeline import Lane, Op
 from perfmodel.workload import SubgroupLoad, Workload, peak_room
 
 
@@ -115,11 +117,6 @@ class Situation:
         return max(0, self._usable - self.peak)
 
     @property
-    def adamw_bytes(self) -> int:
-        """State of an AdamW that keeps all on the device, with float32 masters of 16-bit parameters."""
-        return int(self.question.state_numel * float32(self.question.format.values, accelerated=False).state_bytes)
-
-    @property
     def compute_s(self) -> float:
         """Seconds of forward's and backward's arithmetic in a step."""
         return sum(self.job.compute_s) * self.question.micro_batches
@@ -189,7 +186,46 @@ class Situation:
         seconds += one_s * (self.question.micro_batches - 1)
         if not self.job.has_communication:
             return seconds
-        return max(seconds + self.job.after_update_s, *self.job.busy_s(plan, self.update_workload).values())
+        return max(seconds + self.job.after_update_s, *self.busy_s(plan).values())
+
+    def operations(self, plan: Plan) -> list[Task]:
+        """The optimizer's copies and updates in a step, and the copies of saved tensors of one micro-batch."""
+        overlapped = Scope(Phase.OVERLAPPED, Phase.OVERLAPPED)  # in which offloaded gradients leave, too
+        tasks = schedule(plan, self.update_workload, overlapped).tasks
+        # Parameters on the host are updated where they are.
+        left_out = {*Stream} - {Stream.CPU} if self.question.offload_parameters else {Stream.COMPUTE}
+        return [task for task in tasks if task.stream not in left_out]
+
+    def busy_s(self, plan: Plan) -> dict[str, float]:
+        """Seconds for which each resource works in a step.
+
+        No iteration is shorter than the longest of them, however well everything overlaps. Links
+        count at the rates of one direction alone.
+        """
+        profile, job, times = self.profile, self.job, self.question.micro_batches
+        seconds: dict[Lane, list[float]] = {lane: [] for lane in Lane}
+        traffic = []
+        for task in self.operations(plan):
+            load = self.update_workload.subgroups[task.subgroup or 0]
+            cost = operation_demand(task.stream, task.size, load, profile)
+            count = times if task.op in (Op.SAVE, Op.RESTORE) else 1
+            seconds[LANE_OF_STREAM[task.stream]].append(cost.seconds * count)
+            traffic.append(cost.traffic * count)
+        lanes = {lane: math.fsum(each) for lane, each in seconds.items()}
+        up, down = 2 * job.copied * times, job.returned * times
+        pcie = sum(each.pcie_s for each in job.collectives) * times
+        within = 0.0 if job.over_pcie else sum(each.interconnect_s for each in job.collectives)
+        busy = {
+            "compute": self.compute_s + lanes[Lane.GPU],
+            "interconnect": within * times,
+            "network": sum(each.network_s for each in job.collectives) * times,
+            "PCIe to the GPU": pcie + lanes[Lane.H2D] + up / profile.h2d_bandwidth,
+            "PCIe to the host": pcie + lanes[Lane.D2H] + down / profile.d2h_bandwidth,
+            "CPU": lanes[Lane.CPU],
+            "disk": disk_s(lanes[Lane.READ], lanes[Lane.WRITE], profile),
+            "host DRAM": (math.fsum(traffic) + up + down) / profile.host_bandwidth_per_rank,
+        }
+        return {resource: busy_s for resource, busy_s in busy.items() if busy_s > 0}
 
     def _spill(self, whole: HostBytes) -> Spill:
         question = self.question
@@ -256,3 +292,11 @@ class Situation:
     @property
     def _usable(self) -> int:
         return int((1 - MARGIN) * self.question.device_bytes)
+
+
+def disk_s(read_s: float, write_s: float, profile: HardwareProfile) -> float:
+    """Seconds of reading and writing that take so long alone, in turns or at once, whichever is faster."""
+    reads = profile.disk_read_bandwidth_duplex / profile.disk_read_bandwidth
+    writes = profile.disk_write_bandwidth_duplex / profile.disk_write_bandwidth
+    both_s = min(read_s / reads, write_s / writes)
+    return read_s + write_s - max(0.0, reads + writes - 1) * both_s

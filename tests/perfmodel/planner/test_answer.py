@@ -34,6 +34,7 @@ from tests.support.clock import compares_with_a_clock, skip_if_the_clock_cannot_
 GIB = 2**30
 A100 = HardwareProfile.builtin("a100_bound")
 DESKTOP = {"machine": "rtx_4090_desktop"}
+PCIE_WAYS = "PCIe to the GPU", "PCIe to the host"
 
 
 def question(numel: float = 7e9, machine: str = "a100_bound", **settings: Any) -> Question:
@@ -300,6 +301,9 @@ def test_offloaded_gradients_come_up_again_for_updates_on_the_gpu() -> None:
     assert load.returned_bytes == 4 * load.numel
     everything = stride(asked.update_workload, 1)
     assert asked.update_s(everything) > 1.1 * Situation(question()).update_s(everything)
+    more_s = {way: asked.busy_s(everything)[way] - Situation(question()).busy_s(everything)[way] for way in PCIE_WAYS}
+    up_s, down_s = 4 * 7e9 / A100.h2d_bandwidth, 2 * 7e9 / A100.d2h_bandwidth
+    assert more_s == {"PCIe to the GPU": pytest.approx(up_s), "PCIe to the host": pytest.approx(down_s, rel=0.01)}
 
 
 def test_more_memory_never_costs_time() -> None:

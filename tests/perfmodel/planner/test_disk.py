@@ -7,20 +7,17 @@ import re
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from perfmodel.format import STATE_FORMATS
 from perfmodel.hardware import DISK_RATES
-from perfmodel.plan import Placement, Plan
-from perfmodel.planner.job import Traffic
 from perfmodel.planner.outcome import adaptive_outcome
 from perfmodel.planner.question import Question
-from perfmodel.planner.situation import Situation
+from perfmodel.planner.situation import Situation, disk_s
 from perfmodel.planner.whatif import Effect, remedies
 from perfmodel.policies import cpu_only, spilled
 from perfmodel.windows import WINDOWS
-from perfmodel.workload import SubgroupLoad, Workload
 from tests.support import planner
 from tests.support.machines import machine
 from tests.support.planner import answer, text
@@ -107,19 +104,12 @@ def test_a_disk_is_proposed_where_host_memory_is_missing() -> None:
     assert found[Effect.MACHINE].outcome.seconds < found[Effect.DISK].outcome.seconds
 
 
-@settings(max_examples=50)
-@given(st.booleans(), st.integers(0, 12), st.floats(0.5, 1.0))
-def test_what_a_step_moves(reverses: bool, windows: int, duplex: float) -> None:
-    """8 subgroups of 120 bytes on disk, at 12 bytes/s each way."""
-    load = SubgroupLoad(10, 20, 20, 120, host_bytes=160)
-    work = Workload((load,) * 10, host_free_bytes=320, windows=windows, reverses=reverses)
-    rates = dict.fromkeys(DISK_RATES, 12.0 * duplex) | {"disk_read_bandwidth": 12.0, "disk_write_bandwidth": 12.0}
-    traffic = Traffic.of(spilled(cpu_only(work), work), work, machine(disk_latency_s=0.0, **rates))
-    moved = 8 - min(8, windows) * reverses
-    assert traffic.moved_bytes == pytest.approx(moved * 120)
-    assert traffic.busy_s == pytest.approx(moved * 10 / duplex), "at half its rate both at once gain nothing"
-    resident = Plan((Placement.GPU_RESIDENT,) * 10, tuple(range(10)), 0)
-    assert Traffic.of(resident, work, machine()) == (0, 0)
+@pytest.mark.parametrize(("duplex", "seconds"), [(1.0, 10), (0.75, 4 + 10 - 0.5 * 4 / 0.75), (0.5, 14), (0.25, 14)])
+def test_drives_read_and_write_in_turns_or_at_once(duplex: float, seconds: float) -> None:
+    """4 s of reading and 10 of writing; at half its rate both at once gain nothing."""
+    alone = {"disk_read_bandwidth": 12.0, "disk_write_bandwidth": 6.0}
+    rates = alone | {f"{name}_duplex": duplex * rate for name, rate in alone.items()}
+    assert disk_s(4.0, 10.0, machine(**rates)) == pytest.approx(seconds)
 
 
 def test_json_says_what_the_disks_are_written() -> None:

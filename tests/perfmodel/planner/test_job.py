@@ -259,7 +259,7 @@ def test_parameters_on_the_host(attach: bool) -> None:
     assert outcome.plan is not None
     assert outcome.update_s is not None
     assert outcome.update_s >= sum(demand(Placement.CPU, load, situation.profile)[Stream.CPU].seconds for load in loads)
-    busy = situation.job.busy_s(outcome.plan, situation.update_workload)
+    busy = situation.busy_s(outcome.plan)
     assert busy["PCIe to the GPU"] == pytest.approx(2 * 2 * shard / H100.h2d_bandwidth)
     assert busy["PCIe to the host"] == pytest.approx(2 * shard / H100.d2h_bandwidth)
     assert busy["host DRAM"] == pytest.approx((26 * shard + 3 * 2 * shard) / (H100.host_bandwidth / 4))
