@@ -54,6 +54,14 @@ def table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], *,
     return found
 
 
+def markdown(lines: Sequence[Sequence[str]]) -> str:
+    """A table as Markdown, the first line its heading, numbers to the right."""
+    heading, *rest = lines
+    rule = ["---", *("---:" for _ in heading[1:])]
+    rows = (f"| {' | '.join(cells)} |" for cells in (heading, rule, *rest))
+    return "\n".join(row.replace("\n", "<br>") for row in rows)
+
+
 def seconds(*values: float | None, digits: int = 3) -> list[str]:
     """Cells of a table; nothing for what is not known."""
     return ["" if value is None else f"{value:.{digits}f}" for value in values]

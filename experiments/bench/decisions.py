@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments.command import Parser
+from experiments.command import Parser, markdown
 from experiments.plots import can_draw, save_timelines
 from perfmodel import Placement, Plan, Timeline, Workload
 from perfmodel.adaptive import adaptive
@@ -52,11 +52,6 @@ def workload(room: int) -> Workload:
     return dataclasses.replace(work, peak_free_bytes=free, shared_free_bytes=free)
 
 
-def adaptive_plan(room: int) -> Plan:
-    """What DOSAdam would do."""
-    return adaptive(workload(room), HardwareProfile.builtin(MACHINE))
-
-
 def iteration(plan: Plan, room: int, scope: Scope = OVERLAPPED) -> Timeline:
     """Backward, update and the next forward."""
     return simulate(plan, workload(room), HardwareProfile.builtin(MACHINE), scope)
@@ -65,48 +60,47 @@ def iteration(plan: Plan, room: int, scope: Scope = OVERLAPPED) -> Timeline:
 def by_policy() -> dict[str, Timeline]:
     """One iteration of each policy with memory for ROOM subgroups, and of all on the CPU with nothing overlapped."""
     work = workload(ROOM)
+    planned = adaptive(work, HardwareProfile.builtin(MACHINE))
     return {
         "all on the CPU, one thing after the other": iteration(cpu_only(work), ROOM, SERIAL),
         'policy="cpu"': iteration(cpu_only(work), ROOM),
         'policy="stride:2"': iteration(stride(work, 2), ROOM),
-        f'policy="adaptive", memory for {ROOM} of {SUBGROUPS} subgroups': iteration(adaptive_plan(ROOM), ROOM),
+        f'policy="adaptive", memory for {ROOM} of {SUBGROUPS} subgroups': iteration(planned, ROOM),
     }
 
 
-def by_room() -> dict[int, Timeline]:
-    """One iteration of the adaptive policy by free memory, in subgroups."""
-    return {room: iteration(adaptive_plan(room), room) for room in ROOMS}
+def by_room() -> dict[int, tuple[Plan, Timeline]]:
+    """The adaptive plan and one iteration of it, by free memory in subgroups."""
+    plans = {room: adaptive(workload(room), HardwareProfile.builtin(MACHINE)) for room in ROOMS}
+    return {room: (plan, iteration(plan, room)) for room, plan in plans.items()}
 
 
 def policy_table() -> str:
     """Iterations by policy, in Markdown."""
-    rows = [f"| {name} | {_times(timeline)} |" for name, timeline in by_policy().items()]
-    return "\n".join(["| | iteration | exposed |", "|---|---|---|", *rows]) + "\n"
+    rows = [[name, *_times(timeline)] for name, timeline in by_policy().items()]
+    return markdown([["", "iteration", "exposed"], *rows]) + "\n"
 
 
 def room_table() -> str:
     """The adaptive plan and its iteration by free memory, in Markdown."""
-    lines = [
-        "| memory for state | resident | streamed | cpu | slots | iteration | exposed |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for room, timeline in by_room().items():
-        plan, gib = adaptive_plan(room), workload(room).peak_free_bytes / 2**30
+    lines = [["memory for state", "resident", "streamed", "cpu", "slots", "iteration", "exposed"]]
+    for room, (plan, timeline) in by_room().items():
+        gib = workload(room).peak_free_bytes / 2**30
         counts = [len(plan.served(p)) for p in (Placement.GPU_RESIDENT, Placement.GPU_STREAMED, Placement.CPU)]
-        lines.append(f"| {gib:.1f} GiB | {' | '.join(map(str, [*counts, plan.slots]))} | {_times(timeline)} |")
-    return "\n".join(lines) + "\n"
+        lines.append([f"{gib:.1f} GiB", *map(str, [*counts, plan.slots]), *_times(timeline)])
+    return markdown(lines) + "\n"
 
 
 def draw(folder: Path) -> None:
     """Write decide_policies.png and decide_memory.png."""
     save_timelines(by_policy(), folder / "decide_policies.png", title="One iteration: backward, update, next forward")
-    rooms = {f"memory for {room} of {SUBGROUPS} subgroups": timeline for room, timeline in by_room().items()}
+    rooms = {f"memory for {room} of {SUBGROUPS} subgroups": timeline for room, (_, timeline) in by_room().items()}
     save_timelines(rooms, folder / "decide_memory.png", title='policy="adaptive" by free memory')
 
 
-def _times(timeline: Timeline) -> str:
+def _times(timeline: Timeline) -> tuple[str, str]:
     exposed = max(0.0, timeline.makespan - OVERLAPPED.compute_s(workload(ROOM)))
-    return f"{timeline.makespan * 1e3:.0f} ms | {exposed * 1e3:.0f} ms"
+    return f"{timeline.makespan * 1e3:.0f} ms", f"{exposed * 1e3:.0f} ms"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

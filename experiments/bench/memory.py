@@ -17,7 +17,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -50,44 +50,21 @@ SPEEDUP = 1.5
 """Over everything on the CPU, expected where a third of the state fits."""
 
 
-@dataclass(frozen=True)
-class Row:
-    """One script. Times in seconds per iteration.
-
-    fits_share: mean share of the state for which there was memory at the peak. best_fixed: None if none was looked for.
-    unmet_iterations: at the end of which the neighbour was waiting for memory.
-    moved_after_first: transfers after the first iteration, of any kind. same_traffic: as everything on the CPU has.
-    """
-
-    script: str
-    iterations: int
-    capacity_exceeded: bool
-    errors: int
-    bits_equal: bool
-    adaptive_s: float
-    cpu_only_s: float
-    best_fixed_s: float | None
-    bound_s: float
-    best_fixed: str | None
-    fits_share: float
-    unmet_iterations: int
-    moved_after_first: int
-    same_traffic: bool
-
-    def missed(self) -> list[str]:
-        """What was to hold and does not."""
-        found = {
-            "capacity exceeded": self.capacity_exceeded,
-            "errors": self.errors > 0,
-            "other bits than on the CPU alone": not self.bits_equal,
-            "slower than the best fixed": self.adaptive_s > (1 + NOISE) * (self.best_fixed_s or math.inf),
-            f"less than {SPEEDUP} times as fast as the CPU alone": self.fits_share >= A_THIRD
-            and self.cpu_only_s < SPEEDUP * self.adaptive_s,
-            "transfers although all fits": self.script == "ample" and self.moved_after_first > 0,
-            "other traffic or time than the CPU alone": self.script == "none"
-            and not (self.same_traffic and abs(self.adaptive_s / self.cpu_only_s - 1) <= NOISE),
-        }
-        return [f"{self.script}: {what}" for what, missed in found.items() if missed]
+def misses(row: dict[str, Any]) -> list[str]:
+    """What was to hold and does not."""
+    adaptive_s, cpu_only_s, best_fixed_s = (row[key] for key in ("adaptive_s", "cpu_only_s", "best_fixed_s"))
+    found = {
+        "capacity exceeded": row["capacity_exceeded"],
+        "errors": row["errors"] > 0,
+        "other bits than on the CPU alone": not row["bits_equal"],
+        "slower than the best fixed": adaptive_s > (1 + NOISE) * (best_fixed_s or math.inf),
+        f"less than {SPEEDUP} times as fast as the CPU alone": row["fits_share"] >= A_THIRD
+        and cpu_only_s < SPEEDUP * adaptive_s,
+        "transfers although all fits": row["script"] == "ample" and row["moved_after_first"] > 0,
+        "other traffic or time than the CPU alone": row["script"] == "none"
+        and not (row["same_traffic"] and abs(adaptive_s / cpu_only_s - 1) <= NOISE),
+    }
+    return [f"{row['script']}: {what}" for what, missed in found.items() if missed]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -109,14 +86,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         except ValueError as error:
             parser.error(str(error))
     show(rows, console)
-    missed = [what for row in rows for what in row.missed()]
+    missed = [what for row in rows for what in misses(row)]
     console.print(f"missed: {', '.join(missed) or 'nothing'}")
     if arguments.json:
-        print(json.dumps({"rows": [asdict(row) for row in rows], "missed": missed}))
+        print(json.dumps({"rows": rows, "missed": missed}))
     return int(bool(missed))
 
 
-def measure(iterations: int, on_progress: Callable[[str], None], only: Collection[str] | None = None) -> list[Row]:
+def measure(
+    iterations: int, on_progress: Callable[[str], None], only: Collection[str] | None = None
+) -> list[dict[str, Any]]:
     """All scripts, or those of `only`. iterations: of a run with a neighbour.
 
     Raises ValueError for a script that there is not.
@@ -149,8 +128,13 @@ def row(
     on_progress: Callable[[str], None],
     *,
     candidates: int = CANDIDATES,
-) -> Row:
-    """One script. candidates: of the fixed policies, how many run for real."""
+) -> dict[str, Any]:
+    """One script. candidates: of the fixed policies, how many run for real. Times are seconds per iteration.
+
+    fits_share: mean share of the state for which there was memory at the peak. best_fixed: None if none was looked for.
+    unmet_iterations: at the end of which the neighbour was waiting for memory.
+    moved_after_first: transfers after the first iteration, of any kind. same_traffic: as everything on the CPU has.
+    """
     on_progress(script)
     n = len(batches)
     fixed = fixed_policies(setting, n)[:candidates]
@@ -158,32 +142,33 @@ def row(
     typical = len({nbytes for _, nbytes in setting.neighbour}) == 1
     times = sorted((run.iteration_s(typical=typical), name) for run, (name, _) in zip(others, fixed, strict=True))
     best_s, best = times[0] if times else (None, None)
-    return Row(
-        script=script,
-        iterations=n,
-        capacity_exceeded=adaptive.exceeded,
-        errors=len(adaptive.errors),
-        bits_equal=adaptive.equals(on_cpu),
-        adaptive_s=adaptive.iteration_s(typical=typical),
-        cpu_only_s=on_cpu.iteration_s(typical=typical),
-        best_fixed_s=best_s,
-        bound_s=bound_s(setting, n),
-        best_fixed=best,
-        fits_share=share_that_fits(setting, n),
-        unmet_iterations=adaptive.unmet_iterations,
-        moved_after_first=adaptive.transfers(first=1).total(),
-        same_traffic=adaptive.transfers() == on_cpu.transfers(),
-    )
+    return {
+        "script": script,
+        "iterations": n,
+        "capacity_exceeded": adaptive.exceeded,
+        "errors": len(adaptive.errors),
+        "bits_equal": adaptive.equals(on_cpu),
+        "adaptive_s": adaptive.iteration_s(typical=typical),
+        "cpu_only_s": on_cpu.iteration_s(typical=typical),
+        "best_fixed_s": best_s,
+        "bound_s": bound_s(setting, n),
+        "best_fixed": best,
+        "fits_share": share_that_fits(setting, n),
+        "unmet_iterations": adaptive.unmet_iterations,
+        "moved_after_first": adaptive.transfers(first=1).total(),
+        "same_traffic": adaptive.transfers() == on_cpu.transfers(),
+    }
 
 
-def show(rows: Sequence[Row], console: Console) -> None:
+def show(rows: Sequence[dict[str, Any]], console: Console) -> None:
     """A table for people."""
     headings = ("memory", "best fixed, which", "bits", "fits", "CPU only", "best fixed", "adaptive", "bound", "waited")
     cells = []
     for r in rows:
-        seen = (r.script, r.best_fixed or "", "equal" if r.bits_equal else "DIFFERENT", f"{r.fits_share:.0%}")
-        times = seconds(r.cpu_only_s, r.best_fixed_s, r.adaptive_s, r.bound_s)
-        cells.append([*seen, *times, str(r.unmet_iterations)])
+        bits = "equal" if r["bits_equal"] else "DIFFERENT"
+        times = seconds(*(r[key] for key in ("cpu_only_s", "best_fixed_s", "adaptive_s", "bound_s")))
+        seen = [r["script"], r["best_fixed"] or "", bits, f"{r['fits_share']:.0%}"]
+        cells.append([*seen, *times, str(r["unmet_iterations"])])
     console.print(table("Seconds per iteration on the emulated accelerator", headings, cells, left=3))
     console.print(
         "fits: mean share of the state for which there was memory at the peak; waited: iterations at whose end the "

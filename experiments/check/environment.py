@@ -6,7 +6,6 @@ import importlib.metadata
 import os
 import platform
 import resource
-import shutil
 import subprocess
 import sys
 import time
@@ -44,12 +43,13 @@ _VARIABLES = (
 def run(bench: Bench) -> None:
     """Look, and write down. What cannot be found is None."""
     available = available_bytes()
+    installed = importlib.metadata.distributions()
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     nodes = sorted(Path("/sys/devices/system/node").glob("node[0-9]*"))
     bench.note(
         python=sys.version,
         platform=platform.platform(),
-        packages={name: version(name) for name in _PACKAGES},
+        packages=dict.fromkeys(_PACKAGES) | {d.name: d.version for d in installed if d.name in _PACKAGES},
         cuda_of_torch=torch.version.cuda,
         variables={name: os.environ.get(name) for name in _VARIABLES},
         cpu=cpu_model(),
@@ -127,13 +127,6 @@ def commit() -> dict[str, object]:
     return {"commit": head, "changed_files": None if changes is None else len(changes.splitlines())}
 
 
-def version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def nvidia_smi() -> list[str] | None:
     """A line for each GPU, with the fields of _NVIDIA_SMI."""
     text = output_of("nvidia-smi", f"--query-gpu={_NVIDIA_SMI}", "--format=csv,noheader")
@@ -142,8 +135,6 @@ def nvidia_smi() -> list[str] | None:
 
 def output_of(*command: str) -> str | None:
     """What a command prints; None if it is missing or fails."""
-    if shutil.which(command[0]) is None:
-        return None
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout.strip()
     except (OSError, subprocess.SubprocessError):

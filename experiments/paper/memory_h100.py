@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import defaultdict
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -25,25 +25,6 @@ from perfmodel.simulate import Phase, Scope, simulate
 STRIDE = 2
 """The paper's on the H100."""
 SCOPE = Scope(Phase.OVERLAPPED, Phase.ABSENT)
-
-
-@dataclass(frozen=True)
-class Simulated:
-    """One plan, simulated. Seconds and bytes of one iteration of one rank.
-
-    update_s: from the end of backward to the last transfer. iteration_s: with forward and backward.
-    h2d_bytes, d2h_bytes: over the links, gradients and parameters included. dram_bytes: that host memory moves.
-    held_bytes: of device memory, by resident state and slots together.
-    """
-
-    plan: str
-    update_s: float
-    iteration_s: float
-    h2d_bytes: float
-    d2h_bytes: float
-    dram_bytes: float
-    held_bytes: int
-    bound_s: float
 
 
 def plans(rank: PublishedRank) -> dict[str, tuple[Plan, Workload]]:
@@ -66,24 +47,29 @@ def plans(rank: PublishedRank) -> dict[str, tuple[Plan, Workload]]:
     }
 
 
-def simulated(name: str, plan: Plan, work: Workload, rank: PublishedRank) -> Simulated:
-    """One row of the table."""
+def simulated(name: str, plan: Plan, work: Workload, rank: PublishedRank) -> dict[str, Any]:
+    """One plan, simulated. Seconds and bytes of one iteration of one rank.
+
+    update_s: from the end of backward to the last transfer. iteration_s: with forward and backward.
+    h2d_bytes, d2h_bytes: over the links, gradients and parameters included. dram_bytes: that host memory moves.
+    held_bytes: of device memory, by resident state and slots together.
+    """
     moved: dict[Lane, float] = defaultdict(float)  # each link's bytes move through host DRAM, too
     for placement, load in zip(plan.placements, work.subgroups, strict=True):
         for stream, cost in demand(placement, load, rank.profile).items():
             moved[LANE_OF_STREAM[stream]] += cost.traffic
     held = sum(work.subgroups[i].state_bytes for i in plan.served(Placement.GPU_RESIDENT))
     end = max(span.end for span in simulate(plan, work, rank.profile, SCOPE).spans)
-    return Simulated(
-        plan=name,
-        update_s=end - rank.backward_s,
-        iteration_s=rank.forward_s + end,
-        h2d_bytes=moved[Lane.H2D],
-        d2h_bytes=moved[Lane.D2H],
-        dram_bytes=sum(moved.values()),
-        held_bytes=held + plan.slots * work.slot_bytes,
-        bound_s=lower_bound(work, rank.profile, SCOPE).seconds,
-    )
+    return {
+        "plan": name,
+        "update_s": end - rank.backward_s,
+        "iteration_s": rank.forward_s + end,
+        "h2d_bytes": moved[Lane.H2D],
+        "d2h_bytes": moved[Lane.D2H],
+        "dram_bytes": sum(moved.values()),
+        "held_bytes": held + plan.slots * work.slot_bytes,
+        "bound_s": lower_bound(work, rank.profile, SCOPE).seconds,
+    }
 
 
 def report(console: Console, picture: Path | None, *, as_json: bool) -> int:
@@ -100,14 +86,14 @@ def report(console: Console, picture: Path | None, *, as_json: bool) -> int:
     headings = ("plan", "update", "iteration", "H2D", "D2H", "host DRAM", "state on device", "update's bound")
     cells = []
     for r in rows:
-        gigabytes = [f"{n / 1e9:.1f} GB" for n in (r.h2d_bytes, r.d2h_bytes, r.dram_bytes)]
-        times = [f"{s:.3f} s" for s in (r.update_s, r.iteration_s, r.bound_s)]
-        cells.append([r.plan, *times[:2], *gigabytes, f"{r.held_bytes / 2**30:.1f} GiB", times[2]])
+        gigabytes = [f"{r[key] / 1e9:.1f} GB" for key in ("h2d_bytes", "d2h_bytes", "dram_bytes")]
+        update, whole, bound = (f"{r[key]:.3f} s" for key in ("update_s", "iteration_s", "bound_s"))
+        cells.append([r["plan"], update, whole, *gigabytes, f"{r['held_bytes'] / 2**30:.1f} GiB", bound])
     console.print(table("One iteration of one rank (simulated)", headings, cells))
     if picture is not None:
         draw(rank, picture)
     if as_json:
-        print(json.dumps({"rows": [asdict(r) for r in rows]}))
+        print(json.dumps({"rows": rows}))
     return 0
 
 

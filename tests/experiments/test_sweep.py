@@ -11,8 +11,9 @@ import pytest
 
 import experiments.paper.sweep.__main__ as sweep
 import experiments.paper.sweep.report as sweep_report
+from experiments.command import markdown
 from experiments.paper.runs import read_runs
-from experiments.paper.sweep.compare import compare, listing, markdown, tick
+from experiments.paper.sweep.compare import compare, listing, tick
 from experiments.paper.sweep.evidence import interleavings
 from experiments.paper.sweep.plots import COLOURS, colours
 from experiments.paper.sweep.predict import Outcome, Predictor

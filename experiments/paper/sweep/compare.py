@@ -114,14 +114,6 @@ def listing(sweep: Sweep, results: Results) -> Table:
     return lines
 
 
-def markdown(table: Table) -> str:
-    """A table as Markdown, numbers to the right."""
-    heading, *lines = table
-    rule = ["---", *("---:" for _ in heading[1:])]
-    rows = (f"| {' | '.join(cells)} |" for cells in (heading, rule, *lines))
-    return "\n".join(row.replace("\n", "<br>") for row in rows)
-
-
 def _facets(sweep: Sweep, results: Results) -> Iterator[dict[str, object]]:
     """The combinations of the facets' values that there are runs of."""
     values = [_distinct(results, key) for key in sweep.facets]

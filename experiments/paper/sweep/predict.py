@@ -140,7 +140,9 @@ class Predictor:
         free = self.published.free_bytes(config)
         peak, shared = resident * state, min((resident + 1) * state, math.inf if free is None else max(free, 0.0))
         if config.policy == "adaptive" and config.memory != "ratio":
-            peak = shared = self._given_bytes(config, free)
+            given = free if config.memory == "trace" else float(config.memory or 0) * 2**30
+            assert given is not None, "checked when the configuration was made"
+            peak = shared = int(given)
             resident = min(run.subgroups, peak // state)
         left = dataclasses.replace(run, cpu_ratio=(run.subgroups - resident) / run.subgroups)
         model = self._models.get(config.machine)
@@ -156,12 +158,6 @@ class Predictor:
     def bookkeeping_s(self, machine: str) -> float:
         """What DeepSpeed spends on each offloaded subgroup of a published machine besides its update."""
         return self._models[machine].profile.launch_latency_s
-
-    def _given_bytes(self, config: Configuration, free: float | None) -> int:
-        if config.memory == "trace":
-            assert free is not None, "checked when the configuration was made"
-            return int(free)
-        return int(float(config.memory or 0) * 2**30)
 
     def _shortage(self, config: Configuration, run: Run) -> str:
         """Why the configuration does not fit into GPU memory; empty if it does, or if memory is given or unknown."""

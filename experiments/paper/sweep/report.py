@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from experiments.command import markdown
 from experiments.paper.published import Prediction, cross_validation
-from experiments.paper.sweep.compare import METRICS, Comparison, Results, Series, compare, markdown, tick
+from experiments.paper.sweep.compare import METRICS, Comparison, Results, Series, compare, tick
 from experiments.paper.sweep.evidence import (
     error_table,
     interleaving_table,
