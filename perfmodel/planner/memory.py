@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import NamedTuple
 
@@ -15,15 +16,23 @@ MOST_GROUPS = 32
 
 
 def host_bytes(question: Question, numel: int) -> HostBytes:
-    """What so many parameters take on the host with their state there."""
-    return host_footprint(
-        numel,
-        question.value_bytes,
-        offload_gradients=question.offload_gradients and question.accumulation and not question.native_gradients,
-        accelerated=not question.offload_parameters,
-        values=question.format.values,
-        state_format=question.state_format,
-    )
+    """What the state of so many parameters takes on the host, and what passes through; gradients offloaded, of all."""
+
+    def footprint(numel: int) -> HostBytes:
+        return host_footprint(
+            numel,
+            question.value_bytes,
+            offload_gradients=question.offload_gradients and question.accumulation and not question.native_gradients,
+            accelerated=not question.offload_parameters,
+            values=question.format.values,
+            state_format=question.state_format,
+        )
+
+    found = footprint(numel)
+    if not question.offload_gradients:
+        return found
+    whole = footprint(question.state_numel)
+    return dataclasses.replace(found, gradient_staging=whole.gradient_staging, accumulated=whole.accumulated)
 
 
 def held_bytes(question: Question) -> float:
@@ -43,16 +52,23 @@ class Spill(NamedTuple):
     windows: int = 0
     window_bytes: int = 0
 
-    @classmethod
-    def of(cls, numel: int, subgroup_size: int, parameter_bytes: float, free_bytes: float) -> Spill:
-        """For `numel` parameters that take so many bytes each, with as much host memory for them and windows."""
-        if numel * parameter_bytes <= free_bytes:
-            return cls(numel)
-        each = math.ceil(min(subgroup_size, numel) * parameter_bytes)
-        left = max(0.0, free_bytes - WINDOWS * each)
-        # Whole subgroups go to disk, and the last one may be among them, which is smaller than others.
-        gone = math.ceil((numel * parameter_bytes - left) / each) * subgroup_size + numel % subgroup_size
-        return cls(max(0, numel - gone), left, WINDOWS, WINDOWS * each)
+
+def spill(question: Question, taken: int) -> Spill:
+    """Of a question whose ranks take so many bytes each of the host for other things, gradients that leave not yet."""
+    numel, size, parameter_bytes = question.state_numel, question.subgroup_size, held_bytes(question)
+    if question.host_bytes is None or question.disk_bytes is None:
+        return Spill(numel)
+    if question.offload_gradients:
+        gradients = host_bytes(question, numel)
+        taken += gradients.accumulated + gradients.gradient_staging
+    free_bytes = (question.host_bytes - question.reserved_on_host) / question.per_node - taken
+    if numel * parameter_bytes <= free_bytes:
+        return Spill(numel)
+    window = math.ceil(min(size, numel) * parameter_bytes)
+    left = max(0.0, free_bytes - WINDOWS * window)
+    # Whole subgroups go to disk, and the last one may be among them, which is smaller than others.
+    gone = math.ceil((numel * parameter_bytes - left) / window) * size + numel % size
+    return Spill(max(0, numel - gone), left, WINDOWS, WINDOWS * window)
 
 
 def saved_tensors(question: Question) -> tuple[SavedTensors, ...]:

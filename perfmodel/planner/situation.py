@@ -8,12 +8,12 @@ import math
 from itertools import accumulate
 
 from perfmodel.demand import demand, operation_demand
-from perfmodel.footprint import FP32_BYTES, DeviceBytes, HostBytes
+from perfmodel.footprint import FP32_BYTES, DeviceBytes
 from perfmodel.hardware import DISK_RATES, HardwareProfile
 from perfmodel.lanes import LANE_OF_STREAM, Stream
 from perfmodel.plan import Placement, Plan
 from perfmodel.planner.job import Job
-from perfmodel.planner.memory import Spill, device_footprint, held_bytes, host_bytes, saved_tensors
+from perfmodel.planner.memory import device_footprint, held_bytes, host_bytes, saved_tensors, spill
 from perfmodel.planner.question import MARGIN, Question
 from perfmodel.schedule import Task, schedule
 from perfmodel.simulate import Phase, Scope, makespan
@@ -45,14 +45,9 @@ class Situation:
         self.device = dataclasses.replace(plain, activations=plain.activations - gone)
         on_host = question.share(question.model.numel, 1) + question.state_numel if question.offload_parameters else 0
         self.host_model = on_host * question.value_bytes
-        whole = host_bytes(question, question.state_numel)
-        self.state_bytes = whole.state
-        self.spill = self._spill(whole)
-        self.host = dataclasses.replace(
-            host_bytes(question, self.spill.numel),
-            accumulated=whole.accumulated,
-            **{"gradient_staging": whole.gradient_staging} if question.offload_gradients else {},
-        )
+        self.state_bytes = host_bytes(question, question.state_numel).state
+        self.spill = spill(question, self.host_model + self.least_leaving)
+        self.host = host_bytes(question, self.spill.numel)
         self.job = Job(question, self.profile)
         # With several ranks gradients are reduced after the hooks that would send them off early;
         # FSDP2 hands each layer's over when its reduce-scatter has ended.
@@ -226,15 +221,6 @@ class Situation:
             "host DRAM": (math.fsum(traffic) + up + down) / profile.host_bandwidth_per_rank,
         }
         return {resource: busy_s for resource, busy_s in busy.items() if busy_s > 0}
-
-    def _spill(self, whole: HostBytes) -> Spill:
-        question = self.question
-        if question.host_bytes is None or question.disk_bytes is None:
-            return Spill(question.state_numel)
-        available = (question.host_bytes - question.reserved_on_host) / question.per_node
-        taken = self.host_model + self.least_leaving + whole.accumulated
-        taken += whole.gradient_staging * question.offload_gradients
-        return Spill.of(question.state_numel, question.subgroup_size, held_bytes(question), available - taken)
 
     def _peak(self, device: DeviceBytes) -> int:
         return device.peak_accumulating if self.question.accumulation else device.peak

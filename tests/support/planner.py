@@ -60,7 +60,7 @@ def asked(*arguments: str) -> tuple[Question, list[str]]:
 @functools.cache
 def answer(line: str) -> dict[str, Any]:
     """The answer to a command line that names no file of a test's own, as `--json` prints it."""
-    return through_json(planner_answer(*asked(*line.split())))
+    return parsed(json.dumps(planner_answer(*asked(*line.split())), allow_nan=False))
 
 
 def text(line: str, capsys: pytest.CaptureFixture[str]) -> str:
@@ -69,10 +69,10 @@ def text(line: str, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
-def through_json(found: dict[str, Any]) -> dict[str, Any]:
+def parsed(printed: str) -> dict[str, Any]:
     """What a program reads that parses the output."""
 
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is no JSON")
 
-    return dict(json.loads(json.dumps(found, allow_nan=False), parse_constant=refuse))
+    return dict(json.loads(printed, parse_constant=refuse))

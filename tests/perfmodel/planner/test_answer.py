@@ -33,7 +33,7 @@ from tests.support.clock import compares_with_a_clock, skip_if_the_clock_cannot_
 
 GIB = 2**30
 A100 = HardwareProfile.builtin("a100_bound")
-DESKTOP = {"machine": "rtx_4090_desktop"}
+DESKTOP = {"machine": "rtx_4090_desktop", "chosen_size": 100_000_000}
 PCIE_WAYS = "PCIe to the GPU", "PCIe to the host"
 
 

@@ -22,7 +22,7 @@ from perfmodel.lanes import Stream
 from perfmodel.plan import Placement
 from perfmodel.planner.answer import answer
 from perfmodel.planner.job import EFFICIENCY, Job
-from perfmodel.planner.machine import FABRICS, PCIE, Fabric
+from perfmodel.planner.machine import FABRICS, Fabric
 from perfmodel.planner.outcome import adaptive_outcome, outcomes
 from perfmodel.planner.question import Group, Question
 from perfmodel.planner.situation import Situation
@@ -164,7 +164,6 @@ def test_the_slowest_link_of_a_ring_counts_and_what_each_link_is_busy_with() -> 
 
 def test_every_built_in_gpu_with_a_network_has_its_source() -> None:
     assert all(fabric.between and fabric.network for fabric in FABRICS.values())
-    assert PCIE.network is None
 
 
 @given(JOBS)
