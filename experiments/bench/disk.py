@@ -30,7 +30,7 @@ from experiments.bench.disk_runs import Run, Setting, Swapped
 from experiments.command import Parser, seconds, table
 from experiments.corpus import Corpus, standard_library
 from experiments.gpt import GPT, GPTConfig
-from experiments.miniature import without_fixed_costs
+from experiments.miniature import all_equal, bits_of, without_fixed_costs
 from perfmodel.format import SPLIT
 from perfmodel.hardware import LINK_RATES, HardwareProfile
 
@@ -78,9 +78,9 @@ def compare(name: str, setting: Setting, rounds: int, folder: Path, on_progress:
         for one in each:
             one.iterate(batch)
     rows = []
-    expected = runs[0.0].tensors()
+    expected = bits_of(runs[0.0].model, runs[0.0].optimizer)
     for share, run in runs.items():
-        equal = all(torch.equal(a, b) for a, b in zip(expected, run.tensors(), strict=True))
+        equal = all_equal(expected, bits_of(run.model, run.optimizer))
         swapped_s = statistics.median(swapped.update_s[WARM_UP:]) if share == max(SHARES) else None
         rows.append({"setting": name, **run.row(WARM_UP), "swapped_s": swapped_s, "bits_equal": equal})
     return rows

@@ -93,12 +93,6 @@ class Run:
             "written_bytes_per_parameter": written / numel if numel else 0.0,
         }
 
-    def tensors(self) -> list[Tensor]:
-        """Bytes of parameters and state."""
-        state = (t for entry in self.optimizer.state.values() for t in entry.values() if isinstance(t, Tensor))
-        tensors = (*self.model.parameters(), *state)
-        return [t.detach().clone().reshape(-1).view(torch.uint8) for t in tensors]
-
 
 class Swapped:
     """Each parameter's master and moments are read, updated by torch.optim.AdamW and written, one after the other.

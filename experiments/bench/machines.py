@@ -12,7 +12,7 @@ from torch.optim import AdamW, Optimizer
 
 from dos import EmulatedDevice
 from dos.devices import Script
-from experiments.bench.progress import Progress
+from experiments.bench.progress import UPDATE, Progress
 from experiments.gpt import GPT
 from experiments.miniature import equal_subgroups
 from experiments.paper.ranks import PublishedRank
@@ -69,14 +69,12 @@ class Machine:
 
     def synchronize(self) -> None:
         """Wait for all that was launched."""
-        torch.cuda.synchronize(self.torch_device)
+        if self.torch_device.type == "cuda":
+            torch.cuda.synchronize(self.torch_device)
 
     def step(self, optimizer: Optimizer) -> None:
         """`optimizer.step()`, taking as long as it does on this machine."""
         optimizer.step()
-
-    def follow(self, optimizer: Optimizer) -> None:
-        """What this optimizer does is what trains."""
 
     def peak_bytes(self, optimizer: Optimizer) -> int:
         """The most device memory held since `begin`."""
@@ -125,13 +123,8 @@ class EmulatedMachine(Machine):
         self.samples: list[MemorySample] = []
         self._began = time.perf_counter()
 
-    def follow(self, optimizer: Optimizer) -> None:
-        self._progress.follow(optimizer)
-
-    def synchronize(self) -> None:
-        pass
-
     def step(self, optimizer: Optimizer) -> None:
+        self._progress.move_to(UPDATE)
         if isinstance(optimizer, AdamW):
             numel = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
             self.device.launch(0, optimizer.step, numel).wait()

@@ -106,7 +106,7 @@ def measure(
     first = next(iter(ranks.values()))
     scripts = {trace: (setting, some, CANDIDATES) for trace, setting in ranks.items()}
     for name, points in neighbours(first.rank.free_bytes, iterations).items():
-        scripts[name] = (first.beside(points), batches, CANDIDATES)
+        scripts[name] = (Setting(first.rank, points), batches, CANDIDATES)
     state = first.rank.loads.state_bytes
     scripts["ample"] = (first.with_free(2 * state), some, 0)
     scripts["half"] = (first.with_free(state // 2), some, CANDIDATES)

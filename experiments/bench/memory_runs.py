@@ -56,17 +56,9 @@ class Setting:
         loads = equal_subgroups(numel, size, gradient_bytes=values, parameter_bytes=values)
         return cls(published.miniature(loads, UPDATE_S))
 
-    def wanted(self, iteration: int) -> int:
-        """Bytes that the neighbour wants in this iteration."""
-        return Script(self.neighbour, lambda: iteration)()
-
     def workload(self, iteration: int) -> Workload:
         """The iteration with the memory that there was for it."""
-        return self.rank.workload(self.wanted(iteration))
-
-    def beside(self, neighbour: Points) -> Setting:
-        """The same with another neighbour."""
-        return dataclasses.replace(self, neighbour=neighbour)
+        return self.rank.workload(Script(self.neighbour, lambda: iteration)())
 
     def with_free(self, nbytes: int) -> Setting:
         """The same on a device that always has so many bytes for optimizer state."""
@@ -202,19 +194,20 @@ def _simulated(setting: Setting, plan: Plan) -> Callable[[Workload], float]:
 
     @functools.cache
     def seconds(slots: int) -> float:
-        fallen = plan if slots else _without_slots(plan)
-        return makespan(dataclasses.replace(fallen, slots=slots), setting.workload(0), setting.rank.profile, SCOPE)
+        fallen = {} if slots else {Placement.GPU_STREAMED: Placement.CPU}
+        placements = tuple(fallen.get(placement, placement) for placement in plan.placements)
+        return makespan(
+            dataclasses.replace(plan, placements=placements, slots=slots),
+            setting.workload(0),
+            setting.rank.profile,
+            SCOPE,
+        )
 
     def by_memory(work: Workload) -> float:
         fitting = (work.shared_free_bytes - _held(plan, work)) // work.slot_bytes
         return seconds(int(max(0, min(plan.slots, fitting))))
 
     return by_memory
-
-
-def _without_slots(plan: Plan) -> Plan:
-    on_cpu = {Placement.GPU_STREAMED: Placement.CPU}
-    return dataclasses.replace(plan, placements=tuple(on_cpu.get(p, p) for p in plan.placements), slots=0)
 
 
 def neighbours(most: int, iterations: int) -> dict[str, list[tuple[float, int]]]:

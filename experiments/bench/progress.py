@@ -43,12 +43,12 @@ class Progress:
 
     def follow(self, optimizer: Optimizer) -> None:
         """Let the optimizer's steps be the updates."""
-        optimizer.register_step_pre_hook(lambda *_: self._at(UPDATE))
+        optimizer.register_step_pre_hook(lambda *_: self.move_to(UPDATE))
 
     def _forward_begins(self, module: nn.Module, inputs: Any) -> None:
         self.iteration += 1
         self._began = time.perf_counter()
-        self._at(0.0)
+        self.move_to(0.0)
 
     def _backward_begins(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
         self._began, self._share = time.perf_counter(), 0.0
@@ -59,11 +59,12 @@ class Progress:
 
     def _advance(self, phase: float, share: float) -> None:
         """So much of the phase is over."""
-        self._at(phase + min(share, 0.999))  # never 1, where the next phase is
+        self.move_to(phase + min(share, 0.999))  # never 1, where the next phase is
         seconds = self._forward_s if phase == 0.0 else self._backward_s
         time.sleep(max(0.0, self._began + share * seconds - time.perf_counter()))
 
-    def _at(self, position: float) -> None:
+    def move_to(self, position: float) -> None:
+        """That is where training is from now on."""
         self.position = position
         if self._moved is not None:
             self._moved()

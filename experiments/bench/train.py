@@ -79,7 +79,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             settings |= {"policy": policies[name], "subgroup_size": subgroup_size, "device": machine.device}
             optimizer = DOSAdam(model.parameters(), **settings)
-        machine.follow(optimizer)
         task = progress.add_task(name, total=len(batches), loss=math.nan)
         iterations = []
         for iteration in train(model, optimizer, batches, machine):

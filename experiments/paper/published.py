@@ -78,14 +78,6 @@ class Prediction:
     baseline: tuple[float, float] | None
 
     @property
-    def update_error(self) -> float:
-        return abs(self.update_s / self.published.update_s - 1)
-
-    @property
-    def backward_error(self) -> float:
-        return abs(self.backward_s / self.published.backward_s - 1)
-
-    @property
     def speedup_error(self) -> float | None:
         """Of the iteration against CPU-only; None for a CPU-only run or without one to compare with."""
         if self.baseline is None or self.published.run.mode is Mode.ZERO3_OFFLOAD:
@@ -129,13 +121,15 @@ def stride_hits(predictions: Sequence[Prediction], tolerance: float) -> tuple[in
 
 def summary(machine_class: str, predictions: Sequence[Prediction]) -> dict[str, float | int | None]:
     """The errors of a set of predictions, as fractions; None where there is nothing to take them of."""
+    updates = [abs(p.update_s / p.published.update_s - 1) for p in predictions]
+    backwards = [abs(p.backward_s / p.published.backward_s - 1) for p in predictions]
     speedups = [p.speedup_error for p in predictions if p.speedup_error is not None]
     hits, cases = stride_hits(predictions, MEASURED_AS_BEST[machine_class])
     return {
         "runs": len(predictions),
-        "update_median_error": _median([p.update_error for p in predictions]),
-        "update_max_error": max((p.update_error for p in predictions), default=None),
-        "backward_median_error": _median([p.backward_error for p in predictions]),
+        "update_median_error": _median(updates),
+        "update_max_error": max(updates, default=None),
+        "backward_median_error": _median(backwards),
         "speedup_median_error": _median(speedups),
         "stride_hits": hits,
         "stride_cases": cases,

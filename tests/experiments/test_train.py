@@ -167,10 +167,9 @@ def test_a_neighbour_comes_and_leaves_on_the_emulated_machine() -> None:
     x = torch.zeros(1, 4, dtype=torch.long)
     machine.begin(beside_neighbour=True)
     optimizer = DOSAdam(model.parameters(), device=machine.device, subgroup_size=1000)
-    machine.follow(optimizer)
     for _ in range(9):
         model(x, x).backward()
-        optimizer.step()
+        machine.step(optimizer)
     samples = machine.samples
     assert [sample.neighbour > 0 for sample in samples] == [False] * 3 + [True] * 3 + [False] * 3
     assert [sample.time_s for sample in samples] == sorted(sample.time_s for sample in samples)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,10 +11,19 @@ from experiments.paper.published import MEASURED_AS_BEST, Prediction, summary
 from experiments.paper.runs import PublishedRun
 from experiments.paper.sweep.compare import Comparison, Results, Series, Table
 from experiments.paper.sweep.plots import speedup_pairs
-from experiments.paper.sweep.predict import Outcome, Predictor
+from experiments.paper.sweep.predict import Predictor
 from experiments.paper.sweep.published_runs import KEYS_OF_RUNS
 from experiments.paper.sweep.spec import Configuration
 from experiments.paper.zero3 import Mode
+
+LANES = {
+    "CPU": "cpu_busy_s",
+    "GPU": "gpu_busy_s",
+    "H2D": "h2d_busy_s",
+    "D2H": "d2h_busy_s",
+    "host DRAM": "host_dram_s",
+}
+"""What keeps each busy, of an outcome."""
 
 
 def lane_table(results: Results) -> Table:
@@ -21,11 +31,7 @@ def lane_table(results: Results) -> Table:
     columns = {
         "published": "published_update_s",
         "simulated": "update_s",
-        "CPU": "cpu_busy_s",
-        "GPU": "gpu_busy_s",
-        "H2D": "h2d_busy_s",
-        "D2H": "d2h_busy_s",
-        "host DRAM": "host_dram_s",
+        **LANES,
         "resident": "resident",
         "streamed": "streamed",
         "on CPU": "on_cpu",
@@ -140,7 +146,7 @@ def interleavings(runs: Sequence[PublishedRun]) -> list[Interleaving]:
 
 
 def interleaving_table(found: Sequence[Interleaving], predictor: Predictor) -> Table:
-    """The doubtful ones, with what is simulated of them."""
+    """The doubtful ones, with what is simulated of them, of the adaptive policy with what the trace leaves free."""
     lines = [
         [
             "machine, model",
@@ -150,9 +156,13 @@ def interleaving_table(found: Sequence[Interleaving], predictor: Predictor) -> T
     ]
     for item in sorted(found, key=lambda item: item.gain):
         if item.doubtful:
-            cpu, dos, ours = (_like(item.interleaved, predictor, p) for p in ("async_grad_only", "dos", "adaptive"))
-            promised = [f"{_seconds_of(cpu) / _seconds_of(o) - 1:+.1%}" for o in (dos, ours)]
             r = item.interleaved
+            values = {key: of(r) for key, of in KEYS_OF_RUNS.items()} | {"memory": "trace"}
+            cpu, dos, ours = (
+                predictor.outcome(Configuration.of(values | {"policy": policy})).iteration_s or math.nan
+                for policy in ("async_grad_only", "dos", "adaptive")
+            )
+            promised = [f"{cpu / seconds - 1:+.1%}" for seconds in (dos, ours)]
             cells = [
                 f"{r.machine_class}, {r.model}",
                 str(r.ranks),
@@ -163,14 +173,3 @@ def interleaving_table(found: Sequence[Interleaving], predictor: Predictor) -> T
             cells += [f"{item.update_saved_s:.2f}", f"{item.backward_added_s:+.2f}"]
             lines.append([*cells, *promised])
     return lines
-
-
-def _seconds_of(outcome: Outcome) -> float:
-    assert outcome.iteration_s is not None, "published runs fit"
-    return outcome.iteration_s
-
-
-def _like(run: PublishedRun, predictor: Predictor, policy: str) -> Outcome:
-    """What another policy takes in a run's place; the adaptive one with what the memory trace leaves free."""
-    values = {key: of(run) for key, of in KEYS_OF_RUNS.items() if key != "stride" or run.run.stride}
-    return predictor.outcome(Configuration.of(values | {"policy": policy, "memory": "trace"}))

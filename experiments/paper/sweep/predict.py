@@ -84,7 +84,7 @@ class Predictor:
     def __init__(self, runs: Sequence[PublishedRun]) -> None:
         self.runs = tuple(runs)
         self.published = Published(runs)
-        self._models = {
+        self.models = {
             name: ClassModel.fit(name, [r for r in runs if r.machine_class == name]) for name in self.published.classes
         }
 
@@ -145,7 +145,7 @@ class Predictor:
             peak = shared = int(given)
             resident = min(run.subgroups, peak // state)
         left = dataclasses.replace(run, cpu_ratio=(run.subgroups - resident) / run.subgroups)
-        model = self._models.get(config.machine)
+        model = self.models.get(config.machine)
         work = Workload.of_sizes(
             [int(run.subgroup_params)] * run.subgroups,
             backward_s=self._backward_s(config, left) / run.micro_batches if model else 0.0,
@@ -154,10 +154,6 @@ class Predictor:
         )
         profile = dataclasses.replace(config.profile(), ranks_per_host=config.ranks_per_node)
         return Simulation(policy_plan(config, run, work, profile), work, profile, Scope.beside(work))
-
-    def bookkeeping_s(self, machine: str) -> float:
-        """What DeepSpeed spends on each offloaded subgroup of a published machine besides its update."""
-        return self._models[machine].profile.launch_latency_s
 
     def _shortage(self, config: Configuration, run: Run) -> str:
         """Why the configuration does not fit into GPU memory; empty if it does, or if memory is given or unknown."""
@@ -172,7 +168,7 @@ class Predictor:
         return f"needs {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free" if needed > free else ""
 
     def _loop(self, config: Configuration, run: Run) -> dict[str, float]:
-        model = self._models[config.machine]
+        model = self.models[config.machine]
         backward_s, update_s = self._backward_s(config, run), update_seconds(run, config.left_of(model.profile))
         return {
             "forward_s": run.forward_s,
@@ -183,7 +179,7 @@ class Predictor:
 
     def _backward_s(self, config: Configuration, run: Run) -> float:
         """The fitted model's, in which what moves gradients has what contention leaves."""
-        rates, left = self._models[config.machine].backward, 1 - config.contention
+        rates, left = self.models[config.machine].backward, 1 - config.contention
         moving = {name: getattr(rates, name) / left for name in ("gradient", "blocking", "blocking_shared")}
         return backward_seconds(run, dataclasses.replace(rates, **moving))
 
@@ -196,7 +192,7 @@ class Predictor:
             "bound_s": lower_bound(found.workload, found.profile, found.scope).seconds,
             **lanes(found, timeline),
         }
-        model = self._models.get(config.machine)
+        model = self.models.get(config.machine)
         if model:
             phases = {"forward_s": run.forward_s, "backward_s": found.workload.backward_s * run.micro_batches}
             times["iteration_s"] = sum(phases.values()) + times["update_s"] + rest_seconds(run, model.rest)

@@ -15,6 +15,7 @@ from experiments.command import markdown
 from experiments.paper.published import Prediction, cross_validation
 from experiments.paper.sweep.compare import METRICS, Comparison, Results, Series, compare, tick
 from experiments.paper.sweep.evidence import (
+    LANES,
     error_table,
     interleaving_table,
     interleavings,
@@ -83,7 +84,7 @@ def report(found: Found, predictor: Predictor, cases: Cases, images: str = PICTU
         **_memory(predictor),
         **_interleaving(found, predictor),
         forward=statistics.median(predictor.published.forward_errors()),
-        bookkeeping=1e3 * predictor.bookkeeping_s("h100"),
+        bookkeeping=1e3 * predictor.models["h100"].profile.launch_latency_s,
     )
 
 
@@ -176,16 +177,9 @@ def _explained(group: Results) -> str:
 
 
 def _busiest(o: Outcome) -> str:
-    names = {
-        "cpu_busy": "the CPU",
-        "gpu_busy": "the GPU",
-        "h2d_busy": "H2D",
-        "d2h_busy": "D2H",
-        "host_dram": "host DRAM",
-    }
-    busy = {name: getattr(o, f"{field}_s") or 0.0 for field, name in names.items()}
+    busy = {lane: getattr(o, field) or 0.0 for lane, field in LANES.items()}
     lane = max(busy, key=busy.__getitem__)
-    return f"{lane} is busiest, {busy[lane]:.2f} s"
+    return f"{'the ' if lane in ('CPU', 'GPU') else ''}{lane} is busiest, {busy[lane]:.2f} s"
 
 
 def _update_s(o: Outcome) -> float:
