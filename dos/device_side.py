@@ -7,8 +7,6 @@ import dataclasses
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,11 +38,13 @@ class DeviceSide:
 
     engine: runs steps. decisions: makes their plans. departures: the gradients that leave during backward.
     activations: the saved tensors that leave during forward.
+    attached: whether updates run on into a model's forward.
     replays: whether a CUDA graph has captured a backward, whose replays write gradients and run no hooks.
     """
 
     def __init__(self, device: Device, registry: Registry, policy: Policy, options: Options, guard: Guard) -> None:
         self.device = device
+        self.attached = False
         self.replays = False
         self._rests = Rests(registry.homes, device, options.disk)
         self.engine = Engine(device, registry.homes, guard)
@@ -71,10 +71,10 @@ class DeviceSide:
         self._gradients_before = 0
         self._waited_for: set[Subgroup] = set()
 
-    def plan_step(self, *, attached: bool) -> Plan | None:
+    def plan_step(self) -> Plan | None:
         """The plan of the step that begins; None if there is nothing on the device. Raises as `Decisions.decide`."""
         self.decisions.memory.enter(Op.UPDATE)
-        plan = self._decide(attached=attached)
+        plan = self._decide()
         return None if plan is None else self._for_what_has_left(plan)
 
     def _for_what_has_left(self, plan: Plan) -> Plan:
@@ -90,23 +90,23 @@ class DeviceSide:
         fitting = trimmed(plan, dataclasses.replace(work, activation_host_bytes=most))
         return plan if fitting is None else dataclasses.replace(fitting, activation_bytes=plan.activation_bytes)
 
-    def _decide(self, *, attached: bool) -> Plan | None:
+    def _decide(self) -> Plan | None:
         subgroups = self._registry.accelerated
         if not subgroups:
             return None
         loads, beside = self._registry.loads(), self._registry.gradient_bytes()
         saved = self.activations.recorded
-        rests = self._rests.limits(subgroups, loads, attached=attached)
-        plan = self.decisions.decide(loads, self._now, attached=attached, beside=beside, saved=saved, rests=rests)
+        rests = self._rests.limits(subgroups, loads, attached=self.attached)
+        plan = self.decisions.decide(loads, self._now, attached=self.attached, beside=beside, saved=saved, rests=rests)
         self.engine.check(plan, subgroups, self.decisions.memory.reading.memory.total)
         return plan
 
-    def only_counts(self, record: ParameterRecord, lock: AbstractContextManager[Any]) -> bool:
+    def only_counts(self, record: ParameterRecord) -> bool:
         """Whether backward's gradient of this record stays where it is; then it was counted, and that is all.
 
-        Counting may be interrupted. lock: the optimizer's, which is not held.
+        Called without the optimizer's lock. Counting may be interrupted.
         """
-        with lock:
+        with self.engine.guard.lock:
             now, departures = self._now, self.departures
             if (
                 now.plan is None
@@ -150,14 +150,14 @@ class DeviceSide:
             return False  # the step redistributes it first
         return parameter.grad is None or parameter.grad.layout is torch.strided  # the step refuses others
 
-    def gradient_ready(self, record: ParameterRecord, gradient: Tensor | None = None, *, attached: bool) -> None:
+    def gradient_ready(self, record: ParameterRecord, gradient: Tensor | None = None) -> None:
         """Start a gradient on its way to where this iteration's plan wants it, and perhaps state on its way here.
 
         gradient: what the parameter's will be made of, where it is not that yet.
         """
         plan = self._now.plan
         if plan is None:
-            plan = self._look_ahead(attached=attached)
+            plan = self._look_ahead()
             if plan is None:
                 return
         places = self._registry.places[record]
@@ -169,10 +169,10 @@ class DeviceSide:
         if self.departures.past_half:
             self.engine.early.prefetch(plan, self._registry.accelerated, self.decisions.memory.spare_in_backward)
 
-    def _look_ahead(self, *, attached: bool) -> Plan | None:
+    def _look_ahead(self) -> Plan | None:
         """The plan as it would be now, for gradients and state to leave by."""
         try:
-            plan = self._decide(attached=attached)
+            plan = self._decide()
         except (TypeError, ValueError):
             return None  # the step will say what is wrong
         if plan is None:
@@ -196,21 +196,22 @@ class DeviceSide:
         self.engine.abandon()
         self.departures.forget()
 
-    def let_go(self, subgroups: Sequence[Subgroup], records: Sequence[ParameterRecord]) -> None:
-        """Free what is held for parameters that were replaced; what backward has begun is sent anew."""
+    def let_go(self, records: Sequence[ParameterRecord]) -> None:
+        """Free what is held for parameters that were replaced, with all of their arenas.
+
+        What backward has begun is sent anew.
+        """
+        arenas = {record.arena for record in records}
         self.abandon()
-        self.engine.let_go(subgroups)
+        self.engine.let_go(s for s in self._registry.accelerated if s.arena in arenas)
         self.departures.forget_records(records)
         self._now.plan, self._now.wanted = None, set()
 
-    def make_room(self, plan: Plan, updates: Mapping[Subgroup, SubgroupUpdate], writes: int | None) -> Prepared:
-        """Get the memory that the step takes. Raises MemoryError, and has changed nothing, if the host has too little.
-
-        writes: how often every gradient was written since backward without changing a value.
-        """
-        subjects = [self._subject(subgroup, updates.get(subgroup), writes) for subgroup in self._registry.accelerated]
+    def make_room(self, plan: Plan, updates: Mapping[Subgroup, SubgroupUpdate]) -> Prepared:
+        """Get the memory that the step takes. Raises MemoryError, with nothing changed, if the host has too little."""
+        subjects = [self._subject(subgroup, updates.get(subgroup)) for subgroup in self._registry.accelerated]
         departed = any(subject.departed for subject in subjects)
-        if self._registry.offloaded is not None:  # what came in backward may have come to memory that is not pinned
+        if self._registry.offloaded.enabled:  # what came in backward may have come to memory that is not pinned
             self.engine.stores.host.stage(updates)
             self._registry.offloaded.pin()
         now = self._now
@@ -243,18 +244,18 @@ class DeviceSide:
         with self._now.held_up():
             self.engine.start(prepared, self._now.workload)
 
-    def _subject(self, subgroup: Subgroup, update: SubgroupUpdate | None, writes: int | None) -> Subject:
+    def _subject(self, subgroup: Subgroup, update: SubgroupUpdate | None) -> Subject:
         if update is None or update.offloaded:
             return Subject(subgroup, update, (), ())
-        holding, departed = self.departures.arriving(subgroup, update.pieces, writes)
+        holding, departed = self.departures.arriving(subgroup, update.pieces)
         late = [item for item in update.items if item[0] not in holding] if holding else update.items
         return Subject(subgroup, update, departed, late)
 
-    def end_iteration(self, writes: int | None, *, skipped: bool) -> None:
+    def end_iteration(self, *, skipped: bool) -> None:
         """The step was issued or skipped: what comes now belongs to the next iteration."""
         if skipped:
             self.engine.early.drop_prefetched()  # the next forward needs the memory more
-        self.departures.finish(writes)
+        self.departures.finish()
         self._now.wanted = set()  # the iteration is kept for its times alone
         self._gradients_before = self._now.gradients
         self.decisions.memory.end_iteration()

@@ -68,13 +68,14 @@ class Guard:
 
     lock: held by the thread that calls the optimizer; hooks may come from several threads at once.
     failed: whether work that changes parameters or state has failed.
-    drains: each returns when nothing of its own is in flight.
+    working: what has threads of its own. `drain` returns when nothing of that is in flight, before a fork; `after_fork`
+        renews the threads in the child; `finish` returns when all has ended, before the interpreter does.
     """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.failed = False
-        self.drains: list[weakref.WeakMethod[Callable[[], None]]] = []
+        self.working: weakref.WeakSet[Any] = weakref.WeakSet()
         self._changing = False
         _guards.add(self)
 
@@ -121,10 +122,8 @@ def _before_fork() -> None:
     for guard in list(_guards):
         guard.lock.acquire()
         _held.append(guard)
-    for guard in _held:
-        for drain in (reference() for reference in guard.drains):
-            if drain is not None:
-                drain()
+    for each in all_working():
+        each.drain()
 
 
 def _after_fork() -> None:
@@ -133,4 +132,15 @@ def _after_fork() -> None:
     _forking.release()
 
 
-os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)
+def _after_fork_in_child() -> None:
+    _after_fork()
+    for each in all_working():
+        each.after_fork()
+
+
+def all_working() -> list[Any]:
+    """What has threads of its own, of all optimizers."""
+    return [each for guard in list(_guards) for each in list(guard.working)]
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork_in_child)

@@ -5,15 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable
 
-import torch
 from torch import Tensor
 
-from dos.devices import Caller, Device
-from dos.guard import exclusive
-from dos.members import Members
-from dos.options import Options
-from dos.sharding.meshes import Meshes
-from dos.stages import Stage
+from dos.device_side import DeviceSide
+from dos.devices import Caller
+from dos.guard import Guard, exclusive
+from dos.parameters.registry import Registry
 from dos.state.record import ParameterRecord
 from dos.step.in_place import InPlace
 
@@ -23,18 +20,22 @@ _CAPTURED = (
 )
 
 
-class InFlight(Members):
+class InFlight:
     """The last step of a session, which may run on when `step()` has returned.
 
-    stage: of the iteration.
+    on_device: what is done on the accelerator; None until a parameter there is met.
+    committed: whether there is a step that was issued and has not ended.
     in_flight: the records that are updated in it, with the caller's queues that come behind the update of each.
     """
 
-    def __init__(self, options: Options, device: Device | torch.device | str | None, meshes: Meshes) -> None:
-        super().__init__(options, device, meshes)
-        self.stage = Stage.IDLE
+    def __init__(self, registry: Registry, guard: Guard) -> None:
+        self.registry = registry
+        self.guard = guard
+        self.on_device: DeviceSide | None = None
+        self.committed = False
         self.in_flight: dict[ParameterRecord, frozenset[Caller]] = {}
-        self._in_place = InPlace(self.guard)
+        self._lock = guard.lock
+        self._in_place = InPlace(guard)
 
     @property
     def unfinished(self) -> list[ParameterRecord]:
@@ -47,10 +48,10 @@ class InFlight(Members):
 
     def _end_last_step(self) -> None:
         """Wait for the last step before another begins, unless all of it is queued on the device before that."""
-        if self.stage is not Stage.COMMITTED:
+        if not self.committed:
             return
         if self.on_device is not None and self.on_device.set_aside():
-            self.stage = Stage.IDLE
+            self.committed = False
         else:
             self.synchronize()
 
@@ -89,18 +90,13 @@ class InFlight(Members):
             self._in_place.wait()
             self.registry.written(self.unfinished)
         except Exception:
-            self._ended()
+            self.in_flight, self.committed = {}, False
             raise
-        self._ended()  # not before: an interrupted wait must be made up for
-
-    def _ended(self) -> None:
-        self.in_flight = {}
-        if self.stage is Stage.COMMITTED:
-            self.stage = Stage.IDLE
+        self.in_flight, self.committed = {}, False  # not before: an interrupted wait must be made up for
 
     def finish_parameters(self, parameters: Iterable[Tensor]) -> None:
         """Called by a hook before these parameters are used: wait for their updates, and no others."""
-        if self.stage is Stage.COMMITTED:
+        if self.committed:
             self._finish_parameters(parameters)
 
     @exclusive

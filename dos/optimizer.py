@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -15,15 +14,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from dos.activations.offload import checked_amount
-from dos.clipped import Clipped
 from dos.deciding.policies import Policy
 from dos.devices import Device
-from dos.gradients.scaling import amp_scale
 from dos.gradients.torch_clipping import watch_clipping
 from dos.guard import exclusive
 from dos.options import Options, check_settings, folders_of
 from dos.parameters.hooks import check_model
-from dos.parameters.loading import load_state_dict, loads_full_state, to_be_filled
+from dos.parameters.loading import checked, loads_full_state, to_be_filled
 from dos.session import Session
 from dos.sharding.ddp import CommHook, watch_buckets
 from dos.sharding.meshes import Meshes
@@ -168,7 +165,7 @@ class DOSAdam(Optimizer):
         self._process_groups = tuple(process_groups)
         self._set_up(options, device)
         super().__init__(params, defaults)
-        self._session.seen = False  # only torch's constructor has
+        self._session.reconciler.seen = False  # only torch's constructor has
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -189,9 +186,7 @@ class DOSAdam(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        session = self._session
-        offloaded = session.registry.offloaded is not None
-        session.step(self.param_groups, functools.partial(amp_scale, self, session.meshes, offloaded=offloaded))
+        self._session.step(getattr(self, "found_inf", None), getattr(self, "grad_scale", None))
         return loss
 
     def synchronize(self) -> None:
@@ -275,14 +270,14 @@ class DOSAdam(Optimizer):
         """
         if not max_norm > 0:
             raise ValueError(f"max_norm must be above 0, found {max_norm}")
-        return self._clipped.clip(self.param_groups, max_norm)
+        return self._session.clip(max_norm)
 
     def grad_norm(self) -> Tensor:
         """The global 2-norm of all gradients as the next ``step()`` will use them: float32, shape ().
 
         Raises as ``step()`` does, when gradients are offloaded.
         """
-        return self._clipped.norm(self.param_groups)
+        return self._session.norm()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, as in AdamW. Raises as the constructor does, and then adds nothing."""
@@ -295,10 +290,19 @@ class DOSAdam(Optimizer):
                     f"param group {len(self.param_groups) - 1} names a parameter twice; pass each parameter once "
                     "(tied parameters are one parameter: model.parameters() already names it once)"
                 )
-            self._session.admit(self.param_groups, group)
+            self._session.admit(group)
         except BaseException:
             self.param_groups.pop()
             raise
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """As in AdamW."""
+        return self._session.groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self._session.groups = groups
 
     @property
     def state(self) -> defaultdict[Tensor, Any]:
@@ -307,7 +311,7 @@ class DOSAdam(Optimizer):
         Raises RuntimeError if a step failed or was interrupted part way, so that no state is read that is torn.
         """
         self._session.guard.check()
-        return self._session.state
+        return self._session.reconciler.state
 
     @state.setter
     def state(self, state: Mapping[Tensor, Any]) -> None:
@@ -315,16 +319,20 @@ class DOSAdam(Optimizer):
         self._session.hold(state)
 
     @torch._disable_dynamo
+    @exclusive
     def state_dict(self) -> dict[str, Any]:
         """As AdamW's, with live views of the state, which comes home for that as when ``state`` is read."""
-        self._session.guard.check()
-        with self._lock:
-            found = super().state_dict()
-            return to_be_filled(self, found) if loads_full_state() else found
+        found = super().state_dict()
+        return to_be_filled(self, found) if loads_full_state() else found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of DOSAdam or AdamW. Raises ValueError, and changes nothing, if it does not match."""
-        load_state_dict(self, state_dict, self._options.state_format)
+        state_dict = state_dict.copy()
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = pre_hook(self, state_dict) or state_dict
+        self._session.load(*checked(self, state_dict, self._options.state_format))
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
 
     @torch.no_grad()
     def adamw_state(self, parameter: Tensor) -> dict[str, Tensor]:
@@ -432,23 +440,17 @@ class DOSAdam(Optimizer):
         return {**super().__getstate__(), "options": self._options, "device": self._device}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # Called with everything by pickle and copy, and with state and param_groups alone after loading a state dict.
         own = dict(state)
-        if "options" not in own:
-            groups = own["param_groups"]
-            self._session.load(own["state"], lambda: super(DOSAdam, self).__setstate__({"param_groups": groups}))
-            self._session.groups = self.param_groups
-            return
         self._set_up(own.pop("options"), own.pop("device"))
         self._session.hold(own.pop("state"))
+        self._session.groups = own.pop("param_groups")
         super().__setstate__(own)
         for group in self.param_groups:
-            self._session.admit(self.param_groups, group)
+            self._session.admit(group)
 
     def _set_up(self, options: Options, device: Device | torch.device | str | None) -> None:
         self._options = options
         self._device = device
         self._session = Session(options, device, Meshes(self._process_groups))
-        self._clipped = Clipped(self._session)
         self._lock = self._session.guard.lock
-        watch_clipping(self._clipped, offloads=bool(options.offload_gradients))
+        watch_clipping(self._session, offloads=bool(options.offload_gradients))

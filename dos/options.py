@@ -23,21 +23,9 @@ NATIVE = "native"
 
 @dataclass(frozen=True)
 class Options:
-    """How DOSAdam keeps and moves state. Raises ValueError or TypeError for what cannot be done.
+    """How DOSAdam keeps and moves state: its arguments of the same names, and `disk` as a tuple, empty for None.
 
-    policy: see DOSAdam.
-    subgroup_size: parameters updated as one unit; None: by the model and the device.
-    profile: the machine's rates, for the adaptive policy.
-    max_grad_norm: clip the global gradient norm to this at each step, or None.
-    master_weights: update bf16 and fp16 parameters in fp32.
-    state_format: how state is kept: None or "split", "float32" for fp32 copies of bf16 parameters, or "int8" for
-        moments in codes.
-    offload_gradients: move gradients to the host during backward and free them on the accelerator; "native": and add up
-        those of further micro-batches in their own dtype.
-    memory_budget: device memory for state: bytes, a share (a float), or a function giving bytes; None: what is free.
-    memory_interval: seconds between samples of memory by a thread of its own, or None for no such thread.
-    disk: folders for state that the host has no memory for; none: there is none.
-    host_memory: bytes of host memory for state and what it passes through; None: nearly all that is there.
+    Raises ValueError or TypeError for what cannot be done.
     """
 
     policy: str | float | Policy

@@ -3,33 +3,37 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dos.activations.offload import ActivationOffload, Amount, Surrounding
+from dos.activations.offload import Amount, Surrounding
+from dos.deciding.decisions import Decisions
+from dos.deciding.policies import resolve_policy
 from dos.device_side import DeviceSide
 from dos.devices import Device
 from dos.gradients.clipping import Clipping
-from dos.gradients.scaling import AmpScale
-from dos.guard import exclusive
+from dos.gradients.scaling import amp_scale
+from dos.guard import Guard, exclusive
 from dos.in_flight import InFlight
 from dos.lifetime import main_thread_ended
 from dos.options import Options
-from dos.parameters.active import Active, updates_of
+from dos.parameters.active import Active, Ready, updates_of
 from dos.parameters.admission import Group
-from dos.parameters.hooks import Attachment
+from dos.parameters.hooks import Attachment, lasting
 from dos.parameters.live_state import LiveState
 from dos.parameters.loading import makes_state
 from dos.parameters.reconciler import Reconciler
+from dos.parameters.registry import Registry
+from dos.parameters.watching import Watching
 from dos.sharding.fingerprint import look_at_bits
 from dos.sharding.local import local
 from dos.sharding.meshes import Meshes
-from dos.stages import Ready, Stage
 from dos.state.record import ParameterRecord
 from dos.step.work import Placed, apply
 
@@ -37,25 +41,51 @@ from dos.step.work import Placed, apply
 class Session(InFlight):
     """What one optimizer does in its iterations. Nothing here refers to the optimizer, which holds this.
 
-    state: the optimizer's entries.
-    seen: whether users have had entries of the state, which they may change from then on, whenever they like.
+    groups: the optimizer's.
     attachment: the model whose next forward updates run into, if any.
     """
 
-    state: LiveState
-
     def __init__(self, options: Options, device: Device | torch.device | str | None, meshes: Meshes) -> None:
-        super().__init__(options, device, meshes)
-        self.seen = False
+        guard = Guard()
+        watching = Watching(self, takes=bool(options.offload_gradients))
+        super().__init__(Registry(options, device, guard, meshes, watching), guard)
+        self.groups: list[Group] = []
         self.attachment: Attachment | None = None
         self.clipping = Clipping(self.registry.offloaded, options.max_grad_norm, meshes)
-        self._reconciler = Reconciler(self.registry, self.guard, options.state_format)
+        self.reconciler = Reconciler(self.registry, guard, options.state_format)
+        self._options = options
+        self._warned_idle = False
+
+    def admit(self, group: Group) -> None:
+        """Take in one of the groups. Raises TypeError, ValueError or MemoryError for one that cannot be optimised."""
+        self.registry.admit(group)
+        self._set_up_device()
+
+    def _set_up_device(self) -> None:
+        """Set the accelerator up when the first parameter there was met."""
+        found = self.registry.devices.found
+        if self.on_device is None and found is not None:
+            policy = resolve_policy(self._options.policy)
+            self.on_device = DeviceSide(found, self.registry, policy, self._options, self.guard)
+            self._set_attachment(self.attachment)
+            # Work in flight ends when the optimizer is collected or the interpreter exits.
+            weakref.finalize(self, self.on_device.engine.finish)
+
+    @property
+    def decisions(self) -> Decisions | None:
+        """What is decided for the device; None without one."""
+        return None if self.on_device is None else self.on_device.decisions
+
+    @property
+    def parameters(self) -> Iterator[Tensor]:
+        """Those of all groups."""
+        return (p for group in self.groups for p in group["params"])
 
     @exclusive
-    def step(self, groups: list[Group], amp: Callable[[], AmpScale]) -> None:
+    def step(self, found_inf: Any, grad_scale: Tensor | None) -> None:
         """Prepare a step and commit it, or skip it; ends what is in flight if that raises.
 
-        amp: says what unscales the gradients, once ranks have agreed.
+        found_inf, grad_scale: what GradScaler has set; None without one.
         """
         self.guard.check()
         if self.capturing():
@@ -63,47 +93,38 @@ class Session(InFlight):
                 "step() was called while a CUDA graph is being captured, whose replays would not decide, count or move "
                 "anything; capture forward and backward alone, and call step() after each replay"
             )
-        self.groups = groups
         self._end_last_step()
         try:
-            self.agree()
-            if not self.state and makes_state():
-                self._make_state()
+            self.registry.agree(self.groups)
+            if not self.reconciler.state and makes_state():
+                self.reconciler.keep_state(self._active())
                 return
-            scale = amp()
-            if scale.skip:
+            amp = amp_scale(found_inf, grad_scale, self.registry.meshes, offloaded=self.registry.offloaded.enabled)
+            if self.on_device is not None:
+                self.on_device.departures.writes = amp.writes
+            if amp.skip:
                 self.clipping.forget()
             else:
-                self.commit(self.prepare(scale.factor, scale.writes))
+                self.commit(self.prepare(amp.factor))
             if self.on_device is not None:
-                self.on_device.end_iteration(scale.writes, skipped=scale.skip)
+                self.on_device.end_iteration(skipped=amp.skip)
         except BaseException:
+            self.reconciler.withdraw()
             with contextlib.suppress(Exception):  # what is raised already is what went wrong first
                 self.synchronize()
             raise
-        if self.stage is not Stage.COMMITTED:
-            self.stage = Stage.IDLE
         if self.attachment is None:
             self._hand_over()
         if self.on_device is not None:
             self.on_device.step_returns()
 
-    def prepare(self, scale: float, writes: int | None) -> Ready:
+    def prepare(self, scale: float) -> Ready:
         """Look into everything that a step needs, and get the memory for it; nothing has changed if this raises.
 
-        scale: unscales gradients. writes: see AmpScale.
+        scale: unscales gradients.
         """
-        try:
-            ready = self._prepare(scale, writes)
-        except BaseException:
-            self._reconciler.withdraw(self.state)
-            raise
-        self.stage = Stage.PREPARED
-        return ready
-
-    def _prepare(self, scale: float, writes: int | None) -> Ready:
         registry = self.registry
-        self._watching.renew(self)
+        registry.watching.renew()
         registry.place_gradients(self.groups)
         departed = [] if self.on_device is None else self.on_device.departures.marked()
         look_at_bits([*registry.marked(), *self.clipping.marked(), *departed])
@@ -113,33 +134,44 @@ class Session(InFlight):
                 "the main thread has ended, after which Python starts no more work in the background, such as this "
                 "step's; let the main thread join() the one that trains"
             )
-        self._warn_if_idle(active)
+        if not active.members and not self._warned_idle:
+            self._warned_idle = True
+            warnings.warn(
+                "DOSAdam.step() found no gradient on any of its parameters. If backward() was called, the model's "
+                "parameters were replaced after the optimizer was built; build it anew from model.parameters().",
+                stacklevel=4,
+            )
         self._take_remaining_gradients(active.members)
-        if self.attachment is not None and self.attachment.news:
-            registry.order_by_use(self.attachment.first_use)
-        plan = None if self.on_device is None else self.on_device.plan_step(attached=self.attachment is not None)
-        clipped = [] if self.clipping.max_grad_norm is None else self.with_gradients()
-        scales = self.clipping.scales(active.members, clipped, scale)
-        updates = updates_of(active, registry, scales)
-        room = None
-        if self.on_device is not None and plan is not None:
-            room = self.on_device.make_room(plan, updates, writes)
-        return Ready(active, updates, plan, room)
+        order = None if self.attachment is None else self.attachment.take_new_order()
+        if order is not None:
+            registry.order_by_use(order)
+        plan = None if self.on_device is None else self.on_device.plan_step()
+        updates = updates_of(active, registry, self.clipping.scales(active.members, self.parameters, scale))
+        if self.on_device is None or plan is None:
+            return Ready(active, updates, None, None)
+        return Ready(active, updates, plan, self.on_device.make_room(plan, updates))
 
     def _active(self) -> Active:
         """The records of all parameters with a gradient, fit to be used; what they need is done."""
-        settled, others, gone = self._reconciler.look(self.groups, self.state, seen=self.seen)
+        settled, others, gone = self.reconciler.look(self.groups)
         if gone:
             # Their arenas go as a whole: what still referred to one could use memory that is no more.
             with self.guard.change():
-                self._let_go(gone)
+                if self.on_device is not None:
+                    self.on_device.let_go(gone)
+                self.registry.forget(gone, self.parameters)
         del gone  # with it goes their memory, which newcomers may need
-        self._reconciler.check(others, self.state)
         found = self._enrol(others)
-        if self._reconciler.need_home(found, self.state):
+        if self.reconciler.need_home(found):
             self.bring_home()
-        self._reconciler.settle(found, self.groups, self.state)
+        self.reconciler.settle(found, self.groups)
         return Active(settled + found, len(settled))
+
+    def _enrol(self, members: Sequence[tuple[Tensor, Group]]) -> list[tuple[ParameterRecord, Group]]:
+        """The records of these parameters with their groups, in which new ones get room. Raises MemoryError."""
+        self.registry.enrol(members)
+        self._set_up_device()
+        return [(self.registry.records[id(p)], group) for p, group in members]
 
     def commit(self, ready: Ready) -> None:
         """Issue a prepared step: everything that a user can have got wrong was checked, and from here on things change.
@@ -154,12 +186,11 @@ class Session(InFlight):
             behind = {piece.record for subgroup in late for piece in subgroup.pieces}
             updated = (r for r, _ in active.members if r.arena.accelerated or r in behind)
             self.in_flight = dict.fromkeys(updated, frozenset())
-            self.stage = Stage.COMMITTED
-            self._reconciler.count(active, seen=self.seen)
+            self.committed = True
+            self.reconciler.count(active)
             if self.on_device is not None and plan is not None and room is not None:
                 self.on_device.start(plan, room)
-            if registry.offloaded is not None:
-                registry.offloaded.clear()
+            registry.offloaded.clear()
             self._in_place.start(updates[subgroup] for subgroup in late)
             for subgroup in now:
                 apply([Placed(updates[subgroup], subgroup.state)])
@@ -169,11 +200,6 @@ class Session(InFlight):
             covered = self.attachment.covered()
             self.finish_parameters([r.parameter for r in self.in_flight if id(r.parameter) not in covered])
 
-    def _make_state(self) -> None:
-        """Give every parameter the state that it has before its first step, and nothing else."""
-        self._reconciler.keep_state(self._active())
-        self.seen = True
-
     def gradient_ready(self, parameter: Tensor) -> None:
         """Called by a hook when backward has written to ``parameter.grad``, from several threads perhaps."""
         on_device = self.on_device
@@ -181,7 +207,7 @@ class Session(InFlight):
             if on_device.activations.in_use and parameter.grad is not None:
                 on_device.device.count(local(parameter.grad))
             if on_device.device.capturing():
-                if self.registry.offloaded is not None:
+                if self.registry.offloaded.enabled:
                     parameter.grad = None  # the graph that would compute it will not be
                     raise RuntimeError(
                         "a CUDA graph that captures backward writes gradients where it has found them, and "
@@ -190,21 +216,21 @@ class Session(InFlight):
                 on_device.replays = True  # what they write is found by step() alone
                 return
             record = self.registry.record(parameter)
-            if record is not None and on_device.only_counts(record, self._lock):
+            if record is not None and on_device.only_counts(record):
                 return
         self._gradient_ready(parameter)
 
     @exclusive
     def _gradient_ready(self, parameter: Tensor) -> None:
-        if self.registry.offloaded is not None:
+        if self.registry.offloaded.enabled:
             self.registry.offloaded.refuse_second_thread(self.registry.record(parameter))
         self._end_last_step()
         if self.guard.broken or main_thread_ended():
             return  # the step says what is wrong
-        if self.on_device is None and not self._accelerates(parameter):
+        if self.on_device is None and self.registry.devices.holds(parameter):
+            self._set_up_device()
+        if self.on_device is None:
             return
-        assert self.on_device is not None, "made for the first parameter on it"
-        self.stage = Stage.BACKWARD
         try:
             self.on_device.gradient_came()
             self._send_early(parameter, self.on_device)
@@ -214,13 +240,13 @@ class Session(InFlight):
 
     def _send_early(self, parameter: Tensor, on_device: DeviceSide) -> None:
         """Start the parameter's gradient on its way to the host, if it is to go there and is what the step will use."""
-        if self.registry.offloaded is not None and self.registry.record(parameter) is None:
+        if self.registry.offloaded.enabled and self.registry.record(parameter) is None:
             self._enrol([(p, group) for group in self.groups for p in group["params"] if p.requires_grad])
         record = self.registry.record(parameter)
         if record is None or not on_device.leaves_early(record):
             return
-        if self.registry.offloaded is None:
-            on_device.gradient_ready(record, attached=self.attachment is not None)
+        if not self.registry.offloaded.enabled:
+            on_device.gradient_ready(record)
         elif parameter.grad is not None:
             with torch.no_grad():
                 self._take(record, on_device, in_backward=True)
@@ -229,7 +255,7 @@ class Session(InFlight):
     @exclusive
     def gradients_reduced(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         """Called by DDP's hook when a bucket has been reduced: what DDP puts with the parameters at backward's end."""
-        if self.on_device is None or self.registry.offloaded is not None:
+        if self.on_device is None or self.registry.offloaded.enabled:
             return
         self._end_last_step()  # a bucket of parameters that took no part comes before any other hook
         if self.guard.broken:
@@ -237,34 +263,27 @@ class Session(InFlight):
         for parameter, gradient in zip(parameters, gradients, strict=True):
             record = self.registry.record(parameter)
             if record is not None and record.arena.accelerated:
-                self.on_device.gradient_ready(record, gradient, attached=self.attachment is not None)
+                self.on_device.gradient_ready(record, gradient)
 
     def forget_gradients(self) -> None:
         """Those that are there are of no use any more."""
         self.clipping.forget()
-        if self.registry.offloaded is not None:
-            self.registry.offloaded.clear()
+        self.registry.offloaded.clear()
         if self.on_device is not None:
             self.on_device.departures.forget()
 
-    def with_gradients(self) -> list[Tensor]:
-        """The parameters whose gradients are with them."""
-        return [p for group in self.groups for p in group["params"] if p.grad is not None]
-
-    def offload_the_rest(self, groups: list[Group]) -> None:
+    def _offload_the_rest(self) -> None:
         """If gradients are offloaded, all of them are from here on; the others are placed as their parameters are."""
-        self.groups = groups
-        self.agree()
-        self.registry.place_gradients(groups)
-        if self.registry.offloaded is not None:
+        self.registry.agree(self.groups)
+        self.registry.place_gradients(self.groups)
+        if self.registry.offloaded.enabled:
             self._end_last_step()
-            settled, others, _ = self._reconciler.look(groups, self.state, seen=self.seen)
-            self._reconciler.check(others, self.state)
+            settled, others, _ = self.reconciler.look(self.groups)
             self._take_remaining_gradients(settled + self._enrol(others))
 
     def _take_remaining_gradients(self, active: Sequence[tuple[ParameterRecord, Group]]) -> None:
         """Offload gradients that no hook has seen, so that all of a subgroup are in one place."""
-        if self.registry.offloaded is None or self.on_device is None:
+        if not self.registry.offloaded.enabled or self.on_device is None:
             return
         for record, _ in active:
             if record.arena.accelerated and record.parameter.grad is not None:
@@ -274,57 +293,101 @@ class Session(InFlight):
         """Offload a gradient: add it to those on the host and free it here."""
         if record.layout_changed():  # to which the gradient is added
             self.bring_home()
-            self._reconciler.settle_layout(record, self.state)
+            self.reconciler.settle_layout(record)
         self.clipping.about_to_add(record)
-        registry, offloaded = self.registry, self.registry.offloaded
-        assert offloaded is not None, "asked only when gradients are offloaded"
-        subgroups = [subgroup for subgroup, _ in registry.places[record]]
-        index = registry.index[subgroups[0]] if subgroups else 0
+        subgroups = [subgroup for subgroup, _ in self.registry.places[record]]
+        index = self.registry.index[subgroups[0]] if subgroups else 0
         assert record.gradient is not None, "it is taken from there"
         record.arena.stage_gradients_as(record.gradient.dtype)
-        if not all(map(registry.host_store.stages, subgroups)):
-            on_device.engine.make_room_for_gradients(registry.accelerated)
-        offloaded.take(record, subgroups, index, on_device.engine, in_backward=in_backward)
+        if not all(map(self.registry.host_store.stages, subgroups)):
+            on_device.engine.make_room_for_gradients(self.registry.accelerated)
+        self.registry.offloaded.take(record, subgroups, index, on_device.engine, in_backward=in_backward)
+
+    @torch.no_grad()
+    @exclusive
+    def clip(self, max_norm: float) -> Tensor:
+        """Let the next step clip the global 2-norm of all gradients; the norm before."""
+        self._offload_the_rest()
+        return self.clipping.clip([*self.parameters], max_norm)
+
+    @torch.no_grad()
+    @exclusive
+    def norm(self) -> Tensor:
+        """The global 2-norm of all gradients as the next step will use them."""
+        self._offload_the_rest()
+        return self.clipping.norm(self.parameters)
+
+    def has_offloaded(self, parameters: Sequence[Tensor]) -> bool:
+        """Called by torch's clipping: whether a gradient of any of these is on the host."""
+        return bool(self.registry.offloaded.gradients(set(map(id, parameters))))
+
+    def may_have_offloaded(self, parameters: Sequence[Tensor]) -> bool:
+        """Called by torch's clipping: whether that may be so on some rank."""
+        divided = self.registry.meshes and self.on_device is not None and self.registry.offloaded.enabled
+        return bool(self._own(parameters)) if divided else self.has_offloaded(parameters)
+
+    @exclusive
+    def offloaded_norm(self, parameters: Sequence[Tensor], norm_type: float) -> Tensor:
+        """Called by torch's clipping: the norm of their gradients on the host, once all are there."""
+        self._offload_the_rest()
+        return self.clipping.norm_away(parameters, norm_type)
+
+    @exclusive
+    def fold_offloaded(self, parameters: Sequence[Tensor], factor: Tensor) -> None:
+        """Called by torch's clipping: multiply their gradients on the host by the factor in the next step."""
+        self.clipping.fold_away(parameters, factor)
+
+    @torch.no_grad()
+    @exclusive
+    def fold_factor(self, parameters: Sequence[Tensor], factor: Tensor) -> list[Tensor]:
+        """Called by torch's clipping after ``dos.fold_clipping()``; returns those of them that are this optimizer's."""
+        own = self._own(parameters)
+        self.clipping.fold(own, factor)
+        return own
+
+    def _own(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        known = set(map(id, self.parameters))
+        return [p for p in parameters if id(p) in known]
 
     def attach(self, model: nn.Module, amount: Amount | None) -> None:
         """Let updates run on into the forward of this model. amount: of its saved tensors leave meanwhile."""
         self.synchronize()
-        before, self.attachment = self.attachment, None  # until there is another, step() waits for all
+        before = self.attachment
+        self._set_attachment(None)  # until there is another, step() waits for all
         if before is not None:
             before.detach()
-        self.attachment = Attachment(model, self)
-        offload = self._offload(amount)
-        if amount is not None and offload is not None:
-            self.attachment.surround(*_around(weakref.ref(offload), amount))
+        attachment = Attachment(model, self)
+        self._set_attachment(attachment)
+        if amount is not None and self.on_device is not None:
+            self.on_device.activations.prepare(amount)
+            attachment.surround(self.on_device.activations, amount)
+
+    def _set_attachment(self, attachment: Attachment | None) -> None:
+        self.attachment = attachment
+        if self.on_device is not None:
+            self.on_device.attached = attachment is not None
 
     def offload_activations(self, amount: Amount) -> AbstractContextManager[None]:
-        """Surrounds forwards, of each of which so much leaves."""
-        offload = self._offload(amount)
-        if offload is None:
+        """Surrounds forwards, of each of which so much leaves: nothing with all parameters on the host."""
+        if self.on_device is None:
             return contextlib.nullcontext()
-        model = None if self.attachment is None else self.attachment.model
-        known = [p for group in self.groups for p in group["params"]]
-        return Surrounding(offload, amount, known if model is None else [*known, *_lasting(model)])
-
-    def _offload(self, amount: Amount | None) -> ActivationOffload | None:
-        """What moves saved tensors, with memory for the first forward; None with all parameters on the host."""
-        if amount is None or self.on_device is None:
-            return None
         self.on_device.activations.prepare(amount)
-        return self.on_device.activations
+        model = None if self.attachment is None else self.attachment.model
+        known = [*self.parameters, *(() if model is None else lasting(model))]
+        return Surrounding(self.on_device.activations, amount, known)
 
     @exclusive
-    def load(self, state: Mapping[Tensor, Any], publish: Callable[[], None]) -> None:
-        """Have this state, and publish what was loaded with it, both or neither."""
+    def load(self, state: Mapping[Tensor, Any], groups: list[Group]) -> None:
+        """Have this state and these groups, both or neither."""
         self.bring_home()
         with self.guard.change():
             self.hold(state)
             self.registry.let_masters_follow()
-            publish()
+            self.groups = groups
 
     def hold(self, state: Mapping[Tensor, Any]) -> None:
         """Have this state, which users have, too."""
-        self.state, self.seen = LiveState(state, self.settle_state), True
+        self.reconciler.state, self.reconciler.seen = LiveState(state, self.settle_state), True
 
     @exclusive
     def settle_state(self) -> None:
@@ -333,36 +396,14 @@ class Session(InFlight):
         self.bring_home()
         self.registry.homes.show(self.registry.accelerated)
         self.registry.write_steps()
-        self.seen = True
+        self.reconciler.seen = True
 
     @exclusive
     def release_memory(self) -> int:
         """Give all device memory that state can leave back at once; its bytes."""
-        held = (
-            0 if self.on_device is None else self.on_device.engine.stores.device.nbytes
-        )  # before slots are given back
+        # Slots, which the step gives back when it ends, count.
+        held = 0 if self.on_device is None else self.on_device.engine.stores.device.nbytes
         self.synchronize()
         if self.on_device is not None:
             self.on_device.release(held)
         return held
-
-
-def _around(offload: weakref.ref[ActivationOffload], amount: Amount) -> tuple[Callable[[nn.Module], None], ...]:
-    """What begins and ends each forward of an attached model, which may outlive the optimizer."""
-
-    def begin(module: nn.Module) -> None:
-        alive = offload()
-        if alive is not None:
-            alive.begin(module, amount, _lasting(module))
-
-    def end(module: nn.Module) -> None:
-        alive = offload()  # it lives as long as hooks of a forward refer to it
-        if alive is not None:
-            alive.end(module)
-
-    return begin, end
-
-
-def _lasting(model: nn.Module) -> list[Tensor]:
-    """What of a model outlives its forward."""
-    return [*model.parameters(), *model.buffers()]

@@ -61,7 +61,7 @@ INNER: dict[str, set[str]] = {
     "disk": {"kernels"},
     "state": {"devices", "disk", "kernels", "lifetime", "machine", "sharding"},
     "gradients": {"devices", "kernels", "sharding", "state", "step"},
-    "step": {"devices", "guard", "kernels", "lifetime", "machine", "sharding", "state"},
+    "step": {"devices", "guard", "kernels", "machine", "sharding", "state"},
     "memory": {"devices", "guard"},
     "deciding": {"calibration", "devices", "kernels", "machine", "memory", "state", "step"},
     "options": {"deciding", "machine"},
@@ -91,20 +91,10 @@ INNER: dict[str, set[str]] = {
         "state",
         "step",
     },
-    "stages": {"parameters", "state", "step"},
-    "members": {
-        "deciding",
-        "device_side",
-        "devices",
-        "guard",
-        "options",
-        "parameters",
-        "sharding",
-        "state",
-    },
-    "in_flight": {"devices", "guard", "members", "options", "sharding", "stages", "state", "step"},
+    "in_flight": {"device_side", "devices", "guard", "parameters", "state", "step"},
     "session": {
         "activations",
+        "deciding",
         "device_side",
         "devices",
         "gradients",
@@ -114,11 +104,9 @@ INNER: dict[str, set[str]] = {
         "options",
         "parameters",
         "sharding",
-        "stages",
         "state",
         "step",
     },
-    "clipped": {"guard", "parameters", "session"},
 }
 """Which parts of dos each part may import; the optimizer may import any. There is no way round."""
 

@@ -31,7 +31,7 @@ class Clipping:
     Where `parameters` are asked for, they are all whose gradients are with them.
     """
 
-    def __init__(self, offloaded: OffloadedGradients | None, max_grad_norm: float | None, meshes: Meshes) -> None:
+    def __init__(self, offloaded: OffloadedGradients, max_grad_norm: float | None, meshes: Meshes) -> None:
         self._offloaded = offloaded
         self._meshes = meshes
         self.max_grad_norm = max_grad_norm
@@ -61,8 +61,8 @@ class Clipping:
         for gradient in _gradients(parameters):
             norm, factor = torch.linalg.vector_norm(gradient, dtype=torch.float32), self._factor(gradient)
             norms.append(norm if factor is None else norm * factor.to(norm.device))
-        if self._offloaded is not None:
-            norms.append(_root(self._squares_away()))
+        away = self._squares_away()
+        norms += [_root(away)] if away else []
         norms = [norm.to(norms[0].device, non_blocking=True) for norm in norms]
         none = torch.zeros((), dtype=torch.float32, device="cpu")
         return torch.linalg.vector_norm(torch.stack(norms)) if norms else none
@@ -72,7 +72,6 @@ class Clipping:
 
         Raises ValueError for another norm than the 2-norm where ranks divide the parameters.
         """
-        assert self._offloaded is not None, "asked only where gradients are offloaded"
         wanted = {id(p) for p in parameters}
         if norm_type == 2:
             squares = self._squares_away(wanted)
@@ -94,8 +93,6 @@ class Clipping:
 
         wanted: the ids of the parameters; None: of all.
         """
-        if self._offloaded is None:
-            return []
         squares = []
         for record, handle in self._offloaded.gradients(wanted):
             square = self._as_float(handle) ** 2 * sum_of_squares(self._offloaded.flat(record))
@@ -115,7 +112,7 @@ class Clipping:
     def clip(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
         """Let the step clip their and all offloaded gradients to `max_norm`; their norm before."""
         norm = self.norm(parameters)
-        handles = [] if self._offloaded is None else [handle for _, handle in self._offloaded.gradients()]
+        handles = [handle for _, handle in self._offloaded.gradients()]
         self._fold([*_gradients(parameters), *handles], clip_factor(norm, max_norm))
         return norm
 
@@ -134,7 +131,6 @@ class Clipping:
 
     def fold_away(self, parameters: Iterable[Tensor], factor: Tensor) -> None:
         """Let the step multiply their offloaded gradients by a factor of a norm with those, as they are now."""
-        assert self._offloaded is not None, "asked only where gradients are offloaded"
         self._fold([handle for _, handle in self._offloaded.gradients({id(p) for p in parameters})], factor)
 
     def _fold(self, gradients: Iterable[Gradient], factor: Tensor) -> None:
@@ -171,7 +167,7 @@ class Clipping:
 
     def about_to_add(self, record: ParameterRecord) -> None:
         """Another micro-batch is about to be added to an offloaded gradient."""
-        handle = None if self._offloaded is None else self._offloaded.handle(record)
+        handle = self._offloaded.handle(record)
         if handle is not None and self._factor(handle) is not None:
             self._warn()
 
@@ -186,17 +182,15 @@ class Clipping:
             scale *= float(clip_factor(self.norm(parameters) * scale, self.max_grad_norm))
         if not self._clipped:
             return itertools.repeat(scale)
-        found = [self._gradient_of(record) for record, _ in members]
+        away = dict(self._offloaded.gradients())
+        found: list[Gradient] = []
+        for record, _ in members:
+            gradient = away.get(record, record.parameter.grad)
+            assert gradient is not None, "asked only for parameters that have a gradient"
+            found.append(gradient)
         if any(map(self._lost, found)):
             self._warn()
         return [scale * self._as_float(gradient) for gradient in found]
-
-    def _gradient_of(self, record: ParameterRecord) -> Gradient:
-        handle = None if self._offloaded is None else self._offloaded.handle(record)
-        if handle is not None:
-            return handle
-        assert record.parameter.grad is not None, "asked only for parameters that have a gradient"
-        return record.parameter.grad
 
     def _warn(self) -> None:
         if not self._warned:

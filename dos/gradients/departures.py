@@ -79,9 +79,13 @@ class Departures:
     A gradient that changes after it was sent (clipping or unscaling in place, another backward) is noticed by its
     identity and version, and the step sends it again: always right, fast where nothing was touched. What was always
     changed is not sent early next time.
+
+    writes: how often every gradient was written between backward and the step that is being prepared without changing a
+        value (GradScaler's check for inf); None: values have changed.
     """
 
     def __init__(self) -> None:
+        self.writes: int | None = 0
         self._seen: dict[ParameterRecord, _Seen] = {}
         self._departures: dict[Subgroup, Departure] = {}
         self._fired = 0
@@ -155,14 +159,8 @@ class Departures:
         seen = ((seen.written, record.gradient) for record, seen in self._seen.items() if seen.written is not None)
         return [(written, gradient) for written, gradient in seen if gradient is not None]
 
-    def arriving(
-        self, subgroup: Subgroup, pieces: Iterable[Piece], writes: int | None
-    ) -> tuple[set[Piece], list[Issued]]:
-        """Those of the pieces whose gradients went early and still hold, and the transfers that bring them.
-
-        writes: how often every gradient was written since without changing a value (GradScaler's check for inf);
-            None: values have changed.
-        """
+    def arriving(self, subgroup: Subgroup, pieces: Iterable[Piece]) -> tuple[set[Piece], list[Issued]]:
+        """Those of the pieces whose gradients went early and still hold, and the transfers that bring them."""
         departure = self._departures.get(subgroup)
         if departure is None or departure.staging is not subgroup.arena.gradient:  # which may have become wider since
             return set(), []
@@ -175,16 +173,16 @@ class Departures:
             seen = self._seen[piece.record]
             # What went may be of an earlier backward than the last.
             last = seen.written is written and seen.layout == piece.record.layout
-            if last and seen.is_untouched(piece.record.parameter.grad, writes):
+            if last and seen.is_untouched(piece.record.parameter.grad, self.writes):
                 holding.add(piece)
                 transfers[issued.number] = issued
         return holding, list(transfers.values())
 
-    def finish(self, writes: int | None) -> None:
+    def finish(self) -> None:
         """The step has used the gradients, or was skipped: learn from how they were found, and begin anew."""
         fired = [(record, seen) for record, seen in self._seen.items() if seen.written is not None]
         for record, seen in fired:
-            seen.untouched = seen.is_untouched(record.parameter.grad, writes)
+            seen.untouched = seen.is_untouched(record.parameter.grad, self.writes)
         for seen in self._seen.values():
             seen.expected = seen.times
         self._fired_last = self._fired

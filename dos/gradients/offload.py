@@ -67,10 +67,13 @@ class OffloadedGradients:
 
     `take` moves one from the accelerator and frees it there: `p.grad` is None afterwards. It stays where it was staged,
     in its own dtype, until another is added to it; then, and from then on at once, gradients add up in float32.
-    native: they add up where they were staged, in their own dtype, as autograd adds to `p.grad`.
+
+    enabled: whether that was asked for; else there are none.
     """
 
-    def __init__(self, store: HostStore, *, native: bool = False) -> None:
+    def __init__(self, store: HostStore, *, enabled: bool, native: bool) -> None:
+        """native: they add up where they were staged, in their own dtype, as autograd adds to `p.grad`."""
+        self.enabled = enabled
         self._store = store
         self._native = native
         self._passages: deque[tuple[HostTensor, Future[None]]] = deque()
@@ -198,8 +201,10 @@ class OffloadedGradients:
             self._torn = True
             raise RuntimeError(_INCOMPLETE) from error
 
-    def __contains__(self, record: object) -> bool:
-        return record in self._totals
+    @property
+    def records(self) -> Collection[ParameterRecord]:
+        """Of the parameters whose gradients are here."""
+        return self._totals.keys()
 
     def flat(self, record: ParameterRecord) -> Tensor:
         """The parameter's gradient so far: 1-D, on the host, in the order of `record.flat`. Blocks."""

@@ -9,6 +9,7 @@ from traceback import walk_stack
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.amp import GradScaler
 
 from dos.sharding.meshes import Meshes
@@ -28,14 +29,13 @@ class AmpScale(NamedTuple):
     skip: bool
 
 
-def amp_scale(optimizer: Any, meshes: Meshes, *, offloaded: bool) -> AmpScale:
+def amp_scale(found_inf: Any, grad_scale: Tensor | None, meshes: Meshes, *, offloaded: bool) -> AmpScale:
     """Read the attributes that GradScaler.step() sets on an optimizer during the call, in one transfer.
 
     meshes: the ranks over which gradients are divided. What is infinite on one is so on all; GradScaler looks at the
         mesh of the first gradient only, so it is told, as torch's ShardedGradScaler is: all scales stay equal.
     Raises RuntimeError if gradients are offloaded, because GradScaler has not seen them, or if ranks' scales differ.
     """
-    found_inf = getattr(optimizer, "found_inf", None)
     if found_inf is None:
         return AmpScale(1.0, 0, False)
     if offloaded:
@@ -43,26 +43,24 @@ def amp_scale(optimizer: Any, meshes: Meshes, *, offloaded: bool) -> AmpScale:
             "GradScaler cannot check gradients that DOSAdam(offload_gradients=True) keeps on the host; "
             "train in bfloat16, which needs no loss scaling, or without offload_gradients"
         )
-    grad_scale = getattr(optimizer, "grad_scale", None)
     if grad_scale is None:  # unscale_() was called, which no version counter tells
-        return AmpScale(1.0, None, _anywhere(bool(float(found_inf)), None, optimizer, meshes))
+        return AmpScale(1.0, None, _anywhere(bool(float(found_inf)), None, meshes))
     # Each number read by itself would wait for the device once more. Without any gradient, found_inf is 0, no tensor.
     found_inf = torch.as_tensor(found_inf, dtype=grad_scale.dtype, device=grad_scale.device)
     scale, infinite = torch.stack([grad_scale.view(()), found_inf.view(())]).tolist()
     # Its check for inf multiplied every gradient by 1, in place.
-    return AmpScale(1.0 / scale, versions_of_a_check(), _anywhere(bool(infinite), scale, optimizer, meshes))
+    return AmpScale(1.0 / scale, versions_of_a_check(), _anywhere(bool(infinite), scale, meshes))
 
 
-def _anywhere(infinite: bool, scale: float | None, optimizer: Any, meshes: Meshes) -> bool:
+def _anywhere(infinite: bool, scale: float | None, meshes: Meshes) -> bool:
     """Whether a gradient is infinite on any rank. scale: the loss scale; None: the scaler's."""
     if not meshes:
         return infinite
-    scaler = _calling_scaler()
+    scaler, found = _calling_scaler()
     if scale is None:
         scale = 1.0 if scaler is None else scaler.get_scale()
     anywhere = meshes.any_infinite(infinite, scale)
     if scaler is not None:
-        found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
         for each in found.values():
             each.fill_(anywhere)
         if not found:  # without any gradient here
@@ -78,11 +76,14 @@ def _anywhere(infinite: bool, scale: float | None, optimizer: Any, meshes: Meshe
     return anywhere
 
 
-def _calling_scaler() -> GradScaler | None:
-    """The scaler whose step() called the optimizer's; it gives its results alone, and not itself."""
-    frames = (frame for frame, _ in walk_stack(sys._getframe()) if frame.f_code.co_name == "step")
-    found = (frame.f_locals.get("self") for frame in frames)
-    return next((each for each in found if isinstance(each, GradScaler)), None)
+def _calling_scaler() -> tuple[GradScaler | None, dict[torch.device, Tensor]]:
+    """The scaler whose step() called the optimizer's, and what it has found on each device: it gives no more itself."""
+    for frame, _ in walk_stack(sys._getframe()):
+        scaler = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None
+        if isinstance(scaler, GradScaler):
+            states = scaler._per_optimizer_states[id(frame.f_locals["optimizer"])]
+            return scaler, states["found_inf_per_device"]
+    return None, {}
 
 
 @functools.cache

@@ -34,7 +34,7 @@ def fold_clipping(enabled: bool = True) -> None:
 
 
 def watch_clipping(optimizer: Any, *, offloads: bool) -> None:
-    """Let torch's clipping know of this optimizer, at once if that may have offloaded gradients."""
+    """Let torch's clipping know of this optimizer, its session, at once if that may have offloaded gradients."""
     _live.add(optimizer)
     if offloads:
         _wrap_torch()
@@ -73,7 +73,7 @@ def _clip_grad_norm(
 ) -> Tensor:
     """As torch's, of offloaded gradients, too: the factor of these is folded into the update."""
     found = _as_list(parameters)
-    optimizers = [optimizer for optimizer in list(_live) if optimizer.offloads(found)]
+    optimizers = [optimizer for optimizer in list(_live) if optimizer.may_have_offloaded(found)]
     if not optimizers:
         # torch warns of a generator that is empty.
         return clip(found or parameters, max_norm, norm_type, error_if_nonfinite, foreach)

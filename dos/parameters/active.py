@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from dos.kernels.adam import AdamStep
@@ -11,7 +11,9 @@ from dos.parameters.admission import Group
 from dos.parameters.registry import Registry
 from dos.state.record import ParameterRecord
 from dos.state.subgroup import Subgroup
+from dos.step.room import Prepared
 from dos.step.work import Gradient, SubgroupUpdate
+from perfmodel import Plan
 
 
 class Active(NamedTuple):
@@ -25,11 +27,20 @@ class Active(NamedTuple):
     settled: int
 
 
+class Ready(NamedTuple):
+    """A prepared step. plan, room: None without parameters on the accelerator."""
+
+    active: Active
+    updates: Mapping[Subgroup, SubgroupUpdate]
+    plan: Plan | None
+    room: Prepared | None
+
+
 def updates_of(active: Active, registry: Registry, scales: Iterable[float]) -> dict[Subgroup, SubgroupUpdate]:
     """What the step does to each subgroup that has a gradient. scales: what each gradient is multiplied by."""
     gradients: list[Gradient | None] = [None] * registry.numbered
     settings: list[AdamStep] = []
-    offloaded = registry.offloaded
+    offloaded, away = registry.offloaded, registry.offloaded.records
     before: tuple[Group | None, float, float] = None, 0.0, 0.0
     known: dict[tuple[int, float, float], int] = {}
     setting = 0
@@ -40,7 +51,7 @@ def updates_of(active: Active, registry: Registry, scales: Iterable[float]) -> d
             setting = known.setdefault((id(group), record.count, scale), len(known))
             if setting == len(settings):
                 settings.append(_adam_step(group, record.count + 1, scale))
-        if offloaded is not None and record in offloaded:
+        if record in away:
             gradient = offloaded.flat(record)
         else:
             mine = record.gradient
@@ -50,8 +61,8 @@ def updates_of(active: Active, registry: Registry, scales: Iterable[float]) -> d
         gradients[record.number] = Gradient(gradient, gradient.data_ptr(), setting, follows)
     updates = {}
     for subgroup in itertools.chain(registry.local, registry.accelerated):
-        here = offloaded is None or not subgroup.arena.accelerated
-        update = SubgroupUpdate(subgroup, gradients, settings, offloaded=not here)
+        there = offloaded.enabled and subgroup.arena.accelerated
+        update = SubgroupUpdate(subgroup, gradients, settings, offloaded=there)
         if update.items:
             updates[subgroup] = update
     return updates

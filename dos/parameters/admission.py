@@ -66,6 +66,11 @@ def check_kind(parameter: Tensor, group: Group, devices: DeviceFinder) -> None:
             f"{name_of(parameter, group)}: expected a plain tensor or a DTensor, found {type(mine).__name__}; other "
             "wrappers of tensors are not supported"
         )
+    if mine.is_inference():
+        raise TypeError(
+            f"{name_of(parameter, group)} was made in torch.inference_mode, where nothing can be trained; build the "
+            "model outside of it"
+        )
     if mine.layout != torch.strided:
         raise TypeError(f"{name_of(parameter, group)}: expected a dense parameter, found layout {mine.layout}")
     if mine.dtype not in FLOATS:

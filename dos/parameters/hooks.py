@@ -28,6 +28,11 @@ def check_model(model: object, parameters: Iterable[Tensor]) -> None:
         )
 
 
+def lasting(model: nn.Module) -> list[Tensor]:
+    """What of a model outlives its forward."""
+    return [*model.parameters(), *model.buffers()]
+
+
 class Attachment:
     """A model whose modules wait for their own parameters, so that updates may run into its forward.
 
@@ -48,7 +53,8 @@ class Attachment:
         self._captured: set[int] = set()
         """The ids of parameters that replays of a CUDA graph may read."""
         self._first_use: dict[int, None] = {}
-        self.news = False
+        self._ordered = 0
+        """How many of these `take_new_order` has given."""
         self._attribute = f"_dos_wait_{id(self)}"  # a model may be attached to several optimizers
         self._handles: list[RemovableHandle] = []
         self._groups = fsdp.sharded_groups(model)
@@ -58,27 +64,41 @@ class Attachment:
             fsdp.wait_before_gathering(group, self)
         ddp.wait_before_broadcasts(self)
         self._add(model)
+        alone = _hook(model, self._detach_if_alone)
+        self._handles.append(model.register_forward_pre_hook(alone, prepend=True))
 
     @property
     def model(self) -> nn.Module | None:
         """None if it is no more."""
         return self._model()
 
-    def surround(self, begin: Callable[[nn.Module], None], end: Callable[[nn.Module], None]) -> None:
-        """Call these before and after each forward of the model, even one that raises."""
-        model = self._model()
+    def surround(self, offload: Any, amount: Any) -> None:
+        """Call `begin` and `end` of `offload` around each forward of the model, even one that raises.
+
+        amount: how much of what is saved there leaves.
+        """
+        model, reference = self._model(), weakref.ref(offload)  # the model must not keep its optimizer alive
         assert model is not None, "it is being attached"
-        before, after = _hook(model, begin), _hook(model, end)
+
+        def begin(module: nn.Module) -> None:
+            alive = reference()
+            if alive is not None:
+                alive.begin(module, amount, lasting(module))
+
+        def end(module: nn.Module) -> None:
+            alive = reference()  # it lives as long as hooks of a forward refer to it
+            if alive is not None:
+                alive.end(module)
+
         self._handles += [
-            model.register_forward_pre_hook(before, prepend=True),
-            model.register_forward_hook(after, always_call=True),
+            model.register_forward_pre_hook(_hook(model, begin), prepend=True),
+            model.register_forward_hook(_hook(model, end), always_call=True),
         ]
 
-    @property
-    def first_use(self) -> list[int]:
-        """The ids of the parameters in the order in which modules first used them. Reading it ends `news` of it."""
-        self.news = False
-        return list(self._first_use)
+    def take_new_order(self) -> list[int] | None:
+        """The ids of the parameters in the order in which modules first used them; None: as when it was taken last."""
+        before, self._ordered = self._ordered, len(self._first_use)
+        return list(self._first_use) if self._ordered > before else None
 
     def covered(self) -> set[int]:
         """The ids of the parameters that a module waits for when it runs: those of modules that were seen to run."""
@@ -91,10 +111,14 @@ class Attachment:
             handle.remove()
         for group in self._groups:
             fsdp.end_waiting(group, self)
-        ddp.end_waiting(self)
         model = self._model()
         for module in model.modules() if model is not None else ():
             vars(module).pop(self._attribute, None)
+
+    def _detach_if_alone(self, _: nn.Module) -> None:
+        """Before a forward, for hooks that are running cannot be taken away."""
+        if self._watcher() is None:
+            self.detach()
 
     def _add(self, module: nn.Module) -> None:
         compiled = _is_compiled(module)
@@ -121,19 +145,15 @@ class Attachment:
         own = list(module.parameters(recurse=False))
         if module not in self._ran:
             self._ran[module] = False
-            self._use(own)
+            self._first_use |= dict.fromkeys(map(id, own))
         self.finish(own)
 
     def before_gathering(self, parameters: Sequence[Tensor]) -> None:
         """FSDP2 is about to read these shards on the present stream."""
         if not self._gathered.issuperset(map(id, parameters)):
             self._gathered.update(map(id, parameters))
-            self._use(parameters)
+            self._first_use |= dict.fromkeys(map(id, parameters))
         self.finish(parameters)
-
-    def _use(self, parameters: Iterable[Tensor]) -> None:
-        self._first_use |= dict.fromkeys(map(id, parameters))
-        self.news = True
 
     def _before_compiled(self, module: nn.Module) -> None:
         self._ran[module] = True

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import sys
-from collections import defaultdict
 from traceback import walk_stack
 from typing import Any
 
@@ -76,8 +75,10 @@ def _is_unfilled(value: object) -> bool:
     return given is not None and given == version(value)
 
 
-def load_state_dict(optimizer: Optimizer, state_dict: dict[str, Any], state_format: str | None = None) -> None:
-    """What `Optimizer.load_state_dict` does, hooks included, except that state keeps its precision.
+def checked(
+    optimizer: Optimizer, state_dict: dict[str, Any], state_format: str | None
+) -> tuple[dict[Any, Any], list[Group]]:
+    """The state and the groups that `Optimizer.load_state_dict` would make of a state dict, but with nothing rounded.
 
     torch casts state to the parameter's dtype, which would round float32 moments and masters of bfloat16 parameters.
     Tensors are copied into the optimizer's own memory at the next step.
@@ -85,10 +86,6 @@ def load_state_dict(optimizer: Optimizer, state_dict: dict[str, Any], state_form
     state_format: of the optimizer.
     Raises ValueError naming the first parameter that does not match.
     """
-    state_dict = state_dict.copy()
-    for pre_hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
-        state_dict = pre_hook(optimizer, state_dict) or state_dict
-
     missing = [key for key in ("state", "param_groups") if key not in state_dict]
     if missing:
         raise ValueError(f"an optimizer's state dict has 'state' and 'param_groups', found {sorted(state_dict)}")
@@ -118,7 +115,7 @@ def load_state_dict(optimizer: Optimizer, state_dict: dict[str, Any], state_form
         ids = state_dict["param_groups"][number]["params"]
         by_id.update(zip(ids, zip(group["params"], itertools.repeat(saved_group)), strict=False))
 
-    state: defaultdict[Any, Any] = defaultdict(dict)
+    state: dict[Any, Any] = {}
     for saved_id, loaded in state_dict["state"].items():
         if saved_id not in by_id:
             state[saved_id] = loaded
@@ -140,7 +137,4 @@ def load_state_dict(optimizer: Optimizer, state_dict: dict[str, Any], state_form
             raise ValueError(f"{name_of(parameter, group)}: {problem}")
         # At once, for a checkpoint that was loaded to the accelerator may fill it.
         state[parameter] = {key: to_host(value) if isinstance(value, Tensor) else value for key, value in entry.items()}
-
-    optimizer.__setstate__({"state": state, "param_groups": saved})
-    for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
-        post_hook(optimizer)
+    return state, saved

@@ -39,7 +39,13 @@ class Reconciler:
     """Makes records and arenas agree with what user code has left in parameters, gradients and `optimizer.state`.
 
     A record that is fresh and has an entry is of a first step that has not been counted.
+
+    state: the optimizer's entries. seen: whether users have had any, which they may change from then on, whenever they
+        like.
     """
+
+    state: LiveState
+    seen: bool
 
     def __init__(self, registry: Registry, guard: Guard, state_format: str | None) -> None:
         """state_format: as the user chose it."""
@@ -47,15 +53,14 @@ class Reconciler:
         self._guard = guard
         self._state_format = state_format
 
-    def look(self, groups: Sequence[Group], state: LiveState, *, seen: bool) -> Look:
-        """Look at all parameters with a gradient: those of `others` are to be checked, enrolled and settled.
+    def look(self, groups: Sequence[Group]) -> Look:
+        """Look at all parameters with a gradient: those of `others` can be used, but are to be enrolled and settled.
 
-        seen: whether users may have changed `state`.
         Raises before anything is changed if a parameter, a gradient, a setting or a state cannot be used.
         """
-        offloaded, records, known = self._registry.offloaded, self._registry.records, 0
-        if offloaded is not None:
-            offloaded.check()
+        records, known, state, seen = self._registry.records, 0, self.state, self.seen
+        self._registry.offloaded.check()
+        away = self._registry.offloaded.records
         settled: list[tuple[ParameterRecord, Group]] = []
         others: list[tuple[Tensor, Group]] = []
         for number, group in enumerate(groups):
@@ -65,7 +70,7 @@ class Reconciler:
                 gradient = p.grad
                 record = records.get(id(p))
                 known += record is not None
-                if gradient is None and (offloaded is None or record not in offloaded):
+                if gradient is None and record not in away:
                     continue
                 if not checked:
                     check_settings(group, f"param group {number}", self._state_format)
@@ -80,28 +85,32 @@ class Reconciler:
                 ):
                     settled.append((record, group))
                 else:
+                    check_parameter(p, group, self._entry(p), record, self._registry.devices)
                     others.append((p, group))
-        return Look(settled, others, self._registry.replaced(groups, state) if known < len(records) else [])
+        return Look(settled, others, self._replaced(groups) if known < len(records) else [])
 
-    def check(self, parameters: Iterable[tuple[Tensor, Group]], state: LiveState) -> None:
-        """Check parameters that have a gradient. Raises as `look` does."""
-        for parameter, group in parameters:
-            entry = dict.get(state, parameter) or {}
-            check_parameter(parameter, group, entry, self._registry.record(parameter), self._registry.devices)
+    def _entry(self, parameter: Tensor) -> dict[str, Any]:
+        """The parameter's state as users have left it, if it has any."""
+        return dict.get(self.state, parameter) or {}
 
-    def need_home(self, found: Iterable[tuple[ParameterRecord, Group]], state: LiveState) -> bool:
+    def _replaced(self, groups: Sequence[Group]) -> list[ParameterRecord]:
+        records, members = self._registry.records, {id(p) for group in groups for p in group["params"]}
+        used = {r.arena for key, r in records.items() if key in members or r.parameter in self.state}
+        return [record for record in records.values() if record.arena not in used]
+
+    def need_home(self, found: Iterable[tuple[ParameterRecord, Group]]) -> bool:
         """Whether `settle` takes state of these from the host, or changes its shape or order: it must be there then.
 
         State that came home later would overwrite it.
         """
         for record, group in found:
-            entry = dict.get(state, record.parameter) or {}
+            entry = self._entry(record.parameter)
             foreign = not record.is_adopted(entry) if entry or not record.fresh else False  # a newcomer's is nowhere
             if foreign or record.layout_changed() or (group["amsgrad"] and not record.arena.amsgrad):
                 return True
         return False
 
-    def settle(self, found: Sequence[tuple[ParameterRecord, Group]], groups: Sequence[Group], state: LiveState) -> None:
+    def settle(self, found: Sequence[tuple[ParameterRecord, Group]], groups: Sequence[Group]) -> None:
         """Make these fit for the step: their state is what `state` says, and everything lies as it is used.
 
         What of it is on the device has come home if they `need_home`.
@@ -111,10 +120,10 @@ class Reconciler:
         if any(record.moved() for record, _ in found):
             check_overlaps([(p, group) for group in groups for p in group["params"] if id(p) in self._registry.records])
         for record, _ in found:
-            self.settle_layout(record, state)
+            self.settle_layout(record)
         for record, _ in found:
             # A state that is another parameter's live view, as when two are exchanged, must not change under our hands.
-            entry = dict.get(state, record.parameter) or {}
+            entry = self._entry(record.parameter)
             for key, value in entry.items():
                 if isinstance(value, Tensor) and value is not record.views.get(key) and local(value)._base is not None:
                     entry[key] = laid_out_as(local(value).clone(), value)
@@ -124,14 +133,14 @@ class Reconciler:
             gradient = record.gradient
             if gradient is not None:
                 record.arena.stage_gradients_as(gradient.dtype)
-            self._adopt(record, dict.setdefault(state, record.parameter, {}))
+            self._adopt(record, dict.setdefault(self.state, record.parameter, {}))
             flat = record.flat
             record.locate()
             if record.flat is not flat:
                 self._registry.forget_batches(record)
             record.settle(gradient)
 
-    def settle_layout(self, record: ParameterRecord, state: LiveState) -> None:
+    def settle_layout(self, record: ParameterRecord) -> None:
         """Reorder state and offloaded gradients of a parameter whose elements lie in another order than before.
 
         Its state is at home.
@@ -145,10 +154,10 @@ class Reconciler:
                 "its memory format before the first step, or leave state_format out"
             )
         offloaded = self._registry.offloaded
-        total = offloaded.flat(record) if offloaded is not None and record in offloaded else None
+        total = offloaded.flat(record) if record in offloaded.records else None
         like = local(next(iter(record.views.values())))
         added = None if total is None else total.as_strided(like.size(), like.stride(), total.storage_offset()).clone()
-        entry = dict.get(state, record.parameter, {})
+        entry = self._entry(record.parameter)
         self._make_homes([record])
         before = {key: local(value).clone() for key, value in record.views.items()}
         mine = {key: entry.get(key) is view for key, view in record.views.items()}
@@ -197,23 +206,23 @@ class Reconciler:
                 self._registry.forget_batches(record)
         self._registry.reindex()
 
-    def count(self, active: Active, *, seen: bool) -> None:
-        """Count the step. seen: in what `optimizer.state` has, too, because users have that."""
+    def count(self, active: Active) -> None:
+        """Count the step; in what `optimizer.state` has, too, if users have that."""
         for record, _ in active.members[active.settled :]:
             record.fresh = False
         for record, _ in active.members:
             record.count += 1
-        if seen and active.members:
+        if self.seen and active.members:
             torch._foreach_add_([record.step for record, _ in active.members], 1)
             for record, _ in active.members:
                 record.saw_step()
 
-    def withdraw(self, state: LiveState) -> None:
+    def withdraw(self) -> None:
         """Take back entries of parameters whose first step does not come to be, so that they have no state."""
-        for parameter, entry in list(dict.items(state)):
+        for parameter, entry in list(dict.items(self.state)):
             record = self._registry.record(parameter)
             if not entry or (record is not None and record.fresh and record.is_adopted(entry)):
-                dict.pop(state, parameter)
+                dict.pop(self.state, parameter)
 
     def keep_state(self, active: Active) -> None:
         """Let the state of parameters that have had no step be there, for torch to fill."""
@@ -221,6 +230,7 @@ class Reconciler:
         self._make_homes(fresh)
         for record in fresh:
             record.fresh = False
+        self.seen = True
 
     def _make_homes(self, records: Iterable[ParameterRecord]) -> None:
         """Have room at home for the state of these."""

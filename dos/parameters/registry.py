@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from dos.devices import DeviceFinder
+from dos.devices import Device, DeviceFinder
 from dos.disk.files import check_disk
 from dos.gradients.offload import OffloadedGradients
 from dos.guard import Guard
@@ -17,7 +17,7 @@ from dos.machine.process import local_ranks, ranks_that_will_divide
 from dos.options import NATIVE, Options
 from dos.parameters.admission import Group, check_kind, name_of
 from dos.parameters.allocation import Allocation
-from dos.parameters.live_state import LiveState
+from dos.parameters.watching import Watching
 from dos.sharding.local import is_sharded, local, moved_to_layout
 from dos.sharding.meshes import Meshes
 from dos.sharding.replaced import replaced as find_replaced
@@ -40,16 +40,26 @@ class Registry:
     places: each record's pieces, with the subgroups in which they lie.
     host_store: what holds state on the host; homes: that, and the disk.
     devices: says which parameters are on the accelerator. lasting_bytes: device memory of state that never leaves.
-    offloaded: the gradients that have been moved to the host; None unless the user chose that.
-    meshes: the ranks over which parameters are divided.
+    offloaded: the gradients that have been moved to the host.
+    meshes: the ranks over which parameters are divided. watching: the hooks on their gradients.
     """
 
-    def __init__(self, options: Options, devices: DeviceFinder, guard: Guard, meshes: Meshes) -> None:
+    def __init__(
+        self,
+        options: Options,
+        device: Device | torch.device | str | None,
+        guard: Guard,
+        meshes: Meshes,
+        watching: Watching,
+    ) -> None:
         self._options = options
         self.meshes = meshes
-        self.devices = devices
+        self.watching = watching
+        self.devices = DeviceFinder(device)
         self._guard = guard
-        self._allocation = Allocation(options, devices)
+        self._allocation = Allocation(options, self.devices)
+        self._agreed = False
+        """Whether all ranks have the same parameters and settings, as far as is known."""
         self.records: dict[int, ParameterRecord] = {}
         self.numbered = 0
         self.accelerated: list[Subgroup] = []
@@ -60,7 +70,7 @@ class Registry:
         self.host_store = HostStore(options.host_memory, keeps_gradients=offloads, native=native)
         self.homes = Homes(self.host_store)
         self.lasting_bytes = 0
-        self.offloaded = OffloadedGradients(self.host_store, native=native) if offloads else None
+        self.offloaded = OffloadedGradients(self.host_store, enabled=offloads, native=native)
         self._promised = {True: 0, False: 0}
         """Host bytes of parameters on the accelerator, and of those on the host that have none yet."""
         self._loads: tuple[SubgroupLoad, ...] | None = None
@@ -82,7 +92,7 @@ class Registry:
 
     def gradient_bytes(self) -> int:
         """Device memory through which any one subgroup's offloaded gradients come up again for its update there."""
-        if self.offloaded is None:
+        if not self.offloaded.enabled:
             return 0
         return max((s.offloaded_gradient_bytes for s in self.accelerated), default=0)
 
@@ -104,6 +114,37 @@ class Registry:
         self._check_room(needed)
         self._promised = promised
         self.meshes.meet(group["params"])
+        for parameter in group["params"]:
+            if not is_lazy(parameter):
+                there = self.devices.holds(parameter)  # which raises where it cannot be
+                # From the first gradient on, for the first peak of memory is one, too; it may be moved until then.
+                # Not where FSDP2 keeps its shards on the host: it copies gradients there only while they have no hook.
+                self.watching.watch(parameter, there or not is_sharded(parameter))
+        self._agreed = False
+
+    def agree(self, groups: Sequence[Group]) -> None:
+        """Look at the parameters as they are when they are first used, which frameworks may have exchanged.
+
+        Ranks that are not alike hear of it, before one of them waits for another that never comes.
+        """
+        if self._agreed:
+            return
+        parameters = [p for group in groups for p in group["params"]]
+        self._watch_no_others(parameters)  # Accelerate exchanges them when it shards the model
+        self._refuse_replaced(groups)
+        self.meshes.meet(parameters)
+        if self.meshes:
+            counts = {
+                "the number of parameters": len(parameters),
+                "the elements of all parameters": sum(p.numel() for p in parameters),
+            }
+            self.meshes.agree(counts, stages=False)  # stages of a pipeline differ in size
+            self.meshes.agree(self._options.agreed())
+        self._agreed = True
+
+    def _watch_no_others(self, parameters: Iterable[Tensor]) -> None:
+        """Let go of parameters that are neither of these nor have a record."""
+        self.watching.keep({*map(id, parameters), *self.records})
 
     def _check_room(self, nbytes: int) -> None:
         """Raise MemoryError or OSError if state of so many bytes finds no room, in this process and its neighbours."""
@@ -114,7 +155,7 @@ class Registry:
         else:
             reserve(nbytes, "optimizer state (DOSAdam)", processes=local_ranks())  # none has taken its part yet
 
-    def refuse_replaced(self, groups: Iterable[Group]) -> None:
+    def _refuse_replaced(self, groups: Iterable[Group]) -> None:
         """Raise RuntimeError if parameters were replaced by DTensors, which get the gradients instead."""
         members = [(p, group) for group in groups for p in group["params"]]
         found = find_replaced(p for p, _ in members)
@@ -137,22 +178,16 @@ class Registry:
             if is_sharded(parameter) and parameter.grad is not None:
                 parameter.grad = moved_to_layout(parameter.grad, parameter)
 
-    def replaced(self, groups: Sequence[Group], state: LiveState) -> list[ParameterRecord]:
-        """The records of arenas none of whose parameters is in a group any more, or has an entry in `state`."""
-        members = {id(p) for group in groups for p in group["params"]}
-        used = {r.arena for key, r in self.records.items() if key in members or r.parameter in state}
-        return [record for record in self.records.values() if record.arena not in used]
-
-    def forget(self, gone: Sequence[ParameterRecord]) -> None:
-        """Free the arenas of these records, which are all of theirs."""
+    def forget(self, gone: Sequence[ParameterRecord], parameters: Iterable[Tensor]) -> None:
+        """Free the arenas of these records, which are all of theirs. parameters: of all groups."""
         arenas = {record.arena for record in gone}
-        if self.offloaded is not None:
-            self.offloaded.forget(gone)
+        self.offloaded.forget(gone)
         for record in gone:
             del self.records[id(record.parameter)], self.places[record]
         self.accelerated = [s for s in self.accelerated if s.arena not in arenas]
         self.local = [s for s in self.local if s.arena not in arenas]
         self.reindex()
+        self._watch_no_others(parameters)
 
     def marked(self) -> list[tuple[ParameterRecord, Tensor]]:
         """What this rank has of DTensors, which may have been written to without being counted; see `look_at_bits`."""
@@ -168,14 +203,14 @@ class Registry:
         for record in self.records.values():
             record.write_step()
 
-    def enrol(self, parameters: Iterable[tuple[Tensor, Group]]) -> list[ParameterRecord]:
-        """Make room for the state of parameters, each with its group, that have none yet; their records.
+    def enrol(self, parameters: Iterable[tuple[Tensor, Group]]) -> None:
+        """Make room for the state of parameters, each with its group, that have none yet, and watch their gradients.
 
         Raises MemoryError, before anything is allocated, if the host has not enough memory.
         """
         newcomers = [(p, group) for p, group in parameters if id(p) not in self.records]
         if not newcomers:
-            return []
+            return
         runs = self._allocation.alike(newcomers)
         here = [(run, group) for run, group in runs if not self.devices.holds(run[0])]
         if here:  # all other state takes memory when it first comes to the host
@@ -200,7 +235,8 @@ class Registry:
             self.numbered += len(records)
             self.records.update({id(record.parameter): record for record in records})
             self.reindex()
-        return records
+        for record in records:
+            self.watching.watch(record.parameter, record.arena.accelerated)
 
     def order_by_use(self, first_use: Iterable[int]) -> None:
         """Put the subgroups in the order in which their parameters, by id, are first used; others come last."""
@@ -230,6 +266,6 @@ class Registry:
         """Subgroups, or their formats, are others: what is known of all of them is made anew."""
         self.index = {subgroup: i for i, subgroup in enumerate(self.accelerated)}
         self.lasting_bytes = sum(arena.device_bytes for arena in {s.arena for s in self.accelerated})
-        if self.offloaded is not None and self.homes.disk is not None:
+        if self.offloaded.enabled and self.homes.disk is not None:
             self.host_store.awaited.update(subgroup.arena for subgroup in self.accelerated)
         self._loads = None

@@ -23,14 +23,17 @@ _takers: dict[int, _Hook] = {}
 
 
 class Watching:
-    """The hooks on the gradients of one optimizer's parameters. takes: whether it takes the gradients away."""
+    """The hooks on the gradients of one optimizer's parameters, until there is no `watcher` any more."""
 
-    def __init__(self, *, takes: bool) -> None:
+    def __init__(self, watcher: Any, *, takes: bool) -> None:
+        """watcher: whose `gradient_ready` is called with the parameter. takes: whether it takes the gradients away."""
+        self._watcher = weakref.ref(watcher)  # parameters must not keep their optimizer alive
         self._takes = takes
         self._watched: dict[Tensor, _Hook] = {}
+        weakref.finalize(watcher, self.keep)
 
-    def watch(self, parameter: Tensor, watcher: Any, wanted: bool) -> None:
-        """Call `watcher.gradient_ready` each time backward has written to the gradient, if that is wanted.
+    def watch(self, parameter: Tensor, wanted: bool) -> None:
+        """Call the watcher each time backward has written to the gradient, if that is wanted.
 
         An earlier optimizer that takes the gradient away no longer does: most likely it was replaced, and the garbage
         collector has not come to it yet.
@@ -44,7 +47,7 @@ class Watching:
             earlier.handle.remove()  # does nothing if it was a hook of a parameter that is no more
         if not parameter.requires_grad:
             return
-        reference = weakref.ref(watcher)  # the parameter must not keep its optimizer alive
+        reference = self._watcher
 
         def report(parameter: Tensor) -> None:
             alive = reference()
@@ -56,7 +59,7 @@ class Watching:
         if self._takes:
             _takers[id(parameter)] = hook
 
-    def renew(self, watcher: Any) -> None:
+    def renew(self) -> None:
         """Hook again where torch has swapped tensors, and where another optimizer took gradients away that is gone.
 
         Raises RuntimeError if another one does that is still there.
@@ -68,7 +71,7 @@ class Watching:
         if not self._takes:
             return
         takers = {p: _takers[id(p)].watcher() for p in self._watched if id(p) in _takers}
-        lost = {p: other for p, other in takers.items() if other is not watcher}
+        lost = {p: other for p, other in takers.items() if other is not self._watcher()}
         others = [parameter for parameter, other in lost.items() if other is not None]
         if others:
             raise RuntimeError(
@@ -78,7 +81,7 @@ class Watching:
             )
         for parameter in lost:
             self._watched.pop(parameter).handle.remove()
-            self.watch(parameter, watcher, wanted=True)
+            self.watch(parameter, wanted=True)
 
     def keep(self, wanted: Collection[int] = ()) -> None:
         """Watch no parameters but those with these ids."""

@@ -49,15 +49,10 @@ _waiting: weakref.WeakSet[Any] = weakref.WeakSet()
 def wait_before_broadcasts(waits: Any) -> None:
     """Call `waits.finish(parameters)` before DDP broadcasts a model: when built, at the end of `join()`.
 
-    Until `end_waiting`, or until it is gone. No hook of the model runs then.
+    Until it is gone. No hook of the model runs then.
     """
     _wrap_broadcast()
     _waiting.add(waits)
-
-
-def end_waiting(waits: Any) -> None:
-    """The end of `wait_before_broadcasts`."""
-    _waiting.discard(waits)
 
 
 @functools.cache

@@ -132,7 +132,7 @@ class ParameterRecord:
         if self.sharded:
             self.rewritten = False
             self.bits = None if not self.arena.format.has_masters else fingerprint(p)
-        self.version = version(self.parameter) if self.sharded or p.is_inference() else p._version
+        self.version = version(self.parameter) if self.sharded else p._version
         self.data_ptr, self._strides = p.data_ptr(), p.stride()
 
     def write_back(self) -> None:

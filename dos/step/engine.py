@@ -6,13 +6,11 @@ import contextlib
 import functools
 import threading
 import time
-import weakref
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 
 from dos.devices import LANES, Device, Job
 from dos.guard import Guard
-from dos.lifetime import watch
 from dos.state.device_store import DeviceStore
 from dos.state.homes import Homes
 from dos.state.stores import Stores
@@ -56,8 +54,7 @@ class Engine:
         self._started = 0.0
         self.origin = 0.0
         self.trims = False
-        guard.drains.append(weakref.WeakMethod(self.drain))
-        watch(self)
+        guard.working.add(self)
 
     def check(self, plan: Plan, subgroups: Sequence[Subgroup], total: int) -> None:
         """Raise ValueError if the plan streams a subgroup for which a device of `total` bytes could never hold a slot.

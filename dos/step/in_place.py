@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import weakref
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
 from dos.guard import Guard
-from dos.lifetime import watch
 from dos.machine.threads import leave_a_core
 from dos.state.subgroup import Subgroup
 from dos.step.work import Placed, SubgroupUpdate, apply
@@ -32,8 +30,7 @@ class InPlace:
         """Update these one after the other, beside the caller."""
         if self._thread is None:
             self._thread = _thread()
-            self._guard.drains.append(weakref.WeakMethod(self.finish))
-            watch(self)
+            self._guard.working.add(self)
         for update in updates:
             self._running[update.subgroup] = self._thread.submit(_apply, update)
 
@@ -62,6 +59,8 @@ class InPlace:
             for running in list(self._running.values()):
                 with contextlib.suppress(Exception):
                     running.exception()
+
+    drain = finish
 
     def after_fork(self) -> None:
         """Renew what a forked child does not inherit: the thread."""

@@ -47,7 +47,7 @@ def test_a_forward_that_raises_takes_its_hooks_off(error: type[BaseException]) -
 
 
 @pytest.mark.parametrize("within", [False, True])
-def test_a_model_outlives_its_optimizer_which_goes_at_once(within: bool) -> None:
+def test_a_model_outlives_its_optimizer_which_goes_at_once_and_its_hooks_with_the_next_forward(within: bool) -> None:
     model = Net()
     optimizer = optimizer_of(model, 1.0)
     model(torch.randn(8, 24)).sum().backward()
@@ -65,6 +65,8 @@ def test_a_model_outlives_its_optimizer_which_goes_at_once(within: bool) -> None
     device.asked.clear()
     model(torch.randn(8, 24)).sum().backward()
     assert not device.asked, "nothing leaves any more"
+    left = [n for module in model.modules() for n, v in vars(module).items() if "_dos" in n or ("hooks" in n and v)]
+    assert left == (["_forward_hooks"] if within else []), "those of the test"
 
 
 def test_an_exception_leaves_a_context() -> None:

@@ -79,7 +79,7 @@ def test_gradients_come_in_parts_through_few_passages(monkeypatch: pytest.Monkey
     model = mlp(torch.bfloat16)
     optimizer = native(model, device=link)
     assert trained(model, optimizer) == without(torch.bfloat16)
-    assert len(optimizer._session.registry.offloaded._passages) == 3  # type: ignore[union-attr]
+    assert len(optimizer._session.registry.offloaded._passages) == 3
 
 
 def test_clipping_is_of_the_sum() -> None:

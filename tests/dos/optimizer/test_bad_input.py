@@ -93,6 +93,13 @@ def test_dtypes_that_are_refused(dtype: torch.dtype) -> None:
         DOSAdam([("w", nn.Parameter(torch.ones(3, dtype=dtype)))])
 
 
+def test_parameters_made_in_inference_mode_are_refused() -> None:
+    with torch.inference_mode():
+        model = mlp()
+    with pytest.raises(TypeError, match=r"parameter 'w' was made in torch\.inference_mode.*; build the model outside"):
+        DOSAdam([("w", model[0].weight)])
+
+
 def test_a_bad_group_is_not_added() -> None:
     model = mlp()
     optimizer = DOSAdam(model[0].parameters())
