@@ -28,7 +28,7 @@ from dos.step.issue import Step
 from dos.step.iteration import Iteration
 from dos.step.room import Prepared
 from dos.step.work import SubgroupUpdate, Subject
-from perfmodel import Op, Placement, Plan, Timeline
+from perfmodel import Op, Placement, Plan, Timeline, Workload
 from perfmodel.adaptive import trimmed
 from perfmodel.schedule import Schedule
 
@@ -94,11 +94,18 @@ class DeviceSide:
         subgroups = self._registry.accelerated
         if not subgroups:
             return None
-        loads, beside = self._registry.loads(), self._registry.gradient_bytes()
-        saved = self.activations.recorded
-        rests = self._rests.limits(subgroups, loads, attached=self.attached)
-        plan = self.decisions.decide(loads, self._now, attached=self.attached, beside=beside, saved=saved, rests=rests)
-        self.engine.check(plan, subgroups, self.decisions.memory.reading.memory.total)
+        loads, memory, pace = self._registry.loads(), self.decisions.memory, self.decisions.pace
+        beside = self._registry.gradient_bytes()
+        workload = Workload(
+            loads,
+            forward_s=pace.forward_s if self.attached else 0.0,
+            backward_s=pace.backward_s,
+            **memory.limits(loads, update_overlaps_forward=self.attached, beside=beside),
+            **self.activations.recorded(memory.room, memory.forecast.ran_out_again),
+            **self._rests.limits(subgroups, loads, attached=self.attached),
+        )
+        plan = self.decisions.decide(workload, self._now)
+        self.engine.check(plan, subgroups, memory.reading.memory.total)
         return plan
 
     def only_counts(self, record: ParameterRecord) -> bool:
@@ -137,9 +144,9 @@ class DeviceSide:
             self.decisions.pace.backward_begins(now, self.decisions.stepped, self.activations.stalls())
             self.decisions.memory.enter(Op.BACKWARD)
 
-    def travels(self, record: ParameterRecord | None) -> bool:
+    def travels(self, record: ParameterRecord) -> bool:
         """Whether this record's gradients may change after backward's hooks. FSDP2 calls them when all is reduced."""
-        return self.replays or (self._now.travels and not (record is not None and record.sharded))
+        return self.replays or (self._now.travels and not record.sharded)
 
     def leaves_early(self, record: ParameterRecord) -> bool:
         """Whether the gradient that backward has just written is what the step will use, and may leave."""
@@ -315,15 +322,13 @@ class DeviceSide:
         stepped.read_moves()
         self.decisions.learn(stepped, timeline, self.engine.origin, issued)
 
-    def wait_for(self, record: ParameterRecord) -> None:
-        """Order what the caller queues on the device from now on behind the update of this parameter."""
-        for subgroup, _ in self._registry.places[record]:
-            # A caller that waits for the same subgroup again is not held up.
-            again = subgroup in self._waited_for
-            stepped = self.decisions.stepped
-            with contextlib.nullcontext() if again or stepped is None else stepped.held_up():
-                self.engine.wait_for(subgroup)
-            self._waited_for.add(subgroup)
+    def wait_for(self, subgroup: Subgroup) -> None:
+        """Order what the caller queues on the device from now on behind the update of this subgroup."""
+        # A caller that waits for the same subgroup again is not held up.
+        again, stepped = subgroup in self._waited_for, self.decisions.stepped
+        with contextlib.nullcontext() if again or stepped is None else stepped.held_up():
+            self.engine.wait_for(subgroup)
+        self._waited_for.add(subgroup)
 
     def bring_home(self) -> None:
         """Return all state that can leave to the host, once the running step is done."""

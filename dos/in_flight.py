@@ -110,8 +110,11 @@ class InFlight:
             behind = None if record is None else self.in_flight.get(record)
             if record is None or behind is None or here in behind:
                 continue
+            lane = self.on_device if record.arena.accelerated else self._in_place
+            assert lane is not None, "made for the first parameter on it"
             try:
-                self._wait_for(record)
+                for subgroup, _ in self.registry.places[record]:
+                    lane.wait_for(subgroup)
             except Exception:
                 with contextlib.suppress(Exception):  # what is raised already says that the step failed
                     self.synchronize()
@@ -119,14 +122,6 @@ class InFlight:
             if not behind:
                 self.registry.written([record])
             self.in_flight[record] = behind | {here}
-
-    def _wait_for(self, record: ParameterRecord) -> None:
-        if record.arena.accelerated:
-            assert self.on_device is not None, "made for the first parameter on it"
-            self.on_device.wait_for(record)
-            return
-        for subgroup, _ in self.registry.places[record]:
-            self._in_place.wait_for(subgroup)
 
     @exclusive
     def bring_home(self) -> None:

@@ -382,7 +382,8 @@ class Session(InFlight):
         self.bring_home()
         with self.guard.change():
             self.hold(state)
-            self.registry.let_masters_follow()
+            for record in self.registry.records.values():
+                record.version = -1  # masters follow their parameters in the next step
             self.groups = groups
 
     def hold(self, state: Mapping[Tensor, Any]) -> None:
@@ -395,7 +396,8 @@ class Session(InFlight):
         self.guard.check()
         self.bring_home()
         self.registry.homes.show(self.registry.accelerated)
-        self.registry.write_steps()
+        for record in self.registry.records.values():
+            record.write_step()
         self.reconciler.seen = True
 
     @exclusive

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -15,11 +14,10 @@ from dos.deciding.report import Report, why_changed
 from dos.devices import Device
 from dos.machine.profiles import resolve_profile
 from dos.machine.threads import set_kernel_threads
-from dos.memory.forecast import Room
 from dos.memory.monitor import Budget, MemoryMonitor
 from dos.step.iteration import Iteration
 from dos.step.pace import Pace
-from perfmodel import Plan, SubgroupLoad, Timeline, Workload
+from perfmodel import Plan, Timeline, Workload
 from perfmodel.hardware import HardwareProfile
 from perfmodel.schedule import Schedule
 
@@ -70,34 +68,10 @@ class Decisions:
         """Whether plans follow the memory that is free."""
         return self._adaptive is not None
 
-    def decide(
-        self,
-        loads: tuple[SubgroupLoad, ...],
-        now: Iteration,
-        *,
-        attached: bool,
-        beside: int,
-        saved: Callable[[Room, bool], Mapping[str, Any]],
-        rests: Mapping[str, Any],
-    ) -> Plan:
-        """Where to update these subgroups in this iteration.
-
-        attached: whether the update runs on into the next forward. beside: see `MemoryMonitor.limits`.
-        saved: what the workload has of saved tensors, by the room that there is, and whether training ran out of memory
-        again. rests: what it has of state that rests on the host and on disk.
-        Raises ValueError or TypeError for a plan that is none.
-        """
+    def decide(self, workload: Workload, now: Iteration) -> Plan:
+        """Where to update the subgroups in this iteration. Raises ValueError or TypeError for a plan that is none."""
         if self._adaptive is not None and self._adaptive.profile is None:
             self._adaptive.profile = self._find_profile()
-        memory = self.memory.limits(loads, update_overlaps_forward=attached, beside=beside)
-        workload = Workload(
-            loads,
-            forward_s=self.pace.forward_s if attached else 0.0,
-            backward_s=self.pace.backward_s,
-            **memory,
-            **saved(self.memory.room, self.memory.forecast.ran_out_again),
-            **rests,
-        )
         if self._adaptive is not None or self._decided is None or self._decided[0] != workload:
             self._decided = workload, plan_of(self._policy, workload)
         now.workload, now.withheld = workload, self.memory.withheld

@@ -45,13 +45,14 @@ class Rests:
         # What is on disk could only come home through windows.
         nowhere_else = not self._homes.disk.nbytes
         fits = nowhere_else and gradients + sum(load.host_bytes for load in loads) <= limit
-        if not fits and gradients + count * window > limit:
+        least = gradients + count * window
+        if not fits and least > limit:
             raise MemoryError(
                 f"state on disk passes through at least {count} windows of {window} bytes on the host"
                 f"{f', beside {gradients} bytes of offloaded gradients' if gradients else ''}, found "
-                f"host_memory={limit}; choose more, or a smaller subgroup_size"
+                f"host_memory={limit}; choose {least} or more, or a smaller subgroup_size if that can be"
             )
-        free = math.inf if fits else limit - gradients - count * window
+        free = math.inf if fits else limit - least
         return {"host_free_bytes": free, "windows": count, "reverses": not attached}
 
     def ordered(self, plan: Plan, workload: Workload) -> Plan:

@@ -193,16 +193,6 @@ class Registry:
         """What this rank has of DTensors, which may have been written to without being counted; see `look_at_bits`."""
         return [(record, record.local) for record in self.records.values()] if self.meshes else []
 
-    def let_masters_follow(self) -> None:
-        """Have all masters follow their parameters in the next step, because state was loaded."""
-        for record in self.records.values():
-            record.version = -1
-
-    def write_steps(self) -> None:
-        """Bring what was counted to what `optimizer.state` has."""
-        for record in self.records.values():
-            record.write_step()
-
     def enrol(self, parameters: Iterable[tuple[Tensor, Group]]) -> None:
         """Make room for the state of parameters, each with its group, that have none yet, and watch their gradients.
 

@@ -82,15 +82,6 @@ def test_gradients_come_in_parts_through_few_passages(monkeypatch: pytest.Monkey
     assert len(optimizer._session.registry.offloaded._passages) == 3
 
 
-def test_clipping_is_of_the_sum() -> None:
-    model, twin = mlp(torch.bfloat16), mlp(torch.bfloat16)
-    optimizer = native(model)
-    backward(model, 0, 3)
-    backward(twin, 0, 3)
-    expected = torch.nn.utils.get_total_norm([p.grad.double() for p in twin.parameters()])  # type: ignore[union-attr]
-    torch.testing.assert_close(optimizer.grad_norm().double(), expected, rtol=1e-6, atol=0)
-
-
 @pytest.mark.parametrize("part", [0, 1, 2])
 def test_a_part_that_does_not_come_is_said(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever it is; after zero_grad training goes on."""
@@ -116,8 +107,3 @@ def test_a_part_that_does_not_come_is_said(part: int, monkeypatch: pytest.Monkey
         optimizer.step()
     optimizer.zero_grad()
     assert trained(model, optimizer)
-
-
-def test_an_unknown_way_to_add_up_is_refused() -> None:
-    with pytest.raises(ValueError, match="offload_gradients must be True, False or 'native', found 'float32'"):
-        DOSAdam(mlp().parameters(), offload_gradients="float32")

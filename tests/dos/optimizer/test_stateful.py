@@ -619,16 +619,6 @@ def test_a_clip_stays_with_its_gradients(offload_gradients: bool, change: Callab
     assert_same_momentum(runs)
 
 
-def test_a_clip_ends_with_gradients_that_are_zeroed_in_place() -> None:
-    runs = started()
-    runs[0].optimizer.clip_grad_norm_(1e-3)
-    for run in runs:
-        run.model.zero_grad(set_to_none=False)
-        run.loss((1, True), Amp.OFF).backward()
-    with pytest.warns(UserWarning, match="call clip_grad_norm_"):
-        assert_same_momentum(runs)
-
-
 def test_the_norm_of_offloaded_gradients_counts_those_that_no_hook_saw_and_makes_no_state() -> None:
     runs = started(offload_gradients=True)
     for run in runs:
