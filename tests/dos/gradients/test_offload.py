@@ -1,9 +1,10 @@
-"""Gradients that live on the host: accumulation in float32, clipping, and what torch can no longer see."""
+"""Gradients that live on the host: accumulation in float32 or their own dtype, clipping, what torch no longer sees."""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,47 +13,65 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_ as clip_imported_before
 from torch.nn.utils import clip_grad_value_ as clip_value_imported_before
 
-from dos import DOSAdam
+from dos import DOSAdam, EmulatedDevice
+from dos.devices import Copy
+from dos.gradients import offload
+from dos.step.early import Early
 from perfmodel import Op
-from tests.support.training import assert_close_ulp, backward, batch, bits, mlp, on, train
+from tests.support.training import assert_close_ulp, backward, batch, bits, mlp, on, profile, train
 
 pytestmark = pytest.mark.usefixtures("one_core")
+BETAS = (0.0, 0.999)
+"""With which exp_avg is the gradient itself."""
 
 
 def offloading(model: nn.Module, policy: str | float = "stride:3", capacity: int = 10**7, **settings: Any) -> DOSAdam:
     place = on(policy, capacity, subgroup_size=150, offload_gradients=True)
-    return DOSAdam(model.parameters(), **place, **settings)
+    return DOSAdam(model.parameters(), **{**place, **settings})
 
 
-def same_bits(ours: Callable[[nn.Module], DOSAdam], micro_batches: int = 4) -> nn.Module:
-    """Train so and without offloading, and compare; the model."""
-    models = mlp(), mlp()
-    for model, make in zip(models, (ours, lambda model: DOSAdam(model.parameters())), strict=True):
-        optimizer = make(model)
-        for step in range(5):
-            optimizer.zero_grad()
-            backward(model, 10 * step, micro_batches)
-            optimizer.step()
-        optimizer.synchronize()
-    assert bits(models[0].parameters()) == bits(models[1].parameters())
-    return models[0]
+def native(model: nn.Module, **settings: Any) -> DOSAdam:
+    return offloading(model, offload_gradients="native", betas=BETAS, **settings)
+
+
+def trained(model: nn.Module, optimizer: DOSAdam, micro_batches: int = 4) -> list[bytes]:
+    """The parameters and their averages after five steps."""
+    for step in range(5):
+        optimizer.zero_grad()
+        backward(model, 10 * step, micro_batches)
+        optimizer.step()
+    optimizer.synchronize()
+    return bits([*model.parameters(), *(optimizer.state[p]["exp_avg"] for p in model.parameters())])
+
+
+def without(dtype: torch.dtype, micro_batches: int = 4) -> list[bytes]:
+    """The same where autograd adds up."""
+    model = mlp(dtype)
+    return trained(model, DOSAdam(model.parameters(), betas=BETAS), micro_batches)
 
 
 @pytest.mark.parametrize(
-    ("policy", "capacity"), [*((p, 10**7) for p in ("adaptive", "cpu", "stride:1", "stride:3", 0.5, 0.0)), (0.0, 6000)]
+    ("policy", "capacity"),
+    [*((p, 10**7) for p in ("adaptive", "cpu", "stride:1", "stride:3", 0.5, 0.0, "resident")), (0.0, 6000)],
 )
-@pytest.mark.parametrize("micro_batches", [1, 4])
-@pytest.mark.parametrize("attach", [False, True])
-def test_same_bits_as_without_offloading(policy: str | float, capacity: int, micro_batches: int, attach: bool) -> None:
-    """In float32 the host adds what autograd would have added, in the same order; without room there it updates."""
-
-    def ours(model: nn.Module) -> DOSAdam:
-        optimizer = offloading(model, policy, capacity)
-        if attach:
-            optimizer.attach(model)
-        return optimizer
-
-    same_bits(ours, micro_batches)
+@pytest.mark.parametrize(
+    ("how", "dtype", "micro_batches", "attach"),
+    [
+        *((True, torch.float32, micro_batches, attach) for micro_batches in (1, 4) for attach in (False, True)),
+        *(("native", dtype, 4, True) for dtype in (torch.float32, torch.bfloat16, torch.float16)),
+    ],
+)
+def test_same_bits_as_without_offloading(
+    policy: str | float, capacity: int, how: Any, dtype: torch.dtype, micro_batches: int, attach: bool
+) -> None:
+    """In float32, or natively, the host adds what autograd would have added; without room there it updates."""
+    model = mlp(dtype)
+    optimizer = offloading(model, policy, capacity, offload_gradients=how, betas=BETAS)
+    if attach:
+        optimizer.attach(model)
+    assert trained(model, optimizer, micro_batches) == without(dtype, micro_batches)
+    in_one_memory = all(record.arena.accumulated is None for record in optimizer._session.registry.records.values())
+    assert in_one_memory == (how == "native" or micro_batches == 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -180,13 +199,10 @@ def test_another_optimizer_that_takes_gradients_away_is_named() -> None:
 
 
 def test_gradients_are_taken_away_again_once_another_optimizer_is_gone() -> None:
-    def ours(model: nn.Module) -> DOSAdam:
-        optimizers.append(offloading(model))
-        offloading(model)
-        return optimizers[0]
-
-    optimizers: list[DOSAdam] = []
-    model = same_bits(ours)
+    model = mlp()
+    optimizer = offloading(model, betas=BETAS)
+    offloading(model)
+    assert trained(model, optimizer) == without(torch.float32)
     backward(model, 0)
     assert all(p.grad is None for p in model.parameters())
 
@@ -203,3 +219,59 @@ def test_an_optimizer_built_later_that_leaves_gradients_gets_its_own() -> None:
             optimizers[number % 2].step()
         found.append(bits(model.parameters()))
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("state_format", ["float32", "int8"])
+def test_native_gradients_in_other_formats(state_format: str) -> None:
+    model = nn.Linear(128, 64).bfloat16()
+    twin = nn.Linear(128, 64).bfloat16()
+    twin.load_state_dict(model.state_dict())
+    for m, optimizer in (
+        (model, native(model, state_format=state_format)),
+        (twin, DOSAdam(twin.parameters(), betas=BETAS, state_format=state_format)),
+    ):
+        for micro_batch in range(6):
+            inputs = torch.randn(4, 128, generator=torch.Generator().manual_seed(micro_batch)).bfloat16()
+            m(inputs).float().square().mean().backward()
+            if micro_batch % 3 == 2:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert bits(model.parameters()) == bits(twin.parameters())
+
+
+def test_gradients_come_in_parts_through_few_passages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is used again when nothing reads from it any more, over a link on which all wait."""
+    monkeypatch.setattr(offload, "PASSAGE_BYTES", 64)
+    monkeypatch.setattr(offload, "PASSAGES", 3)
+    link = EmulatedDevice(profile(d2h_bandwidth=1e6, d2h_bandwidth_duplex=1e6), capacity=10**7)
+    model = mlp(torch.bfloat16)
+    optimizer = native(model, device=link)
+    assert trained(model, optimizer) == without(torch.bfloat16)
+    assert len(optimizer._session.registry.offloaded._passages) == 3
+
+
+@pytest.mark.parametrize("part", [0, 1, 2])
+def test_a_part_that_does_not_come_is_said(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever it is; after zero_grad training goes on."""
+    monkeypatch.setattr(offload, "PASSAGE_BYTES", 64)
+    model = mlp(torch.bfloat16)
+    optimizer = native(model)
+    backward(model, 0)
+    send, sent = Early.send_gradients, itertools.count()
+
+    class Broken:
+        def wait(self) -> None:
+            raise OSError("the link broke")
+
+    def fail(self: Early, index: int, copies: Sequence[Copy]) -> Any:
+        found = send(self, index, copies)
+        found.job.wait()
+        return type("Sent", (), {"job": Broken()}) if next(sent) == part else found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Early, "send_gradients", fail)
+        backward(model, 1)
+    with pytest.raises(RuntimeError, match="are not complete"):
+        optimizer.step()
+    optimizer.zero_grad()
+    assert trained(model, optimizer)
