@@ -91,20 +91,18 @@ def plans(machine: Machine) -> dict[str, Plan]:
 def run(machine: Machine, rounds: int, on_progress: Callable[[str], None]) -> list[dict[str, str | float]]:
     """Every policy on one machine: measured, simulated, and bounds for the memory that its plan uses."""
     rows: list[dict[str, str | float]] = []
-    parameter = nn.Parameter(torch.randn(machine.numel, dtype=machine.dtype))
-    size = machine.workload().subgroups[0].numel
+    parameter, work = nn.Parameter(torch.randn(machine.numel, dtype=machine.dtype)), machine.workload()
     for name, plan in plans(machine).items():
         on_progress(f"{machine.name}: {name}")
-        loads = machine.workload().subgroups
-        held = sum(loads[i].state_bytes for i in plan.served(Placement.GPU_RESIDENT))
-        work = machine.workload(resident_share=held / (MIXED.state_bytes * machine.numel), slots=plan.slots)
+        held = sum(work.subgroups[i].state_bytes for i in plan.served(Placement.GPU_RESIDENT))
+        policy, size = _always(plan), work.subgroups[0].numel
         rows.append(
             {
                 "machine": machine.name,
                 "policy": name,
-                "measured_s": measured_update_s([parameter], _always(plan), size, machine.profile, rounds),
-                "simulated_s": makespan(plan, machine.workload(), machine.profile),
-                "bound_s": lower_bound(work, machine.profile).seconds,
+                "measured_s": measured_update_s([parameter], policy, size, machine.profile, rounds),
+                "simulated_s": makespan(plan, work, machine.profile),
+                "bound_s": lower_bound(machine.workload(held / work.state_bytes, plan.slots), machine.profile).seconds,
             }
         )
     return rows

@@ -197,21 +197,14 @@ class OnDevice:
             torch._foreach_copy_(self._parameters, self._masters)
 
 
-def references(emulated: EmulatedDevice | None) -> dict[str, Kind]:
-    """By name, what DOSAdam is compared with on the device: AdamW in two precisions, and no optimizer at all."""
-
-    def nothing(model: GPT, job: Job) -> Any:
-        return SimpleNamespace(step=lambda: None, zero_grad=model.zero_grad)
-
-    def adamw(*, masters: bool) -> Callable[[GPT, Job], Any]:
-        return lambda model, job: OnDevice(model, emulated, masters=masters)
-
-    found = (
-        Kind(MASTERS, "torch", "float32 masters and moments", adamw(masters=True)),
-        Kind(PLAIN, "torch", "bfloat16 moments, no float32 masters", adamw(masters=False)),
-        Kind(NOTHING, "torch", "none", nothing),
-    )
-    return {kind.name: kind for kind in found}
+def reference(name: str, emulated: EmulatedDevice | None) -> Kind:
+    """What DOSAdam is compared with on the device: AdamW in two precisions, or no optimizer at all."""
+    builds: dict[str, Callable[[GPT, Job], Any]] = {
+        MASTERS: lambda model, job: OnDevice(model, emulated, masters=True),
+        PLAIN: lambda model, job: OnDevice(model, emulated, masters=False),
+        NOTHING: lambda model, job: SimpleNamespace(step=lambda: None, zero_grad=model.zero_grad),
+    }
+    return Kind(name, "torch", name, builds[name])
 
 
 def torchao(model: GPT, job: Job) -> Any:

@@ -10,7 +10,7 @@ from dos.deciding.policies import AdaptivePolicy, resolve_policy
 from dos.machine.threads import kernel_threads
 from experiments.check.base import Bench, Size, Target
 from experiments.check.calibration import measured_profile
-from experiments.check.contenders import MASTERS, NOTHING, PLAIN, Kind, Ours, Own, Rig, installed, references
+from experiments.check.contenders import MASTERS, NOTHING, PLAIN, Kind, Ours, Own, Rig, installed, reference
 from experiments.check.contest import Clock, Contender, Effort, Score, ratio, run_rounds
 from experiments.check.models import HOST_BYTES, MEDIUM, Batch, emulated_device, fitted, prepare, vitals
 from perfmodel import Timeline
@@ -83,7 +83,7 @@ def run(bench: Bench) -> None:
         return [Ours(named(share), rig, AdaptivePolicy(profile), share) for share in shares]
 
     def on_device(*names: str) -> list[Contender]:
-        return [Own(references(emulated)[name], job, device, before=rig.leave) for name in names]
+        return [Own(reference(name, emulated), job, device, before=rig.leave) for name in names]
 
     # Those that matter most first, in case that there is no time for the others.
     contenders: list[Contender] = [
@@ -129,12 +129,12 @@ def judge(bench: Bench, scores: Mapping[str, Score], peers: Sequence[Kind]) -> N
             name = max(found, key=lambda n: found[n])
             bench.target(Target.at_most(title, found[name], limit, f"worst: {name}"))
 
-    for reference in (MASTERS, PLAIN):
-        found = between(named(1.0), reference)
+    for adamw in (MASTERS, PLAIN):
+        found = between(named(1.0), adamw)
         if found is not None:
-            bench.target(Target.at_most(f"iteration over {reference}", found, 1.02, named(1.0)))
-        elif reference in scores:
-            bench.target(Target(f"iteration over {reference}", None, "at most 1.02", None, scores[reference].dropped))
+            bench.target(Target.at_most(f"iteration over {adamw}", found, 1.02, named(1.0)))
+        elif adamw in scores:
+            bench.target(Target(f"iteration over {adamw}", None, "at most 1.02", None, scores[adamw].dropped))
     for peer in peers:
         for name in (named(0.5), CPU, named(SLOTS_SHARE)):
             if (found := between(peer.name, name)) is not None:

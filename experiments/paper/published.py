@@ -78,12 +78,12 @@ class Prediction:
     baseline: tuple[float, float] | None
 
     @property
-    def speedup_error(self) -> float | None:
-        """Of the iteration against CPU-only; None for a CPU-only run or without one to compare with."""
+    def speedups(self) -> tuple[float, float] | None:
+        """Of the iteration over CPU-only, published and predicted; None for a CPU-only run or without one to compare
+        with."""
         if self.baseline is None or self.published.run.mode is Mode.ZERO3_OFFLOAD:
             return None
-        measured = self.baseline[0] / self.published.iteration_s
-        return abs(self.baseline[1] / self.iteration_s / measured - 1)
+        return self.baseline[0] / self.published.iteration_s, self.baseline[1] / self.iteration_s
 
 
 def predict(model: ClassModel, test: Sequence[PublishedRun], known: Sequence[PublishedRun]) -> list[Prediction]:
@@ -123,7 +123,7 @@ def summary(machine_class: str, predictions: Sequence[Prediction]) -> dict[str, 
     """The errors of a set of predictions, as fractions; None where there is nothing to take them of."""
     updates = [abs(p.update_s / p.published.update_s - 1) for p in predictions]
     backwards = [abs(p.backward_s / p.published.backward_s - 1) for p in predictions]
-    speedups = [p.speedup_error for p in predictions if p.speedup_error is not None]
+    speedups = [abs(p.speedups[1] / p.speedups[0] - 1) for p in predictions if p.speedups]
     hits, cases = stride_hits(predictions, MEASURED_AS_BEST[machine_class])
     return {
         "runs": len(predictions),

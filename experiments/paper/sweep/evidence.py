@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from experiments.paper.published import MEASURED_AS_BEST, Prediction, summary
 from experiments.paper.runs import PublishedRun
 from experiments.paper.sweep.compare import Comparison, Results, Series, Table
-from experiments.paper.sweep.plots import speedup_pairs
 from experiments.paper.sweep.predict import Predictor
 from experiments.paper.sweep.published_runs import KEYS_OF_RUNS
 from experiments.paper.sweep.spec import Configuration
@@ -89,7 +88,8 @@ def speedup_table(predictions: Mapping[str, Sequence[Prediction]], machines: Ite
     for machine in machines:
         for p in predictions[machine]:
             r = p.published.run
-            for published, simulated in speedup_pairs([p]) if r.mode is Mode.DOS else ():
+            if r.mode is Mode.DOS and p.speedups:
+                published, simulated = p.speedups
                 cells = [machine, p.published.model, f"{r.cpu_ratio:g}", str(r.stride)]
                 lines.append([*cells, f"{published:.2f}×", f"{simulated:.2f}×", f"{simulated / published - 1:+.1%}"])
     return lines

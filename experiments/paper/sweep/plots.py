@@ -94,15 +94,6 @@ def _marker(edge: str) -> dict[str, Any]:
 
 def save_speedups(predictions: Mapping[str, Sequence[Prediction]], path: Path) -> None:
     """Simulated against published speedups of the iteration over ZeRO-Offload. predictions: of runs not fitted."""
-    pairs = {name: speedup_pairs(of_class) for name, of_class in predictions.items()}
+    pairs = {name: [p.speedups for p in of_class if p.speedups] for name, of_class in predictions.items()}
     title = "Iteration speedups of runs the model was not fitted to"
     save_predictions(pairs, path, what="speedup over ZeRO-Offload (×)", title=title)
-
-
-def speedup_pairs(predictions: Sequence[Prediction]) -> list[tuple[float, float]]:
-    """Published and simulated speedups of the predictions that have something to be compared with."""
-    return [
-        (p.baseline[0] / p.published.iteration_s, p.baseline[1] / p.iteration_s)
-        for p in predictions
-        if p.baseline is not None and p.speedup_error is not None
-    ]
