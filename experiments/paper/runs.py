@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from experiments.paper.zero3 import Mode, Run
-from perfmodel.hardware import HardwareProfile, Provenance
+from perfmodel.hardware import HardwareProfile
 
 DATA = Path(__file__).parents[1] / "data"
-"""What the authors published: a CSV file of runs, and traces of memory."""
+"""What the authors published: a CSV file of runs, and traces of memory; and the data sheets of their machines."""
 RUNS = DATA / "published_runs.csv"
 
 COLUMNS = (
@@ -145,26 +145,7 @@ def machine_class(machine: str, numa_bound: str) -> str:
     return name
 
 
-def _node(
-    gpu: str, host_bandwidth: float, link: float, duplex: float, gpu_update_rate: float, what: str
-) -> HardwareProfile:
-    return HardwareProfile(
-        name=f"{gpu} node",
-        host_bandwidth=host_bandwidth,
-        cpu_update_rate=2e9,
-        h2d_bandwidth=link,
-        d2h_bandwidth=link,
-        h2d_bandwidth_duplex=duplex,
-        d2h_bandwidth_duplex=duplex,
-        gpu_update_rate=gpu_update_rate,
-        launch_latency_s=4e-3,
-        ranks_per_host=4,
-        provenance=Provenance("data sheet", "", what),
-    )
-
-
-_A100 = _node("a100", 154e9, 24e9, 20e9, 15.5e9, "4 x A100 40 GB, PCIe 4.0 x16, one EPYC 7543P with 8 x DDR4-3200")
-_H100 = _node("h100", 460e9, 50e9, 42e9, 33.5e9, "4 x H100 80 GB, PCIe 5.0 x16, two Xeon 8468 with 16 x DDR5-4800")
+_A100, _H100 = (HardwareProfile.load(DATA / f"data_sheet_{gpu}.json") for gpu in ("a100", "h100"))
 DATA_SHEETS = {"h100": _H100, "a100_bound": _A100, "a100_unbound": _A100}
 """Where a fit starts: 75% of the peak of the memory channels, a link's usual pinned rate, 100 bytes of device memory
 traffic per parameter of an update that is not fused."""
