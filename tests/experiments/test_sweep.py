@@ -238,7 +238,7 @@ def test_speedups_are_over_zero_offload_of_the_same_kind(tmp_path: Path, predict
     assert table[1][3] == "1.35 s (1.88×)"
     assert table[2][3] == "-"
     assert markdown(table).count("\n") == 3
-    assert "update" in listing(small, results)[0]
+    assert "update" in listing(results)[0]
 
 
 def test_every_series_has_a_colour_of_its_own() -> None:

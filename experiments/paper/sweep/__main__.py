@@ -62,7 +62,7 @@ def show(sweep: Sweep, results: dict[Configuration, Outcome], console: Console) 
     """Tables for people: times, and how many times as fast as ZeRO-Offload."""
     comparisons = compare(sweep, results)
     if not comparisons:
-        heading, *lines = listing(sweep, results)
+        heading, *lines = listing(results)
         console.print(table(sweep.title, heading, lines))
     for comparison in comparisons:
         for metric in METRICS:

@@ -100,7 +100,7 @@ def compare(sweep: Sweep, results: Results) -> list[Comparison]:
     return found
 
 
-def listing(sweep: Sweep, results: Results) -> Table:
+def listing(results: Results) -> Table:
     """One line for each run: the keys in which runs differ, and what they take."""
     keys = [key for key in vars(next(iter(results))) if len(_distinct(results, key)) > 1]
     heading = [key.replace("_", " ") for key in keys]
