@@ -20,7 +20,8 @@ from dos.kernels.extension import load_extension
 
 logger = logging.getLogger(__name__)
 
-LOST = "this optimizer's state is lost: load the last checkpoint, with disk= in a folder that works or with more memory"
+RESUME = "load the last checkpoint, with disk= in a folder that works or with more memory"
+LOST = f"this optimizer's state is lost: {RESUME}"
 _PREFIX = "state-"
 _FIXED, _DONTFORK, _HUGEPAGE = 0x10, 10, 14
 """Linux's MAP_FIXED, MADV_DONTFORK and MADV_HUGEPAGE."""

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dos.disk.files import LOST, DiskError, DiskFile, map_memory
+from dos.disk.files import LOST, RESUME, DiskError, DiskFile, map_memory
 from dos.kernels.extension import load_extension
 
 _adam = load_extension()
@@ -251,7 +251,8 @@ class DiskSpace:
             if not file.refused(requests[failed][0], error):
                 why = os.strerror(error) if error else "the file ends there, was it truncated?"
                 what = f"{'wrote' if write else 'read'} {done} of {nbytes} bytes at byte {offset}"
-                raise DiskError(error or errno.EIO, f"{file.path}: {what}: {why}; {LOST}")
+                remedy = f"if it fails again, {RESUME}" if write else LOST  # what is written is in memory yet
+                raise DiskError(error or errno.EIO, f"{file.path}: {what}: {why}; {remedy}")
 
     def _address(self, extent: Extent, buffer: Tensor) -> int:
         """Where a buffer begins that has the extent's size; others would be written past their ends."""

@@ -79,8 +79,8 @@ class Stores:
             windows.leave(subgroup)
             self.of[source].drop(subgroup)
 
-    def leave_host(self, subgroups: Iterable[Subgroup]) -> list[Subgroup]:
-        """Bring state of these from the host to disk, the last first, until gradients that may come have room; whose.
+    def leave_host(self, subgroups: Iterable[Subgroup]) -> None:
+        """Bring state of these from the host to disk, the last first, until gradients that may come have room.
 
         Conditions: see `to_disk`.
         """
@@ -93,7 +93,6 @@ class Stores:
             missing -= self.host.home_bytes(leaving[-1], made=True)
         self.disk.reserve(leaving)
         self.to_disk(leaving, Tier.HOST)
-        return leaving
 
     def move(
         self, move: Move, number: int, subgroup: Subgroup, after: Sequence[Job], beside: Sequence[Copy] = ()

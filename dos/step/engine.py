@@ -264,9 +264,12 @@ class Engine:
         self.wait()
         self.early.drop_arriving(list(self.early.arriving))
         stores.write_kept()
-        left = stores.leave_host(subgroups)
-        if self.early.shown:  # user code may write there until the step
-            stores.homes.show(left)
+        subgroups = list(subgroups)
+        try:
+            stores.leave_host(subgroups)
+        finally:
+            if self.early.shown:  # user code may write there until the step
+                stores.homes.show(subgroups)
 
     def abandon(self) -> None:
         """End what backward has begun, once nothing of it is running; resident state stays."""

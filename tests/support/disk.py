@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import mmap
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -35,6 +37,18 @@ def reads(space: DiskSpace, extent: object, expected: Tensor) -> bool:
     buffer = pages(len(expected), seed=99)
     space.read(extent, buffer)  # type: ignore[arg-type]
     return torch.equal(buffer, expected)
+
+
+def fail_at(patch: pytest.MonkeyPatch, name: str, at: int, error: Exception) -> None:
+    """Let a read or write of state raise: the one of this number, counted from 1, from now on."""
+    real, numbers = getattr(DiskSpace, name), itertools.count(1)
+
+    def transfer(*arguments: Any) -> None:
+        if next(numbers) == at:
+            raise error
+        real(*arguments)
+
+    patch.setattr(DiskSpace, name, transfer)
 
 
 SMALL = 2048

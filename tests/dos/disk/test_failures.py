@@ -19,38 +19,19 @@ import torch
 from torch import nn
 
 from dos import DOSAdam
-from dos.disk import DiskSpace
+from dos.disk import DiskError, DiskSpace
 from dos.disk import files as files_module
 from dos.disk import space as space_module
-from tests.support.disk import SMALL, bytes_on_disk, dos_adam, everything, files, wide
+from tests.support.disk import SMALL, TWO_WINDOWS, bytes_on_disk, dos_adam, everything, fail_at, files, wide
 from tests.support.processes import python
 from tests.support.programs import REFUSED
-from tests.support.training import backward, bits, train
+from tests.support.training import backward, bits, mlp, train
 
 pytestmark = pytest.mark.usefixtures("one_core")
 
 LOST = "load the last checkpoint"
 FULL = shutil._ntuple_diskusage(0, 0, 0)  # type: ignore[attr-defined]
 POLICIES = ["cpu", "stride:2", 0.5]
-Fail = Callable[[str, int, Exception], None]
-
-
-@pytest.fixture
-def fail(monkeypatch: pytest.MonkeyPatch) -> Fail:
-    """Lets the n-th read or write of state from now on raise."""
-
-    def install(name: str, at: int, error: Exception) -> None:
-        real, asked = getattr(DiskSpace, name), [0]
-
-        def transfer(*arguments: Any) -> None:
-            asked[0] += 1
-            if asked[0] == at:
-                raise error
-            real(*arguments)
-
-        monkeypatch.setattr(DiskSpace, name, transfer)
-
-    return install
 
 
 def started(disk: Path, steps: int = 2, **settings: Any) -> tuple[nn.Module, DOSAdam]:
@@ -86,16 +67,59 @@ def causes(error: BaseException | None) -> list[str]:
 @pytest.mark.parametrize("attach", [False, True])
 @pytest.mark.parametrize(("name", "at"), [("read", 1), ("read", 2), ("write", 1), ("write", 3)])
 def test_a_step_that_fails_on_disk(
-    tmp_path: Path, fail: Fail, policy: str | float, attach: bool, name: str, at: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str | float, attach: bool, name: str, at: int
 ) -> None:
     model, optimizer = started(tmp_path, policy=policy)
     if attach:
         optimizer.attach(model)
-    fail(name, at, OSError(errno.EIO, "the cable came off"))
+    fail_at(monkeypatch, name, at, OSError(errno.EIO, "the cable came off"))
     with pytest.raises((RuntimeError, OSError)) as caught:
         go_on(model, optimizer)
     assert any("the cable came off" in said for said in causes(caught.value))
     assert_refuses(optimizer)
+
+
+@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.parametrize("at", [1, 3])
+def test_a_backward_that_fails_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int, reads: bool) -> None:
+    """While homes leave for gradients of what joins. No state is lost, and backward can be tried again.
+
+    reads: user code has views of state meanwhile, and writes to them then.
+    """
+    ends = []
+    for disk in (None, tmp_path):
+        model = mlp(width=2000)
+        *rest, last = model.parameters()
+        nbytes = TWO_WINDOWS + 8 * sum(p.numel() for p in model.parameters())
+        optimizer = dos_adam([last], disk, offload_gradients=True, host_memory=nbytes)
+        train(model, optimizer, 2)
+        model.zero_grad()
+        optimizer.add_param_group({"params": rest})
+        views = [optimizer.state[last]["exp_avg"]] if reads else []
+        if disk is not None:
+            fail_at(monkeypatch, "write", at, DiskError(errno.EIO, "the cable came off"))
+            with pytest.raises(DiskError, match="the cable came off"):
+                backward(model, 5)
+            optimizer.zero_grad()
+        for view in views:
+            view.mul_(0.5)
+        if not reads:
+            ends.append(everything(model, optimizer))
+        train(model, optimizer, 2, first_step=5)
+        ends.append(everything(model, optimizer))
+    assert ends[: len(ends) // 2] == ends[len(ends) // 2 :]
+    assert bytes_on_disk(tmp_path) > 0
+
+
+def test_reading_state_that_fails_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What windows have is written then; it can be tried again."""
+    pair, twins = started(tmp_path), started(tmp_path)
+    fail_at(monkeypatch, "write", 2, DiskError(errno.EIO, "the cable came off"))
+    with pytest.raises(DiskError, match="the cable came off"):
+        pair[1].state_dict()
+    for each in (pair, twins):
+        train(*each, 1, first_step=2)
+    assert everything(*pair) == everything(*twins)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -124,7 +148,7 @@ def test_a_file_that_was_deleted_still_serves(tmp_path: Path) -> None:
     assert everything(model, optimizer) == everything(twin, other)
 
 
-def test_a_new_optimizer_goes_on_from_the_last_checkpoint(tmp_path: Path, fail: Fail) -> None:
+def test_a_new_optimizer_goes_on_from_the_last_checkpoint(tmp_path: Path) -> None:
     model, optimizer = started(tmp_path)
     torch.save([model.state_dict(), optimizer.state_dict()], tmp_path / "checkpoint.pt")
     with pytest.MonkeyPatch.context() as patch:

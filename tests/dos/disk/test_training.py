@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import io
 import os
 import pickle
@@ -19,12 +20,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from dos import DOSAdam, EmulatedDevice
+from dos.disk import DiskError
 from dos.gradients import offload as offload_module
 from dos.machine import host_memory as host_memory_module
 from perfmodel import Op, Placement, Plan, Workload
 from perfmodel.policies import spilled
 from tests.support.devices import LateDevice, Unreliable, jittery_device
-from tests.support.disk import SMALL, TWO_WINDOWS, bytes_on_disk, dos_adam, everything, files, wide
+from tests.support.disk import SMALL, TWO_WINDOWS, bytes_on_disk, dos_adam, everything, fail_at, files, wide
 from tests.support.random_plans import RandomPlans
 from tests.support.training import FAST, assert_close_ulp, backward, bits, mlp, plan_anew, train
 
@@ -553,13 +555,14 @@ def test_homes_leave_for_disk_where_gradients_of_what_joins_need_their_room(
     assert bytes_on_disk(tmp_path) > 0
 
 
-@pytest.mark.parametrize("short", [False, True])
+@pytest.mark.parametrize("fails", [None, MemoryError, DiskError])
 def test_homes_leave_for_disk_where_windows_need_their_room(
-    tmp_path: Path, short: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, fails: type[Exception] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They had it while the device had the other state, which comes back from disk where user code has read it.
 
-    short: at first the system has no memory for windows; what user code writes before it tries again counts.
+    fails: what is raised at first, as the system has no memory for windows, or by the second write. What user code
+    writes before it tries again counts.
     """
 
     def policy(workload: Workload) -> Plan:
@@ -576,10 +579,13 @@ def test_homes_leave_for_disk_where_windows_need_their_room(
         assert disk is None or not bytes_on_disk(disk)
         backward(model, 2)
         views = [entry["exp_avg"] for entry in optimizer.state.values()]
-        if short and disk is not None:
+        if fails and disk is not None:
             with monkeypatch.context() as patch:
-                patch.setattr(host_memory_module, "available_bytes", lambda: 0)
-                with pytest.raises(MemoryError):
+                if fails is MemoryError:
+                    patch.setattr(host_memory_module, "available_bytes", lambda: 0)
+                else:
+                    fail_at(patch, "write", 2, DiskError(errno.EIO, "the cable came off"))
+                with pytest.raises(fails):
                     optimizer.step()
         for view in views:
             view.mul_(0.5)
