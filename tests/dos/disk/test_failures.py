@@ -10,7 +10,6 @@ import re
 import shutil
 import weakref
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +118,26 @@ def test_reading_state_that_fails_on_disk(tmp_path: Path, monkeypatch: pytest.Mo
         pair[1].state_dict()
     for each in (pair, twins):
         train(*each, 1, first_step=2)
+    assert everything(*pair) == everything(*twins)
+
+
+def test_a_field_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of amsgrad, switched on later. Its room on disk goes back, and it can be tried again."""
+    pair, twins = started(tmp_path), started(tmp_path)
+    for _, optimizer in (pair, twins):
+        optimizer.param_groups[0]["amsgrad"] = True
+    disk = pair[1]._session.registry.homes.disk
+    assert disk is not None
+    backward(pair[0], 2)
+    before = disk.nbytes
+    assert pair[1].state_dict()  # what windows have is written
+    fail_at(monkeypatch, "write", 3, DiskError(errno.EIO, "the cable came off"))
+    with pytest.raises(DiskError, match="the cable came off"):
+        pair[1].step()
+    assert disk.nbytes == before
+    pair[1].zero_grad()
+    for each in (pair, twins):
+        train(*each, 2, first_step=2)
     assert everything(*pair) == everything(*twins)
 
 
