@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -52,42 +50,46 @@ REFUSED = {"experiments.decisions": "", "experiments.sweep --report": "results.m
 """They draw what docs show, and say what to install for that."""
 
 
-@pytest.fixture
-def installation(tmp_path: Path) -> dict[str, str]:
-    """More environment variables, of a Python that has nothing of ABSENT, in this process's children and in theirs."""
-    code = f"import sys\nsys.modules.update(dict.fromkeys({ABSENT}))\n"
-    (tmp_path / "sitecustomize.py").write_text(code)
-    paths = (str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", ""))
-    return {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_WAIT_POLICY": "passive"}
+LACKS = f"""import sys
+assert sys.modules.keys().isdisjoint({ABSENT}), "dos or perfmodel has imported one"
+sys.modules.update(dict.fromkeys({ABSENT}))
+"""
+RUNS = """
+import runpy
+runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+"""
 
 
-def run(command: str, arguments: str, folder: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, "-m", *command.split(), *arguments.split()]
-    return processes.run(*words, cwd=folder, timeout=600, good=False, **environment)
+def run(command: str, arguments: str, folder: Path) -> processes.Done:
+    """By a Python that has nothing of ABSENT, as have its children."""
+    (folder / "sitecustomize.py").write_text(LACKS)
+    words = [*command.split(), *arguments.split()]
+    path = os.pathsep.join((str(folder), str(ROOT)))
+    return processes.run_python("-c", LACKS + RUNS, *words, cwd=folder, timeout=600, good=False, PYTHONPATH=path)
 
 
-def starts(command: str, arguments: str, folder: Path, environment: dict[str, str]) -> None:
-    done = run(command, arguments, folder, environment)
+def starts(command: str, arguments: str, folder: Path) -> None:
+    done = run(command, arguments, folder)
     assert "Traceback" not in done.stdout + done.stderr
     # 1: it ran, and a figure is not what it should be, which so small a size says nothing about.
     assert done.returncode in (0, 1), done.stderr
 
 
 @pytest.mark.parametrize("command", QUICK)
-def test_it_starts(command: str, installation: dict[str, str], tmp_path: Path) -> None:
-    starts(command, QUICK[command], tmp_path, installation)
+def test_it_starts(command: str, tmp_path: Path) -> None:
+    starts(command, QUICK[command], tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("command", SLOW)
-def test_it_starts_and_takes_long(command: str, installation: dict[str, str], tmp_path: Path) -> None:
-    starts(command, SLOW[command], tmp_path, installation)
+def test_it_starts_and_takes_long(command: str, tmp_path: Path) -> None:
+    starts(command, SLOW[command], tmp_path)
 
 
 @pytest.mark.parametrize("command", REFUSED)
-def test_it_says_in_one_line_what_to_install(command: str, installation: dict[str, str], tmp_path: Path) -> None:
-    done = run(command, REFUSED[command], tmp_path, installation)
+def test_it_says_in_one_line_what_to_install(command: str, tmp_path: Path) -> None:
+    done = run(command, REFUSED[command], tmp_path)
     assert (done.returncode, done.stderr) == (2, NEEDS_MATPLOTLIB + "\n")
     assert not (tmp_path / "results.md").exists()
 

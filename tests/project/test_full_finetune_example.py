@@ -197,9 +197,16 @@ def test_resuming_takes_the_memory_of_training(tmp_path: Path) -> None:
     settings = ["--output", str(tmp_path / "out"), "--trainer"]
     numel, fresh = host_peak("mmap", 1, "--steps", "2", "--save-every", "2", *settings)
     _, resumed = host_peak("mmap", 1, "--steps", "3", "--resume", *settings)
-    _, twice = host_peak("whole", 1, "--steps", "3", "--resume", *settings)
     assert resumed < fresh + numel
-    assert twice > resumed + 5 * numel
+
+
+@pytest.mark.slow
+def test_resuming_as_trainer_does_takes_twice_the_memory(tmp_path: Path) -> None:
+    """So that the test above would see it."""
+    settings = ["--output", str(tmp_path / "out"), "--trainer"]
+    numel, fresh = host_peak("mmap", 1, "--steps", "2", "--save-every", "2", *settings)
+    _, twice = host_peak("whole", 1, "--steps", "3", "--resume", *settings)
+    assert twice > fresh + 6 * numel
 
 
 if __name__ == "__main__":  # what docs/8b-on-24gb.md says: python -m tests.project.test_full_finetune_example FOLDER

@@ -68,13 +68,15 @@ def test_fsdp2_goes_on_from_its_newest_checkpoint(pair: Ranks, tmp_path: Path) -
 
 
 @needs_fsdp2
-def test_fsdp2_runs_as_its_docstring_says(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_fsdp2_runs_as_its_docstring_says(ranks: int, tmp_path: Path) -> None:
     """Beside a checkpoint that was interrupted, which is left alone."""
     command = re.search(r"^torchrun (.*)examples/fsdp2.py", (EXAMPLES / "fsdp2.py").read_text(), re.MULTILINE)
     assert command
     (tmp_path / "out" / "fsdp2" / "step000099").mkdir(parents=True)
-    torchrun = ("-m", "torch.distributed.run", "--standalone", *command[1].split())
-    said = python(*torchrun, EXAMPLES / "fsdp2.py", "--steps", "20", cwd=tmp_path)
+    torchrun = () if ranks == 1 else ("-m", "torch.distributed.run", "--standalone", *command[1].split())
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"} if ranks == 1 else {}
+    said = python(*torchrun, EXAMPLES / "fsdp2.py", "--steps", "20", cwd=tmp_path, **alone)
     assert "step 20: loss 1." in said
     assert said.count("Plan: ") == 1, "one rank speaks"
 

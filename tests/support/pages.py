@@ -128,7 +128,7 @@ def main() -> None:
         for accelerated in (True, False)
         if name != "calibrating" or accelerated
     )
-    print(f"{ran} blocks ran with {dos.__file__}")
+    print(f"{ran} blocks ran with {dos.__version__} in {dos.__file__}")
 
 
 if __name__ == "__main__":

@@ -121,8 +121,7 @@ def test_offloaded_gradients_of_threads_that_share_no_parameter() -> None:
     assert train(threaded=True) == train(threaded=False)
 
 
-@pytest.mark.parametrize("attached", [False, True])
-@pytest.mark.parametrize("policy", ["cpu", "stride:2", 0.5])
+@pytest.mark.parametrize(("policy", "attached"), [("cpu", True), ("stride:2", False), (0.5, True)])
 def test_forks_in_another_thread_change_nothing(policy: str | float, attached: bool) -> None:
     """As a data loader started from a helper thread forks its workers."""
 
@@ -159,18 +158,18 @@ def test_forks_in_another_thread_change_nothing(policy: str | float, attached: b
         assert not any(children)
         return bits([*model.parameters(), *(t for entry in optimizer.state.values() for t in entry.values())])
 
-    expected = run(forks=False)
-    for _ in range(2):
-        assert run(forks=True) == expected
+    assert run(forks=True) == run(forks=False)
 
 
 LOADS_IN_A_THREAD = """
 import threading
+import warnings
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 from dos import DOSAdam, EmulatedDevice
 from tests.support.training import FAST, mlp
 
+warnings.simplefilter("ignore")
 model = mlp()
 device = EmulatedDevice(FAST, 10**7)
 optimizer = DOSAdam(model.parameters(), policy="stride:2", subgroup_size=200, device=device)
@@ -214,4 +213,4 @@ def test_a_child_forked_with_a_step_in_flight_has_what_the_step_makes(policy: st
 
 def test_a_data_loader_with_workers_started_from_a_thread() -> None:
     """In a process of its own, so that nothing hangs here if it does there."""
-    assert python("-W", "ignore", "-c", LOADS_IN_A_THREAD, OMP_NUM_THREADS="1") == "ended well\n"
+    assert python("-c", LOADS_IN_A_THREAD) == "ended well\n"

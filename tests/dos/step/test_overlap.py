@@ -7,7 +7,6 @@ import logging
 import os
 import pickle
 import signal
-import sys
 import time
 from collections.abc import Iterable
 
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from dos import DOSAdam, EmulatedDevice
 from perfmodel import Op
 from tests.support.devices import Asked, Copying, UpdatesAfterStep
-from tests.support.processes import run
+from tests.support.processes import run_python
 from tests.support.training import (
     SLOW,
     Make,
@@ -405,7 +404,7 @@ if sys.argv[1] == "exception":
 @pytest.mark.parametrize("how", ["plain", "atexit", "exception", "thread"])
 def test_the_interpreter_ends_with_a_step_in_flight(how: str) -> None:
     """No hang, and what is saved at exit is finished. A thread that trains on is told why it cannot."""
-    done = run(sys.executable, "-c", ENDS, how, good=False, OMP_NUM_THREADS="1")
+    done = run_python("-c", ENDS, how, good=False)
     assert done.returncode == (3 if how == "exception" else 0), done.stderr
     assert done.stdout == ("finished\n" if how == "atexit" else "")
     assert ("RuntimeError: the main thread has ended" in done.stderr) == (how == "thread")
