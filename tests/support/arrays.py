@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -69,15 +69,15 @@ def update(arrays: list[Tensor | None], step: AdamStep, **options: Any) -> None:
     adam_update(AdamArrays(*arrays), step=step, **options)  # type: ignore[arg-type]
 
 
-def clone(arrays: list[Tensor | None]) -> list[Tensor | None]:
+def clone(arrays: Iterable[Tensor | None]) -> list[Tensor | None]:
     return [None if array is None else array.clone() for array in arrays]
 
 
-def assert_same_bits(actual: list[Tensor | None], expected: list[Tensor | None]) -> None:
-    for ours, theirs in zip(actual, expected, strict=True):
+def assert_same_bits(actual: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> None:
+    for number, (ours, theirs) in enumerate(zip(actual, expected, strict=True)):
         assert (ours is None) == (theirs is None)
         if ours is not None and theirs is not None:
-            assert torch.equal(bits(ours), bits(theirs))
+            assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8)), f"array {number}"
 
 
 NOTHING = replace(STEP, lr=0.0, eps=1.0)

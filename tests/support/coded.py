@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -63,15 +61,3 @@ def coded_arrays(
         scale(2.0**-120, 2.0**120, torch.nan),
         scale(2.0**-82, 2.0**50, 1.0),
     )
-
-
-def cloned(arrays: AdamArrays) -> AdamArrays:
-    return AdamArrays(*(None if array is None else array.clone() for array in arrays))  # type: ignore[arg-type]
-
-
-def assert_same_bytes(actual: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> None:
-    """Fail unless arrays of any types are the same to the bit."""
-    for number, (ours, theirs) in enumerate(zip(actual, expected, strict=True)):
-        assert (ours is None) == (theirs is None)
-        if ours is not None and theirs is not None:
-            assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8)), f"array {number}"

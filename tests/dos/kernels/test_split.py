@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import os
-from dataclasses import replace
 
 import pytest
 import torch
@@ -19,9 +18,7 @@ from dos.kernels.update import adam_update, instruction_sets
 from tests.support.arrays import (
     ALL_FLOATS,
     CHUNK,
-    FLOATS,
     KERNELS,
-    L2,
     NOTHING,
     STEP,
     STEPS,
@@ -99,19 +96,6 @@ def test_all_floats(kernel: str) -> None:
         ties_moved += moved(floats, KERNELS[kernel])
         through(KERNELS[kernel], floats)
     assert ties_moved == 65_280
-
-
-@pytest.mark.parametrize("grad", FLOATS)
-@pytest.mark.parametrize("step", [*STEPS, L2])
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_updates_have_the_bits_of_a_float32_master(kernel: str, step: AdamStep, grad: torch.dtype) -> None:
-    mixed = mixed_arrays(10_007, step, grad, seed=1)
-    split = splitting(mixed)
-    for count in range(3):
-        now = replace(step, step=step.step + count)
-        KERNELS[kernel](split, now)
-        adam_update(mixed, step=now, threads=1, isa="portable")
-        assert_alike(split, mixed)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

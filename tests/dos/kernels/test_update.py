@@ -1,6 +1,5 @@
-"""The Adam update: against torch, against an exact scalar reference, and against itself in every other arrangement."""
+"""The Adam update: against torch, and against an exact scalar reference."""
 
-import itertools
 import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,8 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from dos.kernels.adam import off_ties
@@ -146,55 +143,7 @@ def test_low_precision_is_rounded_to_nearest(dtype: torch.dtype, isa: str) -> No
     assert (bits(out)[nan] == CANONICAL_NAN[dtype]).all()
 
 
-# Against itself
-
-dtypes = st.sampled_from(FLOATS)
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    numel=st.one_of(st.integers(0, 300), st.integers(30_000, 70_000)),
-    step=st.sampled_from(STEPS),
-    grad_dtype=dtypes,
-    output=st.sampled_from(
-        [
-            (torch.float32, None),
-            (torch.float32, torch.bfloat16),
-            (torch.float32, torch.float16),
-            (torch.float32, torch.float32),
-            (torch.bfloat16, None),
-            (torch.float16, None),
-        ]
-    ),
-    isa=st.sampled_from(instruction_sets()),
-    threads=st.integers(1, 5),
-    offsets=st.lists(st.integers(0, 40), min_size=6, max_size=6),
-    cuts=st.lists(st.floats(0, 1), max_size=3),
-    seed=st.integers(0, 2**32),
-)
-def test_same_bits_however_it_is_run(
-    numel: int,
-    step: AdamStep,
-    grad_dtype: torch.dtype,
-    output: tuple[torch.dtype, torch.dtype | None],
-    isa: str,
-    threads: int,
-    offsets: list[int],
-    cuts: list[float],
-    seed: int,
-) -> None:
-    start = random_arrays(numel, step, grad_dtype, *output, seed)
-    expected = clone(start)
-    update(expected, step, isa="portable", threads=1)
-
-    actual: list[Tensor | None] = []
-    for array, offset in zip(start, offsets, strict=True):
-        actual.append(None if array is None else torch.cat([array.new_zeros(offset), array])[offset:])
-    edges = [0, *sorted(int(cut * numel) for cut in cuts), numel]
-    for begin, end in itertools.pairwise(edges):
-        piece = [None if array is None else array[begin:end] for array in actual]
-        update(piece, step, isa=isa, threads=threads)
-    assert_same_bits(actual, expected)
+# Against itself; test_batch.py has the rest
 
 
 @pytest.fixture
