@@ -334,8 +334,7 @@ class Full:
 
 
 @pytest.mark.parametrize("batch", [BATCH // 2, BATCH * 5 // 8, BATCH])
-@pytest.mark.parametrize("spare", [0, 40_000, 400_000])
-@pytest.mark.parametrize("keeps_batch", [True, False])
+@pytest.mark.parametrize(("spare", "keeps_batch"), [(0, True), (40_000, False), (400_000, True)])
 def test_there_is_all_the_memory_that_leaving_is_said_to_make(batch: int, spare: int, keeps_batch: bool) -> None:
     """State takes all that it may.
 

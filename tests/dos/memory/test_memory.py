@@ -489,8 +489,7 @@ LIES = {
 
 
 @pytest.mark.parametrize("capacity", [STATE_BYTES // 2, 3 * STATE_BYTES])
-@pytest.mark.parametrize("attach", [False, True])
-@pytest.mark.parametrize("policy", ["adaptive", "stride:2"])
+@pytest.mark.parametrize(("policy", "attach"), [("adaptive", False), ("adaptive", True), ("stride:2", True)])
 @pytest.mark.parametrize("lie", LIES)
 def test_memory_that_lies_changes_no_bit(
     lie: str, policy: str, attach: bool, capacity: int, said: list[str], caplog: pytest.LogCaptureFixture

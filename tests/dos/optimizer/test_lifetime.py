@@ -39,8 +39,7 @@ def state_memory() -> list[weakref.ref[Tensor]]:
 
 
 @pytest.mark.parametrize("place", ["host", "cpu", "stride:2", 0.0, "adaptive"])
-@pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize("attached", [False, True])
+@pytest.mark.parametrize(("offload", "attached"), [(False, True), (True, False)])
 def test_state_and_threads_go_with_the_optimizer(place: str | float, offload: bool, attached: bool) -> None:
     """And the device, with its threads."""
     others = state_memory()  # of optimizers that other tests have left

@@ -25,7 +25,7 @@ from tests.support.random_plans import RandomPlans
 from tests.support.training import FAST, SLOW, assert_close_ulp, bits, plan_anew
 
 ULPS = 64
-SEQUENCES = int(os.environ.get("DOS_CALLS", "200"))
+SEQUENCES = int(os.environ.get("DOS_CALLS", "80"))
 """How many random sequences of calls, for each kind of gradients."""
 
 

@@ -75,8 +75,7 @@ def trained(model: Points, optimizer: torch.optim.Optimizer) -> list[weakref.ref
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("offload_gradients", [False, True])
-@pytest.mark.parametrize("attach", [False, True])
+@pytest.mark.parametrize(("offload_gradients", "attach"), [(False, True), (True, False)])
 def test_bits_are_the_same_and_nothing_stays_behind(place: str | float, offload_gradients: bool, attach: bool) -> None:
     twin = Points()
     trained(twin, made("host", twin))

@@ -78,18 +78,17 @@ def resume(
     go_on(through, resumed)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("before", "after", "how", "settings", "later"),
+    ("before", "after", "how", "settings", "later", "dtype"),
     [
-        (None, None, "async", {"policy": "cpu"}, {"policy": "cpu"}),
-        (None, None, "save", {"policy": "resident"}, {"policy": "resident"}),
-        (None, None, "async", {"policy": "adaptive"}, {"policy": "adaptive"}),
-        (None, None, "save", {"kind": "on host"}, {"kind": "on host"}),
-        (4, 2, "save", {}, {}),
-        (1, 4, "save", {}, {}),
-        (4, 2, "save", {"policy": "resident", **CODED}, {"policy": "cpu", **CODED}),
-        (2, 4, "save", {"policy": "resident", **CODED}, {"policy": "cpu", **CODED}),
+        (None, None, "async", {"policy": "cpu"}, {"policy": "cpu"}, torch.bfloat16),
+        (None, None, "save", {"policy": "resident"}, {"policy": "resident"}, torch.float32),
+        (None, None, "async", {"policy": "adaptive"}, {"policy": "adaptive"}, torch.float32),
+        (None, None, "save", {"kind": "on host"}, {"kind": "on host"}, torch.bfloat16),
+        (4, 2, "save", {}, {}, torch.bfloat16),
+        (1, 4, "save", {}, {}, torch.float32),
+        (4, 2, "save", {"policy": "resident", **CODED}, {"policy": "cpu", **CODED}, torch.float32),
+        (2, 4, "save", {"policy": "resident", **CODED}, {"policy": "cpu", **CODED}, torch.bfloat16),
     ],
 )
 def test_resume(

@@ -79,8 +79,10 @@ def test_failures_beside_state_that_leaves_say_nothing(caplog: pytest.LogCapture
     assert not caplog.records
 
 
-@pytest.mark.parametrize(("attach", "offload_gradients"), [(False, False), (True, False), (False, True)])
-@pytest.mark.parametrize("policy", ["adaptive", "stride:2", 0.5])
+@pytest.mark.parametrize(
+    ("policy", "attach", "offload_gradients"),
+    [("adaptive", True, False), ("adaptive", False, True), ("stride:2", False, False), (0.5, True, False)],
+)
 @pytest.mark.parametrize("failing", [0.01, 0.1, 1.0])
 def test_allocations_that_fail_at_random_change_no_bit(
     failing: float, policy: str | float, attach: bool, offload_gradients: bool, caplog: pytest.LogCaptureFixture

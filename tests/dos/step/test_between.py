@@ -58,7 +58,7 @@ def test_attaching_anew_interrupted_anywhere() -> None:
 def test_memory_is_accounted_for_after_interruptions(policy: str | float, what: str) -> None:
     training = Training(Program(policy))
     optimizer, device = training.optimizer, training.device
-    for number, call in enumerate(interrupted_everywhere(11)):
+    for number, call in enumerate(interrupted_everywhere(23)):
         training.backward(2 * number)
         training.step()
         training.backward(2 * number + 1)
@@ -93,7 +93,7 @@ def test_loading_interrupted_loads_all_or_nothing_or_is_refused() -> None:
 
 
 def test_interrupted_enrolment_leaves_nothing_twice() -> None:
-    for call in interrupted_everywhere(17):
+    for call in interrupted_everywhere(31):
         model = mlp()
         enrolled: list[int] = []
 

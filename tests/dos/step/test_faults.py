@@ -21,7 +21,7 @@ from tests.support.training import FAST
 
 pytestmark = pytest.mark.usefixtures("one_core")
 
-FAULTS = int(os.environ.get("DOS_FAULTS", "400"))
+FAULTS = int(os.environ.get("DOS_FAULTS", "150"))
 """How many, over all programs."""
 MESSAGE = "the cable came off"
 

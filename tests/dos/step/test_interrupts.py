@@ -22,7 +22,7 @@ from tests.support.training import FAST, SLOW, mlp
 
 pytestmark = pytest.mark.usefixtures("one_core")
 
-INTERRUPTS = 1000
+INTERRUPTS = 400
 
 
 def lines_of(program: Program, first_step: int) -> int:

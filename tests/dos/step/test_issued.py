@@ -251,7 +251,7 @@ def histories(count: int, dtype: torch.dtype, *, offload_gradients: bool, failin
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("failing", [0.0, 0.2])
 def test_gradients_on_the_device(failing: float, dtype: torch.dtype) -> None:
-    found = histories(14, dtype, offload_gradients=False, failing=failing)
+    found = histories(8, dtype, offload_gradients=False, failing=failing)
     on_host = {
         "gradient update parameter", "(gradient) update parameter", "(gradient) gradient update parameter",
     }  # fmt: skip
@@ -264,7 +264,7 @@ def test_gradients_on_the_device(failing: float, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("failing", [0.0, 0.2])
 def test_offloaded_gradients(failing: float) -> None:
-    found = histories(14, torch.float32, offload_gradients=True, failing=failing)
+    found = histories(8, torch.float32, offload_gradients=True, failing=failing)
     ways = {"update parameter", "prefetch update flush", "prefetch update"}
     if failing:
         ways.add("flush update parameter")
@@ -274,7 +274,7 @@ def test_offloaded_gradients(failing: float) -> None:
 @pytest.mark.parametrize("failing", [0.0, 0.2])
 def test_split_masters_and_offloaded_gradients(failing: float) -> None:
     """The host fetches parameters that were updated on the device; gradients it has."""
-    found = histories(14, torch.bfloat16, offload_gradients=True, failing=failing)
+    found = histories(8, torch.bfloat16, offload_gradients=True, failing=failing)
     ways = {"update parameter", "gradient update parameter", "prefetch update flush", "prefetch update"}
     assert ways <= found.keys()
     assert ("gradient flush update parameter" in found) == (failing > 0)
