@@ -39,10 +39,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"cannot read {error.filename}: {error.strerror}")
     except ValueError as error:
         parser.error(" ".join(str(error).split()))
-    try:
-        from perfmodel.planner import text
-    except ImportError:
-        parser.error("rich is needed to print the answer: pip install rich")
     if options.plot is not None:
         try:
             from perfmodel.planner import picture
@@ -55,8 +51,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error(f"cannot write {options.plot}: {reason}")
     if options.json:
         print(json.dumps(found, allow_nan=False))
-    else:
-        text.show(found)
+        return 0
+    try:
+        from perfmodel.planner.text import show
+    except ImportError:
+        parser.error("rich is needed to print the answer: pip install rich")
+    show(found)
     return 0
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -125,7 +125,11 @@ def test_what_would_help_is_planned_anew() -> None:
     assert (batches["--checkpointing"] or 0) > 1.5 * most(without, "batch"), "a multiple of the batch is said"
 
 
-@settings(max_examples=12, deadline=None)
+# Where the search, asked anew, finds a slower plan for a faster machine.
+@example(machine="rtx_4090_desktop", numel=1e9, spare=1.0, flops_rate=math.inf, sharded=False)
+@example(machine="h100", numel=1e9, spare=1.0, flops_rate=math.inf, sharded=False)
+@example(machine="gh200", numel=1e9, spare=9.0, flops_rate=math.inf, sharded=False)
+@settings(max_examples=6, deadline=None)
 @given(
     machine=st.sampled_from(sorted(GPUS)),
     numel=st.floats(3e8, 8e9),
