@@ -54,37 +54,26 @@ def _update(arrays: AdamArrays, numel: int, threads: int = 0) -> None:
 
 
 class Bench:
-    """The memory that is measured on, and the measurements. All figures are means over the ranks."""
+    """The memory that is measured on, and goes with it, and the measurements. All figures are means over the ranks."""
 
     def __init__(self, device: Device | None, rounds: Rounds) -> None:
         self._rounds = rounds
         self._effort = effort = rounds.effort
         self._device = device
-        self._held: list[Tensor] = []
         self._granted: dict[int, list[float]] = defaultdict(list)
         self._host = _arrays(partial(host_zeros, device), effort.host_numel, effort.formats)
         if device is None:
             return
-        try:
-            self._on_device = _arrays(self._device_zeros, effort.device_numel, effort.formats)
-            numel = effort.copy_bytes // 4
-            # Destination and source.
-            here, there = (host_zeros(device, numel, torch.float32) for _ in range(2))
-            self._ends = {
-                Op.PREFETCH: (self._device_zeros(numel, torch.float32), here.fill_(1.0)),
-                Op.FLUSH: (there, self._device_zeros(numel, torch.float32)),
-            }
-        except torch.OutOfMemoryError:
-            self.close()
-            raise
+        self._on_device = _arrays(self._device_zeros, effort.device_numel, effort.formats)
+        numel = effort.copy_bytes // 4
+        # Destination and source.
+        here, there = (host_zeros(device, numel, torch.float32) for _ in range(2))
+        self._ends = {
+            Op.PREFETCH: (self._device_zeros(numel, torch.float32), here.fill_(1.0)),
+            Op.FLUSH: (there, self._device_zeros(numel, torch.float32)),
+        }
         for job in device.fence():
             job.wait()  # the zeros are written before other streams use them
-
-    def close(self) -> None:
-        """Give the device's memory back."""
-        if self._device is not None:
-            while self._held:
-                self._device.free(self._held.pop())
 
     def cpu_update(self, threads: Sequence[int]) -> dict[int, Figure]:
         """Parameters/s by number of threads. They take turns, so that a change of load meets all of them."""
@@ -143,8 +132,7 @@ class Bench:
         return self._device
 
     def _device_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        self._held.append(self._accelerator.allocate(numel * dtype.itemsize))
-        return self._held[-1].view(dtype).zero_()
+        return self._accelerator.allocate(numel * dtype.itemsize).view(dtype).zero_()
 
     def _launch(self, kept: Format, numel: int) -> Job:
         arrays = self._on_device[kept]

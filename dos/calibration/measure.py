@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -153,9 +153,8 @@ def measure(
     """
     rounds = Rounds(_fitted(effort, device, ranks), exchange)
     emulated = device is not None and device.known_profile is not None
-    with ExitStack() as stack:
-        on_disk = stack.enter_context(closing(DiskBench(disk, device, rounds, ranks))) if disk else None
-        bench = stack.enter_context(closing(Bench(device, rounds)))
+    with closing(DiskBench(disk, device, rounds, ranks)) if disk else nullcontext() as on_disk:
+        bench = Bench(device, rounds)
         progress("CPU update", 0.0)
         trials = bench.cpu_update(threads)
         chosen = choose_threads({n: figure.value for n, figure in trials.items()})

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from dos.devices.base import LANES, Cached, Caller, Copy, Job, Mark, Memory, ThreadJob
 from dos.devices.occupancy import Occupancy
@@ -37,27 +36,13 @@ class Usage(NamedTuple):
     neighbour: int
 
 
-class _Storages:
-    """Memory that is counted as long as anything refers to it."""
+Storages = weakref.WeakValueDictionary[int, torch.UntypedStorage]
+"""Memory that is counted as long as anything refers to it, by the address of what does."""
 
-    def __init__(self) -> None:
-        self._bytes: dict[int, tuple[StorageWeakRef, int]] = {}
 
-    def __contains__(self, tensor: Tensor) -> bool:
-        known = self._bytes.get(tensor.untyped_storage()._cdata)
-        return known is not None and not known[0].expired()
-
-    def add(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        self._bytes[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-
-    def remove(self, tensor: Tensor) -> None:
-        self._bytes.pop(tensor.untyped_storage()._cdata, None)
-
-    def nbytes(self) -> int:
-        for key in [key for key, (storage, _) in list(self._bytes.items()) if storage.expired()]:
-            self._bytes.pop(key, None)
-        return sum(nbytes for _, nbytes in list(self._bytes.values()))
+def _nbytes(storages: Storages) -> int:
+    # A list at once: other threads allocate meanwhile.
+    return sum(storage.nbytes() for storage in (each() for each in storages.valuerefs()) if storage is not None)
 
 
 class EmulatedDevice:
@@ -95,7 +80,8 @@ class EmulatedDevice:
         self.peak_bytes = 0
         self.own_peak_bytes = 0
         self.unmet_bytes = 0
-        self._live, self._counted = _Storages(), _Storages()
+        self._live: Storages = weakref.WeakValueDictionary()
+        self._counted: Storages = weakref.WeakValueDictionary()
         self._reserved = 0
         self._granted = 0
         self._start_streams()
@@ -158,21 +144,19 @@ class EmulatedDevice:
                 f"emulated device out of memory: {nbytes} bytes asked for, {free} of {self.capacity} free"
             )
         buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        self._live.add(buffer)
+        storage = buffer.untyped_storage()
+        self._live[storage._cdata] = storage
         self.usage()
         return buffer
-
-    def free(self, buffer: Tensor) -> None:
-        self._live.remove(buffer)
-        self.usage()
 
     def keep(self, buffer: Tensor, op: Op | None = None) -> None:
         pass  # copies hold their memory, and the caller's computation is over when it returns
 
     def count(self, tensor: Tensor) -> None:
-        if tensor in self._live or tensor in self._counted:
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._live or storage._cdata in self._counted:
             return
-        nbytes, free = tensor.untyped_storage().nbytes(), self._free()
+        nbytes, free = storage.nbytes(), self._free()
         if nbytes > free:
             # As the caching allocator does before it fails: what is queued may hold gradients of the last step.
             for stream in self._streams.values():
@@ -182,7 +166,7 @@ class EmulatedDevice:
             raise torch.OutOfMemoryError(
                 f"emulated device out of memory: a tensor of {nbytes} bytes was made, {free} of {self.capacity} free"
             )
-        self._counted.add(tensor)
+        self._counted[storage._cdata] = storage
         self.usage()
 
     def memory(self) -> Memory:
@@ -198,8 +182,8 @@ class EmulatedDevice:
     @exclusive
     def usage(self) -> Usage:
         """Who holds what, now that the neighbour has taken what it can."""
-        occupied = self._counted.nbytes() + (self.occupied() if callable(self.occupied) else self.occupied)
-        held = self._live.nbytes()
+        occupied = _nbytes(self._counted) + (self.occupied() if callable(self.occupied) else self.occupied)
+        held = _nbytes(self._live)
         wanted = self.neighbour() if callable(self.neighbour) else self.neighbour
         self._reserved = max(self._reserved, occupied)
         self._granted = min(wanted, max(self._granted, self.capacity - self._reserved - held))
@@ -268,12 +252,13 @@ class EmulatedDevice:
         self, op: Op, subgroup: int, work: Callable[[], None], alone_s: float, traffic: int, after: Sequence[Job]
     ) -> Job:
         urgent = op in (Op.SAVE, Op.RESTORE)
+        works = [work]  # which is let go of, with its memory, before the job has ended
 
         def run() -> Span:
             for job in after:
                 job.wait()
             with torch.no_grad(), self._pacer.serve(LANES[op], alone_s, traffic, urgent=urgent) as start:
-                work()
+                works.pop()()
             return Span(LANES[op], op, subgroup, start, time.perf_counter(), traffic)
 
         return ThreadJob(submit(self._streams[op], run))

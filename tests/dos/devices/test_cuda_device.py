@@ -24,6 +24,7 @@ from dos.devices import Copy, Job
 from dos.devices.cuda import CudaDevice
 from dos.devices.ranges import named
 from dos.machine.threads import Cores, kernel_threads
+from dos.state.device_store import DeviceStore
 from dos.state.record import ParameterRecord
 from dos.step.host_lane import HostLane
 from dos.step.iteration import Iteration
@@ -232,8 +233,8 @@ def test_slots_are_given_back_when_step_returns(runtime: Runtime, monkeypatch: p
     """Forward needs their memory, however late the CPU lane comes to that."""
     model, device = mlp(), FakeCudaDevice(runtime)
     optimizer = DOSAdam(model.parameters(), device=device, policy="stride:1", subgroup_size=300)
-    free, held = device.free, []
-    monkeypatch.setattr(device, "free", lambda buffer: (time.sleep(0.05), free(buffer)))
+    free_slots, held = DeviceStore.free_slots, []
+    monkeypatch.setattr(DeviceStore, "free_slots", lambda store: (time.sleep(0.05), free_slots(store)))
     for _ in range(3):
         model(torch.ones(2, 24)).sum().backward()
         optimizer.step()

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from dos import DOSAdam, EmulatedDevice
 from dos.deciding.policies import AdaptivePolicy
 from dos.devices import LANES, Copy, Job
+from dos.state.device_store import DeviceStore
+from dos.state.subgroup import Subgroup
 from perfmodel import Op, Placement, Plan, Workload
 from tests.support.devices import LateDevice, jittery_device
 from tests.support.fake_cuda import FakeCudaDevice, install
@@ -157,14 +159,17 @@ def test_memory_is_not_given_away_while_state_that_does_not_stay_is_still_arrivi
 ) -> None:
     """The allocator, which knows nothing of the copy, would give it to others, to whom the copy writes."""
 
-    class Freeing(FakeCudaDevice):
-        def free(self, buffer: Tensor) -> None:
-            super().free(buffer)
-            freed.append((buffer, buffer.clone()))
+    drop = DeviceStore.drop
 
+    def noted(store: DeviceStore, subgroup: Subgroup) -> None:
+        buffer = store.resident[subgroup].buffer
+        drop(store, subgroup)
+        freed.append((buffer, buffer.clone()))
+
+    monkeypatch.setattr(DeviceStore, "drop", noted)
     freed: list[tuple[Tensor, Tensor]] = []
     model = mlp()
-    device = Freeing(install(monkeypatch, None))
+    device = FakeCudaDevice(install(monkeypatch, None))
     optimizer = DOSAdam(model.parameters(), policy=InTurn(CPU, RESIDENT, CPU), subgroup_size=150, device=device)
     train(model, optimizer, 2)
     optimizer.synchronize()
