@@ -187,10 +187,13 @@ def test_a_faster_network_never_costs_time(drawn: dict[str, Any], factor: float)
     assert adaptive_outcome(after).seconds <= adaptive_outcome(before).seconds * 1.01
 
 
-@given(JOBS)
+@given(JOBS, st.booleans(), st.sampled_from([0.0, 0.5]))
 @settings(deadline=None, max_examples=20)
-def test_no_resource_works_longer_than_the_iteration_lasts(drawn: dict[str, Any]) -> None:
-    found = answer(drawn_question({**drawn, "chosen_size": int(drawn["numel"] / 16)}), [])
+def test_no_resource_works_longer_than_the_iteration_lasts(
+    drawn: dict[str, Any], gradients: bool, share: float
+) -> None:
+    leaving = {"offload_gradients": gradients, "offload_activations": share}
+    found = answer(drawn_question({**drawn, **leaving, "chosen_size": int(drawn["numel"] / 16)}), [])
     assert all(lever["fits"] for lever in found["levers"])
     assert found["remedies"] == [] or not found["fits"]
     job, iteration_s = found["job"], found["policies"][-1]["iteration_s"]
