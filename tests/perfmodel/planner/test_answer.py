@@ -146,9 +146,14 @@ def test_better_hardware_never_costs_time(
     settings = {"device_bytes": device_bytes, "flops_rate": flops_rate, "chosen_size": int(numel / 24), **divided}
     asked = question(numel, machine, **settings)
     now = adaptive_outcome(Situation(asked))
-    for lever in levers(asked, now):
-        if lever.change.endswith(("more GPU memory", "twice as fast")):
-            assert lever.outcome.seconds <= now.seconds, lever.change
+    found = {lever.change: lever.outcome.seconds for lever in levers(asked, now)}
+    for change, seconds in found.items():
+        if change.endswith(("more GPU memory", "twice as fast")):
+            assert seconds <= now.seconds, change
+    memory = asked.profile.replace(host_bandwidth=2 * asked.profile.host_bandwidth)
+    if now.plan is not None:
+        kept_s = Situation(asked.replace(profile=memory)).iteration_s(now.plan)
+        assert found["host memory twice as fast"] <= kept_s, "the plan of before goes faster, too"
 
 
 def test_the_largest_batch_and_sequence_fit_and_larger_ones_do_not() -> None:
