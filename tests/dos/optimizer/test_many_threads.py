@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import signal
 import sys
 import threading
 import time
@@ -192,23 +193,38 @@ print("ended well")
 
 
 @pytest.mark.parametrize("policy", ["cpu", "stride:2"])
-def test_a_child_forked_with_a_step_in_flight_has_what_the_step_makes(policy: str) -> None:
+def test_a_child_forked_with_a_step_in_flight_has_what_the_step_makes_and_trains_on(policy: str) -> None:
     model = mlp()
     device = EmulatedDevice(SLOW, capacity=10**7)
     optimizer = DOSAdam(model.parameters(), lr=0.01, policy=policy, subgroup_size=200, device=device)
     optimizer.attach(model)
-    for _ in range(3):
+
+    def step() -> None:
         optimizer.zero_grad()
         model(torch.ones(8, 24)).square().mean().backward()
         optimizer.step()
+
+    def digest() -> bytes:
+        return hashlib.sha256(b"".join(bits(model.parameters()))).digest()
+
+    for _ in range(3):
+        step()
     reads, writes = os.pipe()
     child = os.fork()
     if child == 0:
-        os.write(writes, hashlib.sha256(b"".join(bits(model.parameters()))).digest())
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # not that of the timeout of tests
+        signal.alarm(60)
+        os.write(writes, digest())
+        step()
+        optimizer.synchronize()
+        os.write(writes, digest())
         os._exit(0)
-    os.waitpid(child, 0)
+    assert os.waitpid(child, 0)[1] == 0
     optimizer.synchronize()
-    assert os.read(reads, 32) == hashlib.sha256(b"".join(bits(model.parameters()))).digest()
+    assert os.read(reads, 32) == digest()
+    step()
+    optimizer.synchronize()
+    assert os.read(reads, 32) == digest()
 
 
 def test_a_data_loader_with_workers_started_from_a_thread() -> None:
