@@ -109,7 +109,7 @@ class EmulatedDevice:
     def _start_streams(self) -> None:
         # Not by a method of ours, which would be a cycle: the threads would stay until the garbage collector runs.
         self._pacer = Pacer(functools.partial(EmulatedDevice._speeds, weakref.proxy(self)))
-        self._lock = threading.RLock()  # a buffer may be collected while one is allocated
+        self._lock = threading.RLock()  # `allocate` asks for `usage`, and so may what is collected meanwhile
         # In-order streams: one worker thread each.
         self._streams = {op: ThreadPoolExecutor(1, thread_name_prefix=f"dos-emulated-{op.value}") for op in LANES}
 

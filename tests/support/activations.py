@@ -50,10 +50,11 @@ class Net(nn.Module):
 
 
 def optimizer_of(model: nn.Module, activations: Any = None) -> DOSAdam:
+    """Small tensors leave, too."""
     optimizer = DOSAdam(model.parameters(), lr=1e-2, device=Copying(), policy="cpu")
+    optimizer._session.on_device.activations.least_bytes = 64
     if activations is not None:
         optimizer.attach(model, activations=activations)
-        optimizer._session.on_device.activations.least_bytes = 64
     return optimizer
 
 

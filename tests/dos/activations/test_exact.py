@@ -89,7 +89,6 @@ def gradients(activations: Any, way: Callable[[Callable[[Tensor], Tensor], Tenso
         if activations is None:
             return model(x)
         with optimizer.offload_activations(activations):
-            optimizer._session.on_device.activations.least_bytes = 64
             return model(x)
 
     found = bits(way(forward, x, model))
@@ -205,7 +204,6 @@ def test_tensors_of_any_layout_come_back_in_it(number: int, activations: float) 
     values, layout = VIEWS[number](whole).clone(), VIEWS[number](whole).stride()
     x = torch.ones((), requires_grad=True)
     with optimizer.offload_activations(activations):
-        optimizer._session.on_device.activations.least_bytes = 64
         y = Remembers.apply(x, VIEWS[number](whole), VIEWS[number](whole))
         for _ in range(4):  # so that the first leave the device
             y = Remembers.apply(y, torch.randn(40, 30))
@@ -233,7 +231,6 @@ def test_a_tensor_that_was_written_to_raises_as_in_torch(activations: float, lea
         return re.split(r", which is output 0 of \w+,|, check_nan=False", str(raised.value))
 
     optimizer = optimizer_of(nn.Linear(2, 2))
-    optimizer.offload_activations(activations)
     optimizer._session.on_device.activations.least_bytes = least_bytes
     assert "".join(words(lambda: optimizer.offload_activations(activations))) == "".join(words(nullcontext))
 
@@ -243,7 +240,6 @@ def test_a_tensor_that_is_saved_again_after_it_was_written_to_leaves_again() -> 
     x = torch.ones((), requires_grad=True)
     t = torch.randn(40, 30)
     with optimizer.offload_activations(1.0):
-        optimizer._session.on_device.activations.least_bytes = 64
         Remembers.apply(x, t)
         t.add_(1)
         y = Remembers.apply(x, t, t.view(-1))
@@ -331,6 +327,4 @@ def of_another_layout(context: AbstractContextManager[None]) -> Tensor:
 @pytest.mark.parametrize("way", [written_through_data, emptied_and_filled_again, of_several_lengths, of_another_layout])
 def test_odd_tensors_give_the_same_bits(way: Callable[[AbstractContextManager[None]], Tensor]) -> None:
     optimizer = optimizer_of(nn.Linear(2, 2))
-    context = optimizer.offload_activations(1.0)
-    optimizer._session.on_device.activations.least_bytes = 64
-    assert torch.equal(way(context), way(nullcontext()))
+    assert torch.equal(way(optimizer.offload_activations(1.0)), way(nullcontext()))

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from dos import DOSAdam
 from perfmodel import Op
 from tests.support.activations import Net, optimizer_of, saved
-from tests.support.devices import Copying
 from tests.support.interruptions import interrupted_at
 from tests.support.training import bits
 
@@ -131,7 +130,7 @@ def test_of_a_compiled_model_leaves_what_its_graphs_hand_over(how: str) -> None:
     def trained(activations: float | None) -> tuple[list[bytes], int]:
         torch.compiler.reset()
         model: Any = Net(2)
-        optimizer = DOSAdam(model.parameters(), lr=1e-2, device=Copying(), policy="cpu")
+        optimizer = optimizer_of(model)
         if how == "within":
             for block in model.blocks:
                 block.compile(backend="aot_eager")
@@ -142,8 +141,6 @@ def test_of_a_compiled_model_leaves_what_its_graphs_hand_over(how: str) -> None:
         elif activations is not None:
             optimizer.attach(model)
             optimizer.offload_activations(activations)
-        if activations is not None:
-            optimizer._session.on_device.activations.least_bytes = 64
         for step in range(3):
             x = torch.randn(8, 24, generator=torch.Generator().manual_seed(step))
             optimizer.zero_grad()

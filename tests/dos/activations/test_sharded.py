@@ -13,6 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from dos import DOSAdam
 from perfmodel import Op
+from tests.support.activations import optimizer_of
 from tests.support.devices import Copying
 from tests.support.ranks import Ranks
 from tests.support.sharded import assert_equal, dos_adam, mesh_of, model, shard, train, values
@@ -65,9 +66,8 @@ def distributed_tensors() -> bool:
 
     def gradients(activations: float) -> list[bytes]:
         x = distribute_tensor(torch.linspace(-1, 1, 64).view(8, 8), mesh_of(), [Shard(0)]).requires_grad_()
-        optimizer = DOSAdam(nn.Linear(2, 2).parameters(), device=Copying())
+        optimizer = optimizer_of(nn.Linear(2, 2))
         with optimizer.offload_activations(activations):
-            optimizer._session.on_device.activations.least_bytes = 16
             y = x
             for _ in range(5):
                 y = torch.tanh(3 * y) * y
@@ -90,9 +90,8 @@ def written_between() -> bool:
     def gradient(activations: float) -> Tensor:
         t, w = (distribute_tensor(torch.ones(8, 8), mesh_of(), [Shard(0)]) for _ in range(2))
         w.requires_grad_()
-        optimizer = DOSAdam(nn.Linear(2, 2).parameters(), device=Copying())
+        optimizer = optimizer_of(nn.Linear(2, 2))
         with optimizer.offload_activations(activations):
-            optimizer._session.on_device.activations.least_bytes = 16
             _ = torch.ones_like(w, requires_grad=True) * t
             t.mul_(3)
             y = w * t
@@ -110,9 +109,8 @@ def test_a_distributed_tensor_that_was_written_to_is_saved_anew(pair: Ranks) -> 
 
 def written() -> str:
     x = distribute_tensor(torch.ones(8, 8), mesh_of(), [Shard(0)]).requires_grad_()
-    optimizer = DOSAdam(nn.Linear(2, 2).parameters(), device=Copying())
+    optimizer = optimizer_of(nn.Linear(2, 2))
     with optimizer.offload_activations(1.0):
-        optimizer._session.on_device.activations.least_bytes = 16
         y = (x * 2).exp()
         z = y.sin().sin().sin().sum()
     with torch.no_grad():
