@@ -22,14 +22,15 @@ from dos.kernels.update import AdamArrays, AdamBatch, AdamStep, accumulate, inst
 from dos.machine.host_memory import available_bytes
 from experiments.bench.yardstick import stream
 from experiments.command import Parser, table
-from perfmodel.format import BLOCK
+from perfmodel.format import BLOCK, CODED, MIXED, SPLIT
 from perfmodel.planner.units import parse_count
 
 _STEP = AdamStep(lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=1)
 # Per parameter: bfloat16 gradient and copy, rest; float32 gradient, parameter, two moments; codes and their scales.
 _BYTES_HELD = 3 * 2 + 4 * 4 + 2 * (1 + 4 / BLOCK)
 # Per parameter, read and written.
-_BYTES_MOVED = {"fp32": 28, "mixed": 28, "split": 26, "int8": 14 + 16 / BLOCK, "accumulate": 10}
+_BYTES_MOVED = {name: state.update_traffic for name, state in (("mixed", MIXED), ("split", SPLIT), ("int8", CODED))}
+_BYTES_MOVED |= {"fp32": 28, "accumulate": 10}
 
 Contenders = dict[str, Callable[[], None]]
 
