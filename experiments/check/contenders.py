@@ -17,7 +17,6 @@ from torch.optim import AdamW
 
 from dos import DOSAdam, EmulatedDevice
 from dos.deciding.policies import AdaptivePolicy, Policy
-from experiments.check.contest import Broken, Contender
 from experiments.check.models import SETTINGS, Batch, Job
 from experiments.gpt import GPT
 from perfmodel import Plan, Timeline, Workload
@@ -26,6 +25,32 @@ from perfmodel.hardware import HardwareProfile
 from perfmodel.schedule import Schedule
 
 NOTHING, MASTERS, PLAIN = "no optimizer", "AdamW, float32 masters", "AdamW, bfloat16 state"
+
+
+class Contender:
+    """One way to train. `open` and `close` surround each of its turns."""
+
+    name: str
+
+    def open(self) -> None:
+        """Make ready. Raises torch.OutOfMemoryError if it does not fit, Broken if it does not work here."""
+
+    def close(self) -> None:
+        """Leave the device to the next."""
+
+    def compute(self, batch: Batch) -> None:
+        """Forward and backward."""
+
+    def step(self) -> None:
+        """Update, and forget the gradients."""
+
+    def metrics(self) -> dict[str, float]:
+        """Of the last update, once nothing is in flight; empty if it does not tell."""
+        return {}
+
+
+class Broken(Exception):  # noqa: N818  (the contender's own error is its cause)
+    """A contender does not work here; its text says why."""
 
 
 class Switch(AdaptivePolicy):

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from experiments.check import calibration, environment, hold_ups, speed, suite
+from experiments.check import calibration, contest, environment, hold_ups, suite
 from experiments.check.base import Check, Record, Settings, Size, Status
 from experiments.check.isolation import GRACE_S, read_record, run_isolated
 from experiments.check.report import alarms, show, write_results
@@ -37,7 +37,7 @@ WIDTH = 160
 CHECKS = (
     Check("environment", "what this machine is, and whether its memory can be pinned", environment.run, share=8),
     Check("calibration", "rates of this machine", calibration.run, share=25, least_s=12),
-    Check("contest", "against AdamW, peers and every kind of policy", speed.run, share=240, least_s=40),
+    Check("contest", "against AdamW, peers and every kind of policy", contest.run, share=240, least_s=40),
     Check("tests", "tests/cuda: bits, races, memory", suite.run, share=90, least_s=15),
     Check("overlap", "what copies hold up", hold_ups.run, share=25, least_s=10),
 )

@@ -17,10 +17,10 @@ from dos.deciding.policies import AdaptivePolicy, resolve_policy
 from dos.machine.process import usable_cores
 from dos.machine.threads import kernel_threads, set_kernel_threads
 from dos.memory.reading import Source
-from experiments.check import calibration, speed, suite
+from experiments.check import calibration, suite
 from experiments.check.base import Bench, Check, Record, Settings, Size, Skipped, Status, Target
-from experiments.check.contenders import Kind, Ours, Own, Rig
-from experiments.check.contest import Clock, Effort, Score, ratio, run_rounds
+from experiments.check.contenders import MASTERS, NOTHING, PLAIN, Kind, Ours, Own, Rig
+from experiments.check.contest import EFFORTS, FIXED, Clock, Effort, Score, compete, named, ratio, run_rounds
 from experiments.check.gpu_check import CHECKS, find_gpu, main, run_all
 from experiments.check.isolation import run_isolated
 from experiments.check.models import MEDIUM, Batch, fitted
@@ -126,8 +126,8 @@ def test_results_have_the_figures(results: dict[str, Any]) -> None:
     assert found["environment"]["packages"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
     assert {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} <= set(found["environment"]["variables"])
     contest = found["contest"]
-    adaptive = speed.named(0.25)
-    assert {adaptive, *speed.FIXED, speed.MASTERS, speed.PLAIN, speed.NOTHING} < set(contest["contenders"])
+    adaptive = named(0.25)
+    assert {adaptive, *FIXED, MASTERS, PLAIN, NOTHING} < set(contest["contenders"])
     for score in contest["contenders"].values():
         assert score["iteration_s"] > 0
         assert score["step_on_host_s"] > 0
@@ -294,7 +294,7 @@ BROKEN = Kind("a peer", "torch", "none", broken)
 def test_a_peer_that_is_broken_is_dropped_and_says_why(tmp_path: Path) -> None:
     job, device = MEDIUM[Size.TINY], torch.device("cpu")
     here = bench(tmp_path)
-    speed.compete(here, [Own(BROKEN, job, device), Fake("b", [])], job.batches(1, device), speed.EFFORTS[Size.TINY])
+    compete(here, [Own(BROKEN, job, device), Fake("b", [])], job.batches(1, device), EFFORTS[Size.TINY])
     found = written(tmp_path)["figures"]["contenders"]
     assert found["a peer"]["dropped"] == "a peer is installed but failed: RuntimeError: no compiler"
     assert found["b"]["iteration_s"] > 0

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import dos.memory.monitor
-from experiments.bench import memory, memory_runs
-from experiments.bench.memory_runs import Run, Setting, neighbours, train
+from experiments.bench import memory
+from experiments.bench.memory import Run, Setting, neighbours, train
 from experiments.bench.progress import UPDATE, Progress
 from experiments.corpus import Corpus, standard_library
 from experiments.gpt import GPT, GPTConfig
@@ -27,14 +27,14 @@ ITERATIONS = 9
 
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_runs, "CONFIG", GPTConfig(layers=2, width=32, heads=2, context=8))
-    monkeypatch.setattr(memory_runs, "SUBGROUPS", 12)
-    monkeypatch.setattr(memory_runs, "UPDATE_S", 0.01)
+    monkeypatch.setattr(memory, "CONFIG", GPTConfig(layers=2, width=32, heads=2, context=8))
+    monkeypatch.setattr(memory, "SUBGROUPS", 12)
+    monkeypatch.setattr(memory, "UPDATE_S", 0.01)
     # Iterations are a hundred times as fast as real ones, and as many samples shall be taken of each.
     monkeypatch.setattr(dos.memory.monitor, "SHARE_OF_TIME", 0.1)
 
 
-def batches(count: int = ITERATIONS) -> list[memory_runs.Batch]:
+def batches(count: int = ITERATIONS) -> list[memory.Batch]:
     return Corpus(standard_library(), 8).batches(count, 2, seed=0)
 
 
@@ -92,21 +92,21 @@ def test_fixed_policies_keep_no_memory_from_anybody(tiny: None) -> None:
     alone = Setting.of(PublishedRank.read())
     left = int(0.35 * alone.rank.loads.state_bytes)
     third = Setting(alone.rank, [(0.0, 0), (2.0, alone.rank.free_bytes - left)])
-    names = [name for name, _ in memory_runs.fixed_policies(third, 4)]
+    names = [name for name, _ in memory.fixed_policies(third, 4)]
     assert len(names) == len(set(names)) == 7 * 4, "ratios from 0.7 on, six strides and none"
     assert names[0].startswith("ratio 0.7, stride")
-    assert memory_runs.fixed_policies(alone, 4)[0][0] == "ratio 0.0"
+    assert memory.fixed_policies(alone, 4)[0][0] == "ratio 0.0"
     work = third.workload(3)
     assert work.peak_free_bytes == left
-    assert memory_runs.share_that_fits(third, 4) == pytest.approx((1 + 1 + 0.35 + 0.35) / 4, abs=1e-3)
-    assert memory_runs.bound_s(alone, 2) < memory_runs.bound_s(third, 4) < memory_runs.bound_s(alone.with_free(0), 2)
+    assert memory.share_that_fits(third, 4) == pytest.approx((1 + 1 + 0.35 + 0.35) / 4, abs=1e-3)
+    assert memory.bound_s(alone, 2) < memory.bound_s(third, 4) < memory.bound_s(alone.with_free(0), 2)
 
 
 def test_a_fixed_policy_without_room_for_slots_counts_as_the_cpu(tiny: None) -> None:
     setting = Setting.of(PublishedRank.read()).with_free(0)
     plan = stride(setting.workload(0), 2)
-    seconds = memory_runs._simulated(setting, plan)
-    fallen = memory_runs._simulated(setting, stride(setting.workload(0), None))
+    seconds = memory._simulated(setting, plan)
+    fallen = memory._simulated(setting, stride(setting.workload(0), None))
     assert seconds(setting.workload(0)) == fallen(setting.workload(0))
 
 
@@ -140,7 +140,6 @@ def test_rows_tell_what_was_missed() -> None:
 def test_the_command_writes_rows_as_json(
     tiny: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(memory, "CONFIG", memory_runs.CONFIG)
     monkeypatch.setattr(memory, "TRACES", {"h100_20b_interleaved": TRACES["h100_20b_interleaved"]})
     monkeypatch.setattr(memory, "neighbours", lambda most, n: {"step up": neighbours(most, n)["step up"]})
     monkeypatch.setenv("COLUMNS", "140")
@@ -164,7 +163,6 @@ def test_the_command_writes_rows_as_json(
 
 
 def test_rows_can_be_chosen(tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "CONFIG", memory_runs.CONFIG)
     assert [row["script"] for row in memory.measure(9, lambda _: None, ["none"])] == ["none"]
     with pytest.raises(ValueError, match="no row nothing; there are h100_20b_interleaved, "):
         memory.measure(9, lambda _: None, ["nothing", "none"])

@@ -14,10 +14,9 @@ import experiments.paper.sweep.report as sweep_report
 from experiments.command import markdown
 from experiments.paper.runs import read_runs
 from experiments.paper.sweep.compare import compare, listing, tick
-from experiments.paper.sweep.evidence import interleavings
 from experiments.paper.sweep.plots import COLOURS, colours
-from experiments.paper.sweep.predict import Outcome, Predictor
-from experiments.paper.sweep.published_runs import KEYS_OF_RUNS
+from experiments.paper.sweep.predict import KEYS_OF_RUNS, Outcome, Predictor
+from experiments.paper.sweep.report import interleavings
 from experiments.paper.sweep.spec import Configuration, read_sweep
 from perfmodel.hardware import HardwareProfile
 from tests.support import ROOT
