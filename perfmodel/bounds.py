@@ -17,7 +17,10 @@ from perfmodel.hardware import HardwareProfile
 from perfmodel.lanes import CPU, D2H, H2D, LANES, Stream, lane_speeds
 from perfmodel.plan import Placement
 from perfmodel.simulate import UPDATE_ALONE, Phase, Scope
-from perfmodel.workload import Workload, peak_room
+from perfmodel.workload import SubgroupLoad, Workload, peak_room
+
+MOST_SUMS = 100_000
+"""Of sizes of subgroups, that are tried."""
 
 
 @dataclass(frozen=True)
@@ -166,8 +169,8 @@ def _solve(workload: Workload, profile: HardwareProfile, scope: Scope) -> tuple[
         rows["memory, shared"] = row(z=held, first=slot, away=-more), (shared - more * gone) / scale
     if spills:
         held_on_host = [load.host_bytes for load in classes]
-        taken, unit = counts * np.array(held_on_host), max(math.gcd(*held_on_host), 1)
-        size, free = max(float(taken.sum()), 1.0), workload.host_free_bytes // unit * unit
+        taken = counts * np.array(held_on_host)
+        size, free = max(float(taken.sum()), 1.0), _whole(classes, workload.host_free_bytes)
         most_resident = max(taken / np.maximum(counts * state, 1)) * (min(workload.peak_free_bytes, shared) + most)
         if workload.reverses and size - free - most_resident > workload.windows * max(held_on_host):
             # All windows are taken as the step begins: nothing is read before a write, nor written after the last read.
@@ -206,6 +209,20 @@ def _solve(workload: Workload, profile: HardwareProfile, scope: Scope) -> tuple[
     parts = (solution.x[: 3 * n].reshape(3, n) @ numel) / max(float(numel.sum()), 1.0)
     order = (Placement.CPU, Placement.GPU_STREAMED, Placement.GPU_RESIDENT)
     return float(solution.fun), {p: float(share) for p, share in zip(order, parts, strict=True)}
+
+
+def _whole(classes: Counter[SubgroupLoad], free: float) -> float:
+    """The most bytes that subgroups take on a host where so many are free: each has room there or has not.
+
+    Of many sizes not all sums are tried, and `free` is what they take at most.
+    """
+    sums = {0}
+    for load, count in classes.items():
+        if len(sums) * count > MOST_SUMS:
+            return free
+        sums = {total + number * load.host_bytes for total in sums for number in range(count + 1)}
+        sums = {total for total in sums if total <= free}
+    return max(sums)
 
 
 def _speeds_by_busy_lanes(

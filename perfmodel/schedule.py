@@ -126,8 +126,8 @@ def schedule(plan: Plan, workload: Workload, scope: Scope = UPDATE_ALONE) -> Sch
         vacated = [backward] * slots
     if overlapped:
         for i in range(len(loads) - 1, -1, -1):
-            on_device = plan.placements[i] is not CPU and not loads[i].returned_bytes
-            if on_device or i in plan.on_disk:  # what comes from disk has no memory for its gradients until its turn
+            # What comes from disk has no memory for its gradients until its turn, where they are not offloaded.
+            if not loads[i].returned_bytes and (plan.placements[i] is not CPU or i in plan.on_disk):
                 continue
             made.departed[i] = (made.add(GRADIENT, i, loads[i].gradient_bytes, (made.piece[i],)),)
         filled = range(min(slots, plan.placements.count(STREAMED)))

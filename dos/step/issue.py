@@ -49,8 +49,7 @@ class Step:
     jobs: of transfers and of updates on the device. uploads: those of the host's lane, to come.
     done: by subgroup, the job after which its new parameters are there, once that is issued.
     backward: what the caller had queued on the device when the step was issued.
-    last: the jobs after which nothing uses slots and rooms that state leaves. By stream, for streams are in order, and
-        whether it was promised: what is issued at once overtakes that.
+    last: the jobs after which nothing uses slots and rooms that state leaves, by stream, for streams are in order.
     started: when its step() was called, on the clock of time.perf_counter.
     ordered: where the caller's work on the device goes on behind the step, if it does.
     leaving: the subgroups whose state will have left these stores once the step is over.
@@ -73,13 +72,14 @@ class Step:
         self.uploads: list[Future[Job]] = []
         self.done: dict[Subgroup, Future[Job]] = {}
         self.backward: Sequence[Job] = ()
-        self.last = {(issued.task.stream, False): issued.job for issued in begun if issued.task.move is not None}
+        self.last = {issued.task.stream: issued.job for issued in begun if issued.task.move is not None}
         self.leaving: list[tuple[Subgroup, Store]] = []
         self.homes: list[tuple[Subgroup, Store]] = []
         self._device = device
         self._stores = stores
         self._subjects = subjects
         self._ready: dict[int, Sequence[Job]] = {}
+        self._promised = set[Stream]()
 
     def issue(self) -> list[Turn]:
         """Issue what is not under way yet; returns what the host's lane has to do."""
@@ -111,7 +111,7 @@ class Step:
                 self.jobs.append((self._update if task.op is Op.UPDATE else self._transfer)(task, after))
                 jobs.append(self.jobs[-1:])
                 if (task.move is not None or task.slot is not None) and not isinstance(self.jobs[-1], DiskJob):
-                    self.last[task.stream, isinstance(self.jobs[-1], Promise)] = self.jobs[-1]
+                    self.last[task.stream] = self.jobs[-1]
         # Else the gradients' memory would be held until the caller waits for the step.
         for turn in turns:
             turn.work.release()
@@ -164,19 +164,21 @@ class Step:
                 copies = update.fetch_gradients(device.beside(subgroup, task.slot))
         number, move = task.subgroup, task.move
         if move is None:
-            return self._issue(lambda after: self._device.copy(task.op, number, copies, after), after)
+            return self._issue(task.stream, lambda after: self._device.copy(task.op, number, copies, after), after)
         if Tier.DISK in move:
             return self._stores.move(move, number, subgroup, after)
-        return self._issue(lambda after: self._stores.move(move, number, subgroup, after, copies), after)
+        return self._issue(task.stream, lambda after: self._stores.move(move, number, subgroup, after, copies), after)
 
-    def _issue(self, issue: Callable[[Sequence[Job]], Job], after: Sequence[Job]) -> Job:
+    def _issue(self, stream: Stream, issue: Callable[[Sequence[Job]], Job], after: Sequence[Job]) -> Job:
         """Issue what waits for work on the device alone now, all else on the thread that reads from disk, in order.
 
-        A device queues work behind its own, and cannot wait for the host's.
+        A device queues work behind its own, and cannot wait for the host's. What comes later in the same stream is
+        issued there, too: it would overtake, and the stream would have another order than the plan was chosen for.
         """
         disk = self._stores.disk
-        if disk is None or not any(map(on_disk, after)):
+        if disk is None or not (stream in self._promised or any(map(on_disk, after))):
             return issue(after)
+        self._promised.add(stream)
         later: Future[Job] = Future()
 
         def run() -> None:
@@ -224,7 +226,7 @@ class Step:
         def launch(after: Sequence[Job]) -> Job:
             return self._device.launch(i, lambda: apply(updates, lasting=lasting), task.size, after, reads, name)
 
-        job = self._issue(launch, after)
+        job = self._issue(task.stream, launch, after)
         done: Future[Job] = Future()
         if isinstance(job, Promise):
             done = job.future

@@ -78,6 +78,14 @@ def test_the_disk_binds(rates: dict[str, float], reverses: bool, seconds: float,
     assert bound.binding == binding
 
 
+def test_subgroups_are_on_disk_as_a_whole() -> None:
+    """Of 3 of 12 parameters and one of 2 the host has room for 30: those of 12, 12 and 2."""
+    rates = dict.fromkeys(DISK_RATES, 12.0) | {"disk_latency_s": 0.0, "cpu_update_rate": 1e6, **FAST_LINKS}
+    load = Workload.of_sizes((12, 2, 12, 12), peak_free_bytes=0.0, update_free_bytes=0.0)
+    bound = lower_bound(with_disk(load, 12 * 30.0), machine(**rates))
+    assert bound.seconds == pytest.approx(12, rel=1e-3)
+
+
 def test_windows_are_filled_beside_backward() -> None:
     """4 subgroups take 2 s to be read, 1 s to be written, and 2 windows hold 2 of them."""
     rates = dict.fromkeys(DISK_RATES, 144.0) | {"disk_latency_s": 0.0, "cpu_update_rate": 1e6, **FAST_LINKS}

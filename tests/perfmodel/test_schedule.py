@@ -289,6 +289,14 @@ def test_saved_tensors_leave_in_forward_and_come_back_in_backward() -> None:
     ]
 
 
+def test_offloaded_gradients_leave_in_backward_wherever_state_rests() -> None:
+    loads = tuple(dataclasses.replace(each, returned_bytes=24) for each in work(4).subgroups)
+    load = dataclasses.replace(work(4, backward_s=1.0), subgroups=loads, windows=2, host_free_bytes=0)
+    plan = Plan((C, S, C, S), tuple(range(4)), 1, on_disk=frozenset({0, 1}))
+    made = schedule(plan, load, Scope(backward=Phase.OVERLAPPED))
+    assert [task.subgroup for task in made.tasks if task.op is Op.GRADIENT] == [3, 2, 1, 0]
+
+
 def test_windows_take_turns_whenever_the_turn_of_what_they_held_comes() -> None:
     """State that was in windows is written once it is updated, and no window waits while another is used again."""
     plan = Plan((R,) * 6 + (C,) * 9, tuple(range(15)), 0, on_disk=frozenset(range(6, 15)))

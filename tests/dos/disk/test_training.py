@@ -317,6 +317,23 @@ def test_lanes_that_overtake_each_other(tmp_path: Path, policy: Any, room: int, 
     assert ends[0] == ends[1]
 
 
+def test_streams_keep_the_order_of_the_schedule(tmp_path: Path) -> None:
+    """What waits for a read is not overtaken by what comes after it."""
+    model, late = wide(torch.bfloat16), LateDevice(lambda op: 4e-3 if op is Op.READ else 0.0)
+    policy = "stride:1"
+    optimizer = dos_adam(model.parameters(), tmp_path, policy=policy, device=late, host_memory=TWO_WINDOWS + 90_000)
+    for step in range(4):
+        train(model, optimizer, 1, first_step=step)
+        optimizer.synchronize()
+        on_device = optimizer._session.on_device
+        assert on_device is not None
+        schedule, ran = on_device.engine.schedule, on_device.engine.ran
+        assert schedule is not None
+        for op in (Op.READ, Op.PREFETCH, Op.FLUSH):
+            spans = [span.subgroup for span in ran.spans if span.op is op]
+            assert spans == [task.subgroup for task in schedule.tasks if task.op is op]
+
+
 @pytest.mark.parametrize("attach", [False, True])
 def test_device_memory_that_falls_and_grows(tmp_path: Path, attach: bool) -> None:
     drawn = random.Random(3)
