@@ -2,15 +2,22 @@
 
 Every contender works on the same arrays, so page placement is the same for all. They take turns, and a ratio is the
 median over the rounds of the ratio within a round, so that a change of load between rounds cancels out.
-Ratios above 1 mean that ours is faster. The yardstick of bandwidth is in yardstick.py.
+Ratios above 1 mean that ours is faster. The yardstick is what memory alone allows: a loop that reads and writes the
+bytes of an update, with one exclusive-or per element.
 """
 
+from __future__ import annotations
+
+import ctypes
 import importlib.util
 import json
 import os
 import statistics
+import subprocess
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,11 +27,11 @@ from torch import Tensor
 
 from dos.kernels.update import AdamArrays, AdamBatch, AdamStep, accumulate, instruction_sets
 from dos.machine.host_memory import available_bytes
-from experiments.bench.yardstick import stream
 from experiments.command import Parser, table
 from perfmodel.format import BLOCK, CODED, MIXED, SPLIT
 from perfmodel.planner.units import parse_count
 
+_COMMAND = ("cc", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-x", "c", "-", "-o")
 _STEP = AdamStep(lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=1)
 # Per parameter: bfloat16 gradient and copy, rest; float32 gradient, parameter, two moments; codes and their scales.
 _BYTES_HELD = 3 * 2 + 4 * 4 + 2 * (1 + 4 / BLOCK)
@@ -169,6 +176,37 @@ def main() -> None:
     show(results, ", ".join(f"{name} {value}" for name, value in conditions.items()))
     if arguments.json:
         print(json.dumps({**results, **conditions}))
+
+
+def stream(
+    read: Tensor, changed: Sequence[Tensor], written: Sequence[Tensor] = (), *, threads: int
+) -> Callable[[], None]:
+    """The loop over tensors of one length, compiled here. A second call undoes the first, but in what is `written`.
+
+    changed: is read and written. Raises RuntimeError where there is no C compiler that knows OpenMP.
+    """
+    tensors = (read, *changed, *written)
+    types = [f"uint{8 * t.itemsize}_t" for t in tensors]
+    arrays = "".join(f"{kind} *restrict a{i} = arrays[{i}]; " for i, kind in enumerate(types))
+    body = "".join(f"a{i} [i] {'^=' if i <= len(changed) else '='} x; " for i in range(1, len(tensors)))
+    source = (
+        f"#include <stdint.h>\nvoid run(int64_t n, int threads, void **arrays) {{ {arrays}\n"
+        "#pragma omp parallel for simd num_threads(threads)\n"
+        f"for (int64_t i = 0; i < n; ++i) {{ {types[0]} x = a0[i]; {body} }} }}\n"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        library = Path(folder) / "loop.so"
+        try:
+            subprocess.run([*_COMMAND, str(library)], input=source, text=True, check=True, capture_output=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            raise RuntimeError(f"the loop to compare with needs a C compiler with OpenMP: {error}") from error
+        run = ctypes.CDLL(str(library)).run
+    addresses = (ctypes.c_void_p * len(tensors))(*(t.data_ptr() for t in tensors))
+
+    def loop(_keep: Sequence[Tensor] = tensors) -> None:
+        run(ctypes.c_int64(len(read)), threads, addresses)
+
+    return loop
 
 
 if __name__ == "__main__":

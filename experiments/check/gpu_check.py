@@ -23,8 +23,7 @@ from pathlib import Path
 from rich.console import Console
 
 from experiments.check import calibration, contest, environment, hold_ups, suite
-from experiments.check.base import Check, Record, Settings, Size, Status
-from experiments.check.isolation import GRACE_S, read_record, run_isolated
+from experiments.check.base import GRACE_S, Check, Record, Settings, Size, Status, read_record, run_isolated
 from experiments.check.report import alarms, show, write_results
 from experiments.command import Parser
 from perfmodel.planner.units import parse_bytes, parse_positive

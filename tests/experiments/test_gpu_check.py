@@ -18,11 +18,10 @@ from dos.machine.process import usable_cores
 from dos.machine.threads import kernel_threads, set_kernel_threads
 from dos.memory.reading import Source
 from experiments.check import calibration, suite
-from experiments.check.base import Bench, Check, Record, Settings, Size, Skipped, Status, Target
+from experiments.check.base import Bench, Check, Record, Settings, Size, Skipped, Status, Target, run_isolated
 from experiments.check.contenders import MASTERS, NOTHING, PLAIN, Kind, Ours, Own, Rig
 from experiments.check.contest import EFFORTS, FIXED, Clock, Effort, Score, compete, named, ratio, run_rounds
 from experiments.check.gpu_check import CHECKS, find_gpu, main, run_all
-from experiments.check.isolation import run_isolated
 from experiments.check.models import MEDIUM, Batch, fitted
 from experiments.check.report import alarms, show
 from tests.support.clock import eventually

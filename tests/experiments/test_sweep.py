@@ -13,8 +13,7 @@ import experiments.paper.sweep.__main__ as sweep
 import experiments.paper.sweep.report as sweep_report
 from experiments.command import markdown
 from experiments.paper.runs import read_runs
-from experiments.paper.sweep.compare import compare, listing, tick
-from experiments.paper.sweep.plots import COLOURS, colours
+from experiments.paper.sweep.compare import COLOURS, colours, compare, listing, tick
 from experiments.paper.sweep.predict import KEYS_OF_RUNS, Outcome, Predictor
 from experiments.paper.sweep.report import interleavings
 from experiments.paper.sweep.spec import Configuration, read_sweep
@@ -156,11 +155,11 @@ def test_the_command_is_deterministic_and_draws(tmp_path: Path, capsys: pytest.C
 
 
 def test_published_runs_are_found_again_and_fit(predictor: Predictor) -> None:
-    for run in predictor.published.runs:
+    for run in predictor.published:
         values = {key: of(run) for key, of in KEYS_OF_RUNS.items() if key != "stride" or run.run.stride}
         config = Configuration.of(values)
         outcome = predictor.outcome(config)
-        same = [r for r in predictor.published.runs if r.config == run.config and r.run.mode is run.run.mode]
+        same = [r for r in predictor.published if r.config == run.config and r.run.mode is run.run.mode]
         assert outcome.published_runs == sum(r.run.stride == run.run.stride for r in same)
         assert outcome.note == ""
         assert outcome.update_s is not None
@@ -251,7 +250,7 @@ def test_every_series_has_a_colour_of_its_own() -> None:
 
 
 def test_published_runs_that_interleaving_did_not_help_are_found(predictor: Predictor) -> None:
-    found = interleavings(predictor.published.runs)
+    found = interleavings(predictor.published)
     assert all(item.gain > 0 for item in found)
     doubtful = {(i.interleaved.model, i.interleaved.ranks) for i in found if i.doubtful}
     assert doubtful == {("7B", 16), ("7B", 8), ("13B", 1)}

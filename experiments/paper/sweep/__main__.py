@@ -22,8 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from experiments.command import Parser, table
 from experiments.paper.runs import read_runs
-from experiments.paper.sweep.compare import METRICS, compare, listing
-from experiments.paper.sweep.plots import save_comparison
+from experiments.paper.sweep.compare import METRICS, compare, listing, save_comparison
 from experiments.paper.sweep.predict import Outcome, Predictor
 from experiments.paper.sweep.report import READY, write_report
 from experiments.paper.sweep.spec import Configuration, Sweep, read_sweep

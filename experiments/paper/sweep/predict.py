@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,14 +86,19 @@ class Simulation:
 
 
 class Predictor:
-    """Outcomes of configurations, from models fitted to published runs."""
+    """Outcomes of configurations, from models fitted to published runs.
+
+    published: the runs without tensor parallelism, which configurations are taken to be like.
+    """
 
     def __init__(self, runs: Sequence[PublishedRun]) -> None:
         self.runs = tuple(runs)
-        self.published = Published(runs)
-        self.models = {
-            name: ClassModel.fit(name, [r for r in runs if r.machine_class == name]) for name in self.published.classes
-        }
+        self.published = tuple(r for r in runs if r.tensor_parallel == 1)
+        self.models, self._forwards = {}, {}
+        for name in dict.fromkeys(r.machine_class for r in self.published):
+            self.models[name] = ClassModel.fit(name, [r for r in runs if r.machine_class == name])
+            same = [r for r in self.published if r.machine_class == name]
+            self._forwards[name] = non_negative([_features(r) for r in same], [r.forward_s for r in same], rounds=1)
 
     def outcome(self, config: Configuration) -> Outcome:
         """What the configuration takes, simulated, beside what was published of it; or scaled down, on its device."""
@@ -108,7 +113,7 @@ class Predictor:
                 self._loop(config, run) if config.policy in PUBLISHED_LOOPS else self._ours(config, run)
             )
             found = dataclasses.replace(found, **times)
-        repeats = self.published.repeats(config)
+        repeats = self.repeats(config)
         if not repeats:
             return found
         return dataclasses.replace(
@@ -121,18 +126,18 @@ class Predictor:
 
     def run_of(self, config: Configuration) -> Run:
         """The configuration as the fitted models take it. Our policies count as gradients leaving asynchronously."""
-        params = self.published.model_params(config)
+        params = self.model_params(config)
         return Run(
             mode=Mode(config.policy) if config.policy in PUBLISHED_LOOPS else Mode.ASYNC_GRAD_ONLY,
             params=params / config.ranks,
             model_params=params,
-            subgroups=self.published.subgroups(config, params / config.ranks),
+            subgroups=self.subgroups(config, params / config.ranks),
             cpu_ratio=1.0 if config.ratio is None else config.ratio,
             stride=config.stride or 0,
             ranks_per_host=config.ranks_per_node,
             micro_batches=config.accumulation,
             micro_batch_size=config.micro_batch,
-            forward_s=self.published.forward_s(config, params),
+            forward_s=self.forward_s(config, params),
         )
 
     def simulation(self, config: Configuration) -> Simulation:
@@ -144,7 +149,7 @@ class Predictor:
         run = self.run_of(config)
         state = STATE_BYTES * int(run.subgroup_params)
         resident = run.subgroups - run.offloaded
-        free = self.published.free_bytes(config)
+        free = self.free_bytes(config)
         peak, shared = resident * state, min((resident + 1) * state, math.inf if free is None else max(free, 0.0))
         if config.policy == "adaptive" and config.memory != "ratio":
             given = free if config.memory == "trace" else float(config.memory or 0) * 2**30
@@ -164,7 +169,7 @@ class Predictor:
 
     def _shortage(self, config: Configuration, run: Run) -> str:
         """Why the configuration does not fit into GPU memory; empty if it does, or if memory is given or unknown."""
-        free = self.published.free_bytes(config)
+        free = self.free_bytes(config)
         if free is None or isinstance(config.memory, float):
             return ""
         if free < 0:
@@ -206,6 +211,60 @@ class Predictor:
             times |= phases
         return times
 
+    def like(self, config: Configuration, *same: str) -> list[PublishedRun]:
+        """The runs that agree with the configuration in these keys."""
+        return [r for r in self.published if all(KEYS_OF_RUNS[key](r) == getattr(config, key) for key in same)]
+
+    def repeats(self, config: Configuration) -> list[PublishedRun]:
+        """Published runs of this very configuration."""
+        if config.policy not in PUBLISHED_LOOPS or config.contention:
+            return []
+        return self.like(config, *(key for key in KEYS_OF_RUNS if key != "stride" or config.stride is not None))
+
+    def model_params(self, config: Configuration) -> float:
+        """As published for this machine, or for another, or what the model's name says."""
+        found = self.like(config, "model", "machine") or self.like(config, "model")
+        return found[0].run.model_params if found else float(config.model[:-1]) * 1e9
+
+    def subgroups(self, config: Configuration, params_rank: float) -> int:
+        """Of one rank: as logged; else of OVERSHOOT times the nominal size."""
+        logged = self.like(config, "model", "machine", "ranks", "subgroup_size")
+        return logged[0].run.subgroups if logged else max(1, round(params_rank / (OVERSHOOT * config.subgroup_size)))
+
+    def forward_s(self, config: Configuration, params: float) -> float:
+        """Seconds of all forwards of an iteration: as published, all modes together, or fitted; 0 on other machines."""
+        keys = ("machine", "model", "ranks", "ranks_per_node", "micro_batch", "accumulation")
+        logged = self.like(config, *keys)
+        if logged:
+            return statistics.median(r.forward_s for r in logged)
+        if config.machine not in self._forwards:
+            return 0.0
+        sequences = config.accumulation * config.micro_batch
+        features = _forward_features(config.accumulation, sequences, params, config.ranks > config.ranks_per_node)
+        return float(np.dot(self._forwards[config.machine], features))
+
+    def forward_errors(self) -> list[float]:
+        """Relative errors of the fitted forward for the runs that it is fitted to."""
+        return [
+            abs(float(np.dot(self._forwards[r.machine_class], _features(r))) / r.forward_s - 1) for r in self.published
+        ]
+
+    def free_bytes(self, config: Configuration) -> float | None:
+        """GPU memory left for optimizer state at the peak, by a published trace; None on other machines.
+
+        A smaller model is taken to use as much as the traced one. Of a larger one the parameters are counted, 2 bytes
+        each, and the rest grows with layers times hidden size, as saved activations do: with parameters to the power
+        of 2/3. It is negative when the model alone does not fit.
+        """
+        if config.machine not in self.models:
+            return None
+        used, total = read_trace(TRACED[config.machine])
+        _, model, ranks = TRACES[TRACED[config.machine]]
+        params, traced = self.model_params(config), self.model_params(dataclasses.replace(config, model=model))
+        rest = max(used) - 2 * traced / ranks
+        larger = 2 * params / config.ranks + rest * (params / traced) ** (2 / 3)
+        return total - max(*used, larger)
+
 
 def policy_plan(config: Configuration, run: Run, work: Workload, profile: HardwareProfile) -> Plan:
     """The plan of one of our policies. Stride and ratio are as published: one slot, as many subgroups on the host."""
@@ -238,70 +297,6 @@ def lanes(simulation: Simulation, timeline: Timeline) -> dict[str, float]:
         "d2h_busy_s": busy(Lane.D2H),
         "host_dram_s": traffic / profile.host_bandwidth_per_rank,
     }
-
-
-class Published:
-    """The published runs without tensor parallelism, and what configurations beside them are taken to be like."""
-
-    def __init__(self, runs: Iterable[PublishedRun]) -> None:
-        self.runs = tuple(r for r in runs if r.tensor_parallel == 1)
-        self.classes = tuple(dict.fromkeys(r.machine_class for r in self.runs))
-        self._forwards = {}
-        for name in self.classes:
-            same = [r for r in self.runs if r.machine_class == name]
-            self._forwards[name] = non_negative([_features(r) for r in same], [r.forward_s for r in same], rounds=1)
-
-    def like(self, config: Configuration, *same: str) -> list[PublishedRun]:
-        """The runs that agree with the configuration in these keys."""
-        return [r for r in self.runs if all(KEYS_OF_RUNS[key](r) == getattr(config, key) for key in same)]
-
-    def repeats(self, config: Configuration) -> list[PublishedRun]:
-        """Published runs of this very configuration."""
-        if config.policy not in PUBLISHED_LOOPS or config.contention:
-            return []
-        return self.like(config, *(key for key in KEYS_OF_RUNS if key != "stride" or config.stride is not None))
-
-    def model_params(self, config: Configuration) -> float:
-        """As published for this machine, or for another, or what the model's name says."""
-        found = self.like(config, "model", "machine") or self.like(config, "model")
-        return found[0].run.model_params if found else float(config.model[:-1]) * 1e9
-
-    def subgroups(self, config: Configuration, params_rank: float) -> int:
-        """Of one rank: as logged; else of OVERSHOOT times the nominal size."""
-        logged = self.like(config, "model", "machine", "ranks", "subgroup_size")
-        return logged[0].run.subgroups if logged else max(1, round(params_rank / (OVERSHOOT * config.subgroup_size)))
-
-    def forward_s(self, config: Configuration, params: float) -> float:
-        """Seconds of all forwards of an iteration: as published, all modes together, or fitted; 0 on other machines."""
-        keys = ("machine", "model", "ranks", "ranks_per_node", "micro_batch", "accumulation")
-        logged = self.like(config, *keys)
-        if logged:
-            return statistics.median(r.forward_s for r in logged)
-        if config.machine not in self._forwards:
-            return 0.0
-        sequences = config.accumulation * config.micro_batch
-        features = _forward_features(config.accumulation, sequences, params, config.ranks > config.ranks_per_node)
-        return float(np.dot(self._forwards[config.machine], features))
-
-    def forward_errors(self) -> list[float]:
-        """Relative errors of the fitted forward for the runs that it is fitted to."""
-        return [abs(float(np.dot(self._forwards[r.machine_class], _features(r))) / r.forward_s - 1) for r in self.runs]
-
-    def free_bytes(self, config: Configuration) -> float | None:
-        """GPU memory left for optimizer state at the peak, by a published trace; None on other machines.
-
-        A smaller model is taken to use as much as the traced one. Of a larger one the parameters are counted, 2 bytes
-        each, and the rest grows with layers times hidden size, as saved activations do: with parameters to the power
-        of 2/3. It is negative when the model alone does not fit.
-        """
-        if config.machine not in self.classes:
-            return None
-        used, total = read_trace(TRACED[config.machine])
-        _, model, ranks = TRACES[TRACED[config.machine]]
-        params, traced = self.model_params(config), self.model_params(dataclasses.replace(config, model=model))
-        rest = max(used) - 2 * traced / ranks
-        larger = 2 * params / config.ranks + rest * (params / traced) ** (2 / 3)
-        return total - max(*used, larger)
 
 
 KEYS_OF_RUNS: dict[str, Callable[[PublishedRun], object]] = {

@@ -16,8 +16,7 @@ from typing import Any
 from experiments.command import markdown
 from experiments.paper.published import MEASURED_AS_BEST, Prediction, cross_validation, summary
 from experiments.paper.runs import PublishedRun
-from experiments.paper.sweep.compare import METRICS, Comparison, Results, Series, Table, compare, tick
-from experiments.paper.sweep.plots import save_speedups
+from experiments.paper.sweep.compare import METRICS, Comparison, Results, Series, Table, compare, save_speedups, tick
 from experiments.paper.sweep.predict import KEYS_OF_RUNS, STATE_BYTES, Outcome, Predictor
 from experiments.paper.sweep.spec import Configuration, Sweep
 from experiments.paper.zero3 import Mode
@@ -86,7 +85,7 @@ def report(found: Found, predictor: Predictor, cases: Cases, images: str = PICTU
         **_speedups(comparisons, found),
         **_memory(predictor),
         **_interleaving(found, predictor),
-        forward=statistics.median(predictor.published.forward_errors()),
+        forward=statistics.median(predictor.forward_errors()),
         bookkeeping=1e3 * predictor.models["h100"].profile.launch_latency_s,
     )
 
@@ -148,7 +147,7 @@ def _memory(predictor: Predictor) -> dict[str, float]:
         return Configuration.of({"machine": machine, "model": model, "policy": "cpu"})
 
     cases = {"h100": ("h100", "20B"), "a100": ("a100_bound", "7B"), "h100_30b": ("h100", "30B")}
-    free = {name: (predictor.published.free_bytes(config(*case)) or 0.0) / 2**30 for name, case in cases.items()}
+    free = {name: (predictor.free_bytes(config(*case)) or 0.0) / 2**30 for name, case in cases.items()}
     return free | {"free": free["h100"], "state": STATE_BYTES * predictor.run_of(config("h100", "20B")).params / 2**30}
 
 
@@ -192,7 +191,7 @@ def _update_s(o: Outcome) -> float:
 
 def _interleaving(found: Found, predictor: Predictor) -> dict[str, Any]:
     """Where interleaving does not help: the published pairs, and what is simulated of them."""
-    known = interleavings(predictor.published.runs)
+    known = interleavings(predictor.published)
     spread = max(known, key=lambda item: item.interleaved.nodes)
     sizes = found["subgroup_size"][1]
     unstreamed = {c.subgroup_size: o for c, o in sizes.items() if o.streamed == 0 and c.memory == "trace"}
