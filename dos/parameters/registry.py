@@ -100,7 +100,8 @@ class Registry:
         """Take parameters in. Raises TypeError or ValueError for one that cannot be optimised.
 
         Frozen and uninitialised ones are looked at when they have a gradient.
-        Raises MemoryError if the host could not hold the state of all, wherever it is at first.
+        Raises MemoryError, or OSError for the disk, if there is no room for the state of all, in this process and its
+        neighbours, wherever it is at first.
         """
         ready = [p for p in group["params"] if p.requires_grad and not is_lazy(p)]
         for parameter in ready:
@@ -111,7 +112,12 @@ class Registry:
         needed = sum(promised.values()) - self.host_store.nbytes
         if not any(map(is_sharded, ready)):
             needed //= ranks_that_will_divide()
-        self._check_room(needed)
+        if self._options.disk:
+            limit = self._options.host_memory
+            beyond = needed - promised[False] - (host_share() if limit is None else limit)
+            check_disk(local_ranks() * beyond // 2, self._options.disk)  # at least half of it is state in any format
+        else:
+            reserve(needed, "optimizer state (DOSAdam)", processes=local_ranks())  # none has taken its part yet
         self._promised = promised
         self.meshes.meet(group["params"])
         for parameter in group["params"]:
@@ -145,15 +151,6 @@ class Registry:
     def _watch_no_others(self, parameters: Iterable[Tensor]) -> None:
         """Let go of parameters that are neither of these nor have a record."""
         self.watching.keep({*map(id, parameters), *self.records})
-
-    def _check_room(self, nbytes: int) -> None:
-        """Raise MemoryError or OSError if state of so many bytes finds no room, in this process and its neighbours."""
-        limit = self._options.host_memory
-        if self._options.disk:
-            beyond = nbytes - self._promised[False] - (host_share() if limit is None else limit)
-            check_disk(local_ranks() * beyond // 2, self._options.disk)  # at least half of it is state in any format
-        else:
-            reserve(nbytes, "optimizer state (DOSAdam)", processes=local_ranks())  # none has taken its part yet
 
     def _refuse_replaced(self, groups: Iterable[Group]) -> None:
         """Raise RuntimeError if parameters were replaced by DTensors, which get the gradients instead."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -110,6 +113,14 @@ def test_a_layout_that_changes_while_training_takes_its_state_along(
             optimizer.step()
         ends.append(bits([layer.weight, layer.bias, optimizer.state[layer.weight]["exp_avg"]]))
     assert ends[0] == ends[1]
+
+
+def test_state_of_parameters_on_the_host_asks_for_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+    DOSAdam([nn.Parameter(torch.ones(10_000))], disk=tmp_path, host_memory=1000)
+    device = EmulatedDevice(FAST, 10**9)
+    with pytest.raises(OSError, match=r"needs at least \d+ bytes on disk and 0 are free"):
+        DOSAdam([nn.Parameter(torch.ones(10_000))], disk=tmp_path, host_memory=1000, device=device)
 
 
 def test_frozen_parameters_may_be_of_any_kind() -> None:
