@@ -232,8 +232,7 @@ def test_any_plan_in_any_memory_gives_the_same_bits(
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("attach", [False, True])
-@pytest.mark.parametrize("offload", [False, True, "native"])
+@pytest.mark.parametrize(("offload", "attach"), [(False, True), (True, False), ("native", True)])
 def test_most_state_is_on_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str | float, attach: bool, offload: bool | str
 ) -> None:

@@ -19,8 +19,6 @@ from tests.support.training import Make, assert_as_adamw, assert_close_ulp, make
 
 pytestmark = pytest.mark.usefixtures("one_core")
 
-POLICIES = ["cpu", "stride:1", "stride:2", "stride:3", 0.0, 0.4, 1.0]
-
 SETTINGS = [
     {},
     {"lr": 0.1, "betas": (0.5, 0.9), "eps": 1e-6, "weight_decay": 0.3},

@@ -132,17 +132,6 @@ def test_memory_that_was_another_for_a_failed_step_only() -> None:
     torch.testing.assert_close(p, q)
 
 
-def test_a_first_step_that_fails_leaves_no_state() -> None:
-    def policy(workload: Workload) -> Plan:
-        raise ValueError("not now")
-
-    p = nn.Parameter(torch.ones(10))
-    optimizer = made(policy, [p])
-    with pytest.raises(ValueError, match="not now"):
-        step(optimizer, p)
-    assert not optimizer.state
-
-
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("place", PLACES)
 def test_memory_at_the_address_of_that_which_it_replaces(place: str | float, stride: int) -> None:

@@ -51,16 +51,9 @@ def tensor(numel: int, offset: int, dtype: torch.dtype, seed: int) -> Tensor:
 def test_what_changes_is_seen(numel: int, offset: int, dtype: torch.dtype, seed: int, change: str) -> None:
     values = tensor(numel, offset, dtype, seed)
     before, bits = fingerprint(values), values.clone()
-    assert rewritten((before, values)) == [False]
+    assert rewritten((before, values), (before, bits)) == [False, False], "where it lies does not matter"
     CHANGES[change](values)
     assert rewritten((before, values))[0] != torch.equal(bits.view(torch.uint8), values.view(torch.uint8))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("offset", range(5))
-def test_where_it_lies_does_not_matter(offset: int, dtype: torch.dtype) -> None:
-    values = tensor(1000, offset, dtype, 0)
-    assert rewritten((fingerprint(values), values.clone())) == [False]
 
 
 def test_several_are_told_apart() -> None:
