@@ -51,7 +51,8 @@ def _add_arrived(job: Job, incoming: Tensor, target: Tensor, before: Future[None
     job.wait()
     if before is not None:
         before.result()
-    target.add_(incoming)
+    # Rounded as it came: beside wider ones it is staged in their dtype.
+    target.copy_(target.to(incoming.dtype).add_(incoming))
 
 
 def _arrive(job: Job, staged: Tensor, total: Tensor | None, *, overwrite: bool) -> None:

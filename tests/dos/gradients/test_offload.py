@@ -222,7 +222,11 @@ def test_an_optimizer_built_later_that_leaves_gradients_gets_its_own() -> None:
 
 
 @pytest.mark.parametrize("state_format", ["float32", "int8"])
-def test_native_gradients_in_other_formats(state_format: str) -> None:
+@pytest.mark.parametrize("wider", [False, True])
+def test_native_gradients_in_other_formats(state_format: str, wider: bool) -> None:
+    """wider: some of them are in float32, for which the others beside them are staged in it, too."""
+    if wider and not hasattr(torch.Tensor, "grad_dtype"):
+        pytest.skip("this torch takes no gradient of another dtype")
     model = nn.Linear(128, 64).bfloat16()
     twin = nn.Linear(128, 64).bfloat16()
     twin.load_state_dict(model.state_dict())
@@ -230,6 +234,8 @@ def test_native_gradients_in_other_formats(state_format: str) -> None:
         (model, native(model, state_format=state_format)),
         (twin, DOSAdam(twin.parameters(), betas=BETAS, state_format=state_format)),
     ):
+        if wider:
+            m.bias.grad_dtype = torch.float32
         for micro_batch in range(6):
             inputs = torch.randn(4, 128, generator=torch.Generator().manual_seed(micro_batch)).bfloat16()
             m(inputs).float().square().mean().backward()
