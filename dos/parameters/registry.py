@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Iterable, Sequence
 
 import torch
@@ -87,7 +88,10 @@ class Registry:
     def loads(self) -> tuple[SubgroupLoad, ...]:
         """The accelerated subgroups as the performance model sees them."""
         if self._loads is None:
-            self._loads = tuple(subgroup.load() for subgroup in self.accelerated)
+            loads = (subgroup.load() for subgroup in self.accelerated)
+            if self.offloaded.enabled:  # gradients have room of their own there
+                loads = (dataclasses.replace(s, host_bytes=s.host_bytes - s.gradient_bytes) for s in loads)
+            self._loads = tuple(loads)
         return self._loads
 
     def gradient_bytes(self) -> int:

@@ -41,7 +41,7 @@ class Homes:
         if self.disk is None or not homeless:
             return tiers
         through = 0
-        if self.disk.nbytes or not complete or sum(s.load().host_bytes for s in homeless) > self.host.room:
+        if self.disk.nbytes or not complete or sum(map(self.host.home_bytes, homeless)) > self.host.room:
             through = math.prod(self.windows(s for s in subgroups if s.arena.accelerated))
         housed = self.housed((s for s in homeless if not self.disk.has(s)), through)
         return tiers | {subgroup: Tier.DISK for subgroup in homeless if subgroup not in housed}

@@ -24,7 +24,6 @@ from dos.disk import DiskError
 from dos.gradients import offload as offload_module
 from dos.machine import host_memory as host_memory_module
 from perfmodel import Op, Placement, Plan, Workload
-from perfmodel.policies import spilled
 from tests.support.devices import LateDevice, Unreliable, jittery_device
 from tests.support.disk import SMALL, TWO_WINDOWS, bytes_on_disk, dos_adam, everything, fail_at, files, wide
 from tests.support.random_plans import RandomPlans
@@ -276,6 +275,26 @@ def test_nothing_is_on_disk_if_the_host_has_room(tmp_path: Path) -> None:
     assert not {Op.READ, Op.WRITE} & {span.op for span in optimizer.timeline().spans}
 
 
+@pytest.mark.parametrize("offload", [False, True])
+def test_the_host_has_what_there_is_room_for(tmp_path: Path, offload: bool) -> None:
+    """Whatever policy users have, which need not know of disks."""
+
+    def policy(workload: Workload) -> Plan:
+        n = len(workload.subgroups)
+        return Plan((Placement.CPU,) * n, tuple(range(n)), 0)
+
+    model, (state, gradient) = wide(), (12, 8 if offload else 4)
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    limit = TWO_WINDOWS + (state + gradient) * numel * 2 // 3
+    optimizer = dos_adam(model.parameters(), tmp_path, policy=policy, host_memory=limit, offload_gradients=offload)
+    for step in range(3):
+        backward(model, step, micro_batches=2)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert bytes_on_disk(tmp_path) > 0
+    assert 0 <= limit - optimizer.metrics()["host_held_bytes"] < (state if offload else state + gradient) * SMALL
+
+
 @pytest.mark.parametrize("policy", ["cpu", "stride:2", 0.5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_codes(tmp_path: Path, policy: str | float, dtype: torch.dtype) -> None:
@@ -480,7 +499,7 @@ def test_room_on_disk_goes_back_once_state_has_come_home_for_good(tmp_path: Path
     def policy(workload: Workload) -> Plan:
         n = len(workload.subgroups)
         placements = (Placement.GPU_RESIDENT if i in residents else Placement.CPU for i in range(n))
-        return spilled(Plan(tuple(placements), tuple(range(n)), 0), workload)
+        return Plan(tuple(placements), tuple(range(n)), 0)
 
     host_memory = TWO_WINDOWS + 3 * STATE_BYTES // 4
     optimizer = dos_adam(model.parameters(), tmp_path, policy=policy, host_memory=host_memory)
