@@ -295,22 +295,46 @@ def test_the_host_has_what_there_is_room_for(tmp_path: Path, offload: bool) -> N
     assert 0 <= limit - optimizer.metrics()["host_held_bytes"] < (state if offload else state + gradient) * SMALL
 
 
-@pytest.mark.parametrize("policy", ["cpu", "stride:2", 0.5])
+def replace_codes(pair: Pair, drawn: random.Random) -> Pair:
+    for entry in pair[1].state.values():
+        entry["exp_avg_codes"] = entry["exp_avg_codes"].flip(0)
+    return pair
+
+
+def load_adamw_state(pair: Pair, drawn: random.Random) -> Pair:
+    """One parameter after the other."""
+    saved = pair[1].state_dict()
+    state = {number: pair[1].adamw_state(p) for number, p in enumerate(pair[0].parameters()) if p in pair[1].state}
+    pair[1].load_state_dict({**saved, "state": state})
+    return pair
+
+
+@pytest.mark.parametrize(
+    ("policy", "then"),
+    [
+        ("cpu", [copy_both, load_adamw_state]),
+        ("stride:2", [release_memory, save_and_load]),
+        (0.5, [replace_codes, pickle_both]),
+    ],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_codes(tmp_path: Path, policy: str | float, dtype: torch.dtype) -> None:
-    """Of subgroups of 131,072 parameters, whose scales fill a page."""
+def test_codes(
+    tmp_path: Path, policy: str | float, dtype: torch.dtype, then: Sequence[Callable[[Pair, random.Random], Pair]]
+) -> None:
+    """Of subgroups of 131,072 parameters, whose scales fill a page. then: what users do after the first steps."""
     ends = []
     for disk in (None, tmp_path):
-        weights = [nn.Parameter(torch.linspace(-1, 1, 131072).view(1024, 128).to(dtype)) for _ in range(7)]
-        optimizer = dos_adam(weights, disk, policy=policy, state_format="int8", host_memory=2 * 131072 * 13)
+        weights = (nn.Parameter(torch.linspace(-1, 1, 131072).view(1024, 128).to(dtype)) for _ in range(7))
+        model: nn.Module = nn.ParameterList(weights)
+        optimizer = dos_adam(model.parameters(), disk, policy=policy, state_format="int8", host_memory=2 * 131072 * 13)
         generator = torch.Generator().manual_seed(0)
         for step in range(3):
-            for number, weight in enumerate(weights):
+            for number, weight in enumerate(model.parameters()):
                 gradient = torch.randn(weight.shape, generator=generator).to(dtype)
                 weight.grad = None if (number + step) % 4 == 0 else gradient
             optimizer.step()
-        state = [t for entry in optimizer.state_dict()["state"].values() for t in entry.values()]
-        ends.append(bits([*weights, *state]))
+            model, optimizer = then[step]((model, optimizer), random.Random(0)) if step < 2 else (model, optimizer)
+        ends.append(everything(model, optimizer))
     assert ends[0] == ends[1]
     assert bytes_on_disk(tmp_path) > 0
 
