@@ -7,7 +7,7 @@ from bisect import bisect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from perfmodel.format import MIXED, Format, update_traffic
 from perfmodel.plan import Placement, Plan
@@ -131,27 +131,9 @@ class Workload:
                 )
 
     @classmethod
-    def of_sizes(
-        cls,
-        sizes: Iterable[int],
-        *,
-        gradient_bytes: int = MIXED.gradient_bytes,
-        parameter_bytes: int = MIXED.parameter_bytes,
-        state_bytes: float = MIXED.state_bytes,
-        upper_bytes: int = MIXED.upper_bytes,
-        forward_s: float = 0.0,
-        backward_s: float = 0.0,
-        peak_free_bytes: float = math.inf,
-        update_free_bytes: float = math.inf,
-        shared_free_bytes: float = math.inf,
-    ) -> Workload:
-        """A workload of subgroups with `sizes` parameters and the same bytes per parameter throughout.
-
-        The defaults are mixed precision: 16-bit gradients and parameters, float32 state.
-        """
-        each = gradient_bytes, parameter_bytes, state_bytes, upper_bytes
-        loads = tuple(SubgroupLoad(n, *(int(n * nbytes) for nbytes in each)) for n in sizes)
-        return cls(loads, forward_s, backward_s, peak_free_bytes, update_free_bytes, shared_free_bytes)
+    def of_sizes(cls, sizes: Iterable[int], state: Format = MIXED, **others: Any) -> Workload:
+        """A workload of subgroups with `sizes` parameters whose state is kept in one format. others: its fields."""
+        return cls(tuple(SubgroupLoad.of(numel, state) for numel in sizes), **others)
 
     @property
     def numel(self) -> int:

@@ -43,8 +43,7 @@ def workload(room: int) -> Workload:
     compute_s = flops / (UTILISATION * GPUS[MACHINE].peak("bf16"))
     work = Workload.of_sizes(
         [SUBGROUP_SIZE] * SUBGROUPS,
-        state_bytes=SPLIT.state_bytes,
-        upper_bytes=SPLIT.upper_bytes,
+        SPLIT,
         forward_s=compute_s * FORWARD_SHARE,
         backward_s=compute_s * (1 - FORWARD_SHARE),
     )

@@ -26,7 +26,7 @@ from experiments.miniature import UPDATE_S, equal_subgroups, measured_update_s, 
 from perfmodel import Placement, Plan, Workload
 from perfmodel.adaptive import adaptive
 from perfmodel.bounds import lower_bound
-from perfmodel.format import MIXED
+from perfmodel.format import MIXED, float32
 from perfmodel.hardware import LINK_RATES, HardwareProfile
 from perfmodel.policies import cpu_only, static_ratio, stride
 from perfmodel.simulate import makespan
@@ -43,12 +43,11 @@ class Machine:
     dtype: torch.dtype = torch.bfloat16
 
     def workload(self, resident_share: float = 0.0, slots: int = 3) -> Workload:
-        size, values = -(-self.numel // self.subgroups), self.dtype.itemsize
+        size = -(-self.numel // self.subgroups)
         return equal_subgroups(
             self.numel,
             size,
-            gradient_bytes=values,
-            parameter_bytes=values,
+            state=float32(str(self.dtype).removeprefix("torch.")),
             peak_free_bytes=int(resident_share * MIXED.state_bytes * self.numel),
             update_free_bytes=slots * MIXED.state_bytes * size,
         )

@@ -17,6 +17,7 @@ from experiments.gpt import GPT
 from experiments.miniature import equal_subgroups
 from experiments.paper.ranks import PublishedRank
 from experiments.plots import MemorySample
+from perfmodel.format import float32
 
 ROOM = 0.8
 """Share of AdamW's state for which there is room on the emulated machine beside the training."""
@@ -104,8 +105,8 @@ class EmulatedMachine(Machine):
     has_neighbour = True
 
     def __init__(self, model: GPT, subgroup_size: int, compute_s: float, steps: int) -> None:
-        published, values = PublishedRank.read(), model.tokens.weight.itemsize
-        loads = equal_subgroups(model.numel, subgroup_size, gradient_bytes=values, parameter_bytes=values)
+        published, values = PublishedRank.read(), str(model.tokens.weight.dtype).removeprefix("torch.")
+        loads = equal_subgroups(model.numel, subgroup_size, state=float32(values))
         rank = published.miniature(loads, published.update_over_compute * HEADROOM * compute_s)
         room = int(ROOM * sum(2 * p.nbytes for p in model.parameters()))  # two moments, in the parameters' type
         self._rank = dataclasses.replace(rank, memory_bytes=rank.recording.peak + room)

@@ -206,10 +206,8 @@ class Setting:
     @classmethod
     def of(cls, published: PublishedRank) -> Setting:
         """The model of these experiments as such a rank, alone on its device."""
-        values = DTYPE.itemsize
         numel = GPT(CONFIG).numel
-        size = -(-numel // SUBGROUPS)
-        loads = equal_subgroups(numel, size, gradient_bytes=values, parameter_bytes=values)
+        loads = equal_subgroups(numel, -(-numel // SUBGROUPS))
         return cls(published.miniature(loads, UPDATE_S))
 
     def workload(self, iteration: int) -> Workload:

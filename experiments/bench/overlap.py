@@ -31,7 +31,7 @@ from experiments.miniature import all_equal, equal_subgroups, without_fixed_cost
 from perfmodel import Workload
 from perfmodel.adaptive import adaptive
 from perfmodel.bounds import lower_bound
-from perfmodel.format import MIXED
+from perfmodel.format import MIXED, float32
 from perfmodel.hardware import HardwareProfile
 from perfmodel.simulate import Phase, Scope
 
@@ -164,8 +164,7 @@ def slow_machine(ratio: float, forward_s: float, backward_s: float) -> ScaledMac
     workload = equal_subgroups(
         numel,
         size,
-        gradient_bytes=4,
-        parameter_bytes=4,
+        state=float32("float32"),
         forward_s=forward_s,
         backward_s=backward_s,
         peak_free_bytes=0,

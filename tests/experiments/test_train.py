@@ -20,6 +20,7 @@ from experiments.corpus import Corpus, standard_library
 from experiments.gpt import GPT, GPTConfig
 from experiments.paper.ranks import PublishedRank
 from perfmodel import Workload
+from perfmodel.format import float32
 from perfmodel.policies import cpu_only
 from perfmodel.simulate import makespan
 
@@ -149,7 +150,7 @@ def test_emulated_machine_has_the_published_proportions() -> None:
     model = GPT(GPTConfig(layers=2, width=32, heads=4, context=12))
     machine = EmulatedMachine(model, subgroup_size=1000, compute_s=0.05, steps=9)
     sizes = [1000] * (model.numel // 1000) + [model.numel % 1000]
-    update = Workload.of_sizes(sizes, gradient_bytes=4, parameter_bytes=4)
+    update = Workload.of_sizes(sizes, float32("float32"))
     assert makespan(cpu_only(update), update, machine.device.profile) == pytest.approx(
         0.05 * HEADROOM * rank.update_over_compute
     )

@@ -33,7 +33,7 @@ def test_bad_plans(placements: tuple[Placement, ...], order: tuple[int, ...], sl
 def test_workload_sums() -> None:
     load = Workload.of_sizes([10, 30])
     assert (load.numel, load.slot_bytes) == (40, 360)
-    assert load.subgroups[0] == SubgroupLoad(10, 20, 20, 120)
+    assert load.subgroups[0] == SubgroupLoad(10, 20, 20, 120, host_bytes=160)
     assert load.subgroups[0].cpu_traffic == 280
 
 

@@ -176,7 +176,7 @@ def test_adaptive_is_within_a_hundredth_of_every_other_policy(
 
 
 def test_operations_without_size_can_be_planned() -> None:
-    load = Workload.of_sizes([12] * 60, gradient_bytes=0, state_bytes=0, parameter_bytes=0)
+    load = Workload((SubgroupLoad(12, 0, 0, 0),) * 60)
     assert len(adaptive(load, machine())) == 60
     assert len(adaptive(Workload.of_sizes([0] * 60), machine())) == 60
 

@@ -12,7 +12,7 @@ from perfmodel.hardware import HardwareProfile
 from perfmodel.lanes import Stream, Tasks, shared_rates
 from perfmodel.policies import cpu_only, static_ratio, stride
 from perfmodel.simulate import UPDATE_ALONE, Phase, Scope, exposed, makespan, simulate
-from perfmodel.workload import Workload
+from perfmodel.workload import SubgroupLoad, Workload
 from tests.support.machines import machine, work
 
 C, S, R = Placement.CPU, Placement.GPU_STREAMED, Placement.GPU_RESIDENT
@@ -108,7 +108,7 @@ def test_shared_rates(demands: list[float], capacity: float, rates: list[float])
 
 def test_host_bandwidth_is_shared() -> None:
     """The CPU alone would cause 26 bytes/s, a copy 12: of 18 in all, each gets 9 until the copy has ended."""
-    load = Workload.of_sizes([12, 12], gradient_bytes=0, parameter_bytes=2)
+    load = Workload((SubgroupLoad(12, 0, 24, 144),) * 2)
     timeline = simulate(Plan((S, C), (0, 1), 1), load, machine(host_bandwidth=18.0, gpu_update_rate=1e9))
     assert timeline.on(Lane.H2D)[0].end == pytest.approx(144 / 9)
     flushed = 144 / 9  # the flush competes as the prefetch did, by which time the CPU has moved 2 x 144 of its 312

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from dos.state import arena as arena_module
 from dos.state import subgroup
 from dos.state.arena import Arena
 from dos.state.record import ParameterRecord
-from perfmodel import SubgroupLoad, Workload
+from perfmodel import SubgroupLoad
 from perfmodel.format import (
     CODED,
     MIXED,
@@ -46,16 +45,6 @@ def test_bytes_per_parameter(state: Format, state_bytes: int, held: int, traffic
     assert (state.state_bytes, state.held_bytes, state.update_traffic) == (state_bytes, held, traffic)
     load = SubgroupLoad.of(7, state)
     assert (load.cpu_traffic, load.host_bytes) == (7 * traffic, 7 * held)
-    assert (
-        dataclasses.replace(load, format=MIXED.name, host_bytes=0)
-        == Workload.of_sizes(
-            [7],
-            gradient_bytes=state.gradient_bytes,
-            parameter_bytes=state.parameter_bytes,
-            state_bytes=state.state_bytes,
-            upper_bytes=state.upper_bytes,
-        ).subgroups[0]
-    )
 
 
 def test_names_in_a_state_dict() -> None:

@@ -9,6 +9,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from dos import DOSAdam, EmulatedDevice
 from perfmodel import Lane, Op, Placement, Plan, Workload
+from perfmodel.format import float32
 from perfmodel.simulate import simulate
 from tests.support.clock import compares_with_a_clock, eventually, skip_if_the_clock_cannot_be_trusted
 from tests.support.devices import UpdatesAfterStep
@@ -37,7 +38,7 @@ def test_order_of_operations_on_each_lane_is_the_simulated_one() -> None:
     parameter.grad = torch.ones(500)
     optimizer.step()
     timeline = optimizer.timeline()
-    simulated = simulate(optimizer.plan(), Workload.of_sizes([100] * 5, gradient_bytes=4, parameter_bytes=4), slow)
+    simulated = simulate(optimizer.plan(), Workload.of_sizes([100] * 5, float32("float32")), slow)
     orders = [[[s.name for s in line.on(lane)] for lane in Lane] for line in (timeline, simulated)]
     if orders[0] != orders[1]:  # a lane that wakes up late is overtaken
         skip_if_the_clock_cannot_be_trusted()
