@@ -19,10 +19,16 @@ _DONE_S = 1e-6
 
 
 @dataclass(eq=False)
-class _Ticket:
-    """A place in a lane's queue."""
+class _Work:
+    """A place in a lane's queue.
 
+    remaining: seconds that it takes yet when no other lane is busy. demand: bytes/s of host DRAM meanwhile.
+    """
+
+    remaining: float
+    demand: float
     urgent: bool
+    begun: bool = False
 
 
 class Pacer:
@@ -34,11 +40,7 @@ class Pacer:
     def __init__(self, speeds: Speeds) -> None:
         self._speeds = speeds
         self._changed = threading.Condition()
-        self._queues: dict[Lane, deque[_Ticket]] = {lane: deque() for lane in Lane}
-        self._remaining: dict[Lane, float] = {}
-        self._demands: dict[Lane, float] = {}
-        self._interrupted: dict[Lane, tuple[float, float]] = {}
-        """What remains of the work that urgent work interrupted, and what it demands."""
+        self._queues: dict[Lane, deque[_Work]] = {lane: deque() for lane in Lane}
         self._speed: Mapping[Lane, float] = {}
         self._advanced = 0.0
 
@@ -49,47 +51,46 @@ class Pacer:
         alone_s: seconds that the work takes when no other lane is busy. traffic: bytes that it moves through host DRAM.
         Gives the time.perf_counter() of its start.
         """
-        ticket = _Ticket(urgent)
-        start = self._enter(lane, ticket, alone_s, traffic / alone_s if alone_s > 0 else 0.0)
+        work = _Work(alone_s, traffic / alone_s if alone_s > 0 else 0.0, urgent)
+        start = self._enter(lane, work)
         try:
             yield start
         finally:
-            self._leave(lane, ticket)
+            self._leave(lane, work)
 
-    def _enter(self, lane: Lane, ticket: _Ticket, alone_s: float, demand: float) -> float:
+    def _enter(self, lane: Lane, work: _Work) -> float:
         with self._changed:
             queue = self._queues[lane]
-            queue.insert(sum(other.urgent for other in queue) if ticket.urgent else len(queue), ticket)
-            while queue[0] is not ticket:
+            self._advance()  # what is urgent takes the place of what is served
+            queue.insert(sum(other.urgent for other in queue) if work.urgent else len(queue), work)
+            while queue[0] is not work:
                 self._changed.wait()
             self._advance()
-            if lane in self._remaining:
-                self._interrupted[lane] = self._remaining[lane], self._demands[lane]
-            self._remaining[lane], self._demands[lane] = alone_s, demand
+            work.begun = True
             self._share()
             return self._advanced
 
-    def _leave(self, lane: Lane, ticket: _Ticket) -> None:
+    def _leave(self, lane: Lane, work: _Work) -> None:
         with self._changed:
             queue = self._queues[lane]
             self._advance()
-            while queue[0] is not ticket or self._remaining[lane] > _DONE_S:
-                self._changed.wait(self._remaining[lane] / self._speed[lane] if queue[0] is ticket else None)
+            while queue[0] is not work or work.remaining > _DONE_S:
+                self._changed.wait(work.remaining / self._speed[lane] if queue[0] is work else None)
                 self._advance()
-            del self._remaining[lane], self._demands[lane]
             queue.popleft()
-            if lane in self._interrupted and not queue[0].urgent:
-                self._remaining[lane], self._demands[lane] = self._interrupted.pop(lane)
             self._share()
+
+    def _served(self) -> dict[Lane, _Work]:
+        return {lane: queue[0] for lane, queue in self._queues.items() if queue and queue[0].begun}
 
     def _advance(self) -> None:
         """Account for the time since the last call at the speeds that held."""
         now = time.perf_counter()
-        for lane, left in self._remaining.items():
-            self._remaining[lane] = max(0.0, left - (now - self._advanced) * self._speed[lane])
+        for lane, work in self._served().items():
+            work.remaining = max(0.0, work.remaining - (now - self._advanced) * self._speed[lane])
         self._advanced = now
 
     def _share(self) -> None:
         """The set of busy lanes changed: new speeds, and everybody looks at the clock again."""
-        self._speed = self._speeds(self._demands)
+        self._speed = self._speeds({lane: work.demand for lane, work in self._served().items()})
         self._changed.notify_all()
