@@ -105,6 +105,7 @@ def fitted(job: Job, bench: Bench, *, each: int = HOST_BYTES, most: float = 1e18
     found = job.fitting(most)
     if found.numel > most:
         raise Skipped(f"memory here is enough for {most / 1e6:.0f}M parameters, one layer has {found.numel / 1e6:.0f}M")
+    bench.say(f"{found.numel / 1e6:,.1f}M parameters")
     return found
 
 
