@@ -25,8 +25,7 @@ from torch import Tensor
 from dos import DOSAdam, EmulatedDevice
 from experiments.bench.progress import Progress
 from experiments.command import Parser, seconds, table
-from experiments.corpus import Corpus, standard_library
-from experiments.gpt import GPT, GPTConfig
+from experiments.gpt import GPT, Corpus, GPTConfig, standard_library
 from experiments.miniature import all_equal, bits_of, without_fixed_costs
 from perfmodel import Plan, SubgroupLoad, Workload
 from perfmodel.adaptive import adaptive

@@ -28,8 +28,7 @@ from dos.disk import DiskSpace
 from dos.machine.threads import kernel_threads
 from experiments.bench.disk_runs import Run, Setting, Swapped
 from experiments.command import Parser, seconds, table
-from experiments.corpus import Corpus, standard_library
-from experiments.gpt import GPT, GPTConfig
+from experiments.gpt import GPT, Corpus, GPTConfig, standard_library
 from experiments.miniature import all_equal, bits_of, without_fixed_costs
 from perfmodel.format import SPLIT
 from perfmodel.hardware import LINK_RATES, HardwareProfile

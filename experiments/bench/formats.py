@@ -34,8 +34,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from dos import DOSAdam
 from experiments.command import Parser, table
-from experiments.corpus import Corpus, standard_library
-from experiments.gpt import GPT, GPTConfig
+from experiments.gpt import GPT, Corpus, GPTConfig, standard_library
 from experiments.miniature import equal_subgroups, measured_update_s, slowed
 from experiments.plots import save_spread
 from perfmodel import Plan, Workload

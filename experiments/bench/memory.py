@@ -35,8 +35,7 @@ from dos.deciding.policies import Policy
 from dos.devices import Script
 from experiments.bench.progress import Progress
 from experiments.command import Parser, seconds, table
-from experiments.corpus import Corpus, standard_library
-from experiments.gpt import GPT, GPTConfig
+from experiments.gpt import GPT, Corpus, GPTConfig, standard_library
 from experiments.miniature import UPDATE_S, all_equal, bits_of, equal_subgroups
 from experiments.paper import memory_h100
 from experiments.paper.ranks import PublishedRank, Recording

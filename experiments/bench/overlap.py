@@ -25,8 +25,7 @@ from torch import Tensor
 
 from dos import DOSAdam, EmulatedDevice
 from experiments.command import Parser, seconds, table
-from experiments.corpus import Corpus, standard_library
-from experiments.gpt import GPT, GPTConfig
+from experiments.gpt import GPT, Corpus, GPTConfig, standard_library
 from experiments.miniature import all_equal, equal_subgroups, without_fixed_costs
 from perfmodel import Workload
 from perfmodel.adaptive import adaptive

@@ -34,8 +34,7 @@ from dos import DOSAdam
 from dos.deciding.policies import resolve_policy
 from experiments.bench.machines import Machine, choose_machine
 from experiments.command import Parser, positive, table
-from experiments.corpus import Corpus, standard_library
-from experiments.gpt import GPT, GPTConfig
+from experiments.gpt import GPT, Corpus, GPTConfig, standard_library
 from experiments.plots import MemorySample, save_losses, save_memory, save_timelines
 from perfmodel import Lane, Op, Plan, Span, Timeline
 

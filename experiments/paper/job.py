@@ -30,8 +30,7 @@ from torch.distributed.fsdp import fully_shard
 
 from dos import DOSAdam, EmulatedDevice
 from experiments.command import Parser, positive, seconds, table
-from experiments.corpus import Corpus, standard_library
-from experiments.gpt import GPT
+from experiments.gpt import GPT, Corpus, standard_library
 from experiments.miniature import equal_subgroups, without_fixed_costs
 from experiments.paper.runs import read_runs
 from experiments.paper.sweep.device import CONTEXT, small_model

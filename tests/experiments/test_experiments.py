@@ -10,8 +10,7 @@ import pytest
 
 from dos.calibration.measure import MINIMUM
 from experiments.bench import activations, disk, emulation, formats, kernel, overhead, overlap
-from experiments.corpus import Corpus, standard_library
-from experiments.gpt import GPT, GPTConfig
+from experiments.gpt import GPT, Corpus, GPTConfig, standard_library
 from perfmodel import Placement
 from perfmodel.adaptive import adaptive
 from perfmodel.format import SPLIT

@@ -16,8 +16,7 @@ import torch
 from dos import DOSAdam
 from experiments.bench.machines import HEADROOM, ROOM, EmulatedMachine
 from experiments.bench.train import main
-from experiments.corpus import Corpus, standard_library
-from experiments.gpt import GPT, GPTConfig
+from experiments.gpt import GPT, Corpus, GPTConfig, standard_library
 from experiments.paper.ranks import PublishedRank
 from perfmodel import Workload
 from perfmodel.format import float32
