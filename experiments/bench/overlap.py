@@ -99,8 +99,8 @@ def measure(start: dict[str, Tensor], batches: Sequence[Batch], ratio: float) ->
     """
     alone = Run(loaded(start), None)
     forward, whole = alone.iterate(batches[:BLOCK])
-    machine = slow_machine(ratio, min(forward), min(whole) - min(forward))
-    runs = {schedule: machine.run(loaded(start), schedule) for schedule in SCHEDULES}
+    profile, workload, bound_s = slow_machine(ratio, min(forward), min(whole) - min(forward))
+    runs = {schedule: trained(loaded(start), schedule, profile, workload) for schedule in SCHEDULES}
     seconds: dict[str, list[float]] = {name: [] for name in ("forward", "backward", *SCHEDULES)}
     for first in range(0, len(batches), BLOCK):
         block = batches[first : first + BLOCK]
@@ -118,7 +118,7 @@ def measure(start: dict[str, Tensor], batches: Sequence[Batch], ratio: float) ->
     return {
         "forward_s": median["forward"],
         "backward_s": median["backward"],
-        "update_bound_s": machine.bound_s,
+        "update_bound_s": bound_s,
         **{f"{schedule}_s": median[schedule] for schedule in SCHEDULES},
         "bits_equal": all(all_equal(parameters[0], others) for others in parameters[1:]),
     }
@@ -131,33 +131,28 @@ def loaded(start: dict[str, Tensor]) -> GPT:
     return model
 
 
-@dataclass(frozen=True)
-class ScaledMachine:
-    """An H100 node so slow that this model's update takes as long as wanted. bound_s: of the update after backward."""
-
-    profile: HardwareProfile
-    workload: Workload
-    bound_s: float
-
-    def run(self, model: GPT, schedule: str) -> Run:
-        """A model with an optimizer that overlaps as the schedule says."""
-        forward_s = self.workload.forward_s if schedule == "full_overlap" else 0.0
-        known = {f.name: getattr(self.workload, f.name) for f in dataclasses.fields(Workload) if f.name != "subgroups"}
-        optimizer = DOSAdam(
-            model.parameters(),
-            policy=lambda work: adaptive(dataclasses.replace(work, **{**known, "forward_s": forward_s}), self.profile),
-            subgroup_size=self.workload.subgroups[0].numel,
-            device=EmulatedDevice(self.profile, capacity=10 * self.workload.slot_bytes * len(self.workload.subgroups)),
-        )
-        if schedule == "serial":
-            optimizer._session.gradient_ready = lambda parameter: None  # type: ignore[method-assign]  # nothing leaves early
-        if schedule == "full_overlap":
-            optimizer.attach(model)
-        return Run(model, optimizer)
+def trained(model: GPT, schedule: str, profile: HardwareProfile, workload: Workload) -> Run:
+    """A model with an optimizer that overlaps as the schedule says."""
+    forward_s = workload.forward_s if schedule == "full_overlap" else 0.0
+    known = {f.name: getattr(workload, f.name) for f in dataclasses.fields(Workload) if f.name != "subgroups"}
+    optimizer = DOSAdam(
+        model.parameters(),
+        policy=lambda work: adaptive(dataclasses.replace(work, **{**known, "forward_s": forward_s}), profile),
+        subgroup_size=workload.subgroups[0].numel,
+        device=EmulatedDevice(profile, capacity=10 * workload.slot_bytes * len(workload.subgroups)),
+    )
+    if schedule == "serial":
+        optimizer._session.gradient_ready = lambda parameter: None  # type: ignore[method-assign]  # nothing leaves early
+    if schedule == "full_overlap":
+        optimizer.attach(model)
+    return Run(model, optimizer)
 
 
-def slow_machine(ratio: float, forward_s: float, backward_s: float) -> ScaledMachine:
-    """The machine on which the update's bound is `ratio` times the forward. No state is resident, SLOTS are free."""
+def slow_machine(ratio: float, forward_s: float, backward_s: float) -> tuple[HardwareProfile, Workload, float]:
+    """An H100 node so slow that this model's update takes `ratio` forwards by its bound, a workload, and that bound.
+
+    It is in seconds, of the update after backward. No state is resident, SLOTS are free.
+    """
     numel = GPT(CONFIG).numel
     size = -(-numel // SUBGROUPS)
     workload = equal_subgroups(
@@ -176,7 +171,7 @@ def slow_machine(ratio: float, forward_s: float, backward_s: float) -> ScaledMac
         # What leaves during backward makes the bound not quite proportional to the slowdown.
         slowdown *= (wanted_s / bound_s) ** 0.8 if bound_s > 0 else 10.0
         bound_s = lower_bound(workload, node.scaled(1 / slowdown), after_backward).seconds
-    return ScaledMachine(node.scaled(1 / slowdown), workload, bound_s)
+    return node.scaled(1 / slowdown), workload, bound_s
 
 
 def show(rows: Sequence[dict[str, float | bool]]) -> None:

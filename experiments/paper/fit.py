@@ -54,16 +54,6 @@ def fit_runs(
     return profile(found.x)
 
 
-def fit_backward(runs: Sequence[Run], backward_s: Sequence[float]) -> BackwardRates:
-    """The backward rates that explain the backward times of runs."""
-    return BackwardRates(*non_negative([backward_features(run) for run in runs], backward_s))
-
-
-def fit_rest(runs: Sequence[Run], rest_s: Sequence[float]) -> tuple[float, ...]:
-    """Coefficients of `rest_features` that explain what an iteration takes besides its three phases."""
-    return tuple(non_negative([rest_features(run) for run in runs], rest_s))
-
-
 def backward_seconds(run: Run, rates: BackwardRates) -> float:
     """Predicted backward time of a run."""
     return float(np.dot(backward_features(run), dataclasses.astuple(rates)))

@@ -20,9 +20,9 @@ from typing import TypeVar
 from rich.console import Console
 
 from experiments.command import Parser, table
-from experiments.paper.fit import UNCERTAINTY, backward_seconds, fit_backward, fit_rest, fit_runs, rest_seconds
+from experiments.paper.fit import UNCERTAINTY, backward_seconds, fit_runs, non_negative, rest_seconds
 from experiments.paper.runs import DATA_SHEETS, DEVICE_BANDWIDTHS, RUNS, PublishedRun, read_runs
-from experiments.paper.zero3 import BackwardRates, Mode, Run, update_seconds
+from experiments.paper.zero3 import BackwardRates, Mode, Run, backward_features, rest_features, update_seconds
 from experiments.plots import can_draw, save_predictions
 from perfmodel.hardware import HardwareProfile
 
@@ -39,7 +39,7 @@ class ClassModel:
 
     profile: HardwareProfile
     backward: BackwardRates
-    rest: tuple[float, ...]
+    rest: Sequence[float]
 
     @classmethod
     def fit(cls, machine_class: str, runs: Sequence[PublishedRun]) -> ClassModel:
@@ -50,8 +50,8 @@ class ClassModel:
             uncertainty["cpu_traffic_factor"] = 0.3
         return cls(
             fit_runs(plain, [r.update_s for r in runs], DATA_SHEETS[machine_class], uncertainty),
-            fit_backward(plain, [r.backward_s for r in runs]),
-            fit_rest(plain, [max(r.rest_s, 1e-3) for r in runs]),
+            BackwardRates(*non_negative([backward_features(run) for run in plain], [r.backward_s for r in runs])),
+            non_negative([rest_features(run) for run in plain], [max(r.rest_s, 1e-3) for r in runs]),
         )
 
     def update_s(self, run: Run) -> float:

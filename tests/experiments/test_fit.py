@@ -4,8 +4,16 @@ import dataclasses
 
 import pytest
 
-from experiments.paper.fit import backward_seconds, fit_backward, fit_rest, fit_runs, rest_seconds
-from experiments.paper.zero3 import BackwardRates, Mode, Run, seconds_beside, update_seconds
+from experiments.paper.fit import backward_seconds, fit_runs, non_negative, rest_seconds
+from experiments.paper.zero3 import (
+    BackwardRates,
+    Mode,
+    Run,
+    backward_features,
+    rest_features,
+    seconds_beside,
+    update_seconds,
+)
 from perfmodel.hardware import HardwareProfile
 from perfmodel.lanes import Stream, Tasks
 
@@ -52,10 +60,11 @@ def test_what_runs_leave_open_stays_as_the_prior_says() -> None:
 def test_backward_and_rest_are_linear() -> None:
     truth = BackwardRates(0.3, 4e-11, 7e-11, 2e-10, 2e-10)
     times = [backward_seconds(run, truth) for run in runs()]
-    found = fit_backward(runs(), times)
+    found = BackwardRates(*non_negative([backward_features(run) for run in runs()], times))
     assert [backward_seconds(run, found) for run in runs()] == pytest.approx(times, rel=1e-3)
     rest = [rest_seconds(run, (0.3, 0.1, 0.2)) for run in runs()]
-    assert [rest_seconds(run, fit_rest(runs(), rest)) for run in runs()] == pytest.approx(rest, rel=1e-3)
+    fitted = non_negative([rest_features(run) for run in runs()], rest)
+    assert [rest_seconds(run, fitted) for run in runs()] == pytest.approx(rest, rel=1e-3)
 
 
 @pytest.mark.parametrize("k", [2, 3, 6])
@@ -78,4 +87,4 @@ def test_bad_input() -> None:
     with pytest.raises(ValueError, match="one time per run and at least one run, found 0 for 0"):
         fit_runs([], [], PRIOR)
     with pytest.raises(ValueError, match=r"must be positive, found 0\.0 s"):
-        fit_backward(runs()[:1], [0.0])
+        non_negative([backward_features(runs()[0])], [0.0])
