@@ -23,10 +23,9 @@ from rich.console import Console
 from torch import Tensor
 
 from dos import DOSAdam, EmulatedDevice
-from experiments.bench.progress import Progress
 from experiments.command import Parser, seconds, table
 from experiments.gpt import GPT, Corpus, GPTConfig, standard_library
-from experiments.miniature import all_equal, bits_of, without_fixed_costs
+from experiments.miniature import Progress, all_equal, bits_of, without_fixed_costs
 from perfmodel import Plan, SubgroupLoad, Workload
 from perfmodel.adaptive import adaptive
 from perfmodel.bounds import lower_bound

@@ -12,9 +12,8 @@ from torch.optim import AdamW, Optimizer
 
 from dos import EmulatedDevice
 from dos.devices import Script
-from experiments.bench.progress import UPDATE, Progress
 from experiments.gpt import GPT
-from experiments.miniature import equal_subgroups
+from experiments.miniature import UPDATE, Progress, equal_subgroups
 from experiments.paper.ranks import PublishedRank
 from experiments.plots import MemorySample
 from perfmodel.format import float32

@@ -33,10 +33,9 @@ from torch import Tensor
 from dos import DOSAdam
 from dos.deciding.policies import Policy
 from dos.devices import Script
-from experiments.bench.progress import Progress
 from experiments.command import Parser, seconds, table
 from experiments.gpt import GPT, Corpus, GPTConfig, standard_library
-from experiments.miniature import UPDATE_S, all_equal, bits_of, equal_subgroups
+from experiments.miniature import UPDATE_S, Progress, all_equal, bits_of, equal_subgroups
 from experiments.paper import memory_h100
 from experiments.paper.ranks import PublishedRank, Recording
 from experiments.paper.runs import TRACES

@@ -20,9 +20,20 @@ from typing import TypeVar
 from rich.console import Console
 
 from experiments.command import Parser, table
-from experiments.paper.fit import UNCERTAINTY, backward_seconds, fit_runs, non_negative, rest_seconds
 from experiments.paper.runs import DATA_SHEETS, DEVICE_BANDWIDTHS, RUNS, PublishedRun, read_runs
-from experiments.paper.zero3 import BackwardRates, Mode, Run, backward_features, rest_features, update_seconds
+from experiments.paper.zero3 import (
+    UNCERTAINTY,
+    BackwardRates,
+    Mode,
+    Run,
+    backward_features,
+    backward_seconds,
+    fit_runs,
+    non_negative,
+    rest_features,
+    rest_seconds,
+    update_seconds,
+)
 from experiments.plots import can_draw, save_predictions
 from perfmodel.hardware import HardwareProfile
 

@@ -1,4 +1,4 @@
-"""Time model of the published runs: how DeepSpeed ZeRO-3 offloads, and the paper's loop on top of it.
+"""Time model of the published runs: how DeepSpeed ZeRO-3 offloads, and the paper's loop on top of it; and its fit.
 
 One thread walks over the subgroups. On the CPU a subgroup is clipped and updated; then its parameters go to the GPU,
 blocking in `zero3_offload` and `async_grad_only`, on a copy stream in `dos`. In `dos`, before the first of `stride`
@@ -8,13 +8,31 @@ stride - 1 subgroups on the CPU, waits for the stream, and updates the last one 
 
 from __future__ import annotations
 
+import dataclasses
 import enum
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
+from scipy import optimize
 
 from perfmodel.format import MIXED
 from perfmodel.hardware import HardwareProfile
 from perfmodel.lanes import shared_rates
 
+NOISE = 0.08
+"""Relative residual from which a run counts as an outlier rather than as noise (soft L1 loss)."""
+PRIOR_WEIGHT = 0.02
+"""Pull of the prior on a rate that is off by its uncertainty, as a relative residual of one run."""
+
+UNCERTAINTY: Mapping[str, float] = {
+    "cpu_update_rate": 0.5,
+    "host_bandwidth": 0.15,
+    "h2d_bandwidth": 0.15,
+    "gpu_update_rate": 0.7,
+    "launch_latency_s": 0.7,
+}
+"""How far, as a natural logarithm, a machine may be from its data sheet. Fitted are the fields named here."""
 STREAM_BYTES = MIXED.state_bytes
 """Bytes per parameter each way: fp32 master weight, exp_avg, exp_avg_sq."""
 UPDATE_TRAFFIC = 12 + 2 * STREAM_BYTES
@@ -153,3 +171,66 @@ def rest_features(run: Run) -> tuple[float, ...]:
     """What the time of an iteration outside forward, backward and update is proportional to: the iteration, the
     micro-batches, and the bookkeeping of `dos`."""
     return (1.0, float(run.micro_batches), float(run.mode is Mode.DOS))
+
+
+def fit_runs(
+    runs: Sequence[Run],
+    update_s: Sequence[float],
+    prior: HardwareProfile,
+    uncertainty: Mapping[str, float] = UNCERTAINTY,
+) -> HardwareProfile:
+    """The profile that explains the update times of runs, robustly, starting from a data sheet.
+
+    Minimised is the soft-L1 loss of the logarithms of predicted over measured, plus a weak pull towards the prior that
+    decides only what the runs leave open. Raises ValueError for no runs or a time that is not positive.
+    """
+    measured = _measured(runs, update_s)
+    names = list(uncertainty)
+    start = np.log([getattr(prior, name) for name in names])
+    sigma = np.array([uncertainty[name] for name in names])
+
+    def profile(x: np.ndarray) -> HardwareProfile:
+        return prior.replace(**dict(zip(names, np.exp(x).tolist(), strict=True)))
+
+    def residuals(x: np.ndarray) -> np.ndarray:
+        candidate = profile(x)
+        predicted = np.array([update_seconds(run, candidate) for run in runs])
+        return np.concatenate([np.log(predicted / measured), PRIOR_WEIGHT * (x - start) / sigma])
+
+    found = optimize.least_squares(residuals, start, loss="soft_l1", f_scale=NOISE, diff_step=np.full(len(start), 1e-4))
+    return profile(found.x)
+
+
+def backward_seconds(run: Run, rates: BackwardRates) -> float:
+    """Predicted backward time of a run."""
+    return float(np.dot(backward_features(run), dataclasses.astuple(rates)))
+
+
+def rest_seconds(run: Run, coefficients: Sequence[float]) -> float:
+    """Predicted time of an iteration outside forward, backward and update."""
+    return float(np.dot(rest_features(run), coefficients))
+
+
+def non_negative(features: Sequence[Sequence[float]], seconds: Sequence[float], rounds: int = 30) -> list[float]:
+    """Non-negative coefficients of a sum of features, by least absolute relative errors (reweighted least squares).
+
+    rounds: of reweighting; with one, by least squares of relative errors.
+    """
+    measured = _measured(features, seconds)
+    relative = np.array(features) / measured[:, None]
+    scale = np.maximum(relative.max(axis=0), 1e-300)
+    weights = np.ones(len(measured))
+    for _ in range(rounds):
+        found, _norm = optimize.nnls(relative / scale * weights[:, None], weights)
+        error = np.abs(relative / scale @ found - 1)
+        weights = 1 / np.sqrt(np.maximum(error, NOISE))
+    return [float(value) for value in found / scale]
+
+
+def _measured(runs: Sequence[object], seconds: Sequence[float]) -> np.ndarray:
+    values = np.array(seconds, dtype=float)
+    if not len(values) or len(values) != len(runs):
+        raise ValueError(f"a fit needs one time per run and at least one run, found {len(values)} for {len(runs)}")
+    if not (values > 0).all():
+        raise ValueError(f"measured times must be positive, found {values.min()} s")
+    return values

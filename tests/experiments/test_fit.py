@@ -4,13 +4,16 @@ import dataclasses
 
 import pytest
 
-from experiments.paper.fit import backward_seconds, fit_runs, non_negative, rest_seconds
 from experiments.paper.zero3 import (
     BackwardRates,
     Mode,
     Run,
     backward_features,
+    backward_seconds,
+    fit_runs,
+    non_negative,
     rest_features,
+    rest_seconds,
     seconds_beside,
     update_seconds,
 )

@@ -12,8 +12,8 @@ import torch
 import dos.memory.monitor
 from experiments.bench import memory
 from experiments.bench.memory import Run, Setting, neighbours, train
-from experiments.bench.progress import UPDATE, Progress
 from experiments.gpt import GPT, Corpus, GPTConfig, standard_library
+from experiments.miniature import UPDATE, Progress
 from experiments.paper import memory_h100
 from experiments.paper.ranks import PublishedRank, Recording
 from experiments.paper.runs import TRACES

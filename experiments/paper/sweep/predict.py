@@ -11,11 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from experiments.paper.fit import backward_seconds, non_negative, rest_seconds
 from experiments.paper.published import ClassModel
 from experiments.paper.runs import OVERSHOOT, TRACES, PublishedRun, read_trace
 from experiments.paper.sweep.spec import PUBLISHED_LOOPS, Configuration
-from experiments.paper.zero3 import Mode, Run, update_seconds
+from experiments.paper.zero3 import Mode, Run, backward_seconds, non_negative, rest_seconds, update_seconds
 from perfmodel.adaptive import adaptive
 from perfmodel.bounds import lower_bound
 from perfmodel.demand import demand
