@@ -1,4 +1,4 @@
-"""Policies by name, plans remembered, and a profile that follows what is measured: scripted rates."""
+"""Policies by name, and plans remembered: scripted rates."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import random
 import pytest
 
 from dos import DOSAdam, EmulatedDevice
-from dos.deciding.policies import AdaptivePolicy, Refinement, resolve_policy
+from dos.deciding.policies import AdaptivePolicy, resolve_policy
 from dos.step.pace import _Typical
 from perfmodel import Placement, Plan, Timeline, Workload
 from perfmodel.adaptive import adaptive
@@ -30,65 +30,6 @@ BELIEVED = profile(
     gpu_update_rate=50e9,
 )
 WORK = Workload.of_sizes([10**7] * 20)
-PLAN = stride(WORK, 2)
-SCHEDULE = schedule(PLAN, WORK)
-
-
-def steps(truth: HardwareProfile, believed: HardwareProfile, count: int, noise: float = 0.0) -> HardwareProfile:
-    """What is believed after steps on a machine that in truth is another."""
-    refinement, rng = Refinement(), random.Random(0)
-    for _ in range(count):
-        factor = 1 + rng.uniform(-noise, noise)
-        believed = refinement.correct(believed, SCHEDULE, WORK, stretched(simulate(PLAN, WORK, truth), factor))
-    return believed
-
-
-def stretched(timeline: Timeline, factor: float) -> Timeline:
-    """Every span longer by the factor."""
-    return Timeline(tuple(dataclasses.replace(s, end=s.start + s.duration * factor) for s in timeline.spans))
-
-
-@pytest.mark.parametrize("rate", ["cpu_update_rate", "h2d_bandwidth", "d2h_bandwidth", "gpu_update_rate"])
-@pytest.mark.parametrize("factor", [0.5, 0.8, 1.7])
-def test_a_lasting_change_is_followed_within_ten_steps(rate: str, factor: float) -> None:
-    rates = [rate, f"{rate}_duplex"] if rate.endswith("bandwidth") else [rate]
-    truth = BELIEVED.replace(**{name: getattr(BELIEVED, name) * factor for name in rates})
-    found = steps(truth, BELIEVED, 10)
-    for name in rates:
-        assert getattr(found, name) == pytest.approx(getattr(truth, name), rel=0.05)
-    others = {"cpu_update_rate", "h2d_bandwidth", "d2h_bandwidth", "gpu_update_rate"} - {rate}
-    for name in others:
-        assert getattr(found, name) == pytest.approx(getattr(BELIEVED, name), rel=0.06)
-
-
-def test_a_saturated_host_is_put_down_to_its_memory() -> None:
-    believed = dataclasses.replace(BELIEVED, host_bandwidth=40e9)
-    truth = dataclasses.replace(believed, host_bandwidth=25e9)
-    found = steps(truth, believed, 30)
-    predicted, measured = (simulate(PLAN, WORK, p).makespan for p in (found, truth))
-    assert predicted == pytest.approx(measured, rel=0.1)
-    assert found.host_bandwidth < believed.host_bandwidth
-
-
-def test_one_slow_step_and_noise_change_nothing() -> None:
-    refinement, believed = Refinement(), BELIEVED
-    normal = simulate(PLAN, WORK, BELIEVED)
-    for step in range(40):
-        shown = stretched(normal, 8.0) if step % 10 == 3 else normal
-        believed = refinement.correct(believed, SCHEDULE, WORK, shown)
-    assert believed is BELIEVED
-    assert steps(BELIEVED, BELIEVED, 40, noise=0.04) is BELIEVED
-
-
-def test_lanes_that_hardly_work_say_nothing() -> None:
-    tiny = Workload.of_sizes([10] * 4)
-    plan = stride(tiny, 2)
-    refinement, believed = Refinement(), BELIEVED
-    for _ in range(20):
-        believed = refinement.correct(
-            believed, schedule(plan, tiny), tiny, stretched(simulate(plan, tiny, BELIEVED), 100.0)
-        )
-    assert believed is BELIEVED
 
 
 def test_the_adaptive_policy_plans_anew_on_what_it_learns() -> None:

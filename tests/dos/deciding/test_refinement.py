@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import random
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -42,13 +43,58 @@ LEARNT = ("host_bandwidth", "cpu_update_rate", "h2d_bandwidth", "d2h_bandwidth",
 
 
 def believed_after(
-    timeline: Timeline, plan: Plan = PLAN, work: Workload = WORK, scope: Scope = UPDATE_ALONE
+    timeline: Timeline,
+    plan: Plan = PLAN,
+    work: Workload = WORK,
+    scope: Scope = UPDATE_ALONE,
+    *,
+    believed: HardwareProfile = TRUTH,
+    steps: int = 20,
 ) -> HardwareProfile:
-    """What is believed after 20 such steps, beginning with the truth."""
-    refinement, believed, issued = Refinement(), TRUTH, schedule(plan, work, scope)
-    for _ in range(20):
+    """What is believed after so many such steps. believed: before them."""
+    refinement, issued = Refinement(), schedule(plan, work, scope)
+    for _ in range(steps):
         believed = refinement.correct(believed, issued, work, timeline)
     return believed
+
+
+def stretched(timeline: Timeline, factor: float) -> Timeline:
+    """Every span longer by the factor."""
+    return Timeline(tuple(dataclasses.replace(s, end=s.start + s.duration * factor) for s in timeline.spans))
+
+
+@pytest.mark.parametrize("rate", LEARNT[1:])
+@pytest.mark.parametrize("factor", [0.5, 0.8, 1.7])
+def test_a_lasting_change_is_followed_within_ten_steps(rate: str, factor: float) -> None:
+    roomy = TRUTH.replace(host_bandwidth=1e15, h2d_bandwidth_duplex=9e9, d2h_bandwidth_duplex=9e9)
+    rates = [rate, f"{rate}_duplex"] if rate.endswith("bandwidth") else [rate]
+    actual = roomy.replace(**{name: getattr(roomy, name) * factor for name in rates})
+    found = believed_after(simulate(PLAN, WORK, actual), believed=roomy, steps=10)
+    for name in (*LEARNT[1:], *rates):
+        assert getattr(found, name) == pytest.approx(getattr(actual, name), rel=0.05 if name in rates else 0.06)
+
+
+def test_a_saturated_host_is_put_down_to_its_memory() -> None:
+    believed, actual = (TRUTH.replace(host_bandwidth=rate) for rate in (40e9, 25e9))
+    found = believed_after(simulate(PLAN, WORK, actual), believed=believed, steps=30)
+    predicted, measured = (simulate(PLAN, WORK, machine).makespan for machine in (found, actual))
+    assert predicted == pytest.approx(measured, rel=0.1)
+    assert found.host_bandwidth < believed.host_bandwidth
+
+
+def test_single_slow_steps_and_noise_change_nothing() -> None:
+    refinement, believed, rng = Refinement(), TRUTH, random.Random(0)
+    for step in range(40):
+        factor = 8.0 if step % 10 == 3 else 1 + rng.uniform(-0.04, 0.04)
+        shown = stretched(simulate(PLAN, WORK, TRUTH), factor)
+        believed = refinement.correct(believed, schedule(PLAN, WORK), WORK, shown)
+    assert believed is TRUTH
+
+
+def test_lanes_that_hardly_work_say_nothing() -> None:
+    tiny = Workload.of_sizes([10] * 4)
+    plan = stride(tiny, 2)
+    assert believed_after(stretched(simulate(plan, tiny, TRUTH), 100.0), plan, tiny) is TRUTH
 
 
 def sent_again(timeline: Timeline) -> Timeline:
