@@ -212,7 +212,7 @@ class DOSAdam(Optimizer):
         as in ``offload_activations``; None: nothing.
         Raises TypeError for anything but a model, ValueError for one that has none of the optimizer's parameters.
         """
-        check_model(model, (p for group in self.param_groups for p in group["params"]))
+        check_model(model, self._session.parameters)
         self._session.attach(model, checked_amount(activations))
 
     def offload_activations(self, activations: float | Literal["auto"] = "auto") -> AbstractContextManager[None]:

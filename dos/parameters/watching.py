@@ -11,15 +11,14 @@ from torch.utils.hooks import RemovableHandle
 
 
 class _Hook(NamedTuple):
-    """Of one parameter. watcher: what it calls. implementation: the address of torch's own tensor."""
+    """Of one parameter. implementation: the address of torch's own tensor."""
 
     handle: RemovableHandle
-    watcher: weakref.ref[Any]
     implementation: int
 
 
-_takers: dict[int, _Hook] = {}
-"""The hooks whose optimizer takes a parameter's gradient away, by the parameter's id."""
+_last: weakref.WeakValueDictionary[int, Watching] = weakref.WeakValueDictionary()
+"""Those that were last to watch each parameter, by its id."""
 
 
 class Watching:
@@ -42,9 +41,10 @@ class Watching:
             self._watched.pop(parameter).handle.remove()
         if not wanted or parameter in self._watched:
             return
-        earlier = _takers.pop(id(parameter), None)
-        if earlier is not None:
-            earlier.handle.remove()  # does nothing if it was a hook of a parameter that is no more
+        earlier = _last.get(id(parameter))
+        if earlier is not None and earlier._takes and parameter in earlier._watched:
+            earlier._watched[parameter].handle.remove()
+        _last[id(parameter)] = self
         if not parameter.requires_grad:
             return
         reference = self._watcher
@@ -54,10 +54,7 @@ class Watching:
             if alive is not None:
                 alive.gradient_ready(parameter)
 
-        hook = _Hook(parameter.register_post_accumulate_grad_hook(report), reference, parameter._cdata)
-        self._watched[parameter] = hook
-        if self._takes:
-            _takers[id(parameter)] = hook
+        self._watched[parameter] = _Hook(parameter.register_post_accumulate_grad_hook(report), parameter._cdata)
 
     def renew(self) -> None:
         """Hook again where torch has swapped tensors, and where another optimizer took gradients away that is gone.
@@ -70,16 +67,15 @@ class Watching:
             self._watched[parameter] = self._watched[parameter]._replace(implementation=parameter._cdata)
         if not self._takes:
             return
-        takers = {p: _takers[id(p)].watcher() for p in self._watched if id(p) in _takers}
-        lost = {p: other for p, other in takers.items() if other is not self._watcher()}
-        others = [parameter for parameter, other in lost.items() if other is not None]
+        lost = {p: other for p in self._watched if (other := _last.get(id(p))) is not self}
+        others = [p for p, other in lost.items() if other is not None and other._takes and p in other._watched]
         if others:
             raise RuntimeError(
                 f"another optimizer, built later with offload_gradients=True, takes away the gradients of "
                 f"{len(others)} of this one's parameters, the first of them of shape {tuple(others[0].shape)}; what is "
                 "taken away serves one optimizer alone, so build both with offload_gradients=False, or delete the other"
             )
-        for parameter in lost:
+        for parameter in [p for p, other in lost.items() if other is None]:
             self._watched.pop(parameter).handle.remove()
             self.watch(parameter, wanted=True)
 
