@@ -79,3 +79,14 @@ def saves(optimizer: DOSAdam) -> list[int]:
     found = [asked.nbytes for asked in optimizer._device.asked if asked.op is Op.SAVE]
     optimizer._device.asked.clear()
     return found
+
+
+def start(activations: Any = "auto", *, model: nn.Module | None = None, **options: Any) -> Any:
+    """An attached model, its optimizer, and what lets its larger tensors leave. options: of the optimizer."""
+    torch.default_generator.manual_seed(0)
+    model = model or Layers()
+    optimizer = DOSAdam(model.parameters(), **{"device": Copying(), "policy": "cpu", "subgroup_size": 5000, **options})
+    optimizer.attach(model, activations=activations)
+    offload = optimizer._session.on_device.activations
+    offload.least_bytes = 4096
+    return model, optimizer, offload

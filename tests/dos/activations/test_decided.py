@@ -23,24 +23,10 @@ from perfmodel import Lane, Op, Placement, Plan, Workload
 from perfmodel.policies import cpu_only, resident
 from perfmodel.simulate import Scope, simulate
 from perfmodel.workload import peak_room
-from tests.support.activations import BATCH, EACH, LAYERS, WIDTH, Layers, saves
-from tests.support.devices import Copying
+from tests.support.activations import BATCH, EACH, LAYERS, WIDTH, Layers, saves, start
 from tests.support.training import FAST, bits
 
 TOTAL = (LAYERS + 1) * EACH
-
-
-def start(
-    policy: str | float | Callable[[Workload], Plan], device: EmulatedDevice | None = None, subgroup_size: int = 5000
-) -> tuple[nn.Module, DOSAdam, ActivationOffload]:
-    torch.default_generator.manual_seed(0)
-    model = Layers()
-    optimizer = DOSAdam(model.parameters(), device=device or Copying(), policy=policy, subgroup_size=subgroup_size)
-    optimizer.attach(model, activations="auto")
-    assert optimizer._session.on_device is not None
-    offload = optimizer._session.on_device.activations
-    offload.least_bytes = 4096
-    return model, optimizer, offload
 
 
 def step(model: nn.Module, optimizer: DOSAdam, batch: int = BATCH, number: int = 0, keeps_batch: bool = True) -> Tensor:
@@ -69,7 +55,7 @@ class Leaving:
 
 def test_the_first_iteration_tells_what_is_saved_and_when() -> None:
     policy = Leaving(0)
-    model, optimizer, _ = start(policy)
+    model, optimizer, _ = start(policy=policy)
     for _ in range(2):
         step(model, optimizer)
         assert not policy.told[-1].activations
@@ -85,14 +71,14 @@ def test_the_first_iteration_tells_what_is_saved_and_when() -> None:
 
 @pytest.mark.parametrize("groups", [0, 5, LAYERS + 1])
 def test_as_much_leaves_as_the_plan_says_and_no_bit_changes(groups: int) -> None:
-    model, optimizer, offload = start(Leaving(groups))
+    model, optimizer, offload = start(policy=Leaving(groups))
     losses = [step(model, optimizer, number=number) for number in range(4)]
     saves(optimizer)
     losses += [step(model, optimizer, number=4)]
     assert saves(optimizer) == groups * [EACH]
     assert offload.share == pytest.approx(groups / (LAYERS + 1), abs=0.01)
     optimizer.synchronize()
-    expected, other, _ = start("cpu")
+    expected, other, _ = start(policy="cpu")
     expected_losses = [step(expected, other, number=number) for number in range(5)]
     other.synchronize()
     assert bits(losses) == bits(expected_losses)
@@ -102,7 +88,7 @@ def test_as_much_leaves_as_the_plan_says_and_no_bit_changes(groups: int) -> None
 @pytest.mark.parametrize("attached", [True, False])
 def test_the_timeline_has_what_left_and_came_back_as_the_predicted_one_has(attached: bool) -> None:
     policy = Leaving(5)
-    model, optimizer, _ = start(policy)
+    model, optimizer, _ = start(policy=policy)
     if not attached:
         optimizer.attach(nn.Sequential(model.layers[0]))
         context = optimizer.offload_activations("auto")
@@ -128,7 +114,7 @@ def test_the_timeline_has_what_left_and_came_back_as_the_predicted_one_has(attac
 
 def test_batches_of_other_lengths_are_no_new_beginning() -> None:
     policy = Leaving(5)
-    model, optimizer, _ = start(policy)
+    model, optimizer, _ = start(policy=policy)
     for number, batch in enumerate([BATCH, BATCH, BATCH, BATCH // 2, BATCH // 3, BATCH]):
         saves(optimizer)
         step(model, optimizer, batch, number)
@@ -138,7 +124,7 @@ def test_batches_of_other_lengths_are_no_new_beginning() -> None:
 
 def test_where_the_share_falls_state_leaves_first() -> None:
     policy = Leaving(9)
-    model, optimizer, _ = start(policy)
+    model, optimizer, _ = start(policy=policy)
     for number in range(3):
         step(model, optimizer, number=number)
     policy.groups = 3
@@ -154,7 +140,7 @@ def test_where_the_share_falls_state_leaves_first() -> None:
 
 @pytest.mark.parametrize("short", [0, 1, EACH, EACH + 1, 3 * EACH, TOTAL])
 def test_what_has_to_leave_makes_the_room_that_is_missing(short: int) -> None:
-    model, optimizer, offload = start(Leaving(0))
+    model, optimizer, offload = start(policy=Leaving(0))
     for number in range(3):
         step(model, optimizer, number=number)
     told = offload.recorded(Room(0, 0, short=short), False)
@@ -165,7 +151,7 @@ def test_what_has_to_leave_makes_the_room_that_is_missing(short: int) -> None:
 
 @pytest.mark.parametrize("policy", ["cpu", 0.5, Leaving(0)])
 def test_a_policy_that_lets_none_leave_is_named(policy: str | float | Leaving) -> None:
-    model, optimizer, _ = start(policy)
+    model, optimizer, _ = start(policy=policy)
     for _ in range(3):
         step(model, optimizer)
     optimizer.synchronize()
@@ -177,7 +163,7 @@ def test_memory_is_told_as_if_all_stayed() -> None:
     def room(groups: int) -> float:
         policy = Leaving(groups)
         device = EmulatedDevice(FAST, 4 * TOTAL, occupied=2 * TOTAL)
-        model, optimizer, _ = start(policy, device)
+        model, optimizer, _ = start(policy=policy, device=device)
         for number in range(4):
             step(model, optimizer, number=number)
         decisions = optimizer._session.on_device.decisions
@@ -191,7 +177,7 @@ def full_of_state(others: Callable[[], int]) -> tuple[nn.Module, DOSAdam, Activa
     parameters = sum(p.nbytes for p in Layers().parameters())
     capacity = (4 * parameters + TOTAL + 4 * EACH) * 50 // 49  # with gradients, and two moments
     device = EmulatedDevice(FAST, capacity, occupied=lambda: parameters + others())
-    model, optimizer, offload = start("adaptive", device)
+    model, optimizer, offload = start(policy="adaptive", device=device)
     for number in range(8):
         step(model, optimizer, number=number)
     assert residents(optimizer) == 1
@@ -268,7 +254,7 @@ def test_state_gives_way_to_what_backward_needs() -> None:
     for others_come in (False, True):
         others = 0
         device = EmulatedDevice(FAST, 100 * TOTAL, occupied=lambda: others)  # noqa: B023
-        model, optimizer, _ = start("adaptive", device)
+        model, optimizer, _ = start(policy="adaptive", device=device)
         optimizer.attach(model, activations=1.0)
         for number in range(3):
             step(model, optimizer, number=number)
@@ -344,7 +330,7 @@ def test_there_is_all_the_memory_that_leaving_is_said_to_make(batch: int, spare:
     each = EACH * batch // BATCH
     parameters = sum(p.nbytes for p in Layers().parameters())
     device = Refusing(FAST, (parameters + (LAYERS + 5) * each + spare) * 50 // 49, occupied=parameters)
-    model, optimizer, offload = start(Full(), device, subgroup_size=1000)
+    model, optimizer, offload = start(policy=Full(), device=device, subgroup_size=1000)
     for number in range(8):
         step(model, optimizer, batch, number, keeps_batch)
     assert offload.share > 0
@@ -357,7 +343,7 @@ def test_what_does_not_fit_without_leaving_leaves_and_the_peak_is_kept() -> None
     """The first iterations have room for all, then the model takes most of what they leave."""
     others = 0
     device = EmulatedDevice(FAST, TOTAL * 11 // 10, occupied=lambda: others)
-    model, optimizer, offload = start(Leaving(0), device)
+    model, optimizer, offload = start(policy=Leaving(0), device=device)
     for number in range(3):
         step(model, optimizer, number=number)
     assert offload.share == 0
@@ -370,7 +356,7 @@ def test_what_does_not_fit_without_leaving_leaves_and_the_peak_is_kept() -> None
 
 def test_the_host_limits_what_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = Leaving(MOST)
-    model, optimizer, _ = start(policy)
+    model, optimizer, _ = start(policy=policy)
     for number in range(2):
         step(model, optimizer, number=number)
     monkeypatch.setattr(offload_module, "available_bytes", lambda: TOTAL // 2)
@@ -382,9 +368,7 @@ def test_the_host_limits_what_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_memory_budget_is_not_exceeded_by_what_leaving_makes_free() -> None:
     policy = Leaving(0)
-    model = Layers()
-    optimizer = DOSAdam(model.parameters(), device=Copying(), policy=policy, memory_budget=10_000, subgroup_size=500)
-    optimizer.attach(model, activations="auto")
+    model, optimizer, _ = start(policy=policy, memory_budget=10_000, subgroup_size=500)
     for number in range(3):
         step(model, optimizer, number=number)
     assert policy.told[-1].activation_host_bytes == 0
@@ -402,7 +386,7 @@ def test_forward_and_backward_do_not_count_the_waits_for_what_leaves(
             told.append((name, len(named.get("stalls", arguments[-1]))))
 
         monkeypatch.setattr(Pace, name, noted)
-    model, optimizer, _ = start(policy)
+    model, optimizer, _ = start(policy=policy)
     for number in range(4):
         step(model, optimizer, number=number)
     told.clear()

@@ -12,22 +12,9 @@ from torch import Tensor, nn
 
 import dos.activations.offload as offload_module
 from dos import DOSAdam, EmulatedDevice
-from dos.activations.offload import ActivationOffload
 from perfmodel import Op
-from tests.support.activations import BATCH, EACH, LAYERS, WIDTH, Layers, Net, optimizer_of, saves
-from tests.support.devices import Copying
+from tests.support.activations import BATCH, EACH, LAYERS, WIDTH, Layers, Net, optimizer_of, saves, start
 from tests.support.training import FAST
-
-
-def session(activations: Any, device: EmulatedDevice | None = None) -> tuple[nn.Module, DOSAdam, ActivationOffload]:
-    model = Layers()
-    device = device or Copying()
-    optimizer = DOSAdam(model.parameters(), device=device, policy="cpu")
-    optimizer.attach(model, activations=activations)
-    offload = optimizer._session.on_device.activations
-    assert offload is not None
-    offload.least_bytes = 4096
-    return model, optimizer, offload
 
 
 def forward(model: nn.Module, batch: int = BATCH) -> Tensor:
@@ -39,7 +26,7 @@ def forward(model: nn.Module, batch: int = BATCH) -> Tensor:
 def test_a_share_is_a_prefix_of_what_is_saved_whatever_the_length_of_the_batch(
     share: float, layers: int, batch: int
 ) -> None:
-    model, optimizer, offload = session(share)
+    model, optimizer, offload = start(share)
     forward(model).backward()
     optimizer.step()
     offload.pool.resize(2 * offload.pool.nbytes)
@@ -49,7 +36,7 @@ def test_a_share_is_a_prefix_of_what_is_saved_whatever_the_length_of_the_batch(
 
 
 def test_bytes_are_the_most_that_leaves() -> None:
-    model, optimizer, offload = session(5 * EACH + 100)
+    model, optimizer, offload = start(5 * EACH + 100)
     forward(model)
     assert saves(optimizer) == 5 * [EACH]
     assert offload.pool.nbytes == pytest.approx(5 * EACH, rel=0.01)
@@ -58,7 +45,7 @@ def test_bytes_are_the_most_that_leaves() -> None:
 def peak(activations: float) -> int:
     """The most that saved tensors and gradients take of the device."""
     device = EmulatedDevice(FAST, 10**9, occupied=10**6)
-    model, optimizer, _ = session(activations, device)
+    model, optimizer, _ = start(activations, device=device)
     for _ in range(2):
         device.own_peak_bytes = 0
         loss = forward(model)
@@ -77,7 +64,7 @@ def test_what_has_left_takes_no_memory_of_the_device() -> None:
 
 def test_a_device_that_is_full_of_saved_tensors_is_out_of_memory() -> None:
     def train(activations: float) -> None:
-        model, _, _ = session(activations, EmulatedDevice(FAST, LAYERS * EACH // 2, occupied=EACH))
+        model, _, _ = start(activations, device=EmulatedDevice(FAST, LAYERS * EACH // 2, occupied=EACH))
         forward(model)
 
     train(20 * EACH)
@@ -88,7 +75,7 @@ def test_a_device_that_is_full_of_saved_tensors_is_out_of_memory() -> None:
 @pytest.mark.parametrize("share", [0.0, 1.0])
 def test_memory_comes_back_with_the_graph(share: float) -> None:
     device = EmulatedDevice(FAST, 10**9)
-    model, _, offload = session(share, device)
+    model, _, offload = start(share, device=device)
     loss = forward(model)
     assert device.usage().occupied > 0
     assert (offload.pool.used > 0) == (share > 0)
@@ -96,7 +83,7 @@ def test_memory_comes_back_with_the_graph(share: float) -> None:
     assert_empty(device, offload)
 
 
-def assert_empty(device: EmulatedDevice, offload: ActivationOffload) -> None:
+def assert_empty(device: EmulatedDevice, offload: Any) -> None:
     deadline = time.monotonic() + 10
     while device.usage() != (0, 0, 0) and time.monotonic() < deadline:
         time.sleep(0.01)  # the last copy has not ended
@@ -116,7 +103,7 @@ class Fails(torch.autograd.Function):
 
 def test_an_exception_in_backward_keeps_no_memory() -> None:
     device = EmulatedDevice(FAST, 10**9)
-    model, optimizer, offload = session(1.0, device)
+    model, optimizer, offload = start(1.0, device=device)
     model.layers[3].register_forward_hook(lambda module, inputs, output: Fails.apply(output))
     loss = forward(model)
     with pytest.raises(ValueError, match="in backward"):
@@ -130,7 +117,7 @@ def test_an_exception_in_backward_keeps_no_memory() -> None:
 def test_the_pool_grows_and_shrinks_to_what_is_wanted_and_the_rest_stays_until_then(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model, optimizer, offload = session(1.0)
+    model, optimizer, offload = start(1.0)
     assert offload.pool.nbytes >= (LAYERS + 1) * EACH  # of nothing is known how much it is
     offload.pool.resize(3 * EACH)
     loss = forward(model)
@@ -148,7 +135,7 @@ def test_the_pool_grows_and_shrinks_to_what_is_wanted_and_the_rest_stays_until_t
 
 
 def test_micro_batches_want_no_more_than_one_of_them() -> None:
-    model, optimizer, offload = session(1.0)
+    model, optimizer, offload = start(1.0)
     offload.pool.resize(3 * EACH)
     for _ in range(8):
         forward(model).backward()
@@ -158,7 +145,7 @@ def test_micro_batches_want_no_more_than_one_of_them() -> None:
 
 def test_with_no_memory_left_on_the_host_all_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload_module, "available_bytes", lambda: 0)
-    model, optimizer, offload = session(1.0)
+    model, optimizer, offload = start(1.0)
     forward(model).backward()
     optimizer.step()
     assert offload.pool.nbytes == 0
@@ -167,7 +154,7 @@ def test_with_no_memory_left_on_the_host_all_stays(monkeypatch: pytest.MonkeyPat
 
 def test_only_a_part_is_on_its_way_or_back_at_a_time() -> None:
     device = EmulatedDevice(FAST, 10**9)
-    model, _, _ = session(1.0, device)
+    model, _, _ = start(1.0, device=device)
     most = 0
 
     def looked(*_: Any) -> None:
@@ -214,7 +201,7 @@ def test_none_is_no_amount_for_a_context() -> None:
 
 @pytest.mark.parametrize(("activations", "left"), [(0.0, 0), (1.0, LAYERS + 1), (3 * EACH + 1, 3)])
 def test_what_was_chosen_to_leave_is_said(activations: float, left: int) -> None:
-    model, optimizer, offload = session(activations)
+    model, optimizer, offload = start(activations)
     for _ in range(2):
         forward(model).backward()
         optimizer.step()
@@ -230,7 +217,7 @@ def test_what_was_chosen_to_leave_is_said(activations: float, left: int) -> None
 def test_what_leaves_last_has_left_when_forward_ends() -> None:
     def held(activations: float) -> int:
         device = EmulatedDevice(FAST, 10**9, occupied=10**6)
-        model, _, _ = session(activations, device)
+        model, _, _ = start(activations, device=device)
         loss = forward(model)
         assert loss.requires_grad, "its graph is there"
         return device.usage().occupied
@@ -246,12 +233,8 @@ class Widened(Layers):
 def test_what_stays_takes_the_memory_of_as_many_bytes_that_have_left() -> None:
     def held(leave: int) -> int:
         device = EmulatedDevice(FAST, 10**9, occupied=10**6)
-        optimizer = DOSAdam((model := Widened()).parameters(), device=device, policy="cpu")
-        offload = optimizer._session.on_device.activations
-        assert offload is not None
-        offload.least_bytes = 4096
-        with optimizer.offload_activations(leave):
-            loss = model(torch.randn(BATCH, WIDTH))
+        model, _, _ = start(leave, model=Widened(), device=device)
+        loss = model(torch.randn(BATCH, WIDTH))
         assert loss.requires_grad, "its graph is there"
         return device.usage().occupied
 
