@@ -299,7 +299,7 @@ class Session(InFlight):
         index = self.registry.index[subgroups[0]] if subgroups else 0
         assert record.gradient is not None, "it is taken from there"
         record.arena.stage_gradients_as(record.gradient.dtype)
-        if not all(map(self.registry.host_store.stages, subgroups)):
+        if not (in_backward and record.sharded) and not all(map(self.registry.host_store.stages, subgroups)):
             on_device.engine.make_room_for_gradients(self.registry.accelerated)
         self.registry.offloaded.take(record, subgroups, index, on_device.engine, in_backward=in_backward)
 
