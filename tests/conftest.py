@@ -21,8 +21,8 @@ from tests.support.training import FAST
 settings.register_profile("tests", deadline=None, print_blob=True)  # shared machines are too noisy for deadlines
 settings.load_profile("tests")
 
-LONGEST = ("test_ddp.py", "test_stateful.py", "test_interrupts.py")
-"""The first of those that need ranks, and others that take a minute: begun first, so that workers end together."""
+LONGEST = ("test_ddp.py", "test_stateful.py", "test_interrupts.py", "test_full_finetune_example.py", "test_package.py")
+"""The first of those that need ranks, and others that take long: begun first, so that workers end together."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
