@@ -240,8 +240,8 @@ def run_isolated(
         found.status, found.reason = Status.FAILED, f"it did not end within {kill_s:.0f} s and was killed; see {log}"
     elif process.exitcode:
         found.status, found.reason = Status.FAILED, f"its process ended with {_exit(process.exitcode)}; see {log}"
-    if not ended or process.exitcode:
-        found.traceback = "\n".join(_tail(log))
+    if (not ended or process.exitcode) and log.exists():
+        found.traceback = "\n".join(log.read_text(errors="replace").splitlines()[-_LOG_LINES:])
     found.seconds = time.monotonic() - start
     return found
 
@@ -292,10 +292,3 @@ def _exit(code: int) -> str:
     number = -code
     hint = ", perhaps for want of host memory" if number == signal.SIGKILL else ""
     return f"signal {signal.Signals(number).name}{hint}"
-
-
-def _tail(log: Path) -> list[str]:
-    try:
-        return log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
-    except OSError:
-        return []

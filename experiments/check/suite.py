@@ -62,8 +62,9 @@ def run_tests(bench: Bench, files: Sequence[Path]) -> None:
             process.wait()
     counts, found = tell(bench, log)
     bench.note(log=str(log.relative_to(bench.out)), ended=ended is not None)
-    for name in failures(log.read_text(errors="replace")):
-        bench.problem(name)
+    for name, outcome in _OUTCOME.findall(log.read_text(errors="replace")):
+        if outcome in ("FAILED", "ERROR"):
+            bench.problem(name)
     if ended not in (None, 0, 1, 5):
         bench.problem(f"pytest ended with status {ended}; see {log}")
     if not found:
@@ -79,8 +80,3 @@ def tell(bench: Bench, log: Path) -> tuple[Counter[str], int | None]:
     total = None if found is None else int(found[1])
     bench.note(tests=total, outcomes=dict(counts))
     return counts, total
-
-
-def failures(text: str) -> list[str]:
-    """The tests that failed, by pytest's verbose output."""
-    return [name for name, outcome in _OUTCOME.findall(text) if outcome in ("FAILED", "ERROR")]

@@ -6,7 +6,7 @@ In charts simulated series are lines, published or measured ones markers, in the
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -147,14 +147,11 @@ def listing(results: Results) -> Table:
     return lines
 
 
-def _facets(sweep: Sweep, results: Results) -> Iterator[dict[str, object]]:
+def _facets(sweep: Sweep, results: Results) -> list[dict[str, object]]:
     """The combinations of the facets' values that there are runs of."""
-    values = [_distinct(results, key) for key in sweep.facets]
-    used = [key for key, found in zip(sweep.facets, values, strict=True) if found]
-    for combination in itertools.product(*(found for found in values if found)):
-        facet = dict(zip(used, combination, strict=True))
-        if any(_agrees(config, facet) for config in results):
-            yield facet
+    values = {key: found for key in sweep.facets if (found := _distinct(results, key))}
+    combinations = (dict(zip(values, combination, strict=True)) for combination in itertools.product(*values.values()))
+    return [facet for facet in combinations if any(_agrees(config, facet) for config in results)]
 
 
 def _agrees(config: Configuration, values: Mapping[str, object]) -> bool:

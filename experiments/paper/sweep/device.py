@@ -9,7 +9,7 @@ import torch
 
 from experiments.gpt import GPT, GPTConfig
 from experiments.miniature import UPDATE_S, equal_subgroups, measured_update_s, slowed
-from experiments.paper.sweep.predict import STATE_BYTES, Outcome, Predictor, Simulation, lanes, policy_plan
+from experiments.paper.sweep.predict import STATE_BYTES, Outcome, Predictor, Simulation, policy_plan, simulated
 from experiments.paper.sweep.spec import Configuration
 from perfmodel.simulate import UPDATE_ALONE
 
@@ -42,14 +42,11 @@ def run_on_device(config: Configuration, predictor: Predictor) -> Outcome:
     if config.device == "emulated":
         profile = emulated = slowed(profile, equal_subgroups(model.numel, size), UPDATE_S)
     plan = policy_plan(config, run, work, profile)
-    simulation = Simulation(plan, work, profile, UPDATE_ALONE)
-    timeline = simulation.timeline()
     return Outcome(
         run.params,
         run.subgroups,
-        update_s=timeline.makespan,
         measured_update_s=measured_update_s(list(model.parameters()), lambda _: plan, size, emulated, ROUNDS),
-        **lanes(simulation, timeline),  # type: ignore[arg-type]  # its counts are whole
+        **simulated(Simulation(plan, work, profile, UPDATE_ALONE)),  # type: ignore[arg-type]  # its counts are whole
     )
 
 

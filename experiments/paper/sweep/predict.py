@@ -7,7 +7,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from perfmodel.hardware import HardwareProfile
 from perfmodel.plan import Placement, Plan
 from perfmodel.policies import cpu_only, static_ratio, stride
 from perfmodel.simulate import Scope, simulate
-from perfmodel.timeline import Lane, Timeline
+from perfmodel.timeline import Lane
 from perfmodel.workload import Workload
 
 TRACED = {
@@ -71,17 +71,13 @@ class Outcome:
     note: str = ""
 
 
-@dataclass(frozen=True)
-class Simulation:
+class Simulation(NamedTuple):
     """What `simulate` takes, for one of our policies."""
 
     plan: Plan
     workload: Workload
     profile: HardwareProfile
     scope: Scope
-
-    def timeline(self) -> Timeline:
-        return simulate(self.plan, self.workload, self.profile, self.scope)
 
 
 class Predictor:
@@ -196,13 +192,7 @@ class Predictor:
 
     def _ours(self, config: Configuration, run: Run) -> dict[str, float]:
         found = self.simulation(config)
-        timeline = found.timeline()
-        compute_s = found.scope.compute_s(found.workload)
-        times = {
-            "update_s": max(s.end for s in timeline.spans) - compute_s,
-            "bound_s": lower_bound(found.workload, found.profile, found.scope).seconds,
-            **lanes(found, timeline),
-        }
+        times = simulated(found) | {"bound_s": lower_bound(found.workload, found.profile, found.scope).seconds}
         model = self.models.get(config.machine)
         if model:
             phases = {"forward_s": run.forward_s, "backward_s": found.workload.backward_s * run.micro_batches}
@@ -277,16 +267,19 @@ def policy_plan(config: Configuration, run: Run, work: Workload, profile: Hardwa
     return adaptive(work, profile)
 
 
-def lanes(simulation: Simulation, timeline: Timeline) -> dict[str, float]:
-    """Where subgroups are and how busy that keeps the lanes, as fields of `Outcome`. Without the model's compute."""
-    plan, loads, profile = simulation.plan, simulation.workload.subgroups, simulation.profile
-    placed = zip(plan.placements, loads, strict=True)
+def simulated(simulation: Simulation) -> dict[str, float]:
+    """The update, where subgroups are and how busy that keeps the lanes, as fields of `Outcome`. Without the model's
+    compute."""
+    plan, work, profile, scope = simulation
+    timeline = simulate(*simulation)
+    placed = zip(plan.placements, work.subgroups, strict=True)
     traffic = sum(cost.traffic for placement, load in placed for cost in demand(placement, load, profile).values())
 
     def busy(lane: Lane) -> float:
         return sum((s.duration for s in timeline.on(lane) if s.subgroup is not None), 0.0)
 
     return {
+        "update_s": max(span.end for span in timeline.spans) - scope.compute_s(work),
         "resident": plan.placements.count(Placement.GPU_RESIDENT),
         "streamed": plan.placements.count(Placement.GPU_STREAMED),
         "on_cpu": plan.placements.count(Placement.CPU),

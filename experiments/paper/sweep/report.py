@@ -21,6 +21,7 @@ from experiments.paper.sweep.predict import KEYS_OF_RUNS, STATE_BYTES, Outcome, 
 from experiments.paper.sweep.spec import Configuration, Sweep
 from experiments.paper.zero3 import Mode
 from experiments.plots import save_timelines
+from perfmodel.simulate import simulate
 
 LANES = {
     "CPU": "cpu_busy_s",
@@ -53,7 +54,7 @@ def write_report(path: Path, pictures: Path, found: Found, predictor: Predictor)
     cases = left_out(predictor)
     save_speedups(cases["a model"], pictures / "sweep_speedups.png")
     first = _by_machine(found["lanes"][1])[0]
-    timelines = {_name(c): predictor.simulation(c).timeline() for c, o in first.items() if o.resident is not None}
+    timelines = {_name(c): simulate(*predictor.simulation(c)) for c, o in first.items() if o.resident is not None}
     save_timelines(timelines, pictures / "sweep_lanes.png", title=f"Simulated, {_where(first)}")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(report(found, predictor, cases, os.path.relpath(pictures, path.parent)))
