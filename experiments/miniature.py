@@ -45,6 +45,16 @@ def slowed(profile: HardwareProfile, workload: Workload, update_s: float) -> Har
     return profile.scaled(makespan(cpu_only(workload), workload, profile) / update_s)
 
 
+def fastest_s(work: Callable[[], object], times: int) -> float:
+    """Seconds of the fastest: what else this computer does must not make an emulated machine slower for good."""
+    seconds = []
+    for _ in range(times):
+        start = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
 def bits_of(model: nn.Module, optimizer: DOSAdam) -> list[Tensor]:
     """Copies of the bytes of parameters and state."""
     state = (t for entry in optimizer.state.values() for t in entry.values() if isinstance(t, Tensor))

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec
 
 from perfmodel import Lane, Op, Timeline
@@ -165,20 +166,15 @@ def save_spread(curves: Mapping[str, Sequence[Sequence[float]]], path: Path, *, 
     """Losses by step of several runs each, as bands from the least to the greatest of means over `window` steps."""
     with picture(path, figsize=(8, 4.5)) as (_, axes):
         for (name, runs), colour in zip(curves.items(), CURVE_COLOURS[: len(curves)], strict=True):
-            smooth = [_means(run, window) for run in runs]
+            smooth = [[fmean(run[i : i + window]) for i in range(0, len(run), window)] for run in runs]
             steps = [window * (i + 1) for i in range(len(smooth[0]))]
             low, high = ([pick(values) for values in zip(*smooth, strict=True)] for pick in (min, max))
             axes.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
-            middle = [sum(values) / len(values) for values in zip(*smooth, strict=True)]
-            axes.plot(steps, middle, color=colour, linewidth=1, label=name)
+            axes.plot(steps, list(map(fmean, zip(*smooth, strict=True))), color=colour, linewidth=1, label=name)
         axes.set_title(f"Training loss, mean over {window} steps; bands: from the least to the greatest of the seeds")
         axes.set(ylabel="loss (nats per byte)", xlabel="step")
         grid(axes, "y")
         axes.legend()
-
-
-def _means(values: Sequence[float], window: int) -> list[float]:
-    return [sum(part) / len(part) for part in (values[i : i + window] for i in range(0, len(values), window))]
 
 
 @drawn

@@ -13,7 +13,7 @@ from torch.optim import AdamW, Optimizer
 from dos import EmulatedDevice
 from dos.devices import Script
 from experiments.gpt import GPT
-from experiments.miniature import UPDATE, Progress, equal_subgroups
+from experiments.miniature import UPDATE, Progress, equal_subgroups, fastest_s
 from experiments.paper.ranks import PublishedRank
 from experiments.plots import MemorySample
 from perfmodel.format import float32
@@ -31,13 +31,7 @@ def choose_machine(model: GPT, subgroup_size: int, steps: int, compute: Callable
     """The GPU if there is one, else an `EmulatedMachine`. compute: one forward and backward, to be timed for it."""
     if torch.cuda.is_available():
         return Machine()
-    times = []
-    for _ in range(20):
-        start = time.perf_counter()
-        compute()
-        times.append(time.perf_counter() - start)
-    # The fastest: what else this computer does must not make the accelerator slower for good.
-    return EmulatedMachine(model, subgroup_size, compute_s=min(times), steps=steps)
+    return EmulatedMachine(model, subgroup_size, compute_s=fastest_s(compute, 20), steps=steps)
 
 
 class Machine:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
 import statistics
 import time
@@ -14,6 +15,7 @@ import torch
 
 from dos.deciding.policies import AdaptivePolicy, resolve_policy
 from dos.machine.threads import kernel_threads
+from dos.memory.reading import Source
 from experiments.check.base import Bench, Size, Target
 from experiments.check.calibration import measured_profile
 from experiments.check.contenders import (
@@ -29,7 +31,7 @@ from experiments.check.contenders import (
     installed,
     reference,
 )
-from experiments.check.models import HOST_BYTES, MEDIUM, Batch, emulated_device, fitted, free_memory, prepare, vitals
+from experiments.check.models import HOST_BYTES, MEDIUM, Batch, emulated_device, fitted, prepare
 from perfmodel import Timeline
 
 
@@ -92,6 +94,8 @@ def run(bench: Bench) -> None:
     rig.model(*batches[0]).backward()
     rig.optimizer.step()  # allocates the state
     rig.optimizer.synchronize()
+    said = rig.optimizer.explain()
+    state = [tensor for entry in rig.optimizer.state.values() for tensor in entry.values() if tensor.dim()]
     bench.note(
         model=dataclasses.asdict(job.config),
         parameters=job.numel,
@@ -101,7 +105,8 @@ def run(bench: Bench) -> None:
         kernel_threads=kernel_threads(),
         profile=profile.to_json(),
         peers={peer.name: peer.precision for peer in peers},
-        **vitals(rig.optimizer, bench.cuda),
+        pinned=all(tensor.is_pinned() for tensor in state) if bench.cuda else None,  # what is emulated need not be
+        memory_source=next((source.value for source in Source if f"says {source.value}" in said), None),
     )
 
     def fixed(*names: str) -> list[Contender]:
@@ -285,7 +290,9 @@ def run_rounds(
                 score.dropped = f"does not fit: {str(error).partition('.')[0]}"
             except Broken as error:
                 score.dropped = str(error)
-            free_memory(cuda=batches[0][0].is_cuda)
+            gc.collect()
+            if batches[0][0].is_cuda:
+                torch.cuda.empty_cache()
             on_progress(scores)
         longest = max(longest, time.perf_counter() - start)
     return scores

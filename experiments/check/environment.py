@@ -77,16 +77,16 @@ def run(bench: Bench) -> None:
 def look_at_gpu(bench: Bench) -> None:
     """What the GPU is, and which cores and memory are near it."""
     properties: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
+    kernel = gpu_kernel_name()
     bench.note(
         gpu=properties.name,
         gpu_memory_bytes=properties.total_memory,
         gpu_memory_free_bytes=torch.cuda.mem_get_info()[0],
         gpu_capability=list(torch.cuda.get_device_capability()),
         gpus=torch.cuda.device_count(),
-        gpu_kernel=gpu_kernel_name(),
+        gpu_kernel=kernel,
         nvidia_smi=nvidia_smi(),
     )
-    kernel = gpu_kernel_name()
     bench.target(Target("the GPU kernel is Triton's", None, "triton", kernel == "triton", f"found {kernel}"))
     if getattr(properties, "pci_bus_id", None) is not None:
         address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"

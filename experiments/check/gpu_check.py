@@ -11,7 +11,6 @@ reported as a target missed, and fails nothing.
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import re
 import signal
@@ -48,7 +47,13 @@ _LEAST = {Size.TINY: 0.01, Size.SMALL: 0.1, Size.FULL: 1.0}
 
 def main(argv: Sequence[str] | None = None, checks: Sequence[Check] = CHECKS) -> int:
     """Run the checks; the exit status. Bad arguments exit with 2."""
-    parser = _parser()
+    parser = Parser(prog="python -m experiments.gpu_check", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--minutes", type=parse_positive, default=8.0, help="that all of it may take, roughly (8)")
+    parser.add_out(None, "folder for the results (experiments/results/GPU-DATE)")
+    host = "host memory to choose models for: 96GiB (what is available)"
+    parser.add_argument("--host-bytes", type=parse_bytes, metavar="SIZE", help=host)
+    parser.add_argument("--size", choices=[s.value for s in Size], help="full with a GPU, small without")
+    parser.add_argument("--only", type=lambda text: text.split(","), help="names of checks, separated by commas")
     args = parser.parse_args(argv)
     unknown = sorted(set(args.only or ()) - {check.name for check in checks})
     if unknown:
@@ -153,17 +158,6 @@ def find_gpu() -> tuple[str | None, list[str] | None]:
 def slug(name: str) -> str:
     """A name for a folder."""
     return re.sub("[^a-z0-9]+", "-", name.lower()).strip("-")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="python -m experiments.gpu_check", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--minutes", type=parse_positive, default=8.0, help="that all of it may take, roughly (8)")
-    parser.add_out(None, "folder for the results (experiments/results/GPU-DATE)")
-    host = "host memory to choose models for: 96GiB (what is available)"
-    parser.add_argument("--host-bytes", type=parse_bytes, metavar="SIZE", help=host)
-    parser.add_argument("--size", choices=[s.value for s in Size], help="full with a GPU, small without")
-    parser.add_argument("--only", type=lambda text: text.split(","), help="names of checks, separated by commas")
-    return parser
 
 
 if __name__ == "__main__":

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
-import time
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dos import DOSAdam, EmulatedDevice
+from dos import EmulatedDevice
 from dos.machine.host_memory import available_bytes
-from dos.memory.reading import Source
 from experiments.check.base import Bench, Size, Skipped
 from experiments.gpt import GPT, GPTConfig
-from experiments.miniature import equal_subgroups, slowed
+from experiments.miniature import equal_subgroups, fastest_s, slowed
 from perfmodel.format import MIXED
 from perfmodel.hardware import HardwareProfile
 
@@ -118,35 +115,10 @@ def prepare(bench: Bench) -> torch.device:
     return torch.device("cpu")
 
 
-def free_memory(cuda: bool) -> None:
-    """Give the device back what is not used any more."""
-    gc.collect()
-    if cuda:
-        torch.cuda.empty_cache()
-
-
 def emulated_device(job: Job, subgroup_size: int) -> EmulatedDevice:
     """An H100 node, slowed down in proportion to this job, with memory for its state and more."""
     host = torch.device("cpu")
     model, (batch,) = job.model(host), job.batches(1, host)
-    times = []
-    for _ in range(5):
-        start = time.perf_counter()
-        model(*batch).backward()
-        times.append(time.perf_counter() - start)
+    compute_s = fastest_s(lambda: model(*batch).backward(), 5)
     node, work = HardwareProfile.builtin("h100"), equal_subgroups(job.numel, subgroup_size)
-    return EmulatedDevice(slowed(node, work, UPDATE_OVER_COMPUTE * min(times)), 20 * job.numel)
-
-
-def vitals(optimizer: DOSAdam, cuda: bool) -> dict[str, object]:
-    """What spoils figures, of an optimizer that has made a step: whether its host memory is pinned, and where free
-    memory is read.
-
-    pinned: None on an emulated device, whose memory need not be.
-    """
-    said = optimizer.explain()
-    state = [tensor for kept in optimizer.state.values() for tensor in kept.values() if tensor.dim()]
-    return {
-        "pinned": all(tensor.is_pinned() for tensor in state) if cuda else None,
-        "memory_source": next((source.value for source in Source if f"says {source.value}" in said), None),
-    }
+    return EmulatedDevice(slowed(node, work, UPDATE_OVER_COMPUTE * compute_s), 20 * job.numel)

@@ -228,8 +228,8 @@ class Predictor:
             return statistics.median(r.forward_s for r in logged)
         if config.machine not in self._forwards:
             return 0.0
-        sequences = config.accumulation * config.micro_batch
-        features = _forward_features(config.accumulation, sequences, params, config.ranks > config.ranks_per_node)
+        several_nodes = config.ranks > config.ranks_per_node
+        features = _forward_features(config.accumulation, config.micro_batch, params, several_nodes)
         return float(np.dot(self._forwards[config.machine], features))
 
     def forward_errors(self) -> list[float]:
@@ -307,11 +307,10 @@ KEYS_OF_RUNS: dict[str, Callable[[PublishedRun], object]] = {
 
 
 def _features(run: PublishedRun) -> tuple[float, ...]:
-    sequences = run.run.micro_batches * run.run.micro_batch_size
-    return _forward_features(run.run.micro_batches, sequences, run.run.model_params, run.nodes > 1)
+    return _forward_features(run.run.micro_batches, run.run.micro_batch_size, run.run.model_params, run.nodes > 1)
 
 
-def _forward_features(micro_batches: int, sequences: int, params: float, several_nodes: bool) -> tuple[float, ...]:
+def _forward_features(micro_batches: int, size: int, params: float, several_nodes: bool) -> tuple[float, ...]:
     """What forward is proportional to: a part per micro-batch, one per sequence and parameter, and one per micro-batch
     and parameter gathered from other nodes."""
-    return (micro_batches, sequences * params, micro_batches * params * several_nodes)
+    return (micro_batches, micro_batches * size * params, micro_batches * params * several_nodes)
