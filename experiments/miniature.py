@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from dos import DOSAdam, EmulatedDevice
 from dos.deciding.policies import Policy
 from experiments.gpt import GPT
-from perfmodel import Workload
+from perfmodel import Plan, Workload
 from perfmodel.hardware import HardwareProfile
 from perfmodel.policies import cpu_only
 from perfmodel.simulate import makespan
@@ -68,7 +68,7 @@ def all_equal(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
 
 def measured_update_s(
     parameters: Sequence[nn.Parameter],
-    policy: Policy,
+    policy: Policy | Plan,
     subgroup_size: int,
     profile: HardwareProfile | None,
     rounds: int,
@@ -84,7 +84,7 @@ def measured_update_s(
     capacity = 20 * sum(p.numel() for p in parameters)
     optimizer = DOSAdam(
         parameters,
-        policy=policy,
+        policy=(lambda _: policy) if isinstance(policy, Plan) else policy,
         subgroup_size=subgroup_size,
         state_format=state_format,
         device=None if profile is None else EmulatedDevice(profile, capacity),

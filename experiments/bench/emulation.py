@@ -94,21 +94,17 @@ def run(machine: Machine, rounds: int, on_progress: Callable[[str], None]) -> li
     for name, plan in plans(machine).items():
         on_progress(f"{machine.name}: {name}")
         held = sum(work.subgroups[i].state_bytes for i in plan.served(Placement.GPU_RESIDENT))
-        policy, size = _always(plan), work.subgroups[0].numel
+        size = work.subgroups[0].numel
         rows.append(
             {
                 "machine": machine.name,
                 "policy": name,
-                "measured_s": measured_update_s([parameter], policy, size, machine.profile, rounds),
+                "measured_s": measured_update_s([parameter], plan, size, machine.profile, rounds),
                 "simulated_s": makespan(plan, work, machine.profile),
                 "bound_s": lower_bound(machine.workload(held / work.state_bytes, plan.slots), machine.profile).seconds,
             }
         )
     return rows
-
-
-def _always(plan: Plan) -> Callable[[Workload], Plan]:
-    return lambda work: plan
 
 
 def errors(rows: Sequence[dict[str, str | float]]) -> list[float]:

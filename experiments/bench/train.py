@@ -55,7 +55,27 @@ Batch = tuple[Tensor, Tensor]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = _parser()
+    parser = Parser(
+        prog="python -m experiments.train",
+        description="Train a byte-level GPT with AdamW and with DOSAdam under several policies, and compare.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--data", type=Path, help="text to learn; the standard library's sources if not given")
+    parser.add_argument("--out", type=Path, default=Path("out/demo"), help="folder for the results")
+    parser.add_argument("--policies", default="cpu,0.5,stride:2,adaptive", help="DOSAdam's, separated by commas")
+    parser.add_argument("--subgroup-size", type=positive, help=f"parameters; {SUBGROUPS} subgroups if not given")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the parameters")
+    parser.add_argument("--lr", type=float, default=1e-3, help="at its highest")
+    parser.add_argument("--seed", type=int, default=1)
+    for name, default, what in (
+        ("steps", 45, "of each run"),
+        ("batch", 16, "sequences in a batch"),
+        ("context", 32, "bytes in a sequence"),
+        ("layers", 3, "of the model"),
+        ("width", 512, "of the model"),
+        ("heads", 8, "of attention"),
+    ):
+        parser.add_argument(f"--{name}", type=positive, default=default, help=what)
     args = parser.parse_args(argv)
     try:
         policies = {name: parse_policy(name) for name in args.policies.split(",")}
@@ -100,8 +120,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             share, explanation = 1.0 - optimizer.metrics()["share_cpu"], optimizer.explain()
         return Result(iterations, share, machine.peak_bytes(optimizer), machine.samples, explanation)
 
-    name, loss = TextColumn("{task.description:>9}"), TextColumn("loss {task.fields[loss]:.3f}")
-    with Progress(name, BarColumn(), MofNCompleteColumn(), loss, TimeElapsedColumn(), console=console) as progress:
+    label, loss = TextColumn("{task.description:>9}"), TextColumn("loss {task.fields[loss]:.3f}")
+    with Progress(label, BarColumn(), MofNCompleteColumn(), loss, TimeElapsedColumn(), console=console) as progress:
         results = {name: run(name, progress) for name in (REFERENCE, *policies)}
         beside = (
             run(DEFAULT, progress, beside_neighbour=True) if machine.has_neighbour and DEFAULT in policies else None
@@ -146,31 +166,6 @@ def train(model: GPT, optimizer: Optimizer, batches: Sequence[Batch], machine: M
         update, plan = (optimizer.timeline(), optimizer.plan()) if isinstance(optimizer, DOSAdam) else (None, None)
         update = update or Timeline((Span(Lane.GPU, Op.UPDATE, None, 0.0, update_s),))
         yield Iteration(loss.item(), forward_s, backward_s, update_s, update, plan)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="python -m experiments.train",
-        description="Train a byte-level GPT with AdamW and with DOSAdam under several policies, and compare.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("--data", type=Path, help="text to learn; the standard library's sources if not given")
-    parser.add_argument("--out", type=Path, default=Path("out/demo"), help="folder for the results")
-    parser.add_argument("--policies", default="cpu,0.5,stride:2,adaptive", help="DOSAdam's, separated by commas")
-    parser.add_argument("--subgroup-size", type=positive, help=f"parameters; {SUBGROUPS} subgroups if not given")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the parameters")
-    parser.add_argument("--lr", type=float, default=1e-3, help="at its highest")
-    parser.add_argument("--seed", type=int, default=1)
-    for name, default, what in (
-        ("steps", 45, "of each run"),
-        ("batch", 16, "sequences in a batch"),
-        ("context", 32, "bytes in a sequence"),
-        ("layers", 3, "of the model"),
-        ("width", 512, "of the model"),
-        ("heads", 8, "of attention"),
-    ):
-        parser.add_argument(f"--{name}", type=positive, default=default, help=what)
-    return parser
 
 
 @dataclass(frozen=True)

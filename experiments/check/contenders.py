@@ -157,15 +157,12 @@ class Own(Contender):
         self._optimizer: Any = None
 
     def open(self) -> None:
-        def build() -> None:
-            model = self._job.model(self._device)
-            self._optimizer = self._kind.build(model, self._job)
-            self._model = model
-
         if self._before is not None:
             self._before()
         if self._model is None:
-            self._try(build)
+            model = self._job.model(self._device)
+            self._optimizer = self._try(lambda: self._kind.build(model, self._job))
+            self._model = model
 
     def close(self) -> None:
         if self._before is not None:
@@ -183,10 +180,10 @@ class Own(Contender):
         self._try(self._optimizer.step)
         self._try(self._optimizer.zero_grad)
 
-    def _try(self, work: Callable[[], object]) -> None:
+    def _try(self, work: Callable[[], Any]) -> Any:
         """What goes wrong is the optimizer's, but for memory that is too small."""
         try:
-            work()
+            return work()
         except torch.OutOfMemoryError:
             raise
         except Exception as error:

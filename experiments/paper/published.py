@@ -56,13 +56,14 @@ class ClassModel:
     def fit(cls, machine_class: str, runs: Sequence[PublishedRun]) -> ClassModel:
         """Fit to runs of one class."""
         plain = [r.run for r in runs]
+        rest_s = [max(r.iteration_s - r.forward_s - r.backward_s - r.update_s, 1e-3) for r in runs]
         uncertainty = dict(UNCERTAINTY)
         if machine_class.endswith("unbound"):
             uncertainty["cpu_traffic_factor"] = 0.3
         return cls(
             fit_runs(plain, [r.update_s for r in runs], DATA_SHEETS[machine_class], uncertainty),
             BackwardRates(*non_negative([backward_features(run) for run in plain], [r.backward_s for r in runs])),
-            non_negative([rest_features(run) for run in plain], [max(r.rest_s, 1e-3) for r in runs]),
+            non_negative([rest_features(run) for run in plain], rest_s),
         )
 
     def update_s(self, run: Run) -> float:

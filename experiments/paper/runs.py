@@ -65,11 +65,6 @@ class PublishedRun:
         """Data-parallel ranks on all hosts."""
         return self.nodes * self.run.ranks_per_host
 
-    @property
-    def rest_s(self) -> float:
-        """Seconds of the iteration outside its three phases."""
-        return self.iteration_s - self.forward_s - self.backward_s - self.update_s
-
 
 def read_runs(path: str | Path = RUNS) -> list[PublishedRun]:
     """The runs of a CSV file. Raises ValueError naming the file, and the line, for columns or values that are wrong."""

@@ -45,7 +45,7 @@ def run_on_device(config: Configuration, predictor: Predictor) -> Outcome:
     return Outcome(
         run.params,
         run.subgroups,
-        measured_update_s=measured_update_s(list(model.parameters()), lambda _: plan, size, emulated, ROUNDS),
+        measured_update_s=measured_update_s(list(model.parameters()), plan, size, emulated, ROUNDS),
         **simulated(Simulation(plan, work, profile, UPDATE_ALONE)),  # type: ignore[arg-type]  # its counts are whole
     )
 
