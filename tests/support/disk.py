@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dos import DOSAdam, EmulatedDevice
 from dos.disk import DiskSpace
-from tests.support.training import FAST, bits, mlp
+from tests.support.training import FAST, mlp
 
 
 def pages(nbytes: int, seed: int | None = None) -> Tensor:
@@ -77,9 +77,3 @@ def dos_adam(parameters: Iterable[Any], disk: Path | list[Path] | None, **settin
 def bytes_on_disk(*folders: Path) -> int:
     """Of the files in folders of optimizers."""
     return sum(path.stat().st_size for folder in folders for path in files(folder))
-
-
-def everything(model: nn.Module, optimizer: DOSAdam) -> list[bytes]:
-    """Parameters and state, to the bit."""
-    states = optimizer.state_dict()["state"].values()
-    return bits([*model.parameters(), *(entry[key] for entry in states for key in sorted(entry))])

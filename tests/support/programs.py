@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from dos import DOSAdam, EmulatedDevice
-from tests.support.disk import everything
-from tests.support.training import FAST, mlp
+from tests.support.training import FAST, everything, mlp
 
 REFUSED = "an earlier step failed part way, so parameters and state do not match"
 INCOMPLETE = "moving a gradient to the host was interrupted or failed"

@@ -134,6 +134,12 @@ def bits(tensors: Iterable[Tensor]) -> list[bytes]:
     return [t.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for t in tensors]
 
 
+def everything(model: nn.Module, optimizer: DOSAdam) -> list[bytes]:
+    """Parameters and state, to the bit."""
+    states = optimizer.state_dict()["state"].values()
+    return bits([*model.parameters(), *(entry[key] for entry in states for key in sorted(entry))])
+
+
 def assert_close_ulp(actual: Iterable[Tensor], expected: Iterable[Tensor], ulps: int = 64) -> None:
     """Fail unless all values agree to so many units in the last place of the largest value of each tensor."""
     for a, e in zip(actual, expected, strict=True):

@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from dos import DOSAdam
-from tests.support.disk import SMALL, TWO_WINDOWS, bytes_on_disk, dos_adam, everything, files, wide
-from tests.support.training import backward, bits, train
+from tests.support.disk import SMALL, TWO_WINDOWS, bytes_on_disk, dos_adam, files, wide
+from tests.support.training import backward, bits, everything, train
 
 pytestmark = pytest.mark.usefixtures("one_core")
 

@@ -21,10 +21,10 @@ from dos import DOSAdam
 from dos.disk import DiskError, DiskSpace
 from dos.disk import files as files_module
 from dos.disk import space as space_module
-from tests.support.disk import SMALL, TWO_WINDOWS, bytes_on_disk, dos_adam, everything, fail_at, files, wide
+from tests.support.disk import SMALL, TWO_WINDOWS, bytes_on_disk, dos_adam, fail_at, files, wide
 from tests.support.processes import python
 from tests.support.programs import REFUSED
-from tests.support.training import backward, bits, mlp, train
+from tests.support.training import backward, bits, everything, mlp, train
 
 pytestmark = pytest.mark.usefixtures("one_core")
 
@@ -317,8 +317,8 @@ print(bytes_on_disk(Path({str(tmp_path)!r})) > 0)
 def test_state_on_disk_can_be_saved_when_the_interpreter_ends(tmp_path: Path) -> None:
     program = f"""
 import atexit, torch
-from tests.support.disk import dos_adam, everything, wide
-from tests.support.training import train
+from tests.support.disk import dos_adam, wide
+from tests.support.training import everything, train
 from pathlib import Path
 twin = wide()
 other = dos_adam(twin.parameters(), None)

@@ -25,9 +25,9 @@ from dos.gradients import offload as offload_module
 from dos.machine import host_memory as host_memory_module
 from perfmodel import Op, Placement, Plan, Workload
 from tests.support.devices import LateDevice, Unreliable, jittery_device
-from tests.support.disk import SMALL, TWO_WINDOWS, bytes_on_disk, dos_adam, everything, fail_at, files, wide
+from tests.support.disk import SMALL, TWO_WINDOWS, bytes_on_disk, dos_adam, fail_at, files, wide
 from tests.support.random_plans import RandomPlans
-from tests.support.training import FAST, assert_close_ulp, backward, bits, mlp, plan_anew, train
+from tests.support.training import FAST, assert_close_ulp, backward, bits, everything, mlp, plan_anew, train
 
 pytestmark = pytest.mark.usefixtures("one_core")
 

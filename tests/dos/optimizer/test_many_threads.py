@@ -17,7 +17,7 @@ from torch import nn
 
 from dos import DOSAdam, EmulatedDevice
 from tests.support.processes import python
-from tests.support.training import FAST, SLOW, backward, bits, mlp, on
+from tests.support.training import FAST, SLOW, backward, bits, everything, mlp, on
 
 pytestmark = pytest.mark.usefixtures("one_kernel_thread")
 
@@ -62,7 +62,7 @@ def train(threaded: bool, **settings: object) -> list[bytes]:
         optimizer.zero_grad()
         run_all([partial(backward_of, model, step, i) for i in range(THREADS)], threaded)
         optimizer.step()
-    return bits([*model.parameters(), *(t for entry in optimizer.state.values() for t in entry.values())])
+    return everything(model, optimizer)
 
 
 @pytest.mark.parametrize("policy", ["cpu", "stride:2", 0.0])
@@ -157,7 +157,7 @@ def test_forks_in_another_thread_change_nothing(policy: str | float, attached: b
                 forking.join()
         assert bool(children) == forks
         assert not any(children)
-        return bits([*model.parameters(), *(t for entry in optimizer.state.values() for t in entry.values())])
+        return everything(model, optimizer)
 
     assert run(forks=True) == run(forks=False)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -22,7 +22,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from dos import DOSAdam
 from dos.checkpoint import LoadPlanner
 from tests.support.ranks import Ranks
-from tests.support.sharded import assert_equal, mesh_of, whole
+from tests.support.sharded import assert_equal, mesh_of, values, whole
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -75,10 +75,6 @@ def learn(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> N
             parameter.grad = gradient if parameter.requires_grad else None
         optimizer.step()
         optimizer.zero_grad()
-
-
-def values(model: nn.Module) -> list[Tensor]:
-    return [whole(p) for p in model.parameters()]
 
 
 def copy_of(model: nn.Module, size: int | None) -> nn.ParameterList:
