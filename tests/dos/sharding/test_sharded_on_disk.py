@@ -31,7 +31,7 @@ def build(disk: Path | None, dtype: torch.dtype = torch.float32, **settings: Any
     [
         (torch.float32, {"policy": "cpu"}, False),
         (torch.bfloat16, {"policy": "stride:2"}, True),
-        (torch.float32, {"offload_gradients": True, "host_memory": 300_000}, False),
+        (torch.float32, {"offload_gradients": True, "host_memory": 260_000}, False),
         (torch.float32, {"max_grad_norm": 0.05}, False),
     ],
 )
