@@ -129,10 +129,10 @@ class Device(Protocol):
     """The queue of the caller's from whose memory `allocate` takes: that in which `step()` is called."""
 
     def allocate(self, nbytes: int) -> Tensor:
-        """1-D uint8 device memory, uninitialised, which is given back with its last view; see `keep`.
+        """1-D uint8 device memory, uninitialised, which goes with its last view. Raises torch.OutOfMemoryError."""
 
-        Raises torch.OutOfMemoryError.
-        """
+    def free(self, buffer: Tensor) -> None:
+        """Give back what `allocate` gave, of which threads may have views yet. No work in flight may use it."""
 
     def keep(self, buffer: Tensor, op: Op | None = None) -> None:
         """Let the memory stay, once it is let go of, until what is queued so far may not use it any more.

@@ -110,6 +110,9 @@ class CudaDevice:
     def _empty(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
 
+    def free(self, buffer: Tensor) -> None:
+        pass  # the caching allocator takes the memory when the last view goes
+
     def keep(self, buffer: Tensor, op: Op | None = None) -> None:
         buffer.record_stream(self._streams[op] if op is not None else torch.cuda.current_stream(self.torch_device))
 

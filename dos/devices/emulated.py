@@ -149,6 +149,10 @@ class EmulatedDevice:
         self.usage()
         return buffer
 
+    def free(self, buffer: Tensor) -> None:
+        self._live.pop(buffer.untyped_storage()._cdata, None)
+        self.usage()
+
     def keep(self, buffer: Tensor, op: Op | None = None) -> None:
         pass  # copies hold their memory, and the caller's computation is over when it returns
 
@@ -252,13 +256,12 @@ class EmulatedDevice:
         self, op: Op, subgroup: int, work: Callable[[], None], alone_s: float, traffic: int, after: Sequence[Job]
     ) -> Job:
         urgent = op in (Op.SAVE, Op.RESTORE)
-        works = [work]  # which is let go of, with its memory, before the job has ended
 
         def run() -> Span:
             for job in after:
                 job.wait()
             with torch.no_grad(), self._pacer.serve(LANES[op], alone_s, traffic, urgent=urgent) as start:
-                works.pop()()
+                work()
             return Span(LANES[op], op, subgroup, start, time.perf_counter(), traffic)
 
         return ThreadJob(submit(self._streams[op], run))

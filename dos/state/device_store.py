@@ -69,7 +69,7 @@ class DeviceStore:
     def drop(self, subgroup: Subgroup) -> None:
         """Free a resident subgroup's memory. Its state has come home; nothing in flight may use it."""
         subgroup.batches.clear()  # which hold that memory
-        del self.resident[subgroup]
+        self.device.free(self.resident.pop(subgroup).buffer)
 
     def fetch(self, subgroup: Subgroup) -> State:
         """Where the subgroup's state is: in room of its own, or in the slot that it occupies."""
@@ -102,7 +102,9 @@ class DeviceStore:
     def free_slots(self) -> None:
         """Give the slots back. Nothing in flight may use them."""
         self._passing = {}
-        self.slots = []
+        while self.slots:
+            self.device.free(self.slots[-1])
+            self.slots.pop()  # not before: what is interrupted here is done again
 
     def _allocate(self, nbytes: int) -> Tensor | None:
         try:
