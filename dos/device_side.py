@@ -129,16 +129,18 @@ class DeviceSide:
             return True
 
     def gradient_came(self) -> None:
-        """Backward has made another gradient: look at the memory, always at the first, and at the last of last time.
+        """Backward has made another gradient: look at the memory, always at the first and at the last.
 
-        Backward peaks at one or the other, and a peak that is not seen is room for state that is not there.
+        Backward peaks at one or the other, and a peak that is not seen is room for state that is not there. The last is
+        that of last time; at first, when all parameters have one.
         """
         if self.decisions.stepped is self._now:  # its step was interrupted before it returned
             self._now = Iteration(self.device, self._now)
         now = self._now
         now.gradients += 1
         if now.backward is not None:
-            self.decisions.memory.sample(always=now.gradients == self._gradients_before)
+            last = self._gradients_before or len(self._registry.watching)
+            self.decisions.memory.sample(always=now.gradients == last)
         else:
             now.backward, now.travels = self.device.mark(), _gradients_travel()
             self.decisions.pace.backward_begins(now, self.decisions.stepped, self.activations.stalls())

@@ -31,6 +31,10 @@ class Watching:
         self._watched: dict[Tensor, _Hook] = {}
         weakref.finalize(watcher, self.keep)
 
+    def __len__(self) -> int:
+        """How many parameters are watched."""
+        return len(self._watched)
+
     def watch(self, parameter: Tensor, wanted: bool) -> None:
         """Call the watcher each time backward has written to the gradient, if that is wanted.
 

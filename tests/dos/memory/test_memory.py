@@ -558,3 +558,22 @@ def test_an_iteration_that_is_tried_again_has_its_peak_sampled_again(monkeypatch
     attempt()
     optimizer.step()
     assert phases == [Op.BACKWARD, Op.BACKWARD, Op.UPDATE]
+
+
+def test_the_first_peak_is_seen_when_samples_are_rare(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dos.memory.monitor.SHARE_AT_FIRST", 1e-9)
+    model = mlp()
+    parameters = list(model.parameters())
+    own = [0]
+    first, last = parameters[-1], parameters[0]  # in the order of backward
+    for parameter, nbytes in ((first, STATE_BYTES // 2), (last, STATE_BYTES)):
+        parameter.register_post_accumulate_grad_hook(lambda _, nbytes=nbytes: own.__setitem__(0, nbytes))
+    device = EmulatedDevice(FAST, capacity=STATE_BYTES + STATE_BYTES // 2, occupied=lambda: own[0])
+    optimizer = DOSAdam(parameters, device=device, subgroup_size=128)
+    for _ in range(3):
+        own[0] = 0
+        optimizer.zero_grad()
+        model(torch.ones(2, 24)).square().mean().backward()
+        own[0] = STATE_BYTES // 2
+        optimizer.step()
+    assert STATE_BYTES < device.peak_bytes <= device.capacity
