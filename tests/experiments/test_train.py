@@ -175,6 +175,7 @@ def test_a_neighbour_comes_and_leaves_on_the_emulated_machine() -> None:
     assert [sample.time_s for sample in samples] == sorted(sample.time_s for sample in samples)
     peak = machine.capacity - int(ROOM * 2 * sum(p.nbytes for p in model.parameters()))
     assert {sample.own for sample in samples} == {peak}, "of each iteration the fullest moment"
+    assert max(sum(sample[1:]) for sample in samples) <= machine.capacity
     machine.begin()
     model(x, x)
     assert [sample.neighbour for sample in machine.samples] == [0], "each run begins anew"
