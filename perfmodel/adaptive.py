@@ -13,7 +13,7 @@ from perfmodel.search import Search
 from perfmodel.simulate import Scope, Simulator
 from perfmodel.workload import Workload
 
-TASKS_AT_ONCE = 800
+TASKS_AT_ONCE = 700
 """Tasks that AdaptivePlanner simulates in one call, or those of one simulation; each takes three to five us."""
 
 
