@@ -64,7 +64,7 @@ def adaptive_outcome(situation: Situation, kept: Plan | None = None) -> Outcome:
         backward_s=beside.backward_s if scope.backward is Phase.OVERLAPPED else 0.0,
     )
     # The forward and backward that DOSAdam measures have collectives in them, beside which less is worth while.
-    plans = [adaptive(work, situation.profile), resident(work), *([] if kept is None else [kept])]
+    plans = dict.fromkeys([adaptive(work, situation.profile), resident(work), *([] if kept is None else [kept])])
     return min((_outcome("adaptive", situation, plan) for plan in plans), key=lambda outcome: outcome.seconds)
 
 
