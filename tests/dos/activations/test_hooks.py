@@ -30,7 +30,7 @@ def leaves(optimizer: DOSAdam) -> bool:
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_a_forward_that_raises_takes_its_hooks_off(error: type[BaseException]) -> None:
     model = Net()
-    optimizer = optimizer_of(model, 1.0)
+    optimizer = optimizer_of(model, 1 << 20)  # by bytes: of a share, what a cut forward begins leaves no more
 
     def fail(*_: Any) -> None:
         raise error

@@ -222,7 +222,7 @@ def test_a_subgroup_larger_than_what_is_free_is_said_with_both_sizes_and_the_rem
     )
     model = mlp()
     device = EmulatedDevice(SLOW, capacity=CAPACITY)
-    smaller = DOSAdam(model.parameters(), subgroup_size=200, device=device, memory_budget=3000)
+    smaller = DOSAdam(model.parameters(), policy=0.0, subgroup_size=200, device=device, memory_budget=3000)
     train(model, smaller, 3)
     assert smaller.metrics()["share_gpu_resident"] > 0, "the remedy helps"
     assert "0.01 KiB may be used; that of one parameter does not fit either" in said(memory_budget=10)

@@ -89,6 +89,22 @@ def test_schedulers(schedule) -> None:
     assert_as_adamw(run, "stride:2")
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("after", ["a step", "a step that was skipped", "zeroing"])
+def test_a_clip_is_for_one_step(after: str) -> None:
+    weight = nn.Parameter(torch.ones(4))
+    optimizer = DOSAdam([weight])
+    weight.grad = torch.ones(4)
+    optimizer.clip_grad_norm_(0.5)
+    if after == "zeroing":
+        optimizer.zero_grad(set_to_none=False)
+        weight.grad += 1
+    elif after == "a step that was skipped":
+        optimizer.found_inf, optimizer.grad_scale = torch.tensor(1.0), torch.tensor(1.0)
+    optimizer.step()
+    assert optimizer.grad_norm() == 2, "and nothing was said of a clip that was lost"
+
+
 def test_step_hooks_run_and_step_counts(device: EmulatedDevice) -> None:
     model = mlp()
     optimizer = DOSAdam(model.parameters(), device=device)

@@ -105,6 +105,21 @@ def test_results_are_adamw_s() -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
+def test_offloaded_gradients_of_what_is_gone_do_not_count_for_clipping() -> None:
+    moments = []
+    for settings in ({"offload_gradients": True}, {}):
+        model = Points()
+        optimizer = made("cpu", model, max_grad_norm=1e-3, **settings)
+        for step in range(2):
+            model().backward()
+            if step:
+                exchange(model, optimizer, torch.arange(len(model.places)))
+            optimizer.step()
+            optimizer.zero_grad()
+        moments.append(optimizer.state[model.last.weight]["exp_avg"])
+    torch.testing.assert_close(*moments, rtol=1e-5, atol=0)
+
+
 @pytest.mark.parametrize("place", ["host", "stride:2", "resident"])
 def test_state_that_is_kept_stays(place: str | float) -> None:
     """A parameter that leaves its group for a while, with its entry left in the state."""
