@@ -53,8 +53,10 @@ def test_attaching_anew_interrupted_anywhere() -> None:
     assert number > 6
 
 
-@pytest.mark.parametrize("policy", [0.0, "stride:1", "adaptive"])
-@pytest.mark.parametrize("what", ["state_dict", "synchronize", "release_memory"])
+@pytest.mark.parametrize(
+    ("policy", "what"),
+    [(0.0, "state_dict"), ("stride:1", "synchronize"), ("stride:1", "release_memory"), ("adaptive", "release_memory")],
+)
 def test_memory_is_accounted_for_after_interruptions(policy: str | float, what: str) -> None:
     training = Training(Program(policy))
     optimizer, device = training.optimizer, training.device

@@ -7,7 +7,6 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -22,7 +21,7 @@ from tests.support.training import FAST, SLOW, mlp
 
 pytestmark = pytest.mark.usefixtures("one_core")
 
-INTERRUPTS = 400
+INTERRUPTS = 320
 
 
 def lines_of(program: Program, first_step: int) -> int:
@@ -129,15 +128,11 @@ def test_a_handler_of_the_programs_own_is_left_alone() -> None:
     assert handlers[0] is not before
 
 
-def in_a_thread(work: Callable[[], object]) -> None:
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-
-
 def test_steps_in_another_thread_leave_signals_alone() -> None:
     model = nn.Linear(3, 3)
     optimizer = DOSAdam(model.parameters())
     model(torch.ones(1, 3)).sum().backward()
-    in_a_thread(optimizer.step)
+    thread = threading.Thread(target=optimizer.step)
+    thread.start()
+    thread.join()
     assert next(iter(optimizer.state.values()))["step"] == 1

@@ -240,41 +240,29 @@ def both_backward(rng: random.Random, model: nn.Module, twin: nn.Module, *, chan
             parameter.grad = None if drop else parameter.grad.mul_(0.5)
 
 
-def histories(count: int, dtype: torch.dtype, *, offload_gradients: bool, failing: float) -> Counter[str]:
+DEVICE = {
+    *("gradient update parameter", "(gradient) update parameter", "(gradient) gradient update parameter"),
+    *("prefetch update flush", "(prefetch) update flush"),
+    *("prefetch update", "update", "update flush", "flush"),
+}
+HOST = {"update parameter", "prefetch update flush", "prefetch update"}
+"""The ways of subgroups whose gradients are on the device or on the host."""
+
+
+@pytest.mark.parametrize(
+    ("dtype", "offload_gradients", "ways"),
+    [
+        (torch.float32, False, DEVICE),
+        (torch.bfloat16, False, DEVICE),
+        (torch.float32, True, HOST | {"flush update parameter"}),
+        (torch.bfloat16, True, HOST | {"gradient update parameter", "gradient flush update parameter"}),
+    ],
+)
+def test_requests_are_the_schedule_s(dtype: torch.dtype, offload_gradients: bool, ways: set[str]) -> None:
+    """In half of the histories memory is missing. Split masters come to the host where the device updated them."""
     found: Counter[str] = Counter()
-    for seed in range(count):
-        settings = {"offload_gradients": offload_gradients, "failing": failing, "attached": bool(seed % 2)}
-        found += history(seed, dtype=dtype, **settings)  # type: ignore[arg-type]
-    return found
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("failing", [0.0, 0.2])
-def test_gradients_on_the_device(failing: float, dtype: torch.dtype) -> None:
-    found = histories(8, dtype, offload_gradients=False, failing=failing)
-    on_host = {
-        "gradient update parameter", "(gradient) update parameter", "(gradient) gradient update parameter",
-    }  # fmt: skip
-    streamed = {"prefetch update flush", "(prefetch) update flush"}
-    resident = {"prefetch update", "update", "update flush", "flush"}
-    assert on_host | streamed | resident <= found.keys()
-    assert ("no memory" in found) == (failing > 0)
-    assert "in vain" in found
-
-
-@pytest.mark.parametrize("failing", [0.0, 0.2])
-def test_offloaded_gradients(failing: float) -> None:
-    found = histories(8, torch.float32, offload_gradients=True, failing=failing)
-    ways = {"update parameter", "prefetch update flush", "prefetch update"}
-    if failing:
-        ways.add("flush update parameter")
-    assert found.keys() == {*ways, "in vain", *(("no memory",) if failing else ())}
-
-
-@pytest.mark.parametrize("failing", [0.0, 0.2])
-def test_split_masters_and_offloaded_gradients(failing: float) -> None:
-    """The host fetches parameters that were updated on the device; gradients it has."""
-    found = histories(8, torch.bfloat16, offload_gradients=True, failing=failing)
-    ways = {"update parameter", "gradient update parameter", "prefetch update flush", "prefetch update"}
-    assert ways <= found.keys()
-    assert ("gradient flush update parameter" in found) == (failing > 0)
+    for seed in range(12):
+        settings = {"failing": 0.2 * (seed // 2 % 2), "attached": bool(seed % 2)}
+        found += history(seed, dtype=dtype, offload_gradients=offload_gradients, **settings)  # type: ignore[arg-type]
+    assert ways | {"in vain", "no memory"} <= found.keys()
+    assert dtype is not torch.float32 or not offload_gradients or found.keys() == ways | {"in vain", "no memory"}
