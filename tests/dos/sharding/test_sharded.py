@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -23,71 +24,32 @@ from tests.support.ranks import Ranks, on_pair
 from tests.support.sharded import adamw, assert_close, assert_equal, dos_adam, mesh_of, model, on_host, shard, trained
 
 # The same batch on each rank: gradients are averaged over a power of two, which is exact.
+# test_sharded_random.py has the formats without codes.
 
-CODED = {"state_format": "int8", "subgroup_size": 5000}
 WIDTH = 128
+CODED = {"state_format": "int8", "subgroup_size": 5000, "policy": "adaptive"}
 
 
-def shape(settings: dict[str, Any]) -> dict[str, int]:
-    return {"width": WIDTH, "blocks": 1} if "state_format" in settings else {}
+def coded(build: Callable[[], nn.Module]) -> list[Tensor]:
+    return trained(lambda p: dos_adam(p, **CODED), build, micro_batches=2)
 
 
-def run_alone(settings: dict[str, Any], dtype: torch.dtype) -> list[Tensor]:
-    return trained(lambda p: dos_adam(p, **settings), lambda: model(**shape(settings), dtype=dtype), micro_batches=2)
-
-
-@functools.cache
-def run_adamw(size: int, replicas: int, compute: torch.dtype | None) -> list[Tensor]:
-    return trained(adamw, lambda: divided(size, replicas, {}, torch.float32, compute), micro_batches=2)
-
-
-def divided(
-    size: int, replicas: int, settings: dict[str, Any], dtype: torch.dtype, compute: torch.dtype | None
-) -> nn.Sequential:
-    more = {} if compute is None else {"mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=dtype)}
-    return shard(model(**shape(settings), dtype=dtype), mesh_of(size, replicas), **more)
-
-
-def run_divided(size: int, replicas: int, settings: dict[str, Any], alone: dict[torch.dtype, list[Tensor]]) -> None:
-    """The parameters are those of one process, also if they are on the host, and AdamW's under the same sharding."""
-    coded = "state_format" in settings
-    dtypes = [(torch.float32, None), (torch.bfloat16, None), (torch.float32, torch.bfloat16)]
-    for dtype, compute in dtypes[: 2 if coded else 3]:
-        ours = divided(size, replicas, settings, dtype, compute)
-        optimizer = dos_adam(ours.parameters(), **settings)
-        found = trained(lambda _, o=optimizer: o, lambda m=ours: m, micro_batches=2)
-        if compute is None:
-            assert_equal(found, alone[dtype])
-        if not coded:
-            if dtype == torch.float32:
-                assert_close(found, run_adamw(size, replicas, compute))
-            continue
+def run_coded(alone: dict[torch.dtype, list[Tensor]]) -> None:
+    for dtype, expected in alone.items():
+        ours = shard(model(WIDTH, 1, dtype), mesh_of())
+        optimizer = dos_adam(ours.parameters(), **CODED)
+        assert_equal(trained(lambda _, o=optimizer: o, lambda m=ours: m, micro_batches=2), expected)
         entry = optimizer.state[ours[0].up.weight]
         assert {"exp_avg_codes", "exp_avg_scales"} <= entry.keys()
         assert isinstance(entry["exp_avg_scales"], DTensor)
         assert entry["exp_avg_scales"].shape == (2 * WIDTH, 1)
         assert "exp_avg" in optimizer.state[ours[0].up.bias], "of one axis, so that its blocks depend on the ranks"
-        in_place = functools.partial(on_host, size, dtype=dtype, **shape(settings))
-        assert_equal(trained(lambda p: dos_adam(p, **CODED), in_place, micro_batches=2), alone[dtype])
+        assert_equal(coded(functools.partial(on_host, width=WIDTH, blocks=1, dtype=dtype)), expected)
 
 
-@pytest.mark.parametrize(
-    ("size", "replicas", "policy", "more"),
-    [
-        (4, 1, "cpu", {"offload_gradients": "native"}),
-        (4, 1, "resident", {"offload_gradients": True}),
-        (4, 1, "stride:2", {}),
-        (2, 2, "adaptive", {"offload_gradients": True}),
-        (2, 1, "adaptive", CODED),
-        (4, 1, "cpu", CODED),
-    ],
-)
-def test_bits_are_those_of_one_process(
-    ranks: Ranks, one_kernel_thread: None, size: int, replicas: int, policy: str | float, more: dict[str, Any]
-) -> None:
-    settings = {"policy": policy, **more}
-    alone = {dtype: run_alone(settings, dtype) for dtype in (torch.float32, torch.bfloat16)}
-    ranks.run(run_divided, size, replicas, settings, alone)
+def test_codes_are_those_of_one_process(pair: Ranks, one_kernel_thread: None) -> None:
+    """On the device as on the host."""
+    pair.run(run_coded, {d: coded(lambda d=d: model(WIDTH, 1, d)) for d in (torch.float32, torch.bfloat16)})
 
 
 @functools.cache
@@ -124,34 +86,31 @@ def with_tensor_parallel(policy: str | float, offload: bool, shards: int) -> Non
     assert_equal(trained(lambda p: dos_adam(p, policy="cpu"), build), found)
 
 
-@pytest.mark.parametrize("shards", [1, 2])
-@pytest.mark.parametrize(
-    ("policy", "offload"), [("adaptive", False), ("cpu", True), ("cpu", False), ("resident", True)]
-)
+@pytest.mark.parametrize(("policy", "offload", "shards"), [("adaptive", False, 2), ("cpu", True, 1)])
 def test_tensor_and_sequence_parallel(ranks: Ranks, pair: Ranks, policy: str, offload: bool, shards: int) -> None:
     (pair if shards == 1 else ranks).run(with_tensor_parallel, policy, offload, shards)
 
 
-@pytest.mark.parametrize(
-    ("policy", "what"),
-    [("cpu", "gradients"), ("cpu", "negated"), ("cpu", "clipped"), ("cpu", "parameters"), ("stride:2", "parameters")],
-)
+@pytest.mark.parametrize("policy", ["cpu", "stride:2"])
 @on_pair
-def test_writes_that_no_version_counts(policy: str, what: str) -> None:
+def test_writes_that_no_version_counts(policy: str) -> None:
     @torch.no_grad()
     def change(model: nn.Module, step: int) -> None:
         parameters = list(model.parameters())
-        versions = [p._version for p in parameters], [p.grad._version for p in parameters]
-        if what == "gradients":
-            torch._foreach_mul_([p.grad for p in parameters], 0.5)
-        elif what == "negated":
-            torch._foreach_neg_([p.grad for p in parameters])
-        elif what == "clipped":
+        gradients = [p.grad for p in parameters]
+        if step == 4:
             torch.nn.utils.clip_grad_norm_(parameters, 1e-3, foreach=True)
+            return
+        versions = [t._version for t in (*parameters, *gradients)]
+        if step == 1:
+            torch._foreach_neg_(gradients)
         elif step == 2:
+            torch._foreach_mul_(gradients, 0.5)
+        elif step == 3:
             torch._foreach_mul_([p.detach() for p in parameters], 0.5)
-        if what != "clipped":
-            assert versions == ([p._version for p in parameters], [p.grad._version for p in parameters])
+        assert versions == [t._version for t in (*parameters, *gradients)]
 
-    expected = trained(lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True), before_step=change)
-    assert_close(trained(lambda p: dos_adam(p, policy=policy), before_step=change), expected)
+    def run(make: Callable[[Any], Any]) -> list[Tensor]:
+        return trained(make, before_step=change, steps=range(5))
+
+    assert_close(run(lambda p: dos_adam(p, policy=policy)), run(lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True)))

@@ -64,9 +64,7 @@ def old_weights(way: str, reshard: bool | int, policy: str) -> None:
 @pytest.mark.parametrize(
     ("way", "reshard", "policy"),
     [
-        ("plain", True, "cpu"),
         ("plain", True, "stride:2"),
-        ("plain", False, "cpu"),
         ("plain", 2, "cpu"),
         ("prefetched", True, "cpu"),
         ("unsharded early", True, "cpu"),
@@ -128,8 +126,7 @@ def divided_by(way: str) -> nn.Sequential:
     return parallelize_module(found, mesh_of(), plan)
 
 
-@pytest.mark.parametrize("way", ["FSDP2", "tensor parallel"])
-@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize(("way", "offload"), [("FSDP2", False), ("tensor parallel", True)])
 @on_pair
 def test_models_move_after_attach(way: str, offload: bool) -> None:
     """torch swaps DTensors in `model.to()`, even where nothing changes, and forgets hooks on what it swaps."""

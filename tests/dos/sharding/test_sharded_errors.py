@@ -115,17 +115,13 @@ def test_ranks_that_disagree(setting: str, values: tuple[Any, Any], message: str
     dist.barrier()  # nobody is waiting in another collective
 
 
-@pytest.mark.parametrize(
-    ("width", "blocks", "message"),
-    [(12, 2, r"Size mismatch between saved .* and current: .* for model\.0"), (11, 1, r"Missing key .* model\.1\.")],
-)
 @on_pair
-def test_a_checkpoint_of_another_model(tmp_path: Path, width: int, blocks: int, message: str) -> None:
-    other = shard(model(width, blocks), mesh_of())
+def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:
+    other = shard(model(blocks=1), mesh_of())
     save(tmp_path, other, dos_adam(other.parameters()), "save")
     divided = shard(model(), mesh_of())
     optimizer = dos_adam(divided.parameters())
-    with pytest.raises(CheckpointException, match=message):  # on every rank
+    with pytest.raises(CheckpointException, match=r"Missing key .* model\.1\."):  # on every rank
         load(tmp_path, divided, optimizer)
     train(divided, optimizer)
     assert_equal(values(divided), trained(dos_adam))

@@ -29,10 +29,8 @@ def build(disk: Path | None, dtype: torch.dtype = torch.float32, **settings: Any
 @pytest.mark.parametrize(
     ("dtype", "settings", "attach"),
     [
-        (torch.float32, {"policy": "cpu"}, False),
         (torch.bfloat16, {"policy": "stride:2"}, True),
-        (torch.float32, {"offload_gradients": True, "host_memory": 260_000}, False),
-        (torch.float32, {"max_grad_norm": 0.05}, False),
+        (torch.float32, {"offload_gradients": True, "host_memory": 260_000, "max_grad_norm": 0.05}, False),
     ],
 )
 @on_pair
