@@ -51,14 +51,15 @@ def without(dtype: torch.dtype, micro_batches: int = 4) -> list[bytes]:
 
 
 @pytest.mark.parametrize(
-    ("policy", "capacity"),
-    [*((p, 10**7) for p in ("adaptive", "cpu", "stride:1", "stride:3", 0.5, 0.0, "resident")), (0.0, 6000)],
+    ("policy", "capacity"), [("cpu", 10**7), ("stride:1", 10**7), (0.5, 10**7), ("resident", 10**7), (0.0, 6000)]
 )
 @pytest.mark.parametrize(
     ("how", "dtype", "micro_batches", "attach"),
     [
-        *((True, torch.float32, micro_batches, attach) for micro_batches in (1, 4) for attach in (False, True)),
-        *(("native", dtype, 4, True) for dtype in (torch.float32, torch.bfloat16, torch.float16)),
+        (True, torch.float32, 1, True),
+        (True, torch.float32, 4, False),
+        ("native", torch.bfloat16, 4, True),
+        ("native", torch.float16, 4, False),
     ],
 )
 def test_same_bits_as_without_offloading(
@@ -106,9 +107,8 @@ def test_gradients_are_gone_from_the_parameters_and_used_up_by_the_step() -> Non
     assert optimizer.grad_norm() == 0
 
 
-@pytest.mark.parametrize("clip", [nn.utils.clip_grad_norm_, clip_imported_before], ids=["now", "imported before"])
 @pytest.mark.parametrize("norm_type", [2.0, 1, math.inf, "inf", 3.0])
-def test_torch_clips_offloaded_gradients(clip, norm_type: float | str) -> None:
+def test_torch_clips_offloaded_gradients(norm_type: float | str) -> None:
     """Together with gradients that are not: of another optimizer of ours, of AdamW's, and of a layer of this one."""
     found = {}
     for ours in (True, False):
@@ -122,6 +122,7 @@ def test_torch_clips_offloaded_gradients(clip, norm_type: float | str) -> None:
             for micro in range(2):
                 inputs = batch(10 * step + micro)
                 torch.stack([net(inputs).square().mean() for net in nets]).sum().backward()
+            clip = (nn.utils.clip_grad_norm_, clip_imported_before)[step % 2]
             norms.append(clip(iter(parameters), 0.05, norm_type, error_if_nonfinite=True, foreach=None))
             assert clip(parameters, 10.0, norm_type=norm_type) < 0.051, "the norm of what was clipped"
             for optimizer in optimizers:
@@ -134,16 +135,13 @@ def test_torch_clips_offloaded_gradients(clip, norm_type: float | str) -> None:
     assert_close_ulp(found[True][1], found[False][1], ulps=512)
 
 
-@pytest.mark.parametrize("value", [math.inf, math.nan])
-def test_torch_clipping_of_what_is_not_finite(value: float) -> None:
+def test_torch_clipping_of_what_is_not_finite() -> None:
     ends = []
     for make in (offloading, lambda model: torch.optim.AdamW(model.parameters())):
         model = mlp()
         optimizer = make(model)
-        (model(torch.ones(2, 24)).sum() * value).backward()
-        with pytest.raises(
-            RuntimeError, match=r"total norm of order 2\.0 for gradients .* non-finite|is (nan|inf), so"
-        ):
+        (model(torch.ones(2, 24)).sum() * math.nan).backward()
+        with pytest.raises(RuntimeError, match=r"total norm of order 2\.0 for gradients .* non-finite|is nan, so"):
             nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
         assert not nn.utils.clip_grad_norm_(model.parameters(), 1.0).isfinite()
         optimizer.step()
@@ -256,7 +254,7 @@ def test_gradients_come_in_parts_through_few_passages(monkeypatch: pytest.Monkey
     assert len(optimizer._session.registry.offloaded._passages) == 3
 
 
-@pytest.mark.parametrize("part", [0, 1, 2])
+@pytest.mark.parametrize("part", [0, 2])
 def test_a_part_that_does_not_come_is_said(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever it is; after zero_grad training goes on."""
     monkeypatch.setattr(offload, "PASSAGE_BYTES", 64)

@@ -53,9 +53,9 @@ def arrays(runs: list[Run]) -> list[AdamArrays]:
     return [AdamArrays(*run) for run in runs]  # type: ignore[arg-type]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
-    drawn=st.lists(kinds, min_size=1, max_size=9),
+    drawn=st.lists(kinds, max_size=9),
     threads=st.integers(1, 3),
     shift=st.integers(0, 3),
     where=st.sampled_from([*instruction_sets(), "torch"]),
@@ -107,23 +107,14 @@ def clone_all(runs: list[Run]) -> list[Run]:
     return [clone(run) for run in runs]
 
 
-def test_what_amsgrad_needs_is_left_alone_without() -> None:
-    run = made(100, torch.float32, torch.float32, None, seed=0)
-    before = clone(run)
-    AdamBatch(arrays([run])).update(STEP)
-    assert_same_bits(run[4:5], before[4:5])
-    adam_update(AdamArrays(*before[:4]), step=STEP)  # type: ignore[arg-type]
-    assert_same_bits(run[:4], before[:4])
-
-
 def test_settings_of_the_step_before_are_forgotten() -> None:
     runs = [made(70, torch.float32, torch.float32, None, seed) for seed in range(2)]
     expected, batch = clone_all(runs), AdamBatch(arrays(runs))
     batch.update([STEP, AMSGRAD], [1, 1])
     batch.update(STEP)
     for ours, theirs in zip(runs, expected, strict=True):
-        for step in (AMSGRAD, STEP):
-            adam_update(AdamArrays(*theirs), step=step)  # type: ignore[arg-type]
+        adam_update(AdamArrays(*theirs), step=AMSGRAD)  # type: ignore[arg-type]
+        adam_update(AdamArrays(*theirs[:4]), step=STEP)  # type: ignore[arg-type]
         assert_same_bits(ours, theirs)
 
 
@@ -145,13 +136,6 @@ def test_a_table_is_sent_again_on_another_stream(monkeypatch: pytest.MonkeyPatch
     first = sent.send(rows)
     assert sent.send(rows) is first
     assert sent.send(rows) is not first
-
-
-def test_a_batch_of_nothing() -> None:
-    batch = AdamBatch([])
-    batch.point([])
-    batch.update(STEP)
-    batch.update([], [])
 
 
 def test_gradients_are_not_held() -> None:

@@ -77,7 +77,7 @@ def test_kernels_write_the_same_codes(kernel: str, step: AdamStep, grad: torch.d
             assert_same_bits(ours, expected)
 
 
-@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("threads", [1, 5])
 def test_neither_threads_nor_a_division_into_runs_matter(threads: int) -> None:
     whole = run_of(700)
     parts, several = copy_of(whole), copy_of(whole)
@@ -119,45 +119,20 @@ def test_codes_are_within_a_level_and_right_in_the_mean() -> None:
     assert ((squares.sqrt() - root).mean(0).abs() < 0.03 * root_level).all()
 
 
-def test_a_slow_average_does_not_stand_still() -> None:
-    """exp_avg_sq moves by less than half a level in a step; rounded to nearest it would stay where it is."""
-    numel, blocks = 64 * BLOCK, 64
-    run = AdamArrays(
-        torch.zeros(numel),
-        torch.zeros(numel),
-        torch.zeros(numel, dtype=torch.int8),
-        torch.zeros(numel, dtype=torch.uint8),
-        exp_avg_scale=torch.zeros(blocks),
-        exp_avg_sq_scale=torch.zeros(blocks),
-    )
-    exact = torch.zeros(numel)
-    torch.manual_seed(0)
-    size = torch.linspace(0.2, 1, numel)[torch.randperm(numel)]
-    for step in range(1, 1001):
-        run = run._replace(grad=torch.randn(numel) * size)
-        adam_update(run, step=replace(STEP, step=step))
-        exact = exact * STEP.beta2 + run.grad.square() * (1 - STEP.beta2)
-    assert run.exp_avg_scale is not None
-    assert run.exp_avg_sq_scale is not None
-    _, squares = decode(Codes(run.exp_avg, run.exp_avg_scale, run.exp_avg_sq, run.exp_avg_sq_scale))
-    assert (squares / exact).mean() == pytest.approx(1, abs=0.02)
-    assert (squares / exact).std() < 0.15
-
-
 def test_small_averages_move_beside_large_ones() -> None:
-    """Those of a few levels move by thousandths of one in a step, and fall when gradients end."""
+    """Those of a few levels move by thousandths of one in a step (rounded to nearest not at all), and fall again."""
     codes = [torch.zeros(16 * BLOCK, dtype=torch.int8), torch.zeros(16 * BLOCK, dtype=torch.uint8)]
     scales = [torch.zeros(16), torch.zeros(16)]
     torch.manual_seed(0)
     exact = 0.0
-    for step in range(1, 9001):
-        size = (2.7, 8.0, 0.0)[(step - 1) // 3000]  # in levels
+    for step in range(1, 6001):
+        size = (2.7, 8.0, 0.0)[(step - 1) // 2000]  # in levels
         exact = STEP.beta2 * exact + (1 - STEP.beta2) * size**2
         gradient = size / 256 * (1 + 0.01 * torch.randn(16 * BLOCK))
         gradient[::BLOCK] = 1  # always the same, so that the scales stand still
         run = AdamArrays(gradient, torch.zeros(16 * BLOCK), *codes, exp_avg_scale=scales[0], exp_avg_sq_scale=scales[1])
         adam_update(run, step=replace(STEP, step=step))
-        if step % 3000 == 0:
+        if step % 2000 == 0:
             levels = decode_square(codes[1], scales[1]).sqrt().view(16, BLOCK)[:, 1:].mean() / scales[1][0]
             assert levels.item() == pytest.approx(max(exact**0.5, 1), rel=0.12)
 

@@ -61,22 +61,16 @@ def v1(most: int | str, used: int, inactive: int = 0) -> dict[str, object]:
     return {"memory.limit_in_bytes": most, "memory.usage_in_bytes": used, "memory.stat": stat}
 
 
-def test_of_a_machine_that_says_nothing_nothing_is_known(host: Host) -> None:
-    assert available_bytes() is None
+def test_figures_that_are_none(host: Host) -> None:
+    assert available_bytes() is None, "there are no files"
     reserve(10**18, "anything")
-
-
-def test_a_machine_without_control_groups(host: Host) -> None:
+    for content in ("", "MemAvailable:\n", "MemAvailable: many kB\n", "\x00\n"):
+        host._write(host.proc / "meminfo", content)
+        assert available_bytes() is None
+        host.groups("", "nonsense", "0", "0::")
+        host.group("", {"memory.max": "lots", "memory.current": "", "memory.stat": "active_file"})
     host.meminfo(3 * GIB)
-    assert available_bytes() == 3 * GIB
-
-
-@pytest.mark.parametrize("content", ["", "MemAvailable:\n", "MemAvailable: many kB\n", "\x00\n"])
-def test_figures_that_are_none(content: str, host: Host) -> None:
-    host._write(host.proc / "meminfo", content)
-    host.groups("", "nonsense", "0", "0::")
-    host.group("", {"memory.max": "lots", "memory.current": "", "memory.stat": "active_file"})
-    assert available_bytes() is None
+    assert available_bytes() == 3 * GIB, "of what is known"
 
 
 def test_version_2(host: Host) -> None:
@@ -150,11 +144,6 @@ def test_what_accelerate_will_divide_is_asked_for_once(host: Host, monkeypatch: 
     for name, value in {"LOCAL_WORLD_SIZE": "4", "WORLD_SIZE": "8", "ACCELERATE_USE_FSDP": "true"}.items():
         monkeypatch.setenv(name, value)
     DOSAdam([nn.Parameter(torch.zeros(GIB // 40))], device=EmulatedDevice(FAST, 10**9))
-
-
-def test_this_machine_has_some() -> None:
-    available = available_bytes()
-    assert available is None or available > 0
 
 
 def test_that_the_host_could_hold_all_state_is_asked_at_once(host: Host) -> None:

@@ -81,17 +81,12 @@ def test_only_cores_that_may_be_used(node: Path, monkeypatch: pytest.MonkeyPatch
     assert cores_near("0000:8a:00.0", node) is None
 
 
-@pytest.mark.parametrize("address", [None, "0000:ff:00.0"])
-def test_unknown_devices_have_no_cores(node: Path, address: str | None) -> None:
-    assert cores_near(address, node) is None
-
-
-def test_a_device_without_a_node_has_no_cores(tmp_path: Path) -> None:
-    assert cores_near("0000:01:00.0", machine(tmp_path, {"0000:01:00": -1}, {}, {})) is None
-
-
-def test_cores_without_a_topology_count_one_each(tmp_path: Path) -> None:
-    assert physical_cores(frozenset([0, 1, 2]), tmp_path) == 3
+def test_what_is_not_known(node: Path, tmp_path: Path) -> None:
+    for address in (None, "0000:ff:00.0"):
+        assert cores_near(address, node) is None
+    empty = tmp_path / "empty"
+    assert physical_cores(frozenset([0, 1, 2]), empty) == 3, "cores without a topology count one each"
+    assert cores_near("0000:01:00.0", machine(empty, {"0000:01:00": -1}, {}, {})) is None, "a device without a node"
 
 
 def test_bound_to_cores() -> None:
@@ -113,11 +108,6 @@ def test_bound_to_cores() -> None:
         assert os.sched_getaffinity(0) == cores
 
 
-def test_torch_decides_for_a_single_process() -> None:
-    torch.set_num_threads(3)
-    assert kernel_threads() == 3
-
-
 def test_a_launcher_is_overruled_with_one_note(
     node: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -133,6 +123,8 @@ def test_a_launcher_is_overruled_with_one_note(
 
 
 def test_what_the_user_chose_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_num_threads(3)
+    assert kernel_threads() == 3
     torch.set_num_threads(1)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert kernel_threads() == 1, "no launcher has set that"
