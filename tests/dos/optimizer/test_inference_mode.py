@@ -14,12 +14,12 @@ from dos import DOSAdam
 from tests.support.training import Make, assert_as_adamw, batch, mlp
 
 
-@pytest.mark.parametrize("clip", ["", "ours", "and written to"])
 @pytest.mark.parametrize(
-    ("place", "offload", "attached"),
+    ("place", "offload", "attached", "clip"),
     [
-        *(("host", False, False), ("cpu", False, True), ("cpu", True, False), ("stride:2", True, True)),
-        *(("stride:2", False, False), ("resident", False, True)),
+        *(("host", False, False, "ours"), ("host", False, False, "and written to"), ("cpu", False, True, "")),
+        *(("cpu", True, False, "and written to"), ("stride:2", True, True, "ours")),
+        *(("stride:2", False, False, "and written to"), ("resident", False, True, "ours")),
     ],
 )
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Iterable
 
@@ -21,13 +20,9 @@ pytestmark = pytest.mark.usefixtures("one_core")
 
 SETTINGS = [
     {},
-    {"lr": 0.1, "betas": (0.5, 0.9), "eps": 1e-6, "weight_decay": 0.3},
-    {"amsgrad": True, "betas": (0.9, 0.5)},
-    {"maximize": True, "lr": 1e-4},
-    {"weight_decay": 0.0, "betas": (0.0, 0.0)},
-    {"lr": torch.tensor(3e-3)},
-    {"foreach": True},
-    {"fused": True},
+    {"lr": 0.1, "betas": (0.5, 0.9), "eps": 1e-6, "weight_decay": 0.3, "foreach": True},
+    {"amsgrad": True, "betas": (0.9, 0.5), "fused": True},
+    {"weight_decay": 0.0, "betas": (0.0, 0.0), "lr": torch.tensor(3e-3)},
     {"amsgrad": True, "maximize": True, "weight_decay": 0.1, "lr": 1e-4},
 ]
 
@@ -70,11 +65,9 @@ def test_low_precision_follows_a_master_in_float32(dtype: torch.dtype, device: E
     [
         lambda o: lr_scheduler.CyclicLR(o, 1e-4, 1e-2, step_size_up=3),
         lambda o: lr_scheduler.OneCycleLR(o, 1e-2, total_steps=20),
-        lambda o: lr_scheduler.CosineAnnealingLR(o, 10),
-        lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
         lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1),
     ],
-    ids=["cyclic", "onecycle", "cosine", "lambda", "plateau"],
+    ids=["cyclic", "onecycle", "plateau"],
 )
 def test_schedulers(schedule) -> None:
     def run(make: Make) -> Iterable[torch.Tensor]:
@@ -138,24 +131,6 @@ def test_what_grad_scaler_says_is_read_at_once(infinite: float) -> None:
     assert len(reads.seen) == 1
     no_gradient = 0
     assert amp_scale(no_gradient, scale, Meshes(), offloaded=False)[::2] == (0.25, False)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("place", ["host", "cpu", "stride:1", 0.0])
-def test_weights_loaded_after_construction_are_seen(dtype: torch.dtype, place: str | float) -> None:
-    """Loaded before and after the first step, by every way PyTorch notices, whatever the placement."""
-    model = mlp(dtype)
-    optimizer = maker(place)(model.parameters())
-    model.load_state_dict(mlp(dtype, seed=7).state_dict())
-    train(model, optimizer, 3)
-    model.load_state_dict(mlp(dtype, seed=8).state_dict())
-    with torch.no_grad():
-        model[2].bias[3] = 5.0
-    model[0].bias.data = torch.full_like(model[0].bias, 0.25)
-    expected = copy.deepcopy(model)
-    optimizer.param_groups[0]["lr"] = 1e-6
-    train(model, optimizer, 1, first_step=3)
-    assert_close_ulp(model.parameters(), expected.parameters(), ulps=1000 if dtype == torch.float32 else 2)
 
 
 def test_named_parameters_and_repr() -> None:

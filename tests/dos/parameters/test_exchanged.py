@@ -20,7 +20,6 @@ from tests.support.training import FAST, bits, on
 pytestmark = pytest.mark.usefixtures("one_core")
 
 NUMEL = 30_000
-PLACES = ["host", "cpu", 0.0, 0.5, "stride:2", "adaptive", "resident"]
 
 
 class Points(nn.Module):
@@ -74,14 +73,14 @@ def trained(model: Points, optimizer: torch.optim.Optimizer) -> list[weakref.ref
     return seen
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize(("offload_gradients", "attach"), [(False, True), (True, False)])
-def test_bits_are_the_same_and_nothing_stays_behind(place: str | float, offload_gradients: bool, attach: bool) -> None:
+@pytest.mark.parametrize("offload_gradients", [False, True])
+@pytest.mark.parametrize("place", ["host", "cpu", 0.5, "stride:2", "adaptive"])
+def test_bits_are_the_same_and_nothing_stays_behind(place: str | float, offload_gradients: bool) -> None:
     twin = Points()
     trained(twin, made("host", twin))
     model = Points()
     optimizer = made(place, model, offload_gradients=offload_gradients)
-    if attach:
+    if not offload_gradients:
         optimizer.attach(model)
     seen = trained(model, optimizer)
     optimizer.synchronize()

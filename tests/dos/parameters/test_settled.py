@@ -20,7 +20,7 @@ from tests.support.training import Make, assert_as_adamw, assert_as_on_host, mak
 
 pytestmark = pytest.mark.usefixtures("one_core")
 
-PLACES = ["host", "cpu", 0.0, "stride:1", "resident"]
+PLACES = ["host", "cpu", "stride:1", "resident"]
 
 
 def made(place: Any, parameters: Any, **settings: Any) -> DOSAdam:

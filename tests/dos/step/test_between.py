@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import os
-import signal
-import threading
 
 import pytest
 import torch
@@ -145,56 +142,3 @@ def test_a_new_layout_interrupted_anywhere() -> None:
                 raise
             continue
         assert found == expected
-
-
-def test_two_threads_that_fork_at_once() -> None:
-    optimizers = []
-    for seed in range(3):
-        model = mlp(seed=seed)
-        device = EmulatedDevice(FAST, capacity=10**7)
-        optimizers.append((model, DOSAdam(model.parameters(), policy="stride:2", subgroup_size=300, device=device)))
-    done = threading.Event()
-
-    def fork() -> None:
-        while not done.is_set():
-            child = os.fork()
-            if child == 0:
-                os._exit(0)
-            os.waitpid(child, 0)
-
-    threads = [threading.Thread(target=fork) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    try:
-        for step in range(10):
-            for model, optimizer in optimizers:
-                backward(model, step)
-                optimizer.step()
-    finally:
-        done.set()
-        for thread in threads:
-            thread.join(60)
-    assert not any(thread.is_alive() for thread in threads)
-
-
-def test_a_child_forked_beside_steps_on_the_host_can_use_its_optimizer() -> None:
-    p = nn.Parameter(torch.zeros(10_000))
-    optimizer = DOSAdam([p])
-    statuses: list[int] = []
-
-    def fork() -> None:
-        for _ in range(5):
-            child = os.fork()
-            if child == 0:
-                signal.alarm(10)
-                optimizer.zero_grad()
-                os._exit(0)
-            statuses.append(os.waitpid(child, 0)[1])
-
-    forking = threading.Thread(target=fork)
-    p.grad = torch.ones(10_000)
-    optimizer.step()
-    forking.start()
-    while forking.is_alive():
-        optimizer.step()
-    assert statuses == [0] * 5
