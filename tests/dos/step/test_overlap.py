@@ -363,7 +363,7 @@ if sys.argv[1] == "exception":
 
 @pytest.mark.parametrize("how", ["plain", "exception", "thread"])
 def test_the_interpreter_ends_with_a_step_in_flight(how: str) -> None:
-    """No hang, and it ends before its threads do, as what saves then needs. A thread that trains on is told why it cannot."""
+    """No hang, and it ends before its threads do. A thread that trains on is told why it cannot."""
     done = run_python("-c", ENDS, how, good=False)
     assert done.returncode == (3 if how == "exception" else 0), done.stderr
     assert done.stdout == "True\n"
