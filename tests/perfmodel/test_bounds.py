@@ -44,12 +44,17 @@ FAST_LINKS = dict.fromkeys(("h2d_bandwidth", "d2h_bandwidth", "h2d_bandwidth_dup
             "host DRAM",
             {C: 1.0},
         ),
+        # Memory of half the state.
+        ({}, {"peak_free_bytes": 2 * 144.0, "update_free_bytes": 0.0}, 24.0, "CPU", {C: 0.5, R: 0.5}),
+        # Forward hides what fits beside it.
+        ({}, {"forward_s": 100.0, "peak_free_bytes": 0.0, "update_free_bytes": 0.0}, 0.0, "nothing", {C: 1.0}),
     ],
 )
 def test_one_lane_binds(
     rates: dict[str, float], memory: dict[str, float], seconds: float, binding: str, share: dict[Placement, float]
 ) -> None:
-    bound = lower_bound(work(4, **memory), machine(**rates))
+    load = work(4, **memory)
+    bound = lower_bound(load, machine(**rates), Scope.beside(load))
     assert bound.seconds == pytest.approx(seconds, rel=1e-3)
     assert bound.binding == binding
     assert {p: s for p, s in bound.shares.items() if s > 1e-3} == pytest.approx(share, abs=1e-3)
@@ -94,17 +99,6 @@ def test_windows_are_filled_beside_backward() -> None:
         load = work(4, peak_free_bytes=0.0, update_free_bytes=0.0, backward_s=backward_s)
         found = lower_bound(with_disk(load, 0), machine(**rates), Scope(backward=Phase.OVERLAPPED)).seconds
         assert found == pytest.approx(seconds, rel=1e-3)
-
-
-def test_forward_hides_what_fits_beside_it() -> None:
-    load = work(4, forward_s=100.0, peak_free_bytes=0.0, update_free_bytes=0.0)
-    bound = lower_bound(load, machine(), Scope(forward=Phase.OVERLAPPED))
-    assert (bound.seconds, bound.binding) == (0.0, "nothing")
-
-
-def test_memory_of_half_the_state() -> None:
-    load = work(4, peak_free_bytes=2 * work().slot_bytes, update_free_bytes=0.0)
-    assert lower_bound(load, machine()).shares == pytest.approx({C: 0.5, S: 0.0, R: 0.5})
 
 
 @st.composite

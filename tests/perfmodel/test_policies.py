@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perfmodel import Placement, Plan
@@ -30,22 +30,6 @@ def letters(placements: tuple[Placement, ...]) -> str:
     return "".join({C: "C", S: "S", R: "R"}[p] for p in placements)
 
 
-@pytest.mark.parametrize("n", [1, 10, 22, 60])
-@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("host", [0.0, 0.3, 1.0])
-def test_there_is_room_for_every_plan_that_a_search_gives_on_its_way(n: int, share: float, host: float) -> None:
-    """However early it pauses: DOSAdam runs what there is."""
-    load = work(n, backward_s=5.0 * n)
-    free = share * load.state_bytes
-    load = dataclasses.replace(load, peak_free_bytes=free, shared_free_bytes=free)
-    load = with_disk(load, host * load.state_bytes)
-    search = Search(load, machine())
-    while not search.ended:
-        assert load.has_room(search.plan)
-        search.advance(1)
-    assert load.has_room(search.plan)
-
-
 def test_fixed_policies() -> None:
     load = work(6)
     assert letters(cpu_only(load).placements) == "CCCCCC"
@@ -60,19 +44,13 @@ def test_fixed_policies() -> None:
         stride(load, 0)
 
 
-@pytest.mark.parametrize(("gpu_s", "k"), [(0.5, 3), (1.0, 3), (1.1, 4), (4.0, 6)])
-def test_balanced_stride_by_hand(gpu_s: float, k: int) -> None:
+def test_balanced_stride() -> None:
     """Copies take 1 s and a CPU update 1 s per parameter: k - 1 of them last as long as one copy and GPU update."""
     load = SubgroupLoad(12, 24, 24, 144)
-    assert balanced_stride(load, machine(gpu_update_rate=1 / gpu_s)) == k
-
-
-def test_balanced_stride_of_the_published_machines_is_the_measured_best() -> None:
-    load = SubgroupLoad(10**8, 2 * 10**8, 2 * 10**8, 12 * 10**8)
-    assert {name: balanced_stride(load, MACHINES[name]) for name in ("h100", "a100_bound")} == {
-        "h100": 2,
-        "a100_bound": 2,
-    }
+    for gpu_s, k in ((0.5, 3), (1.0, 3), (1.1, 4), (4.0, 6)):
+        assert balanced_stride(load, machine(gpu_update_rate=1 / gpu_s)) == k
+    (published,) = work(1, 10**8).subgroups
+    assert [balanced_stride(published, MACHINES[name]) for name in ("h100", "a100_bound")] == [2, 2], "as measured"
 
 
 @given(
@@ -80,12 +58,16 @@ def test_balanced_stride_of_the_published_machines_is_the_measured_best() -> Non
     st.floats(0.0, 1.2),
     st.tuples(st.floats(0.0, 3.5), st.just(math.inf)) | st.tuples(st.just(math.inf), st.floats(0.0, 1.5)),
     st.sampled_from([(0.0, 0.0), (0.5, 0.0), (0.5, 0.1)]),
+    st.sampled_from([math.inf, 0.0, 0.3]),
     st.sampled_from(sorted(MACHINES)),
 )
-def test_adaptive_stays_within_memory(
-    sizes: list[int], share: float, memory: tuple[float, float], beside: tuple[float, float], name: str
+def test_there_is_room_for_every_plan_that_a_search_gives_on_its_way(
+    sizes: list[int], share: float, memory: tuple[float, float], beside: tuple[float, float], host: float, name: str
 ) -> None:
-    """memory: the slots for which there is memory of their own, or the share of the state that fits beside them."""
+    """However early it pauses: DOSAdam runs what there is.
+
+    memory: the slots for which there is memory of their own, or the share of the state that fits beside them.
+    """
     load = Workload.of_sizes(
         sizes,
         peak_free_bytes=share * 12 * sum(sizes),
@@ -94,7 +76,13 @@ def test_adaptive_stays_within_memory(
         backward_s=beside[0],
         forward_s=beside[1],
     )
-    assert load.has_room(adaptive(load, MACHINES[name]))
+    if host < math.inf:
+        load = with_disk(load, host * load.state_bytes)
+    search = Search(load, MACHINES[name])
+    while not search.ended:
+        assert load.has_room(search.plan)
+        search.advance(1)
+    assert load.has_room(search.plan)
 
 
 def seen(load: Workload, profile: HardwareProfile, backward: float, forward: float = 0.0) -> Workload:
@@ -106,27 +94,27 @@ def seen(load: Workload, profile: HardwareProfile, backward: float, forward: flo
 def situations() -> Iterator[tuple[str, HardwareProfile, Workload, float]]:
     """Name, machine, what is to be updated with how much memory, and what more than the best may be taken."""
     for name, share, backward in itertools.product(MACHINES, (0.0, 0.2), (0.0, 0.5)):
-        load = work(100, size=5 * 10**7, peak_free_bytes=share * 100 * 6e8, update_free_bytes=8 * 6e8)
+        load = work(60, size=10**8, peak_free_bytes=share * 60 * 12e8, update_free_bytes=5 * 12e8)
         yield "slots of their own", MACHINES[name], seen(load, MACHINES[name], backward), 1.01
-    for name, n, share in itertools.product(("h100", "a100_bound", "gh200"), (10, 30, 100), (0.1, 0.3, 0.6, 0.9)):
+    for name, n, share in itertools.product(("h100", "a100_bound", "gh200"), (10, 60), (0.1, 0.3, 0.9)):
         free = share * n * 12e8
         yield "shared", MACHINES[name], work(n, size=10**8, peak_free_bytes=free, shared_free_bytes=free), 1.01
     machines = ("h100", "a100_pcie_server", "gh200", "rtx_4090_desktop")
-    for name, n, share, shared in itertools.product(machines, (20, 100), (0.1, 0.6), (False, True)):
+    for name, n, share, shared in itertools.product(machines, (20, 60), (0.1, 0.6), (False, True)):
         free = math.floor(share * n + 1e-9) * 12e8
         memory = {"shared_free_bytes": free} if shared else {"update_free_bytes": 4 * 12e8}
         load = work(n, size=10**8, peak_free_bytes=free, **memory)
         yield "hidden", MACHINES[name], seen(load, MACHINES[name], 0.5, 0.25), 1.012
-    for name, n, backward in itertools.product(("a100_bound", "gh200", "h100", "l40s_server"), (60, 130), (0.0, 0.5)):
+    for name, n, backward in itertools.product(("a100_bound", "gh200", "h100", "l40s_server"), (60, 100), (0.0, 0.5)):
         load = work(n, size=10**8, peak_free_bytes=0.0, update_free_bytes=12e8)
         yield "one slot", MACHINES[name], seen(load, MACHINES[name], backward), 1.01
     for name, forward_s in itertools.product(MACHINES, (0.1, 1.0, 10.0)):
         load = work(60, size=10**8, peak_free_bytes=0.0, update_free_bytes=4 * 12e8, forward_s=forward_s)
         yield "beside a forward", MACHINES[name], dataclasses.replace(load, backward_s=2 * forward_s), 1.012
-    for name, n, host in itertools.product(("h100", "rtx_4090_desktop"), (20, 100, 200), (0.0, 0.4, 0.75)):
+    for name, n, host in itertools.product(("h100", "rtx_4090_desktop"), (20, 100, 130), (0.0, 0.4, 0.75)):
         load = work(n, size=10**8, peak_free_bytes=0.15 * n * 12e8, update_free_bytes=4 * 12e8)
         beside = seen(load, MACHINES[name], 0.5 * (n == 100), 0.25 * (n == 100))
-        yield "disk", MACHINES[name], with_disk(beside, host * load.state_bytes, windows=4, reverses=n == 200), 1.04
+        yield "disk", MACHINES[name], with_disk(beside, host * load.state_bytes, windows=4, reverses=n == 130), 1.04
     yield "few", MACHINES["h100"], work(6, size=10**8, peak_free_bytes=0.0), 1 + 1e-9
 
 
@@ -135,7 +123,7 @@ def fixed_plans(load: Workload) -> list[Plan]:
     n, each = len(load.subgroups), load.slot_bytes
     resident = min(n, int(load.peak_free_bytes / each + 1e-9))
     plans = [cpu_only(load), static_ratio(load, 1 - resident / n)]
-    for k, slots in itertools.product((1, 2, 3, 4, 5, 6, 8), (1, 2, 4, 8)):
+    for k, slots in itertools.product((1, 2, 3, 4, 6), (1, 3, 8)):
         left = min(
             resident,
             math.floor(load.shared_free_bytes / each + 1e-9) - slots if load.shared_free_bytes < math.inf else n,
@@ -151,13 +139,11 @@ def test_adaptive_is_within_a_hundredth_of_every_other_policy(
 ) -> None:
     scope = Scope.beside(load)
     best = min(makespan(plan, load, profile, scope) for plan in fixed_plans(load))
-    mine = makespan(adaptive(load, profile), load, profile, scope)
-    assert mine <= more * best
+    plan = adaptive(load, profile)
+    assert makespan(plan, load, profile, scope) <= more * best
     if name == "slots of their own" and load.backward_s:
         # Without it, gradients that take turns with flushes starve the CPU: the bound does not know.
-        assert (
-            exposed(adaptive(load, profile), load, profile, scope) <= 1.05 * lower_bound(load, profile, scope).seconds
-        )
+        assert exposed(plan, load, profile, scope) <= 1.05 * lower_bound(load, profile, scope).seconds
 
 
 def test_operations_without_size_can_be_planned() -> None:
@@ -220,8 +206,8 @@ def test_subgroups_on_disk_are_spread_evenly(share: float) -> None:
     assert abs(len([i for i in on_disk if i % 2]) - 40 * each) <= 2.5, "whether streamed or not"
 
 
-@pytest.mark.parametrize("name", ["h100", "gh200", "l40s_server", "rtx_3090_desktop"])
-@pytest.mark.parametrize(("share", "slots", "resident"), [(0.1, 0, 0.0), (0.25, 4, 0.1), (0.5, 2, 0.3), (0.95, 8, 0.1)])
+@pytest.mark.parametrize("name", ["h100", "gh200", "rtx_3090_desktop"])
+@pytest.mark.parametrize(("share", "slots", "resident"), [(0.1, 0, 0.0), (0.25, 4, 0.1), (0.95, 8, 0.1)])
 def test_steps_in_either_order_are_near_the_bound(name: str, share: float, slots: int, resident: float) -> None:
     """Each step begins with what the last one has left in windows, and has the other order."""
     profile = dataclasses.replace(MACHINES[name], disk_read_bandwidth_duplex=2.1e9, disk_write_bandwidth_duplex=1.4e9)
@@ -328,7 +314,7 @@ def test_a_search_comes_to_its_end_though_the_rates_change_in_every_iteration() 
 
 
 @pytest.mark.parametrize("mode", ["slots", "one slot", "shared", "forward", "disk"])
-@pytest.mark.parametrize("n", [128, 1000, 2000])
+@pytest.mark.parametrize("n", [128, 2000])
 def test_planning_never_takes_long(n: int, mode: str) -> None:
     """Counted: a task takes two to four microseconds, so that a call takes 5 ms at most, and all of them 50 or 60."""
     profile = MACHINES["h100"]
@@ -399,6 +385,7 @@ def best_with(load: Workload, profile: HardwareProfile) -> list[float]:
 
 
 @given(with_saved_tensors())
+@settings(max_examples=40)
 def test_what_leaves_is_as_good_as_nothing_and_all(case: tuple[Workload, HardwareProfile]) -> None:
     stay, leave, best = best_with(*case)
     assert best <= 1.02 * min(stay, leave)
@@ -426,7 +413,3 @@ def test_part_of_the_saved_tensors_leaves_where_links_have_room_for_a_part() -> 
     )
     stay, leave, part = best_with(load, MACHINES["h100"])
     assert part < min(stay, leave) / 1.3
-
-
-def test_a_plan_says_what_leaves() -> None:
-    assert str(Plan((R,), (0,), 0, 2**20)).endswith("; 1.0 MiB of saved tensors leave")

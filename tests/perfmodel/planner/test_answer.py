@@ -129,7 +129,7 @@ def test_what_would_help_is_planned_anew() -> None:
 @example(machine="rtx_4090_desktop", numel=1e9, spare=1.0, flops_rate=math.inf, sharded=False)
 @example(machine="h100", numel=1e9, spare=1.0, flops_rate=math.inf, sharded=False)
 @example(machine="gh200", numel=1e9, spare=9.0, flops_rate=math.inf, sharded=False)
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(
     machine=st.sampled_from(sorted(GPUS)),
     numel=st.floats(3e8, 8e9),
@@ -211,8 +211,8 @@ def test_a_device_that_is_too_small() -> None:
     assert "with --checkpointing --offload-gradients" not in proposed, "one of them is enough"
 
 
-@pytest.mark.parametrize("host_gib", [64, 128, 131, 192, None])
-@pytest.mark.parametrize("settings", [{}, {"checkpointing": False, "batch": 4}, {"offload_gradients": True}], ids=str)
+@pytest.mark.parametrize("host_gib", [64, 131, None])
+@pytest.mark.parametrize("settings", [{"checkpointing": False, "batch": 4}, {"offload_gradients": True}], ids=str)
 @pytest.mark.parametrize("machine", ["rtx_4090_desktop", "a100_bound"])
 def test_what_is_proposed_fits(machine: str, settings: dict[str, Any], host_gib: int | None) -> None:
     """Every proposal has been asked anew, host memory included; what is not true yet says so."""

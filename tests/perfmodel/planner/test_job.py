@@ -78,20 +78,6 @@ def test_groups_are_those_of_a_mesh(nodes: int, per_node: int, replicas: int) ->
         assert group.nodes == len(members)
 
 
-@given(st.integers(2, 9), st.integers(1, 50))
-def test_a_ring_written_out(size: int, chunk: int) -> None:
-    """Every rank passes on what it got last until all have all; links count what each of them sends."""
-    held = [{rank} for rank in range(size)]
-    sent, last = 0, list(range(size))
-    while any(len(chunks) < size for chunks in held):
-        last = [last[rank - 1] for rank in range(size)]
-        for chunks, got in zip(held, last, strict=True):
-            chunks.add(got)
-        sent += chunk
-    gather, *_ = Situation(question(size * chunk, ranks=size, fsdp=True)).job.collectives
-    assert gather.moved == pytest.approx(2 * sent)
-
-
 def test_volumes_are_those_of_the_zero_paper() -> None:
     """Rajbhandari et al. 2020, section 7: 2, and 3 with stage 3, for many ranks."""
     jobs = [Situation(question(ranks=1024, nodes=128, zero=stage)).job for stage in range(4)]
@@ -162,12 +148,7 @@ def test_the_slowest_link_of_a_ring_counts_and_what_each_link_is_busy_with() -> 
     assert whole.pcie_s == whole.interconnect_s == pytest.approx(whole.moved / pcie)
 
 
-def test_every_built_in_gpu_with_a_network_has_its_source() -> None:
-    assert all(fabric.between and fabric.network for fabric in FABRICS.values())
-
-
 @given(JOBS)
-@settings(deadline=None, max_examples=200)
 def test_more_ranks_never_need_more_memory(drawn: dict[str, Any]) -> None:
     fewer = drawn_question(drawn)
     more = fewer.replace(ranks=2 * fewer.ranks)
@@ -192,7 +173,7 @@ COLLECTIVES_HOLD_UP = {
 
 @given(JOBS, st.floats(1.01, 100))
 @example(COLLECTIVES_HOLD_UP, 2.0)
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=40)
 def test_a_faster_network_never_costs_time(drawn: dict[str, Any], factor: float) -> None:
     """Collectives exactly; the iteration to 1%, for its plan is the best of some that are simulated."""
     asked = drawn_question(drawn)
@@ -204,7 +185,7 @@ def test_a_faster_network_never_costs_time(drawn: dict[str, Any], factor: float)
 
 
 @given(JOBS, st.booleans(), st.sampled_from([0.0, 0.5]))
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 def test_no_resource_works_longer_than_the_iteration_lasts(
     drawn: dict[str, Any], gradients: bool, share: float
 ) -> None:
@@ -320,7 +301,7 @@ def test_a_model_fits_where_more_is_divided_or_on_the_host(settings: dict[str, A
 
 
 @given(JOBS)
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=20)
 def test_one_rank_is_the_performance_model_alone(drawn: dict[str, Any]) -> None:
     """As if there were no nodes and no FSDP2: compute by the rate, the rest by `makespan`."""
     alone = {"ranks": 1, "nodes": 1, "replicas": 1, "fsdp": False, "offload_parameters": False}
