@@ -150,7 +150,7 @@ def test_what_leaves_is_planned_with_state() -> None:
 
 
 def test_rows_of_the_disk_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "FULL_S", 0.2)
+    monkeypatch.setattr(disk, "FULL_S", 0.1)
     rows = disk.compare("throttled", disk.throttled(), 1, tmp_path, lambda label: None)
     assert [row["share_on_disk"] for row in rows] == pytest.approx(disk.SHARES, abs=0.08)
     for row in rows:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from perfmodel import Lane, Op, Placement, Plan, Timeline
 from perfmodel.hardware import HardwareProfile
 from perfmodel.lanes import Stream, Tasks, shared_rates
-from perfmodel.policies import cpu_only, static_ratio, stride
+from perfmodel.policies import cpu_only, stride
 from perfmodel.simulate import UPDATE_ALONE, Phase, Scope, exposed, makespan, simulate
 from perfmodel.workload import SubgroupLoad, Workload
 from tests.support.machines import machine, work

@@ -21,9 +21,8 @@ TRAIN = "--steps 2 --layers 1 --width 32 --heads 2 --context 16 --batch 2 --poli
 FORMATS = "--steps 2 --seeds 1 --width 32 --layers 1 --processes 1"
 
 QUICK = {
-    "experiments.gpu_check": "--size tiny --minutes 1 --only environment,calibration",
+    "experiments.gpu_check": "--size tiny --minutes 1 --only environment",
     "experiments.kernel": "--numel 1k --rounds 1 --threads 1",
-    "experiments.memory --only": "none --steps 2",
     "experiments.memory --simulate": "--picture memory.png",
     "experiments.published": "",
     "experiments.sweep": "ratio",
@@ -40,7 +39,9 @@ SLOW = {
     "experiments.emulation": "--rounds 1",
     "experiments.formats": FORMATS,
     "experiments.job": "--ranks 1",
+    "experiments.gpu_check --only": "environment,calibration --size tiny --minutes 1",
     "experiments.memory": "--steps 2",
+    "experiments.memory --only": "none --steps 2",
     "experiments.overhead": "--most 100 --rounds 1",
     "experiments.overlap": "--rounds 1 --batch 1",
     "experiments.planner": "--profile h100",

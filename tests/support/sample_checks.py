@@ -31,11 +31,6 @@ def is_killed(bench: Bench) -> None:
 
 
 def hangs(bench: Bench) -> None:
-    bench.note(before="it hung")
-    time.sleep(600)
-
-
-def leaves_a_child(bench: Bench) -> None:
     bench.note(child=subprocess.Popen(["sleep", "600"]).pid)
     time.sleep(600)
 
