@@ -101,7 +101,6 @@ def schedule(plan: Plan, workload: Workload, scope: Scope = UPDATE_ALONE) -> Sch
     if len(plan) != len(workload.subgroups):
         raise ValueError(f"the plan is for {len(plan)} subgroups, the workload has {len(workload.subgroups)}")
     plan = ordered(plan, workload)
-    made = ScheduleBuilder(plan, workload)
     loads, overlapped = workload.subgroups, scope.backward is Phase.OVERLAPPED
     held = [i for i in plan.order if i in plan.on_disk][: workload.windows if workload.reverses else 0]
     windows = {i: window for window, i in enumerate(held)}
@@ -116,7 +115,7 @@ def schedule(plan: Plan, workload: Workload, scope: Scope = UPDATE_ALONE) -> Sch
         )
         for i, load in enumerate(loads)
     ]
-    backward: tuple[int, ...] = ()
+    made, backward = ScheduleBuilder(plan, workload, found), tuple[int, ...]()
     # Offloaded gradients come up through a slot for residents, too.
     slots = max(plan.slots, any(load.returned_bytes for load in loads) and RESIDENT in plan.placements)
     vacated: list[tuple[int, ...]] = [()] * slots
@@ -132,7 +131,7 @@ def schedule(plan: Plan, workload: Workload, scope: Scope = UPDATE_ALONE) -> Sch
             made.departed[i] = (made.add(GRADIENT, i, loads[i].gradient_bytes, (made.piece[i],)),)
         filled = range(min(slots, plan.placements.count(STREAMED)))
         vacated = [memory_freed(plan, workload, made.piece, slot) for slot in filled] or vacated
-    made.step(found, backward, vacated)
+    made.step(backward, vacated)
     if scope.forward is Phase.SERIAL:
         # What is written to disk is of no use to it.
         before = tuple(number for number, task in enumerate(made.tasks) if task.op is not Op.WRITE)
@@ -148,13 +147,13 @@ def schedule_step(plan: Plan, workload: Workload, found: Sequence[SubgroupState]
     plan: for which there is memory: its slots are there, and so is room for each resident subgroup.
     begun: transfers under way that it uses, in the order of their issue.
     """
-    made = ScheduleBuilder(plan, workload)
+    made = ScheduleBuilder(plan, workload, found)
     if begun:
         made.piece = backward_pieces(made.add, workload)
-    made.begun(begun, found)
+    made.begun(begun)
     issued = len(made.tasks)
     backward = (made.add(BACKWARD, None, 0),)
-    made.step(found, backward, [backward] * plan.slots)
+    made.step(backward, [backward] * plan.slots)
     return Schedule(tuple(made.tasks), issued, made.windows.inside)
 
 
@@ -197,11 +196,14 @@ class ScheduleBuilder:
         its state to a slot.
     """
 
-    def __init__(self, plan: Plan, workload: Workload) -> None:
+    def __init__(self, plan: Plan, workload: Workload, found: Sequence[SubgroupState]) -> None:
         self.tasks: list[Task] = []
         self.piece: dict[int, int] = {}
         self._plan = plan
         self._workload = workload
+        self._found = found
+        self._backward: tuple[int, ...] = ()
+        """What has to end before gradients are complete and parameters may be overwritten."""
         self._loads: tuple[SubgroupLoad, ...] = workload.subgroups
         self._updated: dict[int, int] = {}
         """The tasks after which a subgroup's new parameters are on the device."""
@@ -216,35 +218,38 @@ class ScheduleBuilder:
         size: int,
         after: tuple[int, ...] = (),
         slot: int | None = None,
+        others: tuple[int, ...] = (),
+        move: Move | None = None,
+        window: int | None = None,
     ) -> int:
-        self.tasks.append(Task(what[0], what[1], subgroup, size, after, slot))
+        self.tasks.append(Task(what[0], what[1], subgroup, size, after, slot, others, move, window))
         return len(self.tasks) - 1
 
-    def begun(self, transfers: Sequence[Task], found: Sequence[SubgroupState]) -> None:
+    def begun(self, transfers: Sequence[Task]) -> None:
         """Transfers beside backward: complete gradients leave, state comes.
 
         What comes to stay does so from the first gradient on, what comes to a slot after half of backward.
         """
         first = len(self.tasks)
         after: dict[int, int] = {}
-        for i, each in enumerate(found):
+        for i, each in enumerate(self._found):
             if each.departed:
                 self.departed[i] = tuple(first + place for place in each.departed)
                 after |= dict.fromkeys(each.departed, self.piece[i])
             if each.fetched is not None:
                 self.fetched[i] = first + each.fetched
                 to_stay = transfers[each.fetched].slot is None
-                after[each.fetched] = self.piece[len(found) - 1 if to_stay else len(found) // 2]
+                after[each.fetched] = self.piece[len(self._found) - 1 if to_stay else len(self._found) // 2]
         self.tasks += [task._replace(after=(after[place],)) for place, task in enumerate(transfers)]
 
-    def step(self, found: Sequence[SubgroupState], backward: tuple[int, ...], vacated: list[tuple[int, ...]]) -> None:
+    def step(self, backward: tuple[int, ...], vacated: list[tuple[int, ...]]) -> None:
         """What waits for no slot first, then all others as the plan orders them.
 
         Residents of one format are updated together, behind what could hold up a transfer home: state that leaves, and
         state that has come to a slot already.
-        backward: what has to end before gradients are complete and parameters may be overwritten.
         vacated: by slot, what has to end before it is filled for the first time.
         """
+        self._backward, found = backward, self._found
         for turn, i in enumerate(self._plan.order):
             window = found[i].window
             if window is not None:
@@ -257,7 +262,7 @@ class ScheduleBuilder:
             if gradient is HOST or (found[i].state is not DEVICE and not stays):
                 others.append(i)
             elif gradient is DEVICE and not stays:
-                self._leave(i, (self._update(i, found[i], backward),))
+                self._leave(i, (self._update(i, backward),))
             elif gradient is DEVICE and found[i].state is DEVICE:
                 residents.setdefault(self._loads[i].format, []).append(i)
             elif gradient is DEVICE:
@@ -265,71 +270,55 @@ class ScheduleBuilder:
             elif not stays and found[i].state is DEVICE:
                 self._leave(i, backward)
         ahead = [i for i in others if i in self.fetched and self._plan.placements[i] is not RESIDENT]
-        self._others(ahead, 0, found, backward, vacated)
+        self._others(ahead, 0, vacated)
         for together in residents.values():
-            self._updated |= dict.fromkeys(together, self._together(together, found, backward))
+            first, numel = together[0], sum(found[i].numel for i in together)
+            update = self.add(ON_DEVICE, first, numel, backward, others=tuple(together[1:]))
+            self._updated |= dict.fromkeys(together, update)
         for i in arriving:
-            self._arriving(i, found[i], backward)
+            self._arriving(i)
         begun = set(ahead)
-        self._others([i for i in others if i not in begun], len(ahead), found, backward, vacated)
+        self._others([i for i in others if i not in begun], len(ahead), vacated)
         for i in () if self._workload.reverses else list(self.windows.inside):
             self.windows.write(i)
 
-    def _others(
-        self,
-        others: Sequence[int],
-        rank: int,
-        found: Sequence[SubgroupState],
-        backward: tuple[int, ...],
-        vacated: list[tuple[int, ...]],
-    ) -> None:
+    def _others(self, others: Sequence[int], rank: int, vacated: list[tuple[int, ...]]) -> None:
         """What is updated on the host, or passes through slots; `rank` have done so before."""
         for i in others:
-            if found[i].gradient is None:
-                if found[i].window is None and found[i].state is not self._plan.stays(i):
-                    self._rest(i, self._to_host(i, found[i], backward))
+            found = self._found[i]
+            if found.gradient is None:
+                if found.window is None and found.state is not self._plan.stays(i):
+                    self._rest(i, self._to_host(i))
                 continue
-            on_host = found[i].state is not DEVICE and self._plan.placements[i] is CPU
+            on_host = found.state is not DEVICE and self._plan.placements[i] is CPU
             if on_host or not vacated:
-                self._on_host(i, found[i], backward)
+                self._on_host(i)
             else:
                 slot = rank % len(vacated)
-                vacated[slot] = (self._staged(i, found[i], slot, vacated[slot], backward),)
+                vacated[slot] = (self._staged(i, slot, vacated[slot]),)
                 rank += 1
 
-    def _together(self, residents: Sequence[int], found: Sequence[SubgroupState], backward: tuple[int, ...]) -> int:
-        """State and gradients that are on the device, where they stay: one update."""
-        first, *others = residents
-        numel = sum(found[i].numel for i in residents)
-        self.tasks.append(Task(*ON_DEVICE, first, numel, backward, None, tuple(others)))
-        return len(self.tasks) - 1
-
-    def _arriving(self, i: int, found: SubgroupState, backward: tuple[int, ...]) -> None:
+    def _arriving(self, i: int) -> None:
         """State that comes to stay, and its gradient is there."""
         fetched = self.fetched.get(i)
         if fetched is None:
-            here = self._from_disk(i, found)
-            fetched = self._move(i, Move(HOST if here else found.state, DEVICE), (*backward, *here))
+            fetched = self._to_device(i, self._backward)
         self.windows.leave(i, (fetched,))
-        self._update(i, found, (fetched, *backward))
+        self._update(i, (fetched, *self._backward))
 
-    def _staged(
-        self, i: int, found: SubgroupState, slot: int, vacated: tuple[int, ...], backward: tuple[int, ...]
-    ) -> int:
+    def _staged(self, i: int, slot: int, vacated: tuple[int, ...]) -> int:
         """State, offloaded gradients or both come up for the update; what frees the slot again."""
-        stays = self._plan.placements[i] is RESIDENT
+        found, stays = self._found[i], self._plan.placements[i] is RESIDENT
         fetched = self.fetched.get(i)
         ready: tuple[int, ...] = () if fetched is None else (fetched,)
-        comes = found.state is not DEVICE and fetched is None
         returned = (found.gradient_bytes or 0) if found.gradient is HOST else 0
         # The slot's last occupant must have left before the next one is written over it.
         after = (*vacated, *self.departed.get(i, ()))
-        if comes:
-            here = self._from_disk(i, found)
-            ready += (self._move(i, Move(HOST if here else found.state, DEVICE), (*after, *here), slot, returned),)
+        if found.state is not DEVICE and fetched is None:
+            ready += (self._to_device(i, after, slot, returned),)
         elif found.gradient is HOST:
             ready += (self.add(PREFETCH, i, returned, after, slot),)
-        update = self._update(i, found, ready + backward, slot)
+        update = self._update(i, ready + self._backward, slot)
         if stays:
             self.windows.leave(i, ready)
             return update
@@ -338,25 +327,25 @@ class ScheduleBuilder:
         self._leave(i, (update,))
         return update
 
-    def _on_host(self, i: int, found: SubgroupState, backward: tuple[int, ...]) -> None:
+    def _on_host(self, i: int) -> None:
         """An update on the host; what it needs may have to leave the device first, parameters go up."""
-        ready = self.departed.get(i, ())
+        found, ready = self._found[i], self.departed.get(i, ())
         through = found.state is DISK or found.window is not None or self._plan.stays(i) is DISK
-        here = self._to_host(i, found, backward) if through else ()
+        here = self._to_host(i) if through else ()
         late = found.gradient_bytes if found.gradient is DEVICE else None
         if late is not None or found.stale_bytes:
             # In a window there is room for them once the state is there, and masters then follow parameters.
-            after = (*backward, *here) if found.state is DISK or i in self.windows.inside else backward
+            after = (*self._backward, *here) if found.state is DISK or i in self.windows.inside else self._backward
             ready += (self.add(GRADIENT, i, (late or 0) + found.stale_bytes, after),)
-        ready += here if through else self._to_host(i, found, backward)
-        update = self.add(ON_HOST, i, found.numel, ready + backward)
+        ready += here if through else self._to_host(i)
+        update = self.add(ON_HOST, i, found.numel, ready + self._backward)
         # What the caller queued before the step still reads the old parameters.
-        after = (update, *backward)
+        after = (update, *self._backward)
         self._updated[i] = self.add(PARAMETER, i, found.parameter_bytes, after)
         self._rest(i, (self._updated[i],))
 
-    def _update(self, i: int, found: SubgroupState, after: tuple[int, ...], slot: int | None = None) -> int:
-        update = self._updated[i] = self.add(ON_DEVICE, i, found.numel, after, slot)
+    def _update(self, i: int, after: tuple[int, ...], slot: int | None = None) -> int:
+        update = self._updated[i] = self.add(ON_DEVICE, i, self._found[i].numel, after, slot)
         return update
 
     def _leave(self, i: int, after: tuple[int, ...], slot: int | None = None) -> int:
@@ -368,8 +357,9 @@ class ScheduleBuilder:
         self.windows.settle(i, (flush,))
         return flush
 
-    def _from_disk(self, i: int, found: SubgroupState) -> tuple[int, ...]:
+    def _from_disk(self, i: int) -> tuple[int, ...]:
         """State comes from disk, home if it is to rest there, else to a window; what brings it, if it was there."""
+        found = self._found[i]
         self.windows.use(i)
         # What was in a window may have had to leave it before its turn.
         if found.state is not DISK and (found.window is None or i in self.windows.inside):
@@ -380,14 +370,20 @@ class ScheduleBuilder:
             self.windows.leave(i, (read,))
         return (read,)
 
-    def _to_host(self, i: int, found: SubgroupState, after: tuple[int, ...]) -> tuple[int, ...]:
+    def _to_device(self, i: int, after: tuple[int, ...], slot: int | None = None, beside: int = 0) -> int:
+        """State comes to the device, from wherever it is; what brings it. beside: as for `_move`."""
+        here = self._from_disk(i)
+        return self._move(i, Move(HOST if here else self._found[i].state, DEVICE), (*after, *here), slot, beside)
+
+    def _to_host(self, i: int) -> tuple[int, ...]:
         """State comes to the host, from wherever it is; what brings it."""
-        here = () if found.state is DEVICE else self._from_disk(i, found)
-        if here or found.state is HOST:
+        state = self._found[i].state
+        here = () if state is DEVICE else self._from_disk(i)
+        if here or state is HOST:
             return here
-        if found.state is DEVICE and self._plan.stays(i) is DISK:
-            return (self._leave(i, after),)
-        return (self._move(i, Move(found.state, HOST), after),)
+        if state is DEVICE and self._plan.stays(i) is DISK:
+            return (self._leave(i, self._backward),)
+        return (self._move(i, Move(state, HOST), self._backward),)
 
     def _rest(self, i: int, after: tuple[int, ...]) -> None:
         """After these tasks the host has the state as it is to rest; what is at home and belongs on disk is written."""
@@ -409,9 +405,7 @@ class ScheduleBuilder:
         window: int | None = None,
     ) -> int:
         """State goes from tier to tier. beside: bytes that go the same way."""
-        op, stream = MOVES[move]
-        self.tasks.append(Task(op, stream, i, self._loads[i].state_bytes + beside, after, slot, (), move, window))
-        return len(self.tasks) - 1
+        return self.add(MOVES[move], i, self._loads[i].state_bytes + beside, after, slot, move=move, window=window)
 
     def runs(self) -> list[Run]:
         """Of the next forward, in which each subgroup waits for its own parameters."""
