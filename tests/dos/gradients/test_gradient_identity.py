@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from dos import DOSAdam
-from dos.kernels.update import AdamArrays, AdamStep, accumulate, adam_update, sum_of_squares
 from tests.support.training import Make, assert_as_adamw, backward, batch, bits, maker, mlp
 
 pytestmark = pytest.mark.usefixtures("one_kernel_thread")
@@ -251,16 +250,6 @@ def test_a_gradient_that_has_no_memory() -> None:
         return [parameter]
 
     assert_as_adamw(run, "host")
-
-
-def test_kernels_refuse_what_is_not_in_memory() -> None:
-    x, lazy = torch.ones(4), negated(torch.ones(4))
-    with pytest.raises(ValueError, match="grad: expected values in memory, found a lazily negated or zero tensor"):
-        adam_update(AdamArrays(lazy, x, x.clone(), x.clone()), step=AdamStep(0.1, 0.9, 0.99, 1e-8, 0.0, 1.0))
-    with pytest.raises(ValueError, match=r"src: expected values in memory.*use \.clone\(\)"):
-        accumulate(lazy, x)
-    with pytest.raises(ValueError, match="src: expected values in memory"):
-        sum_of_squares(torch._efficientzerotensor(4))
 
 
 @pytest.mark.parametrize(

@@ -205,6 +205,8 @@ def test_sum_of_squares(dtype: torch.dtype) -> None:
 
 # What users get wrong
 
+NEGATED = torch._neg_view(torch.ones(8))
+
 
 def test_parameters_that_require_grad_are_accepted() -> None:
     param = torch.nn.Parameter(torch.ones(8))
@@ -220,6 +222,7 @@ def test_parameters_that_require_grad_are_accepted() -> None:
     [
         ({"grad": torch.zeros(8, dtype=torch.float64)}, TypeError, "grad: expected torch.float32 or .*float64"),
         ({"grad": None}, TypeError, "grad: expected a tensor, found NoneType"),
+        ({"grad": NEGATED}, ValueError, "grad: expected values in memory, found a lazily negated or zero tensor"),
         ({"grad": torch.zeros(8).to_sparse()}, TypeError, "grad: expected a dense tensor"),
         ({"grad": torch.zeros(9)}, ValueError, "grad: expected 8 elements, found 9"),
         ({"grad": torch.zeros(8, device="meta")}, ValueError, "grad: expected device cpu, found meta"),
@@ -247,6 +250,8 @@ def test_bad_input(change: dict[str, Any], error: type[Exception], message: str)
     ("call", "message"),
     [
         (lambda: accumulate(torch.zeros(8), torch.zeros(7)), "src: expected 7 elements, found 8"),
+        (lambda: accumulate(NEGATED, torch.zeros(8)), r"src: expected values in memory.*use \.clone\(\)"),
+        (lambda: sum_of_squares(torch._efficientzerotensor(4)), "src: expected values in memory"),
         (lambda: sum_of_squares(torch.zeros(2, 2)), "src: expected 1 dimension"),
         (lambda: sum_of_squares(torch.zeros(2, device="meta")), "src: expected device cpu, found meta"),
         (lambda: replace(STEP, step=0), "step: expected at least 1"),
