@@ -26,35 +26,6 @@ def build(disk: Path | None, dtype: torch.dtype = torch.float32, **settings: Any
     return divided, dos_adam(divided.parameters(), **{"policy": "cpu", "subgroup_size": 2048, **place, **settings})
 
 
-@pytest.mark.parametrize(
-    ("dtype", "settings", "attach"),
-    [
-        (torch.bfloat16, {"policy": "stride:2"}, True),
-        (torch.float32, {"offload_gradients": True, "host_memory": 260_000, "max_grad_norm": 0.05}, False),
-    ],
-)
-@on_pair
-def test_the_bits_of_memory(tmp_path: Path, settings: dict[str, Any], dtype: torch.dtype, attach: bool) -> None:
-    ends = []
-    for disk in (None, tmp_path):
-        ours = {key: value for key, value in settings.items() if disk is not None or key != "host_memory"}
-        divided, optimizer = build(disk, dtype, **ours)
-        if attach:
-            optimizer.attach(divided)
-        train(divided, optimizer, steps=range(4), micro_batches=2)
-        optimizer.synchronize()
-        ends.append(values(divided))
-        plan = optimizer.plan()
-        assert plan is not None
-        assert bool(plan.on_disk) is (disk is not None)
-        if disk is not None:
-            dist.barrier()
-            assert len(files(disk)) == dist.get_world_size()
-            assert bytes_on_disk(disk) > 0
-            dist.barrier()
-    assert_equal(*ends)
-
-
 @on_pair
 def test_homes_leave_for_disk_where_gradients_of_what_joins_need_their_room(tmp_path: Path) -> None:
     """In the step: nothing is pinned in backward, which may wait for collectives, and so for other ranks."""
@@ -78,33 +49,39 @@ def test_homes_leave_for_disk_where_gradients_of_what_joins_need_their_room(tmp_
     assert_equal(*ends)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "settings", "rich", "attach"),
+    [
+        (torch.bfloat16, {"policy": "stride:2"}, False, True),
+        (torch.float32, {"offload_gradients": True, "host_memory": 260_000, "max_grad_norm": 0.05}, False, False),
+        (torch.bfloat16, {}, True, False),
+    ],
+)
 @on_pair
-def test_checkpoints(tmp_path: Path) -> None:
-    """Saved by ranks with state on disk, and loaded there."""
-    dtype = torch.bfloat16
-    through = build(tmp_path / "disk", dtype)
-    train(*through, steps=range(2))
-    save(tmp_path / "checkpoint", *through, "save")
-    resumed = build(tmp_path / "disk", dtype)
-    load(tmp_path / "checkpoint", *resumed)
+def test_the_bits_of_memory(
+    tmp_path: Path, dtype: torch.dtype, settings: dict[str, Any], rich: bool, attach: bool
+) -> None:
+    """Also where training goes on from a checkpoint. rich: the second rank has all state in memory."""
+    disk, checkpoint = tmp_path / "disk", tmp_path / "checkpoint"
+    rich = rich and dist.get_rank() == 1
+    ours = {**settings, "host_memory": 10**7} if rich else settings
+    through, resumed = build(disk, dtype, **ours), build(disk, dtype, **ours)
+    in_memory = build(None, dtype, **{key: value for key, value in settings.items() if key != "host_memory"})
+    if attach:
+        through[1].attach(through[0])
+    train(*through, steps=range(2), micro_batches=2)
+    save(checkpoint, *through, "save")
+    load(checkpoint, *resumed)
     for pair in (through, resumed):
-        train(*pair, steps=range(2, 4))
-    assert_equal(values(resumed[0]), values(through[0]))
-    in_memory = build(None, dtype)
-    train(*in_memory, steps=range(4))
-    assert_equal(values(through[0]), values(in_memory[0]))
-
-
-@on_pair
-def test_budgets_that_differ(tmp_path: Path) -> None:
-    """One rank has all state in memory."""
-    ends = []
-    for disk in (None, tmp_path):
-        rich = disk is not None and dist.get_rank() == 1
-        divided, optimizer = build(disk, **({"host_memory": 10**7} if rich else {}))
-        train(divided, optimizer)
-        ends.append(values(divided))
+        train(*pair, steps=range(2, 4), micro_batches=2)
+        pair[1].synchronize()
+    train(*in_memory, steps=range(4), micro_batches=2)
+    for module, optimizer in (through, resumed):
+        assert_equal(values(module), values(in_memory[0]))
         plan = optimizer.plan()
         assert plan is not None
-        assert bool(plan.on_disk) is (disk is not None and not rich)
-    assert_equal(*ends)
+        assert bool(plan.on_disk) is not rich
+    dist.barrier()
+    assert len(files(disk)) == 2 * dist.get_world_size()
+    assert bytes_on_disk(disk) > 0
+    dist.barrier()
