@@ -41,16 +41,6 @@ def slow(**options: object) -> tuple[torch.nn.Module, DOSAdam, EmulatedDevice]:
     return model, DOSAdam(model.parameters(), subgroup_size=300, device=device, **options), device  # type: ignore[arg-type]
 
 
-def test_explain_names_plan_memory_prediction_measurement_and_bound() -> None:
-    model, optimizer, _ = slow(memory_budget=STATE // 2)
-    train(model, optimizer, 3)
-    text = optimizer.explain()
-    for expected in ("Plan:", "gpu_resident", "Memory:", "the device itself", "Measured:", "Predicted:", "Bound:"):
-        assert expected in text
-    assert "is the bottleneck" in text
-    assert "Formats: 100.0% float32; 12 bytes of state per parameter" in text
-
-
 def test_explain_without_an_accelerator_or_a_step() -> None:
     model = mlp()
     optimizer = DOSAdam(model.parameters())
@@ -60,10 +50,14 @@ def test_explain_without_an_accelerator_or_a_step() -> None:
     assert optimizer.metrics() == {}
 
 
-def test_metrics_are_plain_numbers_that_add_up() -> None:
+def test_explain_says_all_and_metrics_are_plain_numbers_that_add_up() -> None:
     model, optimizer, _ = slow(memory_budget=STATE // 2)
     train(model, optimizer, 3)
-    metrics = optimizer.metrics()
+    text, metrics = optimizer.explain(), optimizer.metrics()
+    for expected in ("Plan:", "gpu_resident", "Memory:", "the device itself", "Measured:", "Predicted:", "Bound:"):
+        assert expected in text
+    assert "is the bottleneck" in text
+    assert "Formats: 100.0% float32; 12 bytes of state per parameter" in text
     assert all(type(value) is float and math.isfinite(value) for value in metrics.values())
     shares = [metrics[f"share_{placement}"] for placement in ("cpu", "gpu_streamed", "gpu_resident")]
     assert sum(shares) == pytest.approx(1.0)

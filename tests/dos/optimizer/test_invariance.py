@@ -99,7 +99,7 @@ def threads(count: int) -> Iterator[None]:
 
 @pytest.mark.filterwarnings("ignore:DOSAdam.step")  # examples may have no gradient at all
 @settings(
-    max_examples=50,
+    max_examples=40,
     phases=[Phase.explicit, Phase.reuse, Phase.generate],  # an example as found says more than one shrunk for minutes
     suppress_health_check=[HealthCheck.too_slow],
 )

@@ -60,23 +60,14 @@ def test_low_precision_follows_a_master_in_float32(dtype: torch.dtype, device: E
     assert_close_ulp(model.parameters(), [m.to(dtype) for m in masters], ulps=2)
 
 
-@pytest.mark.parametrize(
-    "schedule",
-    [
-        lambda o: lr_scheduler.CyclicLR(o, 1e-4, 1e-2, step_size_up=3),
-        lambda o: lr_scheduler.OneCycleLR(o, 1e-2, total_steps=20),
-        lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1),
-    ],
-    ids=["cyclic", "onecycle", "plateau"],
-)
-def test_schedulers(schedule) -> None:
+def test_a_scheduler_that_changes_betas_too() -> None:
     def run(make: Make) -> Iterable[torch.Tensor]:
         model = mlp()
         optimizer = make(model.parameters())
-        scheduler = schedule(optimizer)
+        scheduler = lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=20)
         for step in range(12):
             train(model, optimizer, 1, first_step=step)
-            scheduler.step(*[1.0] * isinstance(scheduler, lr_scheduler.ReduceLROnPlateau))
+            scheduler.step()
         return [*model.parameters(), torch.tensor([group["lr"] for group in optimizer.param_groups])]
 
     assert_as_adamw(run, "stride:2")

@@ -14,7 +14,7 @@ from torch import nn
 from dos import DOSAdam, EmulatedDevice
 from dos.state.record import ParameterRecord
 from dos.state.subgroup import Piece, Subgroup
-from tests.support.training import FAST, bits
+from tests.support.training import FAST
 
 pytestmark = pytest.mark.usefixtures("one_core")
 
@@ -84,21 +84,6 @@ def test_the_work_is_linear(place: str) -> None:
     # What costs the same whatever their number makes the ratio smaller; one search through all would make it 16.
     over = {name: many[name] / few[name] for name in few if many[name] > 4.8 * few[name]}
     assert not over
-
-
-def test_a_mixture_of_1_500_tensors() -> None:
-    """Two steps, of which the second uses every other expert, as two large tensors are updated."""
-    experts = parameters(1_500)
-    optimizer = DOSAdam(experts, lr=0.1, device=EmulatedDevice(FAST, capacity=10**8), **PLACES["offloaded"])
-    halves = [nn.Parameter(torch.stack(experts[first::2]).detach()) for first in (0, 1)]
-    twin = DOSAdam(halves, lr=0.1)
-    for used, used_halves in ((experts, halves), (experts[::2], halves[:1])):
-        torch.stack(used).square().sum().backward()
-        sum(half.square().sum() for half in used_halves).backward()
-        for each in (optimizer, twin):
-            each.step()
-            each.zero_grad()
-    assert bits([torch.stack(experts[first::2]) for first in (0, 1)]) == bits(halves)
 
 
 def test_subgroups_far_too_small_are_warned_of() -> None:

@@ -92,7 +92,7 @@ def test_loading_interrupted_loads_all_or_nothing_or_is_refused() -> None:
 
 
 def test_interrupted_enrolment_leaves_nothing_twice() -> None:
-    for call in interrupted_everywhere(31):
+    for call in interrupted_everywhere(61):
         model = mlp()
         enrolled: list[int] = []
 
@@ -130,7 +130,7 @@ def test_a_new_layout_interrupted_anywhere() -> None:
     model, optimizer = prepared()
     optimizer.step()
     expected = bits([*model.parameters(), *optimizer.state[model.weight].values()])
-    for call in interrupted_everywhere(5):
+    for call in interrupted_everywhere(9):
         model, optimizer = prepared()
         call(optimizer.step)
         try:
