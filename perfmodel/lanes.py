@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from perfmodel.hardware import HardwareProfile
@@ -104,106 +104,87 @@ _FEEDS: dict[int, int] = {stream: number for number, service in enumerate(LANES.
 """The number of the lane that a stream feeds."""
 
 
-class Tasks:
-    """Tasks in issue order. Append with `add`, then `serve` once.
+def run_tasks(
+    tasks: Iterable[tuple[int, float, float, Sequence[int]]], profile: HardwareProfile
+) -> tuple[list[float], list[float]]:
+    """When each task starts and ends, in seconds from 0.
 
-    For each task: stream; seconds that it takes alone; demand, bytes/s of host DRAM traffic meanwhile; after, earlier
-    tasks that must have ended, besides its predecessor in the stream; start and end, in seconds from 0.
+    tasks: in issue order: stream; seconds that it takes alone; bytes/s of host DRAM traffic meanwhile; earlier tasks,
+        by number, that must have ended, besides its predecessor in the stream.
+
+    A lane serves one task at a time: among the streams whose next task is ready, the one that has been ready longest,
+    then the one issued first; activations go before state, which travels in short pieces and waits between them. A copy
+    beside one in the other direction runs at the duplex rate, and whatever touches host DRAM shares it by
+    `shared_rates`.
     """
-
-    def __init__(self) -> None:
-        self.stream: list[int] = []
-        self.seconds: list[float] = []
-        self.demand: list[float] = []
-        self.after: list[Sequence[int]] = []
-        self.start: list[float] = []
-        self.end: list[float] = []
-
-    def add(self, stream: Stream, seconds: float, traffic: float, after: Sequence[int] = ()) -> int:
-        """Issue a task to a stream; returns its number. traffic: bytes of host DRAM traffic in its seconds."""
-        self.stream.append(stream)
-        self.seconds.append(seconds)
-        self.demand.append(traffic / seconds if seconds > 0 else 0.0)
-        self.after.append(after)
-        return len(self.after) - 1
-
-    def serve(self, profile: HardwareProfile) -> None:
-        """Run all tasks, filling `start` and `end`.
-
-        A lane serves one task at a time: among the streams whose next task is ready, the one that has been ready
-        longest, then the one issued first; activations go before state, which travels in short pieces and waits between
-        them. A copy beside one in the other direction runs at the duplex rate, and whatever touches host DRAM shares it
-        by `shared_rates`.
-        """
-        stream_of, seconds, demand, infinite = self.stream, self.seconds, self.demand, math.inf
-        waits = [len(after) for after in self.after]
-        dependents: list[list[int]] = [[] for _ in waits]
-        queues: list[list[int]] = [[] for _ in range(NEVER + 1)]
-        for task in range(len(waits) - 1, -1, -1):
-            queues[stream_of[task]].append(task)  # in reverse: a stream's next task is popped from the end
-            for other in self.after[task]:
-                dependents[other].append(task)
-        # Since when each stream's next task has been ready; infinite while it is not, or runs.
-        ready = [0.0 if queue and not waits[queue[-1]] else infinite for queue in queues]
-        start = self.start = [math.nan] * len(waits)
-        end = self.end = [math.nan] * len(waits)
-        speeds_of: dict[tuple[float, ...], list[float]] = {}
-        running, left, demands = [-1] * len(LANES), [0.0] * len(LANES), [-1.0] * len(LANES)
-        now, busy, interrupted = 0.0, list[int](), dict[int, float]()
-        free = list(range(len(LANES)))  # those that may begin something
-        while True:
-            for lane in free:
-                stream, other, first = _FED[lane]
-                since = ready[stream]
-                if ready[first] < infinite:
-                    stream, since, held = first, ready[first], running[lane]
-                    if held >= 0:  # it waits, and goes on before others
-                        interrupted.setdefault(held, start[held])
-                        seconds[held], ready[stream_of[held]] = left[lane], -1.0
-                        running[lane] = -1
-                        busy.remove(lane)
-                elif ready[other] < since or (
-                    ready[other] == since < infinite and queues[other][-1] < queues[stream][-1]
-                ):
-                    stream, since = other, ready[other]
-                if since < infinite and running[lane] < 0:
-                    ready[stream] = infinite
-                    running[lane] = task = queues[stream][-1]
-                    left[lane], demands[lane], start[task] = seconds[task], demand[task], now
-                    busy.append(lane)
-            if not busy:
-                for task, since in interrupted.items():
-                    start[task] = since
-                return
-            key = tuple(demands)
-            speeds = speeds_of.get(key)
-            if speeds is None:
-                speeds = speeds_of[key] = lane_speeds({lane: demands[lane] for lane in busy}, profile)
-            step = min([left[lane] / speeds[lane] for lane in busy])
-            now += step
-            least = step * 1e-12
-            free = []
-            for lane in busy:
-                left[lane] -= step * speeds[lane]
-                if left[lane] <= least:
-                    free.append(lane)
-            for lane in free[:]:
-                busy.remove(lane)
-                task = running[lane]
-                running[lane], demands[lane] = -1, -1.0
-                end[task] = now
-                stream = stream_of[task]
-                queue = queues[stream]
-                queue.pop()
-                if queue and not waits[queue[-1]]:
-                    ready[stream] = now
-                for waiting in dependents[task]:
-                    waits[waiting] -= 1
-                    if not waits[waiting]:
-                        stream = stream_of[waiting]
-                        if queues[stream][-1] == waiting:
-                            ready[stream] = now
-                            free.append(_FEEDS[stream])
+    stream_of, seconds, demand, after_of = map(list, zip(*tasks, strict=True))
+    infinite = math.inf
+    waits = [len(after) for after in after_of]
+    dependents: list[list[int]] = [[] for _ in waits]
+    queues: list[list[int]] = [[] for _ in range(NEVER + 1)]
+    for task in range(len(waits) - 1, -1, -1):
+        queues[stream_of[task]].append(task)  # in reverse: a stream's next task is popped from the end
+        for other in after_of[task]:
+            dependents[other].append(task)
+    # Since when each stream's next task has been ready; infinite while it is not, or runs.
+    ready = [0.0 if queue and not waits[queue[-1]] else infinite for queue in queues]
+    start = [math.nan] * len(waits)
+    end = [math.nan] * len(waits)
+    speeds_of: dict[tuple[float, ...], list[float]] = {}
+    running, left, demands = [-1] * len(LANES), [0.0] * len(LANES), [-1.0] * len(LANES)
+    now, busy, interrupted = 0.0, list[int](), dict[int, float]()
+    free = list(range(len(LANES)))  # those that may begin something
+    while True:
+        for lane in free:
+            stream, other, first = _FED[lane]
+            since = ready[stream]
+            if ready[first] < infinite:
+                stream, since, held = first, ready[first], running[lane]
+                if held >= 0:  # it waits, and goes on before others
+                    interrupted.setdefault(held, start[held])
+                    seconds[held], ready[stream_of[held]] = left[lane], -1.0
+                    running[lane] = -1
+                    busy.remove(lane)
+            elif ready[other] < since or (ready[other] == since < infinite and queues[other][-1] < queues[stream][-1]):
+                stream, since = other, ready[other]
+            if since < infinite and running[lane] < 0:
+                ready[stream] = infinite
+                running[lane] = task = queues[stream][-1]
+                left[lane], demands[lane], start[task] = seconds[task], demand[task], now
+                busy.append(lane)
+        if not busy:
+            for task, since in interrupted.items():
+                start[task] = since
+            return start, end
+        key = tuple(demands)
+        speeds = speeds_of.get(key)
+        if speeds is None:
+            speeds = speeds_of[key] = lane_speeds({lane: demands[lane] for lane in busy}, profile)
+        step = min([left[lane] / speeds[lane] for lane in busy])
+        now += step
+        least = step * 1e-12
+        free = []
+        for lane in busy:
+            left[lane] -= step * speeds[lane]
+            if left[lane] <= least:
+                free.append(lane)
+        for lane in free[:]:
+            busy.remove(lane)
+            task = running[lane]
+            running[lane], demands[lane] = -1, -1.0
+            end[task] = now
+            stream = stream_of[task]
+            queue = queues[stream]
+            queue.pop()
+            if queue and not waits[queue[-1]]:
+                ready[stream] = now
+            for waiting in dependents[task]:
+                waits[waiting] -= 1
+                if not waits[waiting]:
+                    stream = stream_of[waiting]
+                    if queues[stream][-1] == waiting:
+                        ready[stream] = now
+                        free.append(_FEEDS[stream])
 
 
 def lane_speeds(demands: Mapping[int, float], profile: HardwareProfile) -> list[float]:

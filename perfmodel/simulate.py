@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from perfmodel.demand import operation_demand
 from perfmodel.hardware import HardwareProfile
-from perfmodel.lanes import LANE_OF_STREAM, Stream, Tasks
+from perfmodel.lanes import LANE_OF_STREAM, Stream, run_tasks
 from perfmodel.plan import Plan
 from perfmodel.schedule import Schedule, schedule
 from perfmodel.scope import UPDATE_ALONE, Phase, Scope
@@ -26,8 +26,8 @@ def simulate(plan: Plan, workload: Workload, profile: HardwareProfile, scope: Sc
 
 
 def serve(schedule: Schedule, workload: Workload, profile: HardwareProfile) -> Timeline:
-    """The timeline of one schedule, served in the order of `lanes.Tasks.serve`."""
-    return Timeline.of(_spans(schedule, Simulator(workload, profile).serve(schedule)))
+    """The timeline of one schedule, served in the order of `lanes.run_tasks`."""
+    return Timeline.of(_spans(schedule, *Simulator(workload, profile).serve(schedule)))
 
 
 def makespan(plan: Plan, workload: Workload, profile: HardwareProfile, scope: Scope = UPDATE_ALONE) -> float:
@@ -52,16 +52,15 @@ class Simulator:
 
     def makespan(self, plan: Plan) -> float:
         """As the function of that name."""
-        served = self.serve(schedule(plan, self._workload, self._scope))
-        self.tasks += len(served.end)
-        return max(served.end)
+        _, end = self.serve(schedule(plan, self._workload, self._scope))
+        self.tasks += len(end)
+        return max(end)
 
-    def serve(self, schedule: Schedule) -> Tasks:
-        """The tasks of a schedule with what they ask of their lanes, served."""
+    def serve(self, schedule: Schedule) -> tuple[list[float], list[float]]:
+        """When each task of a schedule starts and ends."""
         loads, workload, known = self._workload.subgroups, self._workload, self._known
         each_s = workload.backward_s / max(workload.numel, 1), workload.forward_s / max(workload.numel, 1)
-        served, compute = Tasks(), Stream.COMPUTE
-        stream_of, seconds_of, demand_of, after_of = served.stream, served.seconds, served.demand, served.after
+        tasks, compute = [], Stream.COMPUTE
         for op, stream, subgroup, size, after, *_ in schedule.tasks:
             if stream is compute:
                 seconds, rate = each_s[op is Op.FORWARD] * size, 0.0
@@ -72,18 +71,14 @@ class Simulator:
                     seconds, traffic = operation_demand(stream, size, load, self._profile)
                     known[key] = seconds, traffic / seconds if seconds > 0 else 0.0
                 seconds, rate = known[key]
-            stream_of.append(stream)
-            seconds_of.append(seconds)
-            demand_of.append(rate)
-            after_of.append(after)
-        served.serve(self._profile)
-        return served
+            tasks.append((stream, seconds, rate, after))
+        return run_tasks(tasks, self._profile)
 
 
-def _spans(schedule: Schedule, served: Tasks) -> Iterator[Span]:
+def _spans(schedule: Schedule, starts: list[float], ends: list[float]) -> Iterator[Span]:
     """The served tasks as spans; contiguous pieces of forward or backward become one span."""
     compute: Span | None = None
-    for task, start, end in zip(schedule.tasks, served.start, served.end, strict=True):
+    for task, start, end in zip(schedule.tasks, starts, ends, strict=True):
         lane = LANE_OF_STREAM[task.stream]
         span = Span(lane, task.op, task.subgroup, start, end, 0 if lane in (Lane.GPU, Lane.CPU) else task.size)
         if task.stream is not Stream.COMPUTE:

@@ -18,7 +18,7 @@ from experiments.paper.zero3 import (
     update_seconds,
 )
 from perfmodel.hardware import HardwareProfile
-from perfmodel.lanes import Stream, Tasks
+from perfmodel.lanes import Stream, run_tasks
 
 TRUTH = dataclasses.replace(HardwareProfile.builtin("h100"), launch_latency_s=3e-3)
 PRIOR = dataclasses.replace(
@@ -76,13 +76,10 @@ def test_the_closed_form_is_the_lanes_simulation(k: int, host: float) -> None:
     """A cycle of the paper's loop as tasks: k - 1 CPU updates beside one flush and one prefetch in turn."""
     profile = dataclasses.replace(TRUTH, host_bandwidth=host, ranks_per_host=1)
     copy, traffic = 12e8 / profile.h2d_bandwidth, 12e8
-    tasks = Tasks()
-    for _ in range(k - 1):
-        tasks.add(Stream.CPU, 0.05, 28e8)
-    tasks.add(Stream.PREFETCH, 2 * copy, 2 * traffic)
-    tasks.serve(profile)
+    updates = [(Stream.CPU, 0.05, 28e8 / 0.05, ())] * (k - 1)
+    _, ends = run_tasks([*updates, (Stream.PREFETCH, 2 * copy, traffic / copy, ())], profile)
     both = seconds_beside((0.05 * (k - 1), 28e8 * (k - 1)), (2 * copy, 2 * traffic), host)
-    assert max(tasks.end) == pytest.approx(both)
+    assert max(ends) == pytest.approx(both)
     assert seconds_beside((0.0, 0.0), (0.0, 0.0), host) == 0.0
 
 

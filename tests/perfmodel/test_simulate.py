@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from perfmodel import Lane, Op, Placement, Plan, Timeline
 from perfmodel.hardware import HardwareProfile
-from perfmodel.lanes import Stream, Tasks, shared_rates
+from perfmodel.lanes import Stream, run_tasks, shared_rates
 from perfmodel.policies import cpu_only, stride
 from perfmodel.simulate import UPDATE_ALONE, Phase, Scope, exposed, makespan, simulate
 from perfmodel.workload import SubgroupLoad, Workload
@@ -47,14 +47,10 @@ def test_streams_take_turns_on_a_link() -> None:
 
 
 def test_saved_tensors_interrupt_what_has_begun() -> None:
-    tasks = Tasks()
-    first = tasks.add(Stream.COMPUTE, 1.0, 0.0)
-    tasks.add(Stream.PREFETCH, 3.0, 3.0)
-    tasks.add(Stream.PARAMETER, 1.0, 1.0)
-    tasks.add(Stream.RESTORE, 2.0, 2.0, (first,))
-    tasks.serve(machine())
-    assert tasks.start == pytest.approx([0, 0, 5, 1])
-    assert tasks.end == pytest.approx([1, 5, 6, 3])
+    copies = (Stream.PREFETCH, 3.0, 1.0, ()), (Stream.PARAMETER, 1.0, 1.0, ()), (Stream.RESTORE, 2.0, 1.0, (0,))
+    start, end = run_tasks([(Stream.COMPUTE, 1.0, 0.0, ()), *copies], machine())
+    assert start == pytest.approx([0, 0, 5, 1])
+    assert end == pytest.approx([1, 5, 6, 3])
 
 
 def test_fixed_costs() -> None:

@@ -10,7 +10,7 @@ import torch
 
 from dos.devices.emulated import EmulatedDevice
 from perfmodel import Lane, Op
-from perfmodel.lanes import LANES, Stream, Tasks
+from perfmodel.lanes import LANES, Stream, run_tasks
 from tests.support.clock import compares_with_a_clock
 from tests.support.machines import machine
 from tests.support.training import FAST
@@ -20,12 +20,9 @@ from tests.support.training import FAST
 def test_saved_tensors_interrupt_state_on_their_link() -> None:
     rates = machine(**dict.fromkeys(("h2d_bandwidth", "h2d_bandwidth_duplex"), 1e6))
     device = EmulatedDevice(rates, 2**20)
-    tasks = Tasks()
-    for stream, seconds in ((Stream.COMPUTE, 0.1), (Stream.PREFETCH, 0.3), (Stream.PARAMETER, 0.1)):
-        tasks.add(stream, seconds, 0.0)
-    for after in ((0,), ()):
-        tasks.add(Stream.RESTORE, 0.05, 0.0, after)
-    tasks.serve(rates)
+    state = ((Stream.COMPUTE, 0.1), (Stream.PREFETCH, 0.3), (Stream.PARAMETER, 0.1))
+    saved = [(Stream.RESTORE, 0.05, 0.0, after) for after in ((0,), ())]
+    starts, ends = run_tasks([*((stream, seconds, 0.0, ()) for stream, seconds in state), *saved], rates)
 
     def copy(op: Op, nbytes: int):  # type: ignore[no-untyped-def]
         return device.copy(op, 0, [(torch.zeros(nbytes, dtype=torch.uint8), torch.ones(nbytes, dtype=torch.uint8))])
@@ -35,7 +32,7 @@ def test_saved_tensors_interrupt_state_on_their_link() -> None:
     time.sleep(0.1)
     jobs += [copy(Op.RESTORE, 50_000), copy(Op.RESTORE, 50_000)]
     measured = [(job.wait().start - origin, job.wait().end - origin) for job in jobs]
-    expected = list(zip(tasks.start[1:], tasks.end[1:], strict=True))
+    expected = list(zip(starts[1:], ends[1:], strict=True))
     gaps = [abs(a - b) for a, b in zip(itertools.chain(*measured), itertools.chain(*expected), strict=True)]
     assert max(gaps) < 0.02, (measured, expected)
 
@@ -50,11 +47,12 @@ def test_disk_lanes_last_as_the_simulator_says() -> None:
         disk_latency_s=0.01,
     )
     device, asked = EmulatedDevice(rates, 2**20), {Lane.READ: (190_000, 190_000), Lane.WRITE: (40_000,)}
-    tasks = Tasks()
-    for stream, lane in ((Stream.READ, Lane.READ), (Stream.WRITE, Lane.WRITE)):
-        for nbytes in asked[lane]:
-            tasks.add(stream, LANES[lane].seconds(nbytes, rates), nbytes)
-    tasks.serve(rates)
+    tasks = [
+        (LANES[lane].streams[0], seconds, nbytes / seconds, ())
+        for lane, sizes in asked.items()
+        for nbytes in sizes
+        if (seconds := LANES[lane].seconds(nbytes, rates))
+    ]
 
     def transfer(lane: Lane) -> list[tuple[float, float]]:
         spans = []
@@ -67,7 +65,7 @@ def test_disk_lanes_last_as_the_simulator_says() -> None:
     origin = time.perf_counter()
     with ThreadPoolExecutor(2) as pool:
         measured = [span for spans in pool.map(transfer, asked) for span in spans]
-    expected = list(zip(tasks.start, tasks.end, strict=True))
+    expected = list(zip(*run_tasks(tasks, rates), strict=True))
     gaps = [abs(a - b) for a, b in zip(itertools.chain(*measured), itertools.chain(*expected), strict=True)]
     assert max(gaps) < 0.02, (measured, expected)
 
