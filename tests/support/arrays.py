@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,9 @@ from dos.kernels.gpu_update import GpuBatch, _adam_update_torch
 from dos.kernels.update import AdamBatch, adam_update, instruction_sets
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
+
+SPECIAL = torch.tensor([0.0, 1e-45, 1e-40, 1.17549435e-38, 6e-8, 1.0, 65504.0, 65520.0, 3.4028235e38, math.inf])
+SPECIAL = torch.cat([SPECIAL, -SPECIAL, torch.tensor([math.nan])])
 
 STEP = AdamStep(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, step=3)
 
@@ -46,14 +50,16 @@ def random_arrays(
     out_dtype: torch.dtype | None,
     seed: int,
 ) -> list[Tensor | None]:
-    """Grad, param, exp_avg, exp_avg_sq, max_exp_avg_sq, out; one element in eight is any bit pattern."""
+    """Grad, param, exp_avg, exp_avg_sq, max_exp_avg_sq, out; one element in four is any bit pattern, or special."""
     generator = torch.Generator().manual_seed(seed)
 
     def array(dtype: torch.dtype, positive: bool = False) -> Tensor:
         values = torch.randn(numel, generator=generator)
         sane = (values.square() if positive else values).to(dtype)
-        wild = torch.rand(numel, generator=generator) < 0.125
-        return torch.where(wild, random_bits(numel, dtype, generator), sane)
+        special = SPECIAL[torch.randint(len(SPECIAL), (numel,), generator=generator)].to(dtype)
+        drawn = torch.rand(numel, generator=generator)
+        usual = torch.where(drawn > 0.875, special, sane)
+        return torch.where(drawn < 0.125, random_bits(numel, dtype, generator), usual)
 
     return [
         array(grad_dtype),
