@@ -15,6 +15,7 @@ from tests.support.training import FAST, everything, mlp
 
 REFUSED = "an earlier step failed part way, so parameters and state do not match"
 INCOMPLETE = "moving a gradient to the host was interrupted or failed"
+STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -29,12 +30,9 @@ class Program:
     amsgrad: bool = False
     disk: bool = False
 
-    def start(self) -> Training:
-        return Training(self)
-
 
 class Training:
-    """One run of a program."""
+    """One run of a program. at: the step that `run` is in, and whether in clipping or step() itself."""
 
     def __init__(self, program: Program, device: EmulatedDevice | None = None, *, in_memory: bool = False) -> None:
         """in_memory: whether nothing is on disk, whatever the program says."""
@@ -68,6 +66,13 @@ class Training:
             self.optimizer.clip_grad_norm_(0.05)
         self.optimizer.step()
 
+    def run(self, first: int = 0, end: int = STEPS) -> None:
+        for step in range(first, end):
+            self.at = step, False
+            self.backward(step)
+            self.at = step, True
+            self.step()
+
     def read(self) -> list[bytes]:
         """Parameters and state, to the bit."""
         return everything(self.model, self.optimizer)
@@ -91,7 +96,6 @@ PROGRAMS = [
     Program("stride:2", disk=True, attached=True),
     Program(0.5, disk=True, offload_gradients=True),
 ]
-STEPS = 3
 
 
 @functools.cache
@@ -100,8 +104,7 @@ def expected(program: Program) -> tuple[list[bytes], ...]:
     training = Training(program, in_memory=True)
     found = [training.read()]
     for step in range(STEPS + 1):
-        training.backward(step)
-        training.step()
+        training.run(step, step + 1)
         found.append(training.read())
     return tuple(found)
 
@@ -117,14 +120,13 @@ def is_whole(program: Program, state: list[bytes], step: int) -> bool:
     return False
 
 
-def finish(training: Training, step: int, stepping: bool) -> str:
+def finish(training: Training) -> str:
     """What has happened to a step that raised, after checking that it is whole, has not happened, or is refused.
 
-    stepping: whether it raised in clipping or step(), not before. If the step is whole or has not happened, training
+    If the step is whole or has not happened, training
     goes on and must end as if nothing had been.
     """
-    program = training.program
-    optimizer = training.optimizer
+    program, optimizer, (step, stepping) = training.program, training.optimizer, training.at
     try:
         state = training.read()
     except RuntimeError as error:
@@ -151,9 +153,6 @@ def finish(training: Training, step: int, stepping: bool) -> str:
             assert training.read() == after or program.clipped  # the interruption may have come before clipping
             if program.clipped:
                 return outcome
-    first = step + happened
-    for again in range(first, STEPS + 1):
-        training.backward(again)
-        training.step()
+    training.run(step + happened, STEPS + 1)
     assert training.read() == expected(program)[STEPS + 1]
     return outcome

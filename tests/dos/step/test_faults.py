@@ -86,13 +86,8 @@ def outcome_of(program: Program, at: int, late: bool) -> tuple[str, str]:
     device = FaultyDevice()
     training = Training(program, device)
     device.at, device.late = device.asked + at, late
-    step, stepping = 0, False
     try:
-        for step in range(STEPS):
-            stepping = False
-            training.backward(step)
-            stepping = True
-            training.step()
+        training.run()
         assert training.read() == expected(program)[STEPS]
     except Exception as error:
         said = "".join(traceback.format_exception(error))
@@ -100,7 +95,7 @@ def outcome_of(program: Program, at: int, late: bool) -> tuple[str, str]:
         return device.hit, "unharmed"
     assert MESSAGE in said
     assert device.hit not in ("memory", "reading"), "nobody needs to know"
-    return device.hit, finish(training, step, stepping)
+    return device.hit, finish(training)
 
 
 ON_DEVICE = [program for program in PROGRAMS if program.policy is not None]
@@ -112,9 +107,7 @@ def test_a_fault_of_the_device(program: Program) -> None:
     device = FaultyDevice()
     training = Training(program, device)
     before = device.asked
-    for step in range(STEPS):
-        training.backward(step)
-        training.step()
+    training.run()
     training.read()
     total = device.asked - before
     drawn, outcomes = random.Random(0), Counter[tuple[str, str]]()

@@ -24,37 +24,30 @@ pytestmark = pytest.mark.usefixtures("one_core")
 INTERRUPTS = 320
 
 
+def started(program: Program, steps: int) -> Training:
+    """After so many steps."""
+    training = Training(program)
+    training.run(end=steps)
+    return training
+
+
 def lines_of(program: Program, first_step: int) -> int:
     """Lines that the last steps of a program run."""
-    training = program.start()
-    for step in range(first_step):
-        training.backward(step)
-        training.step()
+    training = started(program, first_step)
     with interrupted_at(-1) as count:
-        for step in range(first_step, STEPS):
-            training.backward(step)
-            training.step()
+        training.run(first_step)
     return count[0]
 
 
 def outcome_of(program: Program, line: int, first_step: int) -> str:
     """Interrupt a program, check what must hold then, and say what has happened to the step."""
-    training = program.start()
-    for step in range(first_step):
-        training.backward(step)
-        training.step()
-    step, stepping = first_step, False
+    training = started(program, first_step)
     try:
         with interrupted_at(line):
-            for step in range(first_step, STEPS):
-                stepping = False
-                training.backward(step)
-                stepping = True
-                training.step()
-        return "not interrupted"
+            training.run(first_step)
     except KeyboardInterrupt:
-        pass
-    return finish(training, step, stepping)
+        return finish(training)
+    return "not interrupted"
 
 
 @pytest.mark.timeout(7200 if EVERYWHERE else 300)
@@ -82,16 +75,14 @@ def test_ctrl_c_leaves_a_state_that_can_be_saved(program: Program) -> None:
     for _ in range(4):
         training = Training(program, EmulatedDevice(SLOW, capacity=10**7))
         timer = threading.Timer(drawn.uniform(0.0, 0.05), signal.raise_signal, [signal.SIGINT])
-        done = 0
+        training.at = 0, False
         try:
             timer.start()
-            for done in range(STEPS + 1):
-                training.backward(done)
-                training.step()
+            training.run(end=STEPS + 1)
             while timer.is_alive():
                 time.sleep(1e-3)
         except KeyboardInterrupt:
-            is_whole(program, training.read(), done)
+            is_whole(program, training.read(), training.at[0])
         timer.join()
 
 
