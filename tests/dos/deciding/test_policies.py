@@ -67,14 +67,6 @@ def test_names() -> None:
     assert set(resolve_policy(0)(WORK).placements) == {Placement.GPU_RESIDENT}
 
 
-def test_what_fits_stays_on_the_device_and_nothing_travels() -> None:
-    policy = AdaptivePolicy(BELIEVED)
-    work = dataclasses.replace(WORK, peak_free_bytes=WORK.state_bytes, shared_free_bytes=WORK.state_bytes)
-    assert set(policy(work).placements) == {Placement.GPU_RESIDENT}
-    scarce = dataclasses.replace(work, peak_free_bytes=WORK.state_bytes - 1)
-    assert set(policy(scarce).placements) != {Placement.GPU_RESIDENT}
-
-
 def noisy(rng: random.Random, truth: HardwareProfile, share: float) -> HardwareProfile:
     """The rates of one step, each off by itself."""
     rates = ("host_bandwidth", "cpu_update_rate", "gpu_update_rate", "h2d_bandwidth", "d2h_bandwidth")

@@ -47,24 +47,22 @@ def test_settings(settings: dict, message: str) -> None:
         DOSAdam(mlp().parameters(), **settings)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"policy": True},
-        {"policy": None},
-        {"subgroup_size": 2.5},
-        {"eps": "1e-8"},
-        {"lr": "1e-3"},
-        {"max_grad_norm": "1"},
-        {"memory_interval": "a"},
-        {"memory_interval": True},
-        {"profile": 5},
-    ],
-    ids=str,
-)
-def test_settings_of_another_type(settings: dict) -> None:
-    with pytest.raises(TypeError, match=next(iter(settings))):
-        DOSAdam(mlp().parameters(), **settings)
+WRONG_TYPES = {
+    "policy": [True, None],
+    "subgroup_size": [2.5],
+    "eps": ["1e-8"],
+    "lr": ["1e-3"],
+    "max_grad_norm": ["1"],
+    "memory_interval": ["a", True],
+    "profile": [5],
+}
+
+
+@pytest.mark.parametrize("name", WRONG_TYPES)
+def test_settings_of_another_type(name: str) -> None:
+    for value in WRONG_TYPES[name]:
+        with pytest.raises(TypeError, match=name):
+            DOSAdam(mlp().parameters(), **{name: value})
 
 
 def test_what_cannot_be_attached(device: EmulatedDevice) -> None:

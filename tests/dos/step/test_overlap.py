@@ -203,14 +203,6 @@ def test_everything_that_reads_parameters_waits(read) -> None:
     assert got == expected[: len(got)]
 
 
-def test_loading_weights_waits_and_wins() -> None:
-    model, optimizer, _ = attached_after_a_step()
-    donor = mlp(seed=9).state_dict()
-    model.load_state_dict(donor)
-    optimizer.synchronize()
-    assert bits(model.parameters()) == bits(donor.values())
-
-
 def test_a_copy_of_an_attached_model_is_free_of_hooks_that_wait() -> None:
     model, optimizer, _ = attached_after_a_step()
     twin = copy.deepcopy(model)
