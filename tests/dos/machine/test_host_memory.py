@@ -17,7 +17,7 @@ from dos.machine.host_memory import available_bytes, reserve
 from tests.support.training import FAST, backward, bits, mlp, train
 
 GIB = 2**30
-UNLIMITED_V1 = "9223372036854771712\n"
+UNLIMITED_V1 = "9223372036854771712"
 
 
 class Host:
@@ -52,13 +52,15 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
 
 
 def v2(most: int | str, used: int, inactive: int = 0, active: int = 0) -> dict[str, object]:
-    stat = f"anon 5\nactive_file {active}\ninactive_file {inactive}\nworkingset 3"
-    return {"memory.max": most, "memory.current": used, "memory.stat": stat}
+    """A group's files; all in GiB."""
+    stat = f"anon 5\nactive_file {active * GIB}\ninactive_file {inactive * GIB}\nworkingset 3"
+    return {"memory.max": most if most == "max" else most * GIB, "memory.current": used * GIB, "memory.stat": stat}
 
 
-def v1(most: int | str, used: int, inactive: int = 0) -> dict[str, object]:
-    stat = f"inactive_file 77\ntotal_active_file 0\ntotal_inactive_file {inactive}"
-    return {"memory.limit_in_bytes": most, "memory.usage_in_bytes": used, "memory.stat": stat}
+def v1(most: int | None, used: int, inactive: int = 0) -> dict[str, object]:
+    stat = f"inactive_file 77\ntotal_active_file 0\ntotal_inactive_file {inactive * GIB}"
+    limit = UNLIMITED_V1 if most is None else most * GIB
+    return {"memory.limit_in_bytes": limit, "memory.usage_in_bytes": used * GIB, "memory.stat": stat}
 
 
 def test_figures_that_are_none(host: Host) -> None:
@@ -73,49 +75,41 @@ def test_figures_that_are_none(host: Host) -> None:
     assert available_bytes() == 3 * GIB, "of what is known"
 
 
-def test_version_2(host: Host) -> None:
-    host.meminfo(100 * GIB)
-    host.groups("0::/job/task")
-    host.group("job/task", v2(8 * GIB, used=5 * GIB))
-    assert available_bytes() == 3 * GIB
-    host.group("job/task", v2(8 * GIB, used=5 * GIB, inactive=2 * GIB, active=GIB))
-    assert available_bytes() == 6 * GIB, "page cache can be dropped"
-    host.group("job/task", v2(8 * GIB, used=9 * GIB))
-    assert available_bytes() == 0
-    host.group("job/task", v2("max", used=5 * GIB))
-    assert available_bytes() == 100 * GIB
-    host.meminfo(2 * GIB)
-    host.group("job/task", v2(8 * GIB, used=5 * GIB))
-    assert available_bytes() == 2 * GIB, "the machine has less than the group may take"
+JOB = ["0::/job/task"]
+STEP = "slurm/job_7/step_0"
+JOB_V1 = ["12:cpu,cpuacct:/elsewhere", "9:hugetlb,memory:/job", "1:name=systemd:/job", "0::/job"]
+OTHERS_V1 = {"memory": v1(None, used=50), "elsewhere": v1(1, used=1)}
 
 
-def test_a_limit_further_up_counts(host: Host) -> None:
-    """As batch systems set them: on the job, while the process is in a step's task."""
-    host.meminfo(100 * GIB)
-    host.groups("0::/slurm/job_7/step_0/task_0")
-    host.group("slurm/job_7", v2(16 * GIB, used=10 * GIB, inactive=GIB))
-    host.group("slurm/job_7/step_0", v2("max", used=10 * GIB))
-    host.group("slurm/job_7/step_0/task_0", v2(12 * GIB, used=2 * GIB))
-    assert available_bytes() == 7 * GIB
-
-
-@pytest.mark.parametrize("path", ["/", "/docker/0123abc", "/../../other"])
-def test_a_container_sees_its_own_group_as_the_root(path: str, host: Host) -> None:
-    host.meminfo(100 * GIB)
-    host.groups(f"0::{path}")
-    host.group("", v2(4 * GIB, used=GIB))
-    assert available_bytes() == 3 * GIB
-
-
-def test_version_1(host: Host) -> None:
-    host.meminfo(100 * GIB)
-    host.groups("12:cpu,cpuacct:/elsewhere", "9:hugetlb,memory:/job", "1:name=systemd:/job", "0::/job")
-    host.group("memory/job", v1(8 * GIB, used=5 * GIB, inactive=GIB))
-    host.group("memory", v1(UNLIMITED_V1.strip(), used=50 * GIB))
-    host.group("elsewhere", v1(GIB, used=GIB))
-    assert available_bytes() == 4 * GIB
-    host.group("memory/job", v1(UNLIMITED_V1.strip(), used=5 * GIB))
-    assert available_bytes() == 100 * GIB
+@pytest.mark.parametrize(
+    ("machine", "lines", "groups", "available"),
+    [
+        (100, JOB, {"job/task": v2(8, used=5)}, 3),
+        (100, JOB, {"job/task": v2(8, used=5, inactive=2, active=1)}, 6),  # page cache can be dropped
+        (100, JOB, {"job/task": v2(8, used=9)}, 0),
+        (100, JOB, {"job/task": v2("max", used=5)}, 100),
+        (2, JOB, {"job/task": v2(8, used=5)}, 2),  # the machine has less than the group may take
+        # As batch systems set limits: on the job, while the process is in a step's task.
+        (
+            100,
+            [f"0::/{STEP}/task_0"],
+            {"slurm/job_7": v2(16, 10, inactive=1), STEP: v2("max", 10), f"{STEP}/task_0": v2(12, 2)},
+            7,
+        ),
+        # A container sees its own group as the root.
+        *((100, [f"0::{path}"], {"": v2(4, used=1)}, 3) for path in ("/", "/docker/0123abc", "/../../other")),
+        (100, JOB_V1, {"memory/job": v1(8, used=5, inactive=1), **OTHERS_V1}, 4),
+        (100, JOB_V1, {"memory/job": v1(None, used=5), **OTHERS_V1}, 100),
+    ],
+)
+def test_control_groups(
+    machine: int, lines: list[str], groups: dict[str, dict[str, object]], available: int, host: Host
+) -> None:
+    host.meminfo(machine * GIB)
+    host.groups(*lines)
+    for path, files in groups.items():
+        host.group(path, files)
+    assert available_bytes() == available * GIB
 
 
 def test_what_is_needed_is_said_before_it_is_taken(host: Host, caplog: pytest.LogCaptureFixture) -> None:
