@@ -50,18 +50,20 @@ class Clipping:
         return [(token, local(gradient)) for token, gradient in found if isinstance(gradient, Tensor)]
 
     def norm(self, parameters: Iterable[Tensor]) -> Tensor:
-        """The 2-norm of their and all offloaded gradients as the step will use them.
+        """The 2-norm of their gradients, wherever these are, as the step will use them.
 
         float32, shape (), on the first gradient's device where ranks divide none.
         """
+        parameters = list(parameters)
+        # Others may have left their groups since backward.
+        away = self._squares_away({id(p) for p in parameters}) if self._offloaded.enabled else []
         if self._meshes:
             squares = [(p, self._square(p.grad)) for p in parameters if p.grad is not None]
-            return self._meshes.norm([*squares, *self._squares_away()]).to(torch.float32)
+            return self._meshes.norm([*squares, *away]).to(torch.float32)
         norms = []
         for gradient in _gradients(parameters):
             norm, factor = torch.linalg.vector_norm(gradient, dtype=torch.float32), self._factor(gradient)
             norms.append(norm if factor is None else norm * factor.to(norm.device))
-        away = self._squares_away()
         norms += [_root(away)] if away else []
         norms = [norm.to(norms[0].device, non_blocking=True) for norm in norms]
         none = torch.zeros((), dtype=torch.float32, device="cpu")
@@ -88,10 +90,10 @@ class Clipping:
             norms.append(torch.linalg.vector_norm(flat, norm_type, dtype=torch.float64))
         return torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
 
-    def _squares_away(self, wanted: Collection[int] | None = None) -> list[tuple[Tensor, Tensor]]:
+    def _squares_away(self, wanted: Collection[int]) -> list[tuple[Tensor, Tensor]]:
         """The parameters of offloaded gradients with the sums of squares of these: float64, shape ().
 
-        wanted: the ids of the parameters; None: of all.
+        wanted: the ids of the parameters.
         """
         squares = []
         for record, handle in self._offloaded.gradients(wanted):

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from dos import DOSAdam
+from dos.machine import host_memory
 from dos.parameters.registry import Registry
 from tests.support.interruptions import interrupted_at
 from tests.support.programs import REFUSED
@@ -104,19 +105,41 @@ def test_results_are_adamw_s() -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-def test_offloaded_gradients_of_what_is_gone_do_not_count_for_clipping() -> None:
+@pytest.mark.parametrize("by_step", [False, True])
+@pytest.mark.parametrize("whole", [False, True])
+def test_offloaded_gradients_of_what_is_gone_do_not_count_for_clipping(whole: bool, by_step: bool) -> None:
+    """whole: whether all that shared its memory is gone."""
     moments = []
     for settings in ({"offload_gradients": True}, {}):
         model = Points()
-        optimizer = made("cpu", model, max_grad_norm=1e-3, **settings)
+        optimizer = made("cpu", model, max_grad_norm=1e-3 if by_step else None, **settings)
         for step in range(2):
             model().backward()
-            if step:
+            if step and whole:
                 exchange(model, optimizer, torch.arange(len(model.places)))
+            elif step:
+                del optimizer.state[model.last.bias]
+                model.last.bias = nn.Parameter(torch.zeros(1))
+                optimizer.param_groups[2]["params"][1] = model.last.bias
+            if not by_step:
+                optimizer.clip_grad_norm_(1e-3)
             optimizer.step()
             optimizer.zero_grad()
         moments.append(optimizer.state[model.last.weight]["exp_avg"])
     torch.testing.assert_close(*moments, rtol=1e-5, atol=0)
+
+
+def test_memory_of_what_is_gone_is_for_newcomers(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Points()
+    optimizer = made("cpu", model, offload_gradients=True)
+    model().backward()
+    optimizer.step()
+    model().backward()
+    gone = [weakref.ref(optimizer._session.registry.records[id(p)].arena) for p in (model.places, model.sizes)]
+    exchange(model, optimizer, torch.arange(len(model.places)))
+    model().backward()
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 0 if any(arena() for arena in gone) else 10**9)
+    optimizer.step()
 
 
 @pytest.mark.parametrize("place", ["host", "stride:2", "resident"])
