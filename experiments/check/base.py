@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -24,7 +25,7 @@ from typing import Any
 
 GRACE_S = 20.0
 """A check that has used up its time and half of it again has this much longer before it is killed."""
-_LOG_LINES = 40
+_LOG_LINES, _POLL_S = 40, 0.5
 
 
 class Size(enum.Enum):
@@ -212,8 +213,8 @@ def run_isolated(
     """Run the check; what came of it, whatever that is.
 
     seconds: that it may take. most_s: after which it is killed at any rate. Its output goes to `logs/<name>.log` and
-    its record to `checks/<name>.json` in the folder of the results. Interrupting the caller ends the check's process,
-    too, with all that it has started.
+    its record to `checks/<name>.json` in the folder of the results. Interrupting or killing the caller ends the check's
+    process, too, with all that it has started.
     """
     record, log = _record_path(settings.out, check.name), settings.out / "logs" / f"{check.name}.log"
     for path in (record, log):
@@ -252,6 +253,7 @@ def _run(name: str, run: Callable[[Bench], None], settings: Settings, seconds: f
     dump_at: when it shall say what it is doing, by time.monotonic().
     """
     os.setsid()
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     with (settings.out / "logs" / f"{name}.log").open("w") as log:
         for stream in (1, 2):  # stdout and stderr, so that what C libraries print is caught, too
             os.dup2(log.fileno(), stream)
@@ -272,6 +274,13 @@ def _run(name: str, run: Callable[[Bench], None], settings: Settings, seconds: f
         sys.stderr.flush()
         # Not through the interpreter's exit: what a broken check has left behind could keep it from ending.
         os._exit(0)
+
+
+def _end_with(server: int) -> None:
+    """Kill this process group when the server that it was forked from has ended, as it does with its caller."""
+    while os.getppid() == server:
+        time.sleep(_POLL_S)
+    os.killpg(0, signal.SIGKILL)
 
 
 def _record_path(out: Path, name: str) -> Path:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -75,15 +79,33 @@ def test_a_check_that_hangs_is_killed_with_what_it_has_started_and_says_where(tm
     assert record.status is Status.FAILED
     assert "did not end" in record.reason
     assert "in hangs" in record.traceback
-    child = Path(f"/proc/{record.figures['child']}/status")
+    assert eventually(lambda: not runs(record.figures["child"])), "it still runs"
 
-    def ended() -> bool:
-        try:
-            return "(zombie)" in child.read_text()
-        except OSError:
-            return True
 
-    assert eventually(ended), "it still runs"
+def runs(pid: int) -> bool:
+    """Whether there is such a process that has not ended."""
+    try:
+        return "(zombie)" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+def test_a_check_ends_with_what_it_has_started_when_its_caller_is_killed(tmp_path: Path) -> None:
+    program = f"""
+from pathlib import Path
+from experiments.check.base import Check, Settings, Size, run_isolated
+from tests.support.sample_checks import hangs
+run_isolated(Check("hangs", "", hangs, 1), Settings(Size.TINY, False, Path({str(tmp_path)!r})), seconds=600)
+"""
+    caller = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, start_new_session=True)
+    record = tmp_path / "checks" / "hangs.json"
+    try:
+        assert eventually(lambda: record.exists() and "child" in record.read_text(), 60.0), "it has not begun"
+    finally:
+        os.killpg(caller.pid, signal.SIGKILL)
+        caller.wait()
+    child = json.loads(record.read_text())["figures"]["child"]
+    assert eventually(lambda: not runs(child)), "it still runs"
 
 
 def test_what_there_is_no_time_for_is_not_run(tmp_path: Path) -> None:
