@@ -108,21 +108,14 @@ class DeviceBytes:
     gathered: int = 0
     logits: int = 0
 
-    @property
-    def peak(self) -> int:
+    def peak(self, accumulating: bool = False) -> int:
         """At the worst moment: as backward begins, or as it ends.
 
-        Gradients grow as activations go, and both do so evenly, so that neither moment between is worse. That holds if
-        gradients were set to None before forward; while accumulating over micro-batches it is `peak_accumulating`.
+        Gradients grow as activations go, and both do so evenly, so that neither moment between is worse.
+        accumulating: whether those of an earlier micro-batch are there all the time, not set to None before forward.
         """
-        held = self.reserved + self.weights + self.gathered
-        return held + max(self.activations + self.logits, self.gradients + self.block)
-
-    @property
-    def peak_accumulating(self) -> int:
-        """The same where gradients of an earlier micro-batch are there all the time."""
-        held = self.reserved + self.weights + self.gathered + self.gradients
-        return held + max(self.activations + self.logits, self.block)
+        held, before = self.reserved + self.weights + self.gathered, self.gradients if accumulating else 0
+        return held + max(before + self.activations + self.logits, self.gradients + self.block)
 
     @property
     def update(self) -> int:

@@ -98,13 +98,8 @@ class Format:
         return sum(field.nbytes for field in self.fields)
 
     @property
-    def gradient_bytes(self) -> int:
-        """From the device, where the host updates; gradients have the parameters' type."""
-        return BYTES[self.values]
-
-    @property
-    def parameter_bytes(self) -> int:
-        """To the device, where the host updates."""
+    def value_bytes(self) -> int:
+        """Of a parameter, and of its gradient, which has the same type."""
         return BYTES[self.values]
 
     @property
@@ -113,17 +108,17 @@ class Format:
 
         From the device, where the host updates after an update there.
         """
-        return BYTES[self.values] if self.splits else 0
+        return self.value_bytes if self.splits else 0
 
     @property
     def held_bytes(self) -> float:
         """What an update needs in memory: state, gradient and, if a result of its own, the parameter."""
-        return self.state_bytes + self.gradient_bytes + (self.parameter_bytes if self.stages_parameters else 0)
+        return self.state_bytes + self.value_bytes * (1 + self.stages_parameters)
 
     @property
     def update_traffic(self) -> float:
         """Host memory traffic of an update there."""
-        return update_traffic(1, self.gradient_bytes, self.parameter_bytes, self.state_bytes, self.upper_bytes)
+        return update_traffic(1, self.value_bytes, self.value_bytes, self.state_bytes, self.upper_bytes)
 
 
 def float32(values: str, *, master_weights: bool = True, amsgrad: bool = False, accelerated: bool = True) -> Format:

@@ -12,15 +12,16 @@ import dataclasses
 import math
 import statistics
 from bisect import bisect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
+from operator import itemgetter
 from typing import NamedTuple
 
 from perfmodel.hardware import HardwareProfile
 from perfmodel.plan import Placement, Plan
 from perfmodel.policies import cpu_only, resident, spilled
 from perfmodel.simulate import Scope, Simulator
-from perfmodel.workload import SubgroupLoad, Workload, peak_room
+from perfmodel.workload import SIZES, SubgroupLoad, Workload, peak_room
 
 MAX_SLOTS = 8
 """Three keep both links busy; more let prefetches go on while the GPU updates resident subgroups."""
@@ -55,26 +56,28 @@ class Search:
 
     plan: the best of the last stage that has ended; before that, one for which there is room.
     ended: whether that was the last of all.
-    tasks: simulated so far.
     """
 
     def __init__(self, workload: Workload, profile: HardwareProfile) -> None:
         self.inputs = workload, profile
         self.ended = False
-        self.tasks = 0
         self._fits = workload.state_bytes <= min(workload.peak_free_bytes, workload.shared_free_bytes)
         self._leaving = _leaving(workload)
         first = resident(workload) if self._fits else cpu_only(workload)
         self.plan = dataclasses.replace(spilled(first, workload), activation_bytes=self._leaving[0])
         self._most_tasks = MOST_TASKS + 2 * math.isfinite(workload.host_free_bytes)
-        self._residents: dict[_Memory, list[int]] = {}
         self._samples: dict[tuple[_Memory, int], _Sample] = {}
-        self._known: dict[tuple[_Memory, int, int], float] = {}
-        self._left, self._begun = 0.0, False
+        self._began, self._most = 0, 0.0
+        """Tasks simulated before the call of `advance`, and at its end, at most."""
+
+    @property
+    def tasks(self) -> int:
+        """Simulated so far."""
+        return sum(sample.simulator.tasks for sample in self._samples.values())
 
     def advance(self, tasks: float) -> None:
         """Go on as long as no more tasks than that are simulated, or one simulation's."""
-        self._left, self._begun = tasks, False
+        self._began, self._most = self.tasks, self.tasks + tasks
         try:
             self.plan = self._best_plan()
             self.ended = True
@@ -91,7 +94,7 @@ class Search:
         places = [0, stride] if stride else [0]
         while places:
             for place in places:
-                for memory in self._divided(self._leaving[place]):
+                for memory in _divisions(self.inputs[0], self._leaving[place], self._fits):
                     sample = self._sample(memory, size)
                     near, step = self._lowest(sample, found.get(memory.slots, near), step, sample.ends), 1
                     found[memory.slots] = near
@@ -107,12 +110,6 @@ class Search:
             answers = [self._refined(answer, finer_size, limit) for answer in answers if answer[0] <= limit]
             size = finer_size
         return self._judged(*min(answers, key=_cost_of))
-
-    def _divided(self, activation_bytes: int) -> Iterator[_Memory]:
-        """Divisions of memory, if so much of the saved tensors leaves."""
-        memory = {0: math.inf} if self._fits else _memory(self.inputs[0], activation_bytes)
-        for slots, free in memory.items():
-            yield _Memory(slots, activation_bytes, free)
 
     def _worth_a_look(self, answers: Iterable[tuple[float, _Sample, int]]) -> list[tuple[float, _Sample, int]]:
         """The best in ascending order, and those if none and if all leaves: samples are not that exact."""
@@ -175,29 +172,21 @@ class Search:
 
     def _cost(self, sample: _Sample, on_cpu: int) -> float:
         """Exposed seconds with so many subgroups on the CPU, for as much as the whole has. Raises _PauseError."""
-        key = sample.memory, sample.size, on_cpu
-        if key not in self._known:
-            if self._begun and self._left < self._most_tasks * sample.size + 4 * len(
-                self.inputs[0].leaving(sample.memory.activation_bytes)
-            ):
+        if on_cpu not in sample.costs:
+            leaving = self.inputs[0].leaving(sample.memory.activation_bytes)
+            if self._began < self.tasks > self._most - self._most_tasks * sample.size - 4 * len(leaving):
                 raise _PauseError
-            before = sample.simulator.tasks
-            self._known[key] = sample.exposed(on_cpu)
-            self.tasks += sample.simulator.tasks - before
-            self._left -= sample.simulator.tasks - before
-            self._begun = True
-        return self._known[key]
+            sample.costs[on_cpu] = sample.exposed(on_cpu)
+        return sample.costs[on_cpu]
 
     def _sample(self, memory: _Memory, size: int) -> _Sample:
-        if memory not in self._residents:
-            self._residents[memory] = _fitting(self.inputs[0], memory.free)
         if (memory, size) not in self._samples:
-            self._samples[memory, size] = _Sample(*self.inputs, memory, self._residents[memory], size)
+            self._samples[memory, size] = _Sample(*self.inputs, memory, size)
         return self._samples[memory, size]
 
 
-def _cost_of(answer: tuple[float, _Sample, int]) -> float:
-    return answer[0]
+_cost_of = itemgetter(0)
+"""Of an answer: the cost, the sample, and the number on the CPU."""
 
 
 class _PauseError(Exception):
@@ -212,12 +201,12 @@ class _Sample:
 
     least: number on the CPU where all others are streamed. others: than those for which there is room to be resident.
     ends: where nearly all others are streamed, which may be better than the valley in between.
+    costs: what is known of them, by the number on the CPU.
     """
 
-    def __init__(
-        self, workload: Workload, profile: HardwareProfile, memory: _Memory, residents: Sequence[int], size: int
-    ) -> None:
-        self.memory, self.slots, self.size = memory, memory.slots, size
+    def __init__(self, workload: Workload, profile: HardwareProfile, memory: _Memory, size: int) -> None:
+        self.memory, self.slots, self.size, self.costs = memory, memory.slots, size, dict[int, float]()
+        residents: Sequence[int] = _fitting(workload, memory.free)
         self._activation_bytes = memory.activation_bytes
         self._workload, self._residents, self._share = workload, residents, 1.0
         count, held = len(workload.subgroups), len(residents)
@@ -307,28 +296,28 @@ def _leaving(workload: Workload) -> list[int]:
     return sorted({*amounts.values()} if len(taken) in amounts else {*amounts.values(), allowed[-1]})
 
 
-def _memory(workload: Workload, activation_bytes: int) -> dict[int, float]:
-    """Bytes for residents by the number of slots beside them; several where both share their memory."""
+def _divisions(workload: Workload, activation_bytes: int, fits: bool) -> list[_Memory]:
+    """Divisions of memory, if so much of the saved tensors leaves; several where residents and slots share theirs."""
+    if fits:
+        return [_Memory(0, activation_bytes, math.inf)]
     peak = workload.peak_free(activation_bytes)
     shared, slot = workload.shared_free(activation_bytes), max(workload.slot_bytes, 1)
     slots = int(min(MAX_SLOTS, workload.update_free_bytes / slot))
     if math.isinf(shared):
-        return {slots: peak}
+        return [_Memory(slots, activation_bytes, peak)]
     tried = dict.fromkeys(min(slots, most) for most in SLOTS_TRIED if most * slot <= shared)
-    return {count: min(peak, shared - count * slot) for count in tried}
+    return [_Memory(count, activation_bytes, min(peak, shared - count * slot)) for count in tried]
 
 
 def _mean(loads: Sequence[SubgroupLoad]) -> SubgroupLoad:
     """The mean subgroup, to the nearest byte, in the format that most have."""
-    sizes = [f.name for f in dataclasses.fields(SubgroupLoad) if f.name != "format"]
-    means = (round(sum(getattr(load, f) for load in loads) / len(loads)) for f in sizes)
+    means = (round(sum(getattr(load, size) for load in loads) / len(loads)) for size in SIZES)
     return SubgroupLoad(*means, format=statistics.mode(load.format for load in loads))
 
 
 def _times(load: SubgroupLoad, factor: float) -> SubgroupLoad:
     """One so many times as large."""
-    sizes = [f.name for f in dataclasses.fields(SubgroupLoad) if f.name != "format"]
-    return SubgroupLoad(*(round(factor * getattr(load, f)) for f in sizes), format=load.format)
+    return SubgroupLoad(*(round(factor * getattr(load, size)) for size in SIZES), format=load.format)
 
 
 def _fitting(workload: Workload, free: float) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -37,15 +37,14 @@ class SubgroupLoad:
     format: str = field(default=MIXED.name, kw_only=True)
 
     def __post_init__(self) -> None:
-        moved = "gradient_bytes", "parameter_bytes", "state_bytes", "upper_bytes", "returned_bytes"
-        for name in ("numel", *moved, "host_bytes"):
+        for name in SIZES:
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be 0 or more, found {getattr(self, name)}")
 
     @classmethod
     def of(cls, numel: int, state: Format) -> SubgroupLoad:
         """So many parameters whose state is kept in one format."""
-        each = state.gradient_bytes, state.parameter_bytes, state.state_bytes, state.upper_bytes
+        each = state.value_bytes, state.value_bytes, state.state_bytes, state.upper_bytes
         sizes = [int(numel * nbytes) for nbytes in (*each, 0, state.held_bytes)]
         return cls(numel, *sizes, format=state.name)
 
@@ -56,6 +55,8 @@ class SubgroupLoad:
         return int(update_traffic(self.numel, *each))
 
 
+SIZES = tuple(f.name for f in fields(SubgroupLoad) if f.name != "format")
+"""The fields of a subgroup that are counts or bytes."""
 AHEAD = 2
 """Groups of saved tensors that are on their way at a time while backward uses another."""
 

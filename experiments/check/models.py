@@ -20,7 +20,7 @@ SETTINGS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weig
 """Of every optimizer."""
 HOST_BYTES = int(MIXED.held_bytes)
 """That DOSAdam needs on the host for each 16-bit parameter at most: state, gradient, and new parameter."""
-DEVICE_BYTES = MIXED.parameter_bytes + MIXED.gradient_bytes
+DEVICE_BYTES = 2 * MIXED.value_bytes
 """That each 16-bit parameter and its gradient take on the device."""
 SHARE_OF_HOST = 0.8
 SHARE_OF_DEVICE = 0.85

@@ -238,7 +238,7 @@ def _accumulation(situation: Situation) -> str:
         where = f"add up on the host, in {'their own dtype' if question.native_gradients else 'float32'}"
     elif question.offload_parameters:
         where = "add up on the host"
-    peak = situation.device.peak
+    peak = situation.device.peak()
     less = f", and a peak of {format_bytes(peak)}" if peak < situation.peak else ""
     times = "one (--accumulation N)" if question.micro_batches == 1 else f"{question.micro_batches}"
     return (

@@ -37,7 +37,7 @@ def host_bytes(question: Question, numel: int) -> HostBytes:
 
 def held_bytes(question: Question) -> float:
     """Host memory of a parameter whose state is there, beyond gradients that have left for the host in any case."""
-    return question.format.held_bytes - question.format.gradient_bytes * question.offload_gradients
+    return question.format.held_bytes - question.value_bytes * question.offload_gradients
 
 
 class Spill(NamedTuple):

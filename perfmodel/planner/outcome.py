@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from perfmodel.adaptive import adaptive
 from perfmodel.format import float32
@@ -90,12 +91,8 @@ def outcomes(situation: Situation) -> list[Outcome]:
 def _best_ratio(situation: Situation) -> Outcome:
     """The fastest of some ratios whose resident state fits."""
     work = situation.update_workload
-    held = 0
-    shares = [0.0]
-    for load in work.subgroups:
-        held += load.state_bytes
-        if held <= work.peak_free_bytes:
-            shares.append(held / work.state_bytes)
+    held = accumulate((load.state_bytes for load in work.subgroups), initial=0)
+    shares = [nbytes / work.state_bytes for nbytes in held if nbytes <= work.peak_free_bytes]
     tried = sorted({shares[round(i * (len(shares) - 1) / RATIOS_TRIED)] for i in range(RATIOS_TRIED + 1)})
     outcomes = [_outcome(f"best ratio, {1 - share:.2f}", situation, static_ratio(work, 1 - share)) for share in tried]
     return min(outcomes, key=lambda outcome: outcome.seconds)

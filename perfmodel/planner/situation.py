@@ -59,7 +59,7 @@ class Situation:
     @property
     def peak(self) -> int:
         """Device memory at the worst moment without any optimizer state, in bytes."""
-        return self._peak(self.device)
+        return self.device.peak(self.question.accumulation)
 
     @property
     def fits_device(self) -> bool:
@@ -222,9 +222,6 @@ class Situation:
         }
         return {resource: busy_s for resource, busy_s in busy.items() if busy_s > 0}
 
-    def _peak(self, device: DeviceBytes) -> int:
-        return device.peak_accumulating if self.question.accumulation else device.peak
-
     def _least_leaving(self, device: DeviceBytes) -> int:
         """The share that was asked for; if that is for the planner to say, what has to leave so that the rest fits."""
         share, sums = self.question.offload_activations, [0, *accumulate(each.nbytes for each in self.saved)]
@@ -232,7 +229,7 @@ class Situation:
             return max(nbytes for nbytes in sums if nbytes <= float(share) * sums[-1])
         for nbytes in sums:
             rest = dataclasses.replace(device, activations=device.activations - peak_room(self.saved, nbytes))
-            if self._peak(rest) <= self.question.device_bytes:
+            if rest.peak(self.question.accumulation) <= self.question.device_bytes:
                 return nbytes
         return 0
 
@@ -242,7 +239,7 @@ class Situation:
         if self.question.offload_activations != "auto":
             return self.least_leaving
         nothing = dataclasses.replace(self.device, activations=0, logits=0)
-        useful = max(0, self.peak - self._peak(nothing))
+        useful = max(0, self.peak - nothing.peak(self.question.accumulation))
         if self.question.host_bytes is not None:
             free = self.question.host_bytes - self.question.reserved_on_host - self.host_needed
             useful = min(useful, max(0, free) // self.question.per_node)
