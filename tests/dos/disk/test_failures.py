@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from dos import DOSAdam
-from dos.disk import DiskError, DiskSpace
+from dos.disk import DiskError
 from dos.disk import files as files_module
 from dos.disk import space as space_module
 from tests.support.disk import SMALL, TWO_WINDOWS, bytes_on_disk, dos_adam, fail_at, files, wide
@@ -62,9 +62,10 @@ def causes(error: BaseException | None) -> list[str]:
     return [] if error is None else [str(error), *causes(error.__cause__)]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("attach", [False, True])
-@pytest.mark.parametrize(("name", "at"), [("read", 1), ("read", 2), ("write", 1), ("write", 3)])
+@pytest.mark.parametrize(
+    ("policy", "attach", "name", "at"),
+    [("cpu", False, "read", 1), ("cpu", True, "write", 3), ("stride:2", True, "read", 2), (0.5, False, "write", 1)],
+)
 def test_a_step_that_fails_on_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str | float, attach: bool, name: str, at: int
 ) -> None:
@@ -78,8 +79,7 @@ def test_a_step_that_fails_on_disk(
     assert_refuses(optimizer)
 
 
-@pytest.mark.parametrize("reads", [False, True])
-@pytest.mark.parametrize("at", [1, 3])
+@pytest.mark.parametrize(("at", "reads"), [(1, True), (3, False)])
 def test_a_backward_that_fails_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int, reads: bool) -> None:
     """While homes leave for gradients of what joins. No state is lost, and backward can be tried again.
 
@@ -141,8 +141,7 @@ def test_a_field_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
     assert everything(*pair) == everything(*twins)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("truncated", [False, True])
+@pytest.mark.parametrize(("policy", "truncated"), [("cpu", False), ("stride:2", True), (0.5, False)])
 def test_contents_that_are_not_ours(tmp_path: Path, policy: str | float, truncated: bool) -> None:
     """The file and what to do are named in the first line that users see."""
     model, optimizer = started(tmp_path, policy=policy)
@@ -165,22 +164,6 @@ def test_a_file_that_was_deleted_still_serves(tmp_path: Path) -> None:
     train(model, optimizer, 2, first_step=2)
     train(twin, other, 2, first_step=2)
     assert everything(model, optimizer) == everything(twin, other)
-
-
-def test_a_new_optimizer_goes_on_from_the_last_checkpoint(tmp_path: Path) -> None:
-    model, optimizer = started(tmp_path)
-    torch.save([model.state_dict(), optimizer.state_dict()], tmp_path / "checkpoint.pt")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DiskSpace, "write", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "the cable came off")))
-        with pytest.raises((RuntimeError, OSError)):
-            train(model, optimizer, 3, first_step=2)
-    weights, state = torch.load(tmp_path / "checkpoint.pt")
-    model.load_state_dict(weights)
-    another = dos_adam(model.parameters(), tmp_path)
-    another.load_state_dict(state)
-    train(model, another, 2, first_step=2)
-    twin, other = started(tmp_path, steps=4)
-    assert everything(model, another) == everything(twin, other)
 
 
 def test_a_disk_that_is_full_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,31 +236,27 @@ def test_a_budget_that_is_too_small_for_what_joins(tmp_path: Path, policy: str) 
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "error", "message"),
     [
-        ({"host_memory": 0}, "host_memory must be 1 or more bytes as an int, or None, found 0"),
-        ({"host_memory": 1.5}, "host_memory must be 1 or more bytes as an int, or None, found 1.5"),
-        ({"host_memory": True}, "host_memory must be 1 or more bytes as an int, or None, found True"),
-        ({"policy": "resident"}, "leave disk= out, or choose 'adaptive'"),
+        *(
+            ({"host_memory": found}, ValueError, f"must be 1 or more bytes as an int, or None, found {found}")
+            for found in (0, 1.5, True)
+        ),
+        ({"policy": "resident"}, ValueError, "leave disk= out, or choose 'adaptive'"),
+        *(
+            ({"disk": found}, TypeError, "disk must be a folder, a sequence of folders, or None")
+            for found in (3, ["a", 3], b"a")
+        ),
+        # As of a setting that was left out: it would be the current folder.
+        *(({"disk": found}, ValueError, "disk must name a folder, found") for found in ("", ["a", ""])),
     ],
 )
-def test_settings_that_cannot_be(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        dos_adam(wide().parameters(), tmp_path, **settings)
+def test_settings_that_cannot_be(
+    tmp_path: Path, settings: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        dos_adam(wide().parameters(), **{"disk": tmp_path, **settings})
     assert not files(tmp_path)
-
-
-@pytest.mark.parametrize("disk", [3, ["a", 3], b"a"])
-def test_a_disk_that_is_no_folder(disk: Any) -> None:
-    with pytest.raises(TypeError, match="disk must be a folder, a sequence of folders, or None"):
-        dos_adam(wide().parameters(), disk)
-
-
-@pytest.mark.parametrize("disk", ["", ["a", ""]])
-def test_a_disk_without_a_name(disk: Any) -> None:
-    """As of a setting that was left out: it would be the current folder."""
-    with pytest.raises(ValueError, match="disk must name a folder, found"):
-        dos_adam(wide().parameters(), disk)
 
 
 def test_files_go_with_the_optimizer(tmp_path: Path) -> None:
@@ -299,39 +278,26 @@ def test_files_go_with_the_optimizer(tmp_path: Path) -> None:
     assert all(view.isfinite().all() for view in views)
 
 
-def test_files_go_with_the_interpreter(tmp_path: Path) -> None:
+def test_when_the_interpreter_ends_state_can_be_saved_and_files_go(tmp_path: Path) -> None:
     program = f"""
+import atexit
+from pathlib import Path
 from tests.support.disk import bytes_on_disk, dos_adam, wide
-from tests.support.training import train
-from pathlib import Path
-model = wide()
-optimizer = dos_adam(model.parameters(), Path({str(tmp_path)!r}), policy="stride:2")
-optimizer.attach(model)
-train(model, optimizer, 2)
-print(bytes_on_disk(Path({str(tmp_path)!r})) > 0)
-"""
-    assert python("-c", program) == "True\n"
-    assert not files(tmp_path)
-
-
-def test_state_on_disk_can_be_saved_when_the_interpreter_ends(tmp_path: Path) -> None:
-    program = f"""
-import atexit, torch
-from tests.support.disk import dos_adam, wide
 from tests.support.training import everything, train
-from pathlib import Path
-twin = wide()
+folder, twin = Path({str(tmp_path)!r}), wide()
 other = dos_adam(twin.parameters(), None)
 train(twin, other, 3)
 expected = everything(twin, other)
 for policy in ("cpu", "stride:2", 0.5):
     model = wide()
-    optimizer = dos_adam(model.parameters(), Path({str(tmp_path)!r}), policy=policy)
+    optimizer = dos_adam(model.parameters(), folder, policy=policy)
     optimizer.attach(model)
     atexit.register(lambda model=model, optimizer=optimizer: print(everything(model, optimizer) == expected))
     train(model, optimizer, 3)
+print(bytes_on_disk(folder) > 0)
 """
-    assert python("-c", program) == 3 * "True\n"
+    assert python("-c", program) == 4 * "True\n"
+    assert not files(tmp_path)
 
 
 def test_a_forked_child_leaves_state_alone(tmp_path: Path) -> None:
@@ -368,7 +334,7 @@ def test_random_failures_of_reads_and_writes(
     outcomes = Counter[str]()
     real = space_module._adam.transfer
     drawn = random.Random(1)
-    for _ in range(25):
+    for _ in range(12):
         model = wide()
         optimizer = dos_adam(model.parameters(), tmp_path, policy=policy)
         asked, at = [0], drawn.randint(1, 60)
@@ -395,4 +361,4 @@ def test_random_failures_of_reads_and_writes(
             except (OSError, RuntimeError):
                 outcomes["refused"] += 1
         monkeypatch.setattr(space_module._adam, "transfer", real)
-    assert outcomes["raised"] > 5
+    assert outcomes["raised"] > 2

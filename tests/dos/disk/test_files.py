@@ -198,30 +198,30 @@ space = DiskSpace([pathlib.Path(sys.argv[1])])
 (extent,) = space.allocate([1 << 20])
 contents = pages(1 << 20, 1)
 space.write(extent, contents)
-child = os.fork()
-if not child:
-    for use in (lambda: space.write(extent, pages(1 << 20)), lambda: space.read(extent, pages(1 << 20)),
-                lambda: space.free(extent), lambda: space.allocate([1 << 20]),
-                lambda: space.show(extent, 0, 4096, contents.data_ptr())):
-        try:
-            use()
-        except RuntimeError as error:
-            print(error)
-    if sys.argv[2] == "closes":
-        space.close()
-    sys.exit()
-assert os.waitpid(child, 0)[1] == 0
-assert reads(space, extent, contents)
-assert len(list(pathlib.Path(sys.argv[1]).rglob("state-*"))) == 1
+for closes in (True, False):
+    child = os.fork()
+    if not child:
+        for use in (lambda: space.write(extent, pages(1 << 20)), lambda: space.read(extent, pages(1 << 20)),
+                    lambda: space.free(extent), lambda: space.allocate([1 << 20]),
+                    lambda: space.show(extent, 0, 4096, contents.data_ptr())):
+            try:
+                use()
+            except RuntimeError as error:
+                print(error)
+        if closes:
+            space.close()
+        sys.exit()
+    assert os.waitpid(child, 0)[1] == 0
+    assert reads(space, extent, contents)
+    assert len(list(pathlib.Path(sys.argv[1]).rglob("state-*"))) == 1
 DiskSpace([pathlib.Path(sys.argv[1])])
 assert len(list(pathlib.Path(sys.argv[1]).rglob("state-*"))) == 1, "still locked"
 """
 
 
-@pytest.mark.parametrize("ending", ["exits", "closes"])
-def test_a_forked_child_neither_changes_nor_removes_its_parents_files(tmp_path: Path, ending: str) -> None:
-    printed = python("-c", FORKS, tmp_path, ending)
-    assert printed.count("state on disk belongs to the process that built the optimizer") == 5
+def test_a_forked_child_neither_changes_nor_removes_its_parents_files(tmp_path: Path) -> None:
+    printed = python("-c", FORKS, tmp_path)
+    assert printed.count("state on disk belongs to the process that built the optimizer") == 2 * 5
     assert not files(tmp_path)
 
 

@@ -96,8 +96,7 @@ def _late(device: FakeCudaDevice | None, attached: bool = False, **settings: Any
     return bits(model.parameters())
 
 
-@pytest.mark.parametrize("seed", [None, 0])
-@pytest.mark.parametrize("attached", [False, True])
+@pytest.mark.parametrize(("attached", "seed"), [(False, None), (True, 0)])
 @pytest.mark.parametrize(("plans", "host_memory"), [(4, 120_000), (20, 90_000), (20, 120_000)])
 def test_no_order_of_work_changes_a_bit(
     plans: int, host_memory: int, attached: bool, seed: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
