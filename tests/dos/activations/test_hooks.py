@@ -179,7 +179,7 @@ def test_an_interruption_anywhere_in_forward_or_backward_changes_no_later_bit() 
     with interrupted_at(-1) as count:
         step(model, optimizer, 1)
     expected = bits(p.grad for p in model.parameters())
-    for line in range(1, count[0], max(1, count[0] // 50)):
+    for line in range(1, count[0], max(1, count[0] // 35)):
         model, optimizer = start()
         try:
             with interrupted_at(line):

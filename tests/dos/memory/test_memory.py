@@ -436,8 +436,10 @@ class Watched(EmulatedDevice):
         return buffer
 
 
-@pytest.mark.parametrize("attach", [False, True])
-@pytest.mark.parametrize("budget", [0, STATE_BYTES // 2, 0.01, 0.0, 10**9, 1.0])
+@pytest.mark.parametrize(
+    ("budget", "attach"),
+    [(0, False), (STATE_BYTES // 2, True), (0.01, False), (0.0, True), (10**9, True), (1.0, False)],
+)
 def test_no_more_is_held_than_the_budget(budget: float, attach: bool) -> None:
     """Subgroups whose tensors fill whole 256-byte lines: nothing is lost to alignment."""
     device = Watched()
@@ -488,8 +490,10 @@ LIES = {
 }
 
 
-@pytest.mark.parametrize("capacity", [STATE_BYTES // 2, 3 * STATE_BYTES])
-@pytest.mark.parametrize(("policy", "attach"), [("adaptive", False), ("adaptive", True), ("stride:2", True)])
+@pytest.mark.parametrize(
+    ("capacity", "policy", "attach"),
+    [(STATE_BYTES // 2, "adaptive", False), (3 * STATE_BYTES, "adaptive", True), (STATE_BYTES // 2, "stride:2", True)],
+)
 @pytest.mark.parametrize("lie", LIES)
 def test_memory_that_lies_changes_no_bit(
     lie: str, policy: str, attach: bool, capacity: int, said: list[str], caplog: pytest.LogCaptureFixture

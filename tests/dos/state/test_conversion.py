@@ -155,14 +155,16 @@ def moves(
     goes_on(pair, through, first, resumed, second, after)
 
 
-@pytest.mark.parametrize(("checkpoint", "trained"), [(False, True), (True, False)])
-@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize(
+    ("pair", "checkpoint", "trained"),
+    [(pair, number % 2 == 0, number % 2 == 1) for number, pair in enumerate(PAIRS)],
+)
 def test_state_loads_into_any_format(pair: tuple[str, str], checkpoint: bool, trained: bool, tmp_path: Path) -> None:
     moves(pair, str(tmp_path) if checkpoint else None, None, None, trained)
 
 
 @pytest.mark.parametrize(
-    ("pair", "checkpoint"), [*((pair, False) for pair in PAIRS), *((pair, True) for pair in ON_RANKS)]
+    ("pair", "checkpoint"), [*((pair, False) for pair in PAIRS[::4]), *((pair, True) for pair in ON_RANKS)]
 )
 def test_flat_state_loads_into_any_format(pair: tuple[str, str], checkpoint: bool, tmp_path: Path) -> None:
     """As torchtitan saves it."""
@@ -176,7 +178,7 @@ def move_all(folder: str | None, before: int, after: int, trained: bool, options
 
 @pytest.mark.parametrize(
     ("options", "trained"),
-    [({}, True), ({"cpu_offload": True}, False), (BROADCAST, False), (BROADCAST, True)],
+    [({"cpu_offload": True}, True), (BROADCAST, False), (BROADCAST, True)],
 )
 def test_a_full_state_dict_loads_into_any_format_on_ranks(
     pair: Ranks, one_kernel_thread: None, trained: bool, options: dict[str, bool]

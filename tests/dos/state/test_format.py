@@ -8,10 +8,7 @@ import pytest
 import torch
 
 from dos import DOSAdam, EmulatedDevice
-from dos.state import arena as arena_module
-from dos.state import subgroup
 from dos.state.arena import Arena
-from dos.state.record import ParameterRecord
 from perfmodel import SubgroupLoad
 from perfmodel.format import (
     CODED,
@@ -19,7 +16,6 @@ from perfmodel.format import (
     NEEDED_KEYS,
     SPLIT,
     STATE_KEYS,
-    Field,
     Format,
     float32,
     format_of,
@@ -75,31 +71,6 @@ def test_which_format_parameters_get(values: str, settings: dict[str, Any], name
     parameter = torch.ones(256, dtype=getattr(torch, values))
     device = EmulatedDevice(FAST, 10**9) if accelerated else None
     assert Arena([parameter], device, **{"master_weights": True, "amsgrad": False} | settings).format == found
-
-
-def test_a_field_more_is_allocated_moved_and_exported(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wider(values: str, **options: Any) -> Format:
-        del options["state_format"]
-        known = float32(values, **options)
-        return Format("wider", values, (*known.fields, Field("age", "float16", "age")))
-
-    monkeypatch.setattr(arena_module, "format_of", wider)
-    parameter = torch.ones(6, 2, dtype=torch.bfloat16)
-    arena = Arena([parameter], EmulatedDevice(FAST, 10**9), master_weights=True, amsgrad=False)
-    record = ParameterRecord(parameter, arena, 0)
-    (whole,) = subgroup.split(arena, [record], 100)
-    assert whole.load().state_bytes == arena.state.nbytes == 12 * 14
-    arena.state.fields["age"].fill_(3)
-    assert torch.equal(record.views["age"], torch.full((6, 2), 3, dtype=torch.float16))
-
-    there = whole.state.carve(torch.zeros(whole.state.carved_bytes, dtype=torch.uint8))
-    for to, of in zip(there.tensors(), whole.state.tensors(), strict=True):
-        to.copy_(of)
-    assert torch.equal(there.slice(2, 5).fields["age"], torch.full((3,), 3, dtype=torch.float16))
-
-    arena.add_amsgrad(lambda *field: None)
-    assert list(arena.state.fields) == ["exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master", "age"]
-    assert arena.state.fields["age"].sum() == 36, "what was there is kept"
 
 
 @pytest.mark.parametrize(

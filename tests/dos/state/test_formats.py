@@ -78,8 +78,9 @@ def test_rests_are_live_views(place: str) -> None:
 
 
 @pytest.mark.parametrize("place", ["host", "adaptive"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("state_format", [None, "float32"])
+@pytest.mark.parametrize(
+    ("dtype", "state_format"), [(torch.bfloat16, None), (torch.bfloat16, "float32"), (torch.float16, None)]
+)
 def test_masters_follow_what_was_written(dtype: torch.dtype, state_format: str | None, place: str) -> None:
     """On request as in the next step; what was not written to keeps its precision."""
     model = mlp(dtype)

@@ -7,13 +7,10 @@ import logging
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dos import DOSAdam, EmulatedDevice
-from dos.state.arena import Arena
 from dos.state.device_store import DeviceStore
-from dos.state.record import make_records
-from dos.state.subgroup import split
 from perfmodel import Lane, Placement
 from tests.support.devices import Unreliable
 from tests.support.training import FAST, bits, bits_on_host, mlp, train, trained_as_on_host
@@ -27,30 +24,6 @@ STEPS = 12
 def held(device: EmulatedDevice) -> int:
     """Bytes of the device that state has, where nobody else has any."""
     return device.capacity - device.memory().free
-
-
-def test_accounts_for_residents_and_slots() -> None:
-    device = EmulatedDevice(FAST, capacity=10**5)
-    parameters = [nn.Parameter(torch.zeros(300))]
-    arena = Arena(parameters, device, master_weights=True, amsgrad=False)
-    first, second, third = split(arena, make_records(parameters, arena), 100)
-    each = first.state.carved_bytes
-    holdings = DeviceStore(device)
-    for subgroup in (first, second):
-        assert holdings.reserve([subgroup]) == []
-        state = holdings.fetch(subgroup)
-        assert [t.numel() for t in state.tensors()] == [100, 100, 100]
-    holdings.get_slots(3, 1000)
-    assert [slot.nbytes for slot in holdings.slots] == [1000] * 3
-    assert holdings.nbytes == held(device) == 2 * each + 3000
-    holdings.drop(first)
-    assert list(holdings.resident) == [second]
-    assert holdings.nbytes == held(device) == each + 3000
-    holdings.free_slots()
-    holdings.drop(second)
-    assert holdings.nbytes == held(device) == 0
-    assert holdings.denied is None
-    assert third not in holdings.resident
 
 
 def test_a_failed_allocation_is_an_answer_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -80,10 +53,16 @@ def test_failures_beside_state_that_leaves_say_nothing(caplog: pytest.LogCapture
 
 
 @pytest.mark.parametrize(
-    ("policy", "attach", "offload_gradients"),
-    [("adaptive", True, False), ("adaptive", False, True), ("stride:2", False, False), (0.5, True, False)],
+    ("failing", "policy", "attach", "offload_gradients"),
+    [
+        (0.01, "adaptive", True, False),
+        (0.1, "adaptive", False, True),
+        (0.1, "stride:2", False, False),
+        (0.1, 0.5, True, False),
+        (1.0, "adaptive", True, True),
+        (1.0, "stride:2", False, False),
+    ],
 )
-@pytest.mark.parametrize("failing", [0.01, 0.1, 1.0])
 def test_allocations_that_fail_at_random_change_no_bit(
     failing: float, policy: str | float, attach: bool, offload_gradients: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -111,8 +90,7 @@ def test_after_failures_state_comes_to_the_device_again() -> None:
     assert optimizer.plan().served(Placement.GPU_RESIDENT) == tuple(range(len(optimizer.plan())))
 
 
-@pytest.mark.parametrize("attach", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("attach", "dtype"), [(False, torch.float32), (True, torch.bfloat16)])
 def test_with_enough_memory_nothing_travels_after_the_first_iteration(attach: bool, dtype: torch.dtype) -> None:
     model, optimizer = trained_as_on_host(EmulatedDevice(FAST, capacity=10**6), attach, dtype, steps=1)
     for step in range(1, STEPS):
@@ -123,8 +101,7 @@ def test_with_enough_memory_nothing_travels_after_the_first_iteration(attach: bo
     assert bits(model.parameters()) == bits_on_host(dtype)
 
 
-@pytest.mark.parametrize("attach", [False, True])
-@pytest.mark.parametrize("offload_gradients", [False, True])
+@pytest.mark.parametrize(("attach", "offload_gradients"), [(False, True), (True, False)])
 def test_without_any_memory_the_host_does_all_and_nothing_is_ever_allocated(
     attach: bool, offload_gradients: bool
 ) -> None:
