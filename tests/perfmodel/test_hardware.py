@@ -52,8 +52,6 @@ def test_only_host_bandwidth_may_be_infinite() -> None:
         ({"version": 2}, "version 2, this program reads version 1; measure again"),
         ({"version": None}, "version None"),
         ({"warp_drive": 1.0}, "unknown warp_drive"),
-        ({"cpu_update_rate": 1e-300}, "found 1e-300"),
-        ({"h2d_bandwidth": 10**400}, "h2d_bandwidth must be a positive number"),
         ({"host_bandwidth": 10**400}, "host_bandwidth must be a positive number"),
         ({"cpu_speed_split": 1e-300}, "cpu_speed_split"),
         ({"copy_latency_s": 10**400}, "copy_latency_s must be a number from 0"),

@@ -28,8 +28,6 @@ QUICK = {
     "experiments.sweep": "ratio",
     "experiments.train": TRAIN,
     "perfmodel": "--params 7e9 --gpu 24GB --host 128GB --checkpointing",
-    "perfmodel --disk": "2TB --params 7e9 --gpu 24GB --host 64GB --checkpointing --offload-gradients",
-    "perfmodel --fsdp": "--params 70e9 --machine h100 --ranks 8 --nodes 2 --checkpointing --host 1TiB",
 }
 SLOW = {
     "experiments.activations": "--rounds 1",
@@ -46,6 +44,8 @@ SLOW = {
     "experiments.overlap": "--rounds 1 --batch 1",
     "experiments.planner": "--profile h100",
     "experiments.sweep emulated": "",
+    "perfmodel --disk": "2TB --params 7e9 --gpu 24GB --host 64GB --checkpointing --offload-gradients",
+    "perfmodel --fsdp": "--params 70e9 --machine h100 --ranks 8 --nodes 2 --checkpointing --host 1TiB",
 }
 REFUSED = {"experiments.decisions": "", "experiments.sweep --report": "results.md"}
 """They draw what docs show, and say what to install for that."""

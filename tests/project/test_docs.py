@@ -48,29 +48,20 @@ def test_fragments_run(name: str, accelerated: bool, tmp_path: Path, monkeypatch
         assert pages.run_fragments(name, accelerated=accelerated) > 0
 
 
-def run_on_rank(page: str, folder: str) -> int:
-    """What `pair` calls: the blocks of a page, in this rank's folder, where a checkpoint is everybody's."""
+def run_on_rank(folder: str) -> tuple[int, int]:
+    """What `pair` calls: the page's blocks in a folder of all ranks, the README's with a step of what they build."""
     os.chdir(folder)
-    return pages.run(page, {})
-
-
-def test_code_for_many_gpus_runs(pair: Ranks, tmp_path: Path) -> None:
-    assert all(ran > 4 for ran in pair.run(run_on_rank, "many-gpus", str(tmp_path)))
-
-
-def run_readme_on_rank() -> int:
-    """What `pair` calls: the README's blocks that need ranks, and a step with the optimizer they build."""
     chosen = [block for block in pages.blocks("README") if block.note == pages.ON_RANKS]
     for block in chosen:
         namespace = {"DOSAdam": DOSAdam, "fully_shard": fully_shard, "model": pages.Answering()}
         exec(block.code, namespace)
         namespace["model"](torch.randn(2, 4)).backward()  # type: ignore[operator]
         namespace["optimizer"].step()  # type: ignore[attr-defined]
-    return len(chosen)
+    return pages.run("many-gpus", {}), len(chosen)
 
 
-def test_code_of_the_readme_for_several_gpus_runs(pair: Ranks) -> None:
-    assert all(ran == 1 for ran in pair.run(run_readme_on_rank))
+def test_code_for_many_gpus_runs(pair: Ranks, tmp_path: Path) -> None:
+    assert all(page > 4 and readme == 1 for page, readme in pair.run(run_on_rank, str(tmp_path)))
 
 
 NAMES = ["README", *sorted(path.stem for path in DOCS.glob("*.md"))]
@@ -235,25 +226,6 @@ def test_every_message_is_in_troubleshooting(package: str) -> None:
     assert len(found) > 40
     missing = [f"{m.where}: {m.essence}" for m in found if m.essence not in page]
     assert not missing, "messages that docs/troubleshooting.md does not have:\n" + "\n".join(missing)
-
-
-def test_messages_are_found(tmp_path: Path) -> None:
-    source = tmp_path / "program" / "module.py"
-    source.parent.mkdir()
-    source.write_text(
-        'KNOWN = "this or that, and nothing else"\n'
-        "def f(x):\n"
-        '    logger.info("took %d s of `time`", x)\n'
-        "    warnings.warn(f'{x} was a very bad idea', stacklevel=2)\n"
-        "    assert x, 'not for users'\n"
-        "    raise ValueError(f'expected {KNOWN}, found {x}') from OSError(x)\n"
-    )
-    found = {m.where: m.essence for m in messages(source.parent)}
-    assert found == {
-        "program/module.py:3": "s of time",
-        "program/module.py:4": "was a very bad idea",
-        "program/module.py:6": "this or that, and nothing else",
-    }
 
 
 def test_pages_build_without_warnings(tmp_path: Path) -> None:

@@ -77,15 +77,24 @@ def test_the_version_stands_in_one_place() -> None:
         assert re.search(rf"\b{re.escape(dos.__version__)}\b", (ROOT / name).read_text()), f"{name} has another version"
 
 
-def test_code_of_the_pages_runs_with_the_installed_package(site: Path, tmp_path: Path) -> None:
-    """Outside the checkout; tests/project/test_docs.py runs it inside."""
-    *_, last = python(site, tmp_path, str(ROOT / "tests" / "support" / "pages.py")).splitlines()
-    count, version, package = re.fullmatch(r"(\d+) blocks ran with (\S+) in (.*)", last).groups()  # type: ignore[union-attr]
-    assert int(count) > 20
+PROGRAM = """
+import contextlib, runpy, sys
+sys.path.append(sys.argv[1])
+import pages
+pages.main()
+for module, *words in ("perfmodel", "--params", "1e8", "--machine", "rtx_3090_desktop"), ("dos.calibrate", "--help"):
+    sys.argv[1:] = words
+    with contextlib.suppress(SystemExit):
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+"""
+
+
+def test_code_of_the_pages_and_the_commands_run_with_the_installed_package(site: Path, tmp_path: Path) -> None:
+    """Outside the checkout; tests/project/test_docs.py runs all pages inside."""
+    said = python(site, tmp_path, "-c", PROGRAM, str(ROOT / "tests" / "support"))
+    count, version, package = re.search(r"^(\d+) blocks ran with (\S+) in (.*)$", said, re.MULTILINE).groups()  # type: ignore[union-attr]
+    assert int(count) > 15
     assert version == dos.__version__
     assert Path(package).is_relative_to(site)
-
-
-@pytest.mark.parametrize("module", ["dos.calibrate", "perfmodel"])
-def test_the_installed_commands_start(site: Path, tmp_path: Path, module: str) -> None:
-    assert "usage" in python(site, tmp_path, "-m", module, "--help")
+    assert "100M parameters in bf16, rtx_3090_desktop: fits" in said
+    assert "usage: dos.calibrate" in said

@@ -1,14 +1,12 @@
 """The code of README and docs, run as a reader would: block after block, in the folder where Python was started.
 
-As a program, `python tests/support/pages.py`, it runs the pages that need no ranks, which `test_package.py` does
-with an installed package, outside the checkout.
+`test_package.py` calls `main` with an installed package, outside the checkout.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import re
-import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -119,17 +117,7 @@ def run_fragments(name: str, *, accelerated: bool) -> int:
 
 
 def main() -> None:
-    """Run everything, in the folder where Python was started; print how many blocks ran, and with which package."""
+    """Run a page and all fragments where Python was started; print how many blocks ran, and with which package."""
     warnings.simplefilter("ignore")  # traces that show nothing
-    ran = sum(run(name, {}) for name in WHOLE)
-    ran += sum(
-        run_fragments(name, accelerated=accelerated)
-        for name in FRAGMENTS
-        for accelerated in (True, False)
-        if name != "calibrating" or accelerated
-    )
+    ran = run("getting-started", {}) + sum(run_fragments(name, accelerated=True) for name in FRAGMENTS)
     print(f"{ran} blocks ran with {dos.__version__} in {dos.__file__}")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -315,18 +315,6 @@ def test_offloaded_gradients_come_up_again_for_updates_on_the_gpu() -> None:
     assert more_s == {"PCIe to the GPU": pytest.approx(up_s), "PCIe to the host": pytest.approx(down_s, rel=0.01)}
 
 
-def test_more_memory_never_costs_time() -> None:
-    """In the update, for which the plan is made; to 1%, for plans are found by simulating some of those there are."""
-    asked = question(flops_rate=math.inf, chosen_size=100_000_000)
-    situations = [Situation(asked.replace(device_bytes=gib * GIB)) for gib in range(29, 110, 8)]
-    times = [adaptive_outcome(situation).seconds for situation in situations]
-    whole = [situation.room >= situation.update_workload.state_bytes for situation in situations]
-    # Where all state fits it stays on the GPU, which a last share on the CPU would relieve a little.
-    limits = [1.05 if fits else 1.01 for fits in whole[1:]]
-    assert all(t <= limit * before for before, t, limit in zip(times, times[1:], limits, strict=False))
-    assert times[-1] < 0.1 * times[0]
-
-
 @pytest.mark.parametrize("name", ["h100", "a100_bound", "rtx_4090_desktop"])
 @compares_with_a_clock
 def test_the_plan_is_the_optimizer_s_and_the_update_takes_as_long_as_expected(name: str) -> None:

@@ -25,20 +25,6 @@ from tests.support.planner import LLAMA_2_7B, answer, asked, parsed, refused, te
 JOB = "--params 13e9 --machine h100 --ranks 8 --nodes 2"
 
 
-def test_a_newcomer_s_question(capsys: pytest.CaptureFixture[str]) -> None:
-    shown = text("--params 7e9 --machine a100_bound --host 128GiB --checkpointing", capsys)
-    assert "7B parameters in bf16, a100_bound: fits" in shown
-    assert "98,000,000,000" in shown, "host memory to the byte"
-    for policy in ("fused AdamW", "CPU only", "best ratio", "stride 3", "adaptive", "bound of any plan"):
-        assert policy in shown
-    assert "does not fit" in shown
-    assert "What limits the update is CPU" in shown
-    assert "1 GiB more GPU memory" in shown
-    assert "links twice as fast" in shown
-    assert "40% of the A100 40 GB's data sheet" in shown
-    assert max(len(line.rstrip()) for line in shown.splitlines() if "  " in line.strip()) <= 80, "tables fit a terminal"
-
-
 def test_a_7b_model_on_a_desktop() -> None:
     """Full fine-tuning on a GPU of 24 GB: exactly with a host of 128 GiB, with moments in codes on one of 64."""
     desktop = "--params 7e9 --machine rtx_4090_desktop --checkpointing --offload-gradients --no-accumulation --host"
@@ -119,7 +105,9 @@ def test_documented_output_is_the_command_s(capsys: pytest.CaptureFixture[str]) 
     for line, output in examples:
         assert main(line.split()) == 0
         printed = capsys.readouterr().out
-        assert [row.rstrip() for row in output.splitlines()] == [row.rstrip() for row in printed.splitlines()]
+        rows = [row.rstrip() for row in printed.splitlines()]
+        assert [row.rstrip() for row in output.splitlines()] == rows
+        assert max(len(row) for row in rows if "  " in row.strip()) <= 80, "tables fit a terminal"
 
 
 @pytest.mark.parametrize("settings", ["--host 48GB", "--ranks 4 --fsdp --offload-parameters", "--host 96GB --disk 1TB"])
@@ -133,14 +121,9 @@ def test_the_text_says_nothing_but_what_json_has(settings: str, capsys: pytest.C
 
 def test_a_job_of_several_nodes(capsys: pytest.CaptureFixture[str]) -> None:
     shown = text(f"{JOB} --hsdp --network 400Gb --host 1TiB", capsys)
-    assert "13B parameters in bf16 on 8 GPUs of 2 nodes, h100: fits; " in shown
-    assert re.search(r"[\d,]+ tokens/s of the job, [\d,]+ per GPU. What limits the job is network", shown)
-    assert "needed by a node" in shown
-    assert re.search(r"all-gather of weights, backward +within", shown)
+    assert "What limits the job is network" in shown
     assert re.search(r"all-reduce between replicas, backward +between", shown)
     assert "collectives reach 40 GB/s per node between nodes: 80% of the 50 GB/s given (--network)" in shown
-    assert "collectives reach 360 GB/s per GPU within a node: 80% of NVLink 4 (--interconnect)" in shown
-    assert max(len(line.rstrip()) for line in shown.splitlines() if "  " in line.strip()) <= 80, "tables fit a terminal"
     shown = text(f"{JOB} --fsdp --offload-parameters --host 64GiB", capsys)
     assert "DOES NOT FIT. Parameters, gradients and optimizer state need 84.8 GiB of host memory on each node" in shown
     assert "copies of weights, forward" in shown
