@@ -25,7 +25,8 @@ from torch import Tensor
 from dos import DOSAdam, EmulatedDevice
 from experiments.command import Parser, seconds, table
 from experiments.gpt import GPT, Corpus, GPTConfig, standard_library
-from experiments.miniature import Progress, all_equal, bits_of, without_fixed_costs
+from experiments.miniature import without_fixed_costs
+from experiments.training import Progress, all_equal, bits_of
 from perfmodel import Plan, SubgroupLoad, Workload
 from perfmodel.adaptive import adaptive
 from perfmodel.bounds import lower_bound

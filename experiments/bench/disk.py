@@ -33,7 +33,8 @@ from dos.disk import DiskSpace
 from dos.machine.threads import kernel_threads
 from experiments.command import Parser, seconds, table
 from experiments.gpt import GPT, Corpus, GPTConfig, standard_library
-from experiments.miniature import all_equal, bits_of, without_fixed_costs
+from experiments.miniature import without_fixed_costs
+from experiments.training import all_equal, bits_of
 from perfmodel import Lane, Plan, Workload
 from perfmodel.adaptive import adaptive
 from perfmodel.bounds import lower_bound

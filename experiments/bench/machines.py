@@ -13,9 +13,10 @@ from torch.optim import AdamW, Optimizer
 from dos import EmulatedDevice
 from dos.devices import Script
 from experiments.gpt import GPT
-from experiments.miniature import UPDATE, Progress, equal_subgroups, fastest_s
+from experiments.miniature import equal_subgroups, fastest_s
 from experiments.paper.ranks import PublishedRank
 from experiments.plots import MemorySample
+from experiments.training import UPDATE, Progress
 from perfmodel.format import float32
 
 ROOM = 0.8

@@ -35,10 +35,11 @@ from dos.deciding.policies import Policy
 from dos.devices import Script
 from experiments.command import Parser, seconds, table
 from experiments.gpt import GPT, Corpus, GPTConfig, standard_library
-from experiments.miniature import UPDATE_S, Progress, all_equal, bits_of, equal_subgroups
+from experiments.miniature import UPDATE_S, equal_subgroups
 from experiments.paper import memory_h100
 from experiments.paper.ranks import PublishedRank, Recording
 from experiments.paper.runs import TRACES
+from experiments.training import Progress, all_equal, bits_of
 from perfmodel import Op, Placement, Plan, Timeline, Workload
 from perfmodel.bounds import lower_bound
 from perfmodel.policies import stride

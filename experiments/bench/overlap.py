@@ -26,7 +26,8 @@ from torch import Tensor
 from dos import DOSAdam, EmulatedDevice
 from experiments.command import Parser, seconds, table
 from experiments.gpt import GPT, Corpus, GPTConfig, standard_library
-from experiments.miniature import all_equal, equal_subgroups, without_fixed_costs
+from experiments.miniature import equal_subgroups, without_fixed_costs
+from experiments.training import all_equal
 from perfmodel import Workload
 from perfmodel.adaptive import adaptive
 from perfmodel.bounds import lower_bound

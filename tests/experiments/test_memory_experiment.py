@@ -13,10 +13,10 @@ import dos.memory.monitor
 from experiments.bench import memory
 from experiments.bench.memory import Run, Setting, neighbours, train
 from experiments.gpt import GPT, Corpus, GPTConfig, standard_library
-from experiments.miniature import UPDATE, Progress
 from experiments.paper import memory_h100
 from experiments.paper.ranks import PublishedRank, Recording
 from experiments.paper.runs import TRACES
+from experiments.training import UPDATE, Progress
 from perfmodel import Placement
 from perfmodel.policies import stride
 
