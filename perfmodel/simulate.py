@@ -77,17 +77,14 @@ class Simulator:
 
 def _spans(schedule: Schedule, starts: list[float], ends: list[float]) -> Iterator[Span]:
     """The served tasks as spans; contiguous pieces of forward or backward become one span."""
-    compute: Span | None = None
+    compute: list[Span] = []
     for task, start, end in zip(schedule.tasks, starts, ends, strict=True):
         lane = LANE_OF_STREAM[task.stream]
         span = Span(lane, task.op, task.subgroup, start, end, 0 if lane in (Lane.GPU, Lane.CPU) else task.size)
         if task.stream is not Stream.COMPUTE:
             yield span
-        elif compute is not None and compute.op is task.op and compute.end == span.start:
-            compute = Span(span.lane, task.op, None, compute.start, span.end)
+        elif compute and compute[-1].op is task.op and compute[-1].end == span.start:
+            compute[-1] = Span(lane, task.op, None, compute[-1].start, span.end)
         else:
-            if compute is not None:
-                yield compute
-            compute = span
-    if compute is not None:
-        yield compute
+            compute.append(span)
+    yield from compute
