@@ -156,19 +156,17 @@ def moves(
 
 
 @pytest.mark.parametrize(
-    ("pair", "checkpoint", "trained"),
-    [(pair, number % 2 == 0, number % 2 == 1) for number, pair in enumerate(PAIRS)],
+    ("pair", "checkpoint", "trained", "flat"),
+    [
+        *((pair, number % 2 == 0, number % 2 == 1, False) for number, pair in enumerate(PAIRS)),
+        *((pair, False, True, True) for pair in PAIRS[::4]),  # as torchtitan saves it
+        *((pair, True, True, True) for pair in ON_RANKS),
+    ],
 )
-def test_state_loads_into_any_format(pair: tuple[str, str], checkpoint: bool, trained: bool, tmp_path: Path) -> None:
-    moves(pair, str(tmp_path) if checkpoint else None, None, None, trained)
-
-
-@pytest.mark.parametrize(
-    ("pair", "checkpoint"), [*((pair, False) for pair in PAIRS[::4]), *((pair, True) for pair in ON_RANKS)]
-)
-def test_flat_state_loads_into_any_format(pair: tuple[str, str], checkpoint: bool, tmp_path: Path) -> None:
-    """As torchtitan saves it."""
-    moves(pair, str(tmp_path) if checkpoint else None, None, None, True, flatten_optimizer_state_dict=True)
+def test_state_loads_into_any_format(
+    pair: tuple[str, str], checkpoint: bool, trained: bool, flat: bool, tmp_path: Path
+) -> None:
+    moves(pair, str(tmp_path) if checkpoint else None, None, None, trained, flatten_optimizer_state_dict=flat)
 
 
 def move_all(folder: str | None, before: int, after: int, trained: bool, options: dict[str, bool]) -> None:
