@@ -77,28 +77,6 @@ def test_what_cannot_be_attached(device: EmulatedDevice) -> None:
     optimizer.attach(nn.Sequential(model, nn.Linear(2, 2)))
 
 
-@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
-def test_duplicate_parameters() -> None:
-    weight = nn.Parameter(torch.ones(3))
-    with pytest.raises(ValueError, match="names a parameter twice"):
-        DOSAdam([weight, weight])
-    with pytest.raises(ValueError, match="more than one parameter group"):
-        DOSAdam([{"params": [weight]}, {"params": [weight]}])
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
-def test_dtypes_that_are_refused(dtype: torch.dtype) -> None:
-    with pytest.raises(TypeError, match=f"parameter 'w': expected a parameter of .*, found {dtype}"):
-        DOSAdam([("w", nn.Parameter(torch.ones(3, dtype=dtype)))])
-
-
-def test_parameters_made_in_inference_mode_are_refused() -> None:
-    with torch.inference_mode():
-        model = mlp()
-    with pytest.raises(TypeError, match=r"parameter 'w' was made in torch\.inference_mode.*; build the model outside"):
-        DOSAdam([("w", model[0].weight)])
-
-
 def test_a_bad_group_is_not_added() -> None:
     model = mlp()
     optimizer = DOSAdam(model[0].parameters())
@@ -219,6 +197,12 @@ def test_policies_that_return_nonsense(device: EmulatedDevice) -> None:
         train(model, optimizer, 1)
 
 
+WEIGHT = nn.Parameter(torch.ones(3))
+with torch.inference_mode():
+    INFERENCE = nn.Parameter(torch.ones(3))
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
 @pytest.mark.parametrize(
     ("parameters", "error", "message"),
     [
@@ -226,6 +210,19 @@ def test_policies_that_return_nonsense(device: EmulatedDevice) -> None:
         (torch.ones(3, requires_grad=True), TypeError, "iterable of Tensors"),
         (nn.Linear(2, 2), TypeError, r"found a model, Linear; pass its parameters\(\)"),
         (mlp(), TypeError, r"found a model, Sequential; pass its parameters\(\)"),
+        ([WEIGHT, WEIGHT], ValueError, "names a parameter twice"),
+        ([{"params": [WEIGHT]}, {"params": [WEIGHT]}], ValueError, "more than one parameter group"),
+        (
+            [("w", nn.Parameter(WEIGHT.double()))],
+            TypeError,
+            "parameter 'w': expected a parameter of .*float64",
+        ),
+        (
+            [("w", nn.Parameter(WEIGHT.cfloat()))],
+            TypeError,
+            "parameter 'w': expected a parameter of .*complex64",
+        ),
+        ([("w", INFERENCE)], TypeError, r"'w' was made in torch\.inference_mode.*; build the model outside"),
     ],
 )
 def test_what_are_no_parameters(parameters: object, error: type[Exception], message: str) -> None:

@@ -21,7 +21,7 @@ from tests.support.training import FAST, SLOW, mlp
 
 pytestmark = pytest.mark.usefixtures("one_core")
 
-INTERRUPTS = 320
+INTERRUPTS = 400
 
 
 def started(program: Program, steps: int) -> Training:

@@ -13,7 +13,7 @@ from torch import nn
 
 from dos import DOSAdam, EmulatedDevice
 from dos.step.iteration import Iteration
-from perfmodel import Op, Timeline
+from perfmodel import Op
 from tests.support.training import FAST, mlp, profile
 
 pytestmark = pytest.mark.usefixtures("one_kernel_thread")
@@ -31,12 +31,6 @@ def iterate(model: nn.Module, optimizer: DOSAdam) -> None:
     loss.backward()
     time.sleep(BACKWARD_S)
     optimizer.step()
-
-
-def timeline(optimizer: DOSAdam) -> Timeline:
-    found = optimizer.timeline()
-    assert found
-    return found
 
 
 def test_without_a_step_on_an_accelerator_a_timeline_says_why_it_is_empty(tmp_path: Path) -> None:
@@ -63,16 +57,17 @@ def test_an_iteration_and_the_forward_after_it(attach: bool) -> None:
     for device.profile in (FAST, FAST, VERY_SLOW):
         iterate(model, optimizer)
     optimizer.synchronize()
-    forward, backward = timeline(optimizer).beside
+    assert optimizer.timeline()
+    forward, backward = optimizer.timeline().beside
     assert (forward.op, backward.op) == (Op.FORWARD, Op.BACKWARD)
     assert forward.end == backward.start
     assert backward.end == 0, "at step()"
     assert forward.duration >= FORWARD_S
     assert backward.duration >= BACKWARD_S
     model(torch.ones(2, 24)).square().mean().backward()
-    before, during, after = timeline(optimizer).beside
+    before, during, after = optimizer.timeline().beside
     assert (before, during, after.op) == (forward, backward, Op.FORWARD)
-    ends = max(span.end for span in timeline(optimizer).spans)
+    ends = max(span.end for span in optimizer.timeline().spans)
     assert (after.start < ends) == attach, "an attached model's forward begins before the update ends, no other's does"
     assert after.end > after.start
 
@@ -81,12 +76,12 @@ def test_the_first_step_has_no_forward_and_gradients_by_hand_tell_of_neither() -
     model = mlp()
     optimizer = DOSAdam(model.parameters(), policy="cpu", device=EmulatedDevice(FAST, 10**7))
     iterate(model, optimizer)
-    assert [span.op for span in timeline(optimizer).beside] == [Op.BACKWARD]
+    assert [span.op for span in optimizer.timeline().beside] == [Op.BACKWARD]
     for _ in range(2):
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
         optimizer.step()
-    assert timeline(optimizer).beside == ()
+    assert optimizer.timeline().beside == ()
 
 
 def test_they_last_until_the_device_has_come_there() -> None:
