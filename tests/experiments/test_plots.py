@@ -18,7 +18,6 @@ from experiments.plots import (
     MEMORY_COLOURS,
     OPS,
     MemorySample,
-    save_losses,
     save_memory,
     save_memory_and_lanes,
     save_spread,
@@ -82,11 +81,6 @@ def test_very_short_operations_stay_visible(tmp_path: Path, drawn: Drawn) -> Non
     spans = [Span(Lane.CPU, Op.UPDATE, 0, 0.0, 1.0), Span(Lane.GPU, Op.FLUSH, 1, 0.5, 0.5001)]
     save_timelines({"one": Timeline.of(spans)}, tmp_path / "timeline.png")
     assert drawn.edges == {"#ffffff", OPS[Op.FLUSH][1]}
-
-
-def test_losses_need_no_more_than_the_reference(tmp_path: Path) -> None:
-    save_losses({"AdamW": [2.0, 1.0]}, tmp_path / "losses.png", reference="AdamW")
-    assert (tmp_path / "losses.png").stat().st_size > 5_000
 
 
 def test_memory_is_shown_in_proportion(tmp_path: Path, drawn: Drawn) -> None:

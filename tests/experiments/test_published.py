@@ -47,13 +47,6 @@ def test_a_model_left_out_is_predicted(tmp_path: Path, capsys: pytest.CaptureFix
     assert (found["a100_bound"]["stride_hits"], found["a100_bound"]["stride_cases"]) == (1, 1)
 
 
-def test_ratios_left_out_are_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    h100 = [r for r in ROWS if r["machine"] == "h100"]
-    fit = write(tmp_path / "fit.csv", [r for r in h100 if r["cpu_ratio"] not in ("0.5", "0.9")])
-    test = write(tmp_path / "test.csv", [r for r in h100 if r["cpu_ratio"] in ("0.5", "0.9")])
-    assert report(fit, test, capsys)["h100"]["update_max_error"] <= 0.05
-
-
 def test_cpu_only_runs_to_compare_with_may_be_in_either_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

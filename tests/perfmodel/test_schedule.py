@@ -140,11 +140,15 @@ def test_offloaded_gradients_come_up_through_slots_or_are_used_where_they_are() 
 
 
 def test_without_a_slot_state_goes_home_to_be_updated_with_offloaded_gradients() -> None:
-    assert step((R,), [found(DEVICE, HOST, 12, 48)], slots=0) == [
+    """The other has a gradient for 5 of its 12 parameters, which alone are updated."""
+    assert step((R, C), [found(DEVICE, HOST, 12, 48), found(HOST, numel=5, gradient_bytes=10)], slots=0) == [
         "0 backward COMPUTE 0",
         "1 flush 0 FLUSH 144 after 0",
         "2 update 0 CPU 12 after 1 0",
         "3 parameter 0 PARAMETER 24 after 2 0",
+        "4 gradient 1 GRADIENT 10 after 0",
+        "5 update 1 CPU 5 after 4 0",
+        "6 parameter 1 PARAMETER 10 after 5 0",
     ]
 
 
@@ -202,15 +206,6 @@ def test_the_host_fetches_what_it_lacks_of_the_parameters() -> None:
         "17 prefetch 3 PREFETCH 144 slot 0 after 6",
         "18 update 3 GPU 12 slot 0 after 17 6",
         "19 flush 3 FLUSH 144 slot 0 after 18",
-    ]
-
-
-def test_pieces_without_a_gradient_are_not_updated() -> None:
-    assert step((C,), [found(HOST, numel=5, gradient_bytes=10)]) == [
-        "0 backward COMPUTE 0",
-        "1 gradient 0 GRADIENT 10 after 0",
-        "2 update 0 CPU 5 after 1 0",
-        "3 parameter 0 PARAMETER 10 after 2 0",
     ]
 
 
