@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from itertools import accumulate
 
 from perfmodel.demand import demand
 from perfmodel.hardware import HardwareProfile
@@ -102,9 +103,5 @@ def _leading_share(workload: Workload, cpu_ratio: float) -> int:
     if not 0.0 <= cpu_ratio <= 1.0 or math.isnan(cpu_ratio):
         raise ValueError(f"ratio is the share of the state on the CPU and must lie in [0, 1], found {cpu_ratio}")
     target = (1.0 - cpu_ratio) * workload.numel
-    held = 0
-    for count, load in enumerate(workload.subgroups):
-        if held + load.numel / 2 > target:
-            return count
-        held += load.numel
-    return len(workload.subgroups)
+    held = accumulate((load.numel for load in workload.subgroups), initial=0)
+    return sum(before + load.numel / 2 <= target for before, load in zip(held, workload.subgroups, strict=False))

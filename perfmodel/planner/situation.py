@@ -171,7 +171,10 @@ class Situation:
         optimizer's transfers, which the simulation of the schedule does not know.
         """
         if self.question.offload_parameters:
-            seconds = self._on_host_s
+            # If attached, a layer's copy to the device waits for its own update, else forward for all.
+            update_s, attached = self._in_place_s, self.question.attach
+            before_s = self.job.backward_s + (0.0 if attached else update_s)
+            seconds = before_s + self.job.forward_s(updated=update_s if attached else 0.0)
         else:
             seconds = makespan(plan, self.iteration_workload, self.profile, self.scope)
         # Micro-batches but the last are forward and backward, which wait for saved tensors, with no update beside them.
@@ -260,17 +263,6 @@ class Situation:
         """Seconds of an update of parameters on the host, at its memory's speed."""
         costs = [demand(Placement.CPU, load, self.profile)[Stream.CPU] for load in self.update_workload.subgroups]
         return sum(max(alone, traffic / self.profile.host_bandwidth_per_rank) for alone, traffic in costs)
-
-    @property
-    def _on_host_s(self) -> float:
-        """Seconds of an iteration with parameters on the host.
-
-        If attached, a layer's copy to the device waits for its own update, else forward for all.
-        """
-        update_s, backward_s = self._in_place_s, self.job.backward_s
-        if self.question.attach:
-            return backward_s + self.job.forward_s(updated=update_s)
-        return backward_s + update_s + self.job.forward_s()
 
     @property
     def _usable(self) -> int:
