@@ -143,13 +143,13 @@ def test_forks_in_other_threads_change_nothing(place: str | float, attached: boo
                     optimizer.zero_grad()
                     os._exit(0)
                 children.append(os.waitpid(child, 0)[1])
-                time.sleep(1e-3)
+                time.sleep(5e-3)
 
         forking = [threading.Thread(target=fork) for _ in range(forks)]
         for thread in forking:
             thread.start()
         try:
-            for step in range(15):
+            for step in range(10):
                 time.sleep(2e-3)
                 optimizer.zero_grad()
                 backward(model, step)
