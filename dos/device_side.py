@@ -98,8 +98,8 @@ class DeviceSide:
         beside = self._registry.gradient_bytes()
         workload = Workload(
             loads,
-            forward_s=pace.forward_s if self.attached else 0.0,
-            backward_s=pace.backward_s,
+            forward_s=pace.forward.seconds if self.attached else 0.0,
+            backward_s=pace.backward.seconds,
             **memory.limits(loads, update_overlaps_forward=self.attached, beside=beside),
             **self.activations.recorded(memory.room, memory.forecast.ran_out_again),
             **self._rests.limits(subgroups, loads, attached=self.attached),

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dos.devices import Device
+from dos.devices.pinned import lazy_zeros
 from dos.state.arena import aligned
 
 
@@ -34,7 +35,7 @@ class HostPool:
         self._region = torch.empty(0, dtype=torch.uint8, device="cpu")  # the old one goes before there is another
         nbytes = aligned(nbytes)
         if nbytes:
-            region = self._device.host_zeros(nbytes, torch.uint8)
+            region = lazy_zeros(nbytes, torch.uint8)
             self._device.pin(region)
             self._region, self.nbytes = region, nbytes
 

@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from dos.devices.pinned import lazy_zeros
 from perfmodel import Lane, Op, Span
 from perfmodel.compute import RESTORE, SAVE
 from perfmodel.format import MIXED
@@ -78,7 +79,7 @@ class Mark(Protocol):
 
 def pinned_zeros(device: Device, numel: int, dtype: torch.dtype) -> Tensor:
     """1-D zeros in host memory that is there at once, at least one."""
-    zeros = device.host_zeros(numel, dtype)
+    zeros = lazy_zeros(numel, dtype)
     device.pin(zeros)
     return zeros.zero_()
 
@@ -113,11 +114,8 @@ class Device(Protocol):
     def owns(self, tensor: Tensor) -> bool:
         """Whether the tensor is in this device's memory."""
 
-    def host_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """1-D zeros in host memory, which take none until something is written there or `pin` is called."""
-
     def pin(self, tensor: Tensor) -> None:
-        """Make the memory of a part of what `host_zeros` gave, so that the device copies fast from there.
+        """Make the memory of a part of what `lazy_zeros` gave, so that the device copies fast from there.
 
         Parts that are pinned one by one begin on page boundaries.
         """

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dos.devices.base import LANES, Cached, Caller, Copy, Job, Mark, Memory
 from dos.devices.coalesce import copy_pieces
-from dos.devices.pinned import lazy_zeros, pin, unpin
+from dos.devices.pinned import pin, unpin
 from dos.devices.ranges import named
 from dos.machine.threads import bind, bound_to, cores_near, leave_a_core
 from perfmodel import Lane, Op, Span
@@ -84,9 +84,6 @@ class CudaDevice:
 
     def owns(self, tensor: Tensor) -> bool:
         return tensor.device == self.torch_device
-
-    def host_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return lazy_zeros(numel, dtype)
 
     def pin(self, tensor: Tensor) -> None:
         with self.current():

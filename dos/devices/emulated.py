@@ -18,7 +18,7 @@ from torch import Tensor
 from dos.devices.base import LANES, Cached, Caller, Copy, Job, Mark, Memory, ThreadJob
 from dos.devices.occupancy import Occupancy
 from dos.devices.pacer import Pacer
-from dos.devices.pinned import lazy_zeros, unpin
+from dos.devices.pinned import unpin
 from dos.guard import exclusive
 from dos.lifetime import submit
 from perfmodel import Lane, Op, Span
@@ -126,9 +126,6 @@ class EmulatedDevice:
 
     def owns(self, tensor: Tensor) -> bool:
         return tensor.device.type == "cpu"
-
-    def host_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return lazy_zeros(numel, dtype)
 
     def pin(self, tensor: Tensor) -> None:
         pass

@@ -118,7 +118,7 @@ class Departures:
         written = seen.written = Token(gradient, here=here)
         seen.layout = record.layout
         staging = record.arena.gradient
-        if seen.times != seen.expected or not seen.untouched or staging is None or staging.dtype != gradient.dtype:
+        if seen.times != seen.expected or not seen.untouched or staging.dtype != gradient.dtype:
             return []
         if record.changed() or record.stand_in:
             return []  # the step will read the parameter anew first

@@ -111,7 +111,6 @@ class OffloadedGradients:
         self._wait_for_link(gradient.nbytes, engine.device)
         self._torn = True
         staged, total = arena.gradient, arena.accumulated
-        assert staged is not None, "the parameter is on the accelerator"
         if before is not None and before.staged and total is not None:
             accumulate(before.values, total[place], overwrite=True)
         flat = record.flat_gradient(gradient)

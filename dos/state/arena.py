@@ -133,8 +133,8 @@ class Arena:
         self._slices: dict[tuple[int, int], State] = {}
 
     @property
-    def gradient(self) -> Tensor | None:
-        return self._staged("gradient")
+    def gradient(self) -> Tensor:
+        return self._staging["gradient"].tensor
 
     @property
     def parameter(self) -> Tensor | None:
@@ -152,7 +152,7 @@ class Arena:
 
     def stage_gradients_as(self, dtype: torch.dtype) -> None:
         """Make the gradient staging wide enough for gradients of `dtype`, which may differ from the parameters'."""
-        if self.gradient is not None and self.gradient.dtype not in (dtype, torch.float32):
+        if self.accelerated and self.gradient.dtype not in (dtype, torch.float32):
             self._stage("gradient", torch.float32)
 
     def accumulate(self) -> None:

@@ -71,7 +71,6 @@ class HostStore:
 
     def _most_bytes(self, arena: Arena) -> int:
         """That the gradients of an arena may take once they add up."""
-        assert arena.gradient is not None, "the parameters are on the accelerator"
         return arena.gradient.nbytes + (0 if self._native else arena.numel * torch.float32.itemsize)
 
     def has(self, subgroup: Subgroup) -> bool:

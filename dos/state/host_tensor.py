@@ -7,6 +7,7 @@ import mmap
 import torch
 
 from dos.devices import Device
+from dos.devices.pinned import lazy_zeros
 
 
 class HostTensor:
@@ -23,7 +24,7 @@ class HostTensor:
         part: parameters of each, the last shorter. Parts that share pages are made all together.
         block: parameters to one element.
         """
-        self.tensor = device.host_zeros(numel // block, dtype)
+        self.tensor = lazy_zeros(numel // block, dtype)
         self.nbytes = 0
         self.shown = shown
         self._device = device

@@ -147,7 +147,7 @@ class ParameterRecord:
             gradient = torch.zeros_like(parameter, dtype=gradient.dtype)
         if self.stand_in:
             return gradient.contiguous().view(-1)
-        if not _same_layout(gradient, parameter):
+        if _layout(gradient) != self.layout:
             gradient = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
         alias = flat_alias(gradient)
         assert alias is not None, "a dense parameter's layout is dense"
@@ -269,11 +269,3 @@ def _layout(tensor: Tensor) -> Layout:
 def in_logical_order(tensor: Tensor) -> bool:
     """Whether state has its elements in the order of its indices."""
     return _layout(tensor) is None or tensor.is_contiguous()
-
-
-def _same_layout(a: Tensor, b: Tensor) -> bool:
-    """Whether elements lie in the same order in both; strides of axes of length 1 do not matter."""
-    return all(
-        stride_a == stride_b or size == 1
-        for stride_a, stride_b, size in zip(a.stride(), b.stride(), b.shape, strict=True)
-    )

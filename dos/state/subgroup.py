@@ -91,7 +91,6 @@ class Subgroup:
     @property
     def gradient(self) -> Tensor:
         """The host staging of its gradients. Only where the parameters are on the accelerator."""
-        assert self.arena.gradient is not None
         return self.arena.gradient[self.start : self.stop]
 
     @property

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dos.devices import Device
+from dos.devices.pinned import lazy_zeros
 from dos.disk.space import PAGE
 from dos.state.arena import State, aligned
 from dos.state.subgroup import Subgroup
@@ -23,7 +24,7 @@ class Window(NamedTuple):
 
     pages: Tensor
     state: State
-    gradient: Tensor | None
+    gradient: Tensor
     parameter: Tensor | None
 
 
@@ -65,21 +66,19 @@ class Windows:
         assert not self.kept, "it would be lost"
         self._buffers, self._entered = [], {}
         for _ in range(count):
-            buffer = device.host_zeros(aligned(nbytes, PAGE), torch.uint8)
+            buffer = lazy_zeros(aligned(nbytes, PAGE), torch.uint8)
             device.pin(buffer)
             self._buffers.append(buffer)
 
     def enter(self, subgroup: Subgroup, number: int) -> Window:
         """Let the subgroup have a window."""
         buffer, pages = self._buffers[number], disk_bytes(subgroup)
-        rooms, first = list[Tensor | None](), pages
-        for like in (subgroup.gradient, subgroup.parameter):
-            if like is not None:
-                rooms.append(buffer[first : first + like.nbytes].view(like.dtype))
-                first += aligned(like.nbytes, PAGE)
-            else:
-                rooms.append(None)
-        window = Window(buffer[:pages], subgroup.state.carve(buffer, PAGE), *rooms)
+        gradient, parameter = subgroup.gradient, subgroup.parameter
+        room = buffer[pages : pages + gradient.nbytes].view(gradient.dtype)
+        beside = None
+        if parameter is not None:
+            beside = buffer[pages + aligned(gradient.nbytes, PAGE) :][: parameter.nbytes].view(parameter.dtype)
+        window = Window(buffer[:pages], subgroup.state.carve(buffer, PAGE), room, beside)
         self._entered[subgroup] = window
         return window
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections import deque
 from collections.abc import Sequence
@@ -17,22 +18,14 @@ class Pace:
     All of it is told by the device: the host issues a backward pass in a fraction of the time that it lasts. Marks are
     read when the device has come to them, and nothing waits for that.
 
-    forward_s: from the end of step() to backward, without the waits for parameters.
-    backward_s: from the first gradient that leaves early to step(); 0 if none does.
+    forward: from the end of step() to backward, without the waits for parameters.
+    backward: from the first gradient that leaves early to step(); 0 if none does.
     Neither has in it the waits for saved tensors of which the plan says how many leave.
     """
 
     def __init__(self) -> None:
-        self._forward, self._backward = _Typical(), _Typical()
+        self.forward, self.backward = _Typical(), _Typical()
         self._unread: deque[tuple[_Typical, _Stretch]] = deque()
-
-    @property
-    def forward_s(self) -> float:
-        return self._forward.seconds
-
-    @property
-    def backward_s(self) -> float:
-        return self._backward.seconds
 
     def backward_begins(
         self, iteration: Iteration, before: Iteration | None, stalls: Sequence[tuple[Mark, Mark]] = ()
@@ -43,7 +36,7 @@ class Pace:
         """
         if before is not None and iteration.forward is not None and iteration.backward is not None:
             waits = (*before.waits[iteration.earlier :], *stalls)
-            self._add(self._forward, _Stretch(iteration.forward, iteration.backward, waits))
+            self._add(self.forward, _Stretch(iteration.forward, iteration.backward, waits))
 
     def step(self, iteration: Iteration, *, early: bool | None, stalls: Sequence[tuple[Mark, Mark]] = ()) -> None:
         """Backward is over.
@@ -53,7 +46,7 @@ class Pace:
         """
         if early is not None and iteration.step is not None:
             first = iteration.left if early and iteration.left is not None else iteration.step
-            self._add(self._backward, _Stretch(first, iteration.step, stalls))
+            self._add(self.backward, _Stretch(first, iteration.step, stalls))
 
     def read(self) -> None:
         """Learn from what the device has come to."""
@@ -79,18 +72,13 @@ class _Stretch(NamedTuple):
 
     def seconds(self) -> float | None:
         """None: the device is not through."""
-        if any(mark.at() is None for mark in (self.start, self.end, *(mark for wait in self.waits for mark in wait))):
+        marks = [self.start, self.end, *itertools.chain.from_iterable(self.waits)]
+        times = [seconds for seconds in (mark.at() for mark in marks) if seconds is not None]
+        if len(times) < len(marks):
             return None
-        start, end = _at(self.start), _at(self.end)
-        waited = (min(_at(after), end) - max(_at(before), start) for before, after in self.waits)
+        start, end, *waits = times
+        waited = (min(after, end) - max(before, start) for before, after in zip(waits[::2], waits[1::2], strict=True))
         return max(0.0, end - start - sum(max(0.0, seconds) for seconds in waited))
-
-
-def _at(mark: Mark) -> float:
-    """When the device came to it."""
-    found = mark.at()
-    assert found is not None, "it has"
-    return found
 
 
 class _Typical:

@@ -117,7 +117,6 @@ class SubgroupUpdate:
     def downloads(self, items: Sequence[Item]) -> list[Copy]:
         """The copies that bring the gradients of these items, and stale parameters, to the host."""
         gradient, parameter = self.on_host.gradient, self.on_host.parameter
-        assert gradient is not None, "what is updated on the host is staged"
         copies = [(gradient[item[0].run], _values(item)) for item in items]
         copies += self.download_written() if self.from_disk else []
         return copies + ([] if parameter is None else [(parameter[p.run], _of_parameter(p)) for p in self.stale])
@@ -166,7 +165,6 @@ class SubgroupUpdate:
             self._point(batch)
         else:
             staged = self.on_host.gradient
-            assert staged is not None, "what is updated on the host is staged"
             self._point(batch, staged.data_ptr(), staged.itemsize, staged.dtype)
         update_together([batch], self.settings)
         if self.at_home and state.rest is not None and len(self.subgroup.newest) < len(self.subgroup.pieces):

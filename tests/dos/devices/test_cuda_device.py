@@ -369,8 +369,8 @@ def test_the_device_says_how_long_the_model_computes(
             assert optimizer.metrics()["exposed_s"] < 0.02, "the backlog of the device is not the optimizer's"
         optimizer.zero_grad()
     pace = optimizer._session.decisions.pace
-    assert pace.backward_s == pytest.approx(0.12, abs=0.01), "from the first of five gradients"
-    assert pace.forward_s == pytest.approx(0.08, abs=0.01), "until the first of them"
+    assert pace.backward.seconds == pytest.approx(0.12, abs=0.01), "from the first of five gradients"
+    assert pace.forward.seconds == pytest.approx(0.08, abs=0.01), "until the first of them"
 
 
 def test_only_waits_that_hold_the_device_up_are_exposed(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:

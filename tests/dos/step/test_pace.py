@@ -27,6 +27,6 @@ def test_waits_do_not_count() -> None:
     iteration.forward, iteration.backward, iteration.left, iteration.step = At(10), At(20), At(22), At(40)
     before.waits = waits((0, 9), (10, 11))
     pace.backward_begins(iteration, before, waits((12, 14), (19, 21), (21, 22)))
-    assert pace.forward_s == 10 - 1 - 2 - 1
+    assert pace.forward.seconds == 10 - 1 - 2 - 1
     pace.step(iteration, early=True, stalls=waits((20, 21), (21, 25), (30, 31)))
-    assert pace.backward_s == 18 - 3 - 1
+    assert pace.backward.seconds == 18 - 3 - 1
