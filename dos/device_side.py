@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import weakref
-from collections import deque
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -24,7 +23,6 @@ from dos.sharding.local import same_layout
 from dos.state.record import ParameterRecord
 from dos.state.subgroup import Subgroup
 from dos.step.engine import Engine
-from dos.step.issue import Step
 from dos.step.iteration import Iteration
 from dos.step.room import Prepared
 from dos.step.work import SubgroupUpdate, Subject
@@ -66,8 +64,6 @@ class DeviceSide:
         self.activations.give_way = weakref.WeakMethod(self._give_way)
         self._registry = registry
         self._now = Iteration(device)
-        self._aside: deque[tuple[Step, Iteration]] = deque()
-        """Steps that the device has not ended, behind which another one may be queued."""
         self._gradients_before = 0
         self._waited_for: set[Subgroup] = set()
 
@@ -279,7 +275,7 @@ class DeviceSide:
     @property
     def idle(self) -> bool:
         """Whether nothing is in flight for which anything would have to wait."""
-        return self.engine.idle and not self._aside
+        return self.engine.idle and not self.engine.aside
 
     def wait(self) -> None:
         """Block until nothing is in flight. Raises RuntimeError if the step failed."""
@@ -307,17 +303,18 @@ class DeviceSide:
         stepped = self.decisions.stepped
         if stepped is None or not self.engine.queued:
             return False
-        self._aside.append((self.engine.set_aside(), stepped))
+        self.engine.set_aside(stepped)
         return True
 
     def _read_aside(self, *, wait: bool) -> None:
         """Learn from steps that were set aside and have ended. wait: until all have."""
-        while self._aside:
-            step, stepped = self._aside[0]
+        aside = self.engine.aside
+        while aside:
+            step, stepped = aside[0]
             if not (wait or step.through):
                 return
             timeline = self.engine.read(step)
-            self._aside.popleft()
+            aside.popleft()
             self._learn(step.schedule, stepped, timeline)
 
     def _learn(self, schedule: Schedule, stepped: Iteration, timeline: Timeline) -> None:

@@ -107,6 +107,8 @@ class Guard:
 
 
 _guards: weakref.WeakSet[Guard] = weakref.WeakSet()
+renewed: weakref.WeakSet[Any] = weakref.WeakSet()
+"""What else has threads or locks of its own: its `renew` is called in a forked child, which does not inherit them."""
 _forking = threading.RLock()
 _held: list[Guard] = []
 """Those whose lock the thread has that forks."""
@@ -136,6 +138,8 @@ def _after_fork_in_child() -> None:
     _after_fork()
     for each in all_working():
         each.after_fork()
+    for each in list(renewed):
+        each.renew()
 
 
 def all_working() -> list[Any]:

@@ -11,8 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from dos.calibration.links import Link
-from dos.calibration.rounds import Figure, Rounds
+from dos.calibration.rounds import Figure, Link, Rounds
 from dos.devices import Device, Job, pinned_zeros
 from dos.devices.pinned import lazy_zeros
 from dos.kernels.update import AdamArrays, AdamStep, adam_update

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from dos.calibration.bench import host_zeros
-from dos.calibration.links import Link
-from dos.calibration.rounds import Figure, Rounds
+from dos.calibration.rounds import Figure, Link, Rounds
 from dos.devices import Device
 from dos.devices.pinned import lazy_zeros
 from dos.disk import PAGE, DiskSpace, Extent

@@ -15,8 +15,7 @@ import torch
 
 from dos.calibration.bench import SMALL, Bench
 from dos.calibration.disk import LEAST_BYTES, UPDATE_BESIDE, DiskBench, unexplained
-from dos.calibration.links import Link
-from dos.calibration.rounds import Effort, Exchange, Figure, Rounds
+from dos.calibration.rounds import Effort, Exchange, Figure, Link, Rounds
 from dos.devices import Device
 from dos.machine.profiles import BUSY
 from dos.machine.threads import kernel_threads

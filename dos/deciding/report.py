@@ -6,13 +6,16 @@ import dataclasses
 import functools
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dos.deciding.unused import size_of, unused
+from dos.deciding.policies import WORTH_A_CHANGE
 from dos.kernels.gpu_update import gpu_kernel_name
+from dos.memory.monitor import SPARE_TO_GROW, TOO_LITTLE
 from dos.memory.reading import Reading
 from dos.step.iteration import Iteration
 from perfmodel import Placement, Plan, Timeline, Workload
+from perfmodel.adaptive import adaptive
 from perfmodel.bounds import Bound, lower_bound
 from perfmodel.hardware import HardwareProfile
 from perfmodel.simulate import Scope, makespan
@@ -118,13 +121,13 @@ class Report:
             "memory_held_bytes": self.held_bytes,
             "host_held_bytes": self.host_bytes,
             "disk_held_bytes": self.disk_bytes if self.workload.windows else None,
-            "memory_for_state_bytes": _finite(self.workload.peak_free_bytes),
+            "memory_for_state_bytes": self.workload.peak_free_bytes,
         }
         if self._leaving is not None:
             left, whole = self._leaving
             found |= {"activation_bytes": left, "activation_share": left / max(whole, 1)}
             found |= {"activation_host_bytes": self.pool_bytes}
-        return {name: float(value) for name, value in found.items() if value is not None}
+        return {name: float(value) for name, value in found.items() if value is not None and math.isfinite(value)}
 
     def __str__(self) -> str:
         memory, bound, work = self.reading.memory, self.bound, self.workload
@@ -251,9 +254,64 @@ def _what_binds(bound: Bound) -> str:
     return f"{bound.binding} is the bottleneck" if bound.binding != "nothing" else "nothing holds it up"
 
 
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.1f} ms"
+
+
+def unused(
+    plan: Plan, workload: Workload, profile: HardwareProfile | None, withheld: Sequence[tuple[int, str]]
+) -> list[str]:
+    """Lines that say for what memory is that state could have, and what to do if nothing fits.
+
+    workload: for which the plan was made. profile: None if the policy asks for none.
+    withheld: see MemoryMonitor.
+    """
+    loads = workload.subgroups
+    away = [load for load, p in zip(loads, plan.placements, strict=True) if p is not Placement.GPU_RESIDENT]
+    if not away:
+        return []
+    reasons: list[tuple[float, str]] = list(withheld)
+    rest = min(workload.peak_free_bytes, workload.state_bytes) - _resident_bytes(plan, workload)
+    if profile is not None:
+        beyond = workload.shared_free_bytes - workload.peak_free_bytes  # is free in the update alone
+        staged = min(rest, plan.slots * workload.slot_bytes - max(0, beyond))
+        if staged > 0:
+            reasons += [(staged, f"for {plan.slots} staging slots")]
+            rest -= staged
+    if rest >= min(load.state_bytes for load in away):
+        reasons += [(rest, _why_not_resident(plan, workload, profile))]
+    lines = [f"Kept from state: {', '.join(f'{size_of(n)} {why}' for n, why in reasons)}"] if reasons else []
+    room = sum(nbytes for nbytes, why in withheld if why == TOO_LITTLE)
+    if workload.shared_free_bytes == 0 < room:
+        most = max(loads, key=lambda load: load.state_bytes)
+        numel = int(room / (1 + SPARE_TO_GROW) * most.numel / most.state_bytes)
+        advice = f"choose subgroup_size={numel:_} or less" if numel else "that of one parameter does not fit either"
+        lines += [
+            f"Nothing fits: a subgroup of {most.numel:,} parameters takes {size_of(most.state_bytes)} and "
+            f"{size_of(room)} may be used; {advice}"
+        ]
+    return lines
+
+
+def size_of(nbytes: float) -> str:
+    """Bytes for people."""
+    if not math.isfinite(nbytes):
+        return "unlimited memory"
+    for unit, each in ("GiB", 2**30), ("MiB", 2**20):
+        if nbytes >= each / 10:
+            return f"{nbytes / each:.2f} {unit}"
+    return f"{nbytes / 2**10:.2f} KiB"
+
+
+def _resident_bytes(plan: Plan, workload: Workload) -> int:
+    return sum(workload.subgroups[i].state_bytes for i in plan.served(Placement.GPU_RESIDENT))
+
+
+def _why_not_resident(plan: Plan, workload: Workload, profile: HardwareProfile | None) -> str:
+    """Of state for which there is room."""
+    if profile is None:
+        return "as this policy does not use it"
+    best = adaptive(workload, profile)
+    if _resident_bytes(best, workload) > _resident_bytes(plan, workload):
+        return f"as the plan of before is at most {WORTH_A_CHANGE:.0%} slower"
+    return "as the step would not be faster"

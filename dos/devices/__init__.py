@@ -1,8 +1,7 @@
 """Accelerators behind one small protocol."""
 
 from dos.devices.base import LANES, Cached, Caller, Copy, Device, Issued, Job, Mark, Memory, ThreadJob, pinned_zeros
-from dos.devices.emulated import EmulatedDevice
-from dos.devices.occupancy import Script
+from dos.devices.emulated import EmulatedDevice, Script
 from dos.devices.select import DeviceFinder
 
 __all__ = [

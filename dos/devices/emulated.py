@@ -2,30 +2,63 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
-import os
 import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from dos.devices.base import LANES, Cached, Caller, Copy, Job, Mark, Memory, ThreadJob
-from dos.devices.occupancy import Occupancy
 from dos.devices.pacer import Pacer
 from dos.devices.pinned import unpin
-from dos.guard import exclusive
+from dos.guard import exclusive, renewed
 from dos.lifetime import submit
 from perfmodel import Lane, Op, Span
 from perfmodel.format import MIXED
 from perfmodel.hardware import HardwareProfile
 from perfmodel.lanes import LANES as SERVICES
 from perfmodel.lanes import lane_speeds
+
+Occupancy = int | Callable[[], int]
+"""Bytes, always the same or as they are at the call."""
+
+
+@dataclass(frozen=True)
+class Script:
+    """Bytes that follow a script.
+
+    points: (position, bytes) in order of position; each holds until the next.
+    position: where the script is, in the unit of the points: seconds, iterations, whatever the caller counts.
+    period: begin again after so much; None: the last point holds for ever.
+
+    Raises ValueError for no point, points out of order, or bytes below 0.
+    """
+
+    points: Sequence[tuple[float, int]]
+    position: Callable[[], float]
+    period: float | None = None
+
+    def __post_init__(self) -> None:
+        positions = [at for at, _ in self.points]
+        if not positions or positions != sorted(positions):
+            raise ValueError(f"a script needs points in order of position, found positions {positions}")
+        if min(nbytes for _, nbytes in self.points) < 0:
+            raise ValueError("a script's bytes must be 0 or more")
+
+    def __call__(self) -> int:
+        """Bytes now."""
+        at = self.position()
+        if self.period is not None:
+            at %= self.period
+        return self.points[max(0, bisect.bisect_right(self.points, at, key=lambda point: point[0]) - 1)][1]
 
 
 class Usage(NamedTuple):
@@ -84,14 +117,14 @@ class EmulatedDevice:
         self._counted: Storages = weakref.WeakValueDictionary()
         self._reserved = 0
         self._granted = 0
-        self._start_streams()
+        self.renew()
         self.usage()
         if not 0 <= self.peak_bytes <= capacity:
             raise ValueError(f"occupied must lie in [0, capacity={capacity}] bytes, found {self.peak_bytes}")
         for stream in self._streams.values():
             # At once: an interruption within the start of a thread could leave two of them.
             stream.submit(lambda: None).result()
-        _devices.add(self)
+        renewed.add(self)
 
     def __repr__(self) -> str:
         return f"EmulatedDevice({self.profile.name}, {self.capacity / 2**20:.1f} MiB)"
@@ -106,7 +139,8 @@ class EmulatedDevice:
             self.occupied,
         )
 
-    def _start_streams(self) -> None:
+    def renew(self) -> None:
+        """Start threads; a forked child does not inherit those there were."""
         # Not by a method of ours, which would be a cycle: the threads would stay until the garbage collector runs.
         self._pacer = Pacer(functools.partial(EmulatedDevice._speeds, weakref.proxy(self)))
         self._lock = threading.RLock()  # `allocate` asks for `usage`, and so may what is collected meanwhile
@@ -271,14 +305,3 @@ class _Moment(NamedTuple):
 
     def at(self) -> float:
         return self.seconds
-
-
-_devices: weakref.WeakSet[EmulatedDevice] = weakref.WeakSet()
-
-
-def _renew_streams() -> None:
-    for device in list(_devices):
-        device._start_streams()
-
-
-os.register_at_fork(after_in_child=_renew_streams)  # a forked child does not inherit threads

@@ -47,15 +47,12 @@ def resolve_profile(profile: HardwareProfile | str | Path | None, device_name: s
     """The profile that a user asked for.
 
     profile: itself, the name of a built-in one, a file, or None for `find_profile`.
-    Raises ValueError that names the file if it is missing, broken, of another version or measured on another machine,
-    TypeError for anything else.
+    Raises ValueError that names the file if it is missing, broken, of another version or measured on another machine.
     """
     if profile is None:
         return find_profile(device_name)
     if isinstance(profile, HardwareProfile):
         return profile
-    if not isinstance(profile, (str, Path)):
-        raise TypeError(f"profile: expected a HardwareProfile, a name or a file, found {type(profile).__name__}")
     builtin = builtin_profiles()
     if isinstance(profile, str) and profile in builtin:
         return builtin[profile]

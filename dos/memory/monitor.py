@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import numbers
-import os
 import statistics
 import threading
 import time
@@ -14,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dos.devices import Device
-from dos.guard import exclusive
+from dos.guard import exclusive, renewed
 from dos.memory.forecast import Forecast, Room
 from dos.memory.reading import MemoryReader
 from perfmodel import Op, SubgroupLoad
@@ -68,7 +67,7 @@ class MemoryMonitor:
         self._seen = False
         self._sampled_at, self._due = 0.0, -math.inf
         self._took: deque[float] = deque(maxlen=9)
-        self._lock = threading.RLock()
+        self.renew()
         self._resident: int | None = None
         self._offered: int | None = None
         self._peak: int | None = None
@@ -77,9 +76,13 @@ class MemoryMonitor:
         self.room = Room(0, 0)
         self.withheld: tuple[tuple[int, str], ...] = ()
         self.reading = self._reader.read()
-        _monitors.add(self)
+        renewed.add(self)
         if interval_s is not None:
             _start_thread(self, interval_s)
+
+    def renew(self) -> None:
+        """Have another lock; in a forked child, a thread that does not exist there may have held the last."""
+        self._lock = threading.RLock()
 
     def enter(self, phase: Op) -> None:
         """The iteration has come to this phase: one of FORWARD, BACKWARD, UPDATE. Takes a sample."""
@@ -184,17 +187,6 @@ class MemoryMonitor:
             return Room(limit, min(room.update, limit), BUDGET, more=0)
         update = min(room.update, limit)
         return room._replace(update=update, more=update - room.resident)
-
-
-_monitors: weakref.WeakSet[MemoryMonitor] = weakref.WeakSet()
-
-
-def _renew_locks() -> None:
-    for monitor in list(_monitors):
-        monitor._lock = threading.RLock()
-
-
-os.register_at_fork(after_in_child=_renew_locks)  # a thread that does not exist there may have held it
 
 
 def _withheld(free: int, limits: Sequence[tuple[int, str]]) -> tuple[tuple[int, str], ...]:

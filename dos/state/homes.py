@@ -97,7 +97,7 @@ class Homes:
             subgroup = at_home.pop()
             missing -= more[subgroup] + self.host.home_bytes(subgroup, made=True)
             self.disk.take_home(subgroup)
-        self.host.reserve_field(field, at_home)
+        self.host.make((field, subgroup) for subgroup in at_home)
         if self.disk is not None:
             self.disk.widen([s for s in subgroups if self.disk.has(s)], place, field.tensor.itemsize)
 

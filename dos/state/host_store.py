@@ -91,12 +91,12 @@ class HostStore:
         Raises MemoryError, before any is made, if the host has not enough: state has no other place to go.
         """
         wanted = [(tensor, s) for s in subgroups for tensor in s.arena.home()]
-        self._make([*wanted, *((tensor, s) for s in updated for tensor in s.arena.staging())])
+        self.make([*wanted, *((tensor, s) for s in updated for tensor in s.arena.staging())])
         return []
 
     def stage(self, subgroups: Iterable[Subgroup]) -> None:
         """Make room for gradients that come from these. Raises as `reserve`."""
-        self._make((tensor, s) for s in subgroups for tensor in s.arena.incoming())
+        self.make((tensor, s) for s in subgroups for tensor in s.arena.incoming())
 
     def drop(self, subgroup: Subgroup) -> None:
         """Give a home back. Only for one on disk: pinning takes 0.2 to 0.4 s per GB, so others stay."""
@@ -138,12 +138,8 @@ class HostStore:
             for tensor in (*s.arena.home(), *s.arena.staging()):
                 if not tensor.has(s.start, s.stop):
                     with contextlib.suppress(MemoryError):
-                        self._make([(tensor, s)])
+                        self.make([(tensor, s)])
                     return
-
-    def reserve_field(self, tensor: HostTensor, subgroups: Iterable[Subgroup]) -> None:
-        """Make room for one more field of the state of these. Raises as `reserve`."""
-        self._make([(tensor, subgroup) for subgroup in subgroups])
 
     def reserve_whole(self, tensor: HostTensor) -> None:
         """Make all of a tensor that is of no subgroup. Raises as `reserve`."""
@@ -167,7 +163,8 @@ class HostStore:
             )
         reserve(nbytes, "optimizer state (DOSAdam)")
 
-    def _make(self, wanted: Iterable[tuple[HostTensor, Subgroup]]) -> None:
+    def make(self, wanted: Iterable[tuple[HostTensor, Subgroup]]) -> None:
+        """Make what these tensors have of these subgroups. Raises as `reserve`."""
         missing = {(t, *t.part(s.start, s.stop)): None for t, s in wanted if not t.has(s.start, s.stop)}
         if missing:
             total = sum((last - first) * t.tensor.itemsize for t, first, last in missing)

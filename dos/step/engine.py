@@ -6,6 +6,7 @@ import contextlib
 import functools
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 
@@ -18,6 +19,7 @@ from dos.state.subgroup import Subgroup
 from dos.step.early import Early
 from dos.step.host_lane import HostLane, Turn
 from dos.step.issue import Step, on_disk
+from dos.step.iteration import Iteration
 from dos.step.room import Prepared, make_room
 from dos.step.work import Subject
 from perfmodel import Op, Placement, Plan, Span, Timeline, Workload
@@ -32,6 +34,7 @@ class Engine:
 
     host: the CPU lane. stores: what holds the state. early: what backward has begun for the next step.
     guard: of the optimizer; the caller holds its lock. It is broken if a step fails.
+    aside: steps that the device has not ended, behind which another one may be queued, with their iterations.
     schedule: of the last step that was issued; None before the first.
     ran: when its tasks ran, and nothing else.
     origin: the 0 of the last timeline, on the clock of time.perf_counter.
@@ -47,8 +50,7 @@ class Engine:
         self.ran = Timeline(())
         self.early = Early(device, self.stores)
         self._step: Step | None = None
-        self._aside: Step | None = None
-        """The last that was set aside and not read."""
+        self.aside: deque[tuple[Step, Iteration]] = deque()
         self._lane_done: Future[None] | None = None
         """None: the host has no part in the step."""
         self._started = 0.0
@@ -144,19 +146,16 @@ class Engine:
             return False
         return self._step.ordered is not None and not self._step.through
 
-    def set_aside(self) -> Step:
+    def set_aside(self, stepped: Iteration) -> None:
         """Give up the step that is `queued`, so that another may begin; `read` tells its times."""
         assert self._step is not None, "it is queued"
-        step, self._step = self._step, None
-        self._aside = step
-        return step
+        self.aside.append((self._step, stepped))
+        self._step = None
 
     def read(self, step: Step) -> Timeline:
         """As `wait`, of one that was set aside."""
         errors: list[Exception] = []
         spans = _spans(step.jobs, errors)
-        if step is self._aside:
-            self._aside = None
         if errors:
             raise self.guard.failure(errors[0]) from errors[0]
         return self._ran(step, spans)
@@ -207,8 +206,8 @@ class Engine:
         if threading.current_thread().name.startswith("dos-"):
             return  # collected on a thread that would wait for itself
         with contextlib.suppress(Exception):
-            if self._aside is not None:  # its streams are in order: what was set aside before has ended with it
-                _spans(self._aside.jobs, [])
+            if self.aside:  # its streams are in order: what was set aside before has ended with it
+                _spans(self.aside[-1][0].jobs, [])
             self.wait()
 
     def drain(self) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dos import EmulatedDevice
-from dos.devices.occupancy import Occupancy, Script
+from dos.devices.emulated import Occupancy, Script
 from experiments.miniature import slowed, without_fixed_costs
 from experiments.paper.runs import TRACES, read_runs, read_trace
 from experiments.paper.zero3 import Mode

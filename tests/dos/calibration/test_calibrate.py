@@ -9,8 +9,9 @@ import warnings
 from pathlib import Path
 
 import pytest
+import torch
 
-from dos import EmulatedDevice
+from dos import DOSAdam, EmulatedDevice
 from dos.calibration import command as calibrate
 from dos.calibration import measure
 from dos.calibration.rounds import Figure, Rounds
@@ -234,8 +235,8 @@ def test_what_can_be_asked_for(tmp_path: Path) -> None:
     assert profiles.resolve_profile(tmp_path / "mine.json", GPU) == measured()
     with pytest.raises(ValueError, match=r"'h1000' is neither a file nor a built-in profile .*h100.*dos\.calibrate"):
         profiles.resolve_profile("h1000", GPU)
-    with pytest.raises(TypeError, match="expected a HardwareProfile, a name or a file, found int"):
-        profiles.resolve_profile(3, GPU)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="a HardwareProfile, a file, a name, or None, found 3"):
+        DOSAdam([torch.zeros(1)], profile=3)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

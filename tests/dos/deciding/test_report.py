@@ -14,8 +14,7 @@ import torch
 
 from dos import DOSAdam, EmulatedDevice
 from dos.deciding.policies import AdaptivePolicy
-from dos.deciding.report import Report, why_changed
-from dos.deciding.unused import unused
+from dos.deciding.report import Report, unused, why_changed
 from dos.devices import Memory
 from dos.memory.reading import Reading, Source
 from dos.optimizer import _NOT_ENDED

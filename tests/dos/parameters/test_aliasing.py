@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from dos import DOSAdam
-from dos.parameters.aliasing import find_overlap
+from dos.parameters.admission import find_overlap
 from tests.support.training import Make, assert_as_adamw, on
 
 PLACES = ["host", "cpu", 0.0]
