@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from dos.activations.births import MOST, Births
 from dos.activations.pool import HostPool
-from dos.activations.saved import Kept, Packed, Saved, Travelling
+from dos.activations.saved import MOST, Births, Kept, Packed, Saved, Travelling
 from dos.devices import Device, Job, Mark
 from dos.guard import exclusive
 from dos.machine.host_memory import available_bytes
@@ -334,7 +333,7 @@ class ActivationOffload:
     @exclusive
     def _fetch(self, packed: Packed) -> Tensor:
         saved = packed.saved
-        births: Births = saved.births
+        births = saved.births
         if not births.ended:
             self._look()
         births.ended = True

@@ -65,8 +65,6 @@ class AdamBatch:
         self._dtypes: list[torch.dtype] = []
         rows = [[*map(_address, run), *map(_type, (run.grad, run.param, run.out)), len(run.param), 0] for run in runs]
         self._table = np.array(rows, np.int64).reshape(len(runs), STEP + 1)
-        self.table = self._table.ctypes.data, len(runs)
-        """Address and number of the rows of the table of runs, for the extension."""
         self._gpu = None if not runs or runs[0].param.is_cpu else GpuBatch(runs[0].param.device)
 
     def point(self, addresses: Sequence[int], dtypes: Sequence[torch.dtype] | None = None) -> None:

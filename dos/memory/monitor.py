@@ -56,7 +56,6 @@ class MemoryMonitor:
         interval_s: float | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
-        self._device = device
         self._held = held
         self._budget = budget
         self._clock = time.perf_counter if clock is None else clock

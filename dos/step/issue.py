@@ -78,12 +78,12 @@ class Step:
         self._device = device
         self._stores = stores
         self._subjects = subjects
-        self._ready: dict[int, Sequence[Job]] = {}
         self._promised = set[Stream]()
 
     def issue(self) -> list[Turn]:
         """Issue what is not under way yet; returns what the host's lane has to do."""
         turns: list[Turn] = []
+        ready: dict[int, Sequence[Job]] = {}
         windows = self._stores.host.windows
         windows.begin()
         for subgroup, update, *_ in self._subjects if windows.kept else ():
@@ -101,10 +101,10 @@ class Step:
             if task.stream is Stream.CPU:
                 # The host has come past the call of step(), and the device may still be behind it:
                 # waiting for the end of backward there would hold up gradients that are here.
-                self._ready[number] = [job for other in task.after if other != begun for job in jobs[other]]
+                ready[number] = [job for other in task.after if other != begun for job in jobs[other]]
                 jobs.append(())
             elif task.stream is Stream.PARAMETER:
-                turns.append(self._turn(task, self._ready[task.after[0]], after))
+                turns.append(self._turn(task, ready[task.after[0]], after))
                 jobs.append((Promise(turns[-1].done),))
             else:
                 self._enter(task)
@@ -117,7 +117,7 @@ class Step:
             turn.work.release()
         self.leaving, kept = list(self._left()), self.schedule.kept
         windows.kept = {self._subjects[i].subgroup: window for i, window in kept.items()}
-        self._subjects, self._ready = (), {}
+        self._subjects = ()
         return turns
 
     @property

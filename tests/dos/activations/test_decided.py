@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import dos.activations.offload as offload_module
 from dos import DOSAdam, EmulatedDevice
-from dos.activations.births import MOST
 from dos.activations.offload import ActivationOffload
+from dos.activations.saved import MOST
 from dos.memory.forecast import Room
 from dos.step.pace import Pace
 from perfmodel import Lane, Op, Placement, Plan, Workload
