@@ -52,14 +52,15 @@ class ActivationOffload:
     share: of what a forward saves, that leaves where the plan decides. left: of the last, and of all that may, bytes.
     """
 
+    sample: weakref.WeakMethod[Callable[..., None]]
+    give_way: weakref.WeakMethod[Callable[[int], None]]
+
     def __init__(self, device: Device, lock: Any, state_to_come: Callable[[], int]) -> None:
         self.device = device
         self.pool = HostPool(device)
         self.in_use = False
         self.share = 0.0
         self.left: tuple[int, int] | None = None
-        self.sample: weakref.WeakMethod[Callable[..., None]] | None = None
-        self.give_way: weakref.WeakMethod[Callable[[int], None]] | None = None
         self._lock = lock
         self._state_to_come = state_to_come
         self._of_thread = threading.local()
@@ -320,7 +321,7 @@ class ActivationOffload:
 
     def _look(self) -> None:
         """Take a sample of the device's memory, of which there is little."""
-        sample = None if self.sample is None else self.sample()
+        sample = self.sample()
         if sample is not None:
             sample(always=True)
 
@@ -343,7 +344,7 @@ class ActivationOffload:
             try:
                 self._bring_back(saved)
             except torch.OutOfMemoryError:
-                give_way = None if self.give_way is None else self.give_way()
+                give_way = self.give_way()
                 if give_way is None:
                     raise
                 give_way(saved.nbytes)  # backward cannot wait, state can

@@ -32,8 +32,10 @@ class Saved:
 
     births: Births
 
-    _back: Tensor | None = None
-    _saving: Job | None = None
+    _host: tuple[Block, Job] | None = None
+    """Where it went, and the copy there."""
+    _back: tuple[Tensor, Job] | None = None
+    """Where it came back to, and the copy there."""
 
     def __init__(self, device: Device, part: Tensor, span: tuple[int, int], travelling: Travelling) -> None:
         """span: bytes of the storage of `part`, from where to where."""
@@ -47,8 +49,6 @@ class Saved:
         self._source: Tensor | None = torch.empty(0, dtype=torch.uint8, device=part.device)
         self._source.set_(storage, self._first, (self.nbytes,), (1,))
         self._queue = device.caller()  # to which the memory belongs
-        self._block: Block | None = None
-        self._restoring: Job | None = None
         self._used = 0
         self.tensors = 0
         self.spent = False
@@ -69,23 +69,23 @@ class Saved:
         """Start its way to the host. after: what must be over before the block is written."""
         assert self._source is not None, "it is on the device when it is saved"
         copies = [(block.tensor, self._source)]
-        self._saving = self._device.copy(Op.SAVE, self.place or 0, copies, (*self._device.fence(), *after))
-        self._block = block
+        saving = self._device.copy(Op.SAVE, self.place or 0, copies, (*self._device.fence(), *after))
+        self._host = block, saving
         self._travelling[self._reference] = self._source, Op.SAVE
-        return self._saving
+        return saving
 
     def free(self) -> None:
         """Let go of the device's memory, once the copy to the host has ended there."""
-        assert self._saving is not None, "it is on its way"
+        assert self._host is not None, "it is on its way"
         assert self._source is not None, "it is there until now"
         if self._source.untyped_storage().nbytes() < self._first + self.nbytes:
             # What makes memory empty may have done so while it was copied, and fills it again before backward.
-            self._saving = self._block = None
+            self._host = None
             self._travelling.pop(self._reference, None)
             return
         if self._device.caller() == self._queue:
             # What the caller queues next may get the memory, which the copy still reads.
-            self._device.join(self._saving)
+            self._device.join(self._host[1])
         else:
             self._device.keep(self._source, Op.SAVE)
         self._travelling.pop(self._reference, None)
@@ -93,32 +93,31 @@ class Saved:
 
     def bring_back(self) -> Job:
         """Start its way back. Raises torch.OutOfMemoryError."""
-        assert self._block is not None, "it is on the host"
-        assert self._saving is not None, "it went there"
+        assert self._host is not None, "it is on the host"
+        block, saving = self._host
         # It begins as far from a multiple of these as before: kernels may look at that.
         lead = self._first % ALIGNMENT
         buffer = self._device.allocate(lead + self.nbytes)
         self._queue = self._device.owner
         # What the memory's queue did there before must be over, and the bytes must have come to the host.
-        after = (*self._device.fence([self._queue]), self._saving)
-        copies = [(buffer[lead:], self._block.tensor)]
-        self._restoring = self._device.copy(Op.RESTORE, self.place or 0, copies, after)
+        after = (*self._device.fence([self._queue]), saving)
+        copies = [(buffer[lead:], block.tensor)]
+        restoring = self._device.copy(Op.RESTORE, self.place or 0, copies, after)
         self._travelling[self._reference] = buffer, Op.RESTORE
-        self._back = buffer
-        return self._restoring
+        self._back = buffer, restoring
+        return restoring
 
     def read(self, tensor: Packed) -> Tensor:
         """The tensor, for what the caller queues on the device from now on. It is on the device or on its way there."""
-        memory = self._source if self._back is None else self._back
+        memory = self._source if self._back is None else self._back[0]
         assert memory is not None, "what is away was brought back before"
         if self._device.caller() != self._queue:
             self._device.keep(memory)
         if self._back is None:
             return tensor.made_of(memory, 0)
-        assert self._restoring is not None, "its copy was issued"
-        self._device.join(self._restoring)
+        self._device.join(self._back[1])
         self._travelling.pop(self._reference, None)
-        found = tensor.made_of(self._back, self._first - self._first % ALIGNMENT)
+        found = tensor.made_of(memory, self._first - self._first % ALIGNMENT)
         self._used += 1
         if self._used >= self.tensors:  # autograd has what it needs; with retain_graph it may ask again
             self.spent = True
@@ -128,12 +127,12 @@ class Saved:
     def drop(self) -> None:
         """Let go of what has come back: the host has it still."""
         if self._back is not None and not self._used:
-            self._device.keep(self._back, Op.RESTORE)  # which may be writing there, and has not been waited for
+            self._device.keep(self._back[0], Op.RESTORE)  # which may be writing there, and has not been waited for
         self._travelling.pop(self._reference, None)
-        self._back, self._restoring, self._used = None, None, 0
+        self._back, self._used = None, 0
 
     def __del__(self) -> None:
-        if self._saving is not None and self._source is not None:
+        if self._host is not None and self._source is not None:
             # Unmapped memory is a fault, even of a copy that is of no use any more.
             self._device.keep(self._source, Op.SAVE)
         self.drop()
