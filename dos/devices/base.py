@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
@@ -52,14 +53,14 @@ class Job(Protocol):
         """Block until the work is done and say when it ran. Raises what the work, or work it waited for, raised."""
 
 
+@dataclass(eq=False)
 class ThreadJob:
     """A job that a thread of ours runs."""
 
-    def __init__(self, future: Future[Span]) -> None:
-        self._future = future
+    future: Future[Span]
 
     def wait(self) -> Span:
-        return self._future.result()
+        return self.future.result()
 
 
 class Issued(NamedTuple):

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, NamedTuple, cast
 
@@ -162,7 +163,7 @@ class CudaDevice:
     def _mark(self, stream: Caller) -> _CudaJob:
         event = _event()
         event.record(cast(torch.cuda.Stream, stream))
-        return _CudaJob(self, None, event, Op.BACKWARD, None, ())
+        return _CudaJob(self, self._clock, None, event, Op.BACKWARD, None, ())
 
     def copy(self, op: Op, subgroup: int, copies: Sequence[Copy], after: Sequence[Job] = ()) -> Job:
         to_host = LANES[op] is Lane.D2H
@@ -265,7 +266,7 @@ class CudaDevice:
             start.record(stream)
             work()
             end.record(stream)
-        return _CudaJob(self, start, end, op, subgroup, ours)
+        return _CudaJob(self, self._clock, start, end, op, subgroup, ours)
 
     def _drop_leftovers(self) -> None:
         """Let go of what finished jobs have left."""
@@ -333,43 +334,39 @@ def _warn_of_one_connection() -> None:
     )
 
 
+@dataclass(eq=False)
 class _CudaJob:
     """Work on a stream between two events; a fence or mark has no start.
 
     The host memory that it uses stays until the device is done with it, whether the job is held or not.
     """
 
-    def __init__(
-        self,
-        device: CudaDevice,
-        start: torch.cuda.Event | None,
-        end: torch.cuda.Event,
-        op: Op,
-        subgroup: int | None,
-        keeps: Sequence[Tensor],
-    ) -> None:
-        self.end = end
-        self._device, self._clock = device, device._clock
-        self._start, self._op, self._subgroup, self._keeps = start, op, subgroup, keeps
-        self._ended_at: float | None = None
+    device: CudaDevice
+    clock: _Clock
+    start: torch.cuda.Event | None
+    end: torch.cuda.Event
+    op: Op
+    subgroup: int | None
+    keeps: Sequence[Tensor]
+    ended_at: float | None = None
 
     def wait(self) -> Span:
-        with self._device.current():
+        with self.device.current():
             self.end.synchronize()
-            self._device._renew_clock()
-            end = self._clock.read(self.end)
-            if self._start is None:
-                return Span(Lane.GPU, self._op, self._subgroup, end, end)
-            nbytes = sum(tensor.nbytes for tensor in self._keeps)
-            return Span(LANES[self._op], self._op, self._subgroup, self._clock.read(self._start), end, nbytes)
+            self.device._renew_clock()
+            end = self.clock.read(self.end)
+            if self.start is None:
+                return Span(Lane.GPU, self.op, self.subgroup, end, end)
+            nbytes = sum(tensor.nbytes for tensor in self.keeps)
+            return Span(LANES[self.op], self.op, self.subgroup, self.clock.read(self.start), end, nbytes)
 
     def at(self) -> float | None:
-        if self._ended_at is None:
-            with self._device.current():
+        if self.ended_at is None:
+            with self.device.current():
                 if self.end.query():
-                    self._ended_at = self._clock.read(self.end)
-        return self._ended_at
+                    self.ended_at = self.clock.read(self.end)
+        return self.ended_at
 
     def __del__(self) -> None:
-        if self._keeps:
-            self._device._leftovers.append((self.end, self._keeps))
+        if self.keeps:
+            self.device._leftovers.append((self.end, self.keeps))

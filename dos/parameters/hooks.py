@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -178,20 +179,16 @@ class Attachment:
             watcher.synchronize()
 
 
+@dataclass(eq=False)
 class _Wait:
     """A hook on a module; a copy or pickle of it, as made with its module, is one that does nothing."""
 
-    def __init__(
-        self,
-        wait: Callable[[nn.Module], None] | None = None,
-        on_copy: Callable[[], None] | None = None,
-    ) -> None:
-        self._wait = wait
-        self._on_copy = on_copy
+    wait: Callable[[nn.Module], None] | None = None
+    on_copy: Callable[[], None] | None = None
 
     def __call__(self, module: nn.Module, *_: Any) -> None:
-        if self._wait is not None:
-            self._wait(module)
+        if self.wait is not None:
+            self.wait(module)
 
     @property
     def __name__(self) -> str:
@@ -202,8 +199,8 @@ class _Wait:
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if self._on_copy is not None:
-            self._on_copy()
+        if self.on_copy is not None:
+            self.on_copy()
         return _Wait, ()
 
 

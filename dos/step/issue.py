@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 
 from dos.devices import Copy, Device, Issued, Job, Mark
 from dos.state.disk_store import DiskJob
@@ -18,11 +19,11 @@ from perfmodel.plan import Move, Tier
 from perfmodel.schedule import Schedule, Task
 
 
+@dataclass(eq=False)
 class Promise:
     """A job that is issued later."""
 
-    def __init__(self, future: Future[Job]) -> None:
-        self.future = future
+    future: Future[Job]
 
     def wait(self) -> Span:
         return self.future.result().wait()
