@@ -64,10 +64,13 @@ class Stores:
             windows.leave(subgroup)
 
     def to_disk(self, subgroups: Sequence[Subgroup], source: Tier, after: Sequence[Job] = ()) -> None:
-        """Bring state from its home on the host, or from the device, to disk, where there is room for it.
+        """Bring state from its home on the host, or from the device, to disk.
 
         after: what has to end before it leaves the device. Nothing else is in flight, and windows keep nothing.
+        Raises OSError, with nothing changed, if there is no room.
         """
+        assert self.disk is not None, "there is nowhere else"
+        self.disk.reserve(subgroups)
         windows, nbytes = self.host.windows, window_bytes(subgroups)
         if subgroups and not windows.fit(1, nbytes):
             windows.make(1, nbytes, self.device.device)  # beyond the limit, if need be: there will be room
@@ -84,14 +87,12 @@ class Stores:
 
         Conditions: see `to_disk`.
         """
-        assert self.disk is not None, "there is nowhere else"
         at_home = [subgroup for subgroup in subgroups if self.where(subgroup) is Tier.HOST]
         missing = max(0, window_bytes(at_home) - self.host.windows.nbytes) - self.host.room
         leaving = []
         while at_home and missing > 0:
             leaving.append(at_home.pop())
             missing -= self.host.home_bytes(leaving[-1], made=True)
-        self.disk.reserve(leaving)
         self.to_disk(leaving, Tier.HOST)
 
     def move(

@@ -243,8 +243,7 @@ class Engine:
         away = [(s, move) for s, move in away if Tier.DISK not in move]
         stores.homes.reserve_on_host([s for s, _ in away])
         after = self.device.fence()
-        if stores.disk is not None:
-            stores.disk.reserve(to_disk)
+        if to_disk:
             stores.to_disk(to_disk, Tier.DEVICE, after)
         for job in [self.stores.move(move, 0, s, after) for s, move in away]:
             # The host reads the state from here on.

@@ -132,14 +132,12 @@ def _get_windows(
         return set()
     windows = stores.host.windows
     if not windows.fit(count, nbytes):
-        assert stores.disk is not None, "there is state on disk"
         stores.write_kept()
         found[:] = [each._replace(state=Tier.DISK, window=None) if each.window is not None else each for each in found]
         if count * nbytes - windows.nbytes > stores.host.room:
             early.end()  # what leaves a home or comes to it
             at_home = [i for i, each in enumerate(found) if each.state is Tier.HOST is not plan.stays(i)]
             housed = [i for i in at_home if stores.host.houses(subjects[i].subgroup)]
-            stores.disk.reserve(subjects[i].subgroup for i in housed)
             stores.to_disk([subjects[i].subgroup for i in housed], Tier.HOST)
             found[:] = [each._replace(state=Tier.DISK) if i in housed else each for i, each in enumerate(found)]
             through = windowed(plan, found)
