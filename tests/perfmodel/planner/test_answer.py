@@ -62,9 +62,9 @@ def test_memory_is_added_up() -> None:
     assert (device.weights, device.gradients) == (2 * numel, 2 * numel)
     held, begins = device.reserved + device.weights, device.activations + device.logits
     assert device.logits == 2 * 2048 * 32000 * (2 + 12)
-    assert device.peak == held + max(begins, device.gradients + device.block)
-    assert situation.peak == device.peak_accumulating == held + device.gradients + max(begins, device.block)
-    assert Situation(question(batch=2, accumulation=False)).peak == device.peak
+    assert device.peak() == held + max(begins, device.gradients + device.block)
+    assert situation.peak == device.peak(accumulating=True) == held + device.gradients + max(begins, device.block)
+    assert Situation(question(batch=2, accumulation=False)).peak == device.peak()
     assert situation.room == int((1 - MARGIN) * situation.question.device_bytes) - situation.peak
     assert situation.host.total == 14 * numel
     assert Situation(question(batch=2, dtype="fp16")).host.total == 16 * numel
