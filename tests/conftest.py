@@ -40,7 +40,7 @@ gc.disable()  # until all is collected, which makes no garbage
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays: many tests collect what nobody can reach, which is quicker without looking at that."""
+    """What was imported stays: many tests collect what is not reachable, which is quicker without looking at that."""
     gc.freeze()
     gc.enable()
 

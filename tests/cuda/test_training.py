@@ -102,7 +102,7 @@ def run(
 
 
 def free_memory() -> None:
-    """Let go of what nobody uses any more: earlier tests' models, and what is in cycles."""
+    """Let go of what is not used any more: earlier tests' models, and what is in cycles."""
     gc.collect()
     torch.cuda.empty_cache()
 
@@ -219,7 +219,7 @@ def test_a_neighbour_takes_memory_and_frees_it() -> None:
             optimizer.synchronize()
             resident.append(optimizer.metrics()["share_gpu_resident"])
             if step == 3:
-                # What the model needs itself is in the allocator's cache, where nobody else can take it.
+                # What the model needs itself is in the allocator's cache, where no other process can take it.
                 free, total = torch.cuda.mem_get_info()
                 neighbour.want(free - int(MARGIN / 4 * total))
                 assert neighbour.held() > 0
@@ -231,7 +231,7 @@ def test_a_neighbour_takes_memory_and_frees_it() -> None:
         ours = run(make, steps=30, layers=layers, numel=size, between=between)
     finally:
         neighbour.close()
-    assert resident[3] == 1.0, "all state fits while nobody else is there"
+    assert resident[3] == 1.0, "all state fits while no other process is there"
     assert min(resident[4:10]) < 1.0, "state makes room"
     assert resident[-1] == 1.0, "and returns"
     assert ours == run(with_policy(0.0, size), steps=30, layers=layers, numel=size)

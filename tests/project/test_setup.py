@@ -108,6 +108,6 @@ def test_the_environment_of_python_is_inherited(tmp_path: Path) -> None:
     assert found[:2] == [TORCH, str(site_packages / "torch.py")]
     assert Path(found[2]).is_relative_to(checkout / ".venv")
     assert files() == before
-    again = set_up(ours)  # as whoever has activated .venv calls make
+    again = set_up(ours)  # as a user who has activated .venv calls make
     assert again.returncode == 0, again.stderr
     assert subprocess.run([ours, "-c", look], check=False, cwd=tmp_path).returncode == 0

@@ -277,7 +277,7 @@ def queue_gradients(
 ) -> None:
     """Let backward's writes to gradients be as late as other work; to be called before an optimizer watches them.
 
-    Until then there is NaN, and what is written is NaN if somebody has changed the parameter by then.
+    Until then there is NaN, and what is written is NaN if the parameter was written to by then.
     streams: on which the parameters' forwards ran, in turn, and so their backwards; `end_backward` is to be called.
     """
     of_parameter = {} if streams is None else dict(zip(map(id, parameters := list(parameters)), cycle(streams)))

@@ -168,7 +168,7 @@ def test_every_way_of_using_autograd_gives_the_same_bits(way: Any, activations: 
 
 
 class Remembers(torch.autograd.Function):
-    """Saves what it is given, and gives it in backward to whoever asks."""
+    """Saves what it is given, and gives it in backward to its readers."""
 
     found: list[Tensor] = []  # noqa: RUF012
 

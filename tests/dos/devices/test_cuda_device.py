@@ -698,7 +698,7 @@ def test_profilers_see_lanes_and_subgroups(runtime: Runtime) -> None:
     model = mlp()
     optimizer = DOSAdam(model.parameters(), device=FakeCudaDevice(runtime), policy="stride:2", subgroup_size=600)
     train(model, optimizer, 1)
-    assert named("a") is named("b"), "a range was made although nobody looks"
+    assert named("a") is named("b"), "a range was made although no profiler runs"
     # Profiles are of one thread unless they are asked for all.
     everywhere = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
     cpu = [torch.profiler.ProfilerActivity.CPU]

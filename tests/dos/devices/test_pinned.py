@@ -34,7 +34,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runtime]:
     pinned._warn.cache_clear()
     yield runtime
     gc.collect()
-    assert not runtime.regions, "still registered although nobody uses it"
+    assert not runtime.regions, "still registered although no tensor uses it"
     assert runtime.contexts == {DEVICE.index}
 
 

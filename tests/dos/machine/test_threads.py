@@ -25,7 +25,7 @@ from dos.machine.threads import (
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As a process that nobody launched."""
+    """As a process that no launcher has started."""
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     share, before = threads._share_of_process, torch.get_num_threads()

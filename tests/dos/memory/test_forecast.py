@@ -69,7 +69,7 @@ def test_a_spike_of_one_iteration_counts_for_some_iterations() -> None:
     fits, waits = Iteration(610, 310), Iteration(700, 300)
     before, after = steady(600, 3, swing=300), steady(600, REMEMBERED + 3, swing=300)
     assert play(Forecast(), [*before, fits, *after]) == [380] * 3 + [370] * (1 + REMEMBERED) + [380] * 3
-    # What has to wait is not seen in full: more is given back at once, until nobody waits.
+    # What has to wait is not seen in full: more is given back at once, until nothing waits.
     assert play(Forecast(), [*before, waits, *after]) == [380] * 3 + [340] + [360] * REMEMBERED + [380] * 3
 
 

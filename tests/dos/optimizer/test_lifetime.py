@@ -1,4 +1,4 @@
-"""An optimizer that nobody holds any more leaves at once, without the garbage collector: memory, threads, hooks."""
+"""An optimizer to which no reference is left goes at once, without the garbage collector: memory, threads, hooks."""
 
 from __future__ import annotations
 

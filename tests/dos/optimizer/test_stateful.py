@@ -103,7 +103,7 @@ class Run:
 
     def rebuild(self) -> None:
         """A new optimizer with the old one's groups and no state."""
-        self.synchronize()  # nobody would wait for the old one any more
+        self.synchronize()  # the new one does not wait for the old one
         late = len(self.optimizer.param_groups) > 1
         self.use(self.make([self.group(late) for late in ([False, True] if late else [False])]))
 

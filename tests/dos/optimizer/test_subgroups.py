@@ -1,4 +1,4 @@
-"""How many parameters a subgroup has where nobody chooses."""
+"""How many parameters a subgroup has where the user does not choose."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a newcomer gets wrong with several ranks: a clear message on every rank, and nobody waits for ever."""
+"""What a newcomer gets wrong with several ranks: a clear message on every rank, and no rank waits for ever."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_ranks_that_disagree(setting: str, values: tuple[Any, Any], message: str
     mine = message.format(rank=dist.get_rank(), mine=values[not first])
     with pytest.raises(RuntimeError, match=mine):
         optimizer.step()
-    dist.barrier()  # nobody is waiting in another collective
+    dist.barrier()  # no rank is waiting in another collective
 
 
 @on_pair

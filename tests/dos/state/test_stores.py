@@ -22,7 +22,7 @@ STEPS = 12
 
 
 def held(device: EmulatedDevice) -> int:
-    """Bytes of the device that state has, where nobody else has any."""
+    """Bytes of the device that state has, where nothing else has any."""
     return device.capacity - device.memory().free
 
 
@@ -127,7 +127,7 @@ def test_release_says_how_much_it_gave_back() -> None:
 
 @pytest.mark.parametrize("capacity", [10**6, STATE_BYTES // 2])
 def test_an_optimizer_that_is_gone_holds_nothing(capacity: int, caplog: pytest.LogCaptureFixture) -> None:
-    """Not even through log records of what did not fit, which somebody keeps."""
+    """Not even through log records of what did not fit, which user code keeps."""
     device = EmulatedDevice(FAST, capacity)
     _, optimizer = trained_as_on_host(device, policy=0.0)
     assert held(device) > 0

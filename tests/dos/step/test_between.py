@@ -31,7 +31,7 @@ def test_gradients_asked_for_without_accumulation_do_not_stop_the_offloading() -
 
 
 def test_attaching_anew_interrupted_anywhere() -> None:
-    """Nothing is left in flight that nobody waits for, and no module loses anything."""
+    """Nothing is left in flight that no hook waits for, and no module loses anything."""
     model, twin = mlp(), mlp()
     device = EmulatedDevice(FAST, capacity=10**7)
     optimizer = DOSAdam(model.parameters(), policy="cpu", subgroup_size=300, device=device)

@@ -94,7 +94,7 @@ def outcome_of(program: Program, at: int, late: bool) -> tuple[str, str]:
     else:
         return device.hit, "unharmed"
     assert MESSAGE in said
-    assert device.hit not in ("memory", "reading"), "nobody needs to know"
+    assert device.hit not in ("memory", "reading"), "the user need not know"
     return device.hit, finish(training)
 
 

@@ -40,7 +40,7 @@ def test_a_7b_model_on_a_desktop() -> None:
     ids=["60 of 64 GiB", "127.7 of 128 GiB"],
 )
 def test_what_the_constructor_would_refuse_does_not_fit(settings: str) -> None:
-    """The system and the process take some, too. Memory without a unit is in GB: nobody has 128 bytes."""
+    """The system and the process take some, too. Memory without a unit is in GB: no machine has 128 bytes."""
     question, _ = asked(*settings.split(), *["--offload-gradients", "--machine", "a100-80", "--checkpointing"])
     situation = Situation(question)
     assert question.host_bytes == int(settings.split()[-1]) * 2**30
