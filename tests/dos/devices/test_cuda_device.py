@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from dos import DOSAdam
+from dos.deciding.decisions import Decisions
 from dos.deciding.policies import AdaptivePolicy
 from dos.devices import Copy, Job
 from dos.devices.cuda import CudaDevice
@@ -125,6 +126,19 @@ def test_a_step_on_the_device_is_four_launches_and_waits_for_nothing(
     expected = run(None)
     runtime.caller = FakeStream(runtime)
     assert run(FakeCudaDevice(runtime)) == expected
+
+
+def test_each_of_the_steps_that_are_queued_is_learnt_from_once(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learnt: list[Any] = []
+    runtime.caller = FakeStream(runtime)
+    monkeypatch.setattr(Decisions, "learn", lambda _, stepped, *rest: learnt.append(stepped))
+    _, optimizer = resident(runtime)
+    for _ in range(4):
+        optimizer.step()
+    optimizer.synchronize()
+    assert len(set(map(id, learnt))) == len(learnt) == 4
 
 
 def test_steps_on_the_device_end_with_their_optimizer(runtime: Runtime) -> None:
