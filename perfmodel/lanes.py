@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from perfmodel.hardware import HardwareProfile
@@ -105,7 +105,7 @@ _FEEDS: dict[int, int] = {stream: number for number, service in enumerate(LANES.
 
 
 def run_tasks(
-    tasks: Iterable[tuple[int, float, float, Sequence[int]]], profile: HardwareProfile
+    tasks: Sequence[tuple[int, float, float, Sequence[int]]], profile: HardwareProfile
 ) -> tuple[list[float], list[float]]:
     """When each task starts and ends, in seconds from 0.
 
@@ -117,6 +117,8 @@ def run_tasks(
     beside one in the other direction runs at the duplex rate, and whatever touches host DRAM shares it by
     `shared_rates`.
     """
+    if not tasks:
+        return [], []
     stream_of, seconds, demand, after_of = map(list, zip(*tasks, strict=True))
     infinite = math.inf
     waits = [len(after) for after in after_of]

@@ -11,7 +11,8 @@ from perfmodel import Lane, Op, Placement, Plan, Timeline
 from perfmodel.hardware import HardwareProfile
 from perfmodel.lanes import Stream, run_tasks, shared_rates
 from perfmodel.policies import cpu_only, stride
-from perfmodel.simulate import UPDATE_ALONE, Phase, Scope, exposed, makespan, simulate
+from perfmodel.schedule import Schedule
+from perfmodel.simulate import UPDATE_ALONE, Phase, Scope, exposed, makespan, serve, simulate
 from perfmodel.workload import SubgroupLoad, Workload
 from tests.support.machines import machine, work
 
@@ -51,6 +52,10 @@ def test_saved_tensors_interrupt_what_has_begun() -> None:
     start, end = run_tasks([(Stream.COMPUTE, 1.0, 0.0, ()), *copies], machine())
     assert start == pytest.approx([0, 0, 5, 1])
     assert end == pytest.approx([1, 5, 6, 3])
+
+
+def test_no_tasks_take_no_time() -> None:
+    assert serve(Schedule([]), work(1), machine()) == Timeline(())
 
 
 def test_fixed_costs() -> None:
