@@ -72,10 +72,12 @@ class _Stretch(NamedTuple):
 
     def seconds(self) -> float | None:
         """None: the device is not through."""
-        marks = [self.start, self.end, *itertools.chain.from_iterable(self.waits)]
-        times = [seconds for seconds in (mark.at() for mark in marks) if seconds is not None]
-        if len(times) < len(marks):
-            return None
+        times = []
+        for mark in (self.start, self.end, *itertools.chain.from_iterable(self.waits)):
+            seconds = mark.at()
+            if seconds is None:
+                return None  # those behind it are not asked
+            times.append(seconds)
         start, end, *waits = times
         waited = (min(after, end) - max(before, start) for before, after in zip(waits[::2], waits[1::2], strict=True))
         return max(0.0, end - start - sum(max(0.0, seconds) for seconds in waited))
