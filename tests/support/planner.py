@@ -11,7 +11,7 @@ import pytest
 from perfmodel.hardware import HardwareProfile
 from perfmodel.planner.answer import answer as planner_answer
 from perfmodel.planner.machine import FABRICS, GPUS, PCIE
-from perfmodel.planner.main import command_line, main, question_of
+from perfmodel.planner.main import command_line, question_of
 from perfmodel.planner.question import Question
 from perfmodel.planner.text import show
 from perfmodel.planner.transformer import Transformer
@@ -38,18 +38,6 @@ def question(numel: float = 7e9, machine: str = "h100", **settings: Any) -> Ques
         "fabric": FABRICS.get(machine, PCIE),
     }
     return Question(Transformer.of_size(int(numel)), **{**defaults, **settings})
-
-
-def refused(capsys: pytest.CaptureFixture[str], arguments: str, message: str) -> None:
-    """It is said in one line what is wrong with the arguments."""
-    with pytest.raises(SystemExit) as exit_:
-        main(arguments.split())
-    assert exit_.value.code == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith("python -m perfmodel: ")
-    assert captured.err.count("\n") == 1
-    assert message in captured.err
 
 
 def asked(*arguments: str) -> tuple[Question, list[str]]:

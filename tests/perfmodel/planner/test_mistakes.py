@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from perfmodel.hardware import HardwareProfile
-from tests.support.planner import LLAMA_2_7B, refused
+from perfmodel.planner.main import main
+from tests.support.planner import LLAMA_2_7B
 
 FILES = {
     "torn": '{"hidden_size": 4096, ',
@@ -98,4 +99,11 @@ def test_what_a_user_can_get_wrong(
         (tmp_path / f"{name}.json").write_text(text)
     (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
     monkeypatch.chdir(tmp_path)
-    refused(capsys, arguments, message)
+    with pytest.raises(SystemExit) as exit_:
+        main(arguments.split())
+    assert exit_.value.code == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("python -m perfmodel: ")
+    assert printed.err.count("\n") == 1
+    assert message in printed.err
