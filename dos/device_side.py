@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from dos.activations.offload import ActivationOffload
-from dos.deciding.decisions import Decisions, Rests
+from dos.deciding.decisions import Decisions
 from dos.deciding.policies import Policy
+from dos.deciding.rests import Rests
 from dos.devices import Device
 from dos.gradients.departures import Departures
 from dos.guard import Guard

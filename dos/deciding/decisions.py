@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -14,19 +12,14 @@ from dos.calibration.measure import measure_minimum, name_of
 from dos.deciding.policies import AdaptivePolicy, Policy, plan_of
 from dos.deciding.report import Report, why_changed
 from dos.devices import Device
-from dos.machine.host_memory import host_share
 from dos.machine.profiles import resolve_profile
 from dos.machine.threads import set_kernel_threads
 from dos.memory.monitor import Budget, MemoryMonitor
-from dos.state.disk_store import DiskStore
-from dos.state.homes import Homes
-from dos.state.subgroup import Subgroup
 from dos.step.iteration import Iteration
 from dos.step.pace import Pace
-from perfmodel import Plan, SubgroupLoad, Timeline, Workload
+from perfmodel import Plan, Timeline, Workload
 from perfmodel.hardware import HardwareProfile
 from perfmodel.schedule import Schedule
-from perfmodel.windows import ordered
 
 logger = logging.getLogger("dos.accelerator")
 
@@ -143,47 +136,3 @@ class Decisions:
         if known is None:
             set_kernel_threads(found.cpu_threads)  # its rate of updates is for so many
         return found
-
-
-class Rests:
-    """Says how much state rests on the host of one device, and in which order what passes through windows is updated.
-
-    steps: that were issued.
-    """
-
-    def __init__(self, homes: Homes, device: Device, folders: Sequence[Path]) -> None:
-        """Raises OSError if a folder on disk cannot be used."""
-        self.steps = 0
-        self._homes = homes
-        if folders:
-            if homes.host.limit is None:
-                homes.host.limit = host_share()
-            homes.host.spills = True
-            homes.disk = DiskStore(device, homes.host, folders)
-
-    def limits(self, subgroups: Sequence[Subgroup], loads: Sequence[SubgroupLoad], *, attached: bool) -> dict[str, Any]:
-        """What the workload of these subgroups has of them. loads: theirs.
-
-        Raises MemoryError if the host's share is too little even for windows.
-        """
-        limit = self._homes.host.limit
-        if self._homes.disk is None or limit is None:
-            return {}
-        gradients = self._homes.host.gradient_bytes
-        count, window = self._homes.windows(subgroups)
-        # What is on disk could only come home through windows.
-        nowhere_else = not self._homes.disk.nbytes
-        fits = nowhere_else and gradients + sum(load.host_bytes for load in loads) <= limit
-        least = gradients + count * window
-        if not fits and least > limit:
-            raise MemoryError(
-                f"state on disk passes through at least {count} windows of {window} bytes on the host"
-                f"{f', beside {gradients} bytes of offloaded gradients' if gradients else ''}, found "
-                f"host_memory={limit}; choose {least} or more, or a smaller subgroup_size if that can be"
-            )
-        free = math.inf if fits else limit - least
-        return {"host_free_bytes": free, "windows": count, "reverses": not attached}
-
-    def ordered(self, plan: Plan, workload: Workload) -> Plan:
-        """The plan in the order of this step."""
-        return ordered(plan, workload, reverse=self.steps % 2 == 1)
