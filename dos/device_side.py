@@ -217,7 +217,7 @@ class DeviceSide:
         subjects = [self._subject(subgroup, updates.get(subgroup)) for subgroup in self._registry.accelerated]
         departed = any(subject.departed for subject in subjects)
         if self._registry.offloaded.enabled:  # what came in backward may have come to memory that is not pinned
-            self.engine.make_room_for_gradients(self._registry.accelerated)
+            self.engine.make_room_at_home(self._registry.accelerated)
             self.engine.stores.host.stage(updates)
             self._registry.offloaded.pin()
         now = self._now

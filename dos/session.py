@@ -164,6 +164,8 @@ class Session(InFlight):
         found = self._enrol(others)
         if self.reconciler.need_home(found):
             self.bring_home()
+            if self.on_device is not None:
+                self.on_device.engine.make_room_at_home(self.registry.accelerated, self.reconciler.growth(found))
         self.reconciler.settle(found, self.groups)
         return Active(settled + found, len(settled))
 
@@ -300,7 +302,7 @@ class Session(InFlight):
         assert record.gradient is not None, "it is taken from there"
         record.arena.stage_gradients_as(record.gradient.dtype)
         if not (in_backward and record.sharded) and not all(map(self.registry.host_store.stages, subgroups)):
-            on_device.engine.make_room_for_gradients(self.registry.accelerated)
+            on_device.engine.make_room_at_home(self.registry.accelerated)
         self.registry.offloaded.take(record, subgroups, index, on_device.engine, in_backward=in_backward)
 
     @torch.no_grad()

@@ -20,6 +20,7 @@ from dos.sharding.local import laid_out_as, local
 from dos.state.arena import Arena
 from dos.state.entries import step_of, write_entry
 from dos.state.record import ParameterRecord, in_logical_order
+from dos.state.subgroup import Subgroup
 from perfmodel.format import STATE_KEYS
 
 
@@ -109,6 +110,11 @@ class Reconciler:
             if foreign or record.layout_changed() or (group["amsgrad"] and not record.arena.amsgrad):
                 return True
         return False
+
+    def growth(self, found: Iterable[tuple[ParameterRecord, Group]]) -> dict[Subgroup, int]:
+        """By how many bytes `settle` makes state larger: amsgrad was switched on."""
+        arenas = {record.arena for record, group in found if group["amsgrad"] and not record.arena.amsgrad}
+        return {s: s.numel * torch.float32.itemsize for s in self._registry.accelerated if s.arena in arenas}
 
     def settle(self, found: Sequence[tuple[ParameterRecord, Group]], groups: Sequence[Group]) -> None:
         """Make these fit for the step: their state is what `state` says, and everything lies as it is used.

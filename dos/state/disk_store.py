@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -62,19 +61,6 @@ class DiskStore:
     def drop(self, subgroup: Subgroup) -> None:
         self.hide(subgroup)
         self.space.free(self._extents.pop(subgroup))
-
-    def take_home(self, subgroup: Subgroup) -> None:
-        """Write what is at home, and give the home back. Nothing is in flight. If it raises, nothing has changed."""
-        self.reserve([subgroup])
-        buffer = torch.frombuffer(mmap.mmap(-1, disk_bytes(subgroup)), dtype=torch.uint8)
-        for destination, origin in state_copies(subgroup.state.carve(buffer, PAGE), subgroup.state):
-            destination.copy_(origin)
-        try:
-            self.space.write(self._extents[subgroup], buffer)
-        except BaseException:
-            self.drop(subgroup)
-            raise
-        self._host.drop(subgroup)
 
     def widen(self, subgroups: Sequence[Subgroup], place: int, itemsize: int) -> None:
         """Put one more field into the state of these: zeros, an element of so many bytes for each parameter.

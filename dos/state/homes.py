@@ -88,15 +88,8 @@ class Homes:
         """Have room for one more field in the homes of these: zeros. Nothing is in flight.
 
         place: of the field in the format. Raises as `reserve`. Call `show` once the field is part of their state.
-        What the host has no room for goes to disk, the last first.
         """
-        at_home = [s for s in subgroups if all(t.has(s.start, s.stop) for t in s.arena.home() if t is not field)]
-        more = {s: s.numel * field.tensor.itemsize for s in at_home}
-        missing = sum(more.values()) - self.host.room
-        while self.disk is not None and at_home and missing > 0:
-            subgroup = at_home.pop()
-            missing -= more[subgroup] + self.host.home_bytes(subgroup, made=True)
-            self.disk.take_home(subgroup)
+        at_home = (s for s in subgroups if all(t.has(s.start, s.stop) for t in s.arena.home() if t is not field))
         self.host.make((field, subgroup) for subgroup in at_home)
         if self.disk is not None:
             self.disk.widen([s for s in subgroups if self.disk.has(s)], place, field.tensor.itemsize)

@@ -7,7 +7,7 @@ import functools
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 
 from dos.devices import LANES, Device, Job
@@ -251,20 +251,21 @@ class Engine:
         for subgroup, move in away:
             self.stores.of[move.source].drop(subgroup)
 
-    def make_room_for_gradients(self, subgroups: Iterable[Subgroup]) -> None:
+    def make_room_at_home(self, subgroups: Iterable[Subgroup], growth: Mapping[Subgroup, int] | None = None) -> None:
         """Bring state of these from the host to disk where offloaded gradients need its room. In backward, too.
 
+        growth: bytes that homes grow by, which need room, too.
         Raises OSError if the disk has no room either.
         """
-        stores = self.stores
-        if stores.disk is None or stores.host.room >= 0:
+        stores, growth = self.stores, growth or {}
+        if stores.disk is None or stores.host.room >= sum(growth.values()):
             return
         self.wait()
         self.early.drop_arriving(list(self.early.arriving))
         stores.write_kept()
         subgroups = list(subgroups)
         try:
-            stores.leave_host(subgroups)
+            stores.leave_host(subgroups, growth)
         finally:
             if self.early.shown:  # user code may write there until the step
                 stores.homes.show(subgroups)
