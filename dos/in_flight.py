@@ -78,13 +78,6 @@ class InFlight:
         if self.on_device is not None and not self.on_device.idle and self.capturing():
             raise RuntimeError(_CAPTURED)  # to wait would end the capture, and look like a step that failed
         try:
-            self._finish()
-        except KeyboardInterrupt:
-            self._finish()
-            raise
-
-    def _finish(self) -> None:
-        try:
             if self.on_device is not None:
                 self.on_device.wait()
             self._in_place.wait()

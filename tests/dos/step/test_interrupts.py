@@ -13,11 +13,13 @@ import torch
 from torch import nn
 
 from dos import DOSAdam, EmulatedDevice
+from dos.devices import Mark
 from perfmodel import Plan, Workload
 from perfmodel.policies import cpu_only
+from tests.support.devices import UpdatesAfterStep
 from tests.support.interruptions import EVERYWHERE, interrupted_at
 from tests.support.programs import PROGRAMS, STEPS, Program, Training, finish, is_whole
-from tests.support.training import FAST, SLOW, mlp
+from tests.support.training import FAST, SLOW, backward, mlp, train
 
 pytestmark = pytest.mark.usefixtures("one_core")
 
@@ -100,6 +102,30 @@ def test_ctrl_c_in_a_step_takes_effect_at_its_end_and_twice_at_once(presses: int
     with pytest.raises(KeyboardInterrupt):
         optimizer.step()
     assert [float(entry["step"]) for entry in optimizer.state.values()] == [1.0] * 5 * (presses == 1)
+
+
+def test_the_second_ctrl_c_ends_synchronize_at_once() -> None:
+    presses = []
+
+    class Pressed(UpdatesAfterStep):
+        def mark(self) -> Mark:
+            while presses:
+                signal.raise_signal(presses.pop())
+            return super().mark()
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    model, device = mlp(), Pressed(FAST, 10**9)
+    optimizer = DOSAdam(model.parameters(), policy="cpu", device=device)
+    optimizer.attach(model)
+    train(model, optimizer, 2)
+    backward(model, 0)
+    device.returned.clear()
+    optimizer.step()
+    presses += [signal.SIGINT] * 2
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.synchronize()
+    device.returned.set()
+    assert {float(entry["step"]) for entry in optimizer.state.values()} == {3.0}
 
 
 def test_a_handler_of_the_programs_own_is_left_alone() -> None:
