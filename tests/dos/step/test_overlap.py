@@ -287,6 +287,31 @@ def test_backwards_without_a_step_pile_nothing_up() -> None:
     train(model, optimizer, 2)
 
 
+@pytest.mark.parametrize(("offload", "by_hand"), [(False, False), (True, False), (True, True)])
+def test_new_gradients_wait_for_the_step_that_reads_the_last_ones(offload: bool, by_hand: bool) -> None:
+    """No forward comes in between, whose modules would wait."""
+
+    def run(make: Make) -> Iterable[Tensor]:
+        layer = mlp()[0]
+        optimizer = make(layer.parameters())
+        optimizer.attach(layer)
+        for step in range(3):
+            loss = layer(batch(step)).square().mean()
+            for factor in (1.0, -3.0):
+                optimizer.zero_grad()
+                if by_hand:
+                    for p in layer.parameters():
+                        p.grad = torch.full_like(p, factor)
+                    optimizer.clip_grad_norm_(1.0)
+                else:
+                    (factor * loss).backward(retain_graph=True)
+                optimizer.step()
+        optimizer.synchronize()
+        return layer.parameters()
+
+    assert_as_on_host(run, "cpu", machine=SLOW, offload_gradients=offload)
+
+
 def test_scripting_an_attached_model_says_how() -> None:
     model = mlp()
     optimizer = accelerated(model, policy="cpu")
