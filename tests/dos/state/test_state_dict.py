@@ -244,7 +244,7 @@ def test_a_warm_up_that_begins_with_nothing_counts_as_in_adamw() -> None:
 
 
 @pytest.mark.parametrize("write", [lambda t: t.data.mul_(-3.0), lambda t: np.negative(t.numpy(), out=t.numpy())])
-@pytest.mark.parametrize(("policy", "late"), [(0.0, True), ("stride:1", False), ("cpu", True)])
+@pytest.mark.parametrize(("policy", "late"), [(0.0, False), ("stride:1", True), ("adaptive", True), ("cpu", True)])
 def test_any_write_to_a_state_dict_counts(write: Any, policy: str | float, late: bool) -> None:
     def run(make: Make) -> Iterable[Tensor]:
         model = mlp()
