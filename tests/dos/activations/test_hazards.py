@@ -179,8 +179,10 @@ def test_backward_may_run_on_another_stream(seed: int | None, monkeypatch: pytes
         assert torch.equal(found, expected())
 
 
+@pytest.mark.parametrize("layers_each", [1, LAYERS // 2])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_the_streams_of_forward_may_change(seed: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_streams_of_forward_may_change(seed: int | None, layers_each: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one has saved is let go of in another."""
     runtime, device, optimizer, _ = start(monkeypatch, seed)
     streams = [runtime.caller, FakeStream(runtime), FakeStream(runtime)]
     values = torch.linspace(-1, 1, N)
@@ -188,11 +190,11 @@ def test_the_streams_of_forward_may_change(seed: int | None, monkeypatch: pytest
     with optimizer.offload_activations(1.0):
         y = x
         for number in range(LAYERS):
-            before, now = streams[number % 3], streams[(number + 1) % 3]
+            before, now = (streams[n // layers_each % 3] for n in (number, number + 1))
             now.wait_record(before.record())
             runtime.use(now)
             y = Layer.apply(y, device)
-    runtime.caller.wait_record(streams[LAYERS % 3].record())
+    runtime.caller.wait_record(runtime.current_stream().record())
     runtime.use(runtime.caller)
     (slope,) = torch.autograd.grad(y, x, ones(device))
     assert torch.equal(read(runtime, slope), expected())
@@ -282,8 +284,11 @@ def test_nothing_leaves_while_a_graph_is_captured(within: bool, monkeypatch: pyt
     assert isinstance(y, Tensor)
 
 
-def test_memory_that_a_copy_still_reads_is_kept_from_being_unmapped(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, device, optimizer, _ = start(monkeypatch, None)
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_memory_that_a_copy_still_reads_is_kept_from_being_unmapped(
+    interrupted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, device, optimizer, offload = start(monkeypatch, None)
     x, y = forward(device, optimizer)
     # x is its user's, and has left.
     reads = (
@@ -300,7 +305,11 @@ def test_memory_that_a_copy_still_reads_is_kept_from_being_unmapped(monkeypatch:
         keep(buffer, op)
 
     monkeypatch.setattr(device, "keep", noted)
+    if interrupted:  # as above
+        monkeypatch.setattr(Saved, "__del__", lambda saved: None)
     del x, y
+    if interrupted:
+        offload.settle(None)
     assert reads <= kept
 
 
