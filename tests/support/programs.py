@@ -123,8 +123,7 @@ def is_whole(program: Program, state: list[bytes], step: int) -> bool:
 def finish(training: Training) -> str:
     """What has happened to a step that raised, after checking that it is whole, has not happened, or is refused.
 
-    If the step is whole or has not happened, training
-    goes on and must end as if nothing had been.
+    If the step is whole or has not happened, training goes on and must end as if nothing had been.
     """
     program, optimizer, (step, stepping) = training.program, training.optimizer, training.at
     try:

@@ -25,7 +25,8 @@ from tests.support.training import profile
 def test_host_memory_is_no_less_than_updates_and_the_disk_used_at_once(tmp_path: Path) -> None:
     figures = measure(None, TINY, [1], disk=[tmp_path]).figures
     both = sum(figures[f"disk_{way}_bandwidth_beside"].value for way in ("read", "write"))
-    assert figures["host_bandwidth"].value >= 28 * figures[UPDATE_BESIDE].value + both
+    used = 28 * figures[UPDATE_BESIDE].value + both
+    assert figures["host_bandwidth"].value >= used * (1 - 1e-9), "but for rounding, as it is added in another order"
 
 
 def test_a_folder_that_cannot_be_used(tmp_path: Path) -> None:
