@@ -569,10 +569,15 @@ def test_the_first_peak_is_seen_when_samples_are_rare(monkeypatch: pytest.Monkey
     model = mlp()
     parameters = list(model.parameters())
     own = [0]
+    device = EmulatedDevice(FAST, capacity=STATE_BYTES + STATE_BYTES // 2, occupied=lambda: own[0])
+
+    def take(nbytes: int) -> None:
+        own[0] = nbytes
+        device.usage()  # the peak counts, seen by the optimizer or not
+
     first, last = parameters[-1], parameters[0]  # in the order of backward
     for parameter, nbytes in ((first, STATE_BYTES // 2), (last, STATE_BYTES)):
-        parameter.register_post_accumulate_grad_hook(lambda _, nbytes=nbytes: own.__setitem__(0, nbytes))
-    device = EmulatedDevice(FAST, capacity=STATE_BYTES + STATE_BYTES // 2, occupied=lambda: own[0])
+        parameter.register_post_accumulate_grad_hook(lambda _, nbytes=nbytes: take(nbytes))
     optimizer = DOSAdam(parameters, device=device, subgroup_size=128)
     for _ in range(3):
         own[0] = 0
