@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import nn
 from dos import DOSAdam
 from dos.machine import host_memory
 from dos.parameters.registry import Registry
+from tests.support.disk import TWO_WINDOWS, bytes_on_disk
 from tests.support.interruptions import interrupted_at
 from tests.support.programs import REFUSED
 from tests.support.training import FAST, bits, on
@@ -74,13 +76,20 @@ def trained(model: Points, optimizer: torch.optim.Optimizer) -> list[weakref.ref
     return seen
 
 
-@pytest.mark.parametrize("offload_gradients", [False, True])
-@pytest.mark.parametrize("place", ["host", "cpu", 0.5, "stride:2", "adaptive"])
-def test_bits_are_the_same_and_nothing_stays_behind(place: str | float, offload_gradients: bool) -> None:
+PLACES = ("host", "cpu", 0.5, "stride:2", "adaptive")
+
+
+@pytest.mark.parametrize(
+    ("place", "where"),
+    [*((place, where) for place in PLACES for where in ("", "offloaded gradients")), ("cpu", "state on disk")],
+)
+def test_bits_are_the_same_and_nothing_stays_behind(place: str | float, where: str, tmp_path: Path) -> None:
     twin = Points()
     trained(twin, made("host", twin))
     model = Points()
-    optimizer = made(place, model, offload_gradients=offload_gradients)
+    offload_gradients, on_disk = where == "offloaded gradients", where == "state on disk"
+    disk: dict[str, Any] = {"disk": tmp_path, "host_memory": 2 * TWO_WINDOWS} if on_disk else {}
+    optimizer = made(place, model, offload_gradients=offload_gradients, **disk)
     if not offload_gradients:
         optimizer.attach(model)
     seen = trained(model, optimizer)
@@ -91,6 +100,7 @@ def test_bits_are_the_same_and_nothing_stays_behind(place: str | float, offload_
     held = optimizer.metrics()
     assert held.get("memory_held_bytes", 0) <= 24 * NUMEL
     assert held.get("host_held_bytes", 0) <= 24 * NUMEL
+    assert on_disk == (0 < bytes_on_disk(tmp_path) <= 24 * NUMEL)
     plan = optimizer.plan()
     assert plan is None or len(plan) <= 18
 
