@@ -86,19 +86,19 @@ def test_updates_run_into_the_next_forward() -> None:
 
 
 @on_pair
-def test_a_failure_is_said() -> None:
-    late = on_host()
-    optimizer = in_place_adam(late.parameters())
-    optimizer.attach(late)
-    train(late, optimizer, steps=[0, 1])
-    optimizer.synchronize()
-
+def test_a_failure_is_said_before_state_is_read() -> None:
     def breaks(apply: Callable[..., None], update: SubgroupUpdate) -> None:
         raise OSError("the memory is broken")
 
-    with applied_by(breaks):
-        train(late, optimizer, steps=[2])
-        with pytest.raises(RuntimeError, match="the memory is broken"):
-            optimizer.synchronize()
-    with pytest.raises(RuntimeError, match="an earlier step failed part way"):
-        optimizer.step()
+    for wait in (DOSAdam.synchronize, DOSAdam.state_dict):
+        late = on_host()
+        optimizer = in_place_adam(late.parameters())
+        optimizer.attach(late)
+        train(late, optimizer, steps=[0, 1])
+        optimizer.synchronize()
+        with applied_by(breaks):
+            train(late, optimizer, steps=[2])
+            with pytest.raises(RuntimeError, match="the memory is broken"):
+                wait(optimizer)
+        with pytest.raises(RuntimeError, match="an earlier step failed part way"):
+            optimizer.step()
