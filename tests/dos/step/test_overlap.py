@@ -129,6 +129,17 @@ def test_attached_step_returns_early_and_settings_are_those_of_its_call() -> Non
     assert bits(model.parameters()) == bits(twin.parameters())
 
 
+def test_an_attached_model_is_updated_in_the_order_of_use() -> None:
+    model, device = nn.Sequential(nn.Linear(24, 40, bias=False), nn.Linear(40, 7, bias=False)), Copying()
+    groups = [{"params": list(module.parameters())} for module in reversed(model)]
+    optimizer = DOSAdam(groups, policy="cpu", device=device)
+    optimizer.attach(model)
+    train(model, optimizer, 2)
+    optimizer.synchronize()
+    sent = [asked.nbytes for asked in device.asked if asked.op is Op.PARAMETER]
+    assert sent == [p.nbytes for p in model.parameters()] * 2
+
+
 class Odd(nn.Module):
     """Ties weights, calls a module twice, one never, uses a module's weight without calling it."""
 
