@@ -29,7 +29,7 @@ from dos.parameters.hooks import Attachment, lasting
 from dos.parameters.live_state import LiveState
 from dos.parameters.loading import makes_state
 from dos.parameters.reconciler import Reconciler
-from dos.parameters.registry import Registry
+from dos.parameters.registry import Registry, tell_autograd
 from dos.parameters.watching import Watching
 from dos.sharding.fingerprint import look_at_bits
 from dos.sharding.local import local
@@ -199,6 +199,7 @@ class Session(InFlight):
             registry.written([record for record, _ in active.members if record not in self.in_flight])
             self.clipping.forget()
         if self.attachment is not None:
+            tell_autograd(self.in_flight)  # at once, for a graph from before may not come to a hook that waits
             covered = self.attachment.covered()
             self.finish_parameters([r.parameter for r in self.in_flight if id(r.parameter) not in covered])
 

@@ -242,9 +242,7 @@ class Registry:
         for record in records:
             if record.stand_in:
                 record.write_back()
-        # Through whichever name autograd knows them.
-        parts = [record.local for record in records if record.sharded]
-        torch.autograd.graph.increment_version([*(record.parameter for record in records), *parts])
+        tell_autograd(records)
         for record in records:
             record.saw()
 
@@ -260,3 +258,10 @@ class Registry:
         if self.offloaded.enabled and self.homes.disk is not None:
             self.host_store.awaited.update(subgroup.arena for subgroup in self.accelerated)
         self._loads = None
+
+
+def tell_autograd(records: Collection[ParameterRecord]) -> None:
+    """Have backward refuse graphs in which the parameters have other values than from now on."""
+    # Through whichever name autograd knows them.
+    parts = [record.local for record in records if record.sharded]
+    torch.autograd.graph.increment_version([*(record.parameter for record in records), *parts])

@@ -323,6 +323,18 @@ def test_new_gradients_wait_for_the_step_that_reads_the_last_ones(offload: bool,
     assert_as_on_host(run, "cpu", machine=SLOW, offload_gradients=offload)
 
 
+def test_backward_of_a_graph_from_before_an_attached_step_is_refused_as_with_adamw() -> None:
+    model = mlp()
+    optimizer = accelerated(model, attach=True, policy="cpu")
+    train(model, optimizer, 2)
+    inputs = batch(0).requires_grad_()
+    before = model(inputs).sum()
+    backward(model, 0)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(before, inputs)
+
+
 def test_scripting_an_attached_model_says_how() -> None:
     model = mlp()
     optimizer = accelerated(model, policy="cpu")
