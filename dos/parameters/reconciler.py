@@ -240,5 +240,5 @@ class Reconciler:
 
     def _make_homes(self, records: Iterable[ParameterRecord]) -> None:
         """Have room at home for the state of these."""
-        places = self._registry.places
-        self._registry.homes.reserve(subgroup for record in records for subgroup, _ in places[record])
+        places, every = self._registry.places, self._registry.accelerated
+        self._registry.homes.reserve((subgroup for record in records for subgroup, _ in places[record]), every)

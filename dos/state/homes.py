@@ -30,10 +30,10 @@ class Homes:
         most = WINDOWS if limit is None else (limit - self.host.gradient_bytes) // (2 * nbytes)
         return max(2, min(WINDOWS, most)), nbytes
 
-    def tiers(self, subgroups: Iterable[Subgroup], *, complete: bool = False) -> dict[Subgroup, Tier]:
+    def tiers(self, subgroups: Iterable[Subgroup], every: Sequence[Subgroup]) -> dict[Subgroup, Tier]:
         """Where each has its home, or would get it if all did.
 
-        complete: whether these are all there are. If the host has room for them, there need be none for windows.
+        every: all on the accelerator. If the host has room for them, there need be none for windows.
         """
         subgroups = list(subgroups)
         tiers = {subgroup: subgroup.arena.tier for subgroup in subgroups}
@@ -41,8 +41,9 @@ class Homes:
         if self.disk is None or not homeless:
             return tiers
         through = 0
-        if self.disk.nbytes or not complete or sum(map(self.host.home_bytes, homeless)) > self.host.room:
-            through = math.prod(self.windows(s for s in subgroups if s.arena.accelerated))
+        to_come = (self.host.home_bytes(s) for s in every if not self.host.houses(s))
+        if self.disk.nbytes or sum(to_come) > self.host.room:
+            through = math.prod(self.windows(every))
         housed = self.housed((s for s in homeless if not self.disk.has(s)), through)
         return tiers | {subgroup: Tier.DISK for subgroup in homeless if subgroup not in housed}
 
@@ -63,12 +64,13 @@ class Homes:
                 now, in_all = now - more, in_all - nbytes
         return housed
 
-    def reserve(self, subgroups: Iterable[Subgroup]) -> None:
+    def reserve(self, subgroups: Iterable[Subgroup], every: Sequence[Subgroup]) -> None:
         """Have homes for these, which may be written to at once: what is there lies there. Nothing is in flight.
 
+        every: all on the accelerator.
         Raises MemoryError or OSError if there is no room.
         """
-        tiers = self.tiers(dict.fromkeys(subgroups))
+        tiers = self.tiers(dict.fromkeys(subgroups), every)
         on_disk = [subgroup for subgroup, tier in tiers.items() if tier is Tier.DISK]
         at_home = [subgroup for subgroup, tier in tiers.items() if tier is not Tier.DISK]
         self.reserve_on_host(at_home)

@@ -237,7 +237,7 @@ class Engine:
         self.early.drop_arriving(list(self.early.arriving))
         subgroups, stores = list(subgroups), self.stores
         stores.write_kept()
-        places, homes = {s: stores.where(s) for s in subgroups}, stores.homes.tiers(subgroups, complete=True)
+        places, homes = {s: stores.where(s) for s in subgroups}, stores.homes.tiers(subgroups, subgroups)
         away = [(s, Move(tier, homes[s])) for s, tier in places.items() if tier not in (None, homes[s])]
         to_disk = [s for s, move in away if move == Move(Tier.DEVICE, Tier.DISK)]
         away = [(s, move) for s, move in away if Tier.DISK not in move]

@@ -278,9 +278,15 @@ def test_most_state_is_on_disk_and_comes_and_goes_with_every_step(tmp_path: Path
         assert bytes_on_disk(tmp_path) > 0
 
 
-def test_nothing_is_on_disk_if_the_host_has_room(tmp_path: Path) -> None:
+@pytest.mark.parametrize("loads", [False, True])
+def test_nothing_is_on_disk_if_the_host_has_room(tmp_path: Path, loads: bool) -> None:
+    """But not for windows besides."""
     model = wide()
-    optimizer = dos_adam(model.parameters(), tmp_path, host_memory=10**8)
+    optimizer = dos_adam(model.parameters(), tmp_path, host_memory=17 * 20_400)
+    if loads:
+        donor = DOSAdam(model.parameters())
+        train(model, donor, 1)
+        optimizer.load_state_dict(donor.state_dict())
     train(model, optimizer, 2)
     plan = optimizer.plan()
     assert plan is not None
