@@ -69,5 +69,5 @@ def _settles_first(name: str) -> Callable[..., Any]:
 
 
 _CHANGING = ("__setitem__", "__delitem__", "pop", "popitem", "setdefault", "update", "clear")
-for _name in (*_CHANGING, "__eq__", "get", "items", "values"):
+for _name in (*_CHANGING, "__ior__", "__eq__", "__ne__", "__repr__", "get", "items", "values"):
     setattr(LiveState, _name, _settles_first(_name))

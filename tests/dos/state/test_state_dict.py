@@ -263,10 +263,11 @@ def test_any_write_to_a_state_dict_counts(write: Any, policy: str | float, late:
     assert_as_adamw(run, policy)
 
 
-def test_a_dict_of_the_state_is_up_to_date() -> None:
+def test_a_dict_of_the_state_is_up_to_date_and_so_is_what_is_printed() -> None:
     model = mlp()
     optimizer = dos(model, 0.0)
     train(model, optimizer, 3)
+    assert repr(optimizer.state).count("tensor(3.)") == len(optimizer.state)
     for found in (dict(optimizer.state), {**optimizer.state}, optimizer.state | {}, {} | optimizer.state):
         assert all(entry["step"] == 3 and entry["exp_avg"].any() for entry in found.values())
     dict(optimizer.state)[model[0].weight]["exp_avg"].zero_()
