@@ -51,6 +51,7 @@ class Options:
             "max_grad_norm": str(None if self.max_grad_norm is None else float(self.max_grad_norm)),
             "offload_gradients": str(self.offload_gradients),
             "master_weights": str(self.master_weights),
+            "state_format": str(self.state_format),
             "policy": "a callable" if callable(self.policy) else str(self.policy),
         }
 

@@ -97,6 +97,11 @@ def test_parameters_that_a_framework_exchanges() -> None:
             r"disagree on max_grad_norm: this one \(rank {rank}\) has {mine}, and others have",
         ),
         ("policy", ("cpu", "adaptive"), r"disagree on policy: this one \(rank {rank}\) has {mine}, and others have"),
+        (
+            "state_format",
+            (None, "int8"),
+            r"disagree on state_format: this one \(rank {rank}\) has {mine}, and others have",
+        ),
         ("offload_gradients", (True, False), r"on offload_gradients: this one \(rank {rank}\) has {mine}, and others"),
         ("", (16, 15), r"the number of parameters: this one \(rank {rank}\) has {mine}, and from 15 to 16 were found"),
     ],
