@@ -20,7 +20,7 @@ from tests.support.training import Make, assert_as_adamw, assert_as_on_host, mak
 
 pytestmark = pytest.mark.usefixtures("one_core")
 
-PLACES = ["host", "cpu", "stride:1", "resident"]
+PLACES = ["host", "cpu", "stride:1", 0.0, "resident"]
 
 
 def made(place: Any, parameters: Any, **settings: Any) -> DOSAdam:
@@ -106,6 +106,21 @@ def test_steps_that_users_write(place: str | float, write: str) -> None:
         step(optimizer, *ps)
         assert float(optimizer.state[ps[0]]["step"]) == 1
         assert float(optimizer.state[ps[1]]["step"]) == 4
+
+    as_adamw(place, work)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_moment_that_users_put_into_an_entry_of_earlier(place: str | float) -> None:
+    """State that has gone to the device since does not come home over it."""
+
+    def work(ps: list[nn.Parameter], optimizer: Any) -> None:
+        step(optimizer, *ps)
+        entry = optimizer.state[ps[0]]
+        step(optimizer, *ps)
+        entry["exp_avg"] = torch.full((40,), 0.5)
+        for _ in range(2):
+            step(optimizer, *ps)
 
     as_adamw(place, work)
 
