@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -20,8 +20,20 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from dos import DOSAdam
 from tests.support.ranks import Ranks, on_pair
-from tests.support.sharded import adamw, assert_close, assert_equal, dos_adam, mesh_of, model, on_host, shard, trained
+from tests.support.sharded import (
+    adamw,
+    assert_close,
+    assert_equal,
+    dos_adam,
+    mesh_of,
+    model,
+    on_host,
+    shard,
+    trained,
+    whole,
+)
 
 # The same batch on each rank: gradients are averaged over a power of two, which is exact.
 # test_sharded_random.py has the formats without codes.
@@ -81,8 +93,19 @@ def with_tensor_parallel(policy: str | float, offload: bool, shards: int) -> Non
         found = parallelize_module(Parallel(), parallel_mesh()["parallel"], plan)
         return fully_shard(found, mesh=parallel_mesh()["shard"]) if shards > 1 else found
 
-    found = trained(lambda p: dos_adam(p, policy=policy, offload_gradients=offload), build)
-    assert_close(found, trained(adamw, build))
+    def make(parameters: Iterable[Tensor]) -> DOSAdam:
+        nonlocal optimizer
+        optimizer = dos_adam(parameters, policy=policy, offload_gradients=offload)
+        return optimizer
+
+    def whole_norm(module: nn.Module, _: int) -> None:
+        expected.append(torch.stack([whole(p.grad).norm() for p in module.parameters()]).norm())
+
+    norms, expected = list[Tensor](), list[Tensor]()
+    optimizer: DOSAdam
+    found = trained(make, build, before_step=lambda *_: norms.append(optimizer.grad_norm()))
+    assert_close(found, trained(adamw, build, before_step=whole_norm))
+    assert_close(norms, expected)
     assert_equal(trained(lambda p: dos_adam(p, policy="cpu"), build), found)
 
 

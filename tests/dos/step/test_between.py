@@ -14,7 +14,7 @@ from perfmodel import Plan, Workload
 from perfmodel.policies import cpu_only
 from tests.support.interruptions import interrupted_everywhere
 from tests.support.programs import REFUSED, Program, Training
-from tests.support.training import FAST, backward, bits, mlp, train
+from tests.support.training import FAST, backward, bits, mlp, profile, train
 
 pytestmark = pytest.mark.usefixtures("one_core")
 
@@ -33,19 +33,19 @@ def test_gradients_asked_for_without_accumulation_do_not_stop_the_offloading() -
 def test_attaching_anew_interrupted_anywhere() -> None:
     """Nothing is left in flight that no hook waits for, and no module loses anything."""
     model, twin = mlp(), mlp()
-    device = EmulatedDevice(FAST, capacity=10**7)
+    device = EmulatedDevice(profile(cpu_update_rate=1e5), capacity=10**7)
     optimizer = DOSAdam(model.parameters(), policy="cpu", subgroup_size=300, device=device)
     on_host = DOSAdam(twin.parameters())
     names = [set(vars(module)) for module in model.modules()]
     for number, call in enumerate(interrupted_everywhere(7)):
-        step = 2 * number
+        step = 3 * number
         optimizer.attach(model)
         train(model, optimizer, 1, first_step=step)
         call(lambda: optimizer.attach(model))
         assert all(name <= set(vars(module)) for name, module in zip(names, model.modules(), strict=True))
-        train(model, optimizer, 1, first_step=step + 1)
+        train(model, optimizer, 2, first_step=step + 1)
         optimizer.synchronize()
-        train(twin, on_host, 2, first_step=step)
+        train(twin, on_host, 3, first_step=step)
         assert bits(model.parameters()) == bits(twin.parameters())
     assert number > 6
 

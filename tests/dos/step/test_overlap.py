@@ -203,10 +203,11 @@ def test_odd_models(policy: str | float) -> None:
         lambda m, o: (o.state_dict(), m.parameters())[1],
         lambda m, o: (o.state.values(), m.parameters())[1],
         lambda m, o: (m.eval()(torch.ones(1, 24)), m.parameters())[1],
+        lambda m, o: (o.attach(m[3]), m.parameters())[1],
     ],
     ids=[
         "state_dict", "state_dict of a part", "deepcopy", "deepcopy of a part", "pickle", "deepcopy of both",
-        "synchronize", "optimizer.state_dict", "optimizer.state.values", "evaluation",
+        "synchronize", "optimizer.state_dict", "optimizer.state.values", "evaluation", "attaching a part",
     ],
 )  # fmt: skip
 def test_everything_that_reads_parameters_waits(read) -> None:
