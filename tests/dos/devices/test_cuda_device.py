@@ -133,12 +133,13 @@ def test_each_of_the_steps_that_are_queued_is_learnt_from_once(
 ) -> None:
     learnt: list[Any] = []
     runtime.caller = FakeStream(runtime)
-    monkeypatch.setattr(Decisions, "learn", lambda _, stepped, *rest: learnt.append(stepped))
+    monkeypatch.setattr(Decisions, "learn", lambda _, stepped, timeline, *rest: learnt.append((stepped, timeline)))
     _, optimizer = resident(runtime)
     for _ in range(4):
         optimizer.step()
     optimizer.synchronize()
-    assert len(set(map(id, learnt))) == len(learnt) == 4
+    assert len({id(stepped) for stepped, _ in learnt}) == len(learnt) == 4
+    assert all(timeline.on(Lane.GPU) for _, timeline in learnt)
 
 
 def test_steps_on_the_device_end_with_their_optimizer(runtime: Runtime) -> None:
