@@ -156,11 +156,14 @@ def test_steps_on_the_device_end_with_their_optimizer(runtime: Runtime) -> None:
     assert bits([parameter]) != was
 
 
+@pytest.mark.parametrize("queued", [1, 2])
 def test_a_step_that_fails_on_the_device_is_told_by_the_next_call(
-    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch, queued: int
 ) -> None:
+    runtime.caller = FakeStream(runtime)
     _, optimizer = resident(runtime)
-    optimizer.step()
+    for _ in range(queued):
+        optimizer.step()
 
     def fail(event: object) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
