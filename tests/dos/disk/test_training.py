@@ -369,7 +369,7 @@ def test_codes(
         ((2, 3), 0, Op.PREFETCH),
         ((1, 2), 90_000, Op.FLUSH),
         ((1, 3), 90_000, None),
-        ((1, 3), 90_000, Op.WRITE),
+        ((1, 3), 0, Op.WRITE),
     ],
 )
 def test_lanes_that_overtake_each_other(tmp_path: Path, policy: Any, room: int, slow: Op | None) -> None:
