@@ -59,6 +59,17 @@ def write_to_a_parameter(pair: Pair, drawn: random.Random) -> Pair:
 
 
 @action
+def change_a_layout(pair: Pair, drawn: random.Random) -> Pair:
+    pair[1].synchronize()
+    weight = drawn.choice([p for p in pair[0].parameters() if p.ndim == 2])
+    if weight.is_contiguous():
+        weight.data = weight.data.t().contiguous().t()
+    else:
+        weight.data = weight.data.contiguous()
+    return pair
+
+
+@action
 def write_to_state(pair: Pair, drawn: random.Random) -> Pair:
     model, optimizer = pair
     name, parameter = drawn.choice(["exp_avg", "exp_avg_sq"]), drawn.choice(list(model.parameters()))
