@@ -7,7 +7,7 @@ import itertools
 import math
 import mmap
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -87,20 +87,20 @@ class Allocation:
             "state_format": self._state_format(parameter),
         }
 
-    def host_bytes(self, run: Sequence[Tensor], group: Group) -> int:
-        """Host memory of an arena for these parameters, at most, with one micro-batch in each step.
+    def host_bytes(self, parameter: Tensor, group: Group) -> int:
+        """Host memory for the state of a parameter, at most, with one micro-batch in each step.
 
         The memory in which offloaded gradients of several add up is asked for when the second comes.
         """
-        numel = sum(local(p).numel() for p in run)
-        if self._options.never_leaves and self._devices.holds(run[0]):
-            return numel * run[0].dtype.itemsize if self._options.offload_gradients else 0
+        numel, accelerated = local(parameter).numel(), self._devices.holds(parameter)
+        if self._options.never_leaves and accelerated:
+            return numel * parameter.dtype.itemsize if self._options.offload_gradients else 0
         return footprint.host_footprint(
             numel,
-            run[0].dtype.itemsize,
-            accelerated=self._devices.holds(run[0]),
-            values=str(run[0].dtype).removeprefix("torch."),
-            **self._settings(run[0], group),
+            parameter.dtype.itemsize,
+            accelerated=accelerated,
+            values=str(parameter.dtype).removeprefix("torch."),
+            **self._settings(parameter, group),
         ).total
 
     def size_on_device(self, numel: int) -> int:

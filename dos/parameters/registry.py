@@ -72,8 +72,8 @@ class Registry:
         self.homes = Homes(self.host_store)
         self.lasting_bytes = 0
         self.offloaded = OffloadedGradients(self.host_store, enabled=offloads, native=native)
-        self._promised = {True: 0, False: 0}
-        """Host bytes of parameters on the accelerator, and of those on the host that have none yet."""
+        self._promised: dict[bool, dict[int, int]] = {True: {}, False: {}}
+        """Host bytes by parameter: of all on the accelerator, and of those on the host that have none yet."""
         self._loads: tuple[SubgroupLoad, ...] | None = None
 
     def record(self, parameter: Tensor) -> ParameterRecord | None:
@@ -83,7 +83,7 @@ class Registry:
     @property
     def bytes_to_come(self) -> int:
         """Of the host's memory that state may take yet."""
-        return max(0, sum(self._promised.values()) - self.host_store.nbytes)
+        return max(0, sum(sum(each.values()) for each in self._promised.values()) - self.host_store.nbytes)
 
     def loads(self) -> tuple[SubgroupLoad, ...]:
         """The accelerated subgroups as the performance model sees them."""
@@ -110,26 +110,27 @@ class Registry:
         ready = [p for p in group["params"] if p.requires_grad and not is_lazy(p)]
         for parameter in ready:
             check_kind(parameter, group, self.devices)
-        promised = dict(self._promised)
-        for run, _ in self._allocation.alike((p, group) for p in ready):
-            promised[self.devices.holds(run[0])] += self._allocation.host_bytes(run, group)
-        needed = sum(promised.values()) - self.host_store.nbytes
+        there = {p: self.devices.holds(p) for p in group["params"] if not is_lazy(p)}  # raises where it cannot be
+        promised = {on_device: dict(each) for on_device, each in self._promised.items()}
+        for p in ready:
+            if id(p) not in self.records:
+                promised[there[p]][id(p)] = self._allocation.host_bytes(p, group)
+        in_place = sum(promised[False].values())
+        needed = in_place + sum(promised[True].values()) - self.host_store.nbytes
         if not any(map(is_sharded, ready)):
             needed //= ranks_that_will_divide()
         if self._options.disk:
             limit = self._options.host_memory
-            beyond = needed - promised[False] - (host_share() if limit is None else limit)
+            beyond = needed - in_place - (host_share() if limit is None else limit)
             check_disk(local_ranks() * beyond // 2, self._options.disk)  # at least half of it is state in any format
         else:
             reserve(needed, "optimizer state (DOSAdam)", processes=local_ranks())  # none has taken its part yet
         self._promised = promised
         self.meshes.meet(group["params"])
-        for parameter in group["params"]:
-            if not is_lazy(parameter):
-                there = self.devices.holds(parameter)  # which raises where it cannot be
-                # From the first gradient on, for the first peak of memory is one, too; it may be moved until then.
-                # Not where FSDP2 keeps its shards on the host: it copies gradients there only while they have no hook.
-                self.watching.watch(parameter, there or not is_sharded(parameter))
+        for parameter, on_device in there.items():
+            # From the first gradient on, for the first peak of memory is one, too; it may be moved until then.
+            # Not where FSDP2 keeps its shards on the host: it copies gradients there only while they have no hook.
+            self.watching.watch(parameter, on_device or not is_sharded(parameter))
         self._agreed = False
 
     def agree(self, groups: Sequence[Group]) -> None:
@@ -140,7 +141,7 @@ class Registry:
         if self._agreed:
             return
         parameters = [p for group in groups for p in group["params"]]
-        self._watch_no_others(parameters)  # Accelerate exchanges them when it shards the model
+        self._let_go_of_others(parameters)  # Accelerate exchanges them when it shards the model
         self._refuse_replaced(groups)
         self.meshes.meet(parameters)
         if self.meshes:
@@ -152,9 +153,13 @@ class Registry:
             self.meshes.agree(self._options.agreed())
         self._agreed = True
 
-    def _watch_no_others(self, parameters: Iterable[Tensor]) -> None:
-        """Let go of parameters that are neither of these nor have a record."""
-        self.watching.keep({*map(id, parameters), *self.records})
+    def _let_go_of_others(self, parameters: Iterable[Tensor]) -> None:
+        """Neither watch parameters that are none of these and have no record, nor leave memory for them."""
+        kept = {*map(id, parameters), *self.records}
+        self.watching.keep(kept)
+        for each in self._promised.values():
+            for gone in each.keys() - kept:
+                del each[gone]
 
     def _refuse_replaced(self, groups: Iterable[Group]) -> None:
         """Raise RuntimeError if parameters were replaced by DTensors, which get the gradients instead."""
@@ -188,7 +193,7 @@ class Registry:
         self.accelerated = [s for s in self.accelerated if s.arena not in arenas]
         self.local = [s for s in self.local if s.arena not in arenas]
         self.reindex()
-        self._watch_no_others(parameters)
+        self._let_go_of_others(parameters)
 
     def marked(self) -> list[tuple[ParameterRecord, Tensor]]:
         """What this rank has of DTensors, which may have been written to without being counted; see `look_at_bits`."""
@@ -203,11 +208,10 @@ class Registry:
         if not newcomers:
             return
         runs = self._allocation.alike(newcomers)
-        here = [(run, group) for run, group in runs if not self.devices.holds(run[0])]
+        nbytes = {id(p): self._allocation.host_bytes(p, group) for p, group in newcomers}
+        here = [nbytes[id(p)] for p, _ in newcomers if not self.devices.holds(p)]
         if here:  # all other state takes memory when it first comes to the host
-            nbytes = sum(self._allocation.host_bytes(run, group) for run, group in here)
-            reserve(nbytes, "optimizer state (DOSAdam)")
-            self._promised[False] = max(0, self._promised[False] - nbytes)
+            reserve(sum(here), "optimizer state (DOSAdam)")
         there = sum(subgroup.numel for subgroup in self.accelerated)
         there += sum(local(p).numel() for p, _ in newcomers if self.devices.holds(p))
         size = self._allocation.size_on_device(there)
@@ -225,6 +229,10 @@ class Registry:
                 (self.accelerated if subgroup.arena.accelerated else self.local).append(subgroup)
             self.numbered += len(records)
             self.records.update({id(record.parameter): record for record in records})
+            for key in nbytes:
+                self._promised[False].pop(key, None)
+                if self.records[key].arena.accelerated:
+                    self._promised[True][key] = nbytes[key]
             self.reindex()
         for record in records:
             self.watching.watch(record.parameter, record.arena.accelerated)

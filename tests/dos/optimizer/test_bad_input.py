@@ -82,6 +82,10 @@ def test_a_bad_group_is_not_added() -> None:
     optimizer = DOSAdam(model[0].parameters())
     with pytest.raises(ValueError, match="param group 1: lr must be"):
         optimizer.add_param_group({"params": model[2].parameters(), "lr": -1.0})
+    frozen = nn.Parameter(torch.ones(1, device="meta"), requires_grad=False)
+    with pytest.raises(TypeError, match="expected parameters on cpu or cuda, found meta"):
+        optimizer.add_param_group({"params": [model[2].weight, frozen]})
+    assert model[2].weight._post_accumulate_grad_hooks is None
     assert len(optimizer.param_groups) == 1
     optimizer.add_param_group({"params": model[2].parameters(), "lr": 1.0})
 

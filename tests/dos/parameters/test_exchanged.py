@@ -152,6 +152,21 @@ def test_memory_of_what_is_gone_is_for_newcomers(monkeypatch: pytest.MonkeyPatch
     optimizer.step()
 
 
+@pytest.mark.parametrize("place", ["host", "cpu"])
+def test_no_memory_is_asked_for_what_is_gone(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before its first gradient, as where a framework exchanges what a group was built with, or after."""
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 40 * NUMEL)  # a parameter's state takes 8 or 16
+    optimizer = DOSAdam([nn.Parameter(torch.zeros(NUMEL))], **on(place))
+    for _ in range(6):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(NUMEL))]})
+        weight = nn.Parameter(torch.zeros(NUMEL))
+        weight.grad = torch.ones(NUMEL)
+        optimizer.param_groups[1]["params"] = [weight]
+        optimizer.step()
+        optimizer.state.clear()
+        del optimizer.param_groups[0]
+
+
 @pytest.mark.parametrize("place", ["host", "stride:2", "resident"])
 def test_state_that_is_kept_stays(place: str | float) -> None:
     """A parameter that leaves its group for a while, with its entry left in the state."""
