@@ -175,6 +175,33 @@ def test_a_step_that_fails_on_the_device_is_told_by_the_next_call(
             optimizer.step()
 
 
+def test_ctrl_c_before_a_step_is_handed_over_waits_for_all_of_it(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a model that is attached no hook would make up for it."""
+    parameter, optimizer = resident(runtime)
+    was = bits([parameter])
+
+    def interrupt(device: FakeCudaDevice, job: Job) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(FakeCudaDevice, "join", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    assert bits([parameter]) != was
+
+
+def test_memory_is_released_behind_a_step_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose slots are in use."""
+    expected = trained(None)
+
+    def release(optimizer: DOSAdam) -> None:
+        optimizer.register_step_post_hook(lambda *_: optimizer.release_memory())
+
+    device = FakeCudaDevice(install(monkeypatch, None))
+    assert trained(device, attached=True, policy="stride:1", before_step=release) == expected
+
+
 def test_hooks_leave_a_capture_early_and_what_it_reads_is_finished_by_the_step(runtime: Runtime) -> None:
     """Its replays run no hooks: they neither wait for parameters nor tell of gradients."""
     model = mlp()

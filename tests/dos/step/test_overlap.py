@@ -338,6 +338,21 @@ def test_backward_of_a_graph_from_before_an_attached_step_is_refused_as_with_ada
         torch.autograd.grad(before, inputs)
 
 
+def test_gradients_are_zeroed_in_place_behind_the_step_that_reads_them() -> None:
+    def run(make: Make) -> Iterable[Tensor]:
+        model = mlp()
+        optimizer = make(model.parameters())
+        optimizer.attach(model)
+        for step in range(3):
+            backward(model, step)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        optimizer.synchronize()
+        return model.parameters()
+
+    assert_as_on_host(run, "cpu", machine=SLOW)
+
+
 def test_scripting_an_attached_model_says_how() -> None:
     model = mlp()
     optimizer = accelerated(model, policy="cpu")
