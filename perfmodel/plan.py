@@ -18,25 +18,6 @@ class Tier(enum.Enum):
     DISK = "disk"
 
 
-class Processor(enum.Enum):
-    """What updates."""
-
-    CPU = "cpu"
-    GPU = "gpu"
-
-
-class Route(NamedTuple):
-    """The way of a subgroup's state through one iteration, as it is once the plan has settled.
-
-    source: where it comes from. processor: what updates it. stays: where it rests afterwards. Instead of on the host it
-    may rest on disk, and then comes through there; see `Plan.on_disk`.
-    """
-
-    source: Tier
-    processor: Processor
-    stays: Tier
-
-
 class Move(NamedTuple):
     """State goes from one tier to another, where there may be a slot for it or room of its own."""
 
@@ -45,19 +26,22 @@ class Move(NamedTuple):
 
 
 class Placement(enum.Enum):
-    """The routes that a plan chooses from, by name: each can be taken in every iteration."""
+    """What a plan chooses from: where a subgroup is updated, and where its state stays afterwards.
 
-    CPU = Route(Tier.HOST, Processor.CPU, Tier.HOST)
+    label: its name in reports. stays: once the plan has settled, also where the state comes from. Instead of on the
+        host it may rest on disk, and then comes through there; see `Plan.on_disk`.
+    """
+
+    CPU = "cpu", Tier.HOST
     """State on the host, updated by the host."""
-    GPU_STREAMED = Route(Tier.HOST, Processor.GPU, Tier.HOST)
+    GPU_STREAMED = "gpu_streamed", Tier.HOST
     """State on the host, prefetched into a staging slot, updated on the device, flushed back."""
-    GPU_RESIDENT = Route(Tier.DEVICE, Processor.GPU, Tier.DEVICE)
+    GPU_RESIDENT = "gpu_resident", Tier.DEVICE
     """State stays on the device and is updated there."""
 
-    @property
-    def label(self) -> str:
-        """Its name in reports."""
-        return self.name.lower()
+    def __init__(self, label: str, stays: Tier) -> None:
+        self.label = label
+        self.stays = stays
 
 
 @dataclass(frozen=True)
@@ -89,7 +73,7 @@ class Plan:
         for name in ("slots", "activation_bytes"):
             if getattr(self, name) < 0:
                 raise ValueError(f"plan {name} must be 0 or more, found {getattr(self, name)}")
-        there = [i for i in self.on_disk if not 0 <= i < n or self.placements[i].value.stays is not Tier.HOST]
+        there = [i for i in self.on_disk if not 0 <= i < n or self.placements[i].stays is not Tier.HOST]
         if there:
             raise ValueError(
                 f"plan on_disk must name subgroups that are updated on the CPU or streamed, found {sorted(there)}"
@@ -106,7 +90,7 @@ class Plan:
 
     def stays(self, subgroup: int) -> Tier:
         """Where the subgroup's state rests after the iteration."""
-        return Tier.DISK if subgroup in self.on_disk else self.placements[subgroup].value.stays
+        return Tier.DISK if subgroup in self.on_disk else self.placements[subgroup].stays
 
     def on_host(self, subgroups: Collection[int]) -> Plan:
         """The plan with these subgroups updated on the host."""

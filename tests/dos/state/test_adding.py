@@ -21,7 +21,7 @@ from dos.state.subgroup import Piece, Subgroup
 from dos.step.work import SubgroupUpdate
 from perfmodel import Op, Placement, Plan, Span, Workload
 from perfmodel.format import Field, Format, format_of
-from perfmodel.plan import Move, Processor, Route, Tier
+from perfmodel.plan import Move, Tier
 from perfmodel.schedule import FLUSH, PREFETCH
 from tests.support.random_plans import RandomPlans
 from tests.support.training import FAST, bits, mlp, plan_anew, train
@@ -39,7 +39,8 @@ def member(of: type[E], name: str, value: object) -> E:
 
 
 SHELF = member(Tier, "SHELF", "shelf")
-SHELVED = member(Placement, "SHELVED", Route(SHELF, Processor.GPU, SHELF))
+SHELVED = member(Placement, "SHELVED", ("shelved", SHELF))
+SHELVED.label, SHELVED.stays = SHELVED.value
 
 
 class Shelf:
