@@ -40,7 +40,6 @@ class MemoryMonitor:
         that what is said to be free is so while all of them stay; called from several threads.
     budget: see `Budget`; a function replaces what is measured, a number caps it.
     interval_s: seconds between samples by a thread of its own; None for samples at the calls of `sample` alone.
-    clock: seconds, by which it is known how much of the time samples take; None: those of the wall.
     reading: the last one. forecast: what samples say of the next iteration.
     withheld: of the memory that was free or state's own when limits were last asked for, the bytes that state may not
         use at the peak of the iteration, with the reasons. Empty if there is room for all state.
@@ -54,11 +53,9 @@ class MemoryMonitor:
         held: Callable[[], int],
         budget: Budget = None,
         interval_s: float | None = None,
-        clock: Callable[[], float] | None = None,
     ) -> None:
         self._held = held
         self._budget = budget
-        self._clock = time.perf_counter if clock is None else clock
         self._reader = MemoryReader(device)
         self.forecast = Forecast()
         self._phase = Op.FORWARD
@@ -101,17 +98,17 @@ class MemoryMonitor:
     def sample(self, always: bool = False) -> None:
         """Take a sample, unless the last is so recent that sampling would take more than its share of time."""
         # Without the lock, for it is asked at each of many gradients.
-        if always or self._clock() >= self._due:
+        if always or time.perf_counter() >= self._due:
             self._sample()
 
     @exclusive
     def _sample(self) -> None:
-        start = self._clock()
+        start = time.perf_counter()
         held = self._held()  # before the rest: what is freed in between is then missed, not counted twice
         self.reading = self._reader.read()
         memory = self.reading.memory
         self.forecast.sample(self._phase, memory.free, held, memory.total, others=self.reading.others, late=self._late)
-        self._sampled_at = self._clock()
+        self._sampled_at = time.perf_counter()
         self._took.append(self._sampled_at - start)
         self._due_next()
 
