@@ -18,10 +18,10 @@ def local_ranks(environment: Mapping[str, str] = os.environ) -> int:
     return _ranks(environment.get("LOCAL_WORLD_SIZE", ""))
 
 
-def ranks_that_will_divide(environment: Mapping[str, str] = os.environ) -> int:
+def ranks_that_will_divide() -> int:
     """Over how many ranks Accelerate will divide parameters after the optimizer was built: all with FSDP, else 1."""
-    fsdp = environment.get("ACCELERATE_USE_FSDP", "").lower() == "true"
-    return _ranks(environment.get("WORLD_SIZE", "")) if fsdp else 1
+    fsdp = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
+    return _ranks(os.environ.get("WORLD_SIZE", "")) if fsdp else 1
 
 
 def _ranks(text: str) -> int:
