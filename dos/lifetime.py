@@ -19,6 +19,11 @@ def main_thread_ended() -> bool:
     return _ended.is_set()
 
 
+def on_own_thread() -> bool:
+    """Whether this runs on one of our threads, which would wait for itself."""
+    return threading.current_thread().name.startswith("dos-")
+
+
 def submit(thread: ThreadPoolExecutor, work: Callable[[], _T]) -> Future[_T]:
     """Run the work on a thread; at once where threads take no more, as in atexit handlers: what they had has ended.
 

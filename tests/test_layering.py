@@ -61,7 +61,7 @@ INNER: dict[str, set[str]] = {
     "disk": {"kernels"},
     "state": {"devices", "disk", "kernels", "lifetime", "machine", "sharding"},
     "gradients": {"devices", "kernels", "sharding", "state", "step"},
-    "step": {"devices", "guard", "kernels", "machine", "sharding", "state"},
+    "step": {"devices", "guard", "kernels", "lifetime", "machine", "sharding", "state"},
     "memory": {"devices", "guard"},
     "deciding": {"calibration", "devices", "kernels", "machine", "memory", "state", "step"},
     "options": {"deciding", "machine"},

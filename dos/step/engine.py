@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,6 +11,7 @@ from concurrent.futures import Future
 
 from dos.devices import LANES, Device, Job
 from dos.guard import Guard
+from dos.lifetime import on_own_thread
 from dos.state.device_store import DeviceStore
 from dos.state.homes import Homes
 from dos.state.stores import Stores
@@ -203,8 +203,8 @@ class Engine:
 
     def finish(self) -> None:
         """`wait` for an owner who is gone, to whom errors cannot be told; for steps that were set aside, too."""
-        if threading.current_thread().name.startswith("dos-"):
-            return  # collected on a thread that would wait for itself
+        if on_own_thread():
+            return  # it was collected there
         with contextlib.suppress(Exception):
             if self.aside:  # its streams are in order: what was set aside before has ended with it
                 _spans(self.aside[-1][0].jobs, [])
@@ -212,8 +212,8 @@ class Engine:
 
     def drain(self) -> None:
         """Block until nothing that was issued so far is running, whatever came of it. The next `wait` says that."""
-        if threading.current_thread().name.startswith("dos-"):
-            return  # a thread that would wait for itself
+        if on_own_thread():
+            return
         disk = self.stores.disk
         for thread in (self.host, *(() if disk is None else (disk.reading, disk.writing))):
             with contextlib.suppress(Exception):

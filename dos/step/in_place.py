@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
 from dos.guard import Guard
+from dos.lifetime import on_own_thread
 from dos.machine.threads import leave_a_core
 from dos.state.subgroup import Subgroup
 from dos.step.work import Placed, SubgroupUpdate, apply
@@ -55,7 +55,7 @@ class InPlace:
 
     def finish(self) -> None:
         """The same, for an owner who is gone or a process that forks: what went wrong is said by the next `wait`."""
-        if not threading.current_thread().name.startswith("dos-"):  # a thread that would wait for itself
+        if not on_own_thread():
             for running in list(self._running.values()):
                 with contextlib.suppress(Exception):
                     running.exception()
