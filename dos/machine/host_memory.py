@@ -27,10 +27,10 @@ def available_bytes() -> int | None:
     return min([*([] if machine is None else [machine]), *_of_container(machine)], default=None)
 
 
-def reserve(nbytes: int, purpose: str, *, processes: int = 1) -> None:
-    """Say that `nbytes` are about to be allocated, by each of so many processes of this host.
+def check_host_memory(nbytes: int, *, processes: int = 1) -> None:
+    """Raise MemoryError if state of `nbytes` has no room here, for each of so many processes of this host.
 
-    Raises MemoryError if there are not as many: Linux grants allocations that it cannot serve, and kills the process
+    To be asked before that is allocated: Linux grants allocations that it cannot serve, and kills the process
     when they are used. Garbage is collected first.
     """
     available = available_bytes()
@@ -39,13 +39,13 @@ def reserve(nbytes: int, purpose: str, *, processes: int = 1) -> None:
         available = available_bytes()
     there = "an unknown amount" if available is None else _gib(available)
     needed = _gib(nbytes) if processes == 1 else f"{_gib(nbytes)} for each of {processes} processes"
-    logger.info("%s: %s of host memory needed, %s available", purpose, needed, there)
+    logger.info("optimizer state (DOSAdam): %s of host memory needed, %s available", needed, there)
     if available is not None and nbytes * processes > available:
         raise MemoryError(
-            f"{purpose} needs {needed} of host memory and {_gib(available)} are available; use fewer or smaller "
-            "processes per host, freeze parameters, give the machine or container more memory, choose a folder for "
-            "what does not fit, disk=, or, if all state fits on the device, policy='resident', with which it never "
-            "leaves (`python -m perfmodel` says beforehand what a model needs)"
+            f"optimizer state (DOSAdam) needs {needed} of host memory and {_gib(available)} are available; use fewer "
+            "or smaller processes per host, freeze parameters, give the machine or container more memory, choose a "
+            "folder for what does not fit, disk=, or, if all state fits on the device, policy='resident', with which "
+            "it never leaves (`python -m perfmodel` says beforehand what a model needs)"
         )
 
 

@@ -13,7 +13,7 @@ from dos.devices import Device, DeviceFinder
 from dos.disk.files import check_disk
 from dos.gradients.offload import OffloadedGradients
 from dos.guard import Guard
-from dos.machine.host_memory import host_share, reserve
+from dos.machine.host_memory import check_host_memory, host_share
 from dos.machine.process import local_ranks, ranks_that_will_divide
 from dos.options import NATIVE, Options
 from dos.parameters.admission import Group, check_kind, name_of
@@ -124,7 +124,7 @@ class Registry:
             beyond = needed - in_place - (host_share() if limit is None else limit)
             check_disk(local_ranks() * beyond // 2, self._options.disk)  # at least half of it is state in any format
         else:
-            reserve(needed, "optimizer state (DOSAdam)", processes=local_ranks())  # none has taken its part yet
+            check_host_memory(needed, processes=local_ranks())  # none has taken its part yet
         self._promised = promised
         self.meshes.meet(group["params"])
         for parameter, on_device in there.items():
@@ -211,7 +211,7 @@ class Registry:
         nbytes = {id(p): self._allocation.host_bytes(p, group) for p, group in newcomers}
         here = [nbytes[id(p)] for p, _ in newcomers if not self.devices.holds(p)]
         if here:  # all other state takes memory when it first comes to the host
-            reserve(sum(here), "optimizer state (DOSAdam)")
+            check_host_memory(sum(here))
         there = sum(subgroup.numel for subgroup in self.accelerated)
         there += sum(local(p).numel() for p, _ in newcomers if self.devices.holds(p))
         size = self._allocation.size_on_device(there)

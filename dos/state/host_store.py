@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from dos.devices import Copy, Device, Job
-from dos.machine.host_memory import reserve
+from dos.machine.host_memory import check_host_memory
 from dos.state.arena import Arena, State, state_copies
 from dos.state.host_tensor import HostTensor
 from dos.state.subgroup import Subgroup
@@ -143,7 +143,7 @@ class HostStore:
 
     def reserve_whole(self, tensor: HostTensor) -> None:
         """Make all of a tensor that is of no subgroup. Raises as `reserve`."""
-        reserve(tensor.tensor.nbytes, "optimizer state (DOSAdam)")
+        check_host_memory(tensor.tensor.nbytes)
         tensor.make(0, len(tensor.tensor))
         self._tensors.add(tensor)
         self._whole.add(tensor)
@@ -161,7 +161,7 @@ class HostStore:
                 f"optimizer state needs {nbytes} more bytes of host memory, of which host_memory={self.limit} leaves "
                 f"{max(0, int(self._left))}; choose more, {remedies}or a smaller subgroup_size"
             )
-        reserve(nbytes, "optimizer state (DOSAdam)")
+        check_host_memory(nbytes)
 
     def make(self, wanted: Iterable[tuple[HostTensor, Subgroup]]) -> None:
         """Make what these tensors have of these subgroups. Raises as `reserve`."""

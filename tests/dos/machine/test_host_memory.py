@@ -13,7 +13,7 @@ from torch import nn
 
 from dos import DOSAdam, EmulatedDevice
 from dos.machine import host_memory
-from dos.machine.host_memory import available_bytes, reserve
+from dos.machine.host_memory import available_bytes, check_host_memory
 from tests.support.training import FAST, backward, bits, mlp, train
 
 GIB = 2**30
@@ -65,7 +65,7 @@ def v1(most: int | None, used: int, inactive: int = 0) -> dict[str, object]:
 
 def test_figures_that_are_none(host: Host) -> None:
     assert available_bytes() is None, "there are no files"
-    reserve(10**18, "anything")
+    check_host_memory(10**18)
     for content in ("", "MemAvailable:\n", "MemAvailable: many kB\n", "\x00\n"):
         host._write(host.proc / "meminfo", content)
         assert available_bytes() is None
@@ -115,12 +115,12 @@ def test_control_groups(
 def test_what_is_needed_is_said_before_it_is_taken(host: Host, caplog: pytest.LogCaptureFixture) -> None:
     host.meminfo(3 * GIB)
     with caplog.at_level(logging.INFO, logger="dos"):
-        reserve(2 * GIB, "optimizer state")
+        check_host_memory(2 * GIB)
     assert [r.message for r in caplog.records] == [
-        "optimizer state: 2.00 GiB of host memory needed, 3.00 GiB available"
+        "optimizer state (DOSAdam): 2.00 GiB of host memory needed, 3.00 GiB available"
     ]
-    with pytest.raises(MemoryError, match=r"optimizer state needs 4\.00 GiB of host memory and 3\.00 GiB are avail"):
-        reserve(4 * GIB, "optimizer state")
+    with pytest.raises(MemoryError, match=r"state \(DOSAdam\) needs 4\.00 GiB of host memory and 3\.00 GiB are"):
+        check_host_memory(4 * GIB)
 
 
 def test_processes_of_one_host_share_it(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,10 +89,10 @@ def test_memory_is_collected_before_there_is_too_little(monkeypatch: pytest.Monk
     garbage = weakref.ref(Cycle())
     assert garbage() is not None
     monkeypatch.setattr(host_memory, "available_bytes", lambda: 100 if garbage() is not None else 1000)
-    host_memory.reserve(500, "a test")
+    host_memory.check_host_memory(500)
     assert garbage() is None
     with pytest.raises(MemoryError):
-        host_memory.reserve(5000, "a test")
+        host_memory.check_host_memory(5000)
 
 
 AT_EXIT = """
