@@ -40,7 +40,7 @@ def trimmed(plan: Plan, workload: Workload) -> Plan | None:
     staged = plan.slots * workload.slot_bytes
     rooms = {n: min(workload.peak_free(n), workload.shared_free(n) - staged) for n in amounts}
     residents = list(plan.served(Placement.GPU_RESIDENT))
-    held = sum(workload.subgroups[i].state_bytes for i in residents)
+    held = workload.state_bytes_of(residents)
     leaving = next((n for n in amounts if rooms[n] >= held), max(amounts, key=rooms.__getitem__))
     without = []
     while residents and held > rooms[leaving]:

@@ -47,7 +47,7 @@ def memory_freed(plan: Plan, workload: Workload, pieces: Mapping[int, int], slot
 
     Free memory grows evenly during backward from what resident state leaves at the peak to update_free_bytes.
     """
-    held = sum(workload.subgroups[i].state_bytes for i in plan.served(Placement.GPU_RESIDENT))
+    held = workload.state_bytes_of(plan.served(Placement.GPU_RESIDENT))
     spare = workload.peak_free(plan.activation_bytes) - held
     needed = (slot + 1) * workload.slot_bytes
     if needed <= spare:

@@ -216,7 +216,7 @@ class _Sample:
             self._share = (size - some) / (count - held) if held < count else size / count
             each = _times(mean, held * self._share / some) if some else mean
             peak = workload.peak_free(memory.activation_bytes)
-            spare = max(0.0, peak - sum(workload.subgroups[i].state_bytes for i in residents))
+            spare = max(0.0, peak - workload.state_bytes_of(residents))
             left = workload.leaving(memory.activation_bytes)
             left = tuple(saved._replace(nbytes=round(saved.nbytes * self._share)) for saved in left)
             self._activation_bytes = sum(saved.nbytes for saved in left)

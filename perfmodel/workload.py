@@ -146,6 +146,10 @@ class Workload:
         """Bytes of all optimizer state."""
         return sum(load.state_bytes for load in self.subgroups)
 
+    def state_bytes_of(self, subgroups: Iterable[int]) -> int:
+        """The same of these alone, by index."""
+        return sum(self.subgroups[i].state_bytes for i in subgroups)
+
     @property
     def slot_bytes(self) -> int:
         """Size of a staging slot that takes any of the subgroups, in bytes."""
@@ -175,7 +179,7 @@ class Workload:
 
     def has_room(self, plan: Plan) -> bool:
         """Whether there is memory for a plan's resident state, its slots, and the saved tensors that leave."""
-        resident = sum(self.subgroups[i].state_bytes for i in plan.served(Placement.GPU_RESIDENT))
+        resident = self.state_bytes_of(plan.served(Placement.GPU_RESIDENT))
         staged, leaving = plan.slots * self.slot_bytes, plan.activation_bytes
         at_home = (
             i for i, p in enumerate(plan.placements) if p is not Placement.GPU_RESIDENT and i not in plan.on_disk

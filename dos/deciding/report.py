@@ -18,7 +18,7 @@ from perfmodel import Placement, Plan, Timeline, Workload
 from perfmodel.adaptive import adaptive
 from perfmodel.bounds import Bound, lower_bound
 from perfmodel.hardware import HardwareProfile
-from perfmodel.simulate import Scope, makespan
+from perfmodel.simulate import Scope, exposed
 from perfmodel.workload import peak_room
 
 
@@ -65,7 +65,7 @@ class Report:
     @property
     def disk_bytes(self) -> int:
         """Of state that rests on disk by the plan."""
-        return sum(self.workload.subgroups[i].state_bytes for i in self.plan.on_disk)
+        return self.workload.state_bytes_of(self.plan.on_disk)
 
     @property
     def update_s(self) -> float | None:
@@ -103,7 +103,7 @@ class Report:
         numel = max(self.workload.numel, 1)
         loads = self.workload.subgroups
         share = {p: sum(loads[i].numel for i in self.plan.served(p)) / numel for p in Placement}
-        streamed = sum(loads[i].state_bytes for i in self.plan.served(Placement.GPU_STREAMED))
+        streamed = self.workload.state_bytes_of(self.plan.served(Placement.GPU_STREAMED))
         on_cpu = [loads[i] for i in self.plan.served(Placement.CPU)]
         found: dict[str, float | None] = {
             **{f"share_{placement.label}": value for placement, value in share.items()},
@@ -241,8 +241,7 @@ def why_changed(
 
 @functools.lru_cache(maxsize=8)
 def _predicted(plan: Plan, workload: Workload, profile: HardwareProfile) -> float:
-    scope = Scope.beside(workload)
-    return makespan(plan, workload, profile, scope) - scope.compute_s(workload)
+    return exposed(plan, workload, profile, Scope.beside(workload))
 
 
 @functools.lru_cache(maxsize=8)
@@ -271,7 +270,8 @@ def unused(
     if not away:
         return []
     reasons: list[tuple[float, str]] = list(withheld)
-    rest = min(workload.peak_free_bytes, workload.state_bytes) - _resident_bytes(plan, workload)
+    resident = workload.state_bytes_of(plan.served(Placement.GPU_RESIDENT))
+    rest = min(workload.peak_free_bytes, workload.state_bytes) - resident
     if profile is not None:
         beyond = workload.shared_free_bytes - workload.peak_free_bytes  # is free in the update alone
         staged = min(rest, plan.slots * workload.slot_bytes - max(0, beyond))
@@ -303,15 +303,12 @@ def size_of(nbytes: float) -> str:
     return f"{nbytes / 2**10:.2f} KiB"
 
 
-def _resident_bytes(plan: Plan, workload: Workload) -> int:
-    return sum(workload.subgroups[i].state_bytes for i in plan.served(Placement.GPU_RESIDENT))
-
-
 def _why_not_resident(plan: Plan, workload: Workload, profile: HardwareProfile | None) -> str:
     """Of state for which there is room."""
     if profile is None:
         return "as this policy does not use it"
     best = adaptive(workload, profile)
-    if _resident_bytes(best, workload) > _resident_bytes(plan, workload):
+    now, then = (workload.state_bytes_of(p.served(Placement.GPU_RESIDENT)) for p in (plan, best))
+    if then > now:
         return f"as the plan of before is at most {WORTH_A_CHANGE:.0%} slower"
     return "as the step would not be faster"

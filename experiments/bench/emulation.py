@@ -93,7 +93,7 @@ def run(machine: Machine, rounds: int, on_progress: Callable[[str], None]) -> li
     parameter, work = nn.Parameter(torch.randn(machine.numel, dtype=machine.dtype)), machine.workload()
     for name, plan in plans(machine).items():
         on_progress(f"{machine.name}: {name}")
-        held = sum(work.subgroups[i].state_bytes for i in plan.served(Placement.GPU_RESIDENT))
+        held = work.state_bytes_of(plan.served(Placement.GPU_RESIDENT))
         size = work.subgroups[0].numel
         rows.append(
             {

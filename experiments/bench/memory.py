@@ -339,7 +339,7 @@ def fixed_policies(setting: Setting, iterations: int) -> list[tuple[str, Policy]
 
 
 def _held(plan: Plan, work: Workload) -> int:
-    return sum(work.subgroups[i].state_bytes for i in plan.served(Placement.GPU_RESIDENT))
+    return work.state_bytes_of(plan.served(Placement.GPU_RESIDENT))
 
 
 def _simulated(setting: Setting, plan: Plan) -> Callable[[Workload], float]:

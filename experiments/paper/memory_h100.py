@@ -58,7 +58,7 @@ def simulated(name: str, plan: Plan, work: Workload, rank: PublishedRank) -> dic
     for placement, load in zip(plan.placements, work.subgroups, strict=True):
         for stream, cost in demand(placement, load, rank.profile).items():
             moved[LANE_OF_STREAM[stream]] += cost.traffic
-    held = sum(work.subgroups[i].state_bytes for i in plan.served(Placement.GPU_RESIDENT))
+    held = work.state_bytes_of(plan.served(Placement.GPU_RESIDENT))
     end = max(span.end for span in simulate(plan, work, rank.profile, SCOPE).spans)
     return {
         "plan": name,
@@ -115,7 +115,7 @@ def memory(plan: Plan, work: Workload, rank: PublishedRank, timeline: Timeline) 
 
     While updating, the recorded run held the same slots of its own; the trace has them already.
     """
-    resident = sum(work.subgroups[i].state_bytes for i in plan.served(Placement.GPU_RESIDENT))
+    resident = work.state_bytes_of(plan.served(Placement.GPU_RESIDENT))
     slots = plan.slots * work.slot_bytes
     prefetch_s = min((span.start for span in timeline.spans if span.op is Op.PREFETCH), default=0.0)
     lengths = rank.forward_s, rank.backward_s, 0.0

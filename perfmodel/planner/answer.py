@@ -51,7 +51,7 @@ def answer(question: Question, notes: list[str]) -> dict[str, Any]:
             "fits": situation.fits_device,
             "state": situation.state_bytes,
             "room_for_state": situation.room,
-            "resident_state": sum(work.subgroups[i].state_bytes for i in resident),
+            "resident_state": work.state_bytes_of(resident),
             "all_resident_total": math.ceil((situation.peak + work.state_bytes) / (1 - MARGIN)) if others else None,
         },
         "host": {
@@ -106,7 +106,7 @@ def _disk(situation: Situation, best: Outcome) -> dict[str, Any]:
     per_day = written * DAY_S / best.iteration_s if best.iteration_s else None
     endured = per_day / question.disk_endurance if per_day is not None and question.disk_endurance else None
     return {
-        "state": sum(work.subgroups[i].state_bytes for i in plan.on_disk) if plan else 0,
+        "state": work.state_bytes_of(plan.on_disk) if plan else 0,
         "windows": situation.spill.windows,
         "per_rank": situation.disk_per_rank,
         "per_node": situation.disk_needed,
