@@ -44,7 +44,9 @@ class DeviceSide:
         self.device = device
         self.attached = False
         self.replays = False
-        self._rests = Rests(registry.homes, device, options.disk)
+        if options.disk:
+            registry.homes.open_disk(device, options.disk)  # before the engine, which takes the stores that there are
+        self._rests = Rests(registry.homes)
         self.engine = Engine(device, registry.homes, guard)
         self.departures = Departures()
         self.activations = activations = ActivationOffload(device, guard.lock, lambda: registry.bytes_to_come)

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from dos.devices import Device
-from dos.machine.host_memory import host_share
-from dos.state.disk_store import DiskStore
 from dos.state.homes import Homes
 from dos.state.subgroup import Subgroup
 from perfmodel import Plan, SubgroupLoad, Workload
@@ -22,15 +18,9 @@ class Rests:
     steps: that were issued.
     """
 
-    def __init__(self, homes: Homes, device: Device, folders: Sequence[Path]) -> None:
-        """Raises OSError if a folder on disk cannot be used."""
+    def __init__(self, homes: Homes) -> None:
         self.steps = 0
         self._homes = homes
-        if folders:
-            if homes.host.limit is None:
-                homes.host.limit = host_share()
-            homes.host.spills = True
-            homes.disk = DiskStore(device, homes.host, folders)
 
     def limits(self, subgroups: Sequence[Subgroup], loads: Sequence[SubgroupLoad], *, attached: bool) -> dict[str, Any]:
         """What the workload of these subgroups has of them. loads: theirs.

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
+from dos.devices import Device
+from dos.machine.host_memory import host_share
 from dos.state.disk_store import DiskStore
 from dos.state.host_store import HostStore
 from dos.state.host_tensor import HostTensor
@@ -23,6 +26,13 @@ class Homes:
     def __init__(self, host: HostStore) -> None:
         self.host = host
         self.disk: DiskStore | None = None
+
+    def open_disk(self, device: Device, folders: Sequence[Path]) -> None:
+        """Have homes in these folders, too. Raises OSError if one cannot be used."""
+        if self.host.limit is None:
+            self.host.limit = host_share()
+        self.host.spills = True
+        self.disk = DiskStore(device, self.host, folders)
 
     def windows(self, subgroups: Iterable[Subgroup]) -> tuple[int, int]:
         """How many windows there are to be for state of these, if any of it is on disk, and their bytes."""
