@@ -217,20 +217,12 @@ class DeviceSide:
     def make_room(self, plan: Plan, updates: Mapping[Subgroup, SubgroupUpdate]) -> Prepared:
         """Get the memory that the step takes. Raises MemoryError, with nothing changed, if the host has too little."""
         subjects = [self._subject(subgroup, updates.get(subgroup)) for subgroup in self._registry.accelerated]
-        departed = any(subject.departed for subject in subjects)
         if self._registry.offloaded.enabled:  # what came in backward may have come to memory that is not pinned
             self.engine.make_room_at_home(self._registry.accelerated)
             self.engine.stores.host.stage(updates)
             self._registry.offloaded.pin()
         now = self._now
-        now.step = self.device.mark()
-        early = departed if Placement.CPU in plan.placements else None
-        self.decisions.pace.step(now, early=early, stalls=self.activations.stalls())
-        now.moves, now.saved = self.activations.moves(), self.activations.left
-        # What updates of parameters on the host take of it meanwhile is not measured.
-        now.alone = all(subgroup.arena.accelerated for subgroup in updates) and not (
-            self.activations.left and self.activations.left[0]
-        )
+        self._record_call(plan, subjects, updates)
         with now.held_up():
             assert now.workload is not None, "the plan was made for it"
             prepared = self.engine.make_room(self._rests.ordered(plan, now.workload), subjects, now.workload.windows)
@@ -242,6 +234,16 @@ class DeviceSide:
         if denied is not None:
             self.decisions.memory.forecast.allocation_failed(denied)
         return prepared
+
+    def _record_call(self, plan: Plan, subjects: Sequence[Subject], updates: Mapping[Subgroup, SubgroupUpdate]) -> None:
+        """The caller's work has come to the call of step(): what the iteration and the pace are to know of that."""
+        now, left = self._now, self.activations.left
+        now.step = self.device.mark()
+        early = any(subject.departed for subject in subjects) if Placement.CPU in plan.placements else None
+        self.decisions.pace.step(now, early=early, stalls=self.activations.stalls())
+        now.moves, now.saved = self.activations.moves(), left
+        # What updates of parameters on the host take of it meanwhile is not measured.
+        now.alone = all(subgroup.arena.accelerated for subgroup in updates) and not (left and left[0])
 
     def start(self, plan: Plan, prepared: Prepared) -> None:
         """Issue the step, for which there is memory. plan: before that was asked for."""
