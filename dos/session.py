@@ -148,8 +148,8 @@ class Session(InFlight):
         plan = None if self.on_device is None else self.on_device.plan_step()
         updates = updates_of(active, registry, self.clipping.scales(active.members, self.parameters, scale))
         if self.on_device is None or plan is None:
-            return Ready(active, updates, None, None)
-        return Ready(active, updates, plan, self.on_device.make_room(plan, updates))
+            return Ready(active, updates, None)
+        return Ready(active, updates, (plan, self.on_device.make_room(plan, updates)))
 
     def _active(self) -> Active:
         """The records of all parameters with a gradient, fit to be used; what they need is done."""
@@ -180,7 +180,7 @@ class Session(InFlight):
 
         What updates parameters on the host in place has ended when this returns, unless an attached model waits for it.
         """
-        registry, (active, updates, plan, room) = self.registry, ready
+        registry, (active, updates, prepared) = self.registry, ready
         with self.guard.change():
             # Before there is anything to wait for: an interruption from here on leaves work in flight.
             late = [s for s in registry.local if s in updates and self.attachment is not None and s.sharded]
@@ -190,8 +190,8 @@ class Session(InFlight):
             self.in_flight = dict.fromkeys(updated, frozenset())
             self.committed = True
             self.reconciler.count(active)
-            if self.on_device is not None and plan is not None and room is not None:
-                self.on_device.start(plan, room)
+            if self.on_device is not None and prepared is not None:
+                self.on_device.start(*prepared)
             registry.offloaded.clear()
             self._in_place.start(updates[subgroup] for subgroup in late)
             for subgroup in now:

@@ -28,12 +28,14 @@ class Active(NamedTuple):
 
 
 class Ready(NamedTuple):
-    """A prepared step. plan, room: None without parameters on the accelerator."""
+    """A prepared step.
+
+    on_device: the plan, and what there is memory for; None without parameters there.
+    """
 
     active: Active
     updates: Mapping[Subgroup, SubgroupUpdate]
-    plan: Plan | None
-    room: Prepared | None
+    on_device: tuple[Plan, Prepared] | None
 
 
 def updates_of(active: Active, registry: Registry, scales: Iterable[float]) -> dict[Subgroup, SubgroupUpdate]:
