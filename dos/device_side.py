@@ -169,10 +169,10 @@ class DeviceSide:
                 return
         places = self._registry.places[record]
         for departure in self.departures.gradient_ready(record, places, self._now.wanted, self.device, gradient):
-            if self._now.left is None:
-                self._now.left = self.device.mark()
+            if self._now.first_departure is None:
+                self._now.first_departure = self.device.mark()
             index = self._registry.index[departure.subgroup]
-            departure.left(self.engine.early.send_gradients(index, departure.copies, departure.callers))
+            departure.mark_sent(self.engine.early.send_gradients(index, departure.copies, departure.callers))
         if self.departures.past_half:
             self.engine.early.prefetch(plan, self._registry.accelerated, self.decisions.memory.spare_in_backward)
 
@@ -237,13 +237,13 @@ class DeviceSide:
 
     def _record_call(self, plan: Plan, subjects: Sequence[Subject], updates: Mapping[Subgroup, SubgroupUpdate]) -> None:
         """The caller's work has come to the call of step(): what the iteration and the pace are to know of that."""
-        now, left = self._now, self.activations.left
+        now, offloaded = self._now, self.activations.last_offloaded
         now.step = self.device.mark()
         early = any(subject.departed for subject in subjects) if Placement.CPU in plan.placements else None
         self.decisions.pace.step(now, early=early, stalls=self.activations.stalls())
-        now.moves, now.saved = self.activations.moves(), left
+        now.moves, now.saved = self.activations.moves(), offloaded
         # What updates of parameters on the host take of it meanwhile is not measured.
-        now.alone = all(subgroup.arena.accelerated for subgroup in updates) and not (left and left[0])
+        now.alone = all(subgroup.arena.accelerated for subgroup in updates) and not (offloaded and offloaded[0])
 
     def start(self, plan: Plan, prepared: Prepared) -> None:
         """Issue the step, for which there is memory. plan: before that was asked for."""

@@ -18,22 +18,22 @@ Run = tuple[int, int, tuple[int, ...]]
 """A part of compute: subgroup, size and what it waits for."""
 
 
-def backward_pieces(add: Add, workload: Workload, left: int = 0) -> dict[int, int]:
+def backward_pieces(add: Add, workload: Workload, offloaded: int = 0) -> dict[int, int]:
     """Backward, last subgroup first, a piece for each in proportion to its parameters; by subgroup.
 
-    left: how many of the saved tensors have left. They come back in reverse, each while backward uses what was
+    offloaded: how many of the saved tensors have left. They come back in reverse, each while backward uses what was
     saved AHEAD places after it, or at once.
     """
     saved, restores = workload.activations, dict[int, int]()
-    groups = range(min(left + AHEAD, len(saved)) - 1, -1, -1) if left else ()
+    groups = range(min(offloaded + AHEAD, len(saved)) - 1, -1, -1) if offloaded else ()
 
     def restore(number: int, after: tuple[int, ...] = ()) -> None:
-        if 0 <= number < left:
+        if 0 <= number < offloaded:
             restores[number] = add(RESTORE, None, saved[number].nbytes, after)
 
     def due(place: int, piece: int) -> tuple[int, ...]:
         restore(groups[place] - AHEAD, (piece,))
-        return (restores[groups[place]],) if groups[place] < left else ()
+        return (restores[groups[place]],) if groups[place] < offloaded else ()
 
     for number in range(len(saved) - 1, len(saved) - 1 - AHEAD, -1):
         restore(number)

@@ -49,7 +49,8 @@ class ActivationOffload:
     state_to_come: gives the bytes of the host's memory that state will take yet.
     sample: looks at the device's memory, when most is saved. give_way: takes all state off the device, for so many
         bytes that come back. in_use: whether anything was asked to leave.
-    share: of what a forward saves, that leaves where the plan decides. left: of the last, and of all that may, bytes.
+    share: of what a forward saves, that leaves where the plan decides.
+    last_offloaded: of the last, and of all that may, bytes.
     """
 
     sample: weakref.WeakMethod[Callable[..., None]]
@@ -60,7 +61,7 @@ class ActivationOffload:
         self.pool = HostPool(device)
         self.in_use = False
         self.share = 0.0
-        self.left: tuple[int, int] | None = None
+        self.last_offloaded: tuple[int, int] | None = None
         self._lock = lock
         self._state_to_come = state_to_come
         self._of_thread = threading.local()
@@ -204,7 +205,7 @@ class ActivationOffload:
             hooks.__exit__()
             if births.timed:
                 births.marks.append(self.device.mark())
-            self.left = births.gone, births.nbytes
+            self.last_offloaded = births.gone, births.nbytes
             if births.gone:  # callers still have what they gave, which may have left in vain
                 self._look()
             if births.sizes:

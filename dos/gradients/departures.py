@@ -67,7 +67,7 @@ class Departure:
         """What brings those that are gathered to the host."""
         return [copy for copy, _ in self.gathered.values()]
 
-    def left(self, issued: Issued) -> None:
+    def mark_sent(self, issued: Issued) -> None:
         """Those that were gathered are on their way."""
         self.sent |= {piece: (issued, written) for piece, (_, written) in self.gathered.items()}
         self.gathered, self.callers = {}, set()

@@ -116,7 +116,7 @@ class Step:
         # Else the gradients' memory would be held until the caller waits for the step.
         for turn in turns:
             turn.work.release()
-        self.leaving, kept = list(self._left()), self.schedule.kept
+        self.leaving, kept = list(self._vacated()), self.schedule.kept
         windows.kept = {self._subjects[i].subgroup: window for i, window in kept.items()}
         self._subjects = ()
         return turns
@@ -202,7 +202,7 @@ class Step:
             if update is not None and not update.at_home:
                 update.place = window
 
-    def _left(self) -> Iterator[tuple[Subgroup, Store]]:
+    def _vacated(self) -> Iterator[tuple[Subgroup, Store]]:
         """The rooms that state leaves in this step, but for homes, which stay if there is no disk."""
         ways: dict[int, Move] = {}
         for task in self.schedule.tasks:

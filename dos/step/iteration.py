@@ -32,8 +32,8 @@ class Wait(NamedTuple):
 class Iteration:
     """A forward, all backward passes after it, and the step.
 
-    forward: where the step before returned; backward: the first gradient; left: the first that left
-        for the host; step: the call of step(). All in the caller's work; None: it has not come there.
+    forward: where the step before returned; backward: the first gradient; first_departure: the first that left for the
+        host; step: the call of step(). All in the caller's work; None: it has not come there.
     gradients: how often backward has made one. travels: whether gradients change after its hooks.
     plan: for which gradients leave during backward; None: not asked for yet. issued: that of the step.
     alone: whether the step updates nothing else than what is on the device, of which it is known how long it takes.
@@ -50,7 +50,7 @@ class Iteration:
         self._device = device
         self.forward: Mark | None = None
         self.backward: Mark | None = None
-        self.left: Mark | None = None
+        self.first_departure: Mark | None = None
         self.step: Mark | None = None
         self.gradients = 0
         self.travels = False

@@ -45,7 +45,8 @@ class Pace:
         stalls: for saved tensors since backward began.
         """
         if early is not None and iteration.step is not None:
-            first = iteration.left if early and iteration.left is not None else iteration.step
+            departure = iteration.first_departure
+            first = departure if early and departure is not None else iteration.step
             self._add(self.backward, _Stretch(first, iteration.step, stalls))
 
     def read(self) -> None:

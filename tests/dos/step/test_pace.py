@@ -24,7 +24,7 @@ def waits(*times: tuple[float, float]) -> list[Wait]:
 def test_waits_do_not_count() -> None:
     """Neither those for parameters nor those for saved tensors, as far as they lie within."""
     before, iteration, pace = Iteration(Copying()), Iteration(Copying()), Pace()
-    iteration.forward, iteration.backward, iteration.left, iteration.step = At(10), At(20), At(22), At(40)
+    iteration.forward, iteration.backward, iteration.first_departure, iteration.step = At(10), At(20), At(22), At(40)
     before.waits = waits((0, 9), (10, 11))
     pace.backward_begins(iteration, before, waits((12, 14), (19, 21), (21, 22)))
     assert pace.forward.seconds == 10 - 1 - 2 - 1
