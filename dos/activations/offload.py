@@ -59,7 +59,7 @@ class ActivationOffload:
     def __init__(self, device: Device, lock: Any, state_to_come: Callable[[], int]) -> None:
         self.device = device
         self.pool = HostPool(device)
-        self.in_use = False
+        self.in_use = self._follows_plan = False
         self.share = 0.0
         self.last_offloaded: tuple[int, int] | None = None
         self._lock = lock
@@ -92,7 +92,7 @@ class ActivationOffload:
 
         What is given as bytes is what there can be; of a share, the same share of the device's memory.
         """
-        self.in_use = True
+        self.in_use, self._follows_plan = True, self._follows_plan or amount == "auto"
         if not self.pool.nbytes and amount != "auto":
             guess = int(amount * self.device.memory().total) if isinstance(amount, float) else amount
             self.pool.resize(min(guess, self._left_on_host() // 2))
@@ -124,8 +124,9 @@ class ActivationOffload:
 
     def ran_out(self) -> None:
         """The user's own code ran out of the device's memory: all that can leave does, until the next plan is made."""
-        self.share = self._planned = 1.0
-        self.settle(None)
+        if self._follows_plan:
+            self.share = self._planned = 1.0
+            self.settle(None)
 
     def away(self) -> int:
         """Bytes that are not on the device as the plan has said."""
@@ -191,17 +192,17 @@ class ActivationOffload:
             lambda tensor: self._pack(tensor, births, lasting), self._unpack
         )
         hooks.__enter__()
-        self._stack.append((key, hooks, births))
+        self._stack.append((key, hooks, births, amount))
 
     @exclusive
     def end(self, key: object) -> None:
         """The forward has ended, however it did; nothing if it has not begun."""
         stack = self._stack
-        if all(other is not key for other, _, _ in stack):
+        if all(other is not key for other, *_ in stack):
             return
         ended = None
         while ended is not key:
-            ended, hooks, births = stack.pop()
+            ended, hooks, births, amount = stack.pop()
             hooks.__exit__()
             if births.timed:
                 births.marks.append(self.device.mark())
@@ -209,6 +210,8 @@ class ActivationOffload:
             if births.gone:  # callers still have what they gave, which may have left in vain
                 self._look()
             if births.sizes:
+                if not self._last and isinstance(amount, float):  # nothing was known, and all that could has left
+                    self._wanted = sum(births.sizes[: _leaving(amount, births.sizes)])
                 self._last = births.sizes
                 self._totals.append(births.nbytes)
 
@@ -224,8 +227,8 @@ class ActivationOffload:
         if not isinstance(amount, float):
             return lambda births: births.gone + births.sizes[-1] <= amount
         # By place, not by bytes, so that batches of other lengths are divided alike.
-        first = bisect_left([*accumulate(self._last, initial=0)], round(amount * sum(self._last)))
-        return lambda births: amount > 0 and (not self._last or len(births.sizes) <= first)
+        count = _leaving(amount, self._last)
+        return lambda births: amount > 0 and (not self._last or len(births.sizes) <= count)
 
     def _pack(self, tensor: Any, births: Births, lasting: frozenset[int]) -> Kept:
         """What autograd keeps in place of a tensor that it saves."""
@@ -384,6 +387,11 @@ class Surrounding(contextlib.AbstractContextManager[None]):
 
     def __exit__(self, *_: object) -> None:
         self._offload.end(self)
+
+
+def _leaving(share: float, sizes: Sequence[int]) -> int:
+    """How many of tensors of these sizes make up a share of the bytes, from the first one on."""
+    return bisect_left([*accumulate(sizes, initial=0)], round(share * sum(sizes)))
 
 
 def _span(part: Tensor) -> tuple[int, int]:

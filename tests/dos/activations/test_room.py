@@ -109,6 +109,17 @@ def test_micro_batches_want_no_more_than_one_of_them() -> None:
     assert offload.pool.nbytes < 1.25 * (LAYERS + 1) * EACH
 
 
+@pytest.mark.parametrize("amount", [0.25, 4 * EACH + 1])
+def test_no_more_is_pinned_than_was_chosen_to_leave(amount: float) -> None:
+    model, optimizer, offload = start(amount)
+    for step in range(4):
+        forward(model).backward()
+        optimizer.step()
+        if step == 2:
+            optimizer.release_memory()
+    assert offload.pool.nbytes < 6 * EACH
+
+
 def test_with_no_memory_left_on_the_host_all_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload_module, "available_bytes", lambda: 0)
     model, optimizer, offload = start(1.0)
