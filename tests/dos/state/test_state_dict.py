@@ -134,6 +134,11 @@ def test_a_bfloat16_run_may_pass_through_adamw_and_return() -> None:
             lambda state: state["state"].update({1: {"momentum_buffer": torch.zeros(40)}}),
             r"parameter '0\.bias': its state has \['momentum_buffer'\] but no 'step'",
         ),
+        (
+            lambda state: state["state"][1].update(step=torch.zeros(2)),
+            "its state 'step' must be one number, found tensor",
+        ),
+        (lambda state: state["state"][1].update(step=-1.0), r"its state 'step' must be 0 or more, found -1\.0"),
     ],
 )
 def test_a_state_dict_that_does_not_match_changes_nothing(damage, message: str) -> None:
