@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import dos
 from perfmodel import Op
@@ -129,6 +130,18 @@ def test_clipped_training(way: str, policy: str) -> None:
     sent = [span for span in optimizer.timeline().spans if span.op is Op.GRADIENT] if policy == "cpu" else []
     if sent and way != "torch":  # the last ones begin late where other programs take the processor
         assert sum(span.start < 0 for span in sent) > len(sent) / 2
+
+
+@on_pair
+def test_ranks_that_have_no_gradient_yet_clip_with_those_that_have() -> None:
+    weight = nn.Parameter(distribute_tensor(torch.ones(8, 4), mesh_of(), [Shard(0)]))
+    optimizer = dos_adam([weight], policy="cpu", offload_gradients=True)
+    if dist.get_rank() == 0:
+        weight.to_local().sum().backward()
+    norm = torch.nn.utils.clip_grad_norm_([weight], 1.0)
+    assert float(whole(norm)) == pytest.approx(4.0)
+    optimizer.step()
+    assert bool((whole(weight) < 1).any(dim=1).sum() == 4)
 
 
 @on_ranks
