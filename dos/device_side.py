@@ -190,7 +190,7 @@ class DeviceSide:
         assert self._now.workload is not None, "the plan was made for it"
         plan = self._rests.ordered(plan, self._now.workload)
         if self.decisions.follows_memory and not ran_out and plan.activation_bytes <= self.activations.leaving:
-            engine.early.settle(plan, subgroups)
+            engine.early.fetch_residents(plan, subgroups)
         at_home = (i for i in plan.served(Placement.CPU) if i not in plan.on_disk)
         on_host = (subgroups[i] for i in at_home if not engine.stores.device.has(subgroups[i]))
         # The memory through which gradients travel is made in step(), never here.
@@ -273,7 +273,7 @@ class DeviceSide:
     def step_returns(self) -> None:
         """The caller goes on, with the next forward: another iteration begins."""
         self.engine.trim()
-        self.activations.settle(self.decisions.plan)
+        self.activations.follow_plan(self.decisions.plan)
         self._now = Iteration(self.device, self._now)
 
     @property

@@ -354,7 +354,7 @@ class ScheduleBuilder:
             return self._move(i, Move(DEVICE, self._plan.stays(i)), after, slot)
         window, vacated = (self.windows.inside[i], ()) if i in self.windows.inside else self.windows.take(i)
         flush = self._move(i, Move(DEVICE, HOST), (*after, *vacated), slot, window=window)
-        self.windows.settle(i, (flush,))
+        self.windows.complete(i, (flush,))
         return flush
 
     def _from_disk(self, i: int) -> tuple[int, ...]:
@@ -388,7 +388,7 @@ class ScheduleBuilder:
     def _rest(self, i: int, after: tuple[int, ...]) -> None:
         """After these tasks the host has the state as it is to rest; what is at home and belongs on disk is written."""
         if i in self.windows.inside:
-            self.windows.settle(i, after)
+            self.windows.complete(i, after)
         elif self._plan.stays(i) is DISK:
             self.windows.leave(i, (self._write(i, *self.windows.take(i), after),))
 

@@ -78,7 +78,7 @@ class Windows:
         if subgroup in self.inside:
             self._turns[self.inside[subgroup]] = max(0, *self._turns) + 1
 
-    def settle(self, subgroup: int, after: tuple[int, ...]) -> None:
+    def complete(self, subgroup: int, after: tuple[int, ...]) -> None:
         """After these tasks the state in the window is as it will be written."""
         self._after[self.inside[subgroup]] = after
 

@@ -97,7 +97,7 @@ class ActivationOffload:
             guess = int(amount * self.device.memory().total) if isinstance(amount, float) else amount
             self.pool.resize(min(guess, self._left_on_host() // 2))
 
-    def settle(self, plan: Plan | None) -> None:
+    def follow_plan(self, plan: Plan | None) -> None:
         """Follow the plan, and size the room on the host; called between iterations.
 
         Pinning takes long, and must not hold up ranks.
@@ -126,7 +126,7 @@ class ActivationOffload:
         """The user's own code ran out of the device's memory: all that can leave does, until the next plan is made."""
         if self._follows_plan:
             self.share = self._planned = 1.0
-            self.settle(None)
+            self.follow_plan(None)
 
     def away(self) -> int:
         """Bytes that are not on the device as the plan has said."""

@@ -187,7 +187,7 @@ class Device(Protocol):
         state_format: of the parameters' state.
         """
 
-    def settle_host_thread(self) -> None:
+    def bind_host_thread(self) -> None:
         """Called once by the thread that will update on the host: to run it where the device's memory is near."""
 
     def host_update(self, numel: int, traffic: int, state_format: str = MIXED.name) -> AbstractContextManager[float]:

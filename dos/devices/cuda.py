@@ -184,7 +184,7 @@ class CudaDevice:
     ) -> Job:
         return self._queue(Op.UPDATE, subgroup, update, after, reads, ())
 
-    def settle_host_thread(self) -> None:
+    def bind_host_thread(self) -> None:
         bind(self._cores)
         leave_a_core()
         torch.cuda.set_device(self.torch_device)

@@ -268,7 +268,7 @@ class EmulatedDevice:
         alone_s = SERVICES[LANES[Op.UPDATE]].seconds(size, self.profile)
         return self._queue(Op.UPDATE, subgroup, work, alone_s, 0, after)
 
-    def settle_host_thread(self) -> None:
+    def bind_host_thread(self) -> None:
         pass
 
     def host_update(self, numel: int, traffic: int, state_format: str = MIXED.name) -> AbstractContextManager[float]:

@@ -143,7 +143,7 @@ class DiskFile:
         os.posix_fadvise(self.buffered, offset, nbytes, os.POSIX_FADV_DONTNEED)
         map_memory(address, nbytes, self.buffered, offset)
 
-    def settle(self) -> None:
+    def sync_mappings(self) -> None:
         """What was written through mappings is there for direct reads; others see it anyway. Raises DiskError."""
         try:
             if self.direct:

@@ -173,7 +173,7 @@ class DiskSpace:
 
         Raises DiskError.
         """
-        self.settle(source)
+        self.sync_mappings(source)
         old, new = (torch.frombuffer(mmap.mmap(-1, each.nbytes), dtype=torch.uint8) for each in (source, destination))
         self.read(source, old)
         new[:start] = old[:start]
@@ -183,7 +183,7 @@ class DiskSpace:
     def show(self, extent: Extent, start: int, nbytes: int, address: int) -> None:
         """Map bytes of an extent, from `start` on, over the memory at this address, where users may read and write.
 
-        start, address: multiples of PAGE; nbytes is rounded up to one. Call `settle()` before the next read, and
+        start, address: multiples of PAGE; nbytes is rounded up to one. Call `sync_mappings()` before the next read, and
         `hide()` before the next write or `show()` after it: from a write on checksums count. Raises DiskError, and
         OSError if the system maps no more.
         """
@@ -199,11 +199,11 @@ class DiskSpace:
             if begin < end:
                 file.show(offset + begin - first, end - begin, address + begin - start)
 
-    def settle(self, extent: Extent) -> None:
+    def sync_mappings(self, extent: Extent) -> None:
         """Let the next read have what users wrote where the extent is shown. Raises DiskError."""
         if extent.contents is _Contents.SHOWN:
             for file in {piece.file for piece in extent.pieces}:
-                file.settle()
+                file.sync_mappings()
 
     def hide(self, address: int, nbytes: int) -> None:
         """Map zeros over the memory at this address, as before anything was shown there. Raises OSError."""

@@ -103,7 +103,7 @@ class OffloadedGradients:
         before, pin = self._totals.get(record), not (in_backward and record.sharded)
         if before is not None:
             # What was staged must have been added, or be there to be added to, before it is written over.
-            self._settled(before)
+            self._wait_for_arrival(before)
             if arena.accumulated is None and not self._native:
                 arena.accumulate()
         if pin:
@@ -193,7 +193,7 @@ class OffloadedGradients:
         if self._torn:
             raise RuntimeError(_INCOMPLETE)
 
-    def _settled(self, total: _Total) -> None:
+    def _wait_for_arrival(self, total: _Total) -> None:
         """Return once all is there. Raises RuntimeError with the cause if it could not be."""
         try:
             total.arrived.result()
@@ -210,7 +210,7 @@ class OffloadedGradients:
         """The parameter's gradient so far: 1-D, on the host, in the order of `record.flat`. Blocks."""
         self.check()
         total = self._totals[record]
-        self._settled(total)
+        self._wait_for_arrival(total)
         return total.values
 
     def handle(self, record: ParameterRecord) -> Future[None] | None:

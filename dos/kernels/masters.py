@@ -25,13 +25,13 @@ def follow(master: Tensor, parameter: Tensor) -> None:
         _write(_followed, master, parameter)
 
 
-def settle(rest: Tensor, parameter: Tensor) -> None:
+def correct_rest(rest: Tensor, parameter: Tensor) -> None:
     """Let the rests of masters agree with bfloat16 parameters that were written to; 1-D, of one length, on one device.
 
     They are kept, but for those with which the parameter would become another number: 0 that of the
     other sign, less than 0 in magnitude, and an infinity a finite number or NaN.
     """
-    _write(_settled, rest, parameter)
+    _write(_corrected, rest, parameter)
 
 
 def _write(formula: Callable[[Tensor, Tensor], Tensor], mine: Tensor, parameter: Tensor) -> None:
@@ -42,13 +42,13 @@ def _write(formula: Callable[[Tensor, Tensor], Tensor], mine: Tensor, parameter:
 def _followed(master: Tensor, parameter: Tensor) -> Tensor:
     if parameter.dtype == torch.bfloat16:
         # One that was loaded may be a tie, whose lower half is of no use beside the parameter.
-        return joined(parameter, _settled(rest_of(off_ties(master)), parameter))
+        return joined(parameter, _corrected(rest_of(off_ties(master)), parameter))
     # Where the parameter still is the master rounded, the master knows it better.
     kept = master.to(parameter.dtype).view(torch.int16) == parameter.view(torch.int16)
     return torch.where(kept, master, parameter.to(master.dtype))
 
 
-def _settled(rest: Tensor, parameter: Tensor) -> Tensor:
+def _corrected(rest: Tensor, parameter: Tensor) -> Tensor:
     magnitude = parameter.view(torch.int16) & 0x7FFF
     rest = rest.masked_fill(((magnitude == 0) & (rest < 0)) | (magnitude == _INFINITE), 0)
     # No update leaves a tie; one that user code wrote is moved towards the parameter.
@@ -63,5 +63,5 @@ def whole_master(parameter: Tensor, rest: Tensor, *, written: bool) -> Tensor:
     upper, lower = parameter.detach().resolve_neg().cpu().reshape(-1), rest.cpu().view(torch.int16).reshape(-1)
     if written:
         lower = lower.clone()
-        settle(lower, upper)
+        correct_rest(lower, upper)
     return joined(upper, lower).view(parameter.shape)

@@ -144,7 +144,7 @@ class Reconciler:
             record.locate()
             if record.flat is not flat:
                 self._registry.forget_batches(record)
-            record.settle(gradient)
+            record.remember_gradient(gradient)
 
     def settle_layout(self, record: ParameterRecord) -> None:
         """Reorder state and offloaded gradients of a parameter whose elements lie in another order than before.

@@ -108,7 +108,7 @@ class DiskStore:
         assert window is not None, "the schedule says which one"
 
         def read() -> None:
-            self.space.settle(extent)  # user code may have written to it
+            self.space.sync_mappings(extent)  # user code may have written to it
             self.space.read(extent, window.pages)
             for destination, origin in () if home is None else state_copies(home, window.state):
                 destination.copy_(origin)

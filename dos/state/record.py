@@ -122,7 +122,7 @@ class ParameterRecord:
             )
         )
 
-    def settle(self, gradient: Tensor | None) -> None:
+    def remember_gradient(self, gradient: Tensor | None) -> None:
         """Everything about the parameter and this gradient was looked into."""
         self._gradient_dtype = None if self.stand_in or gradient is None else gradient.dtype
 

@@ -74,7 +74,7 @@ class Early:
             store.occupy(subgroups[i], slot)
             self.prefetched[subgroups[i]] = self._fetch(i, subgroups[i], source, slot)
 
-    def settle(self, plan: Plan, subgroups: Sequence[Subgroup]) -> None:
+    def fetch_residents(self, plan: Plan, subgroups: Sequence[Subgroup]) -> None:
         """Start state that comes to stay on its way while backward runs, as far as there is memory for it.
 
         Only while no step is in flight: what that still sends home must not be read before it is there. Nor while users

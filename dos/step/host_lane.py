@@ -44,7 +44,7 @@ class HostLane:
     def renew(self) -> None:
         """A thread from the next `submit` on; a forked child does not inherit the one there was."""
         self._thread = ThreadPoolExecutor(
-            max_workers=1, thread_name_prefix="dos-cpu", initializer=self._device.settle_host_thread
+            max_workers=1, thread_name_prefix="dos-cpu", initializer=self._device.bind_host_thread
         )
 
     def submit(self, work: Callable[[], None]) -> Future[None]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dos.devices import Copy, Issued
 from dos.kernels.adam import AdamArrays, AdamStep
-from dos.kernels.masters import follow, settle
+from dos.kernels.masters import correct_rest, follow
 from dos.kernels.update import AdamBatch, update_together
 from dos.state.arena import State
 from dos.state.record import flat_alias
@@ -159,7 +159,7 @@ class SubgroupUpdate:
             self.follow_on_host()
         if state.rest is not None:
             for piece in self.follows:
-                settle(state.rest[piece.run], self._staged(piece))
+                correct_rest(state.rest[piece.run], self._staged(piece))
         batch = self._batch("at home", state, lasting=self.at_home)
         if self.offloaded:
             self._point(batch)
@@ -176,7 +176,7 @@ class SubgroupUpdate:
             if state.master is not None:
                 follow(state.master[piece.run], _of_parameter(piece))
             elif state.rest is not None:
-                settle(state.rest[piece.run], _of_parameter(piece))
+                correct_rest(state.rest[piece.run], _of_parameter(piece))
 
     def download_written(self) -> list[Copy]:
         """The copies that bring parameters to which user code wrote to the host, before their masters there follow.

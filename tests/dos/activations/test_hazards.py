@@ -208,7 +208,7 @@ def test_what_was_brought_back_for_nothing_is_not_given_away_before_it_has_come(
     runtime, device, optimizer, offload = start(monkeypatch, seed)
     x, y = forward(device, optimizer)
     if interrupted:  # Ctrl-C at the entry to `__del__`, of which Python says that it was ignored
-        offload.settle(None)  # the pool has its size
+        offload.follow_plan(None)  # the pool has its size
         monkeypatch.setattr(Saved, "__del__", lambda saved: None)
     y.grad_fn.next_functions[0][0].register_prehook(stop)  # type: ignore[union-attr]
     with pytest.raises(ValueError, match="stop"):
@@ -216,7 +216,7 @@ def test_what_was_brought_back_for_nothing_is_not_given_away_before_it_has_come(
     others = []
     del x, y
     if interrupted:
-        offload.settle(None)
+        offload.follow_plan(None)
     for number in range(20):  # which get the memory that the failed backward had
         others.append((device.new(lambda number=number: torch.full((N,), float(number))), number))  # type: ignore[misc]
     assert all(torch.equal(read(runtime, other), torch.full((N,), float(number))) for other, number in others)
@@ -309,7 +309,7 @@ def test_memory_that_a_copy_still_reads_is_kept_from_being_unmapped(
         monkeypatch.setattr(Saved, "__del__", lambda saved: None)
     del x, y
     if interrupted:
-        offload.settle(None)
+        offload.follow_plan(None)
     assert reads <= kept
 
 
@@ -326,7 +326,7 @@ def test_the_host_has_not_two_regions_at_a_time(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(runtime, "cudaHostRegister", noted)
     read(runtime, ones(device), device._streams[Op.SAVE])
-    offload.settle(None)
+    offload.follow_plan(None)
     assert most == [0]
     x, y = forward(device, optimizer)
     (slope,) = torch.autograd.grad(y, x, ones(device))

@@ -44,7 +44,7 @@ def test_views_that_stay_have_what_is_written_later(space: DiskSpace) -> None:
         assert torch.equal(view, contents)
         space.show(extent, 0, SIZE, view.data_ptr())
         view.add_(1)  # its pages wait for being written when the next write comes
-        space.settle(extent)
+        space.sync_mappings(extent)
         assert reads(space, extent, contents + 1)
 
 
@@ -55,12 +55,12 @@ def test_the_next_read_has_what_users_wrote(space: DiskSpace, settles: bool) -> 
     view = shown(space, extent)
     view[100:-100:PAGE] = 7
     if settles:
-        space.settle(extent)
+        space.sync_mappings(extent)
     assert reads(space, extent, view)
     view[3 * PAGE : 9 * PAGE] = contents[5 * PAGE : 11 * PAGE]
     written = view.clone()
     space.hide(view.data_ptr(), SIZE)
-    space.settle(extent)
+    space.sync_mappings(extent)
     assert reads(space, extent, written), "hidden meanwhile"
     space.write(extent, contents)
     assert reads(space, extent, contents), "what users wrote does not come after it"
@@ -77,7 +77,7 @@ def test_a_part_is_shown_at_its_place(space: DiskSpace) -> None:
     assert torch.equal(around[: 2 * PAGE], before[: 2 * PAGE])
     assert torch.equal(around[9 * PAGE :], before[9 * PAGE :])
     around[2 * PAGE : 9 * PAGE] = 5
-    space.settle(extent)
+    space.sync_mappings(extent)
     contents[4 * PAGE : 11 * PAGE] = 5
     assert reads(space, extent, contents)
     space.hide(around[2 * PAGE :].data_ptr(), 6 * PAGE + 10)
@@ -99,7 +99,7 @@ def test_an_extent_never_written_shows_zeros(space: DiskSpace, used: bool) -> No
     view[5] = 6
     expected = pages(SIZE)
     expected[PAGE + 5] = 6
-    space.settle(extent)
+    space.sync_mappings(extent)
     assert reads(space, extent, expected)
 
 
@@ -122,14 +122,14 @@ def test_nothing_waits_for_what_was_not_shown(space: DiskSpace, monkeypatch: pyt
     space.write(extent, pages(SIZE, 1))
     synced: list[int] = []
     monkeypatch.setattr(os, "fdatasync", synced.append)
-    space.settle(extent)
+    space.sync_mappings(extent)
     assert not synced
     shown(space, extent)
-    space.settle(extent)
+    space.sync_mappings(extent)
     assert len(synced) == len({piece.file for piece in extent.pieces if space.direct})
     space.write(extent, pages(SIZE, 1))
     del synced[:]
-    space.settle(extent)
+    space.sync_mappings(extent)
     assert not synced
 
 
@@ -143,7 +143,7 @@ def test_a_drive_that_fails_when_it_settles(space: DiskSpace, monkeypatch: pytes
     shown(space, extent)
     monkeypatch.setattr(os, "fdatasync", fail)
     with pytest.raises(DiskError, match=r"writing state failed: Input/output error; .*load the last checkpoint"):
-        space.settle(extent)
+        space.sync_mappings(extent)
 
 
 def test_views_outlive_the_files(space: DiskSpace, tmp_path: Path) -> None:

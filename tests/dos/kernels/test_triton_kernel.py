@@ -195,7 +195,7 @@ class ShortOfMemory(TorchDispatchMode):
         return made
 
 
-@pytest.mark.parametrize("work", ["exact", "split", "coded", "follow", "settle"])
+@pytest.mark.parametrize("work", ["exact", "split", "coded", "follow", "correct"])
 def test_running_out_of_memory_in_torch_operations_breaks_nothing(work: str) -> None:
     numel, step = 2 * BLOCK, replace(STEPS[0], amsgrad=work == "exact")
 
@@ -210,14 +210,14 @@ def test_running_out_of_memory_in_torch_operations_breaks_nothing(work: str) -> 
         with ShortOfMemory(fails) as memory:
             if work == "follow":
                 masters.follow(run.exp_avg, run.param)
-            elif work == "settle":
-                masters.settle(rest, run.param)
+            elif work == "correct":
+                masters.correct_rest(rest, run.param)
             else:
                 module._adam_update_torch(run, step)
         return memory, [array for array in (*run, rest) if array is not None]
 
     operations, expected = attempt(0)
-    assert -operations.left >= (4 if work == "settle" else 8)
+    assert -operations.left >= (4 if work == "correct" else 8)
     for number in range(1, 1 - operations.left, 3 if work == "coded" else 1):
         assert_same_bits(attempt(number)[1], expected)  # type: ignore[arg-type]
 
