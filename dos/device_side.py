@@ -214,18 +214,18 @@ class DeviceSide:
         self.departures.forget_records(records)
         self._now.plan, self._now.wanted = None, set()
 
-    def make_room(self, plan: Plan, updates: Mapping[Subgroup, SubgroupUpdate]) -> Prepared:
+    def prepare(self, plan: Plan, updates: Mapping[Subgroup, SubgroupUpdate]) -> Prepared:
         """Get the memory that the step takes. Raises MemoryError, with nothing changed, if the host has too little."""
         subjects = [self._subject(subgroup, updates.get(subgroup)) for subgroup in self._registry.accelerated]
         if self._registry.offloaded.enabled:  # what came in backward may have come to memory that is not pinned
-            self.engine.make_room_at_home(self._registry.accelerated)
+            self.engine.spill_to_disk(self._registry.accelerated)
             self.engine.stores.host.stage(updates)
             self._registry.offloaded.pin()
         now = self._now
         self._record_call(plan, subjects, updates)
         with now.held_up():
             assert now.workload is not None, "the plan was made for it"
-            prepared = self.engine.make_room(self._rests.ordered(plan, now.workload), subjects, now.workload.windows)
+            prepared = self.engine.prepare(self._rests.ordered(plan, now.workload), subjects, now.workload.windows)
             if self.decisions.follows_memory and self.decisions.memory.grows_short and not self.engine.stores.disk:
                 # Pinning takes 0.2 to 0.4 s per GB, which the step in which state leaves should not have to spend.
                 resident = self.engine.stores.device.resident

@@ -149,7 +149,7 @@ class Session(InFlight):
         updates = updates_of(active, registry, self.clipping.scales(active.members, self.parameters, scale))
         if self.on_device is None or plan is None:
             return Ready(active, updates, None)
-        return Ready(active, updates, (plan, self.on_device.make_room(plan, updates)))
+        return Ready(active, updates, (plan, self.on_device.prepare(plan, updates)))
 
     def _active(self) -> Active:
         """The records of all parameters with a gradient, fit to be used; what they need is done."""
@@ -165,7 +165,7 @@ class Session(InFlight):
         if self.reconciler.need_home(found):
             self.bring_home()
             if self.on_device is not None:
-                self.on_device.engine.make_room_at_home(self.registry.accelerated, self.reconciler.growth(found))
+                self.on_device.engine.spill_to_disk(self.registry.accelerated, self.reconciler.growth(found))
         self.reconciler.settle(found, self.groups)
         return Active(settled + found, len(settled))
 
@@ -303,7 +303,7 @@ class Session(InFlight):
         assert record.gradient is not None, "it is taken from there"
         record.arena.stage_gradients_as(record.gradient.dtype)
         if not (in_backward and record.sharded) and not all(map(self.registry.host_store.stages, subgroups)):
-            on_device.engine.make_room_at_home(self.registry.accelerated)
+            on_device.engine.spill_to_disk(self.registry.accelerated)
         self.registry.offloaded.take(record, subgroups, index, on_device.engine, in_backward=in_backward)
 
     @torch.no_grad()

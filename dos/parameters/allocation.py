@@ -126,7 +126,7 @@ class Allocation:
             size = min(size, max(1, int(host / (LEAST_SHARES * MIXED.held_bytes))))
         return size
 
-    def make_room(
+    def make_arena(
         self, parameters: list[Tensor], group: Group, first: int, size: int
     ) -> tuple[list[ParameterRecord], list[Subgroup]]:
         """A new arena for parameters of one group, dtype and memory: records, numbered from `first`, and subgroups.

@@ -218,7 +218,7 @@ class Registry:
         records: list[ParameterRecord] = []
         subgroups: list[Subgroup] = []
         for run, group in runs:
-            made, cut = self._allocation.make_room(run, group, self.numbered + len(records), size)
+            made, cut = self._allocation.make_arena(run, group, self.numbered + len(records), size)
             records += made
             subgroups += cut
         with self._guard.change():

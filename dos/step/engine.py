@@ -71,7 +71,7 @@ class Engine:
                     f"device has {total} bytes in all; choose a smaller subgroup_size or policy='cpu'"
                 )
 
-    def make_room(self, plan: Plan, subjects: list[Subject], windows: int) -> Prepared:
+    def prepare(self, plan: Plan, subjects: list[Subject], windows: int) -> Prepared:
         """See `dos.step.room.make_room`."""
         self._started = time.perf_counter()
         self.device.owner = self.device.caller()
@@ -251,7 +251,7 @@ class Engine:
         for subgroup, move in away:
             self.stores.of[move.source].drop(subgroup)
 
-    def make_room_at_home(self, subgroups: Iterable[Subgroup], growth: Mapping[Subgroup, int] | None = None) -> None:
+    def spill_to_disk(self, subgroups: Iterable[Subgroup], growth: Mapping[Subgroup, int] | None = None) -> None:
         """Bring state of these from the host to disk where offloaded gradients need its room. In backward, too.
 
         growth: bytes that homes grow by, which need room, too.

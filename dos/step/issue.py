@@ -238,11 +238,11 @@ class Step:
 
     def _placed(self, task: Task) -> Placed:
         _, subgroup, update = self._of(task)
-        device, room = self._stores.device, None
+        device, gradients = self._stores.device, None
         if update.offloaded:
             assert task.slot is not None, "offloaded gradients come up through a slot"
-            room = device.beside(subgroup, task.slot)
-        return Placed(update, device.fetch(subgroup), room)
+            gradients = device.beside(subgroup, task.slot)
+        return Placed(update, device.fetch(subgroup), gradients)
 
     def _of(self, task: Task) -> tuple[int, Subgroup, SubgroupUpdate]:
         assert task.subgroup is not None, "an update is of a subgroup"

@@ -121,10 +121,10 @@ class SubgroupUpdate:
         copies += self.download_written() if self.from_disk else []
         return copies + ([] if parameter is None else [(parameter[p.run], _of_parameter(p)) for p in self.stale])
 
-    def fetch_gradients(self, room: Tensor) -> list[Copy]:
-        """The copies that bring offloaded gradients up into `room` (1-D uint8 on the device)."""
+    def fetch_gradients(self, buffer: Tensor) -> list[Copy]:
+        """The copies that bring offloaded gradients up into `buffer` (1-D uint8 on the device)."""
         gradients = [(piece, _values((piece, gradient))) for piece, gradient in self.items]
-        return [(room[_ROOM * piece.start :][: g.nbytes].view(g.dtype), g) for piece, g in gradients]
+        return [(buffer[_ROOM * piece.start :][: g.nbytes].view(g.dtype), g) for piece, g in gradients]
 
     def uploads(self) -> list[Copy]:
         """The copies that bring the new parameters to the device."""
@@ -133,15 +133,15 @@ class SubgroupUpdate:
         assert staged is not None, "accelerated parameters have a master"
         return [(_of_parameter(p), staged[p.run]) for p, _ in self.items]
 
-    def prepare(self, state: State, room: Tensor | None = None, *, lasting: bool = True) -> AdamBatch:
+    def prepare(self, state: State, gradient_buffer: Tensor | None = None, *, lasting: bool = True) -> AdamBatch:
         """The update of `state`, and of the parameters in the memory where it is, ready for `apply`.
 
-        room: to which `fetch_gradients` brings the gradients, if that has to be.
+        gradient_buffer: to which `fetch_gradients` brings the gradients, if that has to be.
         lasting: whether later steps find state in the same place.
         """
         self.follow(state)
         batch = self._batch("with parameters", state, lasting=lasting)
-        self._point(batch, 0 if room is None else room.data_ptr(), _ROOM)
+        self._point(batch, 0 if gradient_buffer is None else gradient_buffer.data_ptr(), _ROOM)
         return batch
 
     def finish(self, state: State) -> None:
@@ -256,11 +256,11 @@ def _values(item: Item) -> Tensor:
 
 
 class Placed(NamedTuple):
-    """An update where the parameters are. room: to which offloaded gradients have come, if they have."""
+    """An update where the parameters are. gradient_buffer: to which offloaded gradients have come, if they have."""
 
     update: SubgroupUpdate
     state: State
-    room: Tensor | None = None
+    gradient_buffer: Tensor | None = None
 
 
 def apply(updates: Sequence[Placed], *, lasting: bool = True) -> None:
@@ -268,7 +268,7 @@ def apply(updates: Sequence[Placed], *, lasting: bool = True) -> None:
 
     lasting: whether later steps find the states in the same places.
     """
-    batches = [each.update.prepare(each.state, each.room, lasting=lasting) for each in updates]
+    batches = [each.update.prepare(each.state, each.gradient_buffer, lasting=lasting) for each in updates]
     update_together(batches, updates[0].update.settings)
     for each in updates:
         each.update.finish(each.state)
