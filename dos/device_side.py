@@ -122,11 +122,11 @@ class DeviceSide:
                 return False
             if now.wanted and any(subgroup in now.wanted for subgroup, _ in self._registry.places[record]):
                 return False
-            self.gradient_came()
+            self.count_gradient()
             departures.count(record)
             return True
 
-    def gradient_came(self) -> None:
+    def count_gradient(self) -> None:
         """Backward has made another gradient: look at the memory, always at the first and at the last.
 
         Backward peaks at one or the other, and a peak that is not seen is room for state that is not there. The last is
@@ -157,7 +157,7 @@ class DeviceSide:
             return False  # the step redistributes it first
         return parameter.grad is None or parameter.grad.layout is torch.strided  # the step refuses others
 
-    def gradient_ready(self, record: ParameterRecord, gradient: Tensor | None = None) -> None:
+    def send_when_complete(self, record: ParameterRecord, gradient: Tensor | None = None) -> None:
         """Start a gradient on its way to where this iteration's plan wants it, and perhaps state on its way here.
 
         gradient: what the parameter's will be made of, where it is not that yet.
@@ -168,7 +168,7 @@ class DeviceSide:
             if plan is None:
                 return
         places = self._registry.places[record]
-        for departure in self.departures.gradient_ready(record, places, self._now.wanted, self.device, gradient):
+        for departure in self.departures.gather(record, places, self._now.wanted, self.device, gradient):
             if self._now.first_departure is None:
                 self._now.first_departure = self.device.mark()
             index = self._registry.index[departure.subgroup]

@@ -235,7 +235,7 @@ class Session(InFlight):
         if self.on_device is None:
             return
         try:
-            self.on_device.gradient_came()
+            self.on_device.count_gradient()
             self._send_early(parameter, self.on_device)
         except BaseException:
             self.on_device.abandon()
@@ -249,7 +249,7 @@ class Session(InFlight):
         if record is None or not on_device.leaves_early(record):
             return
         if not self.registry.offloaded.enabled:
-            on_device.gradient_ready(record)
+            on_device.send_when_complete(record)
         elif parameter.grad is not None:
             with torch.no_grad():
                 self._take(record, on_device, in_backward=True)
@@ -266,7 +266,7 @@ class Session(InFlight):
         for parameter, gradient in zip(parameters, gradients, strict=True):
             record = self.registry.record(parameter)
             if record is not None and record.arena.accelerated:
-                self.on_device.gradient_ready(record, gradient)
+                self.on_device.send_when_complete(record, gradient)
 
     def forget_gradients(self) -> None:
         """Those that are there are of no use any more."""

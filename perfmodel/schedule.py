@@ -57,14 +57,14 @@ class Task(NamedTuple):
 class Schedule:
     """Tasks in issue order; a task's number is its place.
 
-    begun: how many of them were under way when the others were scheduled: pieces of backward, and
+    under_way: how many of them were under way when the others were scheduled: pieces of backward, and
         what left or arrived beside them. In a step the next task is the end of backward, where
         `step()` was called; a plan has no such task.
     kept: the windows in which state stays that belongs on disk, by subgroup.
     """
 
     tasks: tuple[Task, ...]
-    begun: int = 0
+    under_way: int = 0
     kept: Mapping[int, int] = field(default_factory=dict)
 
 
@@ -150,7 +150,7 @@ def schedule_step(plan: Plan, workload: Workload, found: Sequence[SubgroupState]
     made = ScheduleBuilder(plan, workload, found)
     if begun:
         made.piece = backward_pieces(made.add, workload)
-    made.begun(begun)
+    made.add_early(begun)
     issued = len(made.tasks)
     backward = (made.add(BACKWARD, None, 0),)
     made.step(backward, [backward] * plan.slots)
@@ -225,7 +225,7 @@ class ScheduleBuilder:
         self.tasks.append(Task(what[0], what[1], subgroup, size, after, slot, others, move, window))
         return len(self.tasks) - 1
 
-    def begun(self, transfers: Sequence[Task]) -> None:
+    def add_early(self, transfers: Sequence[Task]) -> None:
         """Transfers beside backward: complete gradients leave, state comes.
 
         What comes to stay does so from the first gradient on, what comes to a slot after half of backward.

@@ -97,7 +97,7 @@ class Departures:
         """Whether backward has made half as many gradients as last time, so that it is past its peak of memory."""
         return 2 * self._fired > self._fired_last > 0
 
-    def gradient_ready(
+    def gather(
         self,
         record: ParameterRecord,
         places: Sequence[tuple[Subgroup, Piece]],

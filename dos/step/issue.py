@@ -90,19 +90,19 @@ class Step:
         for subgroup, update, *_ in self._subjects if windows.kept else ():
             if update is not None and not update.at_home:
                 update.place = windows.of(subgroup)
-        tasks, begun = self.schedule.tasks, self.schedule.begun
+        tasks, under_way = self.schedule.tasks, self.schedule.under_way
         # By number of the task. What is issued here waits for backward's end, not for its pieces.
-        jobs: list[Sequence[Job]] = [()] * (begun - len(self.jobs)) + [(job,) for job in self.jobs]
+        jobs: list[Sequence[Job]] = [()] * (under_way - len(self.jobs)) + [(job,) for job in self.jobs]
         # The gradients of this step are complete once the caller's stream has come this far.
         self.backward = self._device.fence()
         jobs.append(self.backward)
-        for number in range(begun + 1, len(tasks)):
+        for number in range(under_way + 1, len(tasks)):
             task = tasks[number]
             after = tuple(itertools.chain.from_iterable(jobs[other] for other in task.after))
             if task.stream is Stream.CPU:
                 # The host has come past the call of step(), and the device may still be behind it:
                 # waiting for the end of backward there would hold up gradients that are here.
-                ready[number] = [job for other in task.after if other != begun for job in jobs[other]]
+                ready[number] = [job for other in task.after if other != under_way for job in jobs[other]]
                 jobs.append(())
             elif task.stream is Stream.PARAMETER:
                 turns.append(self._turn(task, ready[task.after[0]], after))

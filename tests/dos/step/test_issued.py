@@ -112,13 +112,13 @@ def _on_host_lane() -> bool:
 
 def compare(schedule: Schedule, device: Recording, early: int) -> None:
     """Requests with tasks. early: how many of the caller's came before those of the step."""
-    tasks, begun = schedule.tasks, schedule.begun
-    assert tasks[begun].op is Op.BACKWARD
+    tasks, under_way = schedule.tasks, schedule.under_way
+    assert tasks[under_way].op is Op.BACKWARD
     numbers: dict[Seen, object] = {}
 
     # Under way: the last of each kind, in the order in which they were asked for.
     left = list(device.by_caller[:early])
-    for task in reversed(tasks[:begun]):
+    for task in reversed(tasks[:under_way]):
         if task.op is Op.BACKWARD:
             continue
         while _what(left[-1]) != _what(task):
@@ -128,15 +128,15 @@ def compare(schedule: Schedule, device: Recording, early: int) -> None:
         numbers[asked.job] = "under way", *_what(task)
 
     def waits(task: Task) -> set[object]:
-        return {("under way", *_what(tasks[n])) if n < begun else n for n in task.after}
+        return {("under way", *_what(tasks[n])) if n < under_way else n for n in task.after}
 
     # Before the step, the host's lane has added up what came of offloaded gradients.
     added = {asked.job for asked in device.by_caller[:early]} - numbers.keys()
 
     def waited(asked: Asked) -> set[object]:
-        return {begun if job.job is None else numbers[job] for job in asked.after if job not in added}
+        return {under_way if job.job is None else numbers[job] for job in asked.after if job not in added}
 
-    issued = [n for n in range(begun + 1, len(tasks)) if tasks[n].stream not in (Stream.CPU, Stream.PARAMETER)]
+    issued = [n for n in range(under_way + 1, len(tasks)) if tasks[n].stream not in (Stream.CPU, Stream.PARAMETER)]
     for number, asked in zip(issued, device.by_caller[early:], strict=True):
         task = tasks[number]
         assert _what(asked) == _what(task)
@@ -145,13 +145,13 @@ def compare(schedule: Schedule, device: Recording, early: int) -> None:
             assert asked.slot == task.slot
         assert asked.job is not None
         numbers[asked.job] = number
-    on_host = [n for n in range(begun + 1, len(tasks)) if tasks[n].stream in (Stream.CPU, Stream.PARAMETER)]
+    on_host = [n for n in range(under_way + 1, len(tasks)) if tasks[n].stream in (Stream.CPU, Stream.PARAMETER)]
     for number, asked in zip(on_host, device.by_host, strict=True):
         task = tasks[number]
         if task.stream is Stream.CPU:
             assert (asked.op, asked.stream, asked.size) == (task.op, task.stream, task.size)
             # The host called step(), so it need not wait for that.
-            assert waited(asked) == waits(task) - {begun}
+            assert waited(asked) == waits(task) - {under_way}
         else:
             assert _what(asked) == _what(task)
             assert task.after[0] == number - 1, "parameters go up at the end of their update"
@@ -165,9 +165,9 @@ def _what(made: Asked | Task) -> tuple[Op, Stream, int | None, int]:
 def kinds(schedule: Schedule, early: int, device: Recording) -> Iterator[str]:
     """The ways that subgroups took in a step, and what else came by."""
     ways: dict[int | None, list[str]] = {}
-    for task in schedule.tasks[schedule.begun + 1 :]:
+    for task in schedule.tasks[schedule.under_way + 1 :]:
         ways.setdefault(task.subgroup, []).append(task.op.value)
-    begun = [task for task in schedule.tasks[: schedule.begun] if task.op is not Op.BACKWARD]
+    begun = [task for task in schedule.tasks[: schedule.under_way] if task.op is not Op.BACKWARD]
     for task in begun:
         ways.setdefault(task.subgroup, []).insert(0, f"({task.op.value})")
     for way in ways.values():
