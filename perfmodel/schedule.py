@@ -258,16 +258,16 @@ class ScheduleBuilder:
                 self.windows.hold(i, window, turn, () if fetched is None else (fetched,))
         others, arriving, residents = [], [], dict[str, list[int]]()
         for i in self._plan.order:
-            gradient, stays = found[i].gradient, self._plan.placements[i] is RESIDENT
-            if gradient is HOST or (found[i].state is not DEVICE and not stays):
+            gradient, resident = found[i].gradient, self._plan.placements[i] is RESIDENT
+            if gradient is HOST or (found[i].state is not DEVICE and not resident):
                 others.append(i)
-            elif gradient is DEVICE and not stays:
+            elif gradient is DEVICE and not resident:
                 self._leave(i, (self._update(i, backward),))
             elif gradient is DEVICE and found[i].state is DEVICE:
                 residents.setdefault(self._loads[i].format, []).append(i)
             elif gradient is DEVICE:
                 arriving.append(i)
-            elif not stays and found[i].state is DEVICE:
+            elif not resident and found[i].state is DEVICE:
                 self._leave(i, backward)
         ahead = [i for i in others if i in self.fetched and self._plan.placements[i] is not RESIDENT]
         self._others(ahead, 0, vacated)
@@ -308,7 +308,7 @@ class ScheduleBuilder:
 
     def _staged(self, i: int, slot: int, vacated: tuple[int, ...]) -> int:
         """State, offloaded gradients or both come up for the update; what frees the slot again."""
-        found, stays = self._found[i], self._plan.placements[i] is RESIDENT
+        found, resident = self._found[i], self._plan.placements[i] is RESIDENT
         fetched = self.fetched.get(i)
         ready: tuple[int, ...] = () if fetched is None else (fetched,)
         returned = (found.gradient_bytes or 0) if found.gradient is HOST else 0
@@ -319,7 +319,7 @@ class ScheduleBuilder:
         elif found.gradient is HOST:
             ready += (self.add(PREFETCH, i, returned, after, slot),)
         update = self._update(i, ready + self._backward, slot)
-        if stays:
+        if resident:
             self.windows.leave(i, ready)
             return update
         if found.state is not DEVICE:

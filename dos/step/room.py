@@ -38,8 +38,8 @@ def make_room(plan: Plan, subjects: list[Subject], early: Early, windows: int = 
     """
     stores, device = early.stores, early.stores.device
     early.considered = None
-    stays = {subjects[i].subgroup for i in plan.served(Placement.GPU_RESIDENT)}
-    early.drop_arriving([s for s, issued in early.arriving.items() if issued is None or s not in stays])
+    residents = {subjects[i].subgroup for i in plan.served(Placement.GPU_RESIDENT)}
+    early.drop_arriving([s for s, issued in early.arriving.items() if issued is None or s not in residents])
     nbytes = 0 if stores.disk is None else window_bytes(subject.subgroup for subject in subjects)
     on_disk = stores.disk is not None and (plan.on_disk or stores.disk.nbytes)
     if on_disk and not stores.host.windows.fit(windows, nbytes):
