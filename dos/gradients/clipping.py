@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from dos.gradients.identity import Gradient, Token
+from dos.gradients.identity import GradientOrHandle, Token
 from dos.gradients.offload import OffloadedGradients
 from dos.gradients.scaling import versions_of_a_check
 from dos.kernels.update import sum_of_squares
@@ -135,7 +135,7 @@ class Clipping:
         """Let the step multiply their offloaded gradients by a factor of a norm with those, as they are now."""
         self._fold([handle for _, handle in self._offloaded.gradients({id(p) for p in parameters})], factor)
 
-    def _fold(self, gradients: Iterable[Gradient], factor: Tensor) -> None:
+    def _fold(self, gradients: Iterable[GradientOrHandle], factor: Tensor) -> None:
         """Multiply the factors of these gradients by `factor`; others keep theirs."""
         before = [(gradient, self._factor(gradient)) for gradient in gradients]
         # Most often all have the same one, which is then read from the device only once.
@@ -143,7 +143,7 @@ class Clipping:
         self._floats = {}
         self._clipped |= {id(each): (Token(each), products.get(id(old), factor)) for each, old in before}
 
-    def _factor(self, gradient: Gradient) -> Tensor | None:
+    def _factor(self, gradient: GradientOrHandle) -> Tensor | None:
         """What clipping multiplies the gradient by: float32, shape (); None: it was not clipped, or changed since."""
         token, factor = self._clipped.get(id(gradient), (None, None))
         if token is None or not token.holds(gradient):
@@ -153,7 +153,7 @@ class Clipping:
             return None
         return factor
 
-    def _as_float(self, gradient: Gradient) -> float:
+    def _as_float(self, gradient: GradientOrHandle) -> float:
         """The factor as a number, 1 if there is none. One synchronisation for all gradients that share it."""
         factor = self._factor(gradient)
         if factor is None:
@@ -162,7 +162,7 @@ class Clipping:
             self._floats[id(factor)] = float(factor)
         return self._floats[id(factor)]
 
-    def _lost(self, gradient: Gradient) -> bool:
+    def _lost(self, gradient: GradientOrHandle) -> bool:
         """Whether the gradient was clipped and has been written to since."""
         token, _ = self._clipped.get(id(gradient), (None, None))
         return token is not None and token.alive is gradient and self._factor(gradient) is None
@@ -185,7 +185,7 @@ class Clipping:
         if not self._clipped:
             return itertools.repeat(scale)
         away = dict(self._offloaded.gradients())
-        found: list[Gradient] = []
+        found: list[GradientOrHandle] = []
         for record, _ in members:
             gradient = away.get(record, record.parameter.grad)
             assert gradient is not None, "asked only for parameters that have a gradient"

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from dos.sharding.fingerprint import fingerprint
 from dos.sharding.local import counts_writes, local, version
 
-Gradient = Tensor | Future
+GradientOrHandle = Tensor | Future
 """A gradient with its parameter, or what `OffloadedGradients.gradients` has for one that is not."""
 
 
@@ -28,7 +28,7 @@ class Token:
         gradient was found to have others, by `look_at_bits`.
     """
 
-    def __init__(self, gradient: Gradient, *, here: bool = True) -> None:
+    def __init__(self, gradient: GradientOrHandle, *, here: bool = True) -> None:
         """here: whether this tensor itself is with the parameter."""
         self.gradient: weakref.ref[Any] | None = weakref.ref(gradient) if here else None
         self.bits: Tensor | None = None
@@ -42,11 +42,11 @@ class Token:
                 self.bits = fingerprint(mine)
 
     @property
-    def alive(self) -> Gradient | None:
+    def alive(self) -> GradientOrHandle | None:
         """The gradient, if it is still there."""
         return None if self.gradient is None else self.gradient()
 
-    def holds(self, gradient: Gradient) -> bool:
+    def holds(self, gradient: GradientOrHandle) -> bool:
         """Whether this is the gradient, but for writes that `writes` tells of."""
         if self.rewritten or self.gradient is None or self.gradient() is not gradient:
             return False

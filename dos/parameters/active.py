@@ -12,7 +12,7 @@ from dos.parameters.registry import Registry
 from dos.state.record import ParameterRecord
 from dos.state.subgroup import Subgroup
 from dos.step.room import Prepared
-from dos.step.work import Gradient, SubgroupUpdate
+from dos.step.work import Input, SubgroupUpdate
 from perfmodel import Plan
 
 
@@ -40,7 +40,7 @@ class Ready(NamedTuple):
 
 def updates_of(active: Active, registry: Registry, scales: Iterable[float]) -> dict[Subgroup, SubgroupUpdate]:
     """What the step does to each subgroup that has a gradient. scales: what each gradient is multiplied by."""
-    gradients: list[Gradient | None] = [None] * registry.numbered
+    gradients: list[Input | None] = [None] * registry.numbered
     settings: list[AdamStep] = []
     offloaded, away = registry.offloaded, registry.offloaded.records
     before: tuple[Group | None, float, float] = None, 0.0, 0.0
@@ -59,8 +59,8 @@ def updates_of(active: Active, registry: Registry, scales: Iterable[float]) -> d
             mine = record.gradient
             assert mine is not None, "each record has one"
             gradient = mine if number < active.settled else record.flat_gradient(mine)
-        follows = number >= active.settled and record.changed()
-        gradients[record.number] = Gradient(gradient, gradient.data_ptr(), setting, follows)
+        written = number >= active.settled and record.changed()
+        gradients[record.number] = Input(gradient, gradient.data_ptr(), setting, written)
     updates = {}
     for subgroup in itertools.chain(registry.local, registry.accelerated):
         there = offloaded.enabled and subgroup.arena.accelerated

@@ -21,27 +21,27 @@ from perfmodel.plan import Tier
 from perfmodel.schedule import SubgroupState
 
 
-class Gradient(NamedTuple):
+class Input(NamedTuple):
     """What a step is given for one parameter.
 
     values: of its gradient, in the order of the record's `flat`, of any shape; empty once they were let go of.
     address: of the first one that is used.
     setting: which of the step's settings it takes.
-    follows: whether user code wrote to the parameter since our last step, so that its master has to follow first.
+    parameter_written: whether user code wrote to the parameter since our last step, so that its master follows first.
     """
 
     values: Tensor
     address: int
     setting: int
-    follows: bool
+    parameter_written: bool
 
 
 _NOTHING = torch.empty(0, device="cpu")
-_NO_GRADIENT = Gradient(_NOTHING, 0, 0, False)
+_NO_GRADIENT = Input(_NOTHING, 0, 0, False)
 _ROOM = torch.float32.itemsize
 """Bytes of a slot for each offloaded gradient's element: they may have been added up."""
 
-Item = tuple[Piece, Gradient]
+Item = tuple[Piece, Input]
 """A piece that is updated, with what the step is given for it."""
 
 
@@ -55,7 +55,7 @@ class SubgroupUpdate:
     """
 
     def __init__(
-        self, subgroup: Subgroup, gradients: Sequence[Gradient | None], settings: Sequence[AdamStep], *, offloaded: bool
+        self, subgroup: Subgroup, gradients: Sequence[Input | None], settings: Sequence[AdamStep], *, offloaded: bool
     ) -> None:
         """gradients: by number of the record; None: it has none."""
         self.subgroup = subgroup
@@ -78,9 +78,9 @@ class SubgroupUpdate:
         return self.subgroup.pieces if self._whole else [piece for piece, _ in self.items]
 
     @property
-    def follows(self) -> list[Piece]:
+    def written_pieces(self) -> list[Piece]:
         """The pieces to whose parameters user code wrote since our last step."""
-        return [piece for piece, gradient in self.items if gradient.follows]
+        return [piece for piece, gradient in self.items if gradient.parameter_written]
 
     def release(self) -> None:
         """Let go of gradients on the device: what is still to be done reads none there."""
@@ -103,7 +103,7 @@ class SubgroupUpdate:
         """Of parameters that user code wrote to, where they come with the gradients and are not half of masters."""
         itemsize = self.subgroup.arena.dtype.itemsize
         come = self.from_disk and not self.subgroup.arena.format.splits
-        return sum(piece.numel for piece in self.follows) * itemsize if come else 0
+        return sum(piece.numel for piece in self.written_pieces) * itemsize if come else 0
 
     @property
     def stale(self) -> Sequence[Piece]:
@@ -111,7 +111,7 @@ class SubgroupUpdate:
         newest = set() if self.from_disk else self.subgroup.newest
         if not self.subgroup.arena.format.splits:
             return ()
-        known = newest.difference(self.follows) if newest else newest
+        known = newest.difference(self.written_pieces) if newest else newest
         return [piece for piece in self.pieces if piece not in known] if known else self.pieces
 
     def downloads(self, items: Sequence[Item]) -> list[Copy]:
@@ -158,7 +158,7 @@ class SubgroupUpdate:
         if self.from_disk:
             self.follow_on_host()
         if state.rest is not None:
-            for piece in self.follows:
+            for piece in self.written_pieces:
                 correct_rest(state.rest[piece.run], self._staged(piece))
         batch = self._batch("at home", state, lasting=self.at_home)
         if self.offloaded:
@@ -172,7 +172,7 @@ class SubgroupUpdate:
 
     def follow(self, state: State) -> None:
         """Let masters in `state`, which is where the parameters are, follow those that user code wrote to."""
-        for piece in self.follows:
+        for piece in self.written_pieces:
             if state.master is not None:
                 follow(state.master[piece.run], _of_parameter(piece))
             elif state.rest is not None:
@@ -185,13 +185,14 @@ class SubgroupUpdate:
         """
         master, staged = self.on_host.state.master, self.on_host.parameter
         place = master if staged is None else staged
-        return [] if master is None or place is None else [(place[p.run], _of_parameter(p)) for p in self.follows]
+        pieces = [] if master is None else self.written_pieces
+        return [] if place is None else [(place[p.run], _of_parameter(p)) for p in pieces]
 
     def follow_on_host(self) -> None:
         """Let masters on the host follow what `download_written` has brought."""
         master, staged = self.on_host.state.master, self.on_host.parameter
         if master is not None and staged is not None:
-            for piece in self.follows:
+            for piece in self.written_pieces:
                 follow(master[piece.run], staged[piece.run])
 
     def _point(self, batch: AdamBatch, first: int = 0, itemsize: int = 0, dtype: torch.dtype | None = None) -> None:
