@@ -183,8 +183,8 @@ class Session(InFlight):
         registry, (active, updates, prepared) = self.registry, ready
         with self.guard.change():
             # Before there is anything to wait for: an interruption from here on leaves work in flight.
-            late = [s for s in registry.local if s in updates and self.attachment is not None and s.sharded]
-            now = [s for s in registry.local if s in updates and s not in late]
+            late = [s for s in registry.on_host if s in updates and self.attachment is not None and s.sharded]
+            now = [s for s in registry.on_host if s in updates and s not in late]
             behind = {piece.record for subgroup in late for piece in subgroup.pieces}
             updated = (r for r, _ in active.members if r.arena.accelerated or r in behind)
             self.in_flight = dict.fromkeys(updated, frozenset())

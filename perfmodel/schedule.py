@@ -11,7 +11,7 @@ from perfmodel.lanes import Stream
 from perfmodel.plan import Move, Placement, Plan, Tier
 from perfmodel.scope import UPDATE_ALONE, Phase, Scope
 from perfmodel.timeline import Op
-from perfmodel.windows import Windows, ordered
+from perfmodel.windows import WindowUse, ordered
 from perfmodel.workload import SubgroupLoad, Workload
 
 # What tasks do, and on which stream. Names of their own, because the planner makes some hundred
@@ -209,7 +209,7 @@ class ScheduleBuilder:
         """The tasks after which a subgroup's new parameters are on the device."""
         self.departed: dict[int, tuple[int, ...]] = {}
         self.fetched: dict[int, int] = {}
-        self.windows = Windows(workload.windows, self._write)
+        self.windows = WindowUse(workload.windows, self._write)
 
     def add(
         self,

@@ -30,7 +30,7 @@ def ordered(plan: Plan, workload: Workload, *, reverse: bool = False) -> Plan:
     return dataclasses.replace(plan, order=order[::-1] if reverse else order)
 
 
-class Windows:
+class WindowUse:
     """Which subgroup's state is in which window. It is written when another needs the window, not before.
 
     inside: the windows by subgroup.

@@ -31,7 +31,7 @@ class Rests:
         if self._homes.disk is None or limit is None:
             return {}
         gradients = self._homes.host.gradient_bytes
-        count, window = self._homes.windows(subgroups)
+        count, window = self._homes.windows_needed(subgroups)
         # What is on disk could only come home through windows.
         nowhere_else = not self._homes.disk.nbytes
         fits = nowhere_else and gradients + sum(load.host_bytes for load in loads) <= limit

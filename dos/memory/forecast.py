@@ -161,10 +161,10 @@ class Forecast:
         marks = [m for m in (*self._marks, self._now) if m]
         if not marks:
             return Room(0, 0)
-        windows = [m[Op.UPDATE] for m in marks if Op.UPDATE in m]
+        updates = [m[Op.UPDATE] for m in marks if Op.UPDATE in m]
         levels = [*self._others, *([] if self._others_now is None else [self._others_now])]
-        resident, why = min(self._limits(marks, windows, levels))
-        update = max(resident, min(windows) - _expected(levels) if windows else resident)
+        resident, why = min(self._limits(marks, updates, levels))
+        update = max(resident, min(updates) - _expected(levels) if updates else resident)
         fits = None if self._fits is None else self._fits[0]
         most = min(self._total if known is None else known for known in (fits, self._failed_at))
         if most < resident - self.margin:
@@ -174,17 +174,17 @@ class Forecast:
         return Room(resident, update, why, self.margin, short, update - resident)
 
     def _limits(
-        self, marks: Sequence[dict[Op, int]], windows: Sequence[int], levels: Sequence[int]
+        self, marks: Sequence[dict[Op, int]], updates: Sequence[int], levels: Sequence[int]
     ) -> Iterator[tuple[int, str]]:
         """What each of the rules leaves for state at the next peak, and for what the rest is."""
         peaks = [_peak(m) for m in marks]
         others = bool(levels) and _expected(levels) > levels[-1]
         beside = "for the peak of an iteration" + (" and what other processes may take back" if others else "")
         yield min(peaks) - _expected(levels), beside
-        if windows:
+        if updates:
             # Not the most: an iteration in which a neighbour left or came says nothing of what an iteration needs.
             swing = statistics.median_high(m[Op.UPDATE] - _peak(m) for m in marks if Op.UPDATE in m)
-            yield windows[-1] - max(0, swing) - _expected(levels), beside
+            yield updates[-1] - max(0, swing) - _expected(levels), beside
         # One of them is shorter after an interruption. Where memory is given back, marks fall by that.
         if min(len(peaks), len(levels)) >= 4 and not self._given_back():
             left = [peak - level for peak, level in zip(peaks[-4:], levels[-4:], strict=True)]

@@ -62,7 +62,7 @@ def updates_of(active: Active, registry: Registry, scales: Iterable[float]) -> d
         written = number >= active.settled and record.changed()
         gradients[record.number] = Input(gradient, gradient.data_ptr(), setting, written)
     updates = {}
-    for subgroup in itertools.chain(registry.local, registry.accelerated):
+    for subgroup in itertools.chain(registry.on_host, registry.accelerated):
         there = offloaded.enabled and subgroup.arena.accelerated
         update = SubgroupUpdate(subgroup, gradients, settings, offloaded=there)
         if update.items:

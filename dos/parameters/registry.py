@@ -37,7 +37,7 @@ class Registry:
     records: by the id of the parameter, which the record keeps alive. numbered: how many there were, those that are
         gone included.
     accelerated: those subgroups whose parameters are on the accelerator; index: their positions, which a Plan uses.
-    local: those whose parameters are on the host.
+    on_host: those whose parameters are on the host.
     places: each record's pieces, with the subgroups in which they lie.
     host_store: what holds state on the host; homes: that, and the disk.
     devices: says which parameters are on the accelerator. lasting_bytes: device memory of state that never leaves.
@@ -64,7 +64,7 @@ class Registry:
         self.records: dict[int, ParameterRecord] = {}
         self.numbered = 0
         self.accelerated: list[Subgroup] = []
-        self.local: list[Subgroup] = []
+        self.on_host: list[Subgroup] = []
         self.index: dict[Subgroup, int] = {}
         self.places: dict[ParameterRecord, list[tuple[Subgroup, Piece]]] = {}
         offloads, native = bool(options.offload_gradients), options.offload_gradients == NATIVE
@@ -191,7 +191,7 @@ class Registry:
         for record in gone:
             del self.records[id(record.parameter)], self.places[record]
         self.accelerated = [s for s in self.accelerated if s.arena not in arenas]
-        self.local = [s for s in self.local if s.arena not in arenas]
+        self.on_host = [s for s in self.on_host if s.arena not in arenas]
         self.reindex()
         self._let_go_of_others(parameters)
 
@@ -226,7 +226,7 @@ class Registry:
             for subgroup in subgroups:
                 for piece in subgroup.pieces:
                     self.places[piece.record].append((subgroup, piece))
-                (self.accelerated if subgroup.arena.accelerated else self.local).append(subgroup)
+                (self.accelerated if subgroup.arena.accelerated else self.on_host).append(subgroup)
             self.numbered += len(records)
             self.records.update({id(record.parameter): record for record in records})
             for key in nbytes:
@@ -241,7 +241,7 @@ class Registry:
         """Put the subgroups in the order in which their parameters, by id, are first used; others come last."""
         rank = {parameter: i for i, parameter in enumerate(first_use)}
         last = len(rank)
-        for subgroups in (self.accelerated, self.local):
+        for subgroups in (self.accelerated, self.on_host):
             subgroups.sort(key=lambda s: min(rank.get(id(piece.record.parameter), last) for piece in s.pieces))
         self.reindex()
 

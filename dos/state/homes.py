@@ -34,7 +34,7 @@ class Homes:
         self.host.spills = True
         self.disk = DiskStore(device, self.host, folders)
 
-    def windows(self, subgroups: Iterable[Subgroup]) -> tuple[int, int]:
+    def windows_needed(self, subgroups: Iterable[Subgroup]) -> tuple[int, int]:
         """How many windows there are to be for state of these, if any of it is on disk, and their bytes."""
         nbytes, limit = window_bytes(subgroups), self.host.limit
         most = WINDOWS if limit is None else (limit - self.host.gradient_bytes) // (2 * nbytes)
@@ -53,7 +53,7 @@ class Homes:
         through = 0
         to_come = (self.host.home_bytes(s) for s in every if not self.host.houses(s))
         if self.disk.nbytes or sum(to_come) > self.host.room:
-            through = math.prod(self.windows(every))
+            through = math.prod(self.windows_needed(every))
         housed = self.housed((s for s in homeless if not self.disk.has(s)), through)
         return tiers | {subgroup: Tier.DISK for subgroup in homeless if subgroup not in housed}
 
