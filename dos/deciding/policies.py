@@ -28,7 +28,7 @@ _KNOWN = (
 )
 
 
-_ALIKE: dict[str, Policy] = {"cpu": cpu_only, "resident": resident}
+_BY_NAME: dict[str, Policy] = {"cpu": cpu_only, "resident": resident}
 
 
 def resolve_policy(policy: str | float | Policy) -> Policy:
@@ -47,8 +47,8 @@ def resolve_policy(policy: str | float | Policy) -> Policy:
     name, _, argument = policy.partition(":")
     if policy == "adaptive":
         return AdaptivePolicy()
-    if policy in _ALIKE:
-        return _ALIKE[policy]
+    if policy in _BY_NAME:
+        return _BY_NAME[policy]
     if name == "stride":
         try:
             k = int(argument)

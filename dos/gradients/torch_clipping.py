@@ -13,8 +13,8 @@ from torch import Tensor
 from dos.gradients.clipping import clip_factor
 from dos.sharding.local import as_replicated, is_sharded, whole
 
-_live: weakref.WeakSet[Any] = weakref.WeakSet()
-"""All optimizers of ours."""
+_sessions: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Of all optimizers of ours."""
 _folds = False
 
 
@@ -33,9 +33,9 @@ def fold_clipping(enabled: bool = True) -> None:
     _wrap_torch()
 
 
-def watch_clipping(optimizer: Any, *, offloads: bool) -> None:
-    """Let torch's clipping know of this optimizer, its session, at once if that may have offloaded gradients."""
-    _live.add(optimizer)
+def watch_clipping(session: Any, *, offloads: bool) -> None:
+    """Let torch's clipping know of this session, at once if that may have offloaded gradients."""
+    _sessions.add(session)
     if offloads:
         _wrap_torch()
 
@@ -73,11 +73,11 @@ def _clip_grad_norm(
 ) -> Tensor:
     """As torch's, of offloaded gradients, too: the factor of these is folded into the update."""
     found = _as_list(parameters)
-    optimizers = [optimizer for optimizer in list(_live) if optimizer.may_have_offloaded(found)]
-    if not optimizers:
+    sessions = [session for session in list(_sessions) if session.may_have_offloaded(found)]
+    if not sessions:
         # torch warns of a generator that is empty.
         return clip(found or parameters, max_norm, norm_type, error_if_nonfinite, foreach)
-    norms = [optimizer.offloaded_norm(found, float(norm_type)) for optimizer in optimizers]
+    norms = [session.offloaded_norm(found, float(norm_type)) for session in sessions]
     gradients = [p.grad for p in found if p.grad is not None]
     if gradients:
         norms.insert(0, whole(torch.nn.utils.get_total_norm(gradients, norm_type, foreach=foreach)))
@@ -89,8 +89,8 @@ def _clip_grad_norm(
             f"{float(total)}, so they cannot be clipped; set error_if_nonfinite=False to multiply them all the same"
         )
     torch.nn.utils.clip_grads_with_norm_([p for p in found if p.grad is not None], max_norm, total, foreach)
-    for optimizer in optimizers:
-        optimizer.fold_offloaded(found, clip_factor(total, float(max_norm)))
+    for session in sessions:
+        session.fold_offloaded(found, clip_factor(total, float(max_norm)))
     return as_replicated(total, next(filter(is_sharded, found), None))
 
 
@@ -104,11 +104,11 @@ def _clip_grads_with_norm(
     """As torch's, or as `fold_clipping` says."""
     found = _as_list(parameters)
     _refuse_offloaded(found, "clip_grads_with_norm_", "its norm was found without them")
-    optimizers = list(_live) if _folds else []
-    if optimizers:
+    sessions = list(_sessions) if _folds else []
+    if sessions:
         factor = clip_factor(whole(total_norm).to(torch.float32), float(max_norm))
         # A parameter may be of several: of one that was replaced and is still referred to, too.
-        folded = {id(p) for optimizer in optimizers for p in optimizer.fold_factor(found, factor)}
+        folded = {id(p) for session in sessions for p in session.fold_factor(found, factor)}
         found = [p for p in found if id(p) not in folded]
     if found:
         clip(found, max_norm, total_norm, foreach)
@@ -131,7 +131,7 @@ def _as_list(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
 
 
 def _refuse_offloaded(parameters: Sequence[Tensor], function: str, why: str) -> None:
-    if any(optimizer.has_offloaded(parameters) for optimizer in list(_live)):
+    if any(session.has_offloaded(parameters) for session in list(_sessions)):
         raise RuntimeError(
             f"torch.nn.utils.{function} cannot clip gradients that DOSAdam(offload_gradients=True) keeps on the host, "
             f"because {why}; clip their norm with torch.nn.utils.clip_grad_norm_, which does, or with "
