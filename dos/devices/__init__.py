@@ -1,11 +1,11 @@
 """Accelerators behind one small protocol."""
 
-from dos.devices.base import LANES, Cached, Caller, Copy, Device, Issued, Job, Mark, Memory, ThreadJob, pinned_zeros
+from dos.devices.base import LANE_OF, Cached, Caller, Copy, Device, Issued, Job, Mark, Memory, ThreadJob, pinned_zeros
 from dos.devices.emulated import EmulatedDevice, Script
 from dos.devices.select import DeviceFinder
 
 __all__ = [
-    "LANES",
+    "LANE_OF",
     "Cached",
     "Caller",
     "Copy",

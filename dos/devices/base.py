@@ -24,8 +24,8 @@ Copy = tuple[Tensor, Tensor]
 
 
 _STREAMS = (GRADIENT, FLUSH, PREFETCH, PARAMETER, ON_DEVICE, SAVE, RESTORE)
-LANES = {op: LANE_OF_STREAM[stream] for op, stream in _STREAMS}
-"""The streams of a device, one for each operation, and the lane that serves it."""
+LANE_OF = {op: LANE_OF_STREAM[stream] for op, stream in _STREAMS}
+"""The operations that a device has a stream for, and the lane of each."""
 
 
 Caller = Hashable

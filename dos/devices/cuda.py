@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from dos.devices.base import LANES, Cached, Caller, Copy, Job, Mark, Memory
+from dos.devices.base import LANE_OF, Cached, Caller, Copy, Job, Mark, Memory
 from dos.devices.coalesce import copy_pieces
 from dos.devices.pinned import pin, unpin
 from dos.devices.ranges import named
@@ -166,7 +166,7 @@ class CudaDevice:
         return _CudaJob(self, self._clock, None, event, Op.BACKWARD, None, ())
 
     def copy(self, op: Op, subgroup: int, copies: Sequence[Copy], after: Sequence[Job] = ()) -> Job:
-        to_host = LANES[op] is Lane.D2H
+        to_host = LANE_OF[op] is Lane.D2H
         host, device = (0, 1) if to_host else (1, 0)
         # State is freed by the engine once nothing uses it; gradients and parameters by users, whenever they like.
         theirs = [copy[device] for copy in copies] if op in (Op.GRADIENT, Op.PARAMETER) else []
@@ -248,7 +248,7 @@ class CudaDevice:
         """
         stream = self._streams[op]
         with (
-            named(LANES[op].value, op.value, subgroup),
+            named(LANE_OF[op].value, op.value, subgroup),
             self.current(),
             torch.cuda.stream(stream),
             torch.no_grad(),
@@ -286,7 +286,7 @@ def _streams_of(device: torch.device) -> tuple[Mapping[Op, torch.cuda.Stream], t
     would in the end share them with the model's communication. Sharing them cannot block for ever: what a stream waits
     for has been issued before, on whichever stream.
     """
-    streams = {op: torch.cuda.Stream(device, priority=_HIGH if op is Op.UPDATE else _NORMAL) for op in LANES}
+    streams = {op: torch.cuda.Stream(device, priority=_HIGH if op is Op.UPDATE else _NORMAL) for op in LANE_OF}
     return streams, torch.cuda.Stream(device)
 
 
@@ -358,7 +358,7 @@ class _CudaJob:
             if self.start is None:
                 return Span(Lane.GPU, self.op, self.subgroup, end, end)
             nbytes = sum(tensor.nbytes for tensor in self.keeps)
-            return Span(LANES[self.op], self.op, self.subgroup, self.clock.read(self.start), end, nbytes)
+            return Span(LANE_OF[self.op], self.op, self.subgroup, self.clock.read(self.start), end, nbytes)
 
     def at(self) -> float | None:
         if self.ended_at is None:

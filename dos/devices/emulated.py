@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dos.devices.base import LANES, Cached, Caller, Copy, Job, Mark, Memory, ThreadJob
+from dos.devices.base import LANE_OF, Cached, Caller, Copy, Job, Mark, Memory, ThreadJob
 from dos.devices.pacer import Pacer
 from dos.devices.pinned import unpin
 from dos.guard import exclusive, renewed
@@ -24,8 +24,7 @@ from dos.lifetime import submit
 from perfmodel import Lane, Op, Span
 from perfmodel.format import MIXED
 from perfmodel.hardware import HardwareProfile
-from perfmodel.lanes import LANES as SERVICES
-from perfmodel.lanes import lane_speeds
+from perfmodel.lanes import LANES, lane_speeds
 
 Occupancy = int | Callable[[], int]
 """Bytes, always the same or as they are at the call."""
@@ -145,7 +144,7 @@ class EmulatedDevice:
         self._pacer = Pacer(functools.partial(EmulatedDevice._speeds, weakref.proxy(self)))
         self._lock = threading.RLock()  # `allocate` asks for `usage`, and so may what is collected meanwhile
         # In-order streams: one worker thread each.
-        self._streams = {op: ThreadPoolExecutor(1, thread_name_prefix=f"dos-emulated-{op.value}") for op in LANES}
+        self._streams = {op: ThreadPoolExecutor(1, thread_name_prefix=f"dos-emulated-{op.value}") for op in LANE_OF}
 
     @property
     def name(self) -> str:
@@ -250,7 +249,7 @@ class EmulatedDevice:
                 destination.copy_(source)
 
         nbytes = sum(source.nbytes for _, source in copies)
-        return self._queue(op, subgroup, work, SERVICES[LANES[op]].seconds(nbytes, self.profile), nbytes, after)
+        return self._queue(op, subgroup, work, LANES[LANE_OF[op]].seconds(nbytes, self.profile), nbytes, after)
 
     def launch(
         self,
@@ -265,23 +264,23 @@ class EmulatedDevice:
             update()
 
         size = numel / self.profile.speed(Lane.GPU, state_format)
-        alone_s = SERVICES[LANES[Op.UPDATE]].seconds(size, self.profile)
+        alone_s = LANES[LANE_OF[Op.UPDATE]].seconds(size, self.profile)
         return self._queue(Op.UPDATE, subgroup, work, alone_s, 0, after)
 
     def bind_host_thread(self) -> None:
         pass
 
     def host_update(self, numel: int, traffic: int, state_format: str = MIXED.name) -> AbstractContextManager[float]:
-        alone_s = SERVICES[Lane.CPU].seconds(numel / self.profile.speed(Lane.CPU, state_format), self.profile)
+        alone_s = LANES[Lane.CPU].seconds(numel / self.profile.speed(Lane.CPU, state_format), self.profile)
         return self._pacer.serve(Lane.CPU, alone_s, traffic * self.profile.cpu_traffic_factor)
 
     def disk_io(self, lane: Lane, nbytes: int) -> AbstractContextManager[float]:
-        return self._pacer.serve(lane, SERVICES[lane].seconds(nbytes, self.profile), nbytes)
+        return self._pacer.serve(lane, LANES[lane].seconds(nbytes, self.profile), nbytes)
 
     def _speeds(self, demands: Mapping[Lane, float]) -> Mapping[Lane, float]:
         """The simulator's rule, so that both agree on how lanes slow each other."""
-        busy = {number: demands[lane] for number, lane in enumerate(SERVICES) if lane in demands}
-        return dict(zip(SERVICES, lane_speeds(busy, self.profile), strict=True))
+        busy = {number: demands[lane] for number, lane in enumerate(LANES) if lane in demands}
+        return dict(zip(LANES, lane_speeds(busy, self.profile), strict=True))
 
     def _queue(
         self, op: Op, subgroup: int, work: Callable[[], None], alone_s: float, traffic: int, after: Sequence[Job]
@@ -291,9 +290,9 @@ class EmulatedDevice:
         def run() -> Span:
             for job in after:
                 job.wait()
-            with torch.no_grad(), self._pacer.serve(LANES[op], alone_s, traffic, urgent=urgent) as start:
+            with torch.no_grad(), self._pacer.serve(LANE_OF[op], alone_s, traffic, urgent=urgent) as start:
                 work()
-            return Span(LANES[op], op, subgroup, start, time.perf_counter(), traffic)
+            return Span(LANE_OF[op], op, subgroup, start, time.perf_counter(), traffic)
 
         return ThreadJob(submit(self._streams[op], run))
 

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 
-from dos.devices import LANES, Device, Job
+from dos.devices import LANE_OF, Device, Job
 from dos.guard import Guard
 from dos.lifetime import on_own_thread
 from dos.state.device_store import DeviceStore
@@ -218,7 +218,7 @@ class Engine:
         for thread in (self.host, *(() if disk is None else (disk.reading, disk.writing))):
             with contextlib.suppress(Exception):
                 thread.submit(lambda: None).result()
-        for op in LANES:  # in-order streams, so what is issued last ends last
+        for op in LANE_OF:  # in-order streams, so what is issued last ends last
             with contextlib.suppress(Exception):
                 last = self.device.launch(0, lambda: None, 0) if op is Op.UPDATE else self.device.copy(op, 0, [])
                 last.wait()

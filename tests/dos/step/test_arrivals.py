@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dos import DOSAdam, EmulatedDevice
 from dos.deciding.policies import AdaptivePolicy
-from dos.devices import LANES, Copy, Job
+from dos.devices import LANE_OF, Copy, Job
 from dos.state.device_store import DeviceStore
 from dos.state.subgroup import Subgroup
 from perfmodel import Op, Placement, Plan, Workload
@@ -142,7 +142,7 @@ def test_memory_is_not_given_away_while_state_that_does_not_stay_is_still_arrivi
     optimizer = DOSAdam(model.parameters(), policy=InTurn(CPU, RESIDENT, CPU), subgroup_size=150, device=device)
     train(model, optimizer, 2)
     optimizer.synchronize()
-    for op in LANES:
+    for op in LANE_OF:
         device.copy(op, 0, []).wait()  # to the end of each stream
     assert freed
     assert all(torch.equal(buffer, then) for buffer, then in freed)
