@@ -74,7 +74,7 @@ class AdaptivePlanner:
         """The plan for this iteration."""
         search = self._search
         # Where rates alone have changed a search comes to its end first, or none ever would where they change often.
-        if search is None or search.inputs[0] != workload or (self.settled and search.inputs[1] != profile):
+        if search is None or search.workload != workload or (self.settled and search.profile != profile):
             search, self.settled = Search(workload, profile), False
             self._search = search
             self._plan = None if self._plan is None else trimmed(self._plan, workload)

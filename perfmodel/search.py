@@ -59,7 +59,7 @@ class Search:
     """
 
     def __init__(self, workload: Workload, profile: HardwareProfile) -> None:
-        self.inputs = workload, profile
+        self.workload, self.profile = workload, profile
         self.ended = False
         self._fits = workload.state_bytes <= min(workload.peak_free_bytes, workload.shared_free_bytes)
         self._leaving = _leaving(workload)
@@ -86,7 +86,7 @@ class Search:
 
     def _best_plan(self) -> Plan:
         """The whole search."""
-        n = len(self.inputs[0].subgroups)
+        n = len(self.workload.subgroups)
         size, *finer = [*(level for level in LEVELS if n >= 1.5 * level), min(n, FINE)]
         answers: list[tuple[float, _Sample, int]] = []
         near, step, found = size // 2, size // 4, dict[int, int]()  # by slots: each has a valley of its own
@@ -94,7 +94,7 @@ class Search:
         places = [0, stride] if stride else [0]
         while places:
             for place in places:
-                for memory in _divisions(self.inputs[0], self._leaving[place], self._fits):
+                for memory in _divisions(self.workload, self._leaving[place], self._fits):
                     sample = self._sample(memory, size)
                     near, step = self._lowest(sample, found.get(memory.slots, near), step, sample.ends), 1
                     found[memory.slots] = near
@@ -129,7 +129,7 @@ class Search:
 
     def _judged(self, cost: float, sample: _Sample, on_cpu: int) -> Plan:
         """The plan of an answer; all state on the GPU if it fits and that is about as good."""
-        workload = self.inputs[0]
+        workload = self.workload
         if self._fits:
             compute_s, all_resident_s = sample.compute_s, self._cost(sample, 0)
             if not workload.backward_s or compute_s + cost > (1 - WORTHWHILE) * (compute_s + all_resident_s):
@@ -173,15 +173,16 @@ class Search:
     def _cost(self, sample: _Sample, on_cpu: int) -> float:
         """Exposed seconds with so many subgroups on the CPU, for as much as the whole has. Raises _PauseError."""
         if on_cpu not in sample.costs:
-            leaving = self.inputs[0].leaving(sample.memory.activation_bytes)
-            if self._began < self.tasks > self._most - self._most_tasks * sample.size - 4 * len(leaving):
+            leaving = self.workload.leaving(sample.memory.activation_bytes)
+            most = self._most - self._most_tasks * sample.size - 4 * len(leaving)
+            if self.tasks > max(self._began, most):
                 raise _PauseError
             sample.costs[on_cpu] = sample.exposed(on_cpu)
         return sample.costs[on_cpu]
 
     def _sample(self, memory: _Memory, size: int) -> _Sample:
         if (memory, size) not in self._samples:
-            self._samples[memory, size] = _Sample(*self.inputs, memory, size)
+            self._samples[memory, size] = _Sample(self.workload, self.profile, memory, size)
         return self._samples[memory, size]
 
 
