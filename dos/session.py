@@ -119,9 +119,9 @@ class Session(InFlight):
             self.on_device.step_returns()
 
     def prepare(self, scale: float) -> Ready:
-        """Look into everything that a step needs, and get the memory for it; nothing has changed if this raises.
+        """Look into everything that a step needs, and get the memory for it.
 
-        scale: unscales gradients.
+        No parameter and no value of the state has changed if this raises. scale: unscales gradients.
         """
         registry = self.registry
         registry.watching.renew()

@@ -141,7 +141,7 @@ def measure(
     ranks: that share the host's memory. disk: folders for state on disk.
 
     **Host bandwidth.** The model (`perfmodel.lanes.shared_rates`) lets CPU update and transfers run at their own
-    rates until the bytes/s they cause together reach the host bandwidth, and from there on slows all by one factor. So
+    rates until the bytes/s they cause together reach the host bandwidth, and from there on shares it max-min fairly. So
     it is the sum of the bytes/s of a CPU update (`MIXED.update_traffic` per parameter) and of transfers both ways (one
     byte each) while all three run at once. Where they did not slow each other it is only known that the bandwidth is no
     less, and the model then predicts what was seen: no slowdown. Without transfers, what the CPU update causes alone.

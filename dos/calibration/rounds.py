@@ -1,4 +1,4 @@
-"""Times work in rounds that all ranks begin together: medians with their spread."""
+"""Times work in rounds, after all ranks have begun together: medians with their spread."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Rounds:
         self.exchange = exchange
 
     def timed(self, run: Callable[[], list[list[float]]], turns: int = 1) -> list[Figure]:
-        """Of rounds that all ranks begin together: of each list that `run` gives.
+        """Of rounds, after all ranks have begun together: of each list that `run` gives.
 
         turns: so many times as long as the effort says.
         """

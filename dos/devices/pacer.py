@@ -91,6 +91,6 @@ class Pacer:
         self._advanced = now
 
     def _share(self) -> None:
-        """The set of busy lanes changed: new speeds, and everybody looks at the clock again."""
+        """The set of busy lanes changed: new speeds, at which waiting threads look at the clock again."""
         self._speed = self._speeds({lane: work.demand for lane, work in self._served().items()})
         self._changed.notify_all()

@@ -77,7 +77,7 @@ class Registry:
         self._loads: tuple[SubgroupLoad, ...] | None = None
 
     def record(self, parameter: Tensor) -> ParameterRecord | None:
-        """The parameter's record, if it has had a gradient."""
+        """The parameter's record, if it has a place in an arena."""
         return self.records.get(id(parameter))
 
     @property

@@ -1,4 +1,4 @@
-"""State at home: on the host."""
+"""State in host memory."""
 
 from __future__ import annotations
 

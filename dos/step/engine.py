@@ -168,14 +168,14 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is in flight that anybody would have to wait for."""
+        """Whether nothing is in flight that the next step or `bring_home` would have to wait for."""
         return not self.early.begun and self._step is None
 
     def wait(self) -> Timeline | None:
-        """Block until nothing is in flight; the spans in seconds since `start`, early transfers before 0.
+        """Block until nothing is in flight; the spans, None if no step was.
 
-        None if no step was in flight.
-
+        They are in seconds since the step was called, or backward ended on the device, whichever was later. Early
+        transfers come before 0.
         Raises RuntimeError for what went wrong in any lane, with the first cause, once no work is in flight any more.
         """
         if self.idle:
