@@ -186,7 +186,7 @@ class DeviceSide:
             return None
         subgroups, engine = self._registry.accelerated, self.engine
         ran_out = self.decisions.memory.forecast.ran_out_lately
-        # What has to leave for state to come has to have left in this forward.
+        # State may only come into room that saved tensors have already left in this forward.
         assert self._now.workload is not None, "the plan was made for it"
         plan = self._rests.ordered(plan, self._now.workload)
         if self.decisions.follows_memory and not ran_out and plan.activation_bytes <= self.activations.leaving:

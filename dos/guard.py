@@ -1,4 +1,4 @@
-"""What keeps a step whole: one thread at a time, and changes that either end or are known not to have."""
+"""One thread at a time in an optimizer, and steps that end whole or break it for good."""
 
 from __future__ import annotations
 

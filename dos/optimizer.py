@@ -316,7 +316,7 @@ class DOSAdam(Optimizer):
     @state.setter
     def state(self, state: Mapping[Tensor, Any]) -> None:
         self._session.bring_home()
-        self._session.hold(state)
+        self._session.install_state(state)
 
     @torch._disable_dynamo
     @exclusive
@@ -442,7 +442,7 @@ class DOSAdam(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         own = dict(state)
         self._set_up(own.pop("options"), own.pop("device"))
-        self._session.hold(own.pop("state"))
+        self._session.install_state(own.pop("state"))
         self._session.groups = own.pop("param_groups")
         super().__setstate__(own)
         for group in self.param_groups:

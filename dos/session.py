@@ -152,7 +152,7 @@ class Session(InFlight):
         return Ready(active, updates, (plan, self.on_device.prepare(plan, updates)))
 
     def _active(self) -> Active:
-        """The records of all parameters with a gradient, fit to be used; what they need is done."""
+        """Enrol, bring home and settle all parameters that have a gradient, as they need it; their records."""
         settled, others, gone = self.reconciler.look(self.groups)
         if gone:
             # Their arenas go as a whole: what still referred to one could use memory that is no more.
@@ -384,13 +384,13 @@ class Session(InFlight):
         """Have this state and these groups, both or neither."""
         self.bring_home()
         with self.guard.change():
-            self.hold(state)
+            self.install_state(state)
             for record in self.registry.records.values():
                 record.version = -1  # masters follow their parameters in the next step
             self.groups = groups
 
-    def hold(self, state: Mapping[Tensor, Any]) -> None:
-        """Have this state, which users have, too."""
+    def install_state(self, state: Mapping[Tensor, Any]) -> None:
+        """Make this the optimizer's state; user code may keep references to it."""
         self.reconciler.state, self.reconciler.seen = LiveState(state, self.settle_state), True
 
     @exclusive

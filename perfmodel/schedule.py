@@ -73,8 +73,8 @@ class SubgroupState(NamedTuple):
 
     state: where it is. gradient: where that is; None: there is none, and nothing is updated.
     numel: parameters that have a gradient. parameter_bytes: of them.
-    gradient_bytes: of what has yet to be moved, if the gradient is not where the update is; None:
-        it has all left.
+    gradient_bytes: still to be copied, if the gradient is not where the update is; None: no copy is
+        needed, for it has all left.
     departed: the transfers under way that bring gradients to the host, by their places among those.
     fetched: the one under way that brings the state, to a slot or to stay.
     stale_bytes: of parameters that are half of their masters, where the host has not the newest: it

@@ -260,7 +260,7 @@ def _ms(seconds: float) -> str:
 def unused(
     plan: Plan, workload: Workload, profile: HardwareProfile | None, withheld: Sequence[tuple[int, str]]
 ) -> list[str]:
-    """Lines that say for what memory is that state could have, and what to do if nothing fits.
+    """Lines that name device memory which state could use and does not, why, and what to do if nothing fits.
 
     workload: for which the plan was made. profile: None if the policy asks for none.
     withheld: see MemoryMonitor.

@@ -28,7 +28,7 @@ class Clipping:
     next iteration by the norm of these.
 
     max_grad_norm: to which every step clips, or None. meshes: the ranks over which gradients are divided.
-    Where `parameters` are asked for, they are all whose gradients are with them.
+    Where `parameters` are asked for, their gradients are in `p.grad` or offloaded; some may have none.
     """
 
     def __init__(self, offloaded: OffloadedGradients, max_grad_norm: float | None, meshes: Meshes) -> None:

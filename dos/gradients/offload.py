@@ -35,7 +35,7 @@ _INCOMPLETE = (
 
 
 class _Total(NamedTuple):
-    """A parameter's gradient so far: complete once `arrived` is, and where. staged: no other was added to it.
+    """A parameter's gradient so far: in `values`, complete once `arrived` is done. staged: no other was added to it.
 
     thread: in which backward made it; None: it was taken in no backward.
     """

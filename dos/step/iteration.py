@@ -16,7 +16,10 @@ from perfmodel import Lane, Op, Plan, Span, Workload
 
 
 class Wait(NamedTuple):
-    """The caller's work was held up between these, if the device had come to the first before the second was queued."""
+    """A stretch in which the caller may have waited.
+
+    It counts from when the device reached `before`; as 0 while the device has not reached it.
+    """
 
     before: Mark
     after: Mark
