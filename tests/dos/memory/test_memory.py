@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import gc
 import math
+import os
+import signal
 import sys
 import threading
 import warnings
@@ -586,3 +588,27 @@ def test_the_first_peak_is_seen_when_samples_are_rare(monkeypatch: pytest.Monkey
         own[0] = STATE_BYTES // 2
         optimizer.step()
     assert STATE_BYTES < device.peak_bytes <= device.capacity
+
+
+def test_a_child_that_is_forked_while_a_thread_samples_can_sample(device: EmulatedDevice) -> None:
+    sampling, forked = threading.Event(), threading.Event()
+
+    def held() -> int:
+        if threading.current_thread() is thread:
+            sampling.set()
+            forked.wait()
+        return 0
+
+    thread = threading.Thread(target=lambda: monitor.sample(always=True))
+    monitor = MemoryMonitor(device, held=held)
+    thread.start()
+    sampling.wait()
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # not that of the timeout of tests
+        signal.alarm(10)
+        monitor.sample(always=True)
+        os._exit(0)
+    forked.set()
+    thread.join()
+    assert os.waitpid(child, 0)[1] == 0

@@ -131,9 +131,13 @@ def test_memory_that_was_another_for_a_failed_step_only() -> None:
             raise ValueError("not now")
         return all_in(Placement.GPU_RESIDENT, workload)
 
-    fails = False
+    fails = True
     p, q = nn.Parameter(torch.ones(10)), nn.Parameter(torch.ones(10))
     optimizer, reference = made(policy, [p]), torch.optim.AdamW([q], lr=0.1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="not now"):
+        step(optimizer, p)
+    assert not optimizer.state, "the first step was none"
+    fails = False
     step(optimizer, p)
     before, fails = p.data, True
     p.data = before.clone()
