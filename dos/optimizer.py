@@ -186,6 +186,7 @@ class DOSAdam(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._session.finish_others()
         self._session.step(getattr(self, "found_inf", None), getattr(self, "grad_scale", None))
         return loss
 

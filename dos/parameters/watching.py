@@ -29,11 +29,18 @@ class Watching:
         self._watcher = weakref.ref(watcher)  # parameters must not keep their optimizer alive
         self._takes = takes
         self._watched: dict[Tensor, _Hook] = {}
+        self._sharing: weakref.WeakSet[Watching] = weakref.WeakSet()
+        """Others that watch, or have watched, any of these."""
         weakref.finalize(watcher, self.keep)
 
     def __len__(self) -> int:
         """How many parameters are watched."""
         return len(self._watched)
+
+    def others(self) -> list[Any]:
+        """The watchers that have any of these parameters, too."""
+        found = (other._watcher() for other in list(self._sharing))
+        return [watcher for watcher in found if watcher is not None]
 
     def watch(self, parameter: Tensor, wanted: bool) -> None:
         """Call the watcher each time backward has written to the gradient, if that is wanted.
@@ -48,6 +55,9 @@ class Watching:
         earlier = _last.get(id(parameter))
         if earlier is not None and earlier._takes and parameter in earlier._watched:
             earlier._watched[parameter].handle.remove()
+        for other in {earlier, *earlier._sharing} - {self} if earlier is not None else ():
+            other._sharing.add(self)
+            self._sharing.add(other)
         _last[id(parameter)] = self
         if not parameter.requires_grad:
             return

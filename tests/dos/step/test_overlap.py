@@ -384,17 +384,18 @@ def test_a_launch_that_fails_at_once_does_not_hang(reason: str, said: str) -> No
         train(model, optimizer, 1)
 
 
-def test_two_optimizers_attached_to_one_model() -> None:
+@pytest.mark.parametrize("shared", [False, True])
+def test_two_optimizers_attached_to_one_model(shared: bool) -> None:
     def run(make: Make) -> list[Tensor]:
         model = mlp()
-        optimizers = [make(model[0].parameters()), make([*model[2].parameters(), *model[3].parameters()])]
+        optimizers = [make(model[0].parameters()), make(model[0 if shared else 2 :].parameters())]
         for optimizer in optimizers:
             optimizer.attach(model)
         for step in range(4):
             backward(model, step)
             for optimizer in optimizers:
                 optimizer.step()
-                optimizer.zero_grad()
+            model.zero_grad()
         read = copy.deepcopy(model)
         for optimizer in optimizers:
             optimizer.synchronize()
