@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from dos.activations.pool import HostPool
-from dos.activations.saved import MOST, Births, Kept, Packed, Saved, Travelling
+from dos.activations.saved import MOST, Kept, Packed, Saved, SavedByForward, Travelling
 from dos.devices import Device, Job, Mark
 from dos.guard import exclusive
 from dos.machine.host_memory import available_bytes
@@ -67,9 +67,9 @@ class ActivationOffload:
         self._of_thread = threading.local()
         self._last: Sequence[int] = ()
         """The sizes of what the last forward saved, in order."""
-        self._recent: weakref.WeakSet[Births] = weakref.WeakSet()
+        self._recent: weakref.WeakSet[SavedByForward] = weakref.WeakSet()
         """Of the forwards whose share the plan decides."""
-        self._timed: Births | None = None
+        self._timed: SavedByForward | None = None
         """The last forward whose times are asked for; not the very first, which is slow."""
         self._groups: tuple[SavedTensors, ...] = ()
         self._told = False
@@ -130,7 +130,7 @@ class ActivationOffload:
 
     def away(self) -> int:
         """Bytes that are not on the device as the plan has said."""
-        return sum(births.away for births in list(self._recent))
+        return sum(forward.away_bytes for forward in list(self._recent))
 
     @property
     def leaving(self) -> int:
@@ -181,18 +181,18 @@ class ActivationOffload:
         self.end(key)  # an interruption may have ended the last forward before its hook
         if not torch.is_grad_enabled() or self.device.capturing():
             return
-        births = Births(self._chosen(amount), timed=amount == "auto" and bool(self._last) and not self._groups)
+        forward = SavedByForward(self._chosen(amount), timed=amount == "auto" and bool(self._last) and not self._groups)
         if amount == "auto":
-            self._recent.add(births)
-        if births.timed:
-            births.marks.append(self.device.mark())
-            self._timed = births
+            self._recent.add(forward)
+        if forward.timed:
+            forward.marks.append(self.device.mark())
+            self._timed = forward
         lasting = frozenset(local(p).untyped_storage()._cdata for p in known if not is_lazy(p))
         hooks = torch.autograd.graph.saved_tensors_hooks(
-            lambda tensor: self._pack(tensor, births, lasting), self._unpack
+            lambda tensor: self._pack(tensor, forward, lasting), self._unpack
         )
         hooks.__enter__()
-        self._stack.append((key, hooks, births, amount))
+        self._stack.append((key, hooks, forward, amount))
 
     @exclusive
     def end(self, key: object) -> None:
@@ -202,40 +202,40 @@ class ActivationOffload:
             return
         ended = None
         while ended is not key:
-            ended, hooks, births, amount = stack.pop()
+            ended, hooks, forward, amount = stack.pop()
             hooks.__exit__()
-            if births.timed:
-                births.marks.append(self.device.mark())
-            self.last_offloaded = births.gone, births.nbytes
-            if births.gone:  # callers still have what they gave, which may have left in vain
+            if forward.timed:
+                forward.marks.append(self.device.mark())
+            self.last_offloaded = forward.offloaded_bytes, forward.nbytes
+            if forward.offloaded_bytes:  # callers still have what they gave, which may have left in vain
                 self._look()
-            if births.sizes:
+            if forward.sizes:
                 if not self._last and isinstance(amount, float):  # nothing was known, and all that could has left
-                    self._wanted = sum(births.sizes[: _leaving(amount, births.sizes)])
-                self._last = births.sizes
-                self._totals.append(births.nbytes)
+                    self._wanted = sum(forward.sizes[: _leaving(amount, forward.sizes)])
+                self._last = forward.sizes
+                self._totals.append(forward.nbytes)
 
     @property
     def _stack(self) -> list[Any]:
         """The forwards that run in this thread."""
         return self._of_thread.__dict__.setdefault("stack", [])
 
-    def _chosen(self, amount: Amount) -> Callable[[Births], bool]:
+    def _chosen(self, amount: Amount) -> Callable[[SavedByForward], bool]:
         """Whether the last born may leave: those saved first do, until it is as much as asked for."""
         if amount == "auto":
             amount = self.share
         if not isinstance(amount, float):
-            return lambda births: births.gone + births.sizes[-1] <= amount
+            return lambda forward: forward.offloaded_bytes + forward.sizes[-1] <= amount
         # By place, not by bytes, so that batches of other lengths are divided alike.
         count = _leaving(amount, self._last)
-        return lambda births: amount > 0 and (not self._last or len(births.sizes) <= count)
+        return lambda forward: amount > 0 and (not self._last or len(forward.sizes) <= count)
 
-    def _pack(self, tensor: Any, births: Births, lasting: frozenset[int]) -> Kept:
+    def _pack(self, tensor: Any, forward: SavedByForward, lasting: frozenset[int]) -> Kept:
         """What autograd keeps in place of a tensor that it saves."""
         part = local(tensor)
         if not self._is_eligible(tensor, part, lasting):
             return Kept(tensor)
-        return self._save(tensor, part, births)
+        return self._save(tensor, part, forward)
 
     def _is_eligible(self, tensor: Any, part: Tensor, lasting: frozenset[int]) -> bool:
         """Whether the tensor may leave: not so parameters and buffers, nor views of them, which leaving would not free.
@@ -257,31 +257,31 @@ class ActivationOffload:
 
     @torch.no_grad()
     @exclusive
-    def _save(self, tensor: Any, part: Tensor, births: Births) -> Packed:
+    def _save(self, tensor: Any, part: Tensor, forward: SavedByForward) -> Packed:
         storage, span = part.untyped_storage(), _span(part)
         # With the version: what was written to since it was saved, by whichever name, is saved anew.
         key = (storage._cdata, *span, version(tensor))
-        saved = births.ranges.get(key)
+        saved = forward.ranges.get(key)
         if saved is None:
             saved = Saved(self.device, part, span, self._travelling)
-            births.add(saved)
-            births.ranges[key] = saved
-            if births.timed:
-                births.marks.append(self.device.mark())
-            if births.ended:
+            forward.add(saved)
+            forward.ranges[key] = saved
+            if forward.timed:
+                forward.marks.append(self.device.mark())
+            if forward.backward_began:
                 pass
-            elif births.leaves(births):
-                self._send(saved, births)
+            elif forward.may_leave(forward):
+                self._send(saved, forward)
             else:  # what stays takes the memory of what has left last
-                births.stayed += saved.nbytes
-                self._let_go(births)
+                forward.kept_bytes += saved.nbytes
+                self._let_go(forward)
         else:
-            births.add(saved)
+            forward.add(saved)
         # Once it has left its memory goes, which this stream reads; the allocator knows the one that it is of alone.
         self.device.keep(part)
         return Packed(tensor, part, saved)
 
-    def _send(self, saved: Saved, births: Births) -> None:
+    def _send(self, saved: Saved, forward: SavedByForward) -> None:
         """Start its way to the host, if there is room, and let go of what has arrived there."""
         block = self.pool.take(saved.nbytes)
         if block is None:
@@ -289,24 +289,25 @@ class ActivationOffload:
         else:
             # On another stream a backward may still run, which has given this block back.
             self._moves.append(saved.leave(block, () if self._restored is None else (self._restored,)))
-            births.leaving.append(weakref.ref(saved))
-            births.gone += saved.nbytes
+            forward.under_way.append(weakref.ref(saved))
+            forward.offloaded_bytes += saved.nbytes
         self._wanted = max(self._wanted, self.pool.used + sum(each.nbytes for each in self._denied))
-        self._let_go(births)
+        self._let_go(forward)
 
-    def _let_go(self, births: Births) -> None:
+    def _let_go(self, forward: SavedByForward) -> None:
         """Free what has left, but for what may be on its way beside what stays."""
-        under_way = [each for each in (reference() for reference in births.leaving) if each is not None]
-        least = 0 if births.stayed else _AT_ONCE
-        while len(under_way) > least and births.stayed + sum(each.nbytes for each in under_way[1:]) >= births.window:
-            with self._stall(births):
+        under_way = [each for each in (reference() for reference in forward.under_way) if each is not None]
+        kept = forward.kept_bytes
+        least = 0 if kept else _AT_ONCE
+        while len(under_way) > least and kept + sum(each.nbytes for each in under_way[1:]) >= forward.window:
+            with self._stall(forward):
                 under_way.pop(0).free()
-        births.leaving = list(map(weakref.ref, under_way))
+        forward.under_way = list(map(weakref.ref, under_way))
 
     @contextlib.contextmanager
-    def _stall(self, births: Births) -> Iterator[None]:
+    def _stall(self, forward: SavedByForward) -> Iterator[None]:
         """Surrounds what may wait for a saved tensor. The plan counts such waits itself, if it says what leaves."""
-        if births not in self._recent:
+        if forward not in self._recent:
             yield
             return
         before = self.device.mark()
@@ -338,12 +339,12 @@ class ActivationOffload:
     @exclusive
     def _fetch(self, packed: Packed) -> Tensor:
         saved = packed.saved
-        births = saved.births
-        if not births.ended:
+        forward = saved.forward
+        if not forward.backward_began:
             self._look()
-        births.ended = True
-        if births.timed and saved.number not in births.due:
-            births.due[saved.number] = self.device.mark()
+        forward.backward_began = True
+        if forward.timed and saved.number not in forward.due:
+            forward.due[saved.number] = self.device.mark()
         if saved.away:
             try:
                 self._bring_back(saved)
@@ -354,13 +355,13 @@ class ActivationOffload:
                 give_way(saved.nbytes)  # backward cannot wait, state can
                 self._bring_back(saved)
         if saved.spent:  # another backward begins
-            for other in births.before():
+            for other in forward.before():
                 other.spent = False
-        with self._stall(births) if saved.returns else contextlib.nullcontext():
+        with self._stall(forward) if saved.returns else contextlib.nullcontext():
             found = saved.read(packed)
         ahead = 0
-        for count, other in enumerate(each for each in births.before(saved) if not each.spent):
-            if count >= _AT_ONCE and ahead >= births.window:
+        for count, other in enumerate(each for each in forward.before(saved) if not each.spent):
+            if count >= _AT_ONCE and ahead >= forward.window:
                 break
             ahead += other.nbytes
             if other.away:

@@ -26,11 +26,11 @@ MOST = 2 * WINDOW
 class Saved:
     """A range of device memory that backward will read: on the device, on the host, or on its way.
 
-    nbytes: of it. births: of its forward, where it has its number, and a place in the order of use.
+    nbytes: of it. forward: all that its forward saved, where it has its number, and a place in the order of use.
     tensors: how many were saved in it. spent: whether backward has read them all.
     """
 
-    births: Births
+    forward: SavedByForward
 
     _host: tuple[Block, Job] | None = None
     """Where it went, and the copy there."""
@@ -206,27 +206,27 @@ class Packed(Kept):
         return laid_out_as(part, self.tensor)
 
 
-class Births:
+class SavedByForward:
     """What one forward saves, in order.
 
     saved: where it is, at the last place for what is saved again. sizes: in bytes.
-    nbytes: of all. gone: that left. stayed: that was not to leave.
-    ended: whether backward has begun to read it. leaves: whether what was saved last may leave.
-    ranges: those saved, by storage, bytes of it, and version. leaving: those that the device has yet.
+    nbytes: of all. offloaded_bytes: that left. kept_bytes: that were not to.
+    backward_began: whether it has begun to read it. may_leave: whether what was saved last may leave.
+    ranges: those saved, by storage, bytes of it, and version. under_way: those that left, and that the device has yet.
     marks: in the caller's work, if they are asked for: the begin of forward, and each birth; then forward's end.
     due: when backward needed it first, by its number among `sizes`.
     """
 
-    def __init__(self, leaves: Callable[[Births], bool], *, timed: bool) -> None:
+    def __init__(self, may_leave: Callable[[SavedByForward], bool], *, timed: bool) -> None:
         self.saved: list[weakref.ref[Saved] | None] = []
         self.sizes: list[int] = []
         self.nbytes = 0
-        self.gone = 0
-        self.stayed = 0
-        self.ended = False
+        self.offloaded_bytes = 0
+        self.kept_bytes = 0
+        self.backward_began = False
         self.ranges: weakref.WeakValueDictionary[tuple[int, ...], Saved] = weakref.WeakValueDictionary()
-        self.leaving: list[weakref.ref[Saved]] = []
-        self.leaves = leaves
+        self.under_way: list[weakref.ref[Saved]] = []
+        self.may_leave = may_leave
         self.timed = timed
         self.marks: list[Mark] = []
         self.due: dict[int, Mark] = {}
@@ -234,7 +234,7 @@ class Births:
     def add(self, saved: Saved) -> None:
         """It is saved, perhaps again: backward needs it before all others so far."""
         if saved.place is None:
-            saved.births, saved.number = self, len(self.sizes)
+            saved.forward, saved.number = self, len(self.sizes)
             self.sizes.append(saved.nbytes)
             self.nbytes += saved.nbytes
         else:
@@ -255,7 +255,7 @@ class Births:
         return self.nbytes // WINDOW
 
     @property
-    def away(self) -> int:
+    def away_bytes(self) -> int:
         """Bytes that are not on the device."""
         return sum(saved.nbytes for saved in self.before() if saved.away)
 
