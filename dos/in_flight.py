@@ -20,8 +20,8 @@ _CAPTURED = (
 )
 
 
-class InFlight:
-    """The last step of a session, which may run on when `step()` has returned.
+class SessionBase:
+    """What a session does about its last step, which may run on when `step()` has returned; `Session` has the rest.
 
     on_device: what is done on the accelerator; None until a parameter there is met.
     committed: whether there is a step that was issued and has not ended.

@@ -20,7 +20,7 @@ from dos.devices import Device
 from dos.gradients.clipping import Clipping
 from dos.gradients.scaling import amp_scale
 from dos.guard import Guard, exclusive
-from dos.in_flight import InFlight
+from dos.in_flight import SessionBase
 from dos.lifetime import main_thread_ended
 from dos.options import Options
 from dos.parameters.active import Active, Ready, updates_of
@@ -38,7 +38,7 @@ from dos.state.record import ParameterRecord
 from dos.step.work import Placed, apply
 
 
-class Session(InFlight):
+class Session(SessionBase):
     """What one optimizer does in its iterations. Nothing here refers to the optimizer, which holds this.
 
     groups: the optimizer's.
