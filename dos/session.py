@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from dos.activations.offload import Amount, Surrounding
 from dos.deciding.decisions import Decisions
@@ -67,7 +68,7 @@ class Session(SessionBase):
         if self.on_device is None and found is not None:
             policy = resolve_policy(self._options.policy)
             self.on_device = DeviceSide(found, self.registry, policy, self._options, self.guard)
-            self._set_attachment(self.attachment)
+            self._attach_device()
             # Work in flight ends when the optimizer is collected or the interpreter exits.
             weakref.finalize(self, self.on_device.engine.finish)
 
@@ -361,23 +362,26 @@ class Session(SessionBase):
     def attach(self, model: nn.Module, amount: Amount | None) -> None:
         """Let updates run on into the forward of this model. amount: of its saved tensors leave meanwhile."""
         self.synchronize()
-        before = self.attachment
-        self._set_attachment(None)  # until there is another, step() waits for all
+        self._look_for_device()
+        before, self.attachment = self.attachment, Attachment(model, self, amount)
         if before is not None:
             before.detach()
-        attachment = Attachment(model, self)
-        self._set_attachment(attachment)
-        if amount is not None and self.on_device is not None:
-            self.on_device.activations.prepare(amount)
-            attachment.surround(self.on_device.activations, amount)
+        self._attach_device()
 
-    def _set_attachment(self, attachment: Attachment | None) -> None:
-        self.attachment = attachment
-        if self.on_device is not None:
-            self.on_device.attached = attachment is not None
+    def _attach_device(self) -> None:
+        """Let the device know of the attachment, if there are both."""
+        if self.on_device is not None and self.attachment is not None:
+            self.on_device.attached = True
+            self.attachment.surround(self.on_device.activations)
+
+    def _look_for_device(self) -> None:
+        """Parameters may have been moved there since they were admitted."""
+        if self.on_device is None and any(self.registry.devices.holds(p) for p in self.parameters if not is_lazy(p)):
+            self._set_up_device()
 
     def offload_activations(self, amount: Amount) -> AbstractContextManager[None]:
         """Surrounds forwards, of each of which so much leaves: nothing with all parameters on the host."""
+        self._look_for_device()
         if self.on_device is None:
             return contextlib.nullcontext()
         self.on_device.activations.prepare(amount)

@@ -111,7 +111,7 @@ class ActivationOffload:
             self.share, self._planned = max(planned, self._planned), planned
         self._wanted = max(self._wanted, int(self.share * self._total))
         wanted = self._wanted + self._wanted // 8
-        if not self._wanted <= self.pool.nbytes <= 2 * wanted:
+        if self._last and not self._wanted <= self.pool.nbytes <= 2 * wanted:
             size = min(wanted, self._left_on_host() + self.pool.nbytes)
             if not self.pool.nbytes <= size <= self.pool.nbytes + self.pool.nbytes // 8:
                 if self._restored is not None:

@@ -44,7 +44,9 @@ class Attachment:
     shards, and modules, whose parameters are gathered when they run, for none.
     """
 
-    def __init__(self, model: nn.Module, watcher: Any) -> None:
+    def __init__(self, model: nn.Module, watcher: Any, amount: Any = None) -> None:
+        """amount: of what a forward saves leaves; None: of that nothing is asked."""
+        self._amount = amount
         self._watcher = weakref.ref(watcher)
         self._model = weakref.ref(model)
         self._ran: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
@@ -73,13 +75,12 @@ class Attachment:
         """None if it is no more."""
         return self._model()
 
-    def surround(self, offload: Any, amount: Any) -> None:
-        """Call `begin` and `end` of `offload` around each forward of the model, even one that raises.
-
-        amount: how much of what is saved there leaves.
-        """
-        model, reference = self._model(), weakref.ref(offload)  # the model must not keep its optimizer alive
-        assert model is not None, "it is being attached"
+    def surround(self, offload: Any) -> None:
+        """If anything is to leave, call `begin` and `end` of `offload` around each forward, even one that raises."""
+        amount, model, reference = self._amount, self._model(), weakref.ref(offload)  # a model keeps no optimizer alive
+        if amount is None or model is None:
+            return
+        offload.prepare(amount)
 
         def begin(module: nn.Module) -> None:
             alive = reference()

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from dos import DOSAdam
 from perfmodel import Op
 from tests.support.activations import Net, optimizer_of, saved
+from tests.support.devices import Copying
 from tests.support.interruptions import interrupted_at
 from tests.support.training import bits
 
@@ -91,6 +92,32 @@ def test_attaching_again_takes_the_first_hooks_off() -> None:
     optimizer.attach(model)
     model(torch.randn(8, 24)).sum().backward()
     assert saved(optimizer) == 0
+
+
+class Refuses(nn.Sequential):
+    def register_state_dict_pre_hook(self, hook: Any) -> Any:
+        raise RuntimeError("this model takes no hooks")
+
+
+def test_a_model_that_cannot_be_attached_leaves_the_first_one_attached() -> None:
+    model = Net()
+    optimizer = optimizer_of(model, 1.0)
+    with pytest.raises(RuntimeError, match="takes no hooks"):
+        optimizer.attach(Refuses(model))
+    model(torch.randn(8, 24)).sum().backward()
+    optimizer.step()
+    assert saved(optimizer) > 0
+    assert optimizer._session.on_device.attached
+
+
+def test_what_is_attached_before_its_parameters_are_there_leaves() -> None:
+    model = nn.Sequential(nn.LazyLinear(24), nn.Sigmoid(), nn.LazyLinear(24))
+    optimizer = DOSAdam(model.parameters(), device=Copying())
+    optimizer.attach(model, activations=1.0)
+    for _ in range(2):
+        model(torch.randn(20_000, 24)).sum().backward()
+        optimizer.step()
+    assert saved(optimizer) > 0
 
 
 def test_what_runs_in_another_thread_stays() -> None:
