@@ -201,6 +201,8 @@ def test_gradients_are_taken_away_again_once_another_optimizer_is_gone() -> None
     optimizer = offloading(model, betas=BETAS)
     offloading(model)
     assert trained(model, optimizer) == without(torch.float32)
+    offloading(model)  # after steps, too
+    train(model, optimizer, 1)
     backward(model, 0)
     assert all(p.grad is None for p in model.parameters())
 
