@@ -27,7 +27,7 @@ from tests.support.sharded import assert_equal, mesh_of, values, whole
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 KINDS: dict[str, dict[str, Any]] = {
-    "split": {},
+    "split": {"state_format": "split"},
     "float32": {"state_format": "float32"},
     "int8": {"state_format": "int8"},
     "amsgrad": {"amsgrad": True},
