@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -37,6 +36,7 @@ from dos.sharding.local import local
 from dos.sharding.meshes import Meshes
 from dos.state.record import ParameterRecord
 from dos.step.work import Placed, apply
+from dos.warn import warn
 
 
 class Session(SessionBase):
@@ -143,10 +143,9 @@ class Session(SessionBase):
             )
         if not active.members and not self._warned_idle:
             self._warned_idle = True
-            warnings.warn(
+            warn(
                 "DOSAdam.step() found no gradient on any of its parameters. If backward() was called, the model's "
-                "parameters were replaced after the optimizer was built; build it anew from model.parameters().",
-                stacklevel=4,
+                "parameters were replaced after the optimizer was built; build it anew from model.parameters()."
             )
         self._take_remaining_gradients(active.members)
         order = None if self.attachment is None else self.attachment.take_new_order()

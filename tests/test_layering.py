@@ -52,17 +52,18 @@ def test_layers() -> None:
 
 INNER: dict[str, set[str]] = {
     "guard": set(),
+    "warn": set(),
     "lifetime": {"guard"},
-    "machine": set(),
+    "machine": {"warn"},
     "sharding": set(),
     "devices": {"guard", "lifetime", "machine"},
     "activations": {"devices", "guard", "machine", "memory", "sharding", "state"},
     "kernels": {"machine"},
     "disk": {"kernels"},
     "state": {"devices", "disk", "kernels", "lifetime", "machine", "sharding"},
-    "gradients": {"devices", "kernels", "sharding", "state", "step"},
+    "gradients": {"devices", "kernels", "sharding", "state", "step", "warn"},
     "step": {"devices", "guard", "kernels", "lifetime", "machine", "sharding", "state"},
-    "memory": {"devices", "guard"},
+    "memory": {"devices", "guard", "warn"},
     "deciding": {"calibration", "devices", "kernels", "machine", "memory", "state", "step"},
     "options": {"deciding", "machine"},
     "parameters": {
@@ -76,6 +77,7 @@ INNER: dict[str, set[str]] = {
         "sharding",
         "state",
         "step",
+        "warn",
     },
     "calibration": {"devices", "disk", "kernels", "machine"},
     "calibrate": {"calibration"},
@@ -106,6 +108,7 @@ INNER: dict[str, set[str]] = {
         "sharding",
         "state",
         "step",
+        "warn",
     },
 }
 """Which parts of dos each part may import; the optimizer may import any. There is no way round."""

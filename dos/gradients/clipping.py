@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import warnings
 from collections.abc import Collection, Iterable, Sequence
 
 import torch
@@ -17,6 +16,7 @@ from dos.kernels.update import sum_of_squares
 from dos.sharding.local import local
 from dos.sharding.meshes import Meshes
 from dos.state.record import ParameterRecord, flat_alias
+from dos.warn import warn
 
 
 class Clipping:
@@ -197,10 +197,9 @@ class Clipping:
     def _warn(self) -> None:
         if not self._warned:
             self._warned = True
-            warnings.warn(
+            warn(
                 "a gradient was written to between clip_grad_norm_() and step(), by backward, by zeroing in place or "
-                "by hand, so it is not clipped; call clip_grad_norm_() after all that changes gradients",
-                stacklevel=5,
+                "by hand, so it is not clipped; call clip_grad_norm_() after all that changes gradients"
             )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import warnings
 from traceback import walk_stack
 from typing import Any, NamedTuple
 
@@ -13,6 +12,7 @@ from torch import Tensor
 from torch.amp import GradScaler
 
 from dos.sharding.meshes import Meshes
+from dos.warn import warn
 
 
 class AmpScale(NamedTuple):
@@ -67,11 +67,10 @@ def _anywhere(infinite: bool, scale: float | None, meshes: Meshes) -> bool:
             device = torch.device(scaler._device)
             found[device] = torch.full((1,), float(anywhere), dtype=torch.float32, device=device)
     elif anywhere != infinite:
-        warnings.warn(
+        warn(
             "gradients are infinite on another rank, of which this rank's loss scaler does not know: all ranks skip "
             "the step, and from now on their loss scales differ; use torch.amp.GradScaler, or reduce the scale on "
-            "every rank",
-            stacklevel=2,
+            "every rank"
         )
     return anywhere
 

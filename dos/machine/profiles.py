@@ -7,10 +7,10 @@ import os
 import platform
 import re
 import tempfile
-import warnings
 from pathlib import Path
 
 from dos.machine.process import local_ranks, usable_cores
+from dos.warn import warn
 from perfmodel.hardware import HardwareProfile, builtin_profiles
 
 COMMAND = "python -m dos.calibrate"
@@ -123,6 +123,4 @@ def _load(path: Path, device_name: str, mend: str) -> HardwareProfile:
     return profile
 
 
-@functools.cache
-def _warn(message: str) -> None:
-    warnings.warn(message, stacklevel=3)
+_warn = functools.cache(warn)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import enum
 import logging
-import warnings
 from typing import Any, NamedTuple
 
 from dos.devices import Device, Memory
+from dos.warn import warn
 
 logger = logging.getLogger(__name__)
 
@@ -125,10 +125,9 @@ class MemoryReader:
         self._total = memory.total
         if source in _ADVICE and source not in self._warned:
             self._warned.add(source)
-            warnings.warn(
+            warn(
                 f"DOSAdam takes free device memory from {source.value}; what other processes take may be seen late. "
-                f"{_ADVICE[source]}, or choose memory_budget=",
-                stacklevel=2,
+                f"{_ADVICE[source]}, or choose memory_budget="
             )
         return Reading(
             Memory(memory.free + unused, memory.total), source, max(0, memory.total - memory.free - reserved)

@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import math
 import mmap
-import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -21,6 +20,7 @@ from dos.state.arena import Arena
 from dos.state.entries import keeps_blocks
 from dos.state.record import ParameterRecord, make_records
 from dos.state.subgroup import Subgroup, rounded, split
+from dos.warn import warn
 from perfmodel import footprint
 from perfmodel.format import BYTES, INT8, MIXED, Format, format_of
 from perfmodel.plan import Tier
@@ -110,11 +110,10 @@ class Allocation:
             if self._options.disk:
                 chosen = max(chosen, LEAST_ON_DISK)
             if numel > MOST_SUBGROUPS * chosen:
-                warnings.warn(
+                warn(
                     f"subgroup_size={chosen:_} makes {-(-numel // chosen):,} subgroups of {numel:,} parameters, and "
                     f"each takes time of the host in every step; choose {-(-numel // MOST_SUBGROUPS):_} or more, or "
-                    "leave it out: DOSAdam then makes 128 at most",
-                    stacklevel=2,
+                    "leave it out: DOSAdam then makes 128 at most"
                 )
             return chosen
         device_bytes = 0

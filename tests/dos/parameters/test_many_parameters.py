@@ -93,5 +93,7 @@ def test_subgroups_far_too_small_are_warned_of() -> None:
     optimizer = DOSAdam(parameters, device=device, subgroup_size=8)
     for parameter in parameters:
         parameter.grad = torch.ones(8)
-    with pytest.warns(UserWarning, match="subgroup_size=8 makes 1,001 subgroups of 8,008 parameters.*choose 9 or more"):
+    message = "subgroup_size=8 makes 1,001 subgroups of 8,008 parameters.*choose 9 or more"
+    with pytest.warns(UserWarning, match=message) as found:
         optimizer.step()
+    assert {warning.filename for warning in found} == {__file__}, "where user code called"
