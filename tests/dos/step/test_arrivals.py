@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from dos import DOSAdam, EmulatedDevice
 from dos.deciding.policies import AdaptivePolicy
 from dos.devices import LANE_OF, Copy, Job
-from dos.state.device_store import DeviceStore
-from dos.state.subgroup import Subgroup
 from perfmodel import Op, Placement, Plan, Workload
 from tests.support.devices import Asked, Copying, LateDevice, jittery_device
 from tests.support.fake_cuda import FakeCudaDevice, install
@@ -123,24 +121,25 @@ def test_state_that_is_still_arriving_does_not_go_home_before_it_is_there() -> N
     train_both(model, optimizer, 3, unused=[1])  # it leaves without an update, behind which it would wait anyway
 
 
+@pytest.mark.parametrize("expected", [RESIDENT, STREAMED])
 def test_memory_is_not_given_away_while_state_that_does_not_stay_is_still_arriving(
-    monkeypatch: pytest.MonkeyPatch,
+    expected: Placement, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The allocator, which knows nothing of the copy, would give it to others, to whom the copy writes."""
+    """The allocator, which knows nothing of the copy, would give it to others, to whom the copy writes.
 
-    drop = DeviceStore.drop
+    expected: as backward begins.
+    """
+    device = FakeCudaDevice(install(monkeypatch, None))
+    free, freed = device.free, list[tuple[Tensor, Tensor]]()
 
-    def noted(store: DeviceStore, subgroup: Subgroup) -> None:
-        buffer = store.resident[subgroup].buffer
-        drop(store, subgroup)
+    def noted(buffer: Tensor) -> None:
+        free(buffer)
         freed.append((buffer, buffer.clone()))
 
-    monkeypatch.setattr(DeviceStore, "drop", noted)
-    freed: list[tuple[Tensor, Tensor]] = []
+    monkeypatch.setattr(device, "free", noted)
     model = mlp()
-    device = FakeCudaDevice(install(monkeypatch, None))
-    optimizer = DOSAdam(model.parameters(), policy=InTurn(CPU, RESIDENT, CPU), subgroup_size=150, device=device)
-    train(model, optimizer, 2)
+    optimizer = DOSAdam(model.parameters(), policy=InTurn(*[CPU] * 3, expected, CPU), subgroup_size=150, device=device)
+    train(model, optimizer, 3)
     optimizer.synchronize()
     for op in LANE_OF:
         device.copy(op, 0, []).wait()  # to the end of each stream
