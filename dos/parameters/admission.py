@@ -115,7 +115,8 @@ def state_problem(entry: Mapping[str, Any], parameter: Tensor) -> str | None:
         return None
     for key in ("step", *(moment for moment in NEEDED_KEYS if not has_codes(entry, moment))):
         if entry.get(key) is None:
-            return f"its state has {sorted(entry)} but no {key!r}; expected the state of AdamW or DOSAdam"
+            there = sorted(name for name, value in entry.items() if value is not None)
+            return f"its state has {there} but no {key!r}; expected the state of AdamW or DOSAdam"
     for key in STATE_KEYS:
         value = entry.get(key)
         if value is None:

@@ -131,7 +131,7 @@ def test_a_bfloat16_run_may_pass_through_adamw_and_return() -> None:
             r"parameter '2\.weight': its state 'exp_avg' must have shape \(40,\), found shape \(3, 3\)",
         ),
         (
-            lambda state: state["state"].update({1: {"momentum_buffer": torch.zeros(40)}}),
+            lambda state: state["state"].update({1: {"momentum_buffer": torch.zeros(40), "step": None}}),
             r"parameter '0\.bias': its state has \['momentum_buffer'\] but no 'step'",
         ),
         (
