@@ -46,6 +46,12 @@ class SessionBase:
         """Called by hooks: whether what runs now is being captured in a CUDA graph, whose replays run no hooks."""
         return self.on_device is not None and self.on_device.device.capturing()
 
+    def finish_others(self) -> None:
+        """Wait for other optimizers' updates of these parameters. Locks nothing, for those may wait for this one."""
+        for other in self.registry.watching.others():
+            if other.unfinished:
+                other.synchronize()
+
     def _end_last_step(self) -> None:
         """Wait for the last step before another begins, unless all of it is queued on the device before that."""
         if not self.committed:

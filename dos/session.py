@@ -82,12 +82,6 @@ class Session(SessionBase):
         """Those of all groups."""
         return (p for group in self.groups for p in group["params"])
 
-    def finish_others(self) -> None:
-        """Wait for other optimizers' updates of these parameters. Locks nothing, for those may wait for this one."""
-        for other in self.registry.watching.others():
-            if other.unfinished:
-                other.synchronize()
-
     @exclusive
     def step(self, found_inf: Any, grad_scale: Tensor | None) -> None:
         """Prepare a step and commit it, or skip it; ends what is in flight if that raises.
