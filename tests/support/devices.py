@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from dos import EmulatedDevice
-from dos.devices import Copy, Job
+from dos.devices import Cached, Copy, Job, Memory
+from dos.memory.monitor import Budget, MemoryMonitor
 from perfmodel import Lane, Op
 from perfmodel.hardware import HardwareProfile
 from tests.support.training import FAST
@@ -116,3 +117,28 @@ class Pinning(EmulatedDevice):
     def made(self) -> int:
         """Bytes."""
         return sum(end - first for first, end in self.pinned)
+
+
+UUID, TOTAL = "GPU-5f1c", 10**6
+
+
+class Card(EmulatedDevice):
+    """A device that NVML may know. says: what its runtime says of its memory; unused: reserved and not used."""
+
+    def __init__(self, uuid: str | None = UUID, free: int = 500_000, unused: int = 0) -> None:
+        super().__init__(FAST, TOTAL)
+        self.uuid = uuid  # type: ignore[misc]
+        self.says = Memory(free, TOTAL)
+        self.unused = unused
+        self.reads = 0
+
+    def memory(self) -> Memory:
+        self.reads += 1
+        return self.says
+
+    def cached(self) -> Cached:
+        return Cached(TOTAL, self.unused)  # whatever is not free is this process's own
+
+
+def monitor_of(device: Card, budget: Budget = None) -> MemoryMonitor:
+    return MemoryMonitor(device, held=lambda: 0, budget=budget)
