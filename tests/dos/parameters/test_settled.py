@@ -111,6 +111,24 @@ def test_steps_that_users_write(place: str | float, write: str) -> None:
 
 
 @pytest.mark.parametrize("place", PLACES)
+def test_a_parameter_of_16_bits_that_users_write_to(place: str | float) -> None:
+    """The host, which has kept the upper half of its master, takes the new one."""
+
+    def run(make: Make) -> list[nn.Parameter]:
+        ps = [nn.Parameter(p.detach().bfloat16()) for p in weights()]
+        optimizer = make(ps)
+        for number in range(4):
+            for p in ps:
+                p.grad = torch.full_like(p, 1.0 / (1 + number))
+            if number == 2:
+                nn.init.constant_(ps[0], 0.5)
+            optimizer.step()
+        return ps
+
+    assert_as_on_host(run, place, lr=0.1)
+
+
+@pytest.mark.parametrize("place", PLACES)
 def test_a_moment_that_users_put_into_an_entry_of_earlier(place: str | float) -> None:
     """State that has gone to the device since does not come home over it."""
 
