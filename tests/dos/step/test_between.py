@@ -92,7 +92,7 @@ def test_loading_interrupted_loads_all_or_nothing_or_is_refused() -> None:
 
 
 def test_interrupted_enrolment_leaves_nothing_twice() -> None:
-    for call in interrupted_everywhere(61):
+    for call in interrupted_everywhere(23):
         model = mlp()
         enrolled: list[int] = []
 
