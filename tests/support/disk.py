@@ -62,6 +62,10 @@ def wide(dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Sequential:
     return mlp(dtype, seed, width=600)
 
 
+STATE_BYTES = 12 * sum(p.numel() for p in wide().parameters())
+"""Bytes of its float32 state."""
+
+
 def dos_adam(parameters: Iterable[Any], disk: Path | list[Path] | None, **settings: Any) -> DOSAdam:
     """In the smallest subgroups, on a fast device. disk: where what exceeds `host_memory` is; None: in memory.
 

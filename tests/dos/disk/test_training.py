@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import errno
 import functools
 import io
 import os
@@ -22,19 +21,16 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from dos import DOSAdam, EmulatedDevice
-from dos.disk import DiskError
 from dos.gradients import offload as offload_module
-from dos.machine import host_memory as host_memory_module
-from perfmodel import Op, Placement, Plan, Workload
+from perfmodel import Op
 from tests.support.devices import LateDevice, Unreliable, jittery_device
-from tests.support.disk import SMALL, TWO_WINDOWS, bytes_on_disk, dos_adam, fail_at, wide
+from tests.support.disk import SMALL, STATE_BYTES, TWO_WINDOWS, bytes_on_disk, dos_adam, wide
 from tests.support.random_plans import RandomPlans
 from tests.support.training import FAST, assert_close_ulp, backward, bits, everything, mlp, plan_anew, train
 
 pytestmark = pytest.mark.usefixtures("one_core")
 
 EXAMPLES = int(os.environ.get("DOS_DISK", "40"))
-STATE_BYTES = 12 * sum(p.numel() for p in wide().parameters())
 Pair = tuple[nn.Module, DOSAdam]
 ACTIONS: dict[str, Callable[[Pair, random.Random], Pair]] = {}
 """What users do between steps: is given a model and its optimizer, and gives those with which they go on."""
@@ -289,42 +285,6 @@ def test_most_state_is_on_disk_and_comes_and_goes_with_every_step(tmp_path: Path
         assert bytes_on_disk(tmp_path) > 0
 
 
-@pytest.mark.parametrize("loads", [False, True])
-def test_nothing_is_on_disk_if_the_host_has_room(tmp_path: Path, loads: bool) -> None:
-    """But not for windows besides."""
-    model = wide()
-    optimizer = dos_adam(model.parameters(), tmp_path, host_memory=17 * 20_400)
-    if loads:
-        donor = DOSAdam(model.parameters())
-        train(model, donor, 1)
-        optimizer.load_state_dict(donor.state_dict())
-    train(model, optimizer, 2)
-    plan = optimizer.plan()
-    assert plan is not None
-    assert not plan.on_disk
-    assert not {Op.READ, Op.WRITE} & {span.op for span in optimizer.timeline().spans}
-
-
-@pytest.mark.parametrize("offload", [False, True])
-def test_the_host_has_what_there_is_room_for(tmp_path: Path, offload: bool) -> None:
-    """Whatever policy users have, which need not know of disks."""
-
-    def policy(workload: Workload) -> Plan:
-        n = len(workload.subgroups)
-        return Plan((Placement.CPU,) * n, tuple(range(n)), 0)
-
-    model, (state, gradient) = wide(), (12, 8 if offload else 4)
-    numel = sum(parameter.numel() for parameter in model.parameters())
-    limit = TWO_WINDOWS + (state + gradient) * numel * 2 // 3
-    optimizer = dos_adam(model.parameters(), tmp_path, policy=policy, host_memory=limit, offload_gradients=offload)
-    for step in range(3):
-        backward(model, step, micro_batches=2)
-        optimizer.step()
-        optimizer.zero_grad()
-    assert bytes_on_disk(tmp_path) > 0
-    assert 0 <= limit - optimizer.metrics()["host_held_bytes"] < (state if offload else state + gradient) * SMALL
-
-
 def replace_codes(pair: Pair, drawn: random.Random) -> Pair:
     for entry in pair[1].state.values():
         entry["exp_avg_codes"] = entry["exp_avg_codes"].flip(0)
@@ -447,155 +407,3 @@ def test_parameters_that_come_and_go(tmp_path: Path) -> None:
         state = [value for p in weights if p in optimizer.state for value in optimizer.adamw_state(p).values()]
         ends.append(bits([*weights, *state]))
     assert ends[0] == ends[1]
-
-
-@pytest.mark.parametrize("room", [100_000, 400_000])
-def test_amsgrad_that_is_switched_on_where_state_is_at_home(tmp_path: Path, room: int) -> None:
-    """Some of which leaves for disk, or none. room: for state on the host."""
-    ends = []
-    for disk in (None, tmp_path):
-        model = wide()
-        optimizer = dos_adam(model.parameters(), disk, host_memory=TWO_WINDOWS + room)
-        train(model, optimizer, 2)
-        optimizer.param_groups[0]["amsgrad"] = True
-        train(model, optimizer, 2, first_step=2)
-        ends.append(everything(model, optimizer))
-    assert ends[0] == ends[1]
-
-
-def test_room_on_disk_goes_back_once_state_has_come_home_for_good(tmp_path: Path) -> None:
-    """As where other state has left the host for the device."""
-    residents, model = set[int](), wide()
-
-    def policy(workload: Workload) -> Plan:
-        n = len(workload.subgroups)
-        placements = (Placement.GPU_RESIDENT if i in residents else Placement.CPU for i in range(n))
-        return Plan(tuple(placements), tuple(range(n)), 0)
-
-    host_memory = TWO_WINDOWS + 3 * STATE_BYTES // 4
-    optimizer = dos_adam(model.parameters(), tmp_path, policy=policy, host_memory=host_memory)
-    train(model, optimizer, 3)
-    plan = optimizer.plan()
-    assert plan is not None
-    assert plan.on_disk
-    disk = optimizer._session.registry.homes.disk
-    assert disk is not None
-    before = disk.nbytes
-    residents |= {i for i in range(len(plan)) if i not in plan.on_disk}
-    plan_anew(optimizer)
-    train(model, optimizer, 1, first_step=3)
-    optimizer.state_dict()  # nothing is in windows, where it could stay
-    train(model, optimizer, 6, first_step=4)
-    assert 0 < disk.nbytes < before
-
-
-@pytest.mark.parametrize(("offload", "reads"), [(False, True), (True, False), ("native", True)])
-@pytest.mark.skipif(not hasattr(Tensor, "grad_dtype"), reason="this torch takes no gradient of another dtype")
-def test_homes_leave_for_disk_where_gradients_become_wider(tmp_path: Path, offload: bool | str, reads: bool) -> None:
-    ends, held = [], [0]
-    for disk in (None, tmp_path):
-        model = mlp(torch.bfloat16, width=2000)
-        numel = sum(p.numel() for p in model.parameters())
-        room = {False: 0, True: 6, "native": 2}[offload] + 7  # half of the state is at home
-        optimizer = dos_adam(
-            model.parameters(), disk, offload_gradients=offload, host_memory=TWO_WINDOWS + room * numel
-        )
-        for step in range(4):
-            if step == 2:
-                for parameter in model.parameters():
-                    parameter.grad_dtype = torch.float32
-            views = [entry["exp_avg"] for entry in optimizer.state.values()] if reads else []
-            backward(model, step, micro_batches=2)
-            for view in views:
-                view.mul_(0.5)
-            optimizer.step()
-            optimizer.zero_grad()
-            if disk is not None:
-                held.append(bytes_on_disk(disk))
-        ends.append(everything(model, optimizer))
-    assert ends[0] == ends[1]
-    assert 0 < held[2] < held[4]
-
-
-def trained_on(model: nn.Module, optimizer: DOSAdam, views: Sequence[Tensor], first_step: int) -> list[bytes]:
-    """What there is in the end, if user code writes to these views between backward and the step, and trains on."""
-    for view in views:
-        view.mul_(0.5)
-    optimizer.step()
-    optimizer.zero_grad()
-    train(model, optimizer, 2, first_step=first_step)
-    return everything(model, optimizer)
-
-
-@pytest.mark.parametrize(
-    ("offload", "joins", "reads"),
-    [(True, "group", True), ("native", "unfrozen", True), (True, "unfrozen", False), ("native", "group", False)],
-)
-def test_homes_leave_for_disk_where_gradients_of_what_joins_need_their_room(
-    tmp_path: Path, offload: bool | str, joins: str, reads: bool
-) -> None:
-    """In the middle of backward. reads: user code has views of state meanwhile, and writes to them after backward."""
-    ends = []
-    for disk in (None, tmp_path):
-        model = mlp(width=2000)
-        *rest, last = model.parameters()
-        first = [last]
-        for parameter in rest:
-            parameter.requires_grad_(joins == "group")
-        optimizer = dos_adam(
-            first if joins == "group" else model.parameters(),
-            disk,
-            offload_gradients=offload,
-            host_memory=TWO_WINDOWS + (8 if offload is True else 4) * sum(p.numel() for p in model.parameters()),
-        )
-        train(model, optimizer, 2)
-        assert disk is None or not bytes_on_disk(disk)
-        if joins == "group":
-            optimizer.zero_grad()
-            model.zero_grad()
-            optimizer.add_param_group({"params": rest})
-        for parameter in rest:
-            parameter.requires_grad_(True)
-        views = [optimizer.state[parameter]["exp_avg"] for parameter in first] if reads else []
-        backward(model, 5)
-        backward(model, 6)
-        ends.append(trained_on(model, optimizer, views, first_step=7))
-    assert ends[0] == ends[1]
-    assert bytes_on_disk(tmp_path) > 0
-
-
-@pytest.mark.parametrize("fails", [None, MemoryError, DiskError])
-def test_homes_leave_for_disk_where_windows_need_their_room(
-    tmp_path: Path, fails: type[Exception] | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They had it while the device had the other state, which comes back from disk where user code has read it.
-
-    fails: what is raised at first, as the system has no memory for windows, or by the second write. What user code
-    writes before it tries again counts.
-    """
-
-    def policy(workload: Workload) -> Plan:
-        n = len(workload.subgroups)  # gradients of the last three leave for their homes in backward
-        return Plan((Placement.GPU_RESIDENT,) * (n - 3) + (Placement.CPU,) * 3, tuple(range(n)), 0)
-
-    ends = []
-    for disk in (None, tmp_path):
-        model = wide()
-        device = EmulatedDevice(FAST, capacity=4 * 12 * SMALL)  # the other 6 subgroups have no room there
-        host_memory = 17 * 6 * SMALL
-        optimizer = dos_adam(model.parameters(), disk, policy=policy, host_memory=host_memory, device=device)
-        train(model, optimizer, 2)
-        assert disk is None or not bytes_on_disk(disk)
-        backward(model, 2)
-        views = [entry["exp_avg"] for entry in optimizer.state.values()]
-        if fails and disk is not None:
-            with monkeypatch.context() as patch:
-                if fails is MemoryError:
-                    patch.setattr(host_memory_module, "available_bytes", lambda: 0)
-                else:
-                    fail_at(patch, "write", 2, DiskError(errno.EIO, "the cable came off"))
-                with pytest.raises(fails):
-                    optimizer.step()
-        ends.append(trained_on(model, optimizer, views, first_step=3))
-    assert ends[0] == ends[1]
-    assert bytes_on_disk(tmp_path) > 0
