@@ -15,6 +15,7 @@ import torch
 from hypothesis import settings
 
 from dos import EmulatedDevice
+from tests.support.fake_cuda import Runtime, install
 from tests.support.ranks import TORCH_2_6, Ranks, needs_fsdp2
 from tests.support.training import FAST
 
@@ -109,3 +110,9 @@ def one_core(one_kernel_thread: None) -> Iterator[None]:
     os.sched_setaffinity(0, {sorted(before)[worker % len(before)]})
     yield
     os.sched_setaffinity(0, before)
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
+    """In place of CUDA's, work begins as late as it may."""
+    return install(monkeypatch, None)

@@ -1,0 +1,311 @@
+"""Transfers on the streams of a CUDA device whose work runs as late as it may, or in any order: no bit changes."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dos import DOSAdam
+from dos.deciding.policies import AdaptivePolicy
+from dos.devices import Copy, Job
+from dos.state.record import ParameterRecord
+from dos.step.host_lane import HostLane
+from perfmodel import Op, Placement, Plan, Workload
+from tests.support.fake_cuda import (
+    FakeCudaDevice,
+    FakeStream,
+    Runtime,
+    end_backward,
+    install,
+    queue_gradients,
+)
+from tests.support.random_plans import RandomPlans
+from tests.support.training import bits, mlp, plan_anew, train
+
+
+def trained(
+    device: FakeCudaDevice | None,
+    *,
+    attached: bool = False,
+    streams: Sequence[FakeStream] = (),
+    prepare: Callable[[nn.Parameter], None] = lambda parameter: None,
+    before_step: Callable[[DOSAdam], None] = lambda optimizer: None,
+    **options: object,
+) -> list[bytes]:
+    """Losses, parameters and state after some steps, to the bit. On a device all that the caller does is late, too.
+
+    streams: on which backward runs if not on the caller's. prepare: is called with each parameter before.
+    """
+    model = mlp(torch.bfloat16)
+    for parameter in model.parameters():
+        prepare(parameter)
+    if device is not None:
+        queue_gradients(device.runtime, model.parameters(), streams or None)
+
+    def backward_is_issued(step: int) -> None:
+        before_step(optimizer)
+        if device is not None:
+            was = bits(model.parameters())
+            device.runtime.caller.enqueue(lambda: unchanged.append(bits(model.parameters()) == was))
+            end_backward(device.runtime, streams)
+
+    unchanged: list[bool] = []
+    settings = {"lr": 1e-2, "device": device, "subgroup_size": 300, **options}
+    optimizer = DOSAdam(model.parameters(), **settings)  # type: ignore[arg-type]
+    if attached:
+        optimizer.attach(model)
+    losses = train(model, optimizer, 4, before_step=backward_is_issued)
+    optimizer.synchronize()
+    assert all(unchanged), "parameters were overwritten before the caller had read them"
+    state = optimizer.state
+    return bits([torch.tensor(losses), *model.parameters(), *(t for s in state.values() for t in s.values())])
+
+
+def test_memory_is_released_behind_a_step_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose slots are in use."""
+    expected = trained(None)
+
+    def release(optimizer: DOSAdam) -> None:
+        optimizer.register_step_post_hook(lambda *_: optimizer.release_memory())
+
+    device = FakeCudaDevice(install(monkeypatch, None))
+    assert trained(device, attached=True, policy="stride:1", before_step=release) == expected
+
+
+@pytest.mark.parametrize("seed", [None, 0])
+@pytest.mark.parametrize(
+    ("slots", "attached", "offload"), [(1, True, False), (3, True, False), (1, False, False), (3, True, True)]
+)
+def test_no_order_of_work_changes_a_bit(
+    slots: int, attached: bool, offload: bool, seed: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With plans that change in every step."""
+    expected = trained(None)
+    settings = {"policy": RandomPlans(seed or 0, slots), "before_step": plan_anew, "offload_gradients": offload}
+    assert trained(FakeCudaDevice(install(monkeypatch, seed)), attached=attached, **settings) == expected
+
+
+@pytest.mark.parametrize(("policy", "offload"), [("cpu", True), (0.5, False), ("stride:2", False)])
+def test_no_copy_leaves_the_region_in_which_it_begins(policy: str | float, offload: bool, runtime: Runtime) -> None:
+    """Subgroups are pinned one by one, a parameter spans several, and users move views of its state as a whole."""
+    size = 1 << 11
+    parameter = nn.Parameter(torch.ones(5 * size // 2, dtype=torch.bfloat16))
+    device = FakeCudaDevice(runtime)
+    optimizer = DOSAdam([parameter], device=device, policy=policy, subgroup_size=size, offload_gradients=offload)
+    for value in (0.5, -0.25):
+        for _ in range(2):
+            (value * parameter).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len(runtime.regions) > 5, "each subgroup's was pinned apart"
+    for entry in (optimizer.state_dict()["state"][0], optimizer.state[parameter]):
+        for key in ("exp_avg", "exp_avg_sq", "master_rest"):
+            assert torch.equal(entry[key].cuda(), entry[key]), key
+    regions = len(runtime.regions)
+    (0.5 * parameter).sum().backward()
+    optimizer.step()
+    assert len(runtime.regions) == regions, "what has become one region stays one"
+
+
+@pytest.mark.parametrize("seed", [None, 0])
+@pytest.mark.parametrize(("layouts", "offload"), [(False, False), (True, True)])
+def test_a_backward_on_two_streams(
+    layouts: bool, offload: bool, seed: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pieces of one subgroup come from both. layouts: gradients lie otherwise than parameters, so they are copied."""
+
+    def relaid(parameter: nn.Parameter) -> None:
+        if layouts:
+            with torch.no_grad():
+                parameter.set_(parameter.t().contiguous().t())
+            parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", p.grad.contiguous()))
+
+    def flat_gradient(record: ParameterRecord, gradient: Tensor) -> Tensor:
+        flat = made(record, gradient)
+        if flat.data_ptr() != gradient.data_ptr():
+            runtime.current_stream().enqueue(lambda: flat.copy_(made(record, gradient)))
+        return flat
+
+    settings: dict[str, Any] = {"policy": "cpu", "subgroup_size": 700, "offload_gradients": offload, "prepare": relaid}
+    expected = trained(None, **settings)
+    runtime = install(monkeypatch, seed)
+    made = ParameterRecord.flat_gradient
+    monkeypatch.setattr(ParameterRecord, "flat_gradient", flat_gradient)
+    streams = [runtime.caller_stream(), runtime.caller_stream()]
+    assert trained(FakeCudaDevice(runtime), streams=streams, **settings) == expected
+
+
+def test_a_weight_of_two_modules_is_waited_for_on_the_stream_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = install(monkeypatch, None)
+    first, second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+    second.weight = first.weight
+    model = nn.ModuleList([first, second])
+    device = FakeCudaDevice(runtime)
+    optimizer = DOSAdam(model.parameters(), policy="cpu", device=device)
+    optimizer.attach(model)
+    joined: list[object] = []
+    join = device.join
+    monkeypatch.setattr(device, "join", lambda job: (joined.append(device.caller()), join(job)))
+    streams = [runtime.caller_stream(), runtime.caller_stream()]
+    for _ in range(3):
+        joined.clear()
+        outputs = []
+        for module, stream in zip((first, second, first), (*streams, streams[0]), strict=True):
+            with runtime.stream(stream):
+                outputs.append(module(torch.ones(1, 4)))
+        in_forward = list(joined)
+        torch.stack(outputs).sum().backward()
+        optimizer.step()
+    assert in_forward == streams
+
+
+def test_gradients_are_not_kept_by_jobs(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The allocator knows by record_stream how long they are used, so that freeing them gives their memory back.
+    told: list[int] = []
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: told.append(tensor.data_ptr()))
+    device = FakeCudaDevice(runtime)
+    gradient, staged, state = torch.ones(5), torch.zeros(5), torch.ones(5)
+    jobs = [device.copy(Op.GRADIENT, 0, [(staged, gradient)]), device.copy(Op.FLUSH, 0, [(torch.zeros(5), state)])]
+    jobs.append(device.launch(0, lambda: None, 5, reads=[gradient]))
+    assert told == [gradient.data_ptr()] * 2
+    memory = weakref.ref(gradient.untyped_storage())
+    for job in jobs:
+        job.wait()
+    del gradient
+    assert memory() is None
+
+
+@pytest.mark.parametrize("seed", [None, 0])
+def test_two_optimizers_share_streams(seed: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def trained_together(runtime: Runtime | None) -> list[bytes]:
+        models = [mlp(torch.bfloat16, seed=0), mlp(torch.bfloat16, seed=1)]
+        optimizers = []
+        for model, policy in zip(models, ["stride:2", "cpu"], strict=True):
+            device = None if runtime is None else FakeCudaDevice(runtime)
+            optimizers.append(DOSAdam(model.parameters(), lr=1e-2, device=device, subgroup_size=300, policy=policy))
+            optimizers[-1].attach(model)  # so that both are in flight at once
+        for step in range(3):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                train(model, optimizer, 1, first_step=step)
+        for optimizer in optimizers:
+            optimizer.synchronize()
+        return bits([p for model in models for p in model.parameters()])
+
+    expected = trained_together(None)
+    assert trained_together(install(monkeypatch, seed)) == expected
+
+
+def test_memory_that_hooks_take_is_of_the_stream_of_step(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP2 and DDP call hooks on streams of their own, where what state gives back would be lost to the model."""
+    taken: list[bool] = []
+    allocate = FakeCudaDevice.allocate
+
+    def noted(device: FakeCudaDevice, nbytes: int) -> Tensor:
+        taken.append(runtime.current_stream() is theirs)
+        return allocate(device, nbytes)
+
+    monkeypatch.setattr(FakeCudaDevice, "allocate", noted)
+    theirs = runtime.caller_stream()
+    assert trained(FakeCudaDevice(runtime), streams=[theirs], policy="stride:1") == trained(None)
+    assert any(taken), "nothing was allocated in a hook"
+    assert runtime.allocated == {runtime.caller}
+
+
+@pytest.mark.parametrize("placement", [Placement.GPU_STREAMED, Placement.GPU_RESIDENT])
+def test_state_comes_in_backward_behind_what_still_uses_the_memory(placement: Placement, runtime: Runtime) -> None:
+    """The caller freed it, but its stream has not come past the last use; here that writes NaN."""
+
+    class Used(FakeCudaDevice):
+        in_backward, taken = False, 0
+
+        def _empty(self, nbytes: int) -> Tensor:
+            buffer = super()._empty(nbytes)
+            if self.in_backward:
+                self.taken += 1
+                runtime.current_stream().enqueue(lambda: buffer.fill_(0xFF))
+            return buffer
+
+    class AtHomeFirst(AdaptivePolicy):
+        first = True
+
+        def __call__(self, workload: Workload) -> Plan:
+            n = len(workload.subgroups)
+            chosen, self.first = (Placement.CPU if self.first else placement), False
+            return Plan((chosen,) * n, tuple(range(n)), slots=2)
+
+    def end_of_backward(step: int) -> None:
+        device.in_backward = False
+        assert optimizer._session.on_device is not None
+        for issued in optimizer._session.on_device.engine.early.begun:
+            issued.job.wait()
+
+    expected = trained(None)
+    device, model = Used(runtime), mlp(torch.bfloat16)
+    optimizer = DOSAdam(model.parameters(), lr=1e-2, device=device, subgroup_size=300, policy=AtHomeFirst())
+    losses: list[float] = []
+    for step in range(4):
+        optimizer.synchronize()
+        device.in_backward = True
+        losses += train(model, optimizer, 1, first_step=step, before_step=end_of_backward)
+    state = optimizer.state
+    tensors = [torch.tensor(losses), *model.parameters(), *(t for s in state.values() for t in s.values())]
+    assert bits(tensors) == expected
+    assert device.taken > 0, "nothing came in backward"
+
+
+def test_backward_waits_for_the_link(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it outruns the link, gradients that it has freed do not pile up on the device."""
+    limit = 3 * 10 * 10 * 4
+    monkeypatch.setattr("dos.gradients.offload.MOST_LEAVING", limit)
+    most, copy, submit = [0], FakeCudaDevice.copy, HostLane.submit
+    under_way: list[tuple[Any, int]] = []
+    lane_goes_on = threading.Event()  # which waits for gradients, too
+
+    def counted(device: FakeCudaDevice, op: Op, subgroup: int, copies: Sequence[Copy], *after: Any) -> Job:
+        job = copy(device, op, subgroup, copies, *after)
+        if op is Op.GRADIENT:
+            under_way.append((job, sum(source.nbytes for _, source in copies)))
+            running = [nbytes for job, nbytes in under_way if job.at() is None]
+            most[0] = max(most[0], sum(running) if len(running) > 1 else 0)
+        return job
+
+    def late(lane: HostLane, work: Callable[[], None]) -> Future[None]:
+        return submit(lane, lambda: (lane_goes_on.wait(), work())[1])
+
+    monkeypatch.setattr(FakeCudaDevice, "copy", counted)
+    monkeypatch.setattr(HostLane, "submit", late)
+    lane_goes_on.set()
+    model = nn.Sequential(*(nn.Linear(10, 10, bias=False) for _ in range(8)), nn.Linear(10, 100, bias=False))
+    optimizer = DOSAdam(model.parameters(), policy="cpu", device=FakeCudaDevice(runtime), offload_gradients=True)
+    for _ in range(2):
+        lane_goes_on.clear()
+        model(torch.ones(10)).sum().backward()
+        lane_goes_on.set()
+        optimizer.step()
+    assert most[0] == limit, "as much as may be, but for one that is larger by itself"
+
+
+def test_what_has_left_is_given_to_others_between_steps(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not on the CPU lane's thread, where the allocator would be locked while forward runs, and not in hooks."""
+    trimmed: list[tuple[int, str]] = []
+    now = [-1]
+    monkeypatch.setattr(
+        FakeCudaDevice, "trim", lambda device: trimmed.append((now[0], threading.current_thread().name))
+    )
+    model, budget = mlp(), [10**9]
+    device = FakeCudaDevice(runtime)
+    optimizer = DOSAdam(model.parameters(), device=device, subgroup_size=300, memory_budget=lambda: budget[0])
+    optimizer.attach(model)
+
+    def before_step(step: int) -> None:
+        now[0], budget[0] = step, 10**9 if step < 2 else 0
+
+    train(model, optimizer, 5, before_step=before_step)
+    assert trimmed in ([(2, "MainThread")], [(3, "MainThread")]), "as soon as the CPU lane has come to that"
