@@ -94,6 +94,24 @@ def test_low_precision_gradients_add_up_in_float32(dtype: torch.dtype) -> None:
     assert all(torch.equal(gradient, total) for gradient, total in zip(found, sums, strict=True))
 
 
+@pytest.mark.parametrize("policy", ["cpu", "resident"])
+def test_what_user_code_puts_beside_gradients_that_are_away_is_added(policy: str) -> None:
+    """Of some parameters, which share subgroups with others."""
+    ends = []
+    for offloads in (True, False):
+        model = mlp()
+        optimizer = offloading(model, policy) if offloads else DOSAdam(model.parameters())
+        for step in range(3):
+            backward(model, step)
+            for parameter in list(model.parameters())[step % 2 :: 2]:
+                there = parameter.grad
+                parameter.grad = torch.ones_like(parameter) if there is None else there + 1
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append(bits(model.parameters()))
+    assert ends[0] == ends[1]
+
+
 def test_gradients_are_gone_from_the_parameters_and_used_up_by_the_step() -> None:
     model = mlp()
     optimizer = offloading(model)
