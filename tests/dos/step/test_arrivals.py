@@ -18,7 +18,7 @@ from perfmodel import Op, Placement, Plan, Workload
 from tests.support.devices import Asked, Copying, LateDevice, jittery_device
 from tests.support.fake_cuda import FakeCudaDevice, install
 from tests.support.random_plans import all_in
-from tests.support.training import FAST, bits, mlp, train
+from tests.support.training import FAST, bits, everything, mlp, train
 
 pytestmark = pytest.mark.usefixtures("one_kernel_thread")
 
@@ -119,6 +119,19 @@ def test_plans_that_change_between_backward_and_step_change_no_bit(seed: int, un
 def test_state_that_is_still_arriving_does_not_go_home_before_it_is_there() -> None:
     model, optimizer = start(InTurn(CPU, RESIDENT, CPU), late(Op.PREFETCH))
     train_both(model, optimizer, 3, unused=[1])  # it leaves without an update, behind which it would wait anyway
+
+
+def test_what_user_code_writes_to_state_that_is_still_arriving_counts() -> None:
+    def run(model: nn.Sequential, optimizer: DOSAdam) -> list[bytes]:
+        def change(step: int) -> None:
+            for p in model.parameters() if step else ():
+                optimizer.state[p]["exp_avg"].mul_(-30.0)
+
+        train(model, optimizer, 3, before_step=change)
+        return everything(model, optimizer)
+
+    twin = mlp()
+    assert run(*start(InTurn(CPU, RESIDENT), late(Op.PREFETCH))) == run(twin, DOSAdam(twin.parameters()))
 
 
 @pytest.mark.parametrize("expected", [RESIDENT, STREAMED])
