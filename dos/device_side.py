@@ -27,7 +27,6 @@ from dos.step.iteration import Iteration
 from dos.step.room import Prepared
 from dos.step.work import SubgroupUpdate, Subject
 from perfmodel import Op, Placement, Plan, Timeline, Workload
-from perfmodel.adaptive import trimmed
 from perfmodel.schedule import Schedule
 
 
@@ -85,8 +84,8 @@ class DeviceSide:
         if work is None or plan.activation_bytes <= leaving:
             return plan
         most = max(leaving, work.activation_least_bytes)
-        fitting = trimmed(plan, dataclasses.replace(work, activation_host_bytes=most))
-        return plan if fitting is None else dataclasses.replace(fitting, activation_bytes=plan.activation_bytes)
+        fitting = self.decisions.meanwhile(dataclasses.replace(work, activation_host_bytes=most))
+        return dataclasses.replace(fitting, activation_bytes=plan.activation_bytes)
 
     def _decide(self) -> Plan | None:
         subgroups = self._registry.accelerated
@@ -274,6 +273,7 @@ class DeviceSide:
         """The caller goes on, with the next forward: another iteration begins."""
         self.engine.trim()
         self.activations.follow_plan(self.decisions.plan)
+        self.decisions.search()  # the device is busy with the update, and nothing waits for the host
         self._now = Iteration(self.device, self._now)
 
     @property

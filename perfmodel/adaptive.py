@@ -1,100 +1,107 @@
-"""The adaptive policy: which subgroups stay on the GPU, which are streamed and which are updated on the CPU."""
+"""The adaptive policy: which subgroups stay on the GPU, which are streamed and which are updated on the CPU.
+
+As many subgroups are resident as fit: they cost nothing on a scarce lane. How many of the others the CPU updates, how
+many staging slots there are where those take their memory from residents, and how much of the saved tensors leaves is
+decided by a closed form, at once, for the memory that there is now. The simulator improves on that when nothing waits
+for it, and what it finds is remembered, so that memory that comes and goes finds its answers ready.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from itertools import accumulate
 
+from perfmodel.answers import Answers, Choice
+from perfmodel.division import divisions
 from perfmodel.hardware import HardwareProfile
 from perfmodel.plan import Placement, Plan
-from perfmodel.policies import spilled
-from perfmodel.search import Search
-from perfmodel.simulate import Scope, Simulator
 from perfmodel.workload import Workload
 
 TASKS_AT_ONCE = 700
-"""Tasks that AdaptivePlanner simulates in one call, or those of one simulation; each takes three to five us."""
+"""Simulated in one call of `AdaptivePlanner.learn`, or those of one plan; each takes three to five us."""
+UNSEEN = 0.02
+"""Share of an iteration below which exposed time is not told from noise."""
 
 
 def adaptive(workload: Workload, profile: HardwareProfile) -> Plan:
-    """The plan with the least exposed time that the search finds; all state on the GPU where that is about as good."""
-    search = Search(workload, profile)
-    search.advance(math.inf)
-    return search.plan
-
-
-def trimmed(plan: Plan, workload: Workload) -> Plan | None:
-    """The plan as far as there is memory for it: more saved tensors leave, then fewer are resident, then none streamed.
-
-    What does not fit on the host is on disk. None if the workload has other subgroups, or no such plan has room.
-    """
-    if len(plan) != len(workload.subgroups):
-        return None
-    plan = spilled(plan, workload)
-    if workload.has_room(plan):
-        return plan
-    sums = accumulate((saved.nbytes for saved in workload.activations), initial=0)
-    allowed = [n for n in sums if workload.activation_least_bytes <= n <= workload.activation_host_bytes]
-    amounts = [n for n in allowed if n >= plan.activation_bytes] or allowed[-1:] or [plan.activation_bytes]
-    staged = plan.slots * workload.slot_bytes
-    rooms = {n: min(workload.peak_free(n), workload.shared_free(n) - staged) for n in amounts}
-    residents = list(plan.served(Placement.GPU_RESIDENT))
-    held = workload.state_bytes_of(residents)
-    leaving = next((n for n in amounts if rooms[n] >= held), max(amounts, key=rooms.__getitem__))
-    without = []
-    while residents and held > rooms[leaving]:
-        without.append(residents.pop())
-        held -= workload.subgroups[without[-1]].state_bytes
-    found = spilled(dataclasses.replace(plan.on_host(frozenset(without)), activation_bytes=leaving), workload)
-    if not workload.has_room(found):
-        found = dataclasses.replace(found.on_host(found.served(Placement.GPU_STREAMED)), slots=0)
-    return found if workload.has_room(found) else None
+    """The plan with the least exposed time that is found; all state on the GPU where that is about as good."""
+    planner = AdaptivePlanner()
+    plan = planner(workload, profile)
+    while not planner.settled:
+        planner.learn()
+        plan = planner(workload, profile)
+    return plan
 
 
 class AdaptivePlanner:
-    """What DOSAdam runs: `adaptive` piece by piece, so that no call takes long, and plans that stay while they can.
+    """Makes a whole plan for each iteration's memory, at once; what DOSAdam runs.
 
-    While inputs stay the same, each call goes on with the search where the last one stopped. Until it has ended the
-    plan of before remains, as far as there is memory for it. After that the plan of before
-    remains if it is slower by no more than the share `tolerance` of the exposed time. Where there is no memory for all
-    of it, as much of it remains as there is memory for.
+    settled: whether `learn` has nothing more to find for the inputs of the last call.
     """
 
     def __init__(self, tolerance: float = 0.0) -> None:
-        self._tolerance = tolerance
-        self._search: Search | None = None
-        self._plan: Plan | None = None
-        self._is_earlier = False
-        """Whether the plan is of other inputs."""
+        """tolerance: share of the exposed time by which another plan has to be better than the one of before."""
         self.settled = False
-        """Whether more calls with the same inputs give the same plan, at once."""
+        self._tolerance = tolerance
+        self._inputs: tuple[Workload, HardwareProfile] | None = None
+        self._answers: Answers | None = None
+        self._earlier: Choice | None = None
+        """Chosen for other inputs."""
+        self._chosen: Choice | None = None
+        self._plan: Plan | None = None
 
     def __call__(self, workload: Workload, profile: HardwareProfile) -> Plan:
-        """The plan for this iteration."""
-        search = self._search
-        # Where rates alone have changed a search comes to its end first, or none ever would where they change often.
-        if search is None or search.workload != workload or (self.settled and search.profile != profile):
-            search, self.settled = Search(workload, profile), False
-            self._search = search
-            self._plan = None if self._plan is None else trimmed(self._plan, workload)
-            self._is_earlier = self._plan is not None
-        if self._plan is None:
-            search.advance(TASKS_AT_ONCE)
-            self._plan = search.plan
-        elif not search.ended:
-            search.advance(TASKS_AT_ONCE)
-        elif not self.settled:  # in a call of its own: to compare takes as long as to search
-            if not (self._is_earlier and self._good_enough(self._plan, search.plan, workload, profile)):
-                self._plan = search.plan
-            self.settled = True
+        """The plan for this iteration; the last one until the inputs change or `learn` finds a better one."""
+        if self._plan is None or self._inputs != (workload, profile):
+            answers, before = self._answers_for(workload, profile), self._answers
+            alike = before is not None and before.workload.subgroups == workload.subgroups
+            self._earlier = self._chosen if alike else None
+            self._inputs, self._answers, self.settled = (workload, profile), answers, False
+            self._plan = self._choose(workload, answers)
         return self._plan
 
-    def _good_enough(self, earlier: Plan, best: Plan, workload: Workload, profile: HardwareProfile) -> bool:
-        """Whether the plan of before loses little: plans must not follow noise."""
-        if set(best.placements) == {Placement.GPU_RESIDENT}:
-            return earlier == best
-        scope = Scope.beside(workload)
-        simulator = Simulator(workload, profile, scope)
-        now, then = simulator.makespan(earlier), simulator.makespan(best)
-        return now - then <= self._tolerance * (then - scope.compute_s(workload))
+    def meanwhile(self, workload: Workload, profile: HardwareProfile) -> Plan:
+        """The best plan for less memory, while the last plan remains the one of before."""
+        best = self._answers_for(workload, profile).best(workload)
+        return best.division.plan(workload, best.on_cpu)
+
+    def learn(self) -> None:
+        """Simulate a little for the inputs of the last call; the next call may give a better plan."""
+        if self._inputs is None or self._answers is None or self.settled:
+            return
+        workload, _ = self._inputs
+        self.settled = self._answers.learn(workload, TASKS_AT_ONCE)
+        self._plan = self._choose(workload, self._answers)
+
+    def _answers_for(self, workload: Workload, profile: HardwareProfile) -> Answers:
+        """Those that there are, if they are for the same workload but for memory."""
+        slow = dataclasses.replace(
+            workload,
+            peak_free_bytes=math.inf,
+            shared_free_bytes=math.inf,
+            activation_least_bytes=0,
+            activation_host_bytes=math.inf,
+        )
+        known = self._answers
+        return known if known and (known.workload, known.profile) == (slow, profile) else Answers(slow, profile)
+
+    def _choose(self, workload: Workload, answers: Answers) -> Plan:
+        """The best plan, or the one of before if it loses little: plans must not follow noise.
+
+        Where there is no memory for that, more of the saved tensors leave if that makes room. All state on the GPU is
+        never given up for a plan of before.
+        """
+        best, earlier = answers.best(workload), self._earlier
+        plan = best.division.plan(workload, best.on_cpu)
+        if earlier is not None and set(plan.placements) != {Placement.GPU_RESIDENT}:
+            kept = (earlier.division.slots, earlier.division.residents)
+            alike = [each for each in divisions(workload) if (each.slots, each.residents) == kept]
+            most = best.cost + self._tolerance * max(best.cost, UNSEEN * (answers.compute_s + best.cost))
+            for division in (earlier.division, *alike):
+                before = division.plan(workload, earlier.on_cpu)
+                cost = answers.cost(division, earlier.on_cpu)
+                if workload.has_room(before) and cost <= most:
+                    best, plan = Choice(cost, division, earlier.on_cpu), before
+                    break
+        self._chosen = best
+        return plan if plan != self._plan or self._plan is None else self._plan

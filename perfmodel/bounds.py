@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ import scipy  # which loads `optimize`, three quarters of a second, when it is f
 
 from perfmodel.demand import Demand, demand, operation_demand
 from perfmodel.hardware import HardwareProfile
-from perfmodel.lanes import CPU, D2H, H2D, LANES, Stream, lane_speeds
+from perfmodel.lanes import CPU, D2H, H2D, LANES, Stream, speeds_by_busy_lanes
 from perfmodel.plan import Placement
 from perfmodel.simulate import UPDATE_ALONE, Phase, Scope
 from perfmodel.workload import SubgroupLoad, Workload, peak_room
@@ -66,6 +65,8 @@ def lower_bound(workload: Workload, profile: HardwareProfile, scope: Scope = UPD
     Residents are launched together, so that a launch counts in none of them but in their upper limit, `residents`.
     `forward` and `backward` are the seconds of those that are overlapped. Beside a forward all goes on
     but updates on the GPU, which computes it. Speeds are the simulator's: `lanes.lane_speeds`.
+
+    Raises ValueError if the profile's rates are so far apart that the program cannot be solved.
     """
     seconds, shares = _solve(workload, profile, scope)
     faster = {lane.value: (service.rate, service.duplex or service.rate) for lane, service in LANES.items()}
@@ -205,7 +206,13 @@ def _solve(workload: Workload, profile: HardwareProfile, scope: Scope) -> tuple[
     if solution.x is None:  # presolve may call a program of far too short times infeasible
         solution = program(options={"presolve": False})
     if solution.x is None or solution.fun is None:
-        raise RuntimeError(f"the bound's linear program failed: {solution.message}")
+        names = ("host_bandwidth", *(service.rate for service in LANES.values()))
+        rates = {name: float(getattr(profile, name)) for name in names}
+        lowest, *_, highest = sorted(rates, key=rates.__getitem__)
+        raise ValueError(
+            f"no lower bound can be computed with profile {profile.name!r}: its rates are too far apart, {lowest} is "
+            f"{rates[lowest]:.3g} and {highest} {rates[highest]:.3g}; measure them with `python -m dos.calibrate`"
+        )
     parts = (solution.x[: 3 * n].reshape(3, n) @ numel) / max(float(numel.sum()), 1.0)
     order = (Placement.CPU, Placement.GPU_STREAMED, Placement.GPU_RESIDENT)
     return float(solution.fun), {p: float(share) for p, share in zip(order, parts, strict=True)}
@@ -228,7 +235,7 @@ def _whole(classes: Counter[SubgroupLoad], free: float) -> float:
 def _speeds_by_busy_lanes(
     costs: Sequence[dict[Stream, Demand]], saves: Sequence[Demand], profile: HardwareProfile
 ) -> np.ndarray:
-    """Speeds of CPU, H2D and D2H, one row for each set of them that is busy.
+    """Speeds of CPU, H2D and D2H, one row for each set of them that is busy, 0 for the others.
 
     Where operations differ in their demand on host DRAM the least one counts: no plan is faster.
     """
@@ -242,9 +249,6 @@ def _speeds_by_busy_lanes(
         H2D: least(Stream.PARAMETER, Stream.PREFETCH),
         D2H: least(Stream.GRADIENT, Stream.FLUSH, others=saves),
     }
-    rows = []
-    for busy in itertools.product((True, False), repeat=len(demands)):
-        among = dict(itertools.compress(demands.items(), busy))
-        speeds = lane_speeds(among, profile)
-        rows.append([speeds[lane] if lane in among else 0.0 for lane in demands])
-    return np.array(rows)
+    speeds = speeds_by_busy_lanes(demands, profile)
+    busy = np.arange(len(speeds))[:, None] >> np.arange(len(demands)) & 1
+    return speeds * busy

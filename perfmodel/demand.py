@@ -33,6 +33,11 @@ class Demand(NamedTuple):
     seconds: float
     traffic: float
 
+    @property
+    def rate(self) -> float:
+        """Bytes/s of host DRAM traffic alone."""
+        return self.traffic / self.seconds if self.seconds > 0 else 0.0
+
 
 def operation_demand(stream: Stream, size: int, load: SubgroupLoad, profile: HardwareProfile) -> Demand:
     """Of one operation on a subgroup, or on a part of it. size: bytes of a copy; parameters of an update."""

@@ -7,6 +7,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from perfmodel.hardware import HardwareProfile
 from perfmodel.timeline import Lane
 
@@ -113,8 +115,9 @@ def run_tasks(
         by number, that must have ended, besides its predecessor in the stream.
 
     A lane serves one task at a time: among the streams whose next task is ready, the one that has been ready longest,
-    then the one issued first; activations go before state, which travels in short pieces and waits between them. A copy
-    beside one in the other direction runs at the duplex rate, and whatever touches host DRAM shares it by
+    then the one issued first. Activations go before state, and interrupt it: a device lets them in where a piece of
+    state ends, of 32 MiB, which is taken as no time (no GPU has shown this yet; see Limits in the documentation). A
+    copy beside one in the other direction runs at the duplex rate, and whatever touches host DRAM shares it by
     `shared_rates`.
     """
     if not tasks:
@@ -187,6 +190,19 @@ def run_tasks(
                     if queues[stream][-1] == waiting:
                         ready[stream] = now
                         free.append(_FEEDS[stream])
+
+
+def speeds_by_busy_lanes(demands: Mapping[int, float], profile: HardwareProfile) -> np.ndarray:
+    """Speeds of these lanes over their speeds alone: a row for each set of them that is busy, 1 where one is not.
+
+    A row's number has a bit for each lane, in their order. demands: as for `lane_speeds`.
+    """
+    rows = np.ones((1 << len(demands), len(demands)))
+    for number, row in enumerate(rows):
+        among = {lane: demands[lane] for place, lane in enumerate(demands) if number >> place & 1}
+        speeds = lane_speeds(among, profile)
+        row[:] = [speeds[lane] if lane in among else 1.0 for lane in demands]
+    return rows
 
 
 def lane_speeds(demands: Mapping[int, float], profile: HardwareProfile) -> list[float]:

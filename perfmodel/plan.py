@@ -103,8 +103,12 @@ class Plan:
         counts = Counter(self.placements)
         parts = [f"{counts[p]} {p.label}" for p in Placement if counts[p]]
         parts += [f"state of {len(self.on_disk)} on disk"] if self.on_disk else []
-        left = f"; {self.activation_bytes / 2**20:.1f} MiB of saved tensors leave" if self.activation_bytes else ""
-        return f"{len(self)} subgroups: {', '.join(parts) or 'none'}; {self.slots} slots; {self._runs()}{left}"
+        moved = f"; {self.activation_bytes / 2**20:.1f} MiB of saved tensors move to the host"
+        slots = f"{self.slots} slot{'' if self.slots == 1 else 's'}"
+        return (
+            f"{len(self)} subgroups: {', '.join(parts) or 'none'}; {slots}; {self._runs()}"
+            f"{moved if self.activation_bytes else ''}"
+        )
 
     def _runs(self) -> str:
         """The service order in short: `C` CPU, `S` streamed, `R` resident, runs counted, e.g. `S C C` as `S 2C`."""

@@ -65,7 +65,7 @@ INNER: dict[str, set[str]] = {
     "step": {"devices", "guard", "kernels", "lifetime", "machine", "sharding", "state"},
     "memory": {"devices", "guard", "warn"},
     "deciding": {"calibration", "devices", "kernels", "machine", "memory", "state", "step"},
-    "options": {"deciding", "machine"},
+    "options": {"deciding", "devices", "machine"},
     "parameters": {
         "devices",
         "disk",

@@ -77,6 +77,15 @@ class Decisions:
         now.workload, now.withheld = workload, self.memory.withheld
         return self._decided[1]
 
+    def meanwhile(self, workload: Workload) -> Plan:
+        """The plan for a step that has less memory than `decide` was told, which remains the plan of before."""
+        return plan_of(self._policy if self._adaptive is None else self._adaptive.meanwhile, workload)
+
+    def search(self) -> None:
+        """Look a little for a better plan than the last, for the next iteration."""
+        if self._adaptive is not None:
+            self._adaptive.search()
+
     def begin_step(self, plan: Plan, now: Iteration) -> None:
         """A step of this plan is issued."""
         assert now.workload is not None, "the plan was made for it"

@@ -75,6 +75,15 @@ class AdaptivePolicy:
         assert self.profile is not None, "its owner sets the profile first"
         return self._planner(workload, self.profile)
 
+    def meanwhile(self, workload: Workload) -> Plan:
+        """The plan for less memory than the last call had, which remains the one of before."""
+        assert self.profile is not None, "its owner sets the profile first"
+        return self._planner.meanwhile(workload, self.profile)
+
+    def search(self) -> None:
+        """Look a little for a better plan than the last."""
+        self._planner.learn()
+
     def observe(self, schedule: Schedule, workload: Workload, timeline: Timeline) -> None:
         """Correct the profile by what a step took."""
         if self.profile is not None:

@@ -21,6 +21,9 @@ from perfmodel.hardware import HardwareProfile
 from perfmodel.simulate import Scope, exposed
 from perfmodel.workload import peak_room
 
+ROUNDING = 0.005
+"""By which an efficiency may exceed 1."""
+
 
 @dataclass(frozen=True)
 class Report:
@@ -79,8 +82,9 @@ class Report:
 
     @property
     def bound(self) -> Bound | None:
-        """For how long, at least, any plan with this memory holds the caller up."""
-        return None if self.profile is None else _bound(self.workload, self.profile)
+        """For how long, at least, any plan with this memory holds the caller up; None if that is not known."""
+        found = None if self.profile is None else _bound(self.workload, self.profile)
+        return None if isinstance(found, str) else found
 
     @property
     def compute_s(self) -> float:
@@ -92,8 +96,15 @@ class Report:
         """The shortest iteration over the measured one, `(compute + bound) / (compute + exposed)`; None if not known.
 
         The bound is what is left of the update where all that can hide behind compute does
-        (`perfmodel.bounds.lower_bound`): so 1 means that nothing was left on the table.
+        (`perfmodel.bounds.lower_bound`): so 1 means that nothing was left on the table. A measured iteration that is
+        shorter shows that the rates are not the machine's, and then the bound is not known either.
         """
+        found = self._over_shortest
+        return None if found is None or found > 1 + ROUNDING else min(found, 1.0)
+
+    @property
+    def _over_shortest(self) -> float | None:
+        """The shortest iteration that the model believes in, over the measured one."""
         if self.bound is None or self.exposed_s is None or self.compute_s + self.exposed_s <= 0:
             return None
         return (self.compute_s + self.bound.seconds) / (self.compute_s + self.exposed_s)
@@ -134,13 +145,13 @@ class Report:
         lines = [
             f"Plan: {self.plan}",
             f"Memory: {size_of(memory.free)} free of {size_of(memory.total)}, says {self.reading.source.value}; room "
-            f"for {size_of(work.peak_free_bytes)} of {size_of(work.state_bytes)} of optimizer state, which holds "
-            f"{size_of(self.held_bytes)} now",
+            f"for {size_of(work.peak_free_bytes)} of {size_of(work.state_bytes)} of optimizer state, "
+            f"{size_of(self.held_bytes)} of which is there now",
             f"Formats: {self._formats()}; {work.state_bytes / max(work.numel, 1):.3g} bytes of state per parameter",
             f"Last change of plan: {self.why}",
         ]
         if work.windows:
-            lines += [f"Disk: {size_of(self.disk_bytes)} of state rest there; {self._host()}"]
+            lines += [f"Disk: {size_of(self.disk_bytes)} of state rests there; {self._host()}"]
         if self._leaving is not None:
             lines += [f"Saved tensors: {self._saved(*self._leaving)}"]
         lines += unused(self.plan, self.workload, self.profile, self.iteration.withheld)
@@ -152,18 +163,25 @@ class Report:
                 f"Measured: {_ms(self.update_s)} from step() to the last transfer, of which the caller waited "
                 f"{_ms(self.exposed_s)}; lanes were busy for: {busy}"
             ]
-        if bound is None or self.predicted_s is None:
+        if self.profile is None or self.predicted_s is None:
             lines += ["Predicted: nothing, because this policy needs no profile; policy='adaptive' has one"]
+            return "\n".join(lines)
+        beside = f" beside {_ms(self.compute_s)} of forward and backward" if self.compute_s else ""
+        lines += [f"Predicted: the caller waits {_ms(self.predicted_s)}{beside}, by the rates of {self.profile.name}"]
+        if bound is None:
+            lines += [f"Bound: {_bound(self.workload, self.profile)}"]
         else:
-            assert self.profile is not None
-            beside = f" beside {_ms(self.compute_s)} of compute" if self.compute_s else ""
+            least = f"with this memory it waits at least {_ms(bound.seconds)} under any plan"
+            lines += [f"Bound: {least}; {_what_binds(bound)}"]
+        if self.efficiency is not None:
+            what = "the shortest possible iteration over this one" if self.compute_s else "the bound over the wait"
+            lines += [f"Efficiency: {self.efficiency:.0%} ({what})"]
+        elif self._over_shortest is not None:
+            took = f"this iteration took {1 / self._over_shortest:.0%} of the shortest time that the rates allow"
             lines += [
-                f"Predicted: the caller waits {_ms(self.predicted_s)}{beside}, on {self.profile.name}",
-                f"Bound: with this memory every plan makes it wait at least {_ms(bound.seconds)}; {_what_binds(bound)}",
+                f"Efficiency: not known. The prediction is off: {took}. Rates are corrected while training; if this "
+                "stays, measure them with `python -m dos.calibrate`"
             ]
-            if self.efficiency is not None:
-                what = "the shortest possible iteration over this one" if self.compute_s else "the bound over the wait"
-                lines += [f"Efficiency: {self.efficiency:.0%} ({what})"]
         return "\n".join(lines)
 
     def _host(self) -> str:
@@ -185,17 +203,18 @@ class Report:
     def _saved(self, left: int, nbytes: int) -> str:
         """How much of what forward saves leaves for the host, and why."""
         work, whole = self.workload, size_of(nbytes)
-        pool = f"; {size_of(self.pool_bytes)} of the host's memory are pinned for them"
+        pool = f"; {size_of(self.pool_bytes)} of host memory is pinned for them"
         if not work.activations:
-            return f"{size_of(left)} of {whole} left for the host in forward, {left / max(nbytes, 1):.0%}{pool}"
+            return f"{size_of(left)} of {whole} moved to the host in forward, {left / max(nbytes, 1):.0%}{pool}"
         if not left and self.profile is None:
-            return f"all {whole} stay, as this policy lets none leave; policy='adaptive' weighs it"
+            return f"all {whole} stay on the device, because this policy moves none; policy='adaptive' may"
         if not left:
-            return f"all {whole} stay, as the iteration would not be shorter if some left"
+            return f"all {whole} stay on the device, because moving some would not make the iteration shorter"
         why = f"which makes room for {size_of(peak_room(work.activations, left))}"
         if work.activation_least_bytes:
-            why += f", as {size_of(min(left, work.activation_least_bytes))} have to, or training runs out of memory"
-        return f"{size_of(left)} of {whole} leave for the host in forward, {why}{pool}"
+            least = size_of(min(left, work.activation_least_bytes))
+            why += f"; training would run out of memory if less than {least} moved"
+        return f"{size_of(left)} of {whole} move to the host in forward, {why}{pool}"
 
     def _formats(self) -> str:
         """Of the state, with the share of the parameters that are kept so."""
@@ -221,10 +240,10 @@ def why_changed(
     """
     memory = size_of(now.peak_free_bytes)
     if before is None:
-        return f"it was the first, with memory for {memory} of state"
+        return f"this is the first plan, with memory for {memory} of state"
     reasons = []
     if before.subgroups != now.subgroups:
-        reasons += ["the parameters to update are others"]
+        reasons += ["the parameters to update have changed"]
     for what, then, since in (
         ("memory for state", size_of(before.peak_free_bytes), memory),
         ("memory for the update", size_of(before.shared_free_bytes), size_of(now.shared_free_bytes)),
@@ -235,7 +254,7 @@ def why_changed(
             reasons += [f"{what} went from {then} to {since}"]
     if believed != profile:
         reasons += ["measured steps corrected the rates"]
-    other = "the policy chose another" if profile is None else "a longer search found a better one"
+    other = "the policy chose another plan" if profile is None else "the simulator found a better plan"
     return ", ".join(reasons) or other
 
 
@@ -245,8 +264,12 @@ def _predicted(plan: Plan, workload: Workload, profile: HardwareProfile) -> floa
 
 
 @functools.lru_cache(maxsize=8)
-def _bound(workload: Workload, profile: HardwareProfile) -> Bound:
-    return lower_bound(workload, profile, Scope.beside(workload))
+def _bound(workload: Workload, profile: HardwareProfile) -> Bound | str:
+    """The bound, or why there is none."""
+    try:
+        return lower_bound(workload, profile, Scope.beside(workload))
+    except ValueError as error:
+        return str(error)
 
 
 def _what_binds(bound: Bound) -> str:
@@ -276,11 +299,11 @@ def unused(
         beyond = workload.shared_free_bytes - workload.peak_free_bytes  # is free in the update alone
         staged = min(rest, plan.slots * workload.slot_bytes - max(0, beyond))
         if staged > 0:
-            reasons += [(staged, f"for {plan.slots} staging slots")]
+            reasons += [(staged, f"for {plan.slots} staging slot{'s' * (plan.slots > 1)}")]
             rest -= staged
     if rest >= min(load.state_bytes for load in away):
         reasons += [(rest, _why_not_resident(plan, workload, profile))]
-    lines = [f"Kept from state: {', '.join(f'{size_of(n)} {why}' for n, why in reasons)}"] if reasons else []
+    lines = [f"Not used for state: {', '.join(f'{size_of(n)} {why}' for n, why in reasons)}"] if reasons else []
     room = sum(nbytes for nbytes, why in withheld if why == TOO_LITTLE)
     if workload.shared_free_bytes == 0 < room:
         most = max(loads, key=lambda load: load.state_bytes)
@@ -306,9 +329,9 @@ def size_of(nbytes: float) -> str:
 def _why_not_resident(plan: Plan, workload: Workload, profile: HardwareProfile | None) -> str:
     """Of state for which there is room."""
     if profile is None:
-        return "as this policy does not use it"
+        return "because this policy does not use it"
     best = adaptive(workload, profile)
     now, then = (workload.state_bytes_of(p.served(Placement.GPU_RESIDENT)) for p in (plan, best))
     if then > now:
-        return f"as the plan of before is at most {WORTH_A_CHANGE:.0%} slower"
-    return "as the step would not be faster"
+        return f"because the previous plan is at most {WORTH_A_CHANGE:.0%} slower"
+    return "because the step would not be faster"

@@ -27,6 +27,7 @@ class Rests:
 
         Raises MemoryError if the host's share is too little even for windows.
         """
+        self._homes.host.lower_share()
         limit = self._homes.host.limit
         if self._homes.disk is None or limit is None:
             return {}

@@ -18,14 +18,14 @@ from perfmodel import Placement, Plan, Timeline, Workload
 from perfmodel.adaptive import adaptive
 from perfmodel.format import SPLIT
 from perfmodel.hardware import HardwareProfile
-from perfmodel.planner.machine import GPUS, UTILISATION
+from perfmodel.planner.machine import GPUS
 from perfmodel.policies import cpu_only, stride
 from perfmodel.simulate import Phase, Scope, simulate
 
 MACHINE = "rtx_4090_desktop"
 SUBGROUPS = 12
 SUBGROUP_SIZE = 100_000_000
-TOKENS = 4096
+TOKENS = 8192
 """Of one iteration."""
 FORWARD_SHARE = 1 / 3
 """Backward computes two gradients for each product of forward."""
@@ -40,7 +40,7 @@ SERIAL = Scope(Phase.SERIAL, Phase.SERIAL)
 def workload(room: int) -> Workload:
     """bfloat16 parameters, with free device memory for the state of `room` subgroups, which staging slots share."""
     flops = 6 * SUBGROUPS * SUBGROUP_SIZE * TOKENS  # Kaplan et al. 2020
-    compute_s = flops / (UTILISATION * GPUS[MACHINE].peak("bf16"))
+    compute_s = flops / (GPUS[MACHINE].utilisation * GPUS[MACHINE].peak("bf16"))
     work = Workload.of_sizes(
         [SUBGROUP_SIZE] * SUBGROUPS,
         SPLIT,

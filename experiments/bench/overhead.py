@@ -3,6 +3,8 @@
 Microseconds per parameter of `step()`, and of the hooks that it has on backward, beside torch's AdamW in the same
 process. Contenders take turns, and figures are medians over the rounds. Parameters "on the device" are on a GPU if
 there is one, else on an emulated accelerator so fast that only the host's work is left; there all state is resident.
+
+Exit status 1 if a step takes longer than the limits below allow.
 """
 
 from __future__ import annotations
@@ -28,6 +30,13 @@ from perfmodel.hardware import HardwareProfile
 SIZES = ((100, 64), (600, 64), (4000, 64), (100, 4096), (600, 4096), (4000, 4096), (100, 1 << 20))
 """Parameters, and elements of each."""
 WARM_UP = 3
+HOST = 1.05
+"""Times as long as AdamW(fused=True), with parameters on the host, that a step may take."""
+DEVICE = 1.25
+"""The same with parameters on the device, besides FIXED_S. With its hooks on backward, no more than AdamW(foreach=True)
+besides FIXED_S."""
+FIXED_S = 1e-3
+"""Seconds that a step on the device may take however few parameters there are, in which it is planned."""
 INSTANT = without_fixed_costs(HardwareProfile.builtin("h100")).scaled(1e4)
 """So fast that what it emulates costs nothing."""
 
@@ -46,7 +55,7 @@ class Give(torch.autograd.Function):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print; the last line is one JSON object with --json."""
+    """Measure and print; the last line is one JSON object with --json. Exit status 1 if something was missed."""
     parser = Parser(prog="python -m experiments.overhead", description="What a step costs the host, per parameter.")
     parser.add_json()
     parser.add_count("rounds", 15, "that figures are medians of")
@@ -57,9 +66,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     with console.status("measuring"):
         rows = [measure(*size, where, arguments.rounds) for size in sizes for where in ("host", "device")]
     console.print(show(rows))
+    missed = [what for row in rows for what in misses(row)]
+    console.print(f"missed: {', '.join(missed) or 'nothing'}")
     if arguments.json:
-        print(json.dumps({"rows": rows}))
-    return 0
+        print(json.dumps({"rows": rows, "missed": missed}))
+    return int(bool(missed))
+
+
+def misses(row: dict[str, Any]) -> list[str]:
+    """What was to hold and does not."""
+    step, hooks, fused, foreach = (
+        row[f"{name}_us_per_parameter"] for name in ("step", "hooks", "adamw_fused", "adamw_foreach")
+    )
+    on_host, fixed = row["where"] == "host", FIXED_S / row["parameters"] * 1e6
+    found = {
+        f"step() takes more than {HOST} times AdamW(fused=True)": on_host and step > HOST * fused,
+        f"step() takes more than {DEVICE} times AdamW(fused=True) and {FIXED_S * 1e3:.0f} ms": not on_host
+        and step > DEVICE * fused + fixed,
+        f"step() and hooks take more than AdamW(foreach=True) and {FIXED_S * 1e3:.0f} ms": step + hooks
+        > foreach + (0.0 if on_host else fixed),
+    }
+    where = f"{row['parameters']} of {row['elements']} on the {row['where']}"
+    return [f"{where}: {what}" for what, missed in found.items() if missed]
 
 
 def measure(count: int, elements: int, where: str, rounds: int) -> dict[str, Any]:

@@ -12,9 +12,9 @@ C, S, R = Placement.CPU, Placement.GPU_STREAMED, Placement.GPU_RESIDENT
 
 def test_plan_prints_itself_and_serves_in_order() -> None:
     plan = Plan((C, S, R, C), (3, 0, 1, 2), 1)
-    assert str(plan) == "4 subgroups: 2 cpu, 1 gpu_streamed, 1 gpu_resident; 1 slots; 2C S R"
+    assert str(plan) == "4 subgroups: 2 cpu, 1 gpu_streamed, 1 gpu_resident; 1 slot; 2C S R"
     assert plan.served(C) == (3, 0)
-    assert str(Plan((R,), (0,), 0, 2**20)).endswith("; 1.0 MiB of saved tensors leave")
+    assert str(Plan((R,), (0,), 0, 2**20)).endswith("; 1.0 MiB of saved tensors move to the host")
 
 
 @pytest.mark.parametrize(

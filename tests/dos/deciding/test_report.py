@@ -188,6 +188,21 @@ def test_efficiency_is_against_what_cannot_be_hidden() -> None:
     assert "Efficiency: 83%" in str(half)
 
 
+def test_an_iteration_shorter_than_possible_shows_that_the_prediction_is_off() -> None:
+    off = ended(7.5)
+    assert "efficiency" not in off.metrics()
+    assert "Efficiency: not known. The prediction is off: this iteration took 75% of the shortest time" in str(off)
+    assert "python -m dos.calibrate" in str(off)
+    assert ended(9.98).metrics()["efficiency"] == 1.0, "rounded"
+
+
+def test_rates_that_are_too_far_apart_are_said_to_be() -> None:
+    report = dataclasses.replace(ended(1.0), profile=profile(cpu_update_rate=1e-30))
+    assert "Bound: no lower bound can be computed with profile" in str(report)
+    assert "cpu_update_rate is 1e-30 and" in str(report)
+    assert "bound_s" not in report.metrics()
+
+
 def said(**options: object) -> str:
     model, optimizer, _ = slow(**options)
     train(model, optimizer, 3)
@@ -197,15 +212,15 @@ def said(**options: object) -> str:
 def test_what_keeps_memory_from_state_is_said() -> None:
     text = said(memory_budget=STATE // 2)
     assert re.search(
-        r"Kept from state: 0.9\d MiB by memory_budget=, .* KiB as another subgroup does not fit with", text
+        r"Not used for state: 0.9\d MiB by memory_budget=, .* KiB because 1.25 subgroups must be free", text
     )
-    assert "Kept from state: 15.94 KiB as this policy does not use it" in said(policy="cpu")
-    assert "Kept" not in said()
+    assert "Not used for state: 15.94 KiB because this policy does not use it" in said(policy="cpu")
+    assert "Not used" not in said()
     model = mlp()
     device = EmulatedDevice(SLOW, capacity=2 * STATE, occupied=int(1.5 * STATE), neighbour=STATE // 10)
     optimizer = DOSAdam(model.parameters(), subgroup_size=100, device=device)
     train(model, optimizer, 3)
-    assert re.search(r"Kept from state: .* KiB as the margin, ", optimizer.explain())
+    assert re.search(r"Not used for state: .* KiB as a margin, ", optimizer.explain())
 
 
 def test_a_subgroup_larger_than_what_is_free_is_said_with_both_sizes_and_the_remedy() -> None:
@@ -228,14 +243,14 @@ def test_why_a_plan_uses_less_than_there_is() -> None:
     plan = Plan((*[resident] * 3, *[streamed] * 3, *[on_cpu] * 4), tuple(range(10)), slots=2)
     peak = (5 * 2**20, "for the peak of an iteration")
     assert unused(plan, work, machine, [peak]) == [
-        "Kept from state: 5.00 MiB for the peak of an iteration, 24.00 MiB for 2 staging slots"
+        "Not used for state: 5.00 MiB for the peak of an iteration, 24.00 MiB for 2 staging slots"
     ]
     assert unused(cpu_only(work), work, machine, []) == [
-        "Kept from state: 60.00 MiB as the plan of before is at most 5% slower"
+        "Not used for state: 60.00 MiB because the previous plan is at most 5% slower"
     ]
     hidden = dataclasses.replace(work, forward_s=10.0, backward_s=10.0)  # the GPU has no time for updates
     assert unused(adaptive(hidden, machine), hidden, machine, []) == [
-        "Kept from state: 48.00 MiB as the step would not be faster"
+        "Not used for state: 48.00 MiB because the step would not be faster"
     ]
 
 
@@ -259,7 +274,7 @@ def test_a_step_that_fails_is_no_complete_step(monkeypatch: pytest.MonkeyPatch) 
 def test_the_reason_of_a_change_is_what_is_different() -> None:
     machine = HardwareProfile.builtin("rtx_4090_desktop")
     before = Workload.of_sizes([2**20] * 4, peak_free_bytes=10 * 2**20, shared_free_bytes=20 * 2**20)
-    assert why_changed(None, before, None, machine) == "it was the first, with memory for 10.00 MiB of state"
+    assert why_changed(None, before, None, machine) == "this is the first plan, with memory for 10.00 MiB of state"
     for now, believed, expected in (
         (
             dataclasses.replace(before, peak_free_bytes=2**20),
@@ -268,7 +283,7 @@ def test_the_reason_of_a_change_is_what_is_different() -> None:
         ),
         (dataclasses.replace(before, backward_s=0.2), machine, "backward went from 0.0 ms to 200.0 ms"),
         (dataclasses.replace(before, peak_free_bytes=10 * 2**20 + 9), None, "measured steps corrected the rates"),
-        (before, machine, "a longer search found a better one"),
+        (before, machine, "the simulator found a better plan"),
     ):
         assert why_changed(before, now, believed, machine) == expected
-    assert why_changed(before, before, None, None) == "the policy chose another"
+    assert why_changed(before, before, None, None) == "the policy chose another plan"

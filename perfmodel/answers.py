@@ -1,0 +1,148 @@
+"""The best plans that are known for one workload on one machine, by division of its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import NamedTuple
+
+import numpy as np
+
+from perfmodel.balance import Balance
+from perfmodel.division import Division, divisions, fits
+from perfmodel.hardware import HardwareProfile
+from perfmodel.simulate import Scope, Simulator
+from perfmodel.workload import Workload
+
+MOST_SIMULATED = 128
+"""Subgroups. Of more, a simulation takes too long, and the closed form is as good."""
+LOOKED_AT = 4
+"""Divisions of memory of which plans are simulated, those that are best so far."""
+NEAR = 0.03
+"""Share of an iteration by which the closed form may be wrong; by one subgroup's share more where there are few."""
+FIRST_STEP = 2
+"""Subgroups by which the first plans that are simulated differ."""
+WORTHWHILE = 0.01
+"""Share of an iteration by which another plan must shorten it where all state could stay on the GPU."""
+
+
+class Choice(NamedTuple):
+    """What a plan is made of: a division of memory, and how many subgroups the CPU updates.
+
+    cost: seconds by which it makes the iteration longer.
+    """
+
+    cost: float
+    division: Division
+    on_cpu: int
+
+
+class Answers:
+    """Costs by the closed form at once, and by the simulator where that has looked.
+
+    workload: that they are for. How much memory there is for it, each question says. compute_s: seconds of compute in
+        an iteration.
+    """
+
+    def __init__(self, workload: Workload, profile: HardwareProfile) -> None:
+        self.workload = workload
+        self.profile = profile
+        self._scope = Scope.beside(workload)
+        self.compute_s = self._scope.compute_s(workload)
+        self._balance = Balance(workload, profile)
+        self._known: dict[Division, _Answer] = {}
+
+    def best(self, workload: Workload) -> Choice:
+        """The best for this memory; all state on the GPU where that is about as good."""
+        best = min(self._choices(_judged(workload)), key=attrgetter("cost"))
+        if not fits(workload):
+            return best
+        simulated = self._known[best.division].simulated
+        stays_s = self.compute_s + simulated.get(0, 0.0)
+        if workload.backward_s and 0 in simulated and self.compute_s + best.cost <= (1 - WORTHWHILE) * stays_s:
+            return best
+        return Choice(self.cost(best.division, 0), best.division, 0)
+
+    def cost(self, division: Division, on_cpu: int) -> float:
+        """Seconds by which this makes the iteration longer."""
+        (answer,) = self._of([division])
+        return answer.cost(on_cpu)
+
+    def learn(self, workload: Workload, tasks: int) -> bool:
+        """Simulate plans for this memory, so many tasks or one plan; whether there is nothing more to find."""
+        if len(workload.subgroups) > MOST_SIMULATED:
+            return True
+        some, simulator, last = _judged(workload), Simulator(workload, self.profile, self._scope), 0
+        while simulator.tasks + last <= tasks:
+            before = simulator.tasks
+            ranked = sorted(self._choices(some), key=attrgetter("cost"))[:LOOKED_AT]
+            near = NEAR + 1 / len(workload.subgroups)
+            most = ranked[0].cost + near * (self.compute_s + ranked[0].cost)
+            for division in (choice.division for choice in ranked if choice.cost <= most):
+                answer = self._known[division]
+                on_cpu = answer.next()
+                if on_cpu is not None:
+                    seconds = simulator.makespan(division.plan(workload, on_cpu))
+                    answer.simulated[on_cpu] = seconds - self.compute_s
+                    break
+            else:
+                return True
+            last = simulator.tasks - before
+        return False
+
+    def _choices(self, some: Sequence[Division]) -> list[Choice]:
+        answers = zip(some, self._of(some), strict=True)
+        return [Choice(each.cost(each.on_cpu), division, each.on_cpu) for division, each in answers]
+
+    def _of(self, some: Sequence[Division]) -> list[_Answer]:
+        missing = [division for division in some if division not in self._known]
+        if missing:
+            rows = zip(missing, self._balance.exposed(missing), strict=True)
+            n = len(self.workload.subgroups)
+            # Where all state could stay on the GPU, that is what others are compared with.
+            self._known |= {d: _Answer(row, [0] if len(d.residents) == n else []) for d, row in rows}
+        return [self._known[division] for division in some]
+
+
+def _judged(workload: Workload) -> list[Division]:
+    """Divisions that can be compared: without compute times, those of which as little leaves as has to."""
+    some = divisions(workload)
+    known = workload.forward_s and workload.backward_s
+    return some if known else [d for d in some if d.activation_bytes == some[0].activation_bytes]
+
+
+class _Answer:
+    """The best number of subgroups on the CPU for one division of memory.
+
+    simulated: seconds by which an iteration is longer, by that number.
+    """
+
+    def __init__(self, balanced: np.ndarray, first: Sequence[int]) -> None:
+        """balanced: the same by the closed form, for all numbers. first: to be simulated in any case."""
+        self.simulated: dict[int, float] = {}
+        self._balanced = balanced
+        self._first = first
+        self._near, self._step = int(balanced.argmin()), FIRST_STEP
+        self._least, self._most = int(np.isfinite(balanced).argmax()), len(balanced) - 1
+
+    @property
+    def on_cpu(self) -> int:
+        """The best so far."""
+        return min(self.simulated, key=self.simulated.__getitem__, default=self._near)
+
+    def cost(self, on_cpu: int) -> float:
+        """As well as it is known."""
+        return self.simulated.get(on_cpu, float(self._balanced[on_cpu]))
+
+    def next(self) -> int | None:
+        """The next number to simulate: downhill from the closed form's, in ever smaller steps; None at the bottom."""
+        while True:
+            below, above = self._near - self._step, self._near + self._step
+            around = [self._near, max(below, self._least), min(above, self._most)]
+            for on_cpu in (*self._first, *around):
+                if on_cpu not in self.simulated:
+                    return on_cpu
+            best = min(around, key=self.simulated.__getitem__)
+            if best == self._near and self._step == 1:
+                return None
+            self._near, self._step = best, self._step if best != self._near else self._step // 2
