@@ -15,7 +15,7 @@ from perfmodel.planner.outcome import Outcome, outcomes
 from perfmodel.planner.question import MARGIN, Question
 from perfmodel.planner.situation import Situation
 from perfmodel.planner.units import format_bytes, format_count, format_rate
-from perfmodel.planner.whatif import largest, levers, most, remedies
+from perfmodel.planner.whatif import SMALLEST, fastest_batch, largest, levers, most, remedies
 from perfmodel.timeline import Op
 
 DAY_S = 86_400
@@ -68,6 +68,7 @@ def answer(question: Question, notes: list[str]) -> dict[str, Any]:
         },
         "disk": None if question.disk_bytes is None else _disk(situation, best),
         "compute_s": situation.compute_s,
+        "best_batch": _best_batch(question),
         "job": _job(situation, best),
         "policies": [_outcome(each) for each in policies],
         # The best of the other policies, and how many times as fast as it adaptive is, if that fits.
@@ -91,10 +92,26 @@ def answer(question: Question, notes: list[str]) -> dict[str, Any]:
             }
             for remedy in remedies(situation)
         ],
-        "largest_parameters": largest(question),
+        "largest_parameters": (numel := largest(question)),
+        # What even the smallest model of the usual shape does not fit into.
+        "smallest_lacks": [] if numel else Situation(question.with_model(SMALLEST)).lacking,
         "largest_batch": most(question, "batch"),
         "largest_sequence": most(question, "sequence", question.model.longest),
         "assumptions": [*notes, *_assumptions(situation)],
+    }
+
+
+def _best_batch(question: Question) -> dict[str, Any] | None:
+    """The batch of most tokens per second."""
+    if (found := fastest_batch(question)) is None:
+        return None
+    asked, outcome = found
+    tokens = asked.step_tokens / outcome.seconds
+    return {
+        "batch": asked.batch,
+        "iteration_s": outcome.iteration_s,
+        "tokens_per_s": tokens,
+        "tokens_per_s_per_gpu": tokens / question.ranks,
     }
 
 
@@ -124,13 +141,7 @@ def _job(situation: Situation, best: Outcome) -> dict[str, Any]:
     """All ranks together. Bandwidths in bytes/s, one way, as collectives reach them."""
     question, job = situation.question, situation.job
     busy_s = situation.busy_s(best.plan) if best.plan else {}
-    tokens = question.tokens * question.micro_batches * question.ranks / best.iteration_s if best.iteration_s else None
-    fits = {
-        "memory on the device": situation.fits_device,
-        "host memory": situation.fits_host,
-        "room on disk": situation.fits_disk,
-    }
-    lacking = [memory for memory, enough in fits.items() if not enough]
+    tokens = question.step_tokens / best.iteration_s if best.iteration_s else None
     return {
         "ranks": question.ranks,
         "nodes": question.nodes,
@@ -139,7 +150,7 @@ def _job(situation: Situation, best: Outcome) -> dict[str, Any]:
         "tokens_per_s": tokens,
         "tokens_per_s_per_gpu": tokens and tokens / question.ranks,
         # What the job does not fit into, else the resource that works longest.
-        "limit": lacking[0] if lacking else max(busy_s, key=busy_s.__getitem__),
+        "limit": situation.lacking[0] if situation.lacking else max(busy_s, key=busy_s.__getitem__),
         "busy_s": busy_s,
         "forward_s": job.forward_s(),
         "backward_s": job.backward_s,
@@ -176,8 +187,7 @@ def _assumptions(situation: Situation) -> Iterator[str]:
     question, model = situation.question, situation.question.model
     if model.assumed:
         yield model.assumed
-    flops = sum(model.flops(1, checkpointing=question.checkpointing, trainable=question.trainable))
-    yield f"{flops / model.numel:.3g} operations per parameter and token"
+    yield _operations(question)
     yield from _job_assumptions(situation)
     yield (
         f"{format_bytes(question.reserved)} of GPU memory for CUDA and fragmentation (--reserved); "
@@ -201,6 +211,17 @@ def _assumptions(situation: Situation) -> Iterator[str]:
     if question.host_bytes is not None:
         reserved = format_bytes(question.reserved_on_host)
         yield f"{reserved} of each node's memory for the system and the processes (--host-reserved)"
+
+
+def _operations(question: Question) -> str:
+    """What is counted of forward's and backward's arithmetic."""
+    model, whole = question.model, sum(question.flops) / question.tokens
+    forward, backward = model.attention_flops(question.sequence, eager=question.eager_attention)
+    attention = forward * (1 + question.checkpointing) + backward
+    mask = "" if question.eager_attention else "causal "
+    again = ", each block computed twice (--checkpointing)" if question.checkpointing else ""
+    weights = "all parameters multiply" if not model.head_weights else "embeddings are looked up"
+    return f"{whole / 1e9:,.3g} GFLOP per token, {attention / whole:.0%} of it {mask}attention; {weights}{again}"
 
 
 def _job_assumptions(situation: Situation) -> Iterator[str]:

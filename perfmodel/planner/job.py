@@ -75,9 +75,7 @@ class Job:
         if question.offload_parameters:
             self.copied = question.share(question.model.numel, 1) * question.value_bytes
             self.returned = question.state_numel * question.value_bytes
-        forward, backward = question.model.flops(
-            question.tokens, checkpointing=question.checkpointing, trainable=question.trainable
-        )
+        forward, backward = question.flops
         self.compute_s = forward / question.flops_rate, backward / question.flops_rate
 
     def _collectives(self) -> Iterator[Collective]:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+from difflib import get_close_matches
 from importlib import resources
 from pathlib import Path
 from typing import NamedTuple
@@ -26,10 +28,6 @@ OVERSTATED = 1.1
 SIMILAR = 1.15
 """Ratio of memory within which GPUs count as equally large."""
 
-UTILISATION = 0.4
-"""Share of the peak that training reaches. Llama 3 reached 38% to 43% on H100s (Grattafiori et al. 2024, "The Llama 3
-Herd of Models", table 4), Megatron 42% to 57% on A100s (Korthikanti et al. 2022, table 5)."""
-
 
 class Gpu(NamedTuple):
     """One GPU.
@@ -37,6 +35,7 @@ class Gpu(NamedTuple):
     nominal_gib: of memory, as its name says. memory_gib: as PyTorch reports it, which is less.
     tflops_16bit, tflops_fp32: peak of dense matrix products, of bfloat16 or float16 accumulated in float32, and of
         float32 without TF32, in 1e12 FLOP/s.
+    utilisation: share of the peak that forward and backward reach, up to 1. basis: by what, for people.
     bf16: whether it computes in bfloat16.
     """
 
@@ -45,6 +44,8 @@ class Gpu(NamedTuple):
     memory_gib: float
     tflops_16bit: float
     tflops_fp32: float
+    utilisation: float
+    basis: str
     bf16: bool = True
 
     @property
@@ -58,11 +59,15 @@ class Gpu(NamedTuple):
 
 
 class Card(NamedTuple):
-    """A GPU of which nothing else is known. bandwidth: of its memory, bytes/s. pcie: generation, 16 lanes."""
+    """A GPU in the host of another machine.
+
+    bandwidth: of its memory, bytes/s. pcie: generation, 16 lanes. host: the profile with the host's rates.
+    """
 
     gpu: Gpu
     bandwidth: float
     pcie: int
+    host: str = UNKNOWN
 
 
 @dataclass(frozen=True)
@@ -113,21 +118,23 @@ class Machine(NamedTuple):
         if tflops is not None:
             source = "as given" if utilisation is None else f"{utilisation:.0%} of --tflops"
             return tflops * 1e12 * (utilisation or 1.0), source
-        gpu, share = self.gpu or min(GPUS.values(), key=self._unlike), utilisation or UTILISATION
+        gpu = self.gpu or min(GPUS.values(), key=self._unlike)
         if self.gpu is not None and dtype == "bf16" and not gpu.bf16:
             raise ValueError(
                 f"the {gpu.name} does not compute in bfloat16; choose --dtype fp16 or fp32, or pass --tflops"
             )
-        source = f"{share:.0%} of the {gpu.name}'s data sheet, {gpu.peak(dtype) / 1e12:g}"
+        share = utilisation or gpu.utilisation
+        source = f"{share:.0%} of the {gpu.name}'s peak of {gpu.peak(dtype) / 1e12:g}"
+        if utilisation is None:
+            source += f", by {gpu.basis}"
         if self.gpu is None:
-            source += ", for no GPU was named: the slowest known one of about that memory (--machine, --tflops)"
-        elif utilisation is None:
-            source += ", an assumption (--utilisation, --tflops)"
+            source += "; no GPU was named, so that is the slowest known one of about its memory"
         return gpu.peak(dtype) * share, source
 
     def _unlike(self, gpu: Gpu) -> tuple[int, float]:
         """How much another GPU's memory differs, in steps of SIMILAR; and of equals, how fast it is."""
-        return abs(round(math.log(gpu.memory_bytes / self.device_bytes, SIMILAR))), gpu.tflops_16bit
+        distance = abs(round(math.log(gpu.memory_bytes / self.device_bytes, SIMILAR)))
+        return distance, gpu.utilisation * gpu.tflops_16bit
 
 
 def find_machine(name: str, asked: Memory | None) -> Machine:
@@ -172,18 +179,26 @@ def _profile(name: str) -> tuple[HardwareProfile, Gpu | None]:
     meant = ALIASES.get(meant, meant)
     if meant in known:
         return known[meant], GPUS.get(meant)
-    if meant in CARDS:  # link and bandwidth of its data sheet, with the host of `unknown`
+    if meant in CARDS:  # link and bandwidth of its data sheet
         card, (alone, duplex) = CARDS[meant], LINKS[CARDS[meant].pcie]
-        machine = f"the GPU (PCIe {card.pcie}.0); the host's are cautious guesses"
+        host = "the host's are cautious guesses" if card.host == UNKNOWN else f"the host is that of {card.host}"
         rates = dict.fromkeys(("h2d_bandwidth", "d2h_bandwidth"), alone)
         rates |= dict.fromkeys(("h2d_bandwidth_duplex", "d2h_bandwidth_duplex"), duplex)
         rates["gpu_update_rate"] = 0.8 * card.bandwidth / MIXED.update_traffic
-        provenance = Provenance("data sheet", machine=machine)
-        return known[UNKNOWN].replace(name=card.gpu.name, provenance=provenance, **rates), card.gpu
+        provenance = Provenance("data sheet", machine=f"the GPU (PCIe {card.pcie}.0); {host}")
+        return known[card.host].replace(name=card.gpu.name, provenance=provenance, **rates), card.gpu
     if name.endswith(".json") or Path(name).exists():
         return HardwareProfile.load(name), None
-    names = ", ".join((*ALIASES, *CARDS, *known))
-    raise ValueError(f"no machine {name!r}; there are {names}, or pass the file of a profile")
+    similar = _similar(name, (*ALIASES, *CARDS)) or _similar(name, known)
+    there = f"did you mean {' or '.join(similar)}?" if similar else f"there are {', '.join((*ALIASES, *CARDS, *known))}"
+    raise ValueError(f"no machine {name!r}; {there} (or pass the file of a profile)")
+
+
+def _similar(name: str, known: Iterable[str]) -> list[str]:
+    """The names that may be meant: those that have the given one as a part, else those that are spelled alike."""
+    short = {_short(each): each for each in known}
+    parts = [each for key, each in short.items() if _short(name) and _short(name) in key]
+    return parts or [short[key] for key in get_close_matches(_short(name), short)]
 
 
 def _short(name: str) -> str:

@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import NoReturn
 
 from perfmodel.planner.answer import answer
-from perfmodel.planner.machine import ALIASES, CARDS, FABRICS, GPUS, PCIE, UNKNOWN, UTILISATION, find_machine
+from perfmodel.planner.machine import ALIASES, CARDS, FABRICS, GPUS, PCIE, UNKNOWN, find_machine
 from perfmodel.planner.question import Question, add_options
 from perfmodel.planner.transformer import Transformer
 from perfmodel.planner.units import (
     format_bytes,
     format_count,
     format_rate,
-    parse_count,
     parse_memory,
+    parse_parameters,
     parse_positive,
     parse_rate,
     parse_share,
@@ -70,10 +70,9 @@ def question_of(options: argparse.Namespace) -> tuple[Question, list[str]]:
     machine = find_machine(options.machine, options.gpu)
     dtype = settings.get("dtype", Question.dtype)
     settings["flops_rate"], source = machine.flops_rate(dtype, options.tflops, options.utilisation)
-    notes = [
-        *machine.notes,
-        f"forward and backward reach {settings['flops_rate'] / 1e12:.3g} TFLOP/s per GPU: {source}",
-    ]
+    settings["flops_source"] = source
+    reached = f"forward and backward reach {settings['flops_rate'] / 1e12:.3g} TFLOP/s per GPU"
+    notes = [*machine.notes, f"{reached}: {source} (--utilisation, --tflops)"]
     if options.host is not None:
         settings["host_bytes"] = options.host.nbytes
         if options.host.nominal:
@@ -100,7 +99,13 @@ def question_of(options: argparse.Namespace) -> tuple[Question, list[str]]:
         if rate is not None:  # beside each other they do the same share of it as before
             beside = getattr(profile, f"{name}_duplex") / getattr(profile, name) * rate
             profile = profile.replace(**{name: rate, f"{name}_duplex": beside})
-    return Question(model, profile, machine.device_bytes, **settings), notes
+    question = Question(model, profile, machine.device_bytes, **settings)
+    if options.host is not None and options.host.nbytes <= question.reserved_on_host:
+        raise ValueError(
+            f"--host {options.host.text} leaves nothing to the optimizer: the system and the processes of a node take "
+            f"{format_bytes(question.reserved_on_host)} (--host-reserved); name a host with more memory"
+        )
+    return question, notes
 
 
 def _model(options: argparse.Namespace) -> Transformer:
@@ -117,8 +122,10 @@ def _model(options: argparse.Namespace) -> Transformer:
 
 def _trainable(text: str, model: Transformer) -> float:
     """The share of the parameters that is trained. Raises ValueError for what is not in (0, 1]."""
-    number = text.strip().removesuffix("%")
-    share = parse_count(text) / model.numel if number == text.strip() else parse_positive(number) / 100
+    try:
+        share = parse_share(text) if text.strip().endswith("%") else parse_parameters(text) / model.numel
+    except ValueError as error:
+        raise ValueError(f"--trainable takes parameters such as 40M, or their share such as 0.5%: {error}") from None
     if share > 1:
         raise ValueError(f"--trainable {text} is more than the model's {format_count(model.numel)} parameters")
     return share
@@ -148,14 +155,17 @@ def command_line() -> argparse.ArgumentParser:
         description="What fits on which machine, how long it takes there, and what more would buy. Nothing is run.",
     )
     model = parser.add_argument_group("the model")
-    config = "a Hugging Face config.json, or a name whose configuration is in the cache: meta-llama/Llama-3.1-8B"
+    config = (
+        "a Hugging Face config.json, a folder that has one, or a name whose configuration is in the cache: "
+        "meta-llama/Llama-3.1-8B"
+    )
     model.add_argument("config", nargs="?", metavar="CONFIG", help=config)
-    model.add_argument("--params", type=parse_count, metavar="N", help="parameters instead: 7e9, 7B, 350M")
+    model.add_argument("--params", type=parse_parameters, metavar="N", help="parameters instead: 7e9, 7B, 350M")
     machine = parser.add_argument_group("the machine")
     names = f"{', '.join((*ALIASES, *CARDS, *GPUS))}, or a calibrated profile"
     machine.add_argument("--machine", default=UNKNOWN, metavar="NAME|PROFILE", help=names)
     reached = "that forward and backward reach, instead of a data sheet's share"
-    share = f"share of the peak that is reached (assumed: {UTILISATION})"
+    share = "share of the peak that is reached: 0.4, 40%% (by GPU, docs/planning.md)"
     for name, parse, metavar, text in (
         ("gpu", parse_memory, "SIZE", "memory of one GPU: 24GB, 23.6GiB"),
         ("host", parse_memory, "SIZE", "memory of each node: 128GB"),

@@ -26,6 +26,7 @@ from perfmodel.subgroups import automatic_subgroup_size
 
 VALUES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 """What torch calls the dtype of parameters and gradients."""
+_SHORT = {torch_name: name for name, torch_name in VALUES.items()}
 MARGIN = 0.02
 """Share of the device's memory that DOSAdam leaves alone."""
 DEFAULT_RESERVED = 2**30
@@ -82,7 +83,7 @@ class Question:
     device_bytes: of one rank's device. host_bytes: of each node; None if it is not known.
     trainable: share of the parameters.
     accumulation: whether a step has several micro-batches, whose gradients add up and so are there all the time.
-    flops_rate: FLOP/s that forward and backward reach.
+    flops_rate: FLOP/s that forward and backward reach. flops_source: by what, for people.
     replicas: of the model, as FSDP2 divides it (HSDP). fabric: how GPUs reach one another.
 
     Raises ValueError for what cannot be.
@@ -92,7 +93,9 @@ class Question:
     profile: HardwareProfile
     device_bytes: int
     host_bytes: int | None = None
-    dtype: str = option("bf16", "of parameters and gradients", "model", choices=VALUES)
+    dtype: str = option(
+        "bf16", "of parameters and gradients", "model", choices=VALUES, type=lambda name: _SHORT.get(name, name)
+    )
     batch: int = _count(1, "sequences per GPU and micro-batch")
     sequence: int = _count(2048, "tokens per sequence (2048, or the longest that the model takes)", flag="seq")
     checkpointing: bool = option(False, "recompute each block's activations")
@@ -103,6 +106,7 @@ class Question:
     reserved: int = _size(DEFAULT_RESERVED, "GPU memory for CUDA and fragmentation (assumed: 1GiB)")
     attach: bool = option(True, "step() waits for its updates")
     flops_rate: float = math.inf
+    flops_source: str = ""
     offload_gradients: bool = option(False, "DOSAdam(offload_gradients=True)")
     native_gradients: bool = option(False, "those add up in their own dtype: offload_gradients='native'")
     offload_activations: float | str = option(
@@ -111,7 +115,9 @@ class Question:
         metavar="none|auto|SHARE",
         type=parse_offloaded,
     )
-    state_format: str | None = option(None, "DOSAdam(state_format=...)", choices=list(filter(None, STATE_FORMATS)))
+    state_format: str | None = option(
+        None, "DOSAdam(state_format=...); split is the default", choices=["split", *filter(None, STATE_FORMATS)]
+    )
     accumulation: bool = option(True, "one micro-batch in each step", "steps")
     micro_batches: int = _count(1, "micro-batches of each step, of which times are", "steps", flag="accumulation")
     trainable: float = option(1.0, "parameters that are not frozen: 40M, 0.5%%", metavar="N|SHARE")
@@ -226,6 +232,11 @@ class Question:
         """The question with other values of the fields that are named. Raises ValueError for what cannot be."""
         return dataclasses.replace(self, **changes)
 
+    def with_model(self, numel: int) -> Question:
+        """The question of a model of the usual shape with so many parameters."""
+        size = self.chosen_size and max(self.chosen_size, math.ceil(numel / MAX_SUBGROUPS))
+        return self.replace(model=Transformer.of_size(numel), chosen_size=size)
+
     @property
     def value_bytes(self) -> int:
         """Bytes of a parameter or gradient."""
@@ -240,6 +251,22 @@ class Question:
     def tokens(self) -> int:
         """Of one rank's micro-batch."""
         return self.batch * self.sequence
+
+    @property
+    def step_tokens(self) -> int:
+        """Of a step of the whole job."""
+        return self.tokens * self.micro_batches * self.ranks
+
+    @property
+    def flops(self) -> tuple[float, float]:
+        """Floating-point operations of forward and backward of one rank's micro-batch."""
+        return self.model.flops(
+            self.tokens,
+            self.sequence,
+            checkpointing=self.checkpointing,
+            eager_attention=self.eager_attention,
+            trainable=self.trainable,
+        )
 
     @property
     def trained(self) -> int:

@@ -87,6 +87,16 @@ class Situation:
         return self.fits_device and self.fits_host and self.fits_disk
 
     @property
+    def lacking(self) -> list[str]:
+        """The memories that are not enough."""
+        fits = {
+            "memory on the device": self.fits_device,
+            "host memory": self.fits_host,
+            "room on disk": self.fits_disk,
+        }
+        return [memory for memory, enough in fits.items() if not enough]
+
+    @property
     def host_needed(self) -> int:
         """Host memory of all ranks of a node together, in bytes."""
         return self.host_per_rank * self.question.per_node

@@ -7,6 +7,7 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from perfmodel.planner.outcome import CPU_ONLY, FUSED
@@ -19,8 +20,16 @@ EFFECTS = {
     "training": "; this changes the training, for a step then has another batch",
 }
 """What a remedy changes besides memory and time."""
+ADVICE = {
+    "memory on the device": "lower --batch or --seq",
+    "host memory": "choose a larger --host",
+    "room on disk": "choose a larger --disk",
+}
+"""What to do if even the smallest model does not fit, by what it lacks."""
 LARGE_CHANGE = 0.005
 """Shares of the time below this are shown as no change."""
+UNLIMITED = 1 << 16
+"""Columns, more than any table has."""
 NEARLY = 0.9
 """A resource that works for this share of the iteration or more leaves little to gain elsewhere."""
 MEMORY = {
@@ -58,10 +67,13 @@ FORMATS: dict[str, Callable[[Any], str]] = {
 
 def show(answer: Answer) -> None:
     """Print the answer."""
-    console = Console(markup=False)
+    console, tables = Console(markup=False), list(_tables(answer))
+    # Wide ones are not cut: rich takes 80 columns for the width of a file, and a terminal wraps what is wider.
+    unlimited = console.options.update(width=UNLIMITED)
+    console.width = max(console.width, *(Measurement.get(console, unlimited, table).maximum for table in tables))
     for line in _headline(answer):
         console.print(line, highlight=False, soft_wrap=True)
-    for table in _tables(answer):
+    for table in tables:
         console.print(table)
     console.print("Assumed:", style="dim")
     for note in answer["assumptions"]:
@@ -111,18 +123,28 @@ def _headline(answer: Answer) -> Iterator[str]:
             f"{format_bytes(remedy['host_per_node'])}{takes}{EFFECTS.get(remedy['effect'], '')}."
         )
     if answer["fits"]:
-        all_resident = device["room_for_state"] >= device["state"]
-        share = 1.0 if all_resident else device["resident_state"] / device["state"]
-        where = f"{share:.0%} of the optimizer state can stay on the GPU"
-        if settings["offload_parameters"]:
-            where = "parameters, gradients and optimizer state are on the host"
-        yield f"{what}: fits; {where}."
+        yield f"{what}: fits; {_fastest(answer)}"
+    elif answer["best_batch"]:
+        yield f"At a smaller batch it does: {_fastest(answer)}"
+    if settings["flops_source"] and (answer["best_batch"] or answer["remedies"]):
+        rate = f"{settings['flops_rate'] / 1e12:.3g} TFLOP/s"
+        yield f"That assumes that forward and backward reach {rate} per GPU: {settings['flops_source']}."
+    if answer["fits"]:
+        yield from _expected(answer)
         if leaving := host["activations"]:
             yield f"{format_bytes(leaving)} of saved tensors leave for the host in forward: attach(activations=...)."
         if disk and disk["state"]:
             yield from _on_disk(answer)
-        yield from _expected(answer)
     yield from _largest(answer)
+
+
+def _fastest(answer: Answer) -> str:
+    """What is trained at the best batch that fits."""
+    best, settings = answer["best_batch"], answer["settings"]
+    per_gpu = f" of the job, {best['tokens_per_s_per_gpu']:,.0f} per GPU," if settings["ranks"] > 1 else ""
+    batch = f"{best['batch']:,} x {settings['sequence']:,} tokens{' per GPU' if per_gpu else ''}"
+    rate, seconds = f"{best['tokens_per_s']:,.0f} tokens/s", format_seconds(best["iteration_s"])
+    return f"{rate}{per_gpu} at the best batch that fits, {batch} ({seconds} an iteration)."
 
 
 def _on_disk(answer: Answer) -> Iterator[str]:
@@ -142,29 +164,34 @@ def _on_disk(answer: Answer) -> Iterator[str]:
 
 
 def _expected(answer: Answer) -> Iterator[str]:
-    """How long it takes, beside the best of the other policies, and what limits the update and the job."""
-    job, bound, best = answer["job"], answer["bound"], answer["policies"][-1]
+    """How long the batch that was asked for takes, beside the best of the other policies, and what limits it."""
+    job, bound, best, settings = answer["job"], answer["bound"], answer["policies"][-1], answer["settings"]
+    device = answer["device"]
     seconds = {row["policy"]: row["iteration_s"] for row in answer["policies"] if row["fits"]}
-    takes = f"An iteration takes {format_seconds(best['iteration_s'])}"
+    tokens = f"{job['tokens_per_s']:,.0f} tokens/s"
+    if job["ranks"] > 1:
+        tokens += f" of the job, {job['tokens_per_s_per_gpu']:,.0f} per GPU"
+    batch = f"{settings['batch']:,} x {settings['sequence']:,} tokens{' per GPU' if job['ranks'] > 1 else ''}"
+    takes = f"The batch asked for, {batch}, takes {format_seconds(best['iteration_s'])} an iteration, {tokens}"
     if (other := answer["alternative"]) is None:
-        yield f"{takes}; parameters are updated in place on the host."
+        yield f"{takes}; parameters, gradients and optimizer state are on the host, and updated there."
     else:
         compared = f"{_times_as_fast(other['speedup'])} the best of the others that fit ({other['policy']})"
         if other["policy"] != CPU_ONLY:
             compared += f", {_times_as_fast(seconds[CPU_ONLY] / best['iteration_s'])} {CPU_ONLY}"
-        yield f'{takes} with policy="adaptive", {compared}.'
+        yield f'{takes}, with policy="adaptive": {compared}.'
+        all_resident = device["room_for_state"] >= device["state"]
+        share = 1.0 if all_resident else device["resident_state"] / device["state"]
+        yield f"{share:.0%} of the optimizer state can stay on the GPU then."
         limit = f"What limits the update is {bound['binding']}, to {format_seconds(bound['update_s'])} at least"
         if best["exposed_s"] < 0.05 * best["iteration_s"]:
             limit += "; nearly all of it hides behind forward and backward, which limit the iteration"
         yield f"{limit}."
         if FUSED in seconds:
             yield "All of AdamW's state fits on the GPU as it is: DOSAdam gains nothing until memory is short."
-    tokens = f"{job['tokens_per_s']:,.0f} tokens/s"
-    if job["ranks"] > 1:
-        tokens += f" of the job, {job['tokens_per_s_per_gpu']:,.0f} per GPU"
     share = job["busy_s"][job["limit"]] / best["iteration_s"]
-    waits = "" if share >= NEARLY else "; for the rest one waits for another"
-    yield f"{tokens}. What limits the job is {job['limit']}, at work for {share:.0%} of the iteration{waits}."
+    alone = "" if share >= NEARLY else "; no single part is the bottleneck"
+    yield f"What limits the job is {job['limit']}, at work for {share:.0%} of the iteration{alone}."
 
 
 def _largest(answer: Answer) -> Iterator[str]:
@@ -179,7 +206,8 @@ def _largest(answer: Answer) -> Iterator[str]:
         numel = format_count(answer["largest_parameters"])
         yield f"The largest model of the usual shape that fits with these settings: about {numel} parameters."
     else:
-        yield "With these settings no model fits: lower --batch or --seq."
+        lacks = answer["smallest_lacks"][0]
+        yield f"With these settings not even a small model fits, for lack of {lacks}: {ADVICE[lacks]}."
 
 
 def _tables(answer: Answer) -> Iterator[Table]:

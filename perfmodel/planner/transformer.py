@@ -28,6 +28,8 @@ class Transformer:
     numel: parameters. layers, width: blocks, and the size of the residual stream.
     query_width, key_width: heads times their size, of queries and of keys (or values).
     heads: of queries. inner: width of the feed-forward network; gated: whether it has a gate (SwiGLU) beside `up`.
+    block_weights, head_weights: parameters of the matrices by which each token is multiplied once in a forward, of all
+        blocks and of the output layer, tied or not. Where only the number of parameters is known, blocks have all.
     dropout: whether dropout's masks are kept. upcast_norm: whether norms compute in float32, by separate operations, as
     Hugging Face's RMSNorm does. longest: the longest sequence it takes; None for no limit.
     assumed: what was not given but assumed, for people.
@@ -42,6 +44,8 @@ class Transformer:
     inner: int
     gated: bool
     vocabulary: int
+    block_weights: int
+    head_weights: int
     dropout: bool = False
     upcast_norm: bool = False
     longest: int | None = None
@@ -67,12 +71,14 @@ class Transformer:
             inner=4 * width,
             gated=False,
             vocabulary=VOCABULARY,
+            block_weights=numel,
+            head_weights=0,
             assumed=f"shape: {layers} layers of width {width}, {VOCABULARY} tokens; a config.json would tell",
         )
 
     @classmethod
     def load(cls, name: str) -> Transformer:
-        """The transformer that a Hugging Face config.json describes: a file, or that of a model on the hub.
+        """The transformer that a Hugging Face config.json describes: a file, a folder's, or that of a model on the hub.
 
         Raises OSError when the file cannot be read, ValueError naming it when it describes no known transformer, and
         for a name whose configuration is not in the hub's cache.
@@ -141,16 +147,39 @@ class Transformer:
         chunk = min(tokens, 1 << (of_a_chunk - 1).bit_length())
         return value_bytes * (chunk * self.vocabulary + (tokens + self.vocabulary) * self.width)
 
-    def flops(self, tokens: int, *, checkpointing: bool = False, trainable: float = 1.0) -> tuple[float, float]:
-        """Floating-point operations of forward and of backward.
+    def flops(
+        self,
+        tokens: int,
+        sequence: int,
+        *,
+        checkpointing: bool = False,
+        eager_attention: bool = False,
+        trainable: float = 1.0,
+    ) -> tuple[float, float]:
+        """Floating-point operations of forward and of backward, of so many tokens in sequences of that length.
 
-        2 and 4 per parameter and token, attention's matrices left out (Kaplan et al. 2020, section 2.1). Checkpointing
-        adds another forward to backward, which makes 8 (Narayanan et al. 2021, "Efficient Large-Scale Language Model
-        Training on GPU Clusters Using Megatron-LM"). Frozen parameters need none of their own gradients,
-        which are half of backward.
+        Each weight of a matrix takes 2 per token in forward and 4 in backward, half of which are its own gradient's and
+        not needed where it is frozen (Kaplan et al. 2020, section 2.1). Embeddings are looked up, which takes none.
+        Checkpointing computes each block once more, and the output layer not (Narayanan et al. 2021, "Efficient
+        Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", appendix). All of a block: PyTorch's
+        checkpointing without reentrance leaves out its last product. torch.utils.flop_counter counts the same.
         """
-        forward = 2.0 * self.numel * tokens
-        return forward, forward * (1 + trainable + checkpointing)
+        attention, attention_back = self.attention_flops(sequence, eager=eager_attention)
+        weights = 2.0 * (self.block_weights + self.head_weights)
+        again = checkpointing * (2.0 * self.block_weights + attention)
+        return tokens * (weights + attention), tokens * (weights * (1 + trainable) + attention_back + again)
+
+    def attention_flops(self, sequence: int, *, eager: bool = False) -> tuple[float, float]:
+        """What attention's products of queries with keys, and of scores with values, take per token, of all blocks.
+
+        Forward and backward. Kernels like FlashAttention leave out what a causal mask hides, half of the positions, and
+        compute scores once more in backward: 5 products to forward's 2 (Dao 2023, "FlashAttention-2", section 4.1).
+        Sliding windows are not taken into account.
+
+        eager: all positions, whether hidden or not, and 4 products in backward.
+        """
+        forward = 4.0 * self.layers * self.query_width * (sequence if eager else (sequence + 1) / 2)
+        return forward, forward * (2 if eager else 2.5)
 
     def _norm_bytes(self, value_bytes: int) -> int:
         """What a norm keeps per token: its input; or that in float32, and what it has normalised."""
@@ -158,12 +187,14 @@ class Transformer:
 
 
 def _config_path(given: str) -> Path:
-    """The file of a configuration: a path as it is, or a hub name such as `meta-llama/Llama-3.1-8B`.
+    """The file of a configuration: a path, a folder with one, or a hub name such as `meta-llama/Llama-3.1-8B`.
 
     Nothing is downloaded: huggingface_hub keeps models in HF_HUB_CACHE, else `hub` in HF_HOME, else in the user's
     cache. Raises ValueError for a name whose configuration is not there.
     """
     path, environment = Path(given), os.environ
+    if path.is_dir():
+        return path / "config.json"
     if path.exists() or path.suffix == ".json" or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", given):
         return path
     home = environment.get("HF_HOME") or Path(environment.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
@@ -202,6 +233,8 @@ def _gpt2(values: Mapping[str, Any]) -> Transformer:
         inner=inner,
         gated=False,
         vocabulary=vocabulary,
+        block_weights=layers * (4 * width * width + 2 * width * inner),
+        head_weights=vocabulary * width,
         dropout=any(values.get(key, 0.1) for key in ("resid_pdrop", "attn_pdrop", "embd_pdrop")),
         longest=positions,
     )
@@ -221,7 +254,8 @@ def _llama(values: Mapping[str, Any]) -> Transformer:
     biases = query + 2 * key if values.get("attention_bias") or kind == "qwen2" else 0
     biases += width if values.get("attention_bias") else 0
     biases += 2 * inner + width if values.get("mlp_bias") else 0
-    block = 2 * width * (query + key) + 3 * width * inner + 2 * width + biases
+    matrices = 2 * width * (query + key) + 3 * width * inner
+    block = matrices + 2 * width + biases
     tied = values.get("tie_word_embeddings", kind == "gemma")
     known = kind in ("llama", "mistral", "qwen2", "gemma")
     return Transformer(
@@ -234,6 +268,8 @@ def _llama(values: Mapping[str, Any]) -> Transformer:
         inner=inner,
         gated=True,
         vocabulary=vocabulary,
+        block_weights=layers * matrices,
+        head_weights=vocabulary * width,
         upcast_norm=True,
         assumed="" if known else f"parameters: model_type {kind!r} is counted as if it were Llama",
     )

@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 LARGEST = 1e18
 """Larger counts and sizes are mistakes."""
+FEWEST = 10_000
+"""Parameters of a model that a user can mean; of fewer the unit was left out."""
 
 _BYTES = {"": 1.0, "B": 1.0} | {
     f"{prefix}{suffix}": float(base**power)
@@ -24,7 +26,7 @@ _RATES = {
 }
 """Bandwidths by unit, in bytes per second: networks are sold in bits, links in bytes."""
 _COUNTS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12, "KI": 2.0**10, "MI": 2.0**20, "GI": 2.0**30}
-_NUMBER = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*([a-z/]*)", re.IGNORECASE)
+_NUMBER = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*([a-z/%]*)", re.IGNORECASE)
 
 _SIZES = {"TiB": 2.0**40, "GiB": 2.0**30, "MiB": 2.0**20, "KiB": 2.0**10, "B": 1.0}
 _SPEEDS = {"TB/s": 1e12, "GB/s": 1e9, "MB/s": 1e6}
@@ -63,13 +65,18 @@ class Memory(NamedTuple):
 def parse_memory(text: str) -> Memory:
     """As `parse_bytes`, but `24GB` is what data sheets and memory modules mean by it: 24 * 1024**3 bytes.
 
-    So is `24` without a unit: memory of some bytes does not exist. Raises ValueError as `parse_bytes` does.
+    So is `24` without a unit: memory of some bytes does not exist. Raises ValueError as `parse_bytes` does, and for
+    less than 1 GiB, which no GPU and no host has.
     """
     text = text.strip()
     if (match := _NUMBER.fullmatch(text)) and not match[2] and 1 <= float(match[1]) < 2**20:
         text += "GB"
     nominal = text[-2:].upper() in ("KB", "MB", "GB", "TB")
-    return Memory(text, parse_bytes(f"{text[:-1]}iB" if nominal else text), nominal)
+    nbytes = parse_bytes(f"{text[:-1]}iB" if nominal else text)
+    if nbytes < 2**30:
+        meant = re.sub("[KM](?=i?B$)", "G", text, flags=re.IGNORECASE)
+        raise UnitError(f"expected 1GB or more, found {text!r}" + (meant != text) * f"; did you mean {meant}?")
+    return Memory(text, nbytes, nominal)
 
 
 def parse_count(text: str) -> int:
@@ -78,6 +85,16 @@ def parse_count(text: str) -> int:
     Raises ValueError for anything else, and for numbers below 1.
     """
     return round(_quantity(text, _COUNTS, "a number such as 7e9, 7B or 350M, of 1 or more (and 1e+18 at most)", True))
+
+
+def parse_parameters(text: str) -> int:
+    """As `parse_count`, of a model's parameters. Raises ValueError for fewer than FEWEST, too."""
+    count = parse_count(text)
+    if count < FEWEST:
+        number = text.strip().rstrip("kKiI")
+        meant = f"did you mean {number}B, or {number}M?"
+        raise UnitError(f"expected {FEWEST:,} parameters or more, found {text!r}; {meant}")
+    return count
 
 
 def parse_rate(text: str) -> float:
@@ -94,8 +111,8 @@ def parse_positive(text: str) -> float:
 
 
 def parse_share(text: str) -> float:
-    """As `parse_positive`, and no more than 1."""
-    return _quantity(text, {"": 1.0}, "a number in (0, 1]", least=1e-6, most=1.0)
+    """The share that `0.4` or `40%` mean. Raises ValueError for anything else, and for what is not from 1e-6 to 1."""
+    return _quantity(text, {"": 1.0, "%": 0.01}, "a share such as 0.4 or 40%, above 0 and up to 1", least=1e-6, most=1)
 
 
 def parse_offloaded(text: str) -> float | str:

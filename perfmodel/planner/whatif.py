@@ -14,7 +14,6 @@ from perfmodel.hardware import DISK_RATES, LINK_RATES
 from perfmodel.planner.outcome import Outcome, adaptive_outcome
 from perfmodel.planner.question import MAX_SUBGROUPS, Question
 from perfmodel.planner.situation import Situation
-from perfmodel.planner.transformer import Transformer
 from perfmodel.planner.units import format_count
 
 WORTHWHILE = 0.01
@@ -25,6 +24,8 @@ MOST_REMEDIES = 4
 """Proposals for what does not fit."""
 MOST = 2**24
 """Sequences, or tokens in one, beyond which the planner does not look for what fits."""
+SMALLEST = 10**6
+"""Parameters below which it does not either."""
 
 
 class Effect(enum.IntEnum):
@@ -229,11 +230,9 @@ def largest(question: Question) -> int:
     """Parameters of the largest model of the usual shape that fits with the same settings, to 1%; 0 if none does."""
 
     def fits(numel: int) -> bool:
-        size = question.chosen_size and max(question.chosen_size, math.ceil(numel / MAX_SUBGROUPS))
-        model = Transformer.of_size(numel)
-        return Situation(question.replace(model=model, chosen_size=size)).fits
+        return Situation(question.with_model(numel)).fits
 
-    return _greatest(fits, 10**6, 10**15, tolerance=0.005)
+    return _greatest(fits, SMALLEST, 10**15, tolerance=0.005)
 
 
 def most(question: Question, setting: str, limit: int | None = None) -> int:
@@ -243,6 +242,24 @@ def most(question: Question, setting: str, limit: int | None = None) -> int:
         return Situation(question.replace(**{setting: value})).fits
 
     return _greatest(fits, 1, (limit or MOST) + 1)
+
+
+def fastest_batch(question: Question) -> tuple[Question, Outcome] | None:
+    """The question with the batch that trains most tokens per second, and what it gives; None if none fits.
+
+    Larger batches hide more of the update, and leave less memory for state. So it is looked for from the largest
+    batch that fits down, in steps of a quarter, for as long as that is faster.
+    """
+    found, fastest, size = None, 0.0, most(question, "batch")
+    while size:
+        asked = question.replace(batch=size)
+        outcome = adaptive_outcome(Situation(asked))
+        if found and asked.step_tokens / outcome.seconds <= fastest:
+            break
+        if outcome.fits:
+            found, fastest = (asked, outcome), asked.step_tokens / outcome.seconds
+        size = size * 3 // 4
+    return found
 
 
 def _greatest(fits: Callable[[int], bool], low: int, high: int, tolerance: float = 0.0) -> int:

@@ -34,7 +34,7 @@ def question(numel: float = 7e9, machine: str = "h100", **settings: Any) -> Ques
         "profile": HardwareProfile.builtin(machine),
         "device_bytes": gpu.memory_bytes,
         "checkpointing": True,
-        "flops_rate": 0.4 * gpu.peak("bf16"),
+        "flops_rate": gpu.utilisation * gpu.peak("bf16"),
         "fabric": FABRICS.get(machine, PCIE),
     }
     return Question(Transformer.of_size(int(numel)), **{**defaults, **settings})

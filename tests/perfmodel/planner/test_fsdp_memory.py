@@ -63,6 +63,8 @@ def test_weights_and_gradients_of_fsdp2(layers: int, width: int, vocabulary: int
         inner=4 * width,
         gated=False,
         vocabulary=vocabulary,
+        block_weights=layers * 8 * width**2,
+        head_weights=vocabulary * width,
     )
     profile = HardwareProfile.builtin("h100")
     asked = Question(model, profile, 2**36, dtype="fp32", sequence=2, ranks=ranks, fsdp=True)

@@ -308,7 +308,8 @@ def test_one_rank_is_the_performance_model_alone(drawn: dict[str, Any]) -> None:
     asked = drawn_question({**drawn, **alone})
     situation = Situation(asked)
     best, work = adaptive_outcome(situation), situation.update_workload
-    forward, backward = (f / asked.flops_rate for f in asked.model.flops(asked.tokens, checkpointing=True))
+    counted = asked.model.flops(asked.tokens, asked.sequence, checkpointing=True)
+    forward, backward = (flops / asked.flops_rate for flops in counted)
     assert (situation.iteration_workload.forward_s, situation.iteration_workload.backward_s) == (forward, backward)
     if best.plan is not None:
         beside = situation.iteration_workload

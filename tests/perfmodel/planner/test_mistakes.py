@@ -27,7 +27,7 @@ MISTAKES = """
  > expected a model: --params 7e9, or a Hugging Face config.json or name such as
 gpt2.json --params 7e9 > and not both
 none.json > cannot read none.json: No such file or directory
-. > cannot read .: Is a directory
+. > cannot read config.json: No such file or directory
 torn.json --gpu 9GiB > torn.json: Expecting property name
 list.json --gpu 9GiB > list.json: a model's configuration is a JSON object, found list
 empty.json --gpu 9GiB > empty.json: missing hidden_size, intermediate_size, num_hidden_layers
@@ -41,27 +41,37 @@ gpt2.json --gpu 9GiB --seq 4096 > the model takes 1024 tokens at most, found seq
 org/no-model --gpu 24GB > no file 'org/no-model', and no configuration of a model of that name in
 --params 7e9 > how much memory the GPU of unknown has is not known: pass --gpu
 --params 7e9 --machine abacus > no machine 'abacus'; there are a100-40, a100-80
+--params 7e9 --machine 4090 > no machine '4090'; did you mean rtx-4090? (or pass the file of a profile)
+--params 7e9 --machine A100 > no machine 'A100'; did you mean a100-40 or a100-80?
+--params 7e9 --machine rtx-4080 > no machine 'rtx-4080'; did you mean rtx-4090
+--params 7e9 --machine 4090_desk > no machine '4090_desk'; did you mean rtx_4090_desktop?
 --params 7e9 --machine none.json > cannot read none.json: No such file or directory
 --params 7e9 --machine torn.json > torn.json: Expecting property name
 --params 7e9 --machine empty.json > empty.json: hardware profile of version None
 --params 7e9 --machine rates.json > rates.json: profile 'h100': h2d_bandwidth must be a positive number
 --params 7e9 --machine binary.json > binary.json: 'utf-8' codec can't decode
+--params 8 --gpu 9GiB > argument --params: expected 10,000 parameters or more, found '8'; did you mean 8B, or 8M?
 --params seven --gpu 9GiB > argument --params: expected a number such as 7e9, 7B or 350M, of 1 or more
 --params 7e9 --gpu=-24GiB > argument --gpu: expected a size such as 24GiB, of 1 byte or more (and 1e+18 at most), found
 --params 7e9 --gpu 1000GiB --machine h100 > --gpu 1000GiB is more than the H100 80 GB of h100 has
 --params 7e9 --machine h100 --host 12XB > argument --host: expected a size
---params 7e9 --gpu 512MiB > 1.0 GiB of device memory are reserved, and there are 512.0 MiB
+--params 7e9 --gpu 1GB > 1.0 GiB of device memory are reserved, and there are 1003.5 MiB
+--params 7e9 --gpu 24MiB > argument --gpu: expected 1GB or more, found '24MiB'; did you mean 24GiB?
+--params 7e9 --machine h100 --host 128MB > argument --host: expected 1GB or more, found '128MB'; did you mean 128GB?
+--params 7e9 --machine h100 --host 5GB > --host 5GB leaves nothing to the optimizer: the system and the processes
 --params 7e9 --machine h100 --batch=-1 > argument --batch: expected a number
 --params 7e9 --machine h100 --ranks 0 > argument --ranks: expected a number
 --params 7e9 --machine h100 --dtype fp8 > argument --dtype: invalid choice: 'fp8'
 --params 7e9 --machine h100 --zero 4 > argument --zero: invalid choice: 4
 --params 7e9 --machine h100 --tflops=-3 > argument --tflops: expected a number above 0 (1e-6 to 1e9), found '-3'
---params 7e9 --machine h100 --utilisation 1.5 > expected a number in (0, 1], found '1.5'
+--params 7e9 --machine h100 --utilisation 1.5 > expected a share such as 0.4 or 40%, above 0 and up to 1, found '1.5'
+--params 7e9 --machine h100 --utilisation 40 > expected a share such as 0.4 or 40%, above 0 and up to 1, found '40'
 --params 7e9 --machine t4 > the T4 does not compute in bfloat16; choose --dtype fp16 or fp32
 --params 7e9 --machine h100 --subgroup-size 1e4 > make 700,000 of them, more than 5,000; choose 1.4M or more
 --params 1e8 --machine h100 --plot none/plan.png > cannot write none/plan.png: No such file or directory
 --params 1e8 --machine h100 --plot plan.xyz > cannot write plan.xyz: Format 'xyz' is not supported
---params 7e9 --machine h100 --trainable 0% > expected a number above 0 (1e-6 to 1e9), found '0'
+--params 7e9 --machine h100 --trainable 0% > --trainable takes parameters such as 40M, or their share such as 0.5%
+--params 7e9 --machine h100 --trainable 0.5 > or their share such as 0.5%: expected a number such as 7e9
 --params 7e9 --machine h100 --trainable 8B > --trainable 8B is more than the model's 7B parameters
 --params 7e9 --machine h100 --frobnicate > unrecognized arguments: --frobnicate
 --params 7e9 --machine h100 --ranks 8 --nodes 3 > --ranks 8 cannot be divided equally over 3 nodes

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from experiments.gpt import GPT, GPTConfig
 from perfmodel.footprint import DeviceBytes
@@ -90,12 +91,6 @@ def test_logits_and_their_loss() -> None:
     assert model.logit_bytes(tokens, 2, fused=True) == 2 * (256 * 128256 + (tokens + 128256) * 4096)
 
 
-def test_arithmetic() -> None:
-    model = Transformer.of_size(10**9)
-    assert sum(model.flops(2048)) == 6e9 * 2048
-    assert sum(model.flops(2048, checkpointing=True)) == 8e9 * 2048
-
-
 SMALL_LLAMA = {
     "hidden_size": 128,
     "intermediate_size": 352,
@@ -123,6 +118,47 @@ def peaks(
     peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
     asked = Question(paper, HardwareProfile.builtin("h100"), 10**12, reserved=0, **settings)
     return peak, device_footprint(asked)
+
+
+def test_operations_of_llama_3_8b() -> None:
+    """By hand: queries, outputs, keys and values, three matrices of the network, the output layer."""
+    model, tokens = Transformer.from_config(LLAMA_3_8B), 32 * 1024
+    blocks, head = 32 * (2 * 4096 * (4096 + 1024) + 3 * 4096 * 14336), 128256 * 4096
+    forward, backward = model.flops(tokens, 1024, checkpointing=True)
+    seen = 4 * 32 * 4096 * 1025 / 2  # of the products of attention: half of the positions and a token itself
+    assert forward == tokens * (2 * (blocks + head) + seen)
+    assert backward == tokens * (4 * (blocks + head) + 2.5 * seen + 2 * blocks + seen)
+    frozen = model.flops(tokens, 1024, trainable=0.0)
+    assert frozen == (forward, tokens * (2 * (blocks + head) + 2.5 * seen))
+    long = sum(model.flops(1, 22_000)) / sum(model.flops(1, 1))
+    assert long == pytest.approx(1.44, abs=0.01), "of 22,000 tokens attention takes nearly a third"
+
+
+def test_operations_where_only_the_number_of_parameters_is_known() -> None:
+    """6 per parameter and token, 8 with checkpointing (Kaplan et al. 2020, Narayanan et al. 2021), and attention."""
+    model = Transformer.of_size(10**9)
+    attention, back = model.attention_flops(2048)
+    assert sum(model.flops(2048, 2048)) == (6e9 + attention + back) * 2048
+    assert sum(model.flops(2048, 2048, checkpointing=True)) == (8e9 + 2 * attention + back) * 2048
+
+
+@pytest.mark.parametrize(("reentrant", "tied"), [(None, False), (None, True), (True, False), (False, False)])
+def test_operations_are_what_pytorch_counts(reentrant: bool | None, tied: bool) -> None:
+    """Of Transformers' Llama. Without reentrance the last product of a block is not repeated."""
+    transformers = pytest.importorskip("transformers")
+    values = {**SMALL_LLAMA, "tie_word_embeddings": tied}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**values, attn_implementation="eager")).train()
+    tokens = torch.zeros(4, 128, dtype=torch.long)
+    if reentrant is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    with FlopCounterMode(display=False) as counter:
+        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        forward = counter.get_total_flops()
+        loss.backward()
+    settings = {"checkpointing": reentrant is not None, "eager_attention": True}
+    expected, backward = Transformer.from_config(values).flops(4 * 128, 128, **settings)
+    last = 2 * 3 * 128 * 352 * 4 * 128 if reentrant is False else 0
+    assert (forward, counter.get_total_flops() - forward) == (expected, backward - last)
 
 
 @pytest.mark.skipif(TORCH_2_6, reason="torch 2.6 counts more memory for a Llama on CPUs")

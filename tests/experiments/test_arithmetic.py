@@ -1,0 +1,52 @@
+"""The planner's arithmetic, and the model of ZeRO-3's loop, against training runs that others published."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+
+import pytest
+
+from experiments.paper.arithmetic import main, misses, read_training_runs
+from perfmodel.planner.machine import CARDS, GPUS, Gpu
+from tests.support.pages import page
+
+
+def test_compute_alone_is_below_every_run_and_the_loop_is_near(capsys: pytest.CaptureFixture[str]) -> None:
+    """Three of ZeRO-3's with everything offloaded, 8B on an RTX 4090, and as docs/planning.md quotes them."""
+    assert main(["--json"]) == 0
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])
+    offloaded = [row for row in rows if row["residual"] is not None]
+    assert [row["measured_s"] for row in offloaded] == pytest.approx([8.9672, 11.9340, 18.2987], rel=1e-4)
+    assert all(row["compute_s"] < row["measured_s"] for row in rows)
+    text = page("planning").read_text()
+    for row in offloaded:
+        times = (f"{row[name]:.2f}" for name in ("measured_s", "compute_s", "modelled_s"))
+        assert f"| {row['batch']} | {' | '.join(times)} | {row['residual']:+.0%} |" in text
+
+
+def test_what_the_command_does_not_let_pass() -> None:
+    rows = [run.row() for run in read_training_runs()]
+    assert not misses(rows)
+    slow = [*rows[:-1], {**rows[-1], "compute_s": 20.0, "residual": -0.2}]
+    assert [line.partition(": ")[2] for line in misses(slow)] == [
+        "compute alone takes longer than the run",
+        "the model of the loop is off by -20%",
+    ]
+    assert any("rounded up" in line for line in misses([{**row, "planned_utilisation": 0.4} for row in rows]))
+
+
+@pytest.mark.parametrize("gpu", {gpu.name: gpu for gpu in (*GPUS.values(), *(c.gpu for c in CARDS.values()))}.values())
+def test_what_a_gpu_reaches_follows_from_what_was_measured_and_is_documented(gpu: Gpu) -> None:
+    assert 0 < gpu.utilisation <= 1
+    if products := re.fullmatch(r"80% of ([\d.]+), measured of matrix products", gpu.basis):
+        assert gpu.utilisation == pytest.approx(math.floor(80 * float(products[1]) / gpu.tflops_16bit) / 100)
+    else:
+        assert gpu.basis.startswith("a published run")
+    short = gpu.name if gpu.name.startswith("A100") else re.sub(r"^RTX (?=A)| \d+ GB$", "", gpu.name)
+    row = re.compile(rf"^\|[^|\n]*\b{short}\b[^|\n]*\|([^|\n]*)\| (\d+%) \|", re.MULTILINE)
+    told = row.search(page("planning").read_text())
+    assert told, "a row of docs/planning.md"
+    assert f"{gpu.tflops_16bit:g}" in told[1]
+    assert told[2] == f"{gpu.utilisation:.0%}"
