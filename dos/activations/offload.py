@@ -6,7 +6,7 @@ import contextlib
 import math
 import threading
 import weakref
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from dos.activations.pool import HostPool
-from dos.activations.saved import MOST, Kept, Packed, Saved, SavedByForward, Travelling
-from dos.devices import Device, Job, Mark
+from dos.activations.saved import MOST, Kept, Node, Packed, Range, Saved, SavedByForward, Travelling
+from dos.devices import Device, Job, Mark, memory_of
 from dos.guard import exclusive
 from dos.machine.host_memory import available_bytes
 from dos.machine.process import local_ranks
 from dos.memory.forecast import Room
-from dos.sharding.local import is_sharded, local, version
+from dos.sharding.local import is_sharded, local
 from perfmodel import Plan
 from perfmodel.workload import SavedTensors, peak_room
 
@@ -174,12 +174,12 @@ class ActivationOffload:
 
     @exclusive
     def begin(self, key: object, amount: Amount, known: Iterable[Tensor]) -> None:
-        """A forward begins in this thread; nothing leaves if no graph is made or a CUDA graph is captured.
+        """A forward begins in this thread; nothing leaves if no graph is made, or all that runs is recorded.
 
         known: parameters and buffers, which stay.
         """
         self.end(key)  # an interruption may have ended the last forward before its hook
-        if not torch.is_grad_enabled() or self.device.capturing():
+        if not torch.is_grad_enabled() or self._is_recorded():
             return
         forward = SavedByForward(self._chosen(amount), timed=amount == "auto" and bool(self._last) and not self._groups)
         if amount == "auto":
@@ -187,7 +187,8 @@ class ActivationOffload:
         if forward.timed:
             forward.marks.append(self.device.mark())
             self._timed = forward
-        lasting = frozenset(local(p).untyped_storage()._cdata for p in known if not is_lazy(p))
+        memory = (memory_of(_unwrapped(p)) for p in known if not is_lazy(p))
+        lasting = frozenset(storage._cdata for storage in memory if storage is not None)
         hooks = torch.autograd.graph.saved_tensors_hooks(
             lambda tensor: self._pack(tensor, forward, lasting), self._unpack
         )
@@ -206,6 +207,7 @@ class ActivationOffload:
             hooks.__exit__()
             if forward.timed:
                 forward.marks.append(self.device.mark())
+            self._send_waiting(forward)
             self.last_offloaded = forward.offloaded_bytes, forward.nbytes
             if forward.offloaded_bytes:  # callers still have what they gave, which may have left in vain
                 self._look()
@@ -225,7 +227,7 @@ class ActivationOffload:
         if amount == "auto":
             amount = self.share
         if not isinstance(amount, float):
-            return lambda forward: forward.offloaded_bytes + forward.sizes[-1] <= amount
+            return lambda forward: forward.leaving_bytes + forward.sizes[-1] <= amount
         # By place, not by bytes, so that batches of other lengths are divided alike.
         count = _leaving(amount, self._last)
         return lambda forward: amount > 0 and (not self._last or len(forward.sizes) <= count)
@@ -233,53 +235,74 @@ class ActivationOffload:
     def _pack(self, tensor: Any, forward: SavedByForward, lasting: frozenset[int]) -> Kept:
         """What autograd keeps in place of a tensor that it saves."""
         part = local(tensor)
-        if not self._is_eligible(tensor, part, lasting):
-            return Kept(tensor)
-        return self._save(tensor, part, forward)
+        if self._is_eligible(tensor, part, lasting):
+            return self._save(tensor, part, forward)
+        if forward.waiting:
+            self._send_waiting(forward, _node())
+        return Kept(tensor)
 
     def _is_eligible(self, tensor: Any, part: Tensor, lasting: frozenset[int]) -> bool:
         """Whether the tensor may leave: not so parameters and buffers, nor views of them, which leaving would not free.
 
-        Under FSDP2 gathered parameters are such. While a CUDA graph is captured, of a part of the forward, none may.
+        Under FSDP2 gathered parameters are such. While a part of the forward is recorded, none may.
         """
         plain = type(tensor) is Tensor or is_sharded(tensor)
-        if not plain or part.layout is not torch.strided or not self.device.owns(part) or self.device.capturing():
+        if not plain or part.layout is not torch.strided or not self.device.owns(part) or self._is_recorded():
             return False
         if part.is_complex() or part.is_quantized or part.is_neg() or part.is_nested:
             return False
         if any(isinstance(each if each._base is None else each._base, nn.Parameter) for each in (tensor, part)):
             return False
-        storage = part.untyped_storage()
-        if storage._cdata in lasting:
+        storage = memory_of(part)
+        if storage is None or storage._cdata in lasting:
             return False
         self.device.count(part)
         return min(part.nbytes, storage.nbytes()) >= self.least_bytes
 
+    def _is_recorded(self) -> bool:
+        """Whether what runs now will run again without its hooks: of a CUDA graph, or of a graph of torch.fx."""
+        return self.device.capturing() or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+
     @torch.no_grad()
     @exclusive
     def _save(self, tensor: Any, part: Tensor, forward: SavedByForward) -> Packed:
-        storage, span = part.untyped_storage(), _span(part)
-        # With the version: what was written to since it was saved, by whichever name, is saved anew.
-        key = (storage._cdata, *span, version(tensor))
-        saved = forward.ranges.get(key)
+        where, node = _range(part), _node()
+        saved = forward.find(where, tensor)
         if saved is None:
-            saved = Saved(self.device, part, span, self._travelling)
+            saved = Saved(self.device, part, where, self._travelling)
             forward.add(saved)
-            forward.ranges[key] = saved
             if forward.timed:
                 forward.marks.append(self.device.mark())
             if forward.backward_began:
                 pass
             elif forward.may_leave(forward):
-                self._send(saved, forward)
+                forward.waiting[saved] = node
             else:  # what stays takes the memory of what has left last
-                forward.kept_bytes += saved.nbytes
+                forward.kept_bytes += forward.sizes[saved.number]
                 self._let_go(forward)
         else:
             forward.add(saved)
+            if saved in forward.waiting:
+                forward.waiting[saved] = node
+        saved.note(tensor)
+        self._send_waiting(forward, node)
         # Once it has left its memory goes, which this stream reads; the allocator knows the one that it is of alone.
         self.device.keep(part)
         return Packed(tensor, part, saved)
+
+    @exclusive
+    def _send_waiting(self, forward: SavedByForward, saving: Node | None = None) -> None:
+        """Start the copies for operations that have run: for all but `saving`, which packs a tensor now.
+
+        An operation may fill what it has saved, as rrelu does with its noise, and no counter shows that.
+        """
+        if self._is_recorded():
+            return
+        for saved, node in list(forward.waiting.items()):
+            if node != saving:
+                del forward.waiting[saved]
+                if not saved.emptied:
+                    self._send(saved, forward)
 
     def _send(self, saved: Saved, forward: SavedByForward) -> None:
         """Start its way to the host, if there is room, and let go of what has arrived there."""
@@ -290,7 +313,7 @@ class ActivationOffload:
             # On another stream a backward may still run, which has given this block back.
             self._moves.append(saved.leave(block, () if self._restored is None else (self._restored,)))
             forward.under_way.append(weakref.ref(saved))
-            forward.offloaded_bytes += saved.nbytes
+            forward.offloaded_bytes += forward.sizes[saved.number]
         self._wanted = max(self._wanted, self.pool.used + sum(each.nbytes for each in self._denied))
         self._let_go(forward)
 
@@ -392,15 +415,29 @@ class Surrounding(contextlib.AbstractContextManager[None]):
 
 def _leaving(share: float, sizes: Sequence[int]) -> int:
     """How many of tensors of these sizes make up a share of the bytes, from the first one on."""
-    return bisect_left([*accumulate(sizes, initial=0)], round(share * sum(sizes)))
+    sums = [*accumulate(sizes, initial=0)]
+    return bisect_right(sums, sums[bisect_left(sums, round(share * sums[-1]))]) - 1
 
 
-def _span(part: Tensor) -> tuple[int, int]:
-    """The bytes of the storage that leave with a tensor: all of them where it is a large part."""
+def _range(part: Tensor) -> Range:
+    """The bytes of its storage that leave with a tensor: all of them where it is a large part."""
     extent = 1 + sum(int((size - 1) * stride) for size, stride in zip(part.size(), part.stride(), strict=True))
     first, nbytes = int(part.storage_offset()) * part.itemsize, extent * part.itemsize
-    whole = part.untyped_storage().nbytes()
-    return (0, whole) if 2 * nbytes >= whole else (first, first + nbytes)
+    storage = part.untyped_storage()
+    whole = storage.nbytes()
+    return (storage._cdata, 0, whole) if 2 * nbytes >= whole else (storage._cdata, first, first + nbytes)
+
+
+def _node() -> Node:
+    """The last autograd node that this thread has made: while a tensor is packed, the one that saves it."""
+    return threading.get_ident(), torch.autograd._get_sequence_nr()
+
+
+def _unwrapped(parameter: Tensor) -> Tensor:
+    """This rank's part of a parameter, out of what torch.func wraps around it, such as with torch.func.vmap."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(parameter):
+        parameter = torch._C._functorch.get_unwrapped(parameter)
+    return local(parameter)
 
 
 def checked_amount(value: object) -> Amount | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -11,8 +12,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from dos.activations.pool import Block
-from dos.devices import Device, Job, Mark
-from dos.sharding.local import is_sharded, laid_out_as, local, version
+from dos.devices import Caller, Device, Job, Mark
+from dos.sharding.local import counted_with, is_sharded, local, version
 from dos.state.arena import ALIGNMENT
 from perfmodel import Op
 from perfmodel.workload import SavedTensors
@@ -21,6 +22,10 @@ WINDOW = 16
 """Of what a forward has saved, the part that may be on its way to the host, or back ahead of its use, at a time."""
 MOST = 2 * WINDOW
 """Of such groups are plans made, two of which stay on the device."""
+
+
+Range = tuple[int, int, int]
+"""Bytes of a storage: the address of the storage object, the first byte, and where they end."""
 
 
 class Saved:
@@ -37,13 +42,18 @@ class Saved:
     _back: tuple[Tensor, Job] | None = None
     """Where it came back to, and the copy there."""
 
-    def __init__(self, device: Device, part: Tensor, span: tuple[int, int], travelling: Travelling) -> None:
-        """span: bytes of the storage of `part`, from where to where."""
+    def __init__(self, device: Device, part: Tensor, where: Range, travelling: Travelling) -> None:
+        """where: bytes of the storage of `part`."""
         self._travelling, self._reference = travelling, weakref.ref(self)
         storage = part.untyped_storage()
         self._device = device
-        self._first, last = span
+        self.where = where
+        _, self._first, last = where
         self.nbytes = last - self._first
+        self._callers: set[Caller] = set()
+        """In which of the caller's queues its tensors were saved."""
+        self._written: list[tuple[list[weakref.ref[Tensor]], int]] = []
+        """Of its tensors: which ones have their counters, and what these showed when they were saved."""
         # While this is held no other storage gets the same address, by which ranges are known.
         self._storage = StorageWeakRef(storage)
         self._source: Tensor | None = torch.empty(0, dtype=torch.uint8, device=part.device)
@@ -65,11 +75,41 @@ class Saved:
         """Whether it has come back, or is on its way."""
         return self._back is not None
 
+    def holds(self, tensor: Any) -> bool:
+        """Whether backward may read here a tensor of these bytes that is saved now.
+
+        Until the copy begins it may: the copy takes what is there then, and `Kept.check` raises for a tensor that was
+        written to in between. After that it may if its own counter shows that nothing was written since; tensors of the
+        same memory may have others.
+        """
+        return self._host is None or self._counts_writes_to(tensor)
+
+    def note(self, tensor: Any) -> None:
+        """A tensor in these bytes is saved."""
+        self._callers.add(self._device.caller())
+        if not self._counts_writes_to(tensor):
+            self._written.append(([weakref.ref(other) for other in counted_with(tensor)], version(tensor)))
+
+    def _counts_writes_to(self, tensor: Any) -> bool:
+        """Whether a tensor was saved here that shares this one's counter, which shows no write since."""
+        others, now = counted_with(tensor), version(tensor)
+        return any(
+            writes == now and all(one() is other for one, other in zip(known, others, strict=True))
+            for known, writes in self._written
+            if len(known) == len(others)
+        )
+
+    @property
+    def emptied(self) -> bool:
+        """Whether its owner gave the memory back, to fill it again before backward, as FSDP2 does."""
+        return self._source is not None and self._source.untyped_storage().nbytes() < self._first + self.nbytes
+
     def leave(self, block: Block, after: Sequence[Job]) -> Job:
         """Start its way to the host. after: what must be over before the block is written."""
         assert self._source is not None, "it is on the device when it is saved"
         copies = [(block.tensor, self._source)]
-        saving = self._device.copy(Op.SAVE, self.place or 0, copies, (*self._device.fence(), *after))
+        # What wrote the bytes must be over, and what has saved them, in whichever queues they were saved.
+        saving = self._device.copy(Op.SAVE, self.place or 0, copies, (*self._device.fence(self._callers), *after))
         self._host = block, saving
         self._travelling[self._reference] = self._source, Op.SAVE
         return saving
@@ -78,8 +118,7 @@ class Saved:
         """Let go of the device's memory, once the copy to the host has ended there."""
         assert self._host is not None, "it is on its way"
         assert self._source is not None, "it is there until now"
-        if self._source.untyped_storage().nbytes() < self._first + self.nbytes:
-            # What makes memory empty may have done so while it was copied, and fills it again before backward.
+        if self.emptied:  # perhaps while it was copied
             self._host = None
             self._travelling.pop(self._reference, None)
             return
@@ -203,16 +242,27 @@ class Packed(Kept):
         part = torch.empty(0, dtype=self._dtype, device=memory.device)
         offset = (self._offset - origin) // part.itemsize
         part.set_(memory.untyped_storage(), offset, self._size, self._stride)
-        return laid_out_as(part, self.tensor)
+        # It shares the counter of what was saved: if backward writes to it, `check` raises for other readers.
+        found = self.tensor.detach()
+        if is_sharded(found):
+            found._local_tensor = self.tensor._local_tensor.detach()
+        local(found).data = part
+        return found
+
+
+Node = tuple[int, int]
+"""An autograd node: its thread, and its number there."""
 
 
 class SavedByForward:
     """What one forward saves, in order.
 
-    saved: where it is, at the last place for what is saved again. sizes: in bytes.
+    saved: where it is, at the last place for what is saved again. sizes: in bytes; 0 for a second copy of the same
+        memory, which is freed once.
     nbytes: of all. offloaded_bytes: that left. kept_bytes: that were not to.
     backward_began: whether it has begun to read it. may_leave: whether what was saved last may leave.
-    ranges: those saved, by storage, bytes of it, and version. under_way: those that left, and that the device has yet.
+    waiting: those that leave once the operation that saves them has run. under_way: those that left, and that the
+        device has yet.
     marks: in the caller's work, if they are asked for: the begin of forward, and each birth; then forward's end.
     due: when backward needed it first, by its number among `sizes`.
     """
@@ -224,7 +274,8 @@ class SavedByForward:
         self.offloaded_bytes = 0
         self.kept_bytes = 0
         self.backward_began = False
-        self.ranges: weakref.WeakValueDictionary[tuple[int, ...], Saved] = weakref.WeakValueDictionary()
+        self._ranges: defaultdict[Range, list[weakref.ref[Saved]]] = defaultdict(list)
+        self.waiting: weakref.WeakKeyDictionary[Saved, Node] = weakref.WeakKeyDictionary()
         self.under_way: list[weakref.ref[Saved]] = []
         self.may_leave = may_leave
         self.timed = timed
@@ -235,12 +286,22 @@ class SavedByForward:
         """It is saved, perhaps again: backward needs it before all others so far."""
         if saved.place is None:
             saved.forward, saved.number = self, len(self.sizes)
-            self.sizes.append(saved.nbytes)
-            self.nbytes += saved.nbytes
+            self.sizes.append(0 if any(self._of(saved.where)) else saved.nbytes)
+            self.nbytes += self.sizes[-1]
+            self._ranges[saved.where].append(weakref.ref(saved))
         else:
             self.saved[saved.place] = None
         saved.place = len(self.saved)
         self.saved.append(weakref.ref(saved))
+
+    def find(self, where: Range, tensor: Any) -> Saved | None:
+        """Where the bytes were saved as the tensor has them now."""
+        return next((saved for saved in self._of(where) if saved.holds(tensor)), None)
+
+    def _of(self, where: Range) -> Iterator[Saved]:
+        """All that these bytes were saved in, the last first."""
+        found = (reference() for reference in reversed(self._ranges[where]))
+        return (saved for saved in found if saved is not None)
 
     def before(self, saved: Saved | None = None) -> Iterator[Saved]:
         """Those that were saved before this one, or all, as far as they are needed yet, the last first."""
@@ -250,6 +311,11 @@ class SavedByForward:
                 yield found
 
     @property
+    def leaving_bytes(self) -> int:
+        """Bytes that left, or are to."""
+        return self.offloaded_bytes + sum(self.sizes[saved.number] for saved in list(self.waiting))
+
+    @property
     def window(self) -> int:
         """Bytes that may be on their way at a time."""
         return self.nbytes // WINDOW
@@ -257,7 +323,7 @@ class SavedByForward:
     @property
     def away_bytes(self) -> int:
         """Bytes that are not on the device."""
-        return sum(saved.nbytes for saved in self.before() if saved.away)
+        return sum(self.sizes[saved.number] for saved in self.before() if saved.away)
 
     def groups(self) -> tuple[SavedTensors, ...]:
         """All of it in at most MOST groups; none if the device has not come to it all, or forward has not ended."""

@@ -49,13 +49,35 @@ class Net(nn.Module):
         return self.last(x)
 
 
-def optimizer_of(model: nn.Module, activations: Any = None) -> DOSAdam:
+def optimizer_of(model: nn.Module, activations: Any = None, device: Copying | None = None) -> DOSAdam:
     """Small tensors leave, too."""
-    optimizer = DOSAdam(model.parameters(), lr=1e-2, device=Copying(), policy="cpu")
+    optimizer = DOSAdam(model.parameters(), lr=1e-2, device=device or Copying(), policy="cpu")
     optimizer._session.on_device.activations.least_bytes = 64
     if activations is not None:
         optimizer.attach(model, activations=activations)
     return optimizer
+
+
+def later() -> Tensor:
+    """Enough that is saved after something else for that to leave the device."""
+    y = torch.ones(40, 30, requires_grad=True)
+    for _ in range(4):
+        y = y.sin()
+    return 0 * y.sum()
+
+
+class Writes(torch.autograd.Function):
+    """sin, whose backward writes to what was saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return slopes[0] * x.cos_()
 
 
 def saved(optimizer: DOSAdam) -> int:

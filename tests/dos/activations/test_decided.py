@@ -155,7 +155,7 @@ def test_a_policy_that_lets_none_leave_is_named(policy: str | float | Leaving) -
     for _ in range(3):
         step(model, optimizer)
     optimizer.synchronize()
-    assert "stay, as this policy lets none leave" in optimizer.explain()
+    assert "stay on the device, because this policy moves none" in optimizer.explain()
     assert optimizer.metrics()["activation_bytes"] == 0
 
 

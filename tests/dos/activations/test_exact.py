@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.func import functional_call
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 from perfmodel import Op
-from tests.support.activations import Net, optimizer_of, saved
+from tests.support.activations import Net, later, optimizer_of, saved
 from tests.support.training import bits, train
 
 SHARES = [1.0, 0.5, 0.0, 20_000]
@@ -242,11 +244,13 @@ def test_a_tensor_that_is_saved_again_after_it_was_written_to_leaves_again() -> 
     x = torch.ones((), requires_grad=True)
     t = torch.randn(40, 30)
     with optimizer.offload_activations(1.0):
-        Remembers.apply(x, t)
+        one = Remembers.apply(x, t)
+        other = Remembers.apply(x, x)  # the copy of `t` begins
         t.add_(1)
         y = Remembers.apply(x, t, t.view(-1))
     expected = t.clone()
     y.backward()
+    del one, other
     assert torch.equal(Remembers.found[0], expected)
     assert [asked.nbytes for asked in optimizer._device.asked if asked.op is Op.SAVE] == 2 * [t.nbytes]
 
@@ -269,14 +273,6 @@ def test_parameters_buffers_and_views_of_them_stay() -> None:
     assert lasting.isdisjoint(sources)
 
 
-def later() -> Tensor:
-    """Enough that is saved after something else for that to leave the device."""
-    y = torch.ones(40, 30, requires_grad=True)
-    for _ in range(4):
-        y = y.sin()
-    return 0 * y.sum()
-
-
 def written_through_data(context: AbstractContextManager[None]) -> Tensor:
     x, w = torch.ones(40, 30), torch.ones(40, 30, requires_grad=True)
     with context:
@@ -289,15 +285,20 @@ def written_through_data(context: AbstractContextManager[None]) -> Tensor:
     return w.grad
 
 
-def emptied_and_filled_again(context: AbstractContextManager[None]) -> Tensor:
-    """As by FSDP2 with gathered parameters, and by Megatron with outputs that it computes again."""
+def emptied_and_filled_again(context: AbstractContextManager[None], under_way: bool = False) -> Tensor:
+    """As by FSDP2 with gathered parameters, and by Megatron with outputs that it computes again.
+
+    under_way: whether the copy has begun when it is emptied.
+    """
     x = torch.ones(40, 30, requires_grad=True)
     with context:
         y = x.exp()
         values, memory = y.detach().clone(), y.untyped_storage()
         nbytes = memory.nbytes()
-        time.sleep(0.1)  # a copy on an emulated device reads memory that is there
         end = y.sin().sum()
+        if under_way:
+            end = end.sin()
+            time.sleep(0.1)  # a copy on an emulated device reads memory that is there
         memory.resize_(0)
         end = end + later()
     memory.resize_(nbytes)
@@ -306,6 +307,10 @@ def emptied_and_filled_again(context: AbstractContextManager[None]) -> Tensor:
     end.backward()
     assert x.grad is not None
     return x.grad
+
+
+def emptied_under_way(context: AbstractContextManager[None]) -> Tensor:
+    return emptied_and_filled_again(context, under_way=True)
 
 
 def of_several_lengths(context: AbstractContextManager[None]) -> Tensor:
@@ -326,7 +331,49 @@ def of_another_layout(context: AbstractContextManager[None]) -> Tensor:
     return x.grad
 
 
-@pytest.mark.parametrize("way", [written_through_data, emptied_and_filled_again, of_several_lengths, of_another_layout])
+def of_forward_mode(context: AbstractContextManager[None]) -> Tensor:
+    """Its tangents are tensors without an address where they are zero, and are saved for backward."""
+    x, w = torch.ones(40, 30, requires_grad=True), torch.ones(30, 30, requires_grad=True)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, torch.full((40, 30), 0.5))
+        with context:
+            found = forward_ad.unpack_dual(torch.sin(dual @ w) * dual + w.sum())
+            end = later()
+        (found.primal.sum() + found.tangent.sum() + end).backward()
+    assert x.grad is not None
+    assert w.grad is not None
+    return torch.cat([x.grad, w.grad])
+
+
+def of_vmap(context: AbstractContextManager[None]) -> Tensor:
+    x, w = torch.ones(40, 30, requires_grad=True), torch.ones(30, 30, requires_grad=True)
+    with context:
+        end = torch.func.vmap(lambda row: torch.sin(row * 3) @ w)(x).sum() + later()
+    end.backward()
+    assert x.grad is not None
+    return x.grad
+
+
+def of_a_graph_of_fx(context: AbstractContextManager[None]) -> Tensor:
+    with context:
+        found, linear = torch.func.linearize(lambda x: x.sin() * x, torch.ones(40, 30))
+        graph = make_fx(lambda x: torch.autograd.grad(x.sin().exp().sum(), x))(torch.ones(40, 30, requires_grad=True))
+    return found + linear(torch.ones(40, 30)) + graph(torch.ones(40, 30, requires_grad=True))[0]
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        written_through_data,
+        emptied_and_filled_again,
+        emptied_under_way,
+        of_several_lengths,
+        of_another_layout,
+        of_forward_mode,
+        of_vmap,
+        of_a_graph_of_fx,
+    ],
+)
 def test_odd_tensors_give_the_same_bits(way: Callable[[AbstractContextManager[None]], Tensor]) -> None:
     optimizer = optimizer_of(nn.Linear(2, 2))
     assert torch.equal(way(optimizer.offload_activations(1.0)), way(nullcontext()))

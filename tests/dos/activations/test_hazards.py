@@ -273,6 +273,37 @@ def test_another_stream_may_read_still_what_has_left(seed: int | None, monkeypat
         assert torch.equal(read(runtime, beside), torch.tanh(3 * torch.tanh(3 * values)))
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_copy_waits_for_the_stream_in_which_its_bytes_were_saved(
+    seed: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It begins when the next operation saves, in another stream perhaps."""
+    runtime, device, optimizer, _ = start(monkeypatch, seed)
+    side = FakeStream(runtime)
+    with optimizer.offload_activations(1.0):
+        x = device.new(lambda: torch.linspace(-1, 1, N)).requires_grad_()
+        y = Layer.apply(x, device)
+        with runtime.stream(side):
+            _, other = layers(device)
+    read(runtime, other, device._streams[Op.SAVE])  # before the caller's stream has run
+    (slope,) = torch.autograd.grad(y, x, ones(device))
+    out = torch.tanh(3 * torch.linspace(-1, 1, N))
+    assert torch.equal(read(runtime, slope), torch.ones(N) * (1 - out * out) * 3)
+
+
+def test_what_was_saved_before_a_capture_does_not_leave_within_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime, device, optimizer, offload = start(monkeypatch, None)
+    with optimizer.offload_activations(1.0):
+        _, y = layers(device)
+        before = offload.pool.used
+        runtime.capturing = True
+        _ = Layer.apply(y.detach().requires_grad_(), device)
+        assert offload.pool.used == before
+        runtime.capturing = False
+        _ = Layer.apply(y.detach().requires_grad_(), device)
+        assert offload.pool.used > before
+
+
 @pytest.mark.parametrize("within", [False, True])
 def test_nothing_leaves_while_a_graph_is_captured(within: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     runtime, device, optimizer, offload = start(monkeypatch, None)

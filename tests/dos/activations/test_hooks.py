@@ -186,6 +186,66 @@ def test_of_a_compiled_model_leaves_what_its_graphs_hand_over(how: str) -> None:
     assert found == trained(None)[0]
 
 
+class WithBuffer(nn.Module):
+    """buffer: without one piece of memory."""
+
+    def __init__(self, buffer: Tensor) -> None:
+        super().__init__()
+        self.linear = nn.Linear(24, 24)
+        self.register_buffer("buffer", buffer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(self.linear(x)) @ self.buffer.to_dense()
+
+
+@pytest.mark.parametrize("layout", ["to_sparse", "to_sparse_csr", "to_mkldnn"])
+def test_a_model_with_a_buffer_of_any_layout_trains_as_without(layout: str) -> None:
+    def trained(activations: float | None) -> list[bytes]:
+        torch.default_generator.manual_seed(0)
+        model = WithBuffer(getattr(torch.eye(24), layout)())
+        optimizer = optimizer_of(model, activations)
+        for number in range(2):
+            step(model, optimizer, number)
+            optimizer.step()
+        optimizer.synchronize()
+        assert (saved(optimizer) > 0) == (activations is not None)
+        return bits(model.parameters())
+
+    assert trained(1.0) == trained(None)
+
+
+def test_an_ensemble_under_vmap_trains_as_without_and_its_parameters_stay() -> None:
+    def trained(activations: float | None) -> tuple[list[bytes], list[int]]:
+        torch.default_generator.manual_seed(0)
+        models = [nn.Sequential(nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 24)) for _ in range(3)]
+        parameters, _ = torch.func.stack_module_state(models)
+        optimizer = optimizer_of(models[0], activations)
+        x = torch.randn(2, 24)
+        found = torch.func.vmap(lambda each: torch.func.functional_call(models[0], each, (x,)))(parameters)
+        found.square().sum().backward()
+        return bits(p.grad for p in parameters.values()), [asked.nbytes for asked in optimizer._device.asked]
+
+    found, left = trained(1.0)
+    assert found == trained(None)[0]
+    assert left
+    assert max(left) < 3 * 24 * 24 * 4
+
+
+def test_a_gradient_of_torch_func_is_refused_as_torch_does_and_training_goes_on() -> None:
+    model = nn.Sequential(nn.Linear(24, 64), nn.Sigmoid(), nn.Linear(64, 7))
+    optimizer = optimizer_of(model, 1.0)
+
+    def loss(parameters: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(model, parameters, (torch.randn(8, 24),)).square().sum()
+
+    with pytest.raises(RuntimeError, match="don't yet support saved tensor hooks"):
+        torch.func.grad(loss)(dict(model.named_parameters()))
+    step(model, optimizer, 0)
+    optimizer.step()
+    assert saved(optimizer) > 0
+    assert not leaves(optimizer)
+
+
 def step(model: nn.Module, optimizer: DOSAdam, number: int) -> Tensor:
     x = torch.randn(8, 24, generator=torch.Generator().manual_seed(number))
     optimizer.zero_grad()

@@ -187,7 +187,7 @@ def test_what_was_chosen_to_leave_is_said(activations: float, left: int) -> None
     assert found["activation_share"] == pytest.approx(left / (LAYERS + 1))
     assert found["activation_host_bytes"] == offload.pool.nbytes >= left * EACH
     said = f"{left * EACH / 2**20:.2f} MiB" if left > 1 else "0.00 KiB"
-    assert f"Saved tensors: {said} of 1.06 MiB left for the host in forward" in optimizer.explain()
+    assert f"Saved tensors: {said} of 1.06 MiB moved to the host in forward" in optimizer.explain()
 
 
 class Widened(Layers):

@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from dos import DOSAdam
 from perfmodel import Op
-from tests.support.activations import optimizer_of
+from tests.support.activations import Writes, optimizer_of
 from tests.support.devices import Copying
 from tests.support.ranks import Ranks
 from tests.support.sharded import assert_equal, dos_adam, mesh_of, model, shard, train, values
@@ -109,14 +109,18 @@ def test_a_distributed_tensor_that_was_written_to_is_saved_anew(pair: Ranks) -> 
     assert all(pair.run(written_between))
 
 
-def written() -> str:
+def written(in_backward: bool) -> str:
     x = distribute_tensor(torch.ones(8, 8), mesh_of(), [Shard(0)]).requires_grad_()
     optimizer = optimizer_of(nn.Linear(2, 2))
     with optimizer.offload_activations(1.0):
         y = (x * 2).exp()
-        z = y.sin().sin().sin().sum()
-    with torch.no_grad():
-        y.add_(1)
+        z = y.sin()
+        if in_backward:
+            z = z + Writes.apply(y)
+        z = z.sin().sin().sin().sum()
+    if not in_backward:
+        with torch.no_grad():
+            y.add_(1)
     try:
         z.backward()
     except RuntimeError as error:
@@ -124,6 +128,7 @@ def written() -> str:
     return ""
 
 
-def test_distributed_tensors_that_were_written_to_raise(pair: Ranks) -> None:
-    for message in pair.run(written):
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_distributed_tensors_that_were_written_to_raise(pair: Ranks, in_backward: bool) -> None:
+    for message in pair.run(written, in_backward):
         assert "modified by an inplace operation" in message
