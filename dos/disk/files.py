@@ -16,15 +16,18 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from dos.disk.watch import Watch
 from dos.kernels.extension import load_extension
 
 logger = logging.getLogger(__name__)
 
 RESUME = "load the last checkpoint, with disk= in a folder that works or with more memory"
 LOST = f"this optimizer's state is lost: {RESUME}"
+RETRY = f"what was to be written is in memory yet: try again, or, where a step has failed part way, {RESUME}"
+"""Of a write, which outside of a step has changed nothing."""
 _PREFIX = "state-"
-_FIXED, _DONTFORK, _HUGEPAGE = 0x10, 10, 14
-"""Linux's MAP_FIXED, MADV_DONTFORK and MADV_HUGEPAGE."""
+_FIXED, _DONTFORK, _NOHUGEPAGE = 0x10, 10, 15
+"""Linux's MAP_FIXED, MADV_DONTFORK and MADV_NOHUGEPAGE."""
 
 _adam = load_extension()
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -34,7 +37,14 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class DiskError(OSError):
-    """State on disk could not be read or written, or is not what was written."""
+    """State on disk could not be read or written, or is not what was written.
+
+    found: what was found, without the remedy for an optimizer.
+    """
+
+    def __init__(self, code: int | None, found: str, remedy: str = LOST) -> None:
+        super().__init__(code, f"{found}; {remedy}")
+        self.found = found
 
 
 class DiskFile:
@@ -53,11 +63,7 @@ class DiskFile:
             _remove_leftovers(directory)
             self.path, self.buffered = _create(directory)
         except OSError as error:
-            raise OSError(
-                error.errno,
-                f"disk: expected a folder in which this user may create files, found {str(folder)!r}: "
-                f"{error.strerror}; choose another folder, or let this user write there",
-            ) from error
+            raise _unusable(folder, error) from error
         self.share = 1.0
         self.size = self.used_to = 0
         self.free: list[tuple[int, int]] = []
@@ -69,6 +75,9 @@ class DiskFile:
                 self._use_cache(f"it aligns to {alignment} bytes" if alignment else "it is in memory")
         except OSError as error:
             self._use_cache(str(error.strerror))
+        with contextlib.suppress(OSError):  # a file system without permissions
+            os.fchmod(self.buffered, 0o400)  # other programs of this user cannot truncate it, nor write to it
+        self._watch = Watch(self.path)
 
     @property
     def direct(self) -> bool:
@@ -82,16 +91,28 @@ class DiskFile:
         self._use_cache(os.strerror(error))
         return True
 
+    def writers(self) -> int:
+        """How often other programs have had it open for writing, and closed it, as far as the system tells."""
+        return self._watch.count()
+
     def free_bytes(self) -> int:
         """Bytes that it has and that are not in use."""
         return sum(nbytes for _, nbytes in self.free)
+
+    def available(self) -> int:
+        """Bytes by which files may grow in its file system, whether its folder is still there or not."""
+        return shutil.disk_usage(self.buffered).free
+
+    def drive(self) -> int:
+        """A number that files on one file system share."""
+        return os.fstat(self.buffered).st_dev
 
     def reserve(self, nbytes: int) -> None:
         """Grow until so many bytes are free. Raises OSError; the file may have grown then, and `shrink()` undoes it."""
         more = nbytes - self.free_bytes()
         if more <= 0:
             return
-        available = shutil.disk_usage(self.folder).free
+        available = self.available()
         try:
             if available < more:  # the attempt would take from others all that is left
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -106,10 +127,11 @@ class DiskFile:
         self.size += more
 
     def shrink(self, size: int) -> None:
-        """Cut off its end, of which nothing may be in use."""
-        self.size, self.used_to = size, min(size, self.used_to)
-        self.free = [run for run in self.free if sum(run) <= size]
-        os.ftruncate(self.buffered, size)
+        """Cut off its end, of which nothing may be in use. It stays, free, where the file system refuses."""
+        with contextlib.suppress(OSError):
+            os.ftruncate(self.buffered, size)
+            self.size, self.used_to = size, min(size, self.used_to)
+            self.free = [run for run in self.free if sum(run) <= size]
 
     def take(self, nbytes: int) -> list[tuple[int, int]]:
         """Bytes that are in use from now on, of what was reserved: where, how many."""
@@ -131,14 +153,16 @@ class DiskFile:
                 start, length = self.free[-1][0], self.free.pop()[1] + length
             self.free.append((start, length))
         if self.free and sum(self.free[-1]) == self.size:
-            self.shrink(self.free.pop()[0])
+            self.shrink(self.free[-1][0])
+
+    def check_size(self) -> None:
+        """Raise DiskError if it was truncated: touching a mapping of what is missing would be SIGBUS."""
+        found = os.fstat(self.buffered).st_size
+        if found < self.size:
+            raise DiskError(errno.EIO, f"{self.path}: expected {self.size} bytes, found {found}, was it truncated?")
 
     def show(self, offset: int, nbytes: int, address: int) -> None:
-        """Map bytes over the memory at this address. Raises DiskError if it was truncated."""
-        found = os.fstat(self.buffered).st_size
-        if found < self.size:  # touching the mapping would be SIGBUS
-            why = f"{self.path}: expected {self.size} bytes, found {found}, was it truncated? {LOST}"
-            raise DiskError(errno.EIO, why)
+        """Map bytes over the memory at this address. Raises OSError."""
         # What was read through an earlier mapping may be older than what was written directly.
         os.posix_fadvise(self.buffered, offset, nbytes, os.POSIX_FADV_DONTNEED)
         map_memory(address, nbytes, self.buffered, offset)
@@ -149,10 +173,11 @@ class DiskFile:
             if self.direct:
                 os.fdatasync(self.buffered)
         except OSError as error:
-            raise DiskError(error.errno, f"{self.path}: writing state failed: {error.strerror}; {LOST}") from error
+            raise DiskError(error.errno, f"{self.path}: writing state failed: {error.strerror}") from error
 
     def close(self, *, remove: bool) -> None:
         """Close it. remove: and remove it; mappings keep its bytes."""
+        self._watch.close()
         if remove:
             with contextlib.suppress(OSError):  # it is gone, or its file system is
                 self.path.unlink()
@@ -168,12 +193,12 @@ class DiskFile:
 
 def map_memory(address: int, nbytes: int, fd: int = -1, offset: int = 0) -> None:
     """Map a run of a file, shared, over the memory at this address, or zeros without a file. Raises OSError."""
-    kind, advice = (mmap.MAP_SHARED, _DONTFORK) if fd >= 0 else (mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, _HUGEPAGE)
+    kind, advice = (mmap.MAP_SHARED, _DONTFORK) if fd >= 0 else (mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, _NOHUGEPAGE)
     if _libc.mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, kind | _FIXED, fd, offset) != address:
         error = ctypes.get_errno()
         why = f"mapping {nbytes} bytes of state failed: {os.strerror(error)}; raise vm.max_map_count or ulimit -v"
         raise OSError(error, why)
-    # What a forked child writes would be its parent's state. Zeros are in huge pages where they can, as lazy_zeros().
+    # What a forked child writes would be its parent's state. Zeros are as what `lazy_zeros` gives in parts.
     _libc.madvise(address, nbytes, advice)
 
 
@@ -198,9 +223,9 @@ def _remove_leftovers(directory: Path) -> None:
     """Remove files that are not locked: the processes that made them have ended."""
     for path in directory.glob(_PREFIX + "*"):
         with contextlib.suppress(OSError):  # in use, or gone meanwhile, or the file system has no locks
-            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared, as NFS locks what is open for reading
                 path.unlink()
             finally:
                 os.close(fd)
@@ -232,11 +257,30 @@ def check_disk(nbytes: int, folders: Sequence[Path]) -> None:
     """Raise OSError if the drives of these folders, which need not exist yet, have not so much room."""
     drives = {}
     for folder in folders:
-        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-        drives[there.stat().st_dev] = shutil.disk_usage(there).free
+        try:
+            drive, there = next(filter(None, map(_drive, (folder, *folder.absolute().parents))))
+            drives[drive] = shutil.disk_usage(there).free
+        except OSError as error:
+            raise _unusable(folder, error) from error
     if nbytes > sum(drives.values()):
         raise OSError(
             errno.ENOSPC,
             f"optimizer state needs at least {nbytes} bytes on disk and {sum(drives.values())} are free in "
             f"{', '.join(map(str, folders))}; choose another or a further folder in disk=, or more host_memory",
         )
+
+
+def _drive(path: Path) -> tuple[int, Path] | None:
+    """The number of its file system, and the path; None if there is nothing. Raises OSError if that cannot be seen."""
+    try:
+        return path.stat().st_dev, path
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def _unusable(folder: Path, error: OSError) -> OSError:
+    return OSError(
+        error.errno,
+        f"disk: expected a folder in which this user may create files, found {str(folder)!r}: {error.strerror}; "
+        "choose another folder, or let this user write there",
+    )

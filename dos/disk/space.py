@@ -5,64 +5,25 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-import shutil
 import time
 import weakref
 from collections.abc import Sequence
-from enum import Enum, auto
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from dos.disk.files import LOST, RESUME, DiskError, DiskFile, map_memory
+from dos.disk.extent import PAGE, Contents, Extent, Piece
+from dos.disk.files import LOST, RETRY, DiskError, DiskFile, map_memory
 from dos.kernels.extension import load_extension
 
 _adam = load_extension()
 
-PAGE = mmap.PAGESIZE
 _REQUEST_BYTES = 8 << 20
 _THREADS = 4
 _PROBE_BYTES = 16 << 20
 """With which a folder's rate is measured."""
-
-
-class _Contents(Enum):
-    ZEROS = auto()  # never written, and there may be anything on the drive
-    WRITTEN = auto()  # the checksums tell what
-    SHOWN = auto()  # user code may have written since
-    TORN = auto()  # a write has begun and not ended
-
-
-class _Piece(NamedTuple):
-    """Bytes of an extent, from `start` on, and where they are."""
-
-    file: DiskFile
-    offset: int
-    nbytes: int
-    start: int
-
-
-class Extent:
-    """Room on disk of one subgroup's state.
-
-    nbytes: a multiple of PAGE.
-    """
-
-    def __init__(self, pieces: Sequence[_Piece]) -> None:
-        self.nbytes = sum(piece.nbytes for piece in pieces)
-        self.pieces = pieces
-        # All pieces advance at the same rate, so that all folders are busy until the end.
-        requests = [
-            (first / nbytes, _Piece(file, offset + first, min(_REQUEST_BYTES, nbytes - first), start + first))
-            for file, offset, nbytes, start in pieces
-            for first in range(0, nbytes, _REQUEST_BYTES)
-        ]
-        self.requests = [request for _, request in sorted(requests, key=lambda each: each[0])]
-        self.contents = _Contents.ZEROS
-        self.checksums: list[int] = []
 
 
 class DiskSpace:
@@ -101,8 +62,8 @@ class DiskSpace:
         free: dict[int, int] = {}
         share: dict[int, float] = {}
         for file in self._files:
-            drive = file.folder.stat().st_dev  # several folders may be on one
-            free[drive] = file.free_bytes() + free.get(drive, shutil.disk_usage(file.folder).free)
+            drive = file.drive()  # several folders may be on one
+            free[drive] = file.free_bytes() + free.get(drive, file.available())
             share[drive] = file.share + share.get(drive, 0.0)
         return min(int(free[drive] / share[drive]) for drive in free) // PAGE * PAGE
 
@@ -126,7 +87,8 @@ class DiskSpace:
         for cut in cuts:
             taken = [(file, *run) for file, part in zip(self._files, cut, strict=True) for run in file.take(part)]
             starts = accumulate((nbytes for *_, nbytes in taken), initial=0)
-            extents.append(Extent([_Piece(*each, start) for each, start in zip(taken, starts, strict=False)]))
+            pieces = [Piece(*each, start) for each, start in zip(taken, starts, strict=False)]
+            extents.append(Extent(pieces, _REQUEST_BYTES))
         return extents
 
     def free(self, extent: Extent) -> None:
@@ -143,9 +105,9 @@ class DiskSpace:
         buffer: 1-D uint8 CPU tensor of `extent.nbytes`, that begins on a page. Raises DiskError.
         """
         address = self._address(extent, buffer)
-        extent.contents = _Contents.TORN
-        extent.checksums = self._transfer(extent, address, write=True)
-        extent.contents = _Contents.WRITTEN
+        extent.contents = Contents.TORN
+        extent.checksums = self._transfer(extent.requests, address, write=True)
+        extent.contents = Contents.WRITTEN
 
     def read(self, extent: Extent, buffer: Tensor) -> None:
         """Read an extent: what was written last, else zeros.
@@ -154,19 +116,13 @@ class DiskSpace:
         something else than what was written.
         """
         address = self._address(extent, buffer)
-        if extent.contents is _Contents.ZEROS:
+        if extent.contents is Contents.ZEROS:
             buffer.zero_()
             return
-        _check_whole(extent)
-        found = self._transfer(extent, address, write=False)
-        if extent.contents is _Contents.WRITTEN and found != extent.checksums:
-            differ = next(i for i, each in enumerate(extent.checksums) if found[i] != each)
-            file, offset, nbytes, _ = extent.requests[differ]
-            raise DiskError(
-                errno.EIO,
-                f"{file.path}: expected what was last written there, found something else in the {nbytes} bytes at "
-                f"byte {offset} (checksums differ); {LOST}",
-            )
+        extent.check_whole()
+        writers = extent.count_writers()
+        extent.compare(0, self._transfer(extent.requests, address, write=False))
+        extent.writers = writers
 
     def copy(self, source: Extent, destination: Extent, start: int) -> None:
         """Write what one extent has to a larger one, with zeros from `start` on, as many as it is larger.
@@ -174,7 +130,7 @@ class DiskSpace:
         Raises DiskError.
         """
         self.sync_mappings(source)
-        old, new = (torch.frombuffer(mmap.mmap(-1, each.nbytes), dtype=torch.uint8) for each in (source, destination))
+        old, new = _memory(source.nbytes), _memory(destination.nbytes)
         self.read(source, old)
         new[:start] = old[:start]
         new[len(new) - len(old) + start :] = old[start:]
@@ -184,15 +140,20 @@ class DiskSpace:
         """Map bytes of an extent, from `start` on, over the memory at this address, where users may read and write.
 
         start, address: multiples of PAGE; nbytes is rounded up to one. Call `sync_mappings()` before the next read, and
-        `hide()` before the next write or `show()` after it: from a write on checksums count. Raises DiskError, and
-        OSError if the system maps no more.
+        `hide()` before the next write or `show()` after it. Raises DiskError, also if the file has something else than
+        what was written by us or user code, and OSError if the system maps no more.
         """
         self._check_process()
-        _check_whole(extent)
-        if extent.contents is _Contents.ZEROS and any(offset < file.used_to for file, offset, *_ in extent.pieces):
-            with mmap.mmap(-1, extent.nbytes) as zeros:
-                self.write(extent, torch.frombuffer(zeros, dtype=torch.uint8))
-        extent.contents = _Contents.SHOWN
+        extent.check_whole()
+        for piece in extent.pieces:
+            piece.file.check_size()
+        writers = extent.count_writers()
+        if extent.contents is Contents.ZEROS:
+            if any(offset < file.used_to for file, offset, *_ in extent.pieces):
+                self.write(extent, _memory(extent.nbytes))
+        elif extent.contents is not Contents.SHOWN or extent.writers != writers:
+            self._look_through(extent)
+        extent.contents, extent.writers = Contents.SHOWN, writers
         stop = start - -nbytes // PAGE * PAGE
         for file, offset, length, first in extent.pieces:
             begin, end = max(start, first), min(stop, first + length)
@@ -201,7 +162,7 @@ class DiskSpace:
 
     def sync_mappings(self, extent: Extent) -> None:
         """Let the next read have what users wrote where the extent is shown. Raises DiskError."""
-        if extent.contents is _Contents.SHOWN:
+        if extent.contents is Contents.SHOWN:
             for file in {piece.file for piece in extent.pieces}:
                 file.sync_mappings()
 
@@ -222,37 +183,56 @@ class DiskSpace:
         return [last - first for first, last in pairwise([*borders, nbytes])]
 
     def _rate(self, file: DiskFile) -> float:
-        """Measure a folder's bytes per second, written and read."""
+        """Measure a folder's bytes per second, written and read. Raises OSError."""
+        try:
+            return self._probe(file)
+        except OSError as error:
+            code = error.errno or errno.EIO
+            raise OSError(
+                code,
+                f"{file.folder}: measuring how fast it is, to divide state over the folders, failed: "
+                f"{os.strerror(code)} as {_PROBE_BYTES} bytes were written and read, found {file.available()} free; "
+                "name another folder in disk=, or leave this one out",
+            ) from error
+
+    def _probe(self, file: DiskFile) -> float:
         for each in self._files:
             each.share = float(each is file)
         (extent,) = self.allocate([_PROBE_BYTES])
-        with mmap.mmap(-1, _PROBE_BYTES) as pages:
-            buffer = torch.frombuffer(pages, dtype=torch.uint8)
-            buffer.view(torch.int64).copy_(torch.arange(len(buffer) // 8))  # drives may store zeros quicker
-            start = time.perf_counter()
-            self.write(extent, buffer)
-            os.fdatasync(file.buffered)
-            os.posix_fadvise(file.buffered, 0, 0, os.POSIX_FADV_DONTNEED)
-            self.read(extent, buffer)
-            elapsed = time.perf_counter() - start
-            del buffer  # a mapping with users cannot be closed
+        buffer = _memory(_PROBE_BYTES)
+        buffer.view(torch.int64).copy_(torch.arange(len(buffer) // 8))  # drives may store zeros quicker
+        start = time.perf_counter()
+        self.write(extent, buffer)
+        os.fdatasync(file.buffered)
+        os.posix_fadvise(file.buffered, 0, 0, os.POSIX_FADV_DONTNEED)
+        self.read(extent, buffer)
+        elapsed = time.perf_counter() - start
         self.free(extent)
         file.shrink(0)
         return _PROBE_BYTES / elapsed
 
-    def _transfer(self, extent: Extent, address: int, *, write: bool) -> list[int]:
-        """Read or write all of an extent; the checksums of its requests."""
+    def _look_through(self, extent: Extent) -> None:
+        """Read all of an extent, a few requests at once, and compare. Raises DiskError."""
+        self.sync_mappings(extent)
+        buffer = _memory(min(_THREADS * _REQUEST_BYTES, extent.nbytes))
+        for first in range(0, len(extent.requests), _THREADS):
+            batch = extent.requests[first : first + _THREADS]
+            starts = accumulate((request.nbytes for request in batch), initial=0)
+            batch = [request._replace(start=start) for request, start in zip(batch, starts, strict=False)]
+            extent.compare(first, self._transfer(batch, buffer.data_ptr(), write=False))
+
+    def _transfer(self, requests: Sequence[Piece], address: int, *, write: bool) -> list[int]:
+        """Read or write at this address and what they start at; the checksums of these requests."""
         while True:
-            requests = [(file.fd, offset, address + start, n) for file, offset, n, start in extent.requests]
-            checksums, failed, done, error = _adam.transfer(write, requests, _THREADS)
+            each = [(file.fd, offset, address + start, n) for file, offset, n, start in requests]
+            checksums, failed, done, error = _adam.transfer(write, each, _THREADS)
             if failed < 0:
                 return checksums
-            file, offset, nbytes, _ = extent.requests[failed]
-            if not file.refused(requests[failed][0], error):
+            file, offset, nbytes, _ = requests[failed]
+            if not file.refused(each[failed][0], error):
                 why = os.strerror(error) if error else "the file ends there, was it truncated?"
                 what = f"{'wrote' if write else 'read'} {done} of {nbytes} bytes at byte {offset}"
-                remedy = f"if it fails again, {RESUME}" if write else LOST  # what is written is in memory yet
-                raise DiskError(error or errno.EIO, f"{file.path}: {what}: {why}; {remedy}")
+                raise DiskError(error or errno.EIO, f"{file.path}: {what}: {why}", RETRY if write else LOST)
 
     def _address(self, extent: Extent, buffer: Tensor) -> int:
         """Where a buffer begins that has the extent's size; others would be written past their ends."""
@@ -273,12 +253,11 @@ class DiskSpace:
             )
 
 
+def _memory(nbytes: int) -> Tensor:
+    """Zeros that begin on a page, 1-D uint8."""
+    return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+
+
 def _close(files: list[DiskFile], owner: int) -> None:
     while files:
         files.pop().close(remove=os.getpid() == owner)
-
-
-def _check_whole(extent: Extent) -> None:
-    if extent.contents is _Contents.TORN:
-        path = extent.pieces[0].file.path
-        raise DiskError(errno.EIO, f"{path}: a write of {extent.nbytes} bytes of state did not end; {LOST}")

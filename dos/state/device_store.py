@@ -56,15 +56,17 @@ class DeviceStore:
         return subgroup in self.resident or subgroup.arena.tier is Tier.DEVICE
 
     def reserve(self, subgroups: Iterable[Subgroup]) -> list[Subgroup]:
-        """Make room for the state of these, uninitialised; those for which there is no memory."""
-        denied = []
-        for subgroup in subgroups:
+        """Make room for the state of these, uninitialised; from the first on for which there is no memory, those left.
+
+        A failed attempt is expensive: the caching allocator first gives back all that it has, and waits for the device.
+        """
+        wanted = list(subgroups)
+        for place, subgroup in enumerate(wanted):
             buffer = self._allocate(subgroup.state.carved_bytes)
             if buffer is None:
-                denied.append(subgroup)
-            else:
-                self.resident[subgroup] = Resident(buffer, subgroup.state.carve(buffer))
-        return denied
+                return wanted[place:]
+            self.resident[subgroup] = Resident(buffer, subgroup.state.carve(buffer))
+        return []
 
     def drop(self, subgroup: Subgroup) -> None:
         """Free a resident subgroup's memory. Its state has come home; nothing in flight may use it."""

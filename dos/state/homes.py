@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -21,16 +22,18 @@ class Homes:
     """The stores that state comes home to.
 
     disk: None if users have not chosen any.
+    shown: those of whose state user code was given views since the last step, to which it may write until the next.
     """
 
     def __init__(self, host: HostStore) -> None:
         self.host = host
         self.disk: DiskStore | None = None
+        self.shown: weakref.WeakSet[Subgroup] = weakref.WeakSet()
 
     def open_disk(self, device: Device, folders: Sequence[Path]) -> None:
         """Have homes in these folders, too. Raises OSError if one cannot be used."""
         if self.host.limit is None:
-            self.host.limit = host_share()
+            self.host.limit, self.host.shares = host_share(), True
         self.host.spills = True
         self.disk = DiskStore(device, self.host, folders)
 
@@ -50,6 +53,7 @@ class Homes:
         homeless = [s for s in subgroups if not self.host.houses(s)]
         if self.disk is None or not homeless:
             return tiers
+        self.host.lower_share()
         through = 0
         to_come = (self.host.home_bytes(s) for s in every if not self.host.houses(s))
         if self.disk.nbytes or sum(to_come) > self.host.room:
@@ -99,7 +103,7 @@ class Homes:
     def add_field(self, subgroups: Sequence[Subgroup], field: HostTensor, place: int) -> None:
         """Have room for one more field in the homes of these: zeros. Nothing is in flight.
 
-        place: of the field in the format. Raises as `reserve`. Call `show` once the field is part of their state.
+        place: of the field in the format. Raises as `reserve`. Call `show_again` once the field is part of their state.
         """
         at_home = (s for s in subgroups if all(t.has(s.start, s.stop) for t in s.arena.home() if t is not field))
         self.host.make((field, subgroup) for subgroup in at_home)
@@ -107,8 +111,20 @@ class Homes:
             self.disk.widen([s for s in subgroups if self.disk.has(s)], place, field.tensor.itemsize)
 
     def show(self, subgroups: Iterable[Subgroup]) -> None:
-        """Make state that is at home ready for users, who get views of it. Nothing is in flight."""
+        """Make state that is at home ready for users, who get views of it. Nothing is in flight.
+
+        Raises OSError, DiskError also for state on disk that something else has changed.
+        """
         self.host.join_homes()
+        subgroups = list(subgroups)
+        self.shown.update(subgroups)
+        self._map(subgroups)
+
+    def show_again(self) -> None:
+        """Let what is `shown` be so, some of which has gone to disk since. Nothing is in flight. Raises as `show`."""
+        self._map(self.shown)
+
+    def _map(self, subgroups: Iterable[Subgroup]) -> None:
         if self.disk is not None:
             for subgroup in subgroups:
                 if self.disk.has(subgroup) and not self.host.has(subgroup):

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from dos.devices import Copy, Device, Job
-from dos.machine.host_memory import check_host_memory
+from dos.machine.host_memory import check_host_memory, left_of_share
 from dos.state.arena import Arena, State, state_copies
 from dos.state.host_tensor import HostTensor
 from dos.state.subgroup import Subgroup
@@ -28,7 +28,8 @@ TELL_S = 5.0
 class HostStore:
     """State in host memory, and what travels through there: homes, whose memory stays once it is made.
 
-    limit: bytes that all may take; None: what the host has. windows: through which state on disk passes.
+    limit: bytes that all may take; None: what the host has. shares: whether that is a share of what the host had.
+    windows: through which state on disk passes.
     keeps_gradients: whether gradients wait here for the step, and not for an update on the host alone.
     native: whether they add up in their own dtype.
     spills: whether what there is no room for goes to disk, as far as it is state.
@@ -37,7 +38,7 @@ class HostStore:
 
     def __init__(self, limit: int | None = None, *, keeps_gradients: bool = False, native: bool = False) -> None:
         self.limit = limit
-        self.spills = False
+        self.shares = self.spills = False
         self._keeps_gradients = keeps_gradients
         self._native = native
         self.awaited: weakref.WeakSet[Arena] = weakref.WeakSet()
@@ -51,6 +52,11 @@ class HostStore:
     def nbytes(self) -> int:
         """Host memory that was made."""
         return sum(tensor.nbytes for tensor in self._tensors) + self.windows.nbytes
+
+    def lower_share(self) -> None:
+        """Lower a limit that is a share to what the host has left: another optimizer may have taken from it since."""
+        if self.shares and self.limit is not None:
+            self.limit = self.nbytes + left_of_share(self.limit - self.nbytes)
 
     @property
     def _left(self) -> float:
@@ -143,7 +149,8 @@ class HostStore:
 
     def reserve_whole(self, tensor: HostTensor) -> None:
         """Make all of a tensor that is of no subgroup. Raises as `reserve`."""
-        check_host_memory(tensor.tensor.nbytes)
+        check_host_memory(tensor.tensor.nbytes, spills=self.spills)
+        tensor.allow_huge_pages(0, len(tensor.tensor))
         tensor.make(0, len(tensor.tensor))
         self._tensors.add(tensor)
         self._whole.add(tensor)
@@ -161,7 +168,7 @@ class HostStore:
                 f"optimizer state needs {nbytes} more bytes of host memory, of which host_memory={self.limit} leaves "
                 f"{max(0, int(self._left))}; choose more, {remedies}or a smaller subgroup_size"
             )
-        check_host_memory(nbytes)
+        check_host_memory(nbytes, spills=self.spills)
 
     def make(self, wanted: Iterable[tuple[HostTensor, Subgroup]]) -> None:
         """Make what these tensors have of these subgroups. Raises as `reserve`."""
@@ -169,6 +176,8 @@ class HostStore:
         if missing:
             total = sum((last - first) * t.tensor.itemsize for t, first, last in missing)
             self._check(total)
+            for tensor, first, last in missing:
+                tensor.allow_huge_pages(first, last)
             began = told = time.perf_counter()
             done = 0
             for tensor, first, last in missing:

@@ -7,7 +7,7 @@ import mmap
 import torch
 
 from dos.devices import Device
-from dos.devices.pinned import lazy_zeros
+from dos.devices.pinned import lazy_zeros, use_huge_pages
 
 
 class HostTensor:
@@ -24,7 +24,7 @@ class HostTensor:
         part: parameters of each, the last shorter. Parts that share pages are made all together.
         block: parameters to one element.
         """
-        self.tensor = lazy_zeros(numel // block, dtype)
+        self.tensor = lazy_zeros(numel // block, dtype, in_parts=True)
         self.nbytes = 0
         self.shown = shown
         self._device = device
@@ -40,6 +40,10 @@ class HostTensor:
     def has(self, start: int, stop: int) -> bool:
         """Whether the memory of these parameters was made."""
         return start == stop or self.part(start, stop) in self._made
+
+    def allow_huge_pages(self, first: int, last: int) -> None:
+        """Let a part that will be made share huge pages with neighbours that were allowed to."""
+        use_huge_pages(self.tensor[first:last])
 
     def make(self, first: int, last: int) -> None:
         """Make the memory of a part."""
@@ -62,6 +66,8 @@ class HostTensor:
             if region[0] < region[1]:
                 self._device.pin(self.tensor[slice(*region)])
                 self._pinned.append(region)
+        # A huge page would take it again with its neighbours.
+        use_huge_pages(self.tensor[first:last], use=False)
         self._made.remove(part)
         self.nbytes -= self.tensor[first:last].nbytes
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dos.devices import Device
 from dos.devices.pinned import lazy_zeros
-from dos.disk.space import PAGE
+from dos.disk.extent import PAGE
 from dos.state.arena import State, aligned
 from dos.state.subgroup import Subgroup
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import mmap
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,20 @@ def pages(nbytes: int, seed: int | None = None) -> Tensor:
 def files(folder: Path) -> list[Path]:
     """What is on disk in a folder of a DiskSpace."""
     return [path for path in folder.rglob("*") if path.is_file()]
+
+
+def change(file: Path, offset: int, contents: bytes) -> None:
+    """Write to a file of state as another program may."""
+    file.chmod(0o600)  # for users that are not root
+    with file.open("r+b") as opened:
+        opened.seek(offset)
+        opened.write(contents)
+
+
+def truncate(file: Path, size: int) -> None:
+    """The same for a file that becomes shorter."""
+    file.chmod(0o600)
+    os.truncate(file, size)
 
 
 def reads(space: DiskSpace, extent: object, expected: Tensor) -> bool:

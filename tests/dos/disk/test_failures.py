@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import gc
 import os
@@ -11,6 +12,7 @@ import shutil
 import weakref
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,10 +20,10 @@ import torch
 from torch import nn
 
 from dos import DOSAdam
-from dos.disk import DiskError
+from dos.disk import DiskError, DiskSpace, Extent
 from dos.disk import files as files_module
 from dos.disk import space as space_module
-from tests.support.disk import SMALL, TWO_WINDOWS, bytes_on_disk, dos_adam, fail_at, files, wide
+from tests.support.disk import SMALL, TWO_WINDOWS, bytes_on_disk, change, dos_adam, fail_at, files, truncate, wide
 from tests.support.processes import python
 from tests.support.programs import REFUSED
 from tests.support.training import backward, bits, everything, mlp, train
@@ -76,6 +78,22 @@ def test_a_step_that_fails_on_disk(
     with pytest.raises((RuntimeError, OSError)) as caught:
         go_on(model, optimizer)
     assert any("the cable came off" in said for said in causes(caught.value))
+    assert_refuses(optimizer)
+
+
+def test_what_is_said_of_a_write_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That it can be tried again, but not once a step has failed for it, which refuses all that comes after."""
+    model, optimizer = started(tmp_path)
+    real = space_module._adam.transfer
+
+    def transfer(write: bool, requests: Any, threads: int) -> Any:
+        return ([0] * len(requests), 0, 0, errno.EIO) if write else real(write, requests, threads)
+
+    monkeypatch.setattr(space_module, "_adam", SimpleNamespace(transfer=transfer))
+    with pytest.raises(DiskError, match="in memory yet: try again, or, where a step has failed part way, load the"):
+        optimizer.state_dict()
+    with pytest.raises(RuntimeError, match=r"step failed part way .*where a step has failed part way, load the last"):
+        go_on(model, optimizer)
     assert_refuses(optimizer)
 
 
@@ -147,13 +165,54 @@ def test_contents_that_are_not_ours(tmp_path: Path, policy: str | float, truncat
     model, optimizer = started(tmp_path, policy=policy)
     (file,) = files(tmp_path)
     if truncated:
-        os.truncate(file, 0)
+        truncate(file, 0)
     else:
-        file.write_bytes(b"x" * file.stat().st_size)
+        change(file, 0, b"x" * file.stat().st_size)
     with pytest.raises((RuntimeError, OSError), match=rf"{file}: .*{LOST}") as caught:
         go_on(model, optimizer)
     assert truncated or "something else" in str(caught.value)
     assert_refuses(optimizer)
+
+
+@pytest.mark.parametrize("truncated", [False, True])
+def test_contents_that_something_else_changed_are_not_saved(tmp_path: Path, truncated: bool) -> None:
+    _, optimizer = started(tmp_path)
+    (file,) = files(tmp_path)
+    if truncated:
+        truncate(file, 0)
+    else:
+        change(file, 0, b"x" * file.stat().st_size)
+    with pytest.raises(DiskError, match=rf"{file}: .*{LOST}"):
+        optimizer.state_dict()
+
+
+@pytest.mark.parametrize("reads", ["one entry", "all", "all, and writes"])
+def test_contents_that_something_else_changed_after_user_code_read_state_are_not_trained_on(
+    tmp_path: Path, reads: str
+) -> None:
+    model, optimizer = started(tmp_path)
+    entry = optimizer.state[next(model.parameters())] if reads == "one entry" else optimizer.state_dict()["state"][0]
+    if reads == "all, and writes":
+        entry["exp_avg"].mul_(2)
+    (file,) = files(tmp_path)
+    change(file, 0, b"x" * file.stat().st_size)
+    with pytest.raises((RuntimeError, OSError), match=rf"{file}: .*something else.*{LOST}"):
+        go_on(model, optimizer)
+    assert_refuses(optimizer)
+
+
+def test_one_entry_shows_its_own_state_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing else is read from disk for it."""
+    model, optimizer = started(tmp_path)
+    *_, last = model.parameters()
+    show, seen = DiskSpace.show, set[Extent]()
+    monkeypatch.setattr(DiskSpace, "show", lambda space, extent, *at: (seen.add(extent), show(space, extent, *at)))
+    assert optimizer.state[last]
+    some = len(seen)
+    optimizer.state[last] = dict(optimizer.state.get(last))
+    assert len(seen) == some
+    assert optimizer.state_dict()
+    assert 1 <= some < len(seen)
 
 
 def test_a_file_that_was_deleted_still_serves(tmp_path: Path) -> None:
@@ -164,6 +223,21 @@ def test_a_file_that_was_deleted_still_serves(tmp_path: Path) -> None:
     train(model, optimizer, 2, first_step=2)
     train(twin, other, 2, first_step=2)
     assert everything(model, optimizer) == everything(twin, other)
+
+
+def test_a_folder_that_is_named_from_a_folder_which_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the device is met, and before a copy is made."""
+    monkeypatch.chdir(tmp_path)
+    model = nn.Sequential(nn.LazyLinear(600), nn.Linear(600, 30))
+    optimizer = dos_adam(model.parameters(), Path("state"))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    copied = copy.deepcopy(optimizer)
+    assert len(files(tmp_path / "state")) == 2
+    assert not files(tmp_path / "elsewhere")
+    del copied
 
 
 def test_a_disk_that_is_full_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,7 +322,7 @@ def test_a_budget_that_is_too_small_for_what_joins(tmp_path: Path, policy: str) 
             for found in (3, ["a", 3], b"a")
         ),
         # As of a setting that was left out: it would be the current folder.
-        *(({"disk": found}, ValueError, "disk must name a folder, found") for found in ("", ["a", ""])),
+        *(({"disk": found}, ValueError, "disk must name a folder, found") for found in ("", ["a", ""], "a\0b")),
     ],
 )
 def test_settings_that_cannot_be(

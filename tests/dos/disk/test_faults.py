@@ -16,7 +16,7 @@ import pytest
 from dos.disk import PAGE, DiskError, DiskSpace
 from dos.disk import files as files_module
 from dos.disk import space as space_module
-from tests.support.disk import files, pages, reads
+from tests.support.disk import change, files, pages, reads, truncate
 
 SIZE = 16 * PAGE
 SECTOR = 512
@@ -30,12 +30,6 @@ def space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DiskSpace:
     """With requests of four pages."""
     monkeypatch.setattr(space_module, "_REQUEST_BYTES", 4 * PAGE)
     return DiskSpace([tmp_path])
-
-
-def change(file: Path, offset: int, contents: bytes) -> None:
-    with file.open("r+b") as opened:
-        opened.seek(offset)
-        opened.write(contents)
 
 
 @contextmanager
@@ -124,7 +118,7 @@ def test_a_truncated_file(space: DiskSpace, tmp_path: Path, size: int, direct: b
         space._files[0].refused(space._files[0].fd, errno.EINVAL)
     space.write(extent, contents := pages(SIZE, 1))
     (file,) = files(tmp_path)
-    os.truncate(file, size)
+    truncate(file, size)
     with pytest.raises(DiskError, match=f"{file}: read .* of {4 * PAGE} bytes at byte .* truncated.*{REMEDY}"):
         reads(space, extent, contents)
     memory = pages(SIZE)

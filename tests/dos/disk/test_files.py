@@ -6,19 +6,22 @@ import errno
 import fcntl
 import gc
 import os
+import shutil
 import signal
 import stat
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import pytest
 
 from dos.disk import PAGE, DiskSpace
 from dos.disk import files as files_module
+from dos.disk.files import check_disk
 from tests.support import ROOT
 from tests.support.disk import files, pages, reads
 from tests.support.processes import python
@@ -93,7 +96,7 @@ def test_others_can_neither_list_nor_read(tmp_path: Path, mask: int | None) -> N
     finally:
         os.umask(before)
     path = space._files[0].path
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.stat().st_mode) == 0o400
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     (extent,) = space.allocate([PAGE])
     space.write(extent, contents := pages(PAGE, 1))
@@ -136,18 +139,62 @@ def test_a_file_in_place_of_a_folder(tmp_path: Path) -> None:
         assert not files(tmp_path / "good"), "what was made before goes"
 
 
+@contextmanager
+def user_with_rights() -> Iterator[None]:
+    """As whom the system asks for rights: not root."""
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
+
+
 def test_a_folder_where_the_user_may_not_write(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir(mode=0o555)
-    user = os.geteuid()
-    if user == 0:
-        os.seteuid(65534)  # who may do everything is another
-    try:
-        with pytest.raises(OSError, match=r"found '.*folder': Permission denied; choose another folder") as caught:
-            DiskSpace([folder])
-    finally:
-        os.seteuid(user)
+    refused = r"found '.*folder': Permission denied; choose another folder"
+    with user_with_rights(), pytest.raises(OSError, match=refused) as caught:
+        DiskSpace([folder])
     assert caught.value.errno == errno.EACCES
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("x" * 300, "File name too long"),
+        ("loop/below", "Too many levels of symbolic links"),
+        ("closed/below", "Permission denied"),
+    ],
+)
+def test_a_folder_that_cannot_be_found(tmp_path: Path, name: str, why: str) -> None:
+    """Is named where room on disk is first asked for, which is before there are files."""
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "closed").mkdir(mode=0o600)
+    for use in (lambda: check_disk(1, [tmp_path / name]), lambda: DiskSpace([tmp_path / name])):
+        rights = user_with_rights() if name.startswith("closed") else nullcontext()
+        with rights, pytest.raises(OSError, match=rf"found '{tmp_path / name}': {why}; choose another"):
+            use()
+
+
+def test_other_programs_of_the_user_cannot_change_a_file() -> None:
+    with user_with_rights(), tempfile.TemporaryDirectory() as folder:
+        space = DiskSpace([Path(folder)])
+        (file,) = files(Path(folder))
+        for use in (lambda: os.truncate(file, 0), lambda: file.open("r+b")):
+            with pytest.raises(PermissionError):
+                use()
+        space.close()
+
+
+def test_a_folder_that_is_removed_while_its_file_is_used(tmp_path: Path) -> None:
+    space = DiskSpace([tmp_path / "folder"])
+    shutil.rmtree(tmp_path / "folder")
+    assert space.free_bytes() > PAGE
+    (extent,) = space.allocate([PAGE])
+    space.write(extent, contents := pages(PAGE, 1))
+    assert reads(space, extent, contents)
 
 
 def test_a_file_goes_with_its_space(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from dos import DOSAdam, EmulatedDevice
 from dos.disk import DiskError
 from dos.machine import host_memory as host_memory_module
+from dos.state.host_store import HostStore
 from perfmodel import Op, Placement, Plan, Workload
 from tests.support.disk import SMALL, STATE_BYTES, TWO_WINDOWS, bytes_on_disk, dos_adam, fail_at, wide
 from tests.support.training import FAST, backward, everything, mlp, plan_anew, train
@@ -36,6 +38,49 @@ def test_nothing_is_on_disk_if_the_host_has_room(tmp_path: Path, loads: bool) ->
     assert not {Op.READ, Op.WRITE} & {span.op for span in optimizer.timeline().spans}
 
 
+@pytest.mark.parametrize("state", ["made in the first step", "read", "joined by more"])
+def test_what_one_optimizer_has_taken_of_the_host_another_one_spills(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str
+) -> None:
+    """Both were built before either took any, and users have not said how much each may take."""
+    there, ends = 600_000, []
+    held = weakref.WeakSet[HostStore]()
+    monkeypatch.setattr(host_memory_module, "available_bytes", lambda: there - sum(store.nbytes for store in held))
+    for disk in (tmp_path, None):
+        pairs: list[tuple[nn.Module, DOSAdam]] = []
+        for seed in range(2):
+            model = wide(seed=seed)
+            *rest, last = model.parameters()
+            joins = state == "joined by more"
+            optimizer = dos_adam([last] if joins else model.parameters(), disk, host_memory=None)
+            held.add(optimizer._session.registry.host_store)
+            pairs.append((model, optimizer))
+            if joins:
+                train(model, optimizer, 1)
+                optimizer.add_param_group({"params": rest})
+        for step in range(1, 3):
+            for model, optimizer in pairs:
+                if state == "read":
+                    assert set(optimizer.state_dict()) == {"state", "param_groups"}
+                train(model, optimizer, 1, first_step=step)
+        ends.append([everything(*pair) for pair in pairs])
+        if disk is not None:
+            assert [o.metrics()["disk_held_bytes"] > 0 for _, o in pairs] == [False, True]
+            assert sum(store.nbytes for store in held) <= there
+            there = 1 << 30
+    assert ends[0] == ends[1]
+
+
+def test_a_limit_above_what_the_host_has_is_said_to_be_too_much(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = wide()
+    optimizer = dos_adam(model.parameters(), tmp_path, host_memory=1 << 40)
+    monkeypatch.setattr(host_memory_module, "available_bytes", lambda: 100_000)
+    with pytest.raises(MemoryError, match="choose less host_memory, so that more rests on disk, or"):
+        train(model, optimizer, 1)
+
+
 @pytest.mark.parametrize("offload", [False, True])
 def test_the_host_has_what_there_is_room_for(tmp_path: Path, offload: bool) -> None:
     """Whatever policy users have, which need not know of disks."""
@@ -54,6 +99,29 @@ def test_the_host_has_what_there_is_room_for(tmp_path: Path, offload: bool) -> N
         optimizer.zero_grad()
     assert bytes_on_disk(tmp_path) > 0
     assert 0 <= limit - optimizer.metrics()["host_held_bytes"] < (state if offload else state + gradient) * SMALL
+
+
+@pytest.mark.parametrize("state_format", [None, "float32"])
+def test_the_process_takes_what_users_allow(tmp_path: Path, state_format: str | None) -> None:
+    """Within a fifth, where homes on the host are spread over the state, and read by user code."""
+    weights = [nn.Parameter(torch.zeros(9_000_000, dtype=torch.bfloat16))]
+    device, limit = EmulatedDevice(FAST, capacity=10**9), 64 << 20
+    optimizer = DOSAdam(
+        weights, policy="cpu", disk=tmp_path, host_memory=limit, device=device, state_format=state_format
+    )
+    weights[0].grad = torch.ones_like(weights[0])
+    before = anonymous_bytes()
+    optimizer.step()
+    assert optimizer.state_dict()
+    assert anonymous_bytes() - before <= 1.2 * limit
+    assert bytes_on_disk(tmp_path) > limit / 2
+    assert limit / 2 < optimizer.metrics()["host_held_bytes"] <= limit
+
+
+def anonymous_bytes() -> int:
+    """Of the memory that this process cannot give back."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon:"))
+    return 1024 * int(line.split()[1])
 
 
 @pytest.mark.parametrize("room", [100_000, 400_000])

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from dos.disk import PAGE, DiskError, DiskSpace, Extent
+from dos.disk import PAGE, DiskError, DiskSpace, Extent, watch
 from dos.disk import space as space_module
-from tests.support.disk import files, pages, reads
+from tests.support.disk import change, files, pages, reads
 
 SIZE = 16 * PAGE
 
@@ -34,6 +34,20 @@ def shown(space: DiskSpace, extent: Extent) -> Tensor:
     view = pages(SIZE, seed=98)
     space.show(extent, 0, SIZE, view.data_ptr())
     return view
+
+
+def disturb(extent: Extent, place: int) -> None:
+    """Change a byte of it as another program may."""
+    piece = next(piece for piece in extent.pieces if piece.start <= place < piece.start + piece.nbytes)
+    offset = piece.offset + place - piece.start
+    change(piece.file.path, offset, bytes([piece.file.path.read_bytes()[offset] ^ 1]))
+
+
+def read(space: DiskSpace, extent: Extent) -> Tensor:
+    """All of it, with what user code wrote."""
+    space.sync_mappings(extent)
+    space.read(extent, buffer := pages(SIZE))
+    return buffer
 
 
 def test_views_that_stay_have_what_is_written_later(space: DiskSpace) -> None:
@@ -111,10 +125,54 @@ def test_checksums_count_again_from_the_next_write_on(space: DiskSpace) -> None:
     space.hide(view.data_ptr(), SIZE)
     space.write(extent, contents)
     file = extent.pieces[0].file.path
-    with file.open("r+b") as opened:
-        opened.write(bytes((contents[:1] + 1).tolist()))
+    change(file, 0, bytes((contents[:1] + 1).tolist()))
     with pytest.raises(DiskError, match="checksums differ"):
         reads(space, extent, contents)
+
+
+@pytest.mark.parametrize("place", [0, SIZE // 2, SIZE - 1])
+def test_contents_that_something_else_changed_are_not_shown(space: DiskSpace, place: int) -> None:
+    other, extent = space.allocate([SIZE, SIZE])
+    for each in (other, extent):
+        space.write(each, contents := pages(SIZE, 1))
+    disturb(extent, place)
+    view = pages(SIZE, 2)
+    with pytest.raises(DiskError, match=r"expected what was last written there, found something else .*checksums"):
+        space.show(extent, 0, SIZE, view.data_ptr())
+    assert torch.equal(view, pages(SIZE, 2))
+    assert torch.equal(shown(space, other), contents)
+
+
+@pytest.mark.parametrize("shows", [True, False])
+@pytest.mark.parametrize("user_writes", [True, False])
+def test_what_another_program_writes_where_state_is_shown(space: DiskSpace, user_writes: bool, shows: bool) -> None:
+    """It is noticed before state is read or shown again."""
+    extent, other = space.allocate([SIZE, SIZE])
+    for each in (extent, other):
+        space.write(each, pages(SIZE, 1))
+    view, beside = shown(space, extent), shown(space, other)
+    if user_writes:
+        view[5 * PAGE] += 1
+    disturb(extent, 9 * PAGE)
+    with pytest.raises(DiskError, match="another program has written to the file since user code read state"):
+        shown(space, extent) if shows else read(space, extent)
+    space.show(other, 0, SIZE, beside.data_ptr())
+    beside[7] += 1  # after the other program
+    assert torch.equal(read(space, other), beside)
+
+
+def test_a_system_that_does_not_tell_of_other_programs(space: DiskSpace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What differs is taken for user code's, whose writes must count."""
+    monkeypatch.setattr(watch._libc, "inotify_init1", lambda flags: -1)
+    folder = space._files[0].folder
+    space.close()
+    space = DiskSpace([folder])
+    (extent,) = space.allocate([SIZE])
+    space.write(extent, pages(SIZE, 1))
+    view = shown(space, extent)
+    view[3] += 1
+    disturb(extent, 9 * PAGE)
+    assert torch.equal(read(space, extent), view)
 
 
 def test_nothing_waits_for_what_was_not_shown(space: DiskSpace, monkeypatch: pytest.MonkeyPatch) -> None:

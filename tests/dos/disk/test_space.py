@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import errno
+import os
 import random
 import resource
-import shutil
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,9 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dos.disk import PAGE, DiskSpace, Extent
-from dos.disk import files as files_module
+from dos.disk import PAGE, DiskError, DiskSpace, Extent
 from dos.disk import space as space_module
+from dos.disk.files import DiskFile
 from tests.support.disk import files, pages, reads
 
 MEMORY = Path("/dev/shm")
@@ -44,7 +44,7 @@ def rates(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The folders' rates, where a test has them: not measured, but these."""
     given_rates: list[float] = []
 
-    def rate(space: DiskSpace, file: files_module.DiskFile) -> float:
+    def rate(space: DiskSpace, file: DiskFile) -> float:
         return given_rates[space._files.index(file)]
 
     monkeypatch.setattr(DiskSpace, "_rate", rate)
@@ -69,7 +69,7 @@ ACTIONS = st.lists(st.tuples(st.sampled_from(["allocate", "free", "write"]), st.
 def test_any_order_of_allocating_writing_and_freeing(
     rates: list[float], actions: list[tuple[str, int]], request: int
 ) -> None:
-    def rate(space: DiskSpace, file: files_module.DiskFile) -> float:
+    def rate(space: DiskSpace, file: DiskFile) -> float:
         return rates[space._files.index(file)]
 
     with (
@@ -134,6 +134,51 @@ def test_rates_are_measured_where_there_are_several_folders(tmp_path: Path) -> N
     assert space.nbytes == 0
 
 
+@pytest.mark.parametrize("fault", ["read", "fdatasync", "room"])
+def test_a_folder_whose_rate_cannot_be_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    """It is that folder which is at fault, not state, of which there is none yet."""
+    good, bad = tmp_path / "good", tmp_path / "bad"
+
+    def fail(space: DiskSpace, extent: Extent, *rest: object) -> None:
+        if extent.pieces[0].file.folder == bad:
+            raise DiskError(errno.EIO, "the cable came off")
+
+    def fail_to_sync(fd: int) -> None:
+        if bad in Path(f"/proc/self/fd/{fd}").readlink().parents:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    if fault == "room":
+        monkeypatch.setattr(DiskFile, "available", lambda file: 10 * MIB if file.folder == bad else 1 << 40)
+    elif fault == "read":
+        monkeypatch.setattr(DiskSpace, "read", fail)
+    else:
+        monkeypatch.setattr(os, "fdatasync", fail_to_sync)
+    why = "No space left on device" if fault == "room" else "Input/output error"
+    said = rf"{bad}: measuring how fast it is.* failed: {why} as {16 * MIB} bytes .*; name another folder in disk="
+    with pytest.raises(OSError, match=said) as caught:
+        DiskSpace([good, bad])
+    assert "state is lost" not in str(caught.value)
+    assert "state needs" not in str(caught.value)
+    assert not files(tmp_path)
+
+
+def test_room_that_the_file_system_does_not_take_back_is_used_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(fd: int, size: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    space = DiskSpace([tmp_path])
+    (extent,) = space.allocate([4 * PAGE])
+    space.write(extent, pages(4 * PAGE, 1))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "ftruncate", refuse)
+        space.free(extent)
+    (extent,) = space.allocate([4 * PAGE])
+    assert files(tmp_path)[0].stat().st_size == 4 * PAGE
+    assert reads(space, extent, pages(4 * PAGE)), "and is zeros"
+
+
 def test_reading_and_writing_at_once(folder: Path) -> None:
     space = DiskSpace([folder])
     contents = [pages(9 * MIB, seed) for seed in range(6)]
@@ -153,15 +198,10 @@ def test_free_bytes(tmp_path: Path, rates: list[float], monkeypatch: pytest.Monk
     """Before the first file system is full; folders on the same one share what it has."""
     rates += [3.0, 1.0]
     space = DiskSpace([tmp_path / "fast", tmp_path / "slow"])
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: mock.Mock(free=1000 * PAGE))
+    monkeypatch.setattr(DiskFile, "available", lambda file: 1000 * PAGE)
     assert space.free_bytes() == 1000 * PAGE
-    device = space._files[0].folder.stat().st_dev
-
-    def stat(path: Path, **options: object) -> mock.Mock:
-        return mock.Mock(st_dev=device + (path.name == "slow"))
-
-    with mock.patch.object(Path, "stat", stat):
-        assert space.free_bytes() == 1333 * PAGE  # three quarters of them in the fast one
+    monkeypatch.setattr(DiskFile, "drive", lambda file: file.folder.name)
+    assert space.free_bytes() == 1333 * PAGE  # three quarters of them in the fast one
 
 
 def test_a_drive_without_room(tmp_path: Path, rates: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,10 +211,7 @@ def test_a_drive_without_room(tmp_path: Path, rates: list[float], monkeypatch: p
     (kept,) = space.allocate([4 * PAGE])
     space.write(kept, contents := pages(4 * PAGE, 5))
 
-    def disk_usage(folder: Path) -> mock.Mock:
-        return mock.Mock(free=3 * PAGE if folder.name == "full" else 1 << 40)
-
-    monkeypatch.setattr(shutil, "disk_usage", disk_usage)
+    monkeypatch.setattr(DiskFile, "available", lambda file: 3 * PAGE if file.folder.name == "full" else 1 << 40)
     with pytest.raises(OSError, match=rf"full: state needs {8 * PAGE} more bytes on disk, found {3 * PAGE} free") as e:
         space.allocate([10 * PAGE, 6 * PAGE])
     assert e.value.errno == errno.ENOSPC

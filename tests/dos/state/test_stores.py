@@ -43,6 +43,16 @@ def test_a_failed_allocation_is_an_answer_and_said_once(caplog: pytest.LogCaptur
     assert "1000 bytes asked for, 500 of 2500 free" in caplog.records[0].message
 
 
+def test_after_the_first_failure_no_more_is_asked_for() -> None:
+    """Each failed attempt makes the caching allocator give back what it has, and wait for the device."""
+    device = Unreliable(1.0)
+    model = mlp()
+    optimizer = DOSAdam(model.parameters(), device=device, policy=0.0, subgroup_size=50)
+    train(model, optimizer, 1)
+    assert len(optimizer.plan()) > 10
+    assert device.failures == 1
+
+
 def test_failures_beside_state_that_leaves_say_nothing(caplog: pytest.LogCaptureFixture) -> None:
     holdings = DeviceStore(EmulatedDevice(FAST, capacity=500))
     with caplog.at_level(logging.WARNING, logger="dos"):
