@@ -1,6 +1,19 @@
 """Accelerators behind one small protocol."""
 
-from dos.devices.base import LANE_OF, Cached, Caller, Copy, Device, Issued, Job, Mark, Memory, ThreadJob, pinned_zeros
+from dos.devices.base import (
+    LANE_OF,
+    Cached,
+    Caller,
+    Copy,
+    Device,
+    Issued,
+    Job,
+    Mark,
+    Memory,
+    ThreadJob,
+    memory_of,
+    pinned_zeros,
+)
 from dos.devices.emulated import EmulatedDevice, Script
 from dos.devices.select import DeviceFinder
 
@@ -18,5 +31,6 @@ __all__ = [
     "Memory",
     "Script",
     "ThreadJob",
+    "memory_of",
     "pinned_zeros",
 ]

@@ -78,6 +78,17 @@ class Mark(Protocol):
         """When the device came to it, by time.perf_counter; None: it has not yet. Does not wait."""
 
 
+def memory_of(tensor: Tensor) -> torch.UntypedStorage | None:
+    """The one piece of memory that a tensor's values lie in; None if there is no such piece.
+
+    A sparse tensor has several, an MKLDNN tensor has an opaque one, a tensor within torch.func has that of what it
+    wraps, and a zero tensor of forward-mode AD has a storage whose address is null.
+    """
+    if not torch._C._has_storage(tensor) or tensor._is_zerotensor():
+        return None
+    return tensor.untyped_storage()
+
+
 def pinned_zeros(device: Device, numel: int, dtype: torch.dtype) -> Tensor:
     """1-D zeros in host memory that is there at once, at least one."""
     zeros = lazy_zeros(numel, dtype)
@@ -95,7 +106,7 @@ class Device(Protocol):
 
     @property
     def uuid(self) -> str | None:
-        """The device's UUID as NVML writes it; None for one that NVML does not know."""
+        """The device's UUID as NVML writes it; None for one of whose memory NVML knows nothing."""
 
     @property
     def name(self) -> str:
@@ -104,6 +115,10 @@ class Device(Protocol):
     @property
     def known_profile(self) -> HardwareProfile | None:
         """The rates of an emulated machine; None for a real one, whose rates are measured."""
+
+    @property
+    def shares_host_memory(self) -> bool:
+        """Whether the device's memory is the host's: state that goes from one to the other makes no room."""
 
     @property
     def queues(self) -> bool:

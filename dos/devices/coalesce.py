@@ -15,8 +15,8 @@ SMALL_BYTES = 1 << 17
 RUN_BYTES = 1 << 24
 """The most that one such copy moves, and needs on the device meanwhile."""
 PIECE_BYTES = 1 << 25
-"""The most that any copy moves: a link serves streams in turn, and saved tensors, which compute waits for, come between
-pieces of state."""
+"""The most that any copy moves. Between such pieces of state there is room for others' copies: of saved tensors, which
+compute waits for, or of the caller's next batch."""
 
 
 def joined(copies: Iterable[Copy]) -> list[Copy]:
@@ -29,12 +29,17 @@ def joined(copies: Iterable[Copy]) -> list[Copy]:
     return [(_whole(run, 0), _whole(run, 1)) if len(run) > 1 else run[0] for run in runs]
 
 
-def copy_pieces(copies: Iterable[Copy], *, to_host: bool) -> None:
-    """Queue all copies on the current stream. Pieces that are neighbours on the host are copied together if small."""
-    for run in runs(copies, host=0 if to_host else 1):
-        if len(run) == 1 or not _copy_together(run, to_host=to_host):
+def copy_runs(
+    runs: Iterable[Sequence[Copy]], *, to_host: bool, before: Callable[[int], object] = lambda nbytes: None
+) -> None:
+    """Queue all copies on the current stream. Pieces that are neighbours on the host are copied together if small.
+
+    runs: as `runs` finds them. before: is called before each piece of PIECE_BYTES at most, with its bytes.
+    """
+    for run in runs:
+        if len(run) == 1 or not _copy_together(run, to_host=to_host, before=before):
             for each in run:
-                _copy_across(each, to_host=to_host)
+                _copy_across(each, to_host=to_host, before=before)
 
 
 def runs(copies: Iterable[Copy], *, host: int) -> list[list[Copy]]:
@@ -67,7 +72,7 @@ def _whole(run: Sequence[Copy], side: int) -> Tensor:
     return run[0][side].as_strided((sum(copy[side].numel() for copy in run),), (1,))
 
 
-def _copy_together(run: Sequence[Copy], *, to_host: bool) -> bool:
+def _copy_together(run: Sequence[Copy], *, to_host: bool, before: Callable[[int], object]) -> bool:
     """Queue the run as one transfer; False if the device has no memory for that."""
     host, device = (0, 1) if to_host else (1, 0)
     whole = _whole(run, host)
@@ -79,19 +84,20 @@ def _copy_together(run: Sequence[Copy], *, to_host: bool) -> bool:
     parts = list(staged.split([copy[host].numel() for copy in run]))
     if to_host:
         torch._foreach_copy_(parts, [copy[device] for copy in run])
-        _copy_across((whole, staged), to_host=True)
+        _copy_across((whole, staged), to_host=True, before=before)
     else:
-        _copy_across((staged, whole), to_host=False)
+        _copy_across((staged, whole), to_host=False, before=before)
         torch._foreach_copy_([copy[device] for copy in run], parts)
     return True
 
 
-def _copy_across(copy: Copy, *, to_host: bool) -> None:
+def _copy_across(copy: Copy, *, to_host: bool, before: Callable[[int], object]) -> None:
     """Queue one copy in pieces, cut also where host memory that was pinned in one go ends."""
     destination, source = copy
     most = PIECE_BYTES // source.itemsize
     for part in pinned_parts(destination if to_host else source):
         for to, piece in zip(destination[part].split(most), source[part].split(most), strict=True):
+            before(piece.nbytes)
             to.copy_(piece, non_blocking=True)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import time
@@ -16,9 +17,11 @@ import torch
 from torch import Tensor
 
 from dos.devices.base import LANE_OF, Cached, Caller, Copy, Job, Mark, Memory
-from dos.devices.coalesce import copy_pieces
+from dos.devices.coalesce import PIECE_BYTES, copy_runs, runs
 from dos.devices.pinned import pin, unpin
 from dos.devices.ranges import named
+from dos.guard import renewed
+from dos.machine.host_memory import available_bytes
 from dos.machine.threads import bind, bound_to, cores_near, leave_a_core
 from perfmodel import Lane, Op, Span
 from perfmodel.format import MIXED
@@ -32,8 +35,11 @@ _BRACKETS = 3
 
 _GENERAL = (0, 0)
 """The id of the caching allocator's own pool."""
+_URGENT = (Op.SAVE, Op.RESTORE)
+"""Copies for which compute waits. Nothing comes between their pieces."""
 _HIGH, _NORMAL = -1, 0
-"""Priorities of streams. They hold for kernels alone: an update that the next forward waits for goes before others."""
+"""Priorities of streams. They hold for kernels alone: an update that the next forward waits for goes before others, and
+what is between copies of state does not wait for compute to end."""
 
 
 class CudaDevice:
@@ -47,12 +53,15 @@ class CudaDevice:
     def __init__(self, device: torch.device) -> None:
         self.torch_device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         self._streams, self._idle_stream = _streams_of(self.torch_device)
+        self._turns = {op: _nothing if op in _URGENT else _Turns() for op in self._streams}
         self._leftovers: deque[tuple[torch.cuda.Event, Sequence[Tensor]]] = deque()
         """Ends of jobs that the engine does not hold any more, and the host memory that they use."""
         self._clock = self._start_clock()
         self._cores = cores_near(self._pci_address)
         self._segments = _Segments()
         self.owner: Caller = self.caller()
+        self._inherited = False
+        renewed.add(self)
         if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
             _warn_of_one_connection()
 
@@ -62,12 +71,24 @@ class CudaDevice:
     def __reduce__(self) -> tuple[object, ...]:
         return CudaDevice, (self.torch_device,)
 
+    def renew(self) -> None:
+        """In a forked child, which has no CUDA: keep the events for ever, whose end would be that of the process."""
+        self._inherited = True
+        _leak(self)
+
     @cached_property
     def uuid(self) -> str | None:
         """The device's UUID as NVML writes it: "GPU-..." or, for a slice of one, "MIG-..."."""
         properties = torch.cuda.get_device_properties(self.torch_device)
+        if torch.version.hip is not None or self.shares_host_memory:
+            return None  # NVML is NVIDIA's, and of memory that is the host's it says nothing, or a part
         # The runtime gives a slice's own UUID (cuDeviceGetUuid_v2), but only the name says that it is one.
         return f"{'MIG' if ' MIG ' in properties.name else 'GPU'}-{properties.uuid}"
+
+    @cached_property
+    def shares_host_memory(self) -> bool:
+        properties = torch.cuda.get_device_properties(self.torch_device)
+        return bool(getattr(properties, "is_integrated", False))
 
     @property
     def name(self) -> str:
@@ -112,13 +133,18 @@ class CudaDevice:
         pass  # the caching allocator takes the memory when the last view goes
 
     def keep(self, buffer: Tensor, op: Op | None = None) -> None:
+        if self._inherited:
+            return  # nothing of this process uses it, and to free it would record an event
         buffer.record_stream(self._streams[op] if op is not None else torch.cuda.current_stream(self.torch_device))
 
     def count(self, tensor: Tensor) -> None:
         pass  # the allocator does
 
     def memory(self) -> Memory:
-        return Memory(*torch.cuda.mem_get_info(self.torch_device))
+        memory = Memory(*torch.cuda.mem_get_info(self.torch_device))
+        left = available_bytes() if self.shares_host_memory else None
+        # There the runtime counts files that Linux caches as taken, though it gives their memory back.
+        return memory if left is None else Memory(min(left, memory.total), memory.total)
 
     def cached(self) -> Cached:
         stats = torch.cuda.memory_stats_as_nested_dict(self.torch_device)
@@ -171,7 +197,9 @@ class CudaDevice:
         # State is freed by the engine once nothing uses it; gradients and parameters by users, whenever they like.
         theirs = [copy[device] for copy in copies] if op in (Op.GRADIENT, Op.PARAMETER) else []
         ours = [copy[host] for copy in copies]
-        return self._queue(op, subgroup, lambda: copy_pieces(copies, to_host=to_host), after, theirs, ours)
+        found = runs(copies, host=host)  # before the start is noted: it takes the host milliseconds
+        before = self._turns[op]
+        return self._queue(op, subgroup, lambda: copy_runs(found, to_host=to_host, before=before), after, theirs, ours)
 
     def launch(
         self,
@@ -286,8 +314,35 @@ def _streams_of(device: torch.device) -> tuple[Mapping[Op, torch.cuda.Stream], t
     would in the end share them with the model's communication. Sharing them cannot block for ever: what a stream waits
     for has been issued before, on whichever stream.
     """
-    streams = {op: torch.cuda.Stream(device, priority=_HIGH if op is Op.UPDATE else _NORMAL) for op in LANE_OF}
-    return streams, torch.cuda.Stream(device)
+    streams = {op: torch.cuda.Stream(device, priority=_NORMAL if op in _URGENT else _HIGH) for op in LANE_OF}
+    idle = torch.cuda.Stream(device)
+    with torch.cuda.stream(idle):
+        torch.cuda._sleep(0)  # loads the kernel of _Turns, which may wait for the device: not in a backward
+    return streams, idle
+
+
+class _Turns:
+    """Lets other streams copy between pieces of one, by a kernel that does nothing: called before each piece.
+
+    A copy engine goes on with the stream that it serves as long as that has a copy ready, whatever the priorities: all
+    pieces that are queued would run as one block, and what compute waits for behind them. A kernel makes the stream
+    leave the engine for a moment, in which the copy goes first that has been ready longest (measured on NVIDIA's GPUs:
+    https://github.com/meta-pytorch/torchrec/pull/4315, 4339).
+    """
+
+    def __init__(self) -> None:
+        self._moved = 0
+        """Bytes since the last kernel, in this job or before it: borders of jobs are none for the engine."""
+
+    def __call__(self, nbytes: int) -> None:
+        self._moved += nbytes
+        if self._moved > PIECE_BYTES:
+            self._moved = nbytes
+            torch.cuda._sleep(0)  # of one thread, which even large kernels leave room for; it reads no memory
+
+
+def _nothing(nbytes: int) -> None:
+    pass
 
 
 class _Clock(NamedTuple):
@@ -320,6 +375,11 @@ def _segments() -> list[Any]:
         return torch.cuda.memory_snapshot(include_traces=False)
     except TypeError:  # older versions of torch
         return torch.cuda.memory_snapshot()
+
+
+def _leak(what: object) -> None:
+    """Let it never be collected."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(what))
 
 
 def _event() -> torch.cuda.Event:
@@ -368,5 +428,7 @@ class _CudaJob:
         return self.ended_at
 
     def __del__(self) -> None:
-        if self.keeps:
+        if self.device._inherited:
+            _leak(self)
+        elif self.keeps:
             self.device._leftovers.append((self.end, self.keeps))

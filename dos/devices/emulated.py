@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dos.devices.base import LANE_OF, Cached, Caller, Copy, Job, Mark, Memory, ThreadJob
+from dos.devices.base import LANE_OF, Cached, Caller, Copy, Job, Mark, Memory, ThreadJob, memory_of
 from dos.devices.pacer import Pacer
 from dos.devices.pinned import unpin
 from dos.guard import exclusive, renewed
@@ -94,6 +94,7 @@ class EmulatedDevice:
     """
 
     uuid = None  # NVML does not know it
+    shares_host_memory = False  # of another machine, as it were
     owner: Caller = None
     queues = False  # the caller's computation is its own
 
@@ -187,8 +188,8 @@ class EmulatedDevice:
         pass  # copies hold their memory, and the caller's computation is over when it returns
 
     def count(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        if storage._cdata in self._live or storage._cdata in self._counted:
+        storage = memory_of(tensor)
+        if storage is None or storage._cdata in self._live or storage._cdata in self._counted:
             return
         nbytes, free = storage.nbytes(), self._free()
         if nbytes > free:

@@ -14,7 +14,7 @@ import logging
 import mmap
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -31,6 +31,8 @@ _SHARE_BYTES = 32 << 20
 """Bytes of which a thread makes the pages at a time."""
 _POPULATE_WRITE = 23
 """Linux's MADV_POPULATE_WRITE."""
+_MOST_BYTES = 64 << 30
+"""Of one call that registers, where a larger one has failed: drivers from R580 on fail at 512 GiB, others sooner."""
 
 _libc = ctypes.CDLL(None)
 
@@ -42,35 +44,63 @@ class _Pages(np.ndarray):
 class _Mapped:
     """Addresses, and the mapping in which they lie: an address plus `offset` is where in it.
 
-    regions: what of them is pinned: by first byte, the end, and what unregisters it.
     borders: where regions begin and end, in order; replaced as a whole, because copies read it on any thread.
     """
 
     def __init__(self, pages: _Pages, mapping: mmap.mmap, offset: int) -> None:
-        self.pages = weakref.ref(pages)
-        self.regions: dict[int, tuple[int, Callable[[], object]]] = {}
         self.borders: tuple[int, ...] = ()
+        self._regions: dict[int, tuple[int, Callable[[], object]]] = {}
+        """What is pinned: by first byte, the end, and what unregisters it."""
+        self._pages = weakref.ref(pages)
         self._mapping = mapping
         self._offset = offset
 
-    def find_borders(self) -> None:
-        """Regions have come or gone."""
-        self.borders = tuple(sorted({*self.regions, *(end for end, _ in self.regions.values())}))
+    def register(self, regions: Sequence[tuple[int, int]], device: torch.device) -> str:
+        """Pin these, from first byte to end, for all devices; all of them, or none and why: the runtime's words."""
+        runtime, on, pages = torch.cuda.cudart(), torch.cuda.device, self._pages()
+        assert pages is not None, "the caller has a view of them"
+        for first, end in regions:
+            with on(device):  # or this call would make a context on the first GPU
+                # The default flags pin for all devices where addresses are unified, as on all 64-bit systems.
+                error = runtime.cudaHostRegister(first, end - first, 0)
+            if error != runtime.cudaError.success:
+                _forget_error(device)
+                self.unregister(regions[0][0], first)
+                return str(runtime.cudaGetErrorString(error))  # the error itself prints as "cudaError.???"
+            unregister = weakref.finalize(pages, _unregister, runtime, on, first, os.getpid(), device)
+            self._regions[first] = end, unregister
+            self.advise(mmap.MADV_DONTFORK, first, end - first)
+        self._find_borders()
+        return ""
 
-    def advise(self, option: int, part: Tensor) -> None:
-        """Tell the system what to do with the pages of this part."""
-        self._mapping.madvise(option, self._offset + part.data_ptr(), part.nbytes)
+    def unregister(self, first: int, end: int) -> list[tuple[int, int]]:
+        """Undo `register` for all regions in this range; those, in order."""
+        inside = sorted((start, stop) for start, (stop, _) in self._regions.items() if first <= start < end)
+        for start, stop in inside:
+            self._regions.pop(start)[1]()
+            self.advise(mmap.MADV_DOFORK, start, stop - start)
+        self._find_borders()
+        return inside
+
+    def _find_borders(self) -> None:
+        self.borders = tuple(sorted({*self._regions, *(end for end, _ in self._regions.values())}))
+
+    def advise(self, option: int, address: int, nbytes: int) -> None:
+        """Tell the system what to do with these pages."""
+        self._mapping.madvise(option, self._offset + address, nbytes)
 
 
 _mapped: dict[int, _Mapped] = {}
 """By address of the first byte."""
 
 
-def lazy_zeros(numel: int, dtype: torch.dtype) -> Tensor:
+def lazy_zeros(numel: int, dtype: torch.dtype, *, in_parts: bool = False) -> Tensor:
     """1-D zeros on a page boundary, in huge pages where whole ones fit and the system has them.
 
     They take memory page by page, when something is first written there or it is pinned. Addresses
     beside them that alignment needs are never touched.
+
+    in_parts: only parts of them will be used, each after `use_huge_pages`; the rest never takes memory.
     """
     nbytes = numel * dtype.itemsize
     if not nbytes:
@@ -79,14 +109,26 @@ def lazy_zeros(numel: int, dtype: torch.dtype) -> Tensor:
     mapping = mmap.mmap(-1, nbytes + (_HUGE_PAGE if whole else 0), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     everything = np.frombuffer(mapping, dtype=np.uint8)
     start = -everything.ctypes.data % _HUGE_PAGE if whole else 0
-    if whole:
-        with contextlib.suppress(OSError):  # this kernel has none
-            mapping.madvise(mmap.MADV_HUGEPAGE, start, whole)
     pages = everything[start : start + nbytes].view(_Pages)
     address = pages.ctypes.data
     _mapped[address] = _Mapped(pages, mapping, start - address)
     weakref.finalize(pages, _mapped.pop, address, None)
-    return torch.from_numpy(pages).view(dtype)
+    with contextlib.suppress(OSError):  # this kernel has none
+        mapping.madvise(mmap.MADV_NOHUGEPAGE)  # where the system uses them unasked, one takes memory beside its part
+    zeros = torch.from_numpy(pages).view(dtype)
+    if not in_parts:
+        use_huge_pages(zeros)
+    return zeros
+
+
+def use_huge_pages(part: Tensor, *, use: bool = True) -> None:
+    """Let the system use huge pages for a part of what `lazy_zeros` gave, across to neighbours that may have them, too.
+
+    use: or not any more. A part begins on a page boundary, and ends on one or with the whole.
+    """
+    with contextlib.suppress(OSError):  # this kernel has none, or the process as many mappings as it may
+        mapped = _mapped[part.untyped_storage().data_ptr()]
+        mapped.advise(mmap.MADV_HUGEPAGE if use else mmap.MADV_NOHUGEPAGE, part.data_ptr(), part.nbytes)
 
 
 def pin(tensor: Tensor, device: torch.device) -> None:
@@ -94,47 +136,38 @@ def pin(tensor: Tensor, device: torch.device) -> None:
 
     It is unregistered with the last view of the whole. Parts that are pinned one by one begin on
     page boundaries. Parts that were pinned before and lie in this one become one with it; nothing
-    may use them meanwhile. The pages are near the CPU on which the caller runs. A forked child,
+    may use them meanwhile. Where that cannot be, because drivers refuse to register much at once,
+    they stay as they were. The pages are near the CPU on which the caller runs. A forked child,
     which would have to copy them all, does not have them: touching the tensor there is a
-    segmentation fault. If pages cannot be pinned they are pageable, in children too, and one
+    segmentation fault. If pages cannot be pinned they are pageable, in children too. One
     warning says so.
 
     device: any CUDA device that this process uses.
     """
-    mapped = _mapped[tensor.untyped_storage().data_ptr()]
-    pages = mapped.pages()
-    assert pages is not None, "the tensor is a view of them"
-    runtime, on, address = torch.cuda.cudart(), torch.cuda.device, tensor.data_ptr()
-    pinned_before = [first for first in mapped.regions if address <= first < address + tensor.nbytes]
-    for first in pinned_before:
-        mapped.regions.pop(first)[1]()
-    if not pinned_before:
+    mapped, address = _mapped[tensor.untyped_storage().data_ptr()], tensor.data_ptr()
+    end = address + tensor.nbytes
+    before = mapped.unregister(address, end)
+    if not before:
         _make_pages(address, tensor.nbytes)
-    with on(device):  # or this call would make a context on the first GPU
-        # The default flags pin for all devices where addresses are unified, as on all 64-bit systems.
-        error = runtime.cudaHostRegister(address, tensor.nbytes, 0)
-    if error == runtime.cudaError.success:
-        unregister = weakref.finalize(pages, _unregister, runtime, on, address, os.getpid(), device)
-        mapped.regions[address] = address + tensor.nbytes, unregister
-        mapped.advise(mmap.MADV_DONTFORK, tensor)
-    else:
-        _forget_error(device)
-        _warn(runtime.cudaGetErrorString(error))  # the error itself prints as "cudaError.???"
-    mapped.find_borders()
+    error = mapped.register([(address, end)], device)
+    if error and tensor.nbytes > _MOST_BYTES:
+        starts = range(address, end, _MOST_BYTES)
+        error = mapped.register([(start, min(start + _MOST_BYTES, end)) for start in starts], device)
+    if error and before:
+        _warn_of_parts(error)
+        error = next(filter(None, [mapped.register([region], device) for region in before]), "")
+    if error:
+        _warn(error)
 
 
 def unpin(tensor: Tensor, unused: Tensor) -> None:
-    """Undo `pin` for a part that was pinned as one, and let the system have the pages of `unused`, which is in it.
+    """Undo `pin` for what was pinned by one call, and let the system have the pages of `unused`, which is in it.
 
     Nothing may use them. They are zeros when they are next used.
     """
-    mapped = _mapped[tensor.untyped_storage().data_ptr()]
-    known = mapped.regions.pop(tensor.data_ptr(), None)
-    if known is not None:
-        known[1]()
-        mapped.advise(mmap.MADV_DOFORK, tensor)
-        mapped.find_borders()
-    mapped.advise(mmap.MADV_DONTNEED, unused)
+    mapped, address = _mapped[tensor.untyped_storage().data_ptr()], tensor.data_ptr()
+    mapped.unregister(address, address + tensor.nbytes)
+    mapped.advise(mmap.MADV_DONTNEED, unused.data_ptr(), unused.nbytes)
 
 
 def pinned_parts(tensor: Tensor) -> list[slice]:
@@ -174,6 +207,16 @@ def _forget_error(device: torch.device) -> None:
     """Let the next kernel launch be this one: the runtime reports a failed call there once more."""
     with contextlib.suppress(RuntimeError):
         torch.zeros(1, dtype=torch.uint8, device=device)
+
+
+@functools.cache
+def _warn_of_parts(error: str) -> None:
+    logger.warning(
+        "host memory that was pinned in parts cannot be pinned as a whole (%s), so it stays in parts: a tensor of "
+        "optimizer.state that lies in two of them cannot be copied to a GPU (CUDA error: invalid argument); copy its "
+        ".clone() there",
+        error,
+    )
 
 
 @functools.cache

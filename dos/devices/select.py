@@ -30,6 +30,11 @@ class DeviceFinder:
             self.found = self._device_of(parameter)
         return self.found is not None and self.found.owns(parameter)
 
+    @property
+    def shares_host_memory(self) -> bool:
+        """Whether the accelerator has none of its own."""
+        return self.found is not None and self.found.shares_host_memory
+
     def _device_of(self, parameter: Tensor) -> Device | None:
         """The accelerator that holds the parameter, None for one on the host."""
         requested, there = self._requested, parameter.device

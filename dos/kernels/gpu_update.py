@@ -49,27 +49,39 @@ class GpuBatch:
         self._device = device
         self._sent: defaultdict[int, SentTable] = defaultdict(functools.partial(SentTable, device))
 
-    @torch.no_grad()
-    def update(self, steps: Sequence[AdamStep], table: np.ndarray, runs: Sequence[Sequence[Any]]) -> None:
-        """Queue the updates of the runs that have a gradient, without waiting for them.
+    def prepare(
+        self, steps: Sequence[AdamStep], table: np.ndarray, runs: Sequence[Sequence[Any]]
+    ) -> Callable[[], None]:
+        """Prepare the updates of the runs that have a gradient; what queues them, without waiting for them.
 
         runs: :class:`AdamArrays` without their gradients, one for each row of the table.
         """
-        for number, chosen in enumerate(_alike(table)):
-            step = steps[table[chosen[0], STEP]]
-            kernel = _triton_kernel()
-            if kernel is not None:
-                try:
-                    arrays = self._arrays(runs[chosen[0]], table[chosen[0]], step)
-                    with torch.cuda.device_of(arrays.param):
-                        _launch(kernel, arrays, step, table[chosen], self._sent[number].send)
-                    continue
-                except Exception as error:  # raised before anything was queued
-                    if not _can_be_of_the_compiler(error):
-                        raise
-                    _give_up_triton(error)
-            for run in chosen:
-                _adam_update_torch(self._arrays(runs[run], table[run], step), step)
+        launches = list(_alike(table))
+
+        @torch.no_grad()
+        def queue() -> None:
+            for number, chosen in enumerate(launches):
+                self._queue(number, chosen, steps[table[chosen[0], STEP]], table, runs)
+
+        return queue
+
+    def _queue(
+        self, number: int, chosen: np.ndarray, step: AdamStep, table: np.ndarray, runs: Sequence[Sequence[Any]]
+    ) -> None:
+        """Queue the updates of the chosen runs, by one launch if there is a kernel."""
+        kernel = _triton_kernel()
+        if kernel is not None:
+            try:
+                arrays = self._arrays(runs[chosen[0]], table[chosen[0]], step)
+                with torch.cuda.device_of(arrays.param):
+                    _launch(kernel, arrays, step, table[chosen], self._sent[number].send)
+                return
+            except Exception as error:  # raised before anything was queued
+                if not _can_be_of_the_compiler(error):
+                    raise
+                _give_up_triton(error)
+        for run in chosen:
+            _adam_update_torch(self._arrays(runs[run], table[run], step), step)
 
     def _arrays(self, run: Sequence[Any], row: np.ndarray, step: AdamStep) -> AdamArrays:
         """A run with the gradient that its row of the table points to."""

@@ -7,6 +7,7 @@ parameter's own precision. So elements that were not touched keep their masters 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from dos.kernels.adam import PART, joined, off_ties, rest_of, where_there_is_memory
 
 _INFINITE, TIE = 0x7F80, -0x8000
+_memory = threading.local()
 
 
 def follow(master: Tensor, parameter: Tensor) -> None:
@@ -31,7 +33,7 @@ def correct_rest(rest: Tensor, parameter: Tensor) -> None:
     They are kept, but for those with which the parameter would become another number: 0 that of the
     other sign, less than 0 in magnitude, and an infinity a finite number or NaN.
     """
-    _write(_corrected, rest, parameter)
+    _write(_correct, rest, parameter)
 
 
 def _write(formula: Callable[[Tensor, Tensor], Tensor], mine: Tensor, parameter: Tensor) -> None:
@@ -42,17 +44,33 @@ def _write(formula: Callable[[Tensor, Tensor], Tensor], mine: Tensor, parameter:
 def _followed(master: Tensor, parameter: Tensor) -> Tensor:
     if parameter.dtype == torch.bfloat16:
         # One that was loaded may be a tie, whose lower half is of no use beside the parameter.
-        return joined(parameter, _corrected(rest_of(off_ties(master)), parameter))
+        return joined(parameter, _correct(rest_of(off_ties(master)), parameter))
     # Where the parameter still is the master rounded, the master knows it better.
     kept = master.to(parameter.dtype).view(torch.int16) == parameter.view(torch.int16)
     return torch.where(kept, master, parameter.to(master.dtype))
 
 
-def _corrected(rest: Tensor, parameter: Tensor) -> Tensor:
-    magnitude = parameter.view(torch.int16) & 0x7FFF
-    rest = rest.masked_fill(((magnitude == 0) & (rest < 0)) | (magnitude == _INFINITE), 0)
+def _correct(rest: Tensor, parameter: Tensor) -> Tensor:
+    """Correct a rest of up to PART elements, and return it."""
+    bits, wrong, also = _intermediates(len(rest)) if rest.device.type == "cpu" else (None, None, None)
+    magnitude = torch.bitwise_and(parameter.view(torch.int16), 0x7FFF, out=bits)
+    wrong = torch.lt(rest, 0, out=wrong).logical_and_(torch.eq(magnitude, 0, out=also))
+    rest.masked_fill_(wrong.logical_or_(torch.eq(magnitude, _INFINITE, out=also)), 0)
     # No update leaves a tie; one that user code wrote is moved towards the parameter.
-    return rest.masked_fill_(rest == TIE, TIE + 1)
+    return rest.masked_fill_(torch.eq(rest, TIE, out=wrong), TIE + 1)
+
+
+def _intermediates(numel: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory of this thread for an int16 and two booleans for each element.
+
+    If malloc gave it anew for each subgroup, much would stay with the process, beside what state may take of the host.
+    """
+    if not hasattr(_memory, "bytes"):
+        with torch.inference_mode(False):  # a tensor of that mode may not be written to outside of it
+            _memory.bytes = torch.empty(4 * PART, dtype=torch.uint8, device="cpu")
+    found: Tensor = _memory.bytes
+    bits, wrong, also = found[: 2 * PART].view(torch.int16), found[2 * PART : 3 * PART], found[3 * PART :]
+    return bits[:numel], wrong[:numel].view(torch.bool), also[:numel].view(torch.bool)
 
 
 def whole_master(parameter: Tensor, rest: Tensor, *, written: bool) -> Tensor:

@@ -3,7 +3,8 @@
 Its results are those of the C++ kernels to the bit, because every operation is correctly rounded and none is fused
 but where the formula says so: launched with ``enable_fp_fusion=False``, Triton writes ``mul.rn``, ``add.rn`` and
 ``sub.rn``, which the PTX specification forbids to contract. Square root and division are written in PTX, because
-``tl.sqrt_rn`` and ``tl.div_rn`` of Triton 3.5 and older flush denormals. Nothing else flushes them.
+``tl.sqrt_rn`` and ``tl.div_rn`` of Triton 3.5 and older flush denormals. Nothing else flushes them. For ROCm, where
+there is no PTX, they are Triton's.
 
 Importing this module imports Triton, which comes with torch for CUDA.
 """
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -73,7 +75,7 @@ def adam_update(arrays: AdamArrays, step: AdamStep, rows: np.ndarray, send: Call
         ALIGNED=aligned,
         USE_L2=step.use_l2,
         LERP_FROM_GRAD=lerp_from_grad,
-        PTX=arrays.param.is_cuda,
+        PTX=arrays.param.is_cuda and torch.version.hip is None,  # ROCm's tensors say that they are CUDA's
         BLOCK=_BLOCK,
         num_warps=_WARPS,
         enable_fp_fusion=False,
@@ -115,7 +117,7 @@ def adam_kernel(
 
     table: of so many runs as `count` says, which are updated instead; the arrays then say of what kind they are.
     ALIGNED: whether all addresses but those of scales, and all lengths, in the table are multiples of 16.
-    PTX: False under Triton's interpreter, which knows no PTX.
+    PTX: False under Triton's interpreter and on ROCm, which know no PTX.
     """
     block = tl.program_id(0).to(tl.int64)
     if table is not None:

@@ -26,7 +26,7 @@ bfloat16 gradient) and not 28.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -102,7 +102,7 @@ class AdamBatch:
         """
         steps = (steps,) if isinstance(steps, AdamStep) else steps
         self.choose(steps, which)
-        update_together([self], steps, threads=threads, isa=isa)
+        prepare([self], steps, threads=threads, isa=isa)()
 
     def choose(self, steps: Sequence[AdamStep], which: Sequence[int] | None = None) -> None:
         """Say which of ``steps`` each run takes, as in :meth:`update`, before batches are updated together."""
@@ -124,17 +124,23 @@ class AdamBatch:
             raise ValueError(f"{name}: expected {len(self._table)}, found {len(values)}")
 
 
-def update_together(
+def prepare(
     batches: Sequence[AdamBatch], steps: Sequence[AdamStep], *, threads: int = 0, isa: str | None = None
-) -> None:
-    """Update batches on one device, each of which has had its :meth:`AdamBatch.choose`, as if they were one."""
+) -> Callable[[], None]:
+    """Prepare the update of batches on one device, each of which has had its :meth:`AdamBatch.choose`, as if one.
+
+    Returns what updates them, or on a GPU queues that with little left to do for the host.
+    """
     first = batches[0]
     table = first._table if len(batches) == 1 else np.concatenate([batch._table for batch in batches])
-    if first._gpu is None:
-        scalars = [(*step.scalars, step.use_l2, step.amsgrad, step.seed) for step in steps]
+    if first._gpu is not None:
+        return first._gpu.prepare(steps, table, [run for batch in batches for run in batch._held])
+    scalars = [(*step.scalars, step.use_l2, step.amsgrad, step.seed) for step in steps]
+
+    def update_together() -> None:
         _adam.adam_update(table.ctypes.data, len(table), scalars, _threads(threads), isa)
-    else:
-        first._gpu.update(steps, table, [run for batch in batches for run in batch._held])
+
+    return update_together
 
 
 def adam_update(arrays: AdamArrays, *, step: AdamStep, threads: int = 0, isa: str | None = None) -> None:

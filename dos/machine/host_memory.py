@@ -27,11 +27,13 @@ def available_bytes() -> int | None:
     return min([*([] if machine is None else [machine]), *_of_container(machine)], default=None)
 
 
-def check_host_memory(nbytes: int, *, processes: int = 1) -> None:
+def check_host_memory(nbytes: int, *, processes: int = 1, spills: bool = False) -> None:
     """Raise MemoryError if state of `nbytes` has no room here, for each of so many processes of this host.
 
     To be asked before that is allocated: Linux grants allocations that it cannot serve, and kills the process
     when they are used. Garbage is collected first.
+
+    spills: whether there is a disk for what is not to be here.
     """
     available = available_bytes()
     if available is not None and nbytes * processes > available:
@@ -41,11 +43,12 @@ def check_host_memory(nbytes: int, *, processes: int = 1) -> None:
     needed = _gib(nbytes) if processes == 1 else f"{_gib(nbytes)} for each of {processes} processes"
     logger.info("optimizer state (DOSAdam): %s of host memory needed, %s available", needed, there)
     if available is not None and nbytes * processes > available:
+        disk = "less host_memory, so that more rests on disk" if spills else "a folder for what does not fit, disk="
         raise MemoryError(
             f"optimizer state (DOSAdam) needs {needed} of host memory and {_gib(available)} are available; use fewer "
-            "or smaller processes per host, freeze parameters, give the machine or container more memory, choose a "
-            "folder for what does not fit, disk=, or, if all state fits on the device, policy='resident', with which "
-            "it never leaves (`python -m perfmodel` says beforehand what a model needs)"
+            f"or smaller processes per host, freeze parameters, give the machine or container more memory, choose "
+            f"{disk}, or, if all state fits on the device, policy='resident', with which it never leaves (`python -m "
+            "perfmodel` says beforehand what a model needs)"
         )
 
 
@@ -55,6 +58,12 @@ def host_share() -> int:
     if available is None:
         raise MemoryError("it is not known how much memory the host has; say how much state may take: host_memory=")
     return int(SHARE_OF_HOST * available) // local_ranks()
+
+
+def left_of_share(share: int) -> int:
+    """Bytes that are left of what once was a process's share, of which others may have taken some since."""
+    available = available_bytes()
+    return share if available is None or available >= share else host_share()
 
 
 def _of_machine() -> int | None:

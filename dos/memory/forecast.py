@@ -168,7 +168,7 @@ class Forecast:
         fits = None if self._fits is None else self._fits[0]
         most = min(self._total if known is None else known for known in (fits, self._failed_at))
         if most < resident - self.margin:
-            why = "as an allocation failed lately"
+            why = "because an allocation failed lately"
         short = max(0, self.margin - resident)
         resident, update = (min(max(0, mark - self.margin), most) for mark in (resident, update))
         return Room(resident, update, why, self.margin, short, update - resident)
@@ -189,9 +189,9 @@ class Forecast:
         if min(len(peaks), len(levels)) >= 4 and not self._given_back():
             left = [peak - level for peak, level in zip(peaks[-4:], levels[-4:], strict=True)]
             fall = min(earlier - later for earlier, later in itertools.pairwise(left))
-            yield left[-1] - max(0, fall), "as it falls from iteration to iteration" if fall > 0 else beside
+            yield left[-1] - max(0, fall), "because free memory falls in each iteration" if fall > 0 else beside
         if self._lasting is not None:
-            yield self._lasting[0], "as training ran out of memory lately"
+            yield self._lasting[0], "because training ran out of memory lately"
 
     def late_room(self) -> int:
         """What optimizer state may use until backward ends, from what its second half has left so far.

@@ -29,7 +29,7 @@ SPARE_TO_GROW = 0.25
 """Share of a subgroup's state that must be free beyond it before more state becomes resident."""
 NEAR = 0.1
 """Share of the device's memory below which state counts as about to leave where memory falls."""
-TOO_LITTLE = "as another subgroup does not fit with a quarter to spare"
+TOO_LITTLE = f"because {1 + SPARE_TO_GROW:g} subgroups must be free before another one stays"
 BUDGET = "by memory_budget="
 
 
@@ -160,8 +160,8 @@ class MemoryMonitor:
         self.grows_short = falls and peak - resident < NEAR * self.reading.memory.total
         limits = (
             (room.resident + room.margin, room.why),
-            (room.resident, "as the margin"),
-            (peak, "for offloaded gradients on their way up"),
+            (room.resident, "as a margin"),
+            (peak, "for offloaded gradients on their way to the device"),
             (resident, TOO_LITTLE),
         )
         free = self.reading.memory.free + self._held()

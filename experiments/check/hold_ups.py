@@ -1,9 +1,11 @@
-"""Do copies hold up forward and backward? That a step waits for nothing is what tests/cuda checks."""
+"""Do copies hold up forward and backward, and do copies of state hold up others? That a step waits for nothing is what
+tests/cuda checks."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -23,6 +25,11 @@ LONGER = 1.2
 """By this factor the copies take longer than what they run beside."""
 AT_MOST = 200
 """Copies each way."""
+QUEUED = 8
+"""Copies of state that are queued before one for which compute waits."""
+URGENT_SHARE = 4
+"""How many times smaller that is."""
+SAVED, BATCH = "a saved tensor", "the caller's batch"
 ALONE, BOTH = "alone", "copies both ways"
 WAYS = {"copies to the GPU": (Op.PREFETCH,), "copies to the host": (Op.FLUSH,), BOTH: (Op.PREFETCH, Op.FLUSH)}
 
@@ -58,6 +65,9 @@ def run(bench: Bench) -> None:
     alone_s = min(sum(seconds([])) for _ in range(2))
     copy_s = {op: statistics.median(job.wait().duration for job in start(op, 4)) for op in pairs}
     times: dict[str, list[tuple[float, float]]] = {way: [] for way in (ALONE, *WAYS)}
+    copies: dict[str, list[float]] = {way: [] for way in WAYS}
+    urgent = Urgent(device, bench.cuda, nbytes // URGENT_SHARE)
+    waits: dict[str, list[float]] = {what: [] for what in urgent.copies}
     for round_ in range(ROUNDS[bench.size]):
         if round_ and bench.left() < 0:
             break
@@ -65,6 +75,9 @@ def run(bench: Bench) -> None:
         for way, ops in WAYS.items():
             jobs = [job for op in ops for job in start(op, min(AT_MOST, 1 + int(LONGER * alone_s / copy_s[op])))]
             times[way].append(seconds(jobs))
+            copies[way].append(statistics.median((span := job.wait()).duration / copy_s[span.op] for job in jobs))
+        for what, found in waits.items():
+            found.append(urgent.share_waited(what, lambda: start(Op.PREFETCH, QUEUED)))
     slower = {
         way: {
             part: statistics.median(f[i] / a[i] for a, f in zip(times[ALONE], found, strict=True))
@@ -73,9 +86,46 @@ def run(bench: Bench) -> None:
         for way, found in times.items()
     }
     bytes_per_s = {op.value: nbytes / seconds for op, seconds in copy_s.items()}
-    bench.note(parameters=job.numel, slower=slower, bytes_per_s=bytes_per_s)
+    longer = {way: statistics.median(found) for way, found in copies.items()}
+    waited = {what: statistics.median(found) for what, found in waits.items()}
+    bench.note(parameters=job.numel, slower=slower, bytes_per_s=bytes_per_s, copies_longer=longer, waited=waited)
     for way in WAYS:
-        bench.say(f"{way}: forward {slower[way]['forward']:.2f}x, backward {slower[way]['backward']:.2f}x")
+        parts = f"forward {slower[way]['forward']:.2f}x, backward {slower[way]['backward']:.2f}x"
+        bench.say(f"{way}: {parts}, the copies themselves {longer[way]:.2f}x")
+    for what, share in waited.items():
+        bench.say(f"{what} waits for {share:.0%} of the state that was queued before it")
     if bench.cuda:
         worst = max(slower[BOTH].values())
         bench.target(Target.at_most("forward and backward beside copies over alone", worst, 1.1, BOTH))
+        for what, share in waited.items():
+            bench.target(Target.at_most(f"share of queued state that {what} waits for", share, 0.25))
+
+
+class Urgent:
+    """Copies to the device for which compute waits, by what they bring; each gives the seconds that it took."""
+
+    def __init__(self, device: Device, cuda: bool, nbytes: int) -> None:
+        host = pinned_zeros(device, nbytes, torch.uint8)
+        there = device.allocate(nbytes)
+
+        def saved() -> float:
+            issued = time.perf_counter()
+            return device.copy(Op.RESTORE, 0, [(there, host)]).wait().end - issued
+
+        def batch() -> float:
+            issued = time.perf_counter()
+            there.copy_(host, non_blocking=True)
+            torch.cuda.current_stream().synchronize()
+            return time.perf_counter() - issued
+
+        self.copies: dict[str, Callable[[], float]] = {SAVED: saved}
+        if cuda:  # what is emulated has no queue of the caller's
+            self.copies[BATCH] = batch
+        self._alone_s = {what: statistics.median(copy() for _ in range(3)) for what, copy in self.copies.items()}
+
+    def share_waited(self, what: str, queue: Callable[[], Sequence[Job]]) -> float:
+        """How much of what `queue` has queued before goes first: 0 for nothing, 1 for all."""
+        jobs = queue()
+        seconds = self.copies[what]()
+        in_all = sum(job.wait().duration for job in jobs)
+        return max(0.0, seconds - self._alone_s[what]) / in_all

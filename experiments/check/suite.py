@@ -16,6 +16,7 @@ from experiments.check.base import Bench, Skipped, Target
 from experiments.check.environment import ROOT
 
 TESTS = ROOT / "tests" / "cuda"
+KERNELS = "test_gpu_kernels.py"
 TEST_S = 60
 """That one test may take, if pytest-timeout is there to stop it."""
 NOT_COMPARED = "bits were not compared: tests/cuda does that, and needs pytest and hypothesis"
@@ -28,7 +29,12 @@ def run(bench: Bench) -> None:
     """As many as there is time for."""
     if obstacle := missing(bench.cuda):
         raise Skipped(obstacle)
-    run_tests(bench, sorted(TESTS.glob("test_*.py")))
+    run_tests(bench, in_order(TESTS))
+
+
+def in_order(folder: Path) -> list[Path]:
+    """The files of tests in a folder: those of kernels last, for some hundred have to be compiled."""
+    return sorted(folder.glob("test_*.py"), key=lambda path: (path.name == KERNELS, path.name))
 
 
 def missing(cuda: bool) -> str | None:

@@ -101,6 +101,15 @@ class Copying(EmulatedDevice):
         return job
 
 
+class CopyingAtOnce(Copying):
+    """Has each copy made when it returns, so that what is written next is not in it."""
+
+    def copy(self, op: Op, subgroup: int, copies: Sequence[Copy], after: Sequence[Job] = ()) -> Job:
+        job = super().copy(op, subgroup, copies, after)
+        job.wait()
+        return job
+
+
 class Pinning(EmulatedDevice):
     """Notes the host memory that is pinned, by its first byte and its end. on_pin: is called then."""
 

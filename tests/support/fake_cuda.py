@@ -15,6 +15,7 @@ guard make a context there, see `Runtime.contexts`.
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 import weakref
@@ -25,6 +26,7 @@ from itertools import cycle
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -61,6 +63,8 @@ class Runtime:
     waits: how often it waited for the device. capturing: whether the caller's work is captured in a graph.
     contexts: the devices on which something has made a context. regions: pinned host memory, end by first byte.
     refuses: errors of the next attempts to pin. allocated: the streams of whose memory something was allocated.
+    fatal: how often a forked child has done what ends its process.
+    log: copies between host and device, and kernels that do nothing, as they ran.
     """
 
     cudaError = SimpleNamespace(success=0)  # noqa: N815
@@ -78,6 +82,9 @@ class Runtime:
         self.refuses: list[int] = []
         self.allocated: set[FakeStream] = set()
         self.caller = self.caller_stream()
+        self.fatal = 0
+        self.log: list[str] = []
+        self._process = os.getpid()
         self._of_thread = threading.local()
         self._random = None if seed is None else random.Random(seed)
 
@@ -143,8 +150,33 @@ class Runtime:
         finally:
             self.set_device(before)
 
+    def handle(self) -> object:
+        """What an event has of CUDA. An array, which the collector does not look at: it ends when it is freed."""
+        handle = np.empty(0)
+
+        def destroy() -> None:
+            self.fatal += self.inherited  # the destructor raises
+
+        weakref.finalize(handle, destroy)
+        return handle
+
+    @property
+    def inherited(self) -> bool:
+        """Whether this is a forked child, which has no CUDA."""
+        return os.getpid() != self._process
+
+    def check_process(self) -> None:
+        """What calls do in a forked child."""
+        if self.inherited:
+            raise RuntimeError("CUDA error: initialization error")
+
+    def keep(self, stream: FakeStream) -> None:
+        """Let memory stay until the stream is done: to free it records an event."""
+        self.fatal += self.inherited
+
     def make_context(self) -> None:
         """What a call does that torch does not guard: it needs a context on the thread's current device."""
+        self.check_process()
         self.contexts.add(self.current_device())
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802
@@ -236,9 +268,13 @@ class FakeEvent:
         self._timing = timing
         self.record_: Record | None = None
         runtime.made += 1
+        self._handle: object = None  # like CUDA's, which is made where the event is first recorded
 
     def record(self, stream: FakeStream) -> None:
+        self._runtime.check_process()
         with self._runtime.lock:
+            if self._handle is None:
+                self._handle = self._runtime.handle()
             self._runtime.recorded += 1
             self.record_ = stream.record()
 
@@ -357,8 +393,10 @@ class FakeCudaDevice(CudaDevice):
 
             def run() -> None:
                 assert held() is not None or not uses, "host memory was let go of while a copy used it"
+                began = self.runtime.host
                 with torch.no_grad():
                     work()
+                queue.now += self.runtime.host - began  # the start was recorded before, and the device waited
 
             return super()._queue(op, subgroup, lambda: queue.enqueue(run), after, theirs, kept)
 
@@ -383,6 +421,7 @@ def install(monkeypatch: pytest.MonkeyPatch, seed: int | None) -> Runtime:
         "stream": runtime.stream,
         "current_stream": runtime.current_stream,
         "cudart": lambda: runtime,
+        "_sleep": lambda cycles: runtime.log.append("kernel"),
         "is_current_stream_capturing": lambda: runtime.capturing,
         "get_device_properties": lambda device: SimpleNamespace(name="Fake 80GB", uuid="0-1-2-3"),
     }.items():
@@ -390,8 +429,10 @@ def install(monkeypatch: pytest.MonkeyPatch, seed: int | None) -> Runtime:
     copy, to = Tensor.copy_, Tensor.to
 
     def checked_copy(destination: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-        for tensor in (destination, source) if non_blocking else ():
-            runtime.check_copy(tensor)
+        if non_blocking:
+            runtime.log.append("copy")
+            for tensor in (destination, source):
+                runtime.check_copy(tensor)
         return copy(destination, source)
 
     def checked_to(tensor: Tensor, *args: Any, **settings: Any) -> Tensor:
@@ -400,7 +441,7 @@ def install(monkeypatch: pytest.MonkeyPatch, seed: int | None) -> Runtime:
         runtime.check_copy(tensor)
         return tensor.clone()
 
-    monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: None)
+    monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: runtime.keep(stream))
     monkeypatch.setattr(Tensor, "copy_", checked_copy)
     monkeypatch.setattr(Tensor, "to", checked_to)
     monkeypatch.setattr(Tensor, "cuda", lambda tensor: tensor.to("cuda"))

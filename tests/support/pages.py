@@ -21,11 +21,13 @@ from perfmodel.hardware import HardwareProfile
 
 ROOT = Path(__file__).parents[2]
 WHOLE = ("getting-started", "hugging-face", "migrating", "formats")
-"""Pages whose blocks are one program, each going on where the last one ended."""
+"""Pages whose blocks are one program."""
 FRAGMENTS = ("README", "index", "activations", "disk", "memory", "how-it-decides", "calibrating")
 """Pages whose blocks are parts of the reader's own program: each gets a model and the rest of it."""
 ON_RANKS = "on ranks"
 """The note above a block that needs a process group."""
+CONTINUES = "# Continues "
+"""How a block begins that needs names of the reader's program, or of blocks above. Others run as they are."""
 
 _BLOCK = re.compile(r"(?:<!-- (?P<note>[^\n]*) -->\n)?```(?P<language>\w*)\n(?P<code>.*?)```", re.DOTALL)
 
@@ -43,6 +45,11 @@ class Block(NamedTuple):
         """Whether what it needs is there: a module, and no ranks."""
         needs = re.match(r"needs (\w+)$", self.note)
         return self.note != ON_RANKS and (needs is None or importlib.util.find_spec(needs[1]) is not None)
+
+    @property
+    def continues(self) -> bool:
+        """Whether it says that it needs names from elsewhere."""
+        return self.code.startswith(CONTINUES)
 
 
 def page(name: str) -> Path:
@@ -68,11 +75,13 @@ def commands(name: str) -> list[str]:
 
 
 def run(name: str, namespace: dict[str, Any]) -> int:
-    """Run the Python blocks of a page one after the other; how many ran."""
+    """Run the Python blocks of a page one after the other, each with the names that it may need; how many ran."""
     namespace.setdefault("CPUOffloadOptimizer", torchao_stand_in)
     chosen = [block for block in blocks(name) if block.language == "python" and block.runs]
     for block in chosen:
-        exec(compile("\n" * block.line + block.code, str(page(name)), "exec"), namespace)
+        names = namespace if block.continues else {}
+        exec(compile("\n" * block.line + block.code, str(page(name)), "exec"), names)
+        namespace |= names
     return len(chosen)
 
 
@@ -111,7 +120,8 @@ def run_fragments(name: str, *, accelerated: bool) -> int:
     for block in blocks(name):
         if block.language == "python" and block.runs:
             for code in re.split(r"\n\n(?=\S)", block.code) if name == "README" else [block.code]:
-                exec(compile(code, str(page(name)), "exec"), surroundings(accelerated=accelerated))
+                names = surroundings(accelerated=accelerated) if block.continues else {}
+                exec(compile(code, str(page(name)), "exec"), names)
                 ran += 1
     return ran
 

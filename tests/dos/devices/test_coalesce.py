@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dos.devices import coalesce
 from dos.devices.base import Copy
-from dos.devices.coalesce import RUN_BYTES, SMALL_BYTES, copy_pieces, joined, runs
+from dos.devices.coalesce import RUN_BYTES, SMALL_BYTES, copy_runs, joined, runs
 
 SMALL, LARGE = 100, SMALL_BYTES // 4
 
@@ -64,10 +64,10 @@ def test_what_is_copied(to_host: bool, full: bool, monkeypatch: pytest.MonkeyPat
     copies = pieces(host, sizes, {5: 4})
     before = host.clone()
     if to_host:
-        copy_pieces(copies, to_host=True)
+        copy_runs(runs(copies, host=0), to_host=True)
     else:
         copies = [(theirs, ours) for ours, theirs in copies]
-        copy_pieces(copies, to_host=False)
+        copy_runs(runs(copies, host=1), to_host=False)
         assert torch.equal(host, before)
     for destination, source in copies:
         assert torch.equal(destination, source)
@@ -78,7 +78,7 @@ def test_gradients_become_wider_on_the_way() -> None:
     host = torch.zeros(30)
     copies = [(host[i : i + 10], torch.randn(10).bfloat16()) for i in (0, 10, 20)]
     assert len(coalesce.runs(copies, host=0)) == 1
-    copy_pieces(copies, to_host=True)
+    copy_runs(runs(copies, host=0), to_host=True)
     assert torch.equal(host, torch.cat([source for _, source in copies]).float())
 
 

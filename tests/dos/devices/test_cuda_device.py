@@ -9,15 +9,19 @@ import os
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from dos import DOSAdam
+from dos.devices import cuda
 from dos.devices.cuda import CudaDevice
 from dos.devices.ranges import named
+from dos.kernels.update import AdamBatch
 from dos.machine.threads import Cores, kernel_threads
 from dos.step.host_lane import HostLane
 from perfmodel import Lane, Op
@@ -30,7 +34,7 @@ from tests.support.fake_cuda import (
     use_virtual_time,
 )
 from tests.support.ranks import TORCH_2_6
-from tests.support.training import mlp, train
+from tests.support.training import loss_of, mlp, train
 
 
 def test_the_clock_follows_the_device(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +76,91 @@ def test_a_job_that_nobody_holds_keeps_its_host_memory_until_it_is_done(runtime:
     assert destination.tolist() == [0, 1, 2, 3, 4]
 
 
-def test_updates_go_before_other_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("forked", ["idle", "after forward", "after backward", "after step"])
+def test_a_forked_child_that_collects_garbage_goes_on(forked: str, runtime: Runtime) -> None:
+    """There the end of an event is that of the process: its destructor raises, because CUDA is not there."""
+    found: list[object] = [device := FakeCudaDevice(runtime)]
+    if forked == "idle":
+        device.copy(Op.PREFETCH, 0, [(torch.zeros(5), torch.ones(5))])
+    else:
+        model = mlp()
+        optimizer = DOSAdam(model.parameters(), device=device, policy="stride:2", subgroup_size=100)
+        optimizer.attach(model, activations=1.0)
+        optimizer._session.on_device.activations.least_bytes = 0
+        train(model, optimizer, 2)
+        found += [model, optimizer, loss := loss_of(model, 2)]
+        if forked != "after forward":
+            loss.backward()
+        if forked == "after step":
+            optimizer.step()
+        del model, optimizer, loss
+    del device
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            found.clear()
+            gc.collect()
+            status = min(runtime.fatal, 1)
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_what_the_host_does_before_a_launch_does_not_count(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rates follow what is measured, and would be those of the host."""
+    use_virtual_time(runtime, monkeypatch)
+    monkeypatch.setattr(AdamBatch, "point", takes_long(AdamBatch.point, runtime))
+    monkeypatch.setattr(cuda, "runs", takes_long(cuda.runs, runtime))
+    model = mlp()
+    optimizer = DOSAdam(model.parameters(), device=FakeCudaDevice(runtime), policy="stride:1", subgroup_size=300)
+    train(model, optimizer, 2)
+    optimizer.synchronize()
+    spans = optimizer.timeline().spans
+    assert {span.lane for span in spans} == {Lane.GPU, Lane.H2D, Lane.D2H}
+    assert [span.duration for span in spans] == pytest.approx([1e-3] * len(spans)), "as long as the fake says"
+
+
+def takes_long(function: Callable[..., Any], runtime: Runtime) -> Callable[..., Any]:
+    """The function, which takes the host 5 ms more."""
+
+    def called(*args: Any, **settings: Any) -> Any:
+        runtime.host += 5e-3
+        return function(*args, **settings)
+
+    return called
+
+
+@pytest.mark.parametrize("op", [Op.PREFETCH, Op.PARAMETER, Op.FLUSH, Op.GRADIENT])
+def test_between_pieces_of_state_others_may_copy(op: Op, runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy engine serves one stream as long as that has a copy ready. A kernel in between makes it look at others."""
+    for module in ("coalesce", "cuda"):
+        monkeypatch.setattr(f"dos.devices.{module}.PIECE_BYTES", 400)
+    device = FakeCudaDevice(runtime)
+    runtime.log.clear()
+
+    def copied(numel: int) -> list[str]:
+        device.copy(op, 0, [(torch.zeros(numel), torch.ones(numel))]).wait()
+        found, runtime.log = runtime.log, []
+        return found
+
+    assert copied(250) == ["copy", "kernel", "copy", "kernel", "copy"]
+    assert copied(50) == ["copy"], "what is small is not worth a kernel"
+    assert copied(100) == ["kernel", "copy"], "the border of two jobs is none for the engine"
+
+
+@pytest.mark.parametrize("op", [Op.SAVE, Op.RESTORE])
+def test_nothing_comes_between_pieces_of_a_saved_tensor(
+    op: Op, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dos.devices.coalesce.PIECE_BYTES", 400)
+    device = FakeCudaDevice(runtime)
+    runtime.log.clear()
+    device.copy(op, 0, [(torch.zeros(250), torch.ones(250))]).wait()
+    assert runtime.log == ["copy"] * 3
+
+
+def test_our_kernels_go_before_others(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = install(monkeypatch, None)
     priorities = []
 
@@ -82,7 +170,8 @@ def test_updates_go_before_other_kernels(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(torch.cuda, "Stream", stream)
     FakeCudaDevice(runtime)
-    assert sorted(priorities) == [-1, 0, 0, 0, 0, 0, 0, 0]
+    # On those of saved tensors there are only copies, for which priorities mean nothing.
+    assert sorted(priorities) == [-1, -1, -1, -1, -1, 0, 0, 0]
     FakeCudaDevice(runtime)
     assert len(priorities) == 8, "torch has 32 of a priority and then gives the same ones again"
 
@@ -95,6 +184,8 @@ def test_uuid(name: str, uuid: str, runtime: Runtime, monkeypatch: pytest.Monkey
     properties = SimpleNamespace(name=name, uuid="0-1-2-3")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     assert FakeCudaDevice(runtime).uuid == uuid
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert FakeCudaDevice(runtime).uuid is None, "ROCm has no NVML, which is not missing there"
 
 
 @pytest.mark.parametrize("expandable", [False, True])

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dos.devices import pinned
-from dos.devices.pinned import lazy_zeros, pin
+from dos.devices.pinned import lazy_zeros, pin, pinned_parts
 from tests.support.fake_cuda import Runtime, install
 
 DEVICE = torch.device("cuda", 1)
@@ -32,6 +32,7 @@ def pinned_zeros(nbytes: int, device: torch.device) -> Tensor:
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runtime]:
     runtime = install(monkeypatch, None)
     pinned._warn.cache_clear()
+    pinned._warn_of_parts.cache_clear()
     yield runtime
     gc.collect()
     assert not runtime.regions, "still registered although no tensor uses it"
@@ -83,16 +84,22 @@ def test_unregistered_with_the_last_view(runtime: Runtime) -> None:
     assert not runtime.regions
 
 
-def test_pages_that_cannot_be_pinned(
-    runtime: Runtime, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
+    """The devices of the kernels that report what a failed call has left behind."""
     launches = []
 
     def launch(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         launches.append(device)
-        raise RuntimeError("CUDA error: out of memory")  # what the failed call left behind
+        raise RuntimeError("CUDA error: out of memory")
 
     monkeypatch.setattr(torch, "zeros", launch)
+    return launches
+
+
+def test_pages_that_cannot_be_pinned(
+    runtime: Runtime, launches: list[torch.device], caplog: pytest.LogCaptureFixture
+) -> None:
     runtime.refuses = [2, 2]
     with caplog.at_level(logging.WARNING):
         tensors = [pinned_zeros(nbytes, DEVICE) for nbytes in (1000, HUGE)]
@@ -103,6 +110,55 @@ def test_pages_that_cannot_be_pinned(
     assert len(caplog.records) == 1
     assert "pinning host memory failed (out of memory)" in caplog.text
     assert "ulimit -l" in caplog.text
+
+
+PARTS = [(0, 3 * mmap.PAGESIZE), (3 * mmap.PAGESIZE, 7 * mmap.PAGESIZE + 5)]
+
+
+def refuse_more_than(most: int, runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the driver fail where it is to register more bytes in one call."""
+    register = runtime.cudaHostRegister
+
+    def limited(address: int, nbytes: int, flags: int) -> int:
+        return 2 if nbytes > most else register(address, nbytes, flags)
+
+    monkeypatch.setattr(runtime, "cudaHostRegister", limited)
+
+
+def test_parts_that_cannot_be_pinned_as_a_whole_stay_pinned(
+    runtime: Runtime, launches: list[torch.device], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = lazy_zeros(PARTS[-1][1], torch.uint8)
+    for part in PARTS:
+        pin(whole[slice(*part)], DEVICE)
+    regions, borders = dict(runtime.regions), [whole[part] for part in pinned_parts(whole)]
+    refuse_more_than(5 * mmap.PAGESIZE, runtime, monkeypatch)
+    with caplog.at_level(logging.WARNING):
+        pin(whole, DEVICE)
+    assert runtime.regions == regions
+    assert [len(part) for part in borders] == [len(whole[part]) for part in pinned_parts(whole)]
+    assert [record.message.split(" (")[0] for record in caplog.records] == [
+        "host memory that was pinned in parts cannot be pinned as a whole"
+    ]
+    pinned.unpin(whole, whole)
+    assert not runtime.regions
+
+
+def test_what_drivers_refuse_to_register_at_once_they_register_in_chunks(
+    runtime: Runtime, launches: list[torch.device], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    most = 2 * mmap.PAGESIZE
+    monkeypatch.setattr(pinned, "_MOST_BYTES", most)
+    whole = lazy_zeros(7 * mmap.PAGESIZE + 5, torch.uint8)
+    for part in PARTS:
+        pin(whole[slice(*part)], DEVICE)
+    refuse_more_than(most, runtime, monkeypatch)
+    with caplog.at_level(logging.WARNING):
+        pin(whole, DEVICE)
+    starts = range(whole.data_ptr(), whole.data_ptr() + len(whole), most)
+    assert runtime.regions == {first: min(first + most, whole.data_ptr() + len(whole)) for first in starts}
+    assert [part.start for part in pinned_parts(whole)] == list(range(0, len(whole), most))
+    assert not caplog.records
 
 
 def test_a_forked_child_has_no_copy(runtime: Runtime) -> None:

@@ -41,11 +41,15 @@ FULL = (torch.float32, torch.float32, None)
 Compile = Callable[[AdamStep, torch.dtype, torch.dtype, torch.dtype | None, bool, bool, int, int], Any]
 
 
-@pytest.fixture(params=[80, 90])
+NVIDIA = [("cuda", 80, 32), ("cuda", 90, 32)]
+"""Backend, architecture and threads of a warp."""
+
+
+@pytest.fixture(params=NVIDIA)
 def compile_for_gpu(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> Iterator[Compile]:
-    """Calls the kernel as an update on a GPU of this compute capability does, up to the launch; the compiled kernel."""
+    """Calls the kernel as an update on such a GPU does, up to the launch; the compiled kernel."""
     pytest.importorskip("triton", reason="Triton is not installed")
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
@@ -57,10 +61,10 @@ def compile_for_gpu(
 
     class Driver:
         def get_current_target(self) -> object:
-            return GPUTarget("cuda", request.param, 32)
+            return GPUTarget(*request.param)
 
         def get_current_device(self) -> int:
-            return request.param
+            return NVIDIA.index(request.param) if request.param in NVIDIA else len(NVIDIA)
 
         def get_current_stream(self, device: int) -> int:
             return 0
@@ -147,6 +151,20 @@ def test_compiled_it_has_the_operations_of_the_formula(
     assert bool(re.search(wide, ptx)) == (shift == 0), "loads are 16 bytes wide exactly where addresses allow it"
 
 
+@pytest.mark.parametrize("compile_for_gpu", [("hip", "gfx942", 64)], indirect=True)
+@pytest.mark.parametrize("coded", [False, True])
+def test_compiled_for_rocm_it_has_the_operations_of_the_formula(
+    compile_for_gpu: Compile, coded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There tensors say that they are on CUDA, and PTX is no code."""
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    code = compile_for_gpu(STEP, torch.bfloat16, torch.bfloat16, None, True, coded, 0, 2).asm["llir"]
+    assert re.search(r" fdiv .*\n", code)
+    assert "@llvm.sqrt" in code
+    # Written as it is, what rounds is rounded correctly: no approximation is allowed, nothing fused, nothing flushed.
+    assert not re.search(r"\basm\b|\bcontract\b|\bfast\b|\bafn\b|!fpmath|preserve-sign", code)
+
+
 @pytest.mark.parametrize("runs", [(1, 1), (2, 17)])
 def test_it_is_compiled_once_for_all_steps(compile_for_gpu: Compile, runs: tuple[int, int]) -> None:
     steps = [replace(STEP, step=number) for number in range(1, 21)]
@@ -170,7 +188,7 @@ def afresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def updated_by_gpu_code(arrays: list[torch.Tensor | None], step: AdamStep) -> None:
     runs = [AdamArrays(*arrays)]  # type: ignore[arg-type]
-    GpuBatch(torch.device("cpu")).update([step], AdamBatch(runs)._table, [run[1:] for run in runs])
+    GpuBatch(torch.device("cpu")).prepare([step], AdamBatch(runs)._table, [run[1:] for run in runs])()
 
 
 class ShortOfMemory(TorchDispatchMode):
@@ -197,7 +215,8 @@ class ShortOfMemory(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("work", ["exact", "split", "coded", "follow", "correct"])
-def test_running_out_of_memory_in_torch_operations_breaks_nothing(work: str) -> None:
+def test_running_out_of_memory_in_torch_operations_breaks_nothing(work: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(masters, "_intermediates", lambda numel: (None, None, None))  # as on a device
     numel, step = 2 * BLOCK, replace(STEPS[0], amsgrad=work == "exact")
 
     def attempt(fails: int) -> tuple[ShortOfMemory, list[torch.Tensor]]:

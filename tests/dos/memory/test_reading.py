@@ -71,6 +71,19 @@ def test_what_nvml_says_counts_and_what_the_allocator_has_unused(uuid: str, nvml
     assert not said
 
 
+def test_the_runtime_is_asked_only_where_nvml_does_not_answer(nvml: Pynvml) -> None:
+    """A call of cudaMemGetInfo was reported to take 8 ms; whose figures NVML gives is compared once."""
+    device, asked = Card(free=1234), []
+    runtime = device.memory
+    device.memory = lambda: asked.append(nvml.fails_at) or runtime()  # type: ignore[func-returns-value, method-assign]
+    monitor = monitor_of(device)
+    for fails_at in (None, None, "nvmlDeviceGetMemoryInfo", None, None):
+        nvml.fails_at = fails_at
+        monitor.sample(always=True)
+    assert asked == [None, "nvmlDeviceGetMemoryInfo"]
+    assert monitor.reading.source is Source.NVML
+
+
 def test_a_device_without_uuid_speaks_for_itself(nvml: Pynvml, said: list[str]) -> None:
     assert monitor_of(Card(None, free=7)).reading == Reading(Memory(7, TOTAL), Source.DEVICE)
     assert not nvml.calls
