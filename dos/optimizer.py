@@ -37,10 +37,10 @@ _NOT_ENDED = "no step has ended yet; one that runs on after step() ends in the n
 
 
 class DOSAdam(Optimizer):
-    r"""AdamW (Loshchilov and Hutter, ICLR 2019) with optimizer state on the host or the accelerator, whichever pays.
+    r"""AdamW (Loshchilov and Hutter, ICLR 2019) with optimizer state on the host or the accelerator.
 
-    Called as ``torch.optim.AdamW`` is, with the same results to a few units in the last place, whatever ``policy``,
-    ``subgroup_size`` and number of threads: those change no bit.
+    Used like ``torch.optim.AdamW``, with the same results to a few units in the last place. ``policy``,
+    ``subgroup_size`` and the number of threads change no bit.
 
     Args:
         params: iterable of parameters, of (name, parameter) pairs or of dicts defining groups; float32, bfloat16 or
@@ -49,47 +49,47 @@ class DOSAdam(Optimizer):
         foreach, fused: accepted and ignored; they choose between AdamW's implementations.
         capturable, differentiable: must be False.
         policy: where subgroups are updated. ``"adaptive"``: as the performance model finds best for the device memory
-            that is free in each iteration; what is measured corrects it. ``"cpu"``: all on the host, as ZeRO-Offload
-            does. ``"resident"``: all on the accelerator, as AdamW does; state never leaves, takes no host memory, and
-            reading it gives tensors there. A number in [0, 1]: that share on the host, the rest resident, as
-            Twin-Flow does. ``"stride:k"``: every k-th subgroup is streamed through the accelerator, as the paper *Deep
-            Optimizer States* does. Or a callable from ``perfmodel.Workload`` to ``perfmodel.Plan``.
+            that is free in each iteration; measured times correct it; as ``"resident"`` on a GPU that shares the host's
+            memory. ``"cpu"``: all on the host, as ZeRO-Offload does. ``"resident"``: all on the accelerator, as AdamW
+            does; state never leaves, takes no host memory, and reading it gives tensors there. A number in [0, 1]: that
+            share on the host, the rest resident, as Twin-Flow does. ``"stride:k"``: every k-th subgroup is streamed
+            through the accelerator, as the paper *Deep Optimizer States* does. Or a callable from
+            ``perfmodel.Workload`` to ``perfmodel.Plan``.
         subgroup_size: parameters updated as one unit. Large tensors are split, small ones share a subgroup. None: by
             the size of the model and of the device's memory (``perfmodel.subgroups.automatic_subgroup_size``).
         profile: the machine's rates for ``"adaptive"``: a ``perfmodel.hardware.HardwareProfile``, a file that
-            ``python -m dos.calibrate`` wrote, or the name of a built-in profile. None: what calibration has left for
-            this machine, else a rough measurement of two seconds at the first step.
+            ``python -m dos.calibrate`` wrote, or the name of a built-in profile. None: the profile that calibration
+            has saved for this machine, else a rough measurement of two seconds at the first step.
         max_grad_norm: clip the gradients' global 2-norm to this in each step, as ``torch.nn.utils.clip_grad_norm_``
             followed by the step would; the gradients themselves stay as they are. None: no clipping.
-        master_weights: update bfloat16 and float16 parameters in float32, and keep what they cannot hold of that.
-        state_format: how state is kept. None or ``"split"``: in the least bytes that change no bit; of a bfloat16
-            parameter, which is its float32 master's upper half, 16 bits more are kept. ``"float32"``: all masters
-            whole, with the same result. ``"int8"``: ``exp_avg`` and ``exp_avg_sq`` in 8 bits each, with other results
-            than AdamW's (docs/formats.md has the evidence), of parameters of at least 4,096 elements that are whole
-            blocks of 128.
+        master_weights: keep float32 master weights of bfloat16 and float16 parameters, and update those.
+        state_format: how state is kept. None or ``"split"``: in the fewest bytes with which no bit changes; a bfloat16
+            parameter is the upper half of its float32 master, and only the lower 16 bits are kept beside it.
+            ``"float32"``: all masters whole, with the same result. ``"int8"``: ``exp_avg`` and ``exp_avg_sq`` in 8 bits
+            each, for parameters of at least 4,096 elements that are whole blocks of 128; results then differ from
+            AdamW's (docs/formats.md has the evidence).
         offload_gradients: free each gradient on the accelerator once it is on the host, during backward, and add up
-            those of further micro-batches there in float32; ``"native"``: in their own dtype, to the bit what autograd
-            would add up in ``p.grad``, which takes no more host memory than one micro-batch. ``p.grad`` is then None,
-            each ``step()`` uses the gradients up, and what needs them goes through ``zero_grad``, ``grad_norm`` and
-            ``clip_grad_norm_`` of this class, or ``torch.nn.utils.clip_grad_norm_``. Not with GradScaler, which cannot
-            see them.
-        memory_budget: device memory for optimizer state. None: what is free, at the peak of the iteration and while
-            updating, as NVML and the caching allocator say, less 2% of the device. An int caps it to so many bytes, a
-            float to that share of the device's memory. A function is called at each iteration and replaces all that:
-            it gives the bytes, and they are the caller's responsibility.
+            gradients of further micro-batches there in float32; ``"native"``: in their own dtype, to the bit as
+            autograd does in ``p.grad``, in no more host memory than one micro-batch takes. ``p.grad`` is then None, and
+            each ``step()`` consumes the gradients; use ``zero_grad``, ``grad_norm`` and ``clip_grad_norm_`` of this
+            class, or ``torch.nn.utils.clip_grad_norm_``. Not with GradScaler, which cannot see them.
+        memory_budget: device memory for optimizer state. None: the memory that is free at the peak of the iteration and
+            during the update, by NVML and the caching allocator, less 2% of the device. An int limits it to that many
+            bytes, a float to that share of the device's memory. A function is called in each iteration and replaces all
+            of this: state may use the bytes that it returns, for which the caller is responsible.
         memory_interval: seconds between samples of free memory by a thread, for memory that others take and free again
-            within an iteration. None: samples in backward and around the update alone.
-        disk: a folder, or several that are used at once, for state that ``host_memory`` does not hold (docs/disk.md).
-            What rests there is read and written in each step. Files of this process go at its end; a crash's, at the
-            next start. Only of parameters on an accelerator.
-        host_memory: bytes of host memory for optimizer state, with gradients, parameters and state on their way. None:
-            what is there, or nine tenths of it with ``disk``.
+            within an iteration. None: samples only in backward and around the update.
+        disk: a folder, or several that are used at once, for state that exceeds ``host_memory`` (docs/disk.md). It is
+            read and written in each step. The files are removed when the process ends, after a crash by the next
+            process that uses the folder. Only for parameters on an accelerator.
+        host_memory: bytes of host memory for optimizer state, including buffers for gradients, parameters and state.
+            None: all that is available, or nine tenths of it with ``disk``.
         decoupled_weight_decay: False gives Adam with L2 regularisation.
         device: the accelerator on which the parameters are. None: the CUDA device of the parameters, if any. Pass a
             ``dos.EmulatedDevice`` to try the engine without an accelerator.
         process_groups: process groups over which the job is divided beside the meshes of its DTensors, such as the
-            stages of a pipeline: the gradients' norm, and GradScaler's infinite gradients, are those of all. Copies and
-            pickles do not have them.
+            stages of a pipeline: the gradients' norm, and GradScaler's check for infinite gradients, cover all of them.
+            Copies and pickles do not have them.
 
     Raises:
         ValueError: a setting out of range, an unknown policy, duplicate parameters, parameters on several
@@ -191,7 +191,7 @@ class DOSAdam(Optimizer):
         return loss
 
     def synchronize(self) -> None:
-        """Block until the last step is complete: all parameters and all state are what they will be.
+        """Block until the last step is complete, with all parameters and state updated.
 
         Needed only after ``attach``, before reading or writing parameters by hand.
         Raises RuntimeError if a transfer or an update failed, with its cause. Ctrl-C takes effect when all is
@@ -200,35 +200,35 @@ class DOSAdam(Optimizer):
         self._session.synchronize()
 
     def attach(self, model: nn.Module, *, activations: float | Literal["auto"] | None = None) -> None:
-        """Let updates run on into the next forward of ``model``: ``step()`` returns while the host still works.
+        """Let updates continue during the next forward of ``model``: ``step()`` returns while the host still updates.
 
-        Each module waits for its own parameters just before it runs, in training; ``step()`` itself waits for those
-        whose module was never seen to run. Compiled modules wait once, at their top. Evaluation, saving, loading,
-        copying and pickling of the model wait for everything. Call ``synchronize()`` before touching parameters or
+        Each module waits for its own parameters just before it runs, in training; ``step()`` itself waits for
+        parameters whose module has not run yet. Compiled modules wait once, at their top. Evaluating, saving, loading,
+        copying and pickling the model wait for all updates. Call ``synchronize()`` before touching parameters or
         gradients in any other way after ``step()``, such as ``model.to()``, and before a CUDA graph is captured.
-        Subgroups are updated in the order of first use as observed. Attaching another model replaces the first. A model
-        that is compiled is attached afterwards.
+        Subgroups are updated in the order in which forward first used them. Attaching another model replaces the first.
+        Compile a model before you attach it.
 
-        activations: how much of what autograd saves in the model's forward leaves for the host until backward needs it,
-        as in ``offload_activations``; None: nothing.
+        activations: how many of the tensors that autograd saves in the model's forward move to the host until backward
+        needs them, as in ``offload_activations``; None: none.
         Raises TypeError for anything but a model, ValueError for one that has none of the optimizer's parameters.
         """
         check_model(model, self._session.parameters)
         self._session.attach(model, checked_amount(activations))
 
     def offload_activations(self, activations: float | Literal["auto"] = "auto") -> AbstractContextManager[None]:
-        """Let tensors that autograd saves leave for the host until backward needs them; surrounds a forward. ::
+        """Move tensors that autograd saves to the host until backward needs them; surrounds a forward. ::
 
             with optimizer.offload_activations(0.5):
                 loss = model(batch).loss
             loss.backward()
 
-        The result is the same to the bit. Those saved first leave first, for they are needed last: tensors of 1 MiB or
-        more that are no parameters, buffers or views of them (a model's buffers are known once it is attached).
-        With all parameters on the host, nothing leaves.
+        The result is the same to the bit. Tensors of 1 MiB or more move, except parameters, buffers and views of them
+        (a model's buffers are known once it is attached). Those saved first move first, because backward needs them
+        last. With all parameters on the host, nothing moves.
 
-        activations: the share that leaves, from 0 to 1, or the bytes of each forward that may, an int above 1.
-        ``"auto"``: as much as the plan says, beginning with nothing; only ``policy="adaptive"`` lets any leave.
+        activations: the share that moves, from 0 to 1, or the most bytes of each forward that move, an int above 1.
+        ``"auto"``: as much as the plan says, at first nothing; only ``policy="adaptive"`` moves any.
         Backward raises RuntimeError, as without this, if a tensor was written to after it was saved.
         Raises TypeError or ValueError for another ``activations``.
         """
@@ -240,12 +240,12 @@ class DOSAdam(Optimizer):
     def register_ddp(
         self, model: DistributedDataParallel, comm_hook: CommHook | None = None, comm_state: Any = None
     ) -> None:
-        """Let gradients of a DistributedDataParallel model leave during backward, when their bucket was reduced.
+        """Copy gradients of a DistributedDataParallel model to the host during backward, when their bucket was reduced.
 
-        Without this they leave at ``step()``, because DDP reduces them after all hooks. It registers a communication
-        hook, of which DDP takes one, ever: ``comm_hook`` with ``comm_state`` is yours, as
-        ``model.register_comm_hook(comm_state, comm_hook)`` would take it; None: DDP's own all-reduce.
-        With ``offload_gradients`` they stay until ``step()``, in DDP's buckets.
+        Without this they are copied in ``step()``, because DDP reduces them after all hooks. It registers a
+        communication hook, of which DDP takes only one: pass your own as ``comm_hook`` with ``comm_state``, as to
+        ``model.register_comm_hook(comm_state, comm_hook)``; None: DDP's own all-reduce. With ``offload_gradients``
+        they stay in DDP's buckets until ``step()``.
         Raises TypeError for another kind of model, RuntimeError if it has a hook already.
         """
         if not isinstance(model, DistributedDataParallel):
@@ -254,7 +254,7 @@ class DOSAdam(Optimizer):
 
     @exclusive
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in AdamW. Offloaded gradients are forgotten either way."""
+        """As in AdamW. Offloaded gradients are discarded either way."""
         if not set_to_none and self._session.unfinished:
             self.synchronize()  # the step may still read the gradients that are overwritten now
         self._session.forget_gradients()
@@ -307,9 +307,10 @@ class DOSAdam(Optimizer):
 
     @property
     def state(self) -> defaultdict[Tensor, Any]:
-        """AdamW's state by parameter, up to date: reading an entry brings resident state home first.
+        """AdamW's state by parameter, up to date: reading an entry first copies resident state to the host.
 
-        Raises RuntimeError if a step failed or was interrupted part way, so that no state is read that is torn.
+        Raises RuntimeError if a step failed or was interrupted part way, so that no state is read that is torn. Reading
+        an entry raises dos.disk.DiskError if something else has changed its state on disk.
         """
         self._session.guard.check()
         return self._session.reconciler.state
@@ -322,7 +323,10 @@ class DOSAdam(Optimizer):
     @torch._disable_dynamo
     @exclusive
     def state_dict(self) -> dict[str, Any]:
-        """As AdamW's, with live views of the state, which comes home for that as when ``state`` is read."""
+        """As AdamW's, with live views of the state, which is copied to the host as when ``state`` is read.
+
+        Raises as reading all entries of ``state`` does.
+        """
         found = super().state_dict()
         return to_be_filled(self, found) if loads_full_state() else found
 
@@ -337,11 +341,11 @@ class DOSAdam(Optimizer):
 
     @torch.no_grad()
     def adamw_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """A copy of one parameter's state as AdamW would have it, whatever the format that keeps it.
+        """A copy of one parameter's state as AdamW would have it, for every ``state_format``.
 
         ``step``, ``exp_avg``, ``exp_avg_sq``, with amsgrad ``max_exp_avg_sq``, and ``master_param`` where a 16-bit
-        parameter has float32 master weights: float32, on the host, in the parameter's shape. For one parameter at a
-        time, so that a large model's state need not be there twice; ``load_state_dict`` takes either form.
+        parameter has float32 master weights: float32, on the host, in the parameter's shape. It takes one parameter at
+        a time, so that you need not hold a large model's state twice; ``load_state_dict`` takes either form.
         Raises KeyError for a parameter that has no state.
         """
         entry = self.state.get(parameter)
@@ -354,17 +358,17 @@ class DOSAdam(Optimizer):
         return adamw_form(parameter, entry, written=record is None or record.changed())
 
     def release_memory(self) -> int:
-        """Give all device memory that state can leave back at once, the state going home; returns the bytes.
+        """Copy all state that can move to the host, and free its device memory at once; returns the bytes freed.
 
-        For user code that has run out of memory: what the retried iteration then leaves free is remembered, so that
-        state does not return to where it was in the way. ::
+        For user code that has run out of memory: the memory that the retried iteration leaves free is remembered, so
+        that state does not return to memory that your code needs. ::
 
             try:
                 loss = model(batch)
                 loss.backward()
             except torch.OutOfMemoryError:
                 loss = None
-            if loss is None:  # only here the failed attempt's tensors have gone, which the exception's frames hold
+            if loss is None:  # outside of except, where the exception would keep the failed attempt's tensors
                 optimizer.zero_grad()
                 optimizer.release_memory()
                 loss = model(batch)
@@ -380,11 +384,11 @@ class DOSAdam(Optimizer):
     def timeline(self) -> Timeline:
         """The spans of the last complete step, in seconds since its ``step()`` was called.
 
-        Transfers during backward come before 0, and so do those of saved tensors, which left in the
-        forward before it and came back in backward. ``beside`` has that forward and backward and, once
-        backward has begun again, the next forward: from the return of ``step()`` to the first gradient,
-        whatever else is done meanwhile, and from there to ``step()``, further micro-batches included.
-        In a trace that is saved, the first of all these starts at 0.
+        Transfers during backward have negative times, and so have copies of saved tensors in the forward
+        and backward before the step. ``beside`` has that forward and backward and, once backward has begun
+        again, the next forward. Forward lasts from the return of ``step()`` to the first gradient, with
+        all that your code does meanwhile, and backward from there to ``step()``, further micro-batches
+        included. In a trace that is saved, the first of all these starts at 0.
         Empty, and false, before the first step and with all parameters on the host; ``missing``
         then says why, and so does the warning with which an empty trace is saved.
         """
@@ -396,9 +400,9 @@ class DOSAdam(Optimizer):
 
     @property
     def profile(self) -> HardwareProfile | None:
-        """The machine's rates as ``"adaptive"`` believes them now, corrected by the steps so far.
+        """The machine's rates that ``"adaptive"`` uses now, corrected by the steps so far.
 
-        To be looked at, or saved for the next run: ``optimizer.profile.save("profile.json")``, then
+        Look at it, or save it for the next run: ``optimizer.profile.save("profile.json")``, then
         ``DOSAdam(..., profile="profile.json")``. None with another policy, with all parameters on
         the host, and until the first iteration asks for rates. Copies and pickles begin again with
         the ``profile`` that was passed.
@@ -407,10 +411,10 @@ class DOSAdam(Optimizer):
         return None if decisions is None else decisions.profile
 
     def explain(self) -> str:
-        """Where the last complete step ran and why: plan, memory, what was predicted, measured and possible.
+        """Where the last complete step ran and why: plan, memory, and predicted, measured and least possible times.
 
-        After ``attach`` a step is complete once the next backward has begun. Nothing is waited for or
-        changed, on whatever thread this is called; before the first such step it says so.
+        After ``attach`` a step is complete once the next backward has begun. This waits for nothing and changes
+        nothing, and can be called on any thread; before the first complete step it says so.
         """
         decisions = self._session.decisions
         report = None if decisions is None else decisions.ended
@@ -422,14 +426,15 @@ class DOSAdam(Optimizer):
 
         ``share_cpu``, ``share_gpu_streamed``, ``share_gpu_resident``: of the parameters on the accelerator. ``slots``.
         ``h2d_bytes``, ``d2h_bytes``: moved by the plan. ``update_s``: from ``step()`` to the last transfer.
-        ``exposed_s``: for which the caller was held up, and forward and backward with it; ``predicted_s``: what
-        the model says of that, and ``bound_s``: below which no plan could fall (``perfmodel.bounds.lower_bound``).
-        ``compute_s``: of backward and, after ``attach``, forward, beside which the update can hide. ``efficiency``:
-        ``(compute_s + bound_s) / (compute_s + exposed_s)``; 1 means that no plan could make the iteration shorter.
+        ``exposed_s``: how long the caller waited, and forward and backward with it; ``predicted_s``: the model's
+        prediction of that; ``bound_s``: the least of it under any plan (``perfmodel.bounds.lower_bound``).
+        ``compute_s``: of backward and, after ``attach``, forward, behind which the update can hide. ``efficiency``:
+        ``(compute_s + bound_s) / (compute_s + exposed_s)``; 1 means that no plan could make the iteration shorter. It
+        is missing if the iteration was shorter than the model believes possible: its rates are not the machine's.
         ``memory_free_bytes``, ``memory_total_bytes``, ``memory_held_bytes``, ``memory_for_state_bytes``: of the
-        device, when the step had ended. ``host_held_bytes``: of the host. ``disk_held_bytes``: of state that rests on
-        disk. ``activation_bytes``, ``activation_share``: of saved tensors, that leave in a forward: by the plan with
-        ``"auto"``, else as they did in the last. ``activation_host_bytes``: pinned for them on the host.
+        device, when the step had ended. ``host_held_bytes``: of the host. ``disk_held_bytes``: of state on disk.
+        ``activation_bytes``, ``activation_share``: of saved tensors that move to the host in a forward: by the plan
+        with ``"auto"``, else as in the last forward. ``activation_host_bytes``: host memory pinned for them.
         Values that are not known are missing; before the first step, or with all parameters on the host, the dict is
         empty.
         """

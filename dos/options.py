@@ -13,10 +13,12 @@ from typing import Any
 from torch import Tensor
 
 from dos.deciding.policies import Policy, resolve_policy
+from dos.devices import Device
 from dos.machine.profiles import check_named
 from perfmodel.format import INT8, STATE_FORMATS
 from perfmodel.hardware import HardwareProfile
 
+ADAPTIVE, RESIDENT = "adaptive", "resident"
 NATIVE = "native"
 """Of `offload_gradients`: they add up in their own dtype."""
 
@@ -40,10 +42,24 @@ class Options:
     disk: tuple[Path, ...] = ()
     host_memory: int | None = None
 
-    @property
-    def never_leaves(self) -> bool:
-        """Whether state on the device stays there whatever happens, and has no home on the host."""
-        return self.policy == "resident"
+    def never_leaves(self, device: Device | None) -> bool:
+        """Whether state on the device stays there whatever happens, and has no home on the host.
+
+        So it does where both share their memory, for to leave would make no room.
+        """
+        shared = device is not None and device.shares_host_memory
+        return self.policy == RESIDENT or (shared and self.policy == ADAPTIVE)
+
+    def policy_on(self, device: Device) -> Policy:
+        """What makes the plans for a device. Raises ValueError for choices that its memory has no use for."""
+        if not self.never_leaves(device):
+            return resolve_policy(self.policy)
+        if self.disk:
+            raise ValueError(
+                f"{device} shares the host's memory, where policy='adaptive' keeps all state; leave disk= out, or "
+                "choose policy='cpu', with which what host_memory= does not hold is on disk"
+            )
+        return resolve_policy(RESIDENT)
 
     def agreed(self) -> dict[str, str]:
         """What all ranks must have chosen alike, by name."""
@@ -69,7 +85,7 @@ class Options:
         host = self.host_memory
         if host is not None and (isinstance(host, bool) or not isinstance(host, int) or host < 1):
             raise ValueError(f"host_memory must be 1 or more bytes as an int, or None, found {host!r}")
-        if self.disk and self.never_leaves:
+        if self.disk and self.policy == RESIDENT:
             raise ValueError("policy='resident' keeps all state on the device; leave disk= out, or choose 'adaptive'")
         for name in ("max_grad_norm", "memory_interval"):
             value = getattr(self, name)
@@ -103,9 +119,10 @@ def folders_of(disk: str | Path | Sequence[str | Path] | None) -> tuple[Path, ..
     found = () if disk is None else tuple(disk) if isinstance(disk, list | tuple) else (disk,)
     if not all(isinstance(folder, str | os.PathLike) for folder in found):
         raise TypeError(f"disk must be a folder, a sequence of folders, or None, found {disk!r}")
-    if not all(map(os.fspath, found)):
+    if not all(name and "\0" not in name for name in map(os.fspath, found)):
         raise ValueError(f"disk must name a folder, found {disk!r}; write '.' for the one that is current, or None")
-    return tuple(Path(folder).expanduser() for folder in found)
+    # Absolute, because user code may change the current folder before state is first written, or copies are made.
+    return tuple(Path(folder).expanduser().absolute() for folder in found)
 
 
 def check_settings(settings: Mapping[str, Any], where: str, state_format: str | None = None) -> None:

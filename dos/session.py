@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -14,7 +15,6 @@ from torch.nn.parameter import is_lazy
 
 from dos.activations.offload import Amount, Surrounding
 from dos.deciding.decisions import Decisions
-from dos.deciding.policies import resolve_policy
 from dos.device_side import DeviceSide
 from dos.devices import Device
 from dos.gradients.clipping import Clipping
@@ -35,8 +35,10 @@ from dos.sharding.fingerprint import look_at_bits
 from dos.sharding.local import local
 from dos.sharding.meshes import Meshes
 from dos.state.record import ParameterRecord
-from dos.step.work import Placed, apply
+from dos.step.work import Placed, prepare_updates
 from dos.warn import warn
+
+logger = logging.getLogger(__name__)
 
 
 class Session(SessionBase):
@@ -66,7 +68,12 @@ class Session(SessionBase):
         """Set the accelerator up when the first parameter there was met."""
         found = self.registry.devices.found
         if self.on_device is None and found is not None:
-            policy = resolve_policy(self._options.policy)
+            policy = self._options.policy_on(found)
+            if found.shares_host_memory and self._options.never_leaves(found):
+                logger.info(
+                    "%s shares the host's memory: all optimizer state stays there, as with policy='resident'",
+                    found,
+                )
             self.on_device = DeviceSide(found, self.registry, policy, self._options, self.guard)
             self._attach_device()
             # Work in flight ends when the optimizer is collected or the interpreter exits.
@@ -195,7 +202,7 @@ class Session(SessionBase):
             registry.offloaded.clear()
             self._in_place.start(updates[subgroup] for subgroup in late)
             for subgroup in now:
-                apply([Placed(updates[subgroup], subgroup.state)])
+                prepare_updates([Placed(updates[subgroup], subgroup.state)])()
             registry.written([record for record, _ in active.members if record not in self.in_flight])
             self.clipping.forget()
         if self.attachment is not None:
@@ -397,11 +404,11 @@ class Session(SessionBase):
         self.reconciler.state, self.reconciler.seen = LiveState(state, self.settle_state), True
 
     @exclusive
-    def settle_state(self) -> None:
-        """User code reads or changes an entry of the state."""
+    def settle_state(self, read: Collection[Tensor]) -> None:
+        """User code reads entries of the state, those of these parameters, or changes some."""
         self.guard.check()
         self.bring_home()
-        self.registry.homes.show(self.registry.accelerated)
+        self.registry.homes.show(self.registry.subgroups_of(read))
         for record in self.registry.records.values():
             record.write_step()
         self.reconciler.seen = True

@@ -20,6 +20,7 @@ import dos
 def main(arguments: Sequence[str] | None = None) -> list[float]:
     """Train; this rank's loss in each step."""
     options = tiny.options(arguments, steps=60)
+    tiny.check_launched()
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
         auto_wrap_policy="size_based_wrap",  # "transformer_based_wrap" for a Hugging Face model

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -18,11 +19,22 @@ LENGTH = 16
 
 
 def options(arguments: Sequence[str] | None, *, steps: int) -> argparse.Namespace:
-    """--device: where the model is, and for "emulated" where it counts as being. --steps: of training."""
+    """--device: where the model is, and for "emulated" where it counts as being. --steps: of training.
+
+    Without a GPU torch computes in one thread from then on.
+    """
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", choices=("cpu", "cuda", "emulated"), default="emulated")
     parser.add_argument("--steps", type=int, default=steps)
-    return parser.parse_args(arguments)
+    found = parser.parse_args(arguments)
+    if found.device != "cuda":
+        compute_in_one_thread()
+    return found
+
+
+def compute_in_one_thread() -> None:
+    """For small models: torch's other threads would spin between operations, on cores that the optimizer needs."""
+    torch.set_num_threads(1)
 
 
 def place(name: str) -> torch.device:
@@ -30,8 +42,15 @@ def place(name: str) -> torch.device:
     return torch.device("cuda" if name == "cuda" else "cpu")
 
 
+def check_launched() -> None:
+    """Exit with the command to run, unless torchrun (or accelerate launch) has started this process."""
+    if "RANK" not in os.environ and not dist.is_initialized():
+        raise SystemExit(f"this example runs on several ranks; start it so: torchrun --nproc-per-node 2 {sys.argv[0]}")
+
+
 def start_rank(name: str) -> tuple[torch.device, int, int]:
     """Join the process group of torchrun: where this rank's model is, its number, and how many there are."""
+    check_launched()
     where = place(name)
     if where.type == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

@@ -14,7 +14,7 @@ from torch import Tensor
 from dos.calibration.rounds import Figure, Link, Rounds
 from dos.devices import Device, Job, pinned_zeros
 from dos.devices.pinned import lazy_zeros
-from dos.kernels.update import AdamArrays, AdamStep, adam_update
+from dos.kernels.update import AdamArrays, AdamBatch, AdamStep, adam_update, prepare
 from perfmodel import Lane, Op, Span
 from perfmodel.format import CODED, MASTER, MIXED, REST, SPLIT, Format
 
@@ -134,8 +134,9 @@ class Bench:
         return self._accelerator.allocate(numel * dtype.itemsize).view(dtype).zero_()
 
     def _launch(self, kept: Format, numel: int) -> Job:
-        arrays = self._on_device[kept]
-        return self._accelerator.launch(0, lambda: _update(arrays, numel), numel, state_format=kept.name)
+        # As the engine does, before the device notes the start.
+        update = prepare([AdamBatch([self._on_device[kept].slice(0, numel)])], [_STEP])
+        return self._accelerator.launch(0, update, numel, state_format=kept.name)
 
     def _copy(self, op: Op, nbytes: int) -> list[Span]:
         """As the engine copies a subgroup's state: all tensors in one job."""

@@ -6,7 +6,7 @@ import argparse
 import os
 import platform
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,6 +20,7 @@ from dos.calibration.measure import FULL, QUICK, Measurement, base_profile, meas
 from dos.calibration.rounds import Exchange
 from dos.devices import Device, EmulatedDevice
 from dos.devices.cuda import CudaDevice
+from dos.disk import DiskError
 from dos.machine.process import local_ranks, usable_cores
 from dos.machine.profiles import machine_name, save_profile
 from perfmodel.hardware import HardwareProfile, builtin_profiles
@@ -82,6 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         except torch.OutOfMemoryError as error:
             raise SystemExit(f"dos.calibrate: not enough free device memory to measure with: {error}") from None
+        except DiskError as error:
+            raise SystemExit(f"dos.calibrate: {error.found}; choose another folder with --disk") from None
         except OSError as error:
             raise SystemExit(f"dos.calibrate: {error.strerror or error}") from None
     name = name_of(device)
@@ -221,7 +224,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", type=_device, default="auto", help="cuda, cuda:N, cpu or emulated:NAME")
     parser.add_argument("--output", type=_file, metavar="FILE", help="also write the profile here")
     parser.add_argument("--threads", type=_threads, metavar="N", help="of the CPU update, instead of trying")
-    parser.add_argument("--disk", type=Path, nargs="+", default=(), metavar="DIR", help="measure state on disk there")
+    parser.add_argument("--disk", type=_folder, nargs="+", default=(), metavar="DIR", help="measure state on disk")
     return parser.parse_args(argv)
 
 
@@ -251,6 +254,17 @@ def _file(text: str) -> Path:
     if path.is_dir() or not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"{text!r} is not a file in a folder that exists")
     return path
+
+
+def _folder(text: str) -> Path:
+    path = Path(text).absolute()
+    with suppress(OSError):  # such as of a name that is too long
+        if path.parent.is_dir():
+            return path
+    raise argparse.ArgumentTypeError(
+        f"{text!r} is not in a folder that exists, and would be made on another drive than the one to be measured; "
+        "mount that, or make the folder first"
+    )
 
 
 def _threads(text: str) -> int:

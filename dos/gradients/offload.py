@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dos.devices import Device, EmulatedDevice, Job
 from dos.kernels.update import accumulate
+from dos.state.arena import aligned
 from dos.state.host_store import HostStore
 from dos.state.host_tensor import HostTensor
 from dos.state.record import ParameterRecord
@@ -27,6 +28,8 @@ _SCALE = 8
 """On an emulated device as small a share of its memory as that is of 64 GiB: so many bits."""
 PASSAGE_BYTES, PASSAGES = 32 << 20, 8
 """Of each part of the host memory through which gradients come that are added in their own dtype; how many."""
+_PASSAGES_SHARE = 10
+"""One part in so many of a limited host memory is the most that all of them take beside it."""
 
 _INCOMPLETE = (
     "moving a gradient to the host was interrupted or failed, so the gradients are not complete; call "
@@ -136,7 +139,7 @@ class OffloadedGradients:
     def _add(self, values: Tensor, gradient: Tensor, index: int, engine: Engine, *, pin: bool) -> Future[None]:
         """Add a gradient to what is on the host, rounding as autograd does; what stands for the end of it."""
         arrived: Future[None] | None = None
-        each = PASSAGE_BYTES // gradient.itemsize
+        each = self._passage_bytes // gradient.itemsize
         for target, source in zip(values.split(each), gradient.split(each), strict=True):
             passage = self._free_passage(engine.device)
             if pin and not passage.nbytes:
@@ -154,10 +157,15 @@ class OffloadedGradients:
             if not passage.nbytes:
                 self._store.reserve_whole(passage)
 
+    @property
+    def _passage_bytes(self) -> int:
+        limit = self._store.limit
+        return PASSAGE_BYTES if limit is None else min(PASSAGE_BYTES, aligned(limit // (_PASSAGES_SHARE * PASSAGES)))
+
     def _free_passage(self, device: Device) -> HostTensor:
         """One from which nothing is read any more. Blocks if all are in use."""
         if len(self._passages) < PASSAGES and all(not reader.done() for _, reader in self._passages):
-            return HostTensor(PASSAGE_BYTES, torch.uint8, device, PASSAGE_BYTES)
+            return HostTensor(self._passage_bytes, torch.uint8, device, self._passage_bytes)
         passage, reader = self._passages.popleft()
         reader.exception()  # waits; its own gradient says what went wrong
         return passage

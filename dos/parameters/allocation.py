@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dos.devices import DeviceFinder
+from dos.devices import Device, DeviceFinder
 from dos.options import Options
 from dos.parameters.admission import Group
 from dos.sharding.local import local
@@ -93,15 +93,26 @@ class Allocation:
         The memory in which offloaded gradients of several add up is asked for when the second comes.
         """
         numel, accelerated = local(parameter).numel(), self._devices.holds(parameter)
-        if self._options.never_leaves and accelerated:
-            return numel * parameter.dtype.itemsize if self._options.offload_gradients else 0
-        return footprint.host_footprint(
+        most = footprint.host_footprint(
             numel,
             parameter.dtype.itemsize,
             accelerated=accelerated,
             values=str(parameter.dtype).removeprefix("torch."),
             **self._settings(parameter, group),
-        ).total
+        )
+        if not (accelerated and self._lasting):
+            return most.total
+        gradients = numel * parameter.dtype.itemsize if self._options.offload_gradients else 0
+        return gradients + (most.state if self._devices.shares_host_memory else 0)
+
+    def takes_host_memory_at_once(self, parameter: Tensor) -> bool:
+        """Whether state of a parameter takes memory of the host as soon as it has room, wherever it is."""
+        return not self._devices.holds(parameter) or (self._lasting and self._devices.shares_host_memory)
+
+    @property
+    def _lasting(self) -> bool:
+        """Whether state on the accelerator stays there for good."""
+        return self._options.never_leaves(self._devices.found)
 
     def size_on_device(self, numel: int) -> int:
         """Parameters of new subgroups there, where so many have state then."""
@@ -138,8 +149,8 @@ class Allocation:
         if accelerated and self._options.disk:
             whole = pages(format_of(str(parameters[0].dtype).removeprefix("torch."), **settings))
             size = -(-size // whole) * whole
-        lasting = accelerated and self._options.never_leaves
-        with explain_oom():
+        lasting = accelerated and self._lasting
+        with explain_oom(self._devices.found):
             arena = Arena(
                 parameters,
                 self._devices.found if accelerated else None,
@@ -154,11 +165,16 @@ class Allocation:
 
 
 @contextlib.contextmanager
-def explain_oom() -> Iterator[None]:
-    """Surrounds allocations of state that never leaves the device."""
+def explain_oom(device: Device | None) -> Iterator[None]:
+    """Surrounds allocations of state that never leaves this device."""
     try:
         yield
     except torch.OutOfMemoryError as error:
+        if device is not None and device.shares_host_memory:
+            raise torch.OutOfMemoryError(
+                f"{device} shares the host's memory, which has no room for all optimizer state; freeze parameters, use "
+                f"state_format='int8', or end other programs ({error})"
+            ) from error
         raise torch.OutOfMemoryError(
             "policy='resident' keeps all optimizer state on the device, which has no memory for it; use "
             f"policy='adaptive', with which what does not fit stays on the host ({error})"

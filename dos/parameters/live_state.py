@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -21,18 +21,21 @@ class LiveState(defaultdict[Tensor, Any]):
     The optimizer itself, which knows what is settled, calls the methods of `dict`: `dict.get(state, parameter)`.
     """
 
-    def __init__(self, entries: Mapping[Tensor, Any], before: Callable[[], None]) -> None:
-        """before: a method, called before an entry is read or changed; its object is not kept alive."""
+    def __init__(self, entries: Mapping[Tensor, Any], before: Callable[[Collection[Tensor]], None]) -> None:
+        """before: a method, called before entries are read or changed; its object is not kept alive.
+
+        It is given the parameters of those that are read.
+        """
         super().__init__(dict, entries)
         self._before = weakref.WeakMethod(before)
 
-    def _settle(self) -> None:
+    def _settle(self, keys: Collection[Tensor]) -> None:
         before = self._before()
         if before is not None:
-            before()
+            before(keys)
 
     def __getitem__(self, key: Tensor) -> Any:
-        self._settle()
+        self._settle([key])
         entry = super().__getitem__(key)
         if sys._getframe(1).f_code.co_name == "_unflatten_optim_state_dict":
             # Torch takes these names alone from a flattened state dict, which may be of another format.
@@ -57,17 +60,23 @@ class LiveState(defaultdict[Tensor, Any]):
     __copy__ = copy
 
 
-def _settles_first(name: str) -> Callable[..., Any]:
-    """The method of this name that `defaultdict` has, after `_settle`."""
+def _settles_first(name: str, read: Callable[..., Collection[Tensor]]) -> Callable[..., Any]:
+    """The method of this name that `defaultdict` has, after `_settle`.
+
+    read: of its arguments, the parameters whose entries it reads.
+    """
     method = getattr(defaultdict, name)
 
     def call(self: LiveState, *args: Any, **kwargs: Any) -> Any:
-        self._settle()
+        self._settle(read(self, *args))
         return method(self, *args, **kwargs)
 
     return call
 
 
-_CHANGING = ("__setitem__", "__delitem__", "pop", "popitem", "setdefault", "update", "clear")
-for _name in (*_CHANGING, "__ior__", "__eq__", "__ne__", "__repr__", "get", "items", "values"):
-    setattr(LiveState, _name, _settles_first(_name))
+for _name in ("__setitem__", "__delitem__", "update", "clear", "__ior__"):
+    setattr(LiveState, _name, _settles_first(_name, lambda state, *_: ()))
+for _name in ("get", "pop", "setdefault"):
+    setattr(LiveState, _name, _settles_first(_name, lambda state, key, *_: (key,)))
+for _name in ("popitem", "__eq__", "__ne__", "__repr__", "items", "values"):
+    setattr(LiveState, _name, _settles_first(_name, lambda state, *_: state))

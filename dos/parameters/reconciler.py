@@ -202,9 +202,9 @@ class Reconciler:
 
     def _add_amsgrad(self, arena: Arena) -> None:
         homes, subgroups = self._registry.homes, [s for s in self._registry.accelerated if s.arena is arena]
-        with explain_oom():
+        with explain_oom(arena.device):
             arena.add_amsgrad(functools.partial(homes.add_field, subgroups))
-        homes.show(subgroups)  # what users have views of is elsewhere on disk
+        homes.show_again()  # what users have views of is elsewhere on disk
         for record in self._registry.records.values():
             if record.arena is arena:
                 record.views = record.make_views()

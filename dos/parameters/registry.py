@@ -80,6 +80,11 @@ class Registry:
         """The parameter's record, if it has a place in an arena."""
         return self.records.get(id(parameter))
 
+    def subgroups_of(self, parameters: Iterable[Tensor]) -> dict[Subgroup, None]:
+        """Those in which parameters lie, of which some may have no place yet."""
+        found = (self.records.get(id(p)) for p in parameters)
+        return {subgroup: None for r in found if r is not None for subgroup, _ in self.places[r]}
+
     @property
     def bytes_to_come(self) -> int:
         """Of the host's memory that state may take yet."""
@@ -116,7 +121,8 @@ class Registry:
             if id(p) not in self.records:
                 promised[there[p]][id(p)] = self._allocation.host_bytes(p, group)
         in_place = sum(promised[False].values())
-        needed = in_place + sum(promised[True].values()) - self.host_store.nbytes
+        taken = self.host_store.nbytes + (self.lasting_bytes if self.devices.shares_host_memory else 0)
+        needed = in_place + sum(promised[True].values()) - taken
         if not any(map(is_sharded, ready)):
             needed //= ranks_that_will_divide()
         if self._options.disk:
@@ -209,7 +215,7 @@ class Registry:
             return
         runs = self._allocation.alike(newcomers)
         nbytes = {id(p): self._allocation.host_bytes(p, group) for p, group in newcomers}
-        here = [nbytes[id(p)] for p, _ in newcomers if not self.devices.holds(p)]
+        here = [nbytes[id(p)] for p, _ in newcomers if self._allocation.takes_host_memory_at_once(p)]
         if here:  # all other state takes memory when it first comes to the host
             check_host_memory(sum(here))
         there = sum(subgroup.numel for subgroup in self.accelerated)

@@ -100,6 +100,16 @@ def version(tensor: Any) -> int:
     return sum(0 if part.is_inference() else part._version for part in parts)
 
 
+def counted_with(tensor: Any) -> tuple[Tensor, ...]:
+    """The tensors that have the counters which `version` adds up: a view shares that of its base.
+
+    The same memory may have several counters: `.data`, `torch.unsafe_chunk`, `torch.from_numpy` and views made within
+    an operator give tensors with their own. What `detach` gives shares one, but does not say with which tensor.
+    """
+    parts = (tensor, tensor._local_tensor) if is_sharded(tensor) else (tensor,)
+    return tuple(part if part._base is None else part._base for part in parts)
+
+
 def counts_writes(tensor: Tensor) -> bool:
     """Whether `version` tells each write: not to a DTensor, and not to what was made in torch.inference_mode."""
     return not (is_sharded(tensor) or tensor.is_inference())

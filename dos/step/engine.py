@@ -85,6 +85,7 @@ class Engine:
         """
         plan, subjects, found = prepared
         self.early.shown = False
+        self.stores.homes.shown.clear()
         try:
             self._meet_parameters(plan, subjects, found)
             found, begun = self.early.find(plan, subjects, found)
@@ -258,17 +259,16 @@ class Engine:
         Raises OSError if the disk has no room either.
         """
         stores, growth = self.stores, growth or {}
+        stores.host.lower_share()
         if stores.disk is None or stores.host.room >= sum(growth.values()):
             return
         self.wait()
         self.early.drop_arriving(list(self.early.arriving))
         stores.write_kept()
-        subgroups = list(subgroups)
         try:
             stores.leave_host(subgroups, growth)
         finally:
-            if self.early.shown:  # user code may write there until the step
-                stores.homes.show(subgroups)
+            stores.homes.show_again()
 
     def abandon(self) -> None:
         """End what backward has begun, once nothing of it is running; resident state stays."""

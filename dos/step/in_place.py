@@ -12,7 +12,7 @@ from dos.guard import Guard
 from dos.lifetime import on_own_thread
 from dos.machine.threads import leave_a_core
 from dos.state.subgroup import Subgroup
-from dos.step.work import Placed, SubgroupUpdate, apply
+from dos.step.work import Placed, SubgroupUpdate, prepare_updates
 
 
 class InPlace:
@@ -74,4 +74,4 @@ def _thread() -> ThreadPoolExecutor:
 
 def _apply(update: SubgroupUpdate) -> None:
     with torch.no_grad():
-        apply([Placed(update, update.subgroup.state)])
+        prepare_updates([Placed(update, update.subgroup.state)])()

@@ -12,7 +12,7 @@ from dos.state.disk_store import DiskJob
 from dos.state.stores import Store, Stores
 from dos.state.subgroup import Subgroup
 from dos.step.host_lane import Turn
-from dos.step.work import Placed, SubgroupUpdate, Subject, apply
+from dos.step.work import Placed, SubgroupUpdate, Subject, prepare_updates
 from perfmodel import Op, Span
 from perfmodel.lanes import Stream
 from perfmodel.plan import Move, Tier
@@ -225,7 +225,9 @@ class Step:
         name = first.arena.format.name
 
         def launch(after: Sequence[Job]) -> Job:
-            return self._device.launch(i, lambda: apply(updates, lasting=lasting), task.size, after, reads, name)
+            # Before the device notes the start: what the host spends on this would count as the kernel's time.
+            update = prepare_updates(updates, lasting=lasting)
+            return self._device.launch(i, update, task.size, after, reads, name)
 
         job = self._issue(task.stream, launch, after)
         done: Future[Job] = Future()

@@ -88,8 +88,7 @@ def make_room(plan: Plan, subjects: list[Subject], early: Early, windows: int = 
             if store.has(subgroup) and not (store is stores.disk and stores.where(subgroup) is Tier.DISK):
                 store.drop(subgroup)  # to which nothing has come
         early.drop_prefetched()
-        if early.shown:  # user code may write there before it tries again
-            stores.homes.show(subject.subgroup for subject in subjects)
+        stores.homes.show_again()  # user code may write there before it tries again
         raise
     return Prepared(plan, subjects, found)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from dos.devices import Copy, Issued
 from dos.kernels.adam import AdamArrays, AdamStep
 from dos.kernels.masters import correct_rest, follow
-from dos.kernels.update import AdamBatch, update_together
+from dos.kernels.update import AdamBatch, prepare
 from dos.state.arena import State
 from dos.state.record import flat_alias
 from dos.state.subgroup import Piece, Subgroup
@@ -28,12 +28,14 @@ class Input(NamedTuple):
     address: of the first one that is used.
     setting: which of the step's settings it takes.
     parameter_written: whether user code wrote to the parameter since our last step, so that its master follows first.
+    fresh: whether its state is zeros yet: the master is the parameter, and the rest below that is none.
     """
 
     values: Tensor
     address: int
     setting: int
     parameter_written: bool
+    fresh: bool = False
 
 
 _NOTHING = torch.empty(0, device="cpu")
@@ -134,12 +136,11 @@ class SubgroupUpdate:
         return [(_of_parameter(p), staged[p.run]) for p, _ in self.items]
 
     def prepare(self, state: State, gradient_buffer: Tensor | None = None, *, lasting: bool = True) -> AdamBatch:
-        """The update of `state`, and of the parameters in the memory where it is, ready for `apply`.
+        """The update of `state`, and of the parameters in the memory where it is, whose masters have yet to `follow`.
 
         gradient_buffer: to which `fetch_gradients` brings the gradients, if that has to be.
         lasting: whether later steps find state in the same place.
         """
-        self.follow(state)
         batch = self._batch("with parameters", state, lasting=lasting)
         self._point(batch, 0 if gradient_buffer is None else gradient_buffer.data_ptr(), _ROOM)
         return batch
@@ -158,7 +159,7 @@ class SubgroupUpdate:
         if self.from_disk:
             self.follow_on_host()
         if state.rest is not None:
-            for piece in self.written_pieces:
+            for piece in self._with_rests():
                 correct_rest(state.rest[piece.run], self._staged(piece))
         batch = self._batch("at home", state, lasting=self.at_home)
         if self.offloaded:
@@ -166,17 +167,28 @@ class SubgroupUpdate:
         else:
             staged = self.on_host.gradient
             self._point(batch, staged.data_ptr(), staged.itemsize, staged.dtype)
-        update_together([batch], self.settings)
+        prepare([batch], self.settings)()
         if self.at_home and state.rest is not None and len(self.subgroup.newest) < len(self.subgroup.pieces):
             self.subgroup.newest.update(self.pieces)
 
     def follow(self, state: State) -> None:
         """Let masters in `state`, which is where the parameters are, follow those that user code wrote to."""
-        for piece in self.written_pieces:
-            if state.master is not None:
-                follow(state.master[piece.run], _of_parameter(piece))
-            elif state.rest is not None:
+        if state.master is not None:
+            self._follow(state.master, _of_parameter)
+        elif state.rest is not None:
+            for piece in self._with_rests():
                 correct_rest(state.rest[piece.run], _of_parameter(piece))
+
+    def _with_rests(self) -> list[Piece]:
+        """The `written_pieces` that have a rest."""
+        return [piece for piece, gradient in self.items if gradient.parameter_written and not gradient.fresh]
+
+    def _follow(self, master: Tensor, parameter_of: Callable[[Piece], Tensor]) -> None:
+        for piece, gradient in self.items:
+            if gradient.fresh:
+                master[piece.run].copy_(parameter_of(piece))
+            elif gradient.parameter_written:
+                follow(master[piece.run], parameter_of(piece))
 
     def download_written(self) -> list[Copy]:
         """The copies that bring parameters to which user code wrote to the host, before their masters there follow.
@@ -192,8 +204,7 @@ class SubgroupUpdate:
         """Let masters on the host follow what `download_written` has brought."""
         master, staged = self.on_host.state.master, self.on_host.parameter
         if master is not None and staged is not None:
-            for piece in self.written_pieces:
-                follow(master[piece.run], staged[piece.run])
+            self._follow(master, lambda piece: staged[piece.run])
 
     def _point(self, batch: AdamBatch, first: int = 0, itemsize: int = 0, dtype: torch.dtype | None = None) -> None:
         """Say what each run of the batch is given.
@@ -264,15 +275,24 @@ class Placed(NamedTuple):
     gradient_buffer: Tensor | None = None
 
 
-def apply(updates: Sequence[Placed], *, lasting: bool = True) -> None:
-    """Update subgroups together where their parameters are, with their states there.
+@torch.no_grad()
+def prepare_updates(updates: Sequence[Placed], *, lasting: bool = True) -> Callable[[], None]:
+    """Prepare the update of subgroups together where their parameters are, with their states there.
 
+    Returns what updates them. Preparing takes the host milliseconds, and reads no memory that other work writes.
     lasting: whether later steps find the states in the same places.
     """
     batches = [each.update.prepare(each.state, each.gradient_buffer, lasting=lasting) for each in updates]
-    update_together(batches, updates[0].update.settings)
-    for each in updates:
-        each.update.finish(each.state)
+    update_together = prepare(batches, updates[0].update.settings)
+
+    def apply() -> None:
+        for each in updates:
+            each.update.follow(each.state)
+        update_together()
+        for each in updates:
+            each.update.finish(each.state)
+
+    return apply
 
 
 class Subject(NamedTuple):

@@ -158,6 +158,8 @@ def test_results_have_the_figures(results: dict[str, Any]) -> None:
     assert contest["pinned"] is None, "an emulated device's memory need not be"
     assert found["overlap"]["slower"]["alone"] == {"forward": 1.0, "backward": 1.0}
     assert set(found["overlap"]["slower"]["copies both ways"]) == {"forward", "backward"}
+    assert set(found["overlap"]["copies_longer"]) == {"copies to the GPU", "copies to the host", "copies both ways"}
+    assert set(found["overlap"]["waited"]) == {"a saved tensor"}, "what is emulated has no queue of the caller's"
     update = contest["contenders"][adaptive]["update"]
     assert update["share_gpu_resident"] <= 0.25, "it has memory for no more of the state"
     assert min(update[name] for name in ("update_s", "predicted_s", "bound_s")) > 0
@@ -265,6 +267,21 @@ def test_ours_has_as_much_on_the_device_as_it_has_memory_for() -> None:
     assert 0.3 < shares["most"] <= 0.76  # some of the memory may be for slots
 
 
+def test_contenders_of_their_own_find_no_state_on_the_device() -> None:
+    job = MEDIUM[Size.TINY]
+    emulated = EmulatedDevice(FAST, capacity=100 * job.numel)
+    rig = Rig(job, torch.device("cpu"), emulated, FAST, job.numel // 8 + 1)
+    contender, (batch,) = Ours("all", rig, AdaptivePolicy(FAST), 1.0), job.batches(1, torch.device("cpu"))
+    contender.open()
+    for turn in range(2):
+        for _ in range(2):
+            contender.compute(batch)
+            contender.step()
+        assert contender.metrics()["share_gpu_resident"] == 1.0, turn
+        rig.leave()
+        assert emulated.usage().held == 0
+
+
 def test_kernels_use_as_many_threads_as_were_calibrated(tmp_path: Path) -> None:
     """Contests give the optimizer a policy that has its profile, so it never sets the threads itself."""
     calibration.run(bench(tmp_path))
@@ -369,6 +386,12 @@ def test_tests_are_run_and_failures_listed(tmp_path: Path) -> None:
     assert found["figures"]["outcomes"] == {"passed": 2, "failed": 1, "skipped": 1, "error": 1}
     assert [name.rpartition("::")[2] for name in found["problems"]] == ["test_fails[a b]", "test_is_broken"]
     assert "assert 'a b' == 'c'" in (tmp_path / found["figures"]["log"]).read_text()
+
+
+def test_kernels_are_tested_last() -> None:
+    names = [path.name for path in suite.in_order(suite.TESTS)]
+    assert len(names) > 1
+    assert names[-1] == "test_gpu_kernels.py", "which takes most of the time to compile"
 
 
 def test_tests_that_hang_are_ended_and_the_others_count(tmp_path: Path) -> None:

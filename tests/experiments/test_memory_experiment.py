@@ -11,7 +11,8 @@ import torch
 
 import dos.memory.monitor
 from experiments.bench import memory
-from experiments.bench.memory import Run, Setting, neighbours, train
+from experiments.bench.memory import Run, Setting, train
+from experiments.bench.neighbours import neighbours
 from experiments.gpt import GPT, Corpus, GPTConfig, standard_library
 from experiments.paper import memory_h100
 from experiments.paper.ranks import PublishedRank, Recording
@@ -116,6 +117,7 @@ def test_rows_tell_what_was_missed() -> None:
         "adaptive_s": 1.0,
         "cpu_only_s": 2.0,
         "best_fixed_s": 1.1,
+        "bound_s": 0.9,
         "fits_share": 0.5,
         "moved_after_first": 10,
         "same_traffic": False,
@@ -127,6 +129,7 @@ def test_rows_tell_what_was_missed() -> None:
         {"errors": 1},
         {"bits_equal": False},
         {"best_fixed_s": 0.9},
+        {"bound_s": 0.8},
         {"cpu_only_s": 1.4},
         {"script": "ample"},
         {"script": "none"},

@@ -130,8 +130,8 @@ def test_planner_reports_and_meets_its_figures(
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
     assert len(rows) == 2 * len(planner.BUDGETS)
     assert set(rows[0]) == {
-        "profile", "n", "memory_budget", "plan_s", "adaptive_s", "best_stride_s", "best_ratio_s", "cpu_only_s",
-        "bound_s", "search_s", "calls",
+        "profile", "n", "memory_budget", "plan_s", "first_s", "adaptive_s", "best_stride_s", "best_ratio_s",
+        "cpu_only_s", "bound_s", "search_s", "calls",
     }  # fmt: skip
     assert not planner.misses([{**r, "plan_s": 0.0, "search_s": 0.0} for r in rows])
     with pytest.raises(SystemExit, match="2"):

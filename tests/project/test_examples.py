@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from dos import DOSAdam
 from tests.support import ROOT
@@ -56,12 +57,15 @@ def _main(name: str, monkeypatch: pytest.MonkeyPatch) -> Main:
 @pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning:pytorch_lightning"
 )
+@pytest.mark.usefixtures("one_kernel_thread")
 @pytest.mark.parametrize("name", NEEDS)
 def test_example(name: str, optimizers: list[DOSAdam], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     main = _main(name, monkeypatch)
+    torch.set_num_threads(2)
     with leaving_early() as left_early:
         losses = main(["--device", "emulated", "--steps", "12"])
+    assert torch.get_num_threads() == 1, "others would spin between operations, on the cores of the optimizer's threads"
     assert losses[-1] < losses[0]
     on_host = main(["--device", "cpu", "--steps", "12"])
     # Where state is changes no bit. Trainer clips by torch, which rounds gradients that are not offloaded.

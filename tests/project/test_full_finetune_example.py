@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import runpy
 import shutil
 import sys
@@ -15,6 +16,8 @@ from torch import nn
 from torch.optim import AdamW
 
 from dos import DOSAdam, EmulatedDevice
+from perfmodel import Placement, Plan, Workload
+from perfmodel.adaptive import adaptive
 from tests.support import ROOT
 from tests.support.processes import python
 from tests.support.training import FAST
@@ -100,6 +103,34 @@ def test_it_fits_where_nothing_else_does(way: list[str], example: Example) -> No
         names["DOSAdam"] = AdamWithMasters
         assert losses == pytest.approx(example["main"](["--tiny", "--steps", "6"]), rel=1e-3)
         assert sum(losses[-2:]) < sum(losses[:2])
+
+
+def test_the_plan_of_tiny_keeps_streams_and_leaves_state_to_the_cpu(
+    example: Example, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With forward and backward as long as on an idle machine: longer ones hide the update wherever it is done."""
+    names = example["main"].__globals__
+    plans: list[Plan] = []
+
+    class Idle(DOSAdam):
+        def __init__(self, *args: Any, device: EmulatedDevice, **given: Any) -> None:
+            def decide(workload: Workload) -> Plan:
+                plans.append(adaptive(dataclasses.replace(workload, forward_s=8e-3, backward_s=12e-3), device.profile))
+                return plans[-1]
+
+            super().__init__(*args, device=device, policy=decide, **given)
+
+    names["DOSAdam"] = Idle
+    example["main"](["--tiny", "--steps", "6"])
+    assert set(plans[-1].placements) == set(Placement)
+    assert "Nothing fits" not in capsys.readouterr().out
+
+
+def test_tiny_computes_in_one_thread(example: Example) -> None:
+    """Threads of OpenMP that spin between operations would take the cores of the optimizer's threads."""
+    torch.set_num_threads(2)
+    example["main"](["--tiny", "--steps", "1"])
+    assert torch.get_num_threads() == 1
 
 
 @pytest.mark.parametrize("way", [LOOP, TRAINER], ids=["loop", "trainer"])

@@ -13,7 +13,7 @@ import torch
 
 import dos
 from tests.support import ROOT
-from tests.support.processes import python
+from tests.support.processes import python, run_python
 from tests.support.ranks import Ranks, needs_fsdp2
 from tests.support.training import leaving_early
 
@@ -66,6 +66,17 @@ def test_fsdp2_goes_on_from_its_newest_checkpoint(pair: Ranks, tmp_path: Path) -
         assert losses[-1] < losses[0]
         assert none == []
         assert left_early
+
+
+@pytest.mark.parametrize("name", NEEDS)
+def test_without_torchrun_an_example_says_how_to_start_it(name: str) -> None:
+    if any(importlib.util.find_spec(module) is None for module in NEEDS[name]):
+        pytest.skip(f"{NEEDS[name]} is not installed")
+    path = EXAMPLES / f"{name}.py"
+    done = run_python(path, good=False)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].endswith(f"start it so: torchrun --nproc-per-node 2 {path}")
+    assert "Traceback" not in done.stderr
 
 
 @needs_fsdp2

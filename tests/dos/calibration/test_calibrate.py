@@ -19,7 +19,7 @@ from dos.machine import profiles
 from perfmodel import Lane, Op, Span
 from perfmodel.hardware import RATES, SPEEDS, HardwareProfile, Provenance
 from tests.support.calibration import TINY
-from tests.support.clock import skip_if_the_clock_cannot_be_trusted
+from tests.support.clock import compares_with_a_clock
 from tests.support.processes import python
 from tests.support.training import profile
 
@@ -63,7 +63,7 @@ def assert_measures_as(machine: HardwareProfile, expected: dict[str, float], *di
     device = EmulatedDevice(machine, capacity=10**8)
     effort = dataclasses.replace(measure.QUICK, seconds=0.05, repeats=1, emulated_s=0.05, formats=SPEEDS[0] in expected)
     missed = dict.fromkeys(expected, 0.0)
-    for _ in range(5):
+    for _ in range(3):
         found = measure.measure(device, effort, [1], disk=disk).profile(machine, "here")
         assert device.memory().free == 10**8, "the device's memory was given back"
         missed = {
@@ -73,18 +73,18 @@ def assert_measures_as(machine: HardwareProfile, expected: dict[str, float], *di
         }
         if not missed:
             return
-    skip_if_the_clock_cannot_be_trusted()
-    raise AssertionError(f"measured {missed}, expected {expected}")
+    needed = {name: expected[name] for name in missed}
+    raise AssertionError(f"needed within 15%, or 8 ms where it is a time: {needed}, found {missed}")
 
 
-@pytest.mark.clock
+@compares_with_a_clock
 def test_an_emulated_machine_measures_as_itself(tmp_path: Path) -> None:
     names = [name for name in RATES if name not in ("host_bandwidth", "cpu_traffic_factor")]
     names += ["host_bandwidth_per_rank", "copy_latency_s", "launch_latency_s", "disk_latency_s", *SPEEDS]
     assert_measures_as(MACHINE, {name: getattr(MACHINE, name) for name in names}, tmp_path)
 
 
-@pytest.mark.clock
+@compares_with_a_clock
 def test_without_contention_the_model_predicts_none() -> None:
     roomy = dataclasses.replace(MACHINE, host_bandwidth=1e12, copy_latency_s=0.0, launch_latency_s=0.0)
     assert_measures_as(roomy, {"host_bandwidth": 28 * 2e6 + 36e6 + 24e6})
@@ -244,6 +244,7 @@ def test_what_can_be_asked_for(tmp_path: Path) -> None:
     [
         *(f"--device {name}" for name in ("tpu", "cuda:99", "cuda:x", "emulated:abacus")),
         *("--threads 0", "--threads 100000", "--output /", "--output /no/such/folder/profile.json", "--fast"),
+        *("--disk /no/such/drive/state", f"--disk /{'x' * 300}/state"),
     ],
 )
 def test_bad_arguments(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:

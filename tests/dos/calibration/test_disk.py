@@ -16,7 +16,7 @@ from dos.calibration import disk
 from dos.calibration.disk import UPDATE_BESIDE, DiskBench, unexplained
 from dos.calibration.measure import measure
 from dos.calibration.rounds import Figure, Rounds
-from dos.disk import DiskSpace, Extent
+from dos.disk import DiskError, DiskSpace, Extent
 from perfmodel.hardware import HardwareProfile
 from tests.support.calibration import TINY
 from tests.support.training import profile
@@ -34,6 +34,16 @@ def test_a_folder_that_cannot_be_used(tmp_path: Path) -> None:
     file.write_text("")
     with pytest.raises(SystemExit, match=r"^dos\.calibrate: disk: expected a folder .* found .*file.*choose another"):
         calibrate.main(["--quick", "--device", "cpu", "--threads", "1", "--disk", str(file)])
+
+
+def test_a_drive_that_fails_says_nothing_of_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(space: DiskSpace, extent: Extent, buffer: object) -> None:
+        raise DiskError(errno.EIO, "the cable came off")
+
+    monkeypatch.setattr(DiskSpace, "read", fail)
+    monkeypatch.setattr(calibrate, "QUICK", TINY)
+    with pytest.raises(SystemExit, match=r"^dos\.calibrate: the cable came off; choose another folder with --disk$"):
+        calibrate.main(["--quick", "--device", "cpu", "--threads", "1", "--disk", str(tmp_path)])
 
 
 def rounds(**effort: object) -> Rounds:

@@ -274,6 +274,16 @@ def test_gradients_come_in_parts_through_few_passages(monkeypatch: pytest.Monkey
     assert len(optimizer._session.registry.offloaded._passages) == 3
 
 
+def test_passages_take_little_of_the_host_memory_that_is_allowed() -> None:
+    model = mlp(torch.bfloat16, width=3000)
+    limit = 18 * sum(p.numel() for p in model.parameters())
+    optimizer = native(model, host_memory=limit, policy="cpu")
+    for step in range(3):
+        backward(model, step, micro_batches=2)
+        optimizer.step()
+    assert limit / 2 < optimizer.metrics()["host_held_bytes"] <= 1.1 * limit
+
+
 @pytest.mark.parametrize("part", [0, 2])
 def test_a_part_that_does_not_come_is_said(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever it is; after zero_grad training goes on."""

@@ -90,12 +90,13 @@ def test_a_bad_group_is_not_added() -> None:
     optimizer.add_param_group({"params": model[2].parameters(), "lr": 1.0})
 
 
-@pytest.mark.parametrize("offload", [False, True])
-def test_sparse_gradients(offload: bool, device: EmulatedDevice) -> None:
+@pytest.mark.parametrize("place", ["host", "device", "device with offload"])
+def test_sparse_gradients(place: str, device: EmulatedDevice) -> None:
     embedding = nn.Embedding(5, 3, sparse=True)
     other = nn.Parameter(torch.ones(2))
-    where = {"device": device, "offload_gradients": True} if offload else {}
+    where = {} if place == "host" else {"device": device, "offload_gradients": place == "device with offload"}
     optimizer = DOSAdam([*embedding.named_parameters(), ("other", other)], **where)
+    optimizer.attach(embedding, activations=1.0)
     embedding(torch.tensor([1, 2])).sum().backward()
     other.grad = torch.ones(2)
     before = bits([embedding.weight, other])
