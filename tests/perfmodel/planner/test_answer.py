@@ -338,11 +338,13 @@ def test_the_plan_is_the_optimizer_s_and_the_update_takes_as_long_as_expected(na
     optimizer = DOSAdam(
         [parameter], policy="adaptive", profile=profile, subgroup_size=asked.subgroup_size, device=device
     )
+    for _ in range(2):  # the first plan is the closed form's; state then moves to where the second one has it
+        optimizer.step()
     seconds = []
-    for _ in range(5):
+    for _ in range(4):
         optimizer.step()
         seconds.append(max(span.end for span in optimizer.timeline().spans))
-        assert optimizer.plan() == expected.plan
-    measured = statistics.median(seconds[1:])  # the first step moves state to where it stays
+        assert optimizer.plan() == expected.plan, f"needed {expected.plan}, found {optimizer.plan()}"
+    measured = statistics.median(seconds)
     needed = f"needed {expected.update_s:.3f} s for an update, within 15%"
     assert measured == pytest.approx(expected.update_s, rel=0.15), f"{needed}, found {measured:.3f} s"
