@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from dos.activations.offload import ActivationOffload
-from dos.deciding.decisions import Decisions
-from dos.deciding.policies import Policy
-from dos.deciding.rests import Rests
 from dos.devices import Device
 from dos.gradients.departures import Departures
 from dos.guard import Guard
 from dos.options import Options
 from dos.parameters.registry import Registry
+from dos.planning.decisions import Decisions
+from dos.planning.policies import Policy
+from dos.planning.rests import Rests
 from dos.sharding.local import same_layout
 from dos.state.record import ParameterRecord
 from dos.state.subgroup import Subgroup

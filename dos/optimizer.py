@@ -14,13 +14,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from dos.activations.offload import checked_amount
-from dos.deciding.policies import Policy
 from dos.devices import Device
 from dos.gradients.torch_clipping import watch_clipping
 from dos.guard import exclusive
 from dos.options import Options, check_settings, folders_of
 from dos.parameters.hooks import check_model
 from dos.parameters.loading import checked, loads_full_state, to_be_filled
+from dos.planning.policies import Policy
 from dos.session import Session
 from dos.sharding.ddp import CommHook, watch_buckets
 from dos.sharding.meshes import Meshes

@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import Tensor
 
-from dos.deciding.policies import Policy, resolve_policy
 from dos.devices import Device
 from dos.machine.profiles import check_named
+from dos.planning.policies import Policy, resolve_policy
 from perfmodel.format import INT8, STATE_FORMATS
 from perfmodel.hardware import HardwareProfile
 

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from dos.activations.offload import Amount, Surrounding
-from dos.deciding.decisions import Decisions
 from dos.device_side import DeviceSide
 from dos.devices import Device
 from dos.gradients.clipping import Clipping
@@ -31,6 +30,7 @@ from dos.parameters.loading import makes_state
 from dos.parameters.reconciler import Reconciler
 from dos.parameters.registry import Registry, tell_autograd
 from dos.parameters.watching import Watching
+from dos.planning.decisions import Decisions
 from dos.sharding.fingerprint import look_at_bits
 from dos.sharding.local import local
 from dos.sharding.meshes import Meshes

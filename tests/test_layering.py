@@ -33,7 +33,7 @@ def within(path: Path, *places: str) -> bool:
 
 def test_layers() -> None:
     for path in SOURCES:
-        forbidden = set() if within(path, "dos/memory/reading.py") else {"pynvml"}
+        forbidden = set() if within(path, "dos/planning/reading.py") else {"pynvml"}
         if within(path, "perfmodel"):
             forbidden |= {"torch", "dos", "experiments"}
             if not within(path, "perfmodel/planner", "perfmodel/__main__.py"):
@@ -57,18 +57,16 @@ INNER: dict[str, set[str]] = {
     "machine": {"warn"},
     "sharding": set(),
     "devices": {"guard", "lifetime", "machine"},
-    "activations": {"devices", "guard", "machine", "memory", "sharding", "state"},
+    "activations": {"devices", "guard", "machine", "planning", "sharding", "state"},
     "kernels": {"machine"},
-    "disk": {"kernels"},
-    "state": {"devices", "disk", "kernels", "lifetime", "machine", "sharding"},
+    "state": {"devices", "kernels", "lifetime", "machine", "sharding"},
+    "disk": {"state"},
     "gradients": {"devices", "kernels", "sharding", "state", "step", "warn"},
     "step": {"devices", "guard", "kernels", "lifetime", "machine", "sharding", "state"},
-    "memory": {"devices", "guard", "warn"},
-    "deciding": {"calibration", "devices", "kernels", "machine", "memory", "state", "step"},
-    "options": {"deciding", "devices", "machine"},
+    "planning": {"calibration", "devices", "guard", "kernels", "machine", "state", "step", "warn"},
+    "options": {"devices", "machine", "planning"},
     "parameters": {
         "devices",
-        "disk",
         "gradients",
         "guard",
         "kernels",
@@ -79,16 +77,16 @@ INNER: dict[str, set[str]] = {
         "step",
         "warn",
     },
-    "calibration": {"devices", "disk", "kernels", "machine"},
+    "calibration": {"devices", "kernels", "machine", "state"},
     "calibrate": {"calibration"},
     "device_side": {
         "activations",
-        "deciding",
         "devices",
         "gradients",
         "guard",
         "options",
         "parameters",
+        "planning",
         "sharding",
         "state",
         "step",
@@ -96,7 +94,6 @@ INNER: dict[str, set[str]] = {
     "in_flight": {"device_side", "devices", "guard", "parameters", "state", "step"},
     "session": {
         "activations",
-        "deciding",
         "device_side",
         "devices",
         "gradients",
@@ -105,6 +102,7 @@ INNER: dict[str, set[str]] = {
         "lifetime",
         "options",
         "parameters",
+        "planning",
         "sharding",
         "state",
         "step",

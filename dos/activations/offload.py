@@ -22,7 +22,7 @@ from dos.devices import Device, Job, Mark, memory_of
 from dos.guard import exclusive
 from dos.machine.host_memory import available_bytes
 from dos.machine.process import local_ranks
-from dos.memory.forecast import Room
+from dos.planning.forecast import Room
 from dos.sharding.local import is_sharded, local
 from perfmodel import Plan
 from perfmodel.workload import SavedTensors, peak_room

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from dos.devices import Device, DeviceFinder
-from dos.disk.files import check_disk
 from dos.gradients.offload import OffloadedGradients
 from dos.guard import Guard
 from dos.machine.host_memory import check_host_memory, host_share
@@ -22,6 +21,7 @@ from dos.parameters.watching import Watching
 from dos.sharding.fsdp import find_replaced
 from dos.sharding.local import is_sharded, local, moved_to_layout
 from dos.sharding.meshes import Meshes
+from dos.state.disk.files import check_disk
 from dos.state.homes import Homes
 from dos.state.host_store import HostStore
 from dos.state.record import ParameterRecord

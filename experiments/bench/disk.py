@@ -29,8 +29,8 @@ from torch import Tensor, nn
 
 from dos import DOSAdam, EmulatedDevice
 from dos.calibration.measure import QUICK, Effort, base_profile, measure
-from dos.disk import DiskSpace
 from dos.machine.threads import kernel_threads
+from dos.state.disk import DiskSpace
 from experiments.command import Parser, seconds, table
 from experiments.gpt import GPT, Corpus, GPTConfig, standard_library
 from experiments.miniature import without_fixed_costs

@@ -30,8 +30,8 @@ from rich.console import Console
 from torch import Tensor
 
 from dos import DOSAdam
-from dos.deciding.policies import Policy
 from dos.devices import Script
+from dos.planning.policies import Policy
 from experiments.bench.neighbours import Points, neighbours
 from experiments.command import Parser, seconds, table
 from experiments.gpt import GPT, Corpus, GPTConfig, standard_library

@@ -31,7 +31,7 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from dos import DOSAdam
-from dos.deciding.policies import resolve_policy
+from dos.planning.policies import resolve_policy
 from experiments.bench.machines import Machine, choose_machine
 from experiments.command import Parser, positive, table
 from experiments.gpt import GPT, Corpus, GPTConfig, standard_library

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import AdamW
 
 from dos import DOSAdam, EmulatedDevice
-from dos.deciding.policies import AdaptivePolicy, Policy
+from dos.planning.policies import AdaptivePolicy, Policy
 from experiments.check.models import SETTINGS, Batch, Job
 from experiments.gpt import GPT
 from perfmodel import Plan, Timeline, Workload

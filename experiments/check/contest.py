@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from dos.deciding.policies import AdaptivePolicy, resolve_policy
 from dos.machine.threads import kernel_threads
-from dos.memory.reading import Source
+from dos.planning.policies import AdaptivePolicy, resolve_policy
+from dos.planning.reading import Source
 from experiments.check.base import Bench, Size, Target
 from experiments.check.calibration import measured_profile
 from experiments.check.contenders import (

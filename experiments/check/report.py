@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from dos.memory.reading import Source
+from dos.planning.reading import Source
 from experiments.check.base import Record, Status, plain, replace_text
 from experiments.check.suite import NOT_COMPARED
 from experiments.command import table

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from dos.memory.forecast import MARGIN
+from dos.planning.forecast import MARGIN
 from experiments.command import table
 from experiments.paper.ranks import PublishedRank
 from experiments.plots import MemorySample, save_memory_and_lanes

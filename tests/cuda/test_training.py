@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from dos import DOSAdam
 from dos.devices.cuda import CudaDevice
-from dos.memory.forecast import MARGIN
-from dos.memory.reading import Nvml
+from dos.planning.forecast import MARGIN
+from dos.planning.reading import Nvml
 from tests.support.neighbour import Neighbour
 from tests.support.random_plans import RandomPlans
 from tests.support.training import bits, no_synchronisation, plan_anew
@@ -491,7 +491,7 @@ CHILD = """
 import torch
 from dos import DOSAdam
 from dos.devices.cuda import CudaDevice
-from dos.memory.reading import Nvml
+from dos.planning.reading import Nvml
 weight = torch.nn.Parameter(torch.ones(1000, device="cuda"))
 optimizer = DOSAdam([weight], policy="stride:1")
 weight.sum().backward()

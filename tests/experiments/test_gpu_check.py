@@ -17,10 +17,10 @@ import torch
 from rich.console import Console
 
 from dos import EmulatedDevice
-from dos.deciding.policies import AdaptivePolicy, resolve_policy
 from dos.machine.process import usable_cores
 from dos.machine.threads import kernel_threads, set_kernel_threads
-from dos.memory.reading import Source
+from dos.planning.policies import AdaptivePolicy, resolve_policy
+from dos.planning.reading import Source
 from experiments.check import calibration, suite
 from experiments.check.base import Bench, Check, Record, Settings, Size, Skipped, Status, Target, run_isolated
 from experiments.check.contenders import MASTERS, NOTHING, PLAIN, Kind, Ours, Own, Rig

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import dos.memory.monitor
+import dos.planning.monitor
 from experiments.bench import memory
 from experiments.bench.memory import Run, Setting, train
 from experiments.bench.neighbours import neighbours
@@ -31,7 +31,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "SUBGROUPS", 12)
     monkeypatch.setattr(memory, "UPDATE_S", 0.01)
     # Iterations are a hundred times as fast as real ones, and as many samples shall be taken of each.
-    monkeypatch.setattr(dos.memory.monitor, "SHARE_OF_TIME", 0.1)
+    monkeypatch.setattr(dos.planning.monitor, "SHARE_OF_TIME", 0.1)
 
 
 def batches(count: int = ITERATIONS) -> list[memory.Batch]:

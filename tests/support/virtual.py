@@ -12,9 +12,9 @@ import random
 import torch
 from torch import Tensor
 
-from dos.deciding.policies import AdaptivePolicy, plan_of
 from dos.devices import Script
-from dos.memory.monitor import MemoryMonitor
+from dos.planning.monitor import MemoryMonitor
+from dos.planning.policies import AdaptivePolicy, plan_of
 from experiments.bench.memory import Setting
 from experiments.training import UPDATE
 from perfmodel import Op, Placement, Plan, Workload

@@ -17,7 +17,7 @@ import dos.activations.offload as offload_module
 from dos import DOSAdam, EmulatedDevice
 from dos.activations.offload import ActivationOffload
 from dos.activations.saved import MOST
-from dos.memory.forecast import Room
+from dos.planning.forecast import Room
 from dos.step.pace import Pace
 from perfmodel import Lane, Op, Placement, Plan, Workload
 from perfmodel.policies import cpu_only, resident

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from dos import DOSAdam
-from dos.deciding.decisions import Decisions
 from dos.devices import Job
+from dos.planning.decisions import Decisions
 from dos.state.device_store import DeviceStore
 from dos.step.iteration import Iteration
 from perfmodel import Lane, Op

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from dos import DOSAdam
-from dos.deciding.policies import AdaptivePolicy
 from dos.devices import Copy, Job
+from dos.planning.policies import AdaptivePolicy
 from dos.state.record import ParameterRecord
 from dos.step.host_lane import HostLane
 from perfmodel import Op, Placement, Plan, Workload

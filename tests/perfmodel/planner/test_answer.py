@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from dos import DOSAdam, EmulatedDevice
-from dos.memory.forecast import MARGIN as DOS_MARGIN
+from dos.planning.forecast import MARGIN as DOS_MARGIN
 from perfmodel import Placement
 from perfmodel.adaptive import adaptive
 from perfmodel.bounds import lower_bound

@@ -13,8 +13,8 @@ import torch
 
 from dos import DOSAdam, EmulatedDevice
 from dos.devices import Memory
-from dos.memory.forecast import MARGIN
-from dos.memory.monitor import MemoryMonitor
+from dos.planning.forecast import MARGIN
+from dos.planning.monitor import MemoryMonitor
 from perfmodel import Lane, Op, Placement, Plan, Workload
 from tests.support.training import FAST, bits, bits_on_host, mlp, train, trained_as_on_host
 
@@ -198,7 +198,7 @@ def test_an_iteration_that_is_tried_again_has_its_peak_sampled_again(monkeypatch
 
 
 def test_the_first_peak_is_seen_when_samples_are_rare(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dos.memory.monitor.SHARE_AT_FIRST", 1e-9)
+    monkeypatch.setattr("dos.planning.monitor.SHARE_AT_FIRST", 1e-9)
     model = mlp()
     parameters = list(model.parameters())
     own = [0]

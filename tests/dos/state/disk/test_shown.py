@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dos.disk import PAGE, DiskError, DiskSpace, Extent, watch
-from dos.disk import space as space_module
+from dos.state.disk import PAGE, DiskError, DiskSpace, Extent, watch
+from dos.state.disk import space as space_module
 from tests.support.disk import change, files, pages, reads
 
 SIZE = 16 * PAGE

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dos.devices import Memory
-from dos.memory.reading import _REASONS, Reading, Source
+from dos.planning.reading import _REASONS, Reading, Source
 from perfmodel import Op, SubgroupLoad, Workload
 from tests.support.devices import TOTAL, UUID, Card, monitor_of
 

@@ -14,8 +14,8 @@ from typing import Any
 
 from dos.devices import Device
 from dos.guard import exclusive, renewed
-from dos.memory.forecast import Forecast, Room
-from dos.memory.reading import MemoryReader
+from dos.planning.forecast import Forecast, Room
+from dos.planning.reading import MemoryReader
 from perfmodel import Op, SubgroupLoad
 
 Budget = int | float | Callable[[], int] | None

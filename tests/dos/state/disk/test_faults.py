@@ -13,9 +13,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from dos.disk import PAGE, DiskError, DiskSpace
-from dos.disk import files as files_module
-from dos.disk import space as space_module
+from dos.state.disk import PAGE, DiskError, DiskSpace
+from dos.state.disk import files as files_module
+from dos.state.disk import space as space_module
 from tests.support.disk import change, files, pages, reads, truncate
 
 SIZE = 16 * PAGE

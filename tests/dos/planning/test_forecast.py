@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dos.memory.forecast import MARGIN, REMEMBERED, REMEMBERED_AFTER_FAILURE, Forecast, Room
+from dos.planning.forecast import MARGIN, REMEMBERED, REMEMBERED_AFTER_FAILURE, Forecast, Room
 from perfmodel import Op
 
 TOTAL = 1000

@@ -9,10 +9,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dos.deciding.policies import WORTH_A_CHANGE
 from dos.kernels.gpu_update import gpu_kernel_name
-from dos.memory.monitor import SPARE_TO_GROW, TOO_LITTLE
-from dos.memory.reading import Reading
+from dos.planning.monitor import SPARE_TO_GROW, TOO_LITTLE
+from dos.planning.policies import WORTH_A_CHANGE
+from dos.planning.reading import Reading
 from dos.step.iteration import Iteration
 from perfmodel import Placement, Plan, Timeline, Workload
 from perfmodel.adaptive import adaptive

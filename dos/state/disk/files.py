@@ -16,8 +16,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from dos.disk.watch import Watch
 from dos.kernels.extension import load_extension
+from dos.state.disk.watch import Watch
 
 logger = logging.getLogger(__name__)
 

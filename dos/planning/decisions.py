@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 
 from dos.calibration.measure import measure_minimum, name_of
-from dos.deciding.policies import AdaptivePolicy, Policy, plan_of
-from dos.deciding.report import Report, why_changed
 from dos.devices import Device
 from dos.machine.profiles import resolve_profile
 from dos.machine.threads import set_kernel_threads
-from dos.memory.monitor import Budget, MemoryMonitor
+from dos.planning.monitor import Budget, MemoryMonitor
+from dos.planning.policies import AdaptivePolicy, Policy, plan_of
+from dos.planning.report import Report, why_changed
 from dos.step.iteration import Iteration
 from dos.step.pace import Pace
 from perfmodel import Plan, Timeline, Workload

@@ -18,9 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dos.disk import PAGE, DiskError, DiskSpace, Extent
-from dos.disk import space as space_module
-from dos.disk.files import DiskFile
+from dos.state.disk import PAGE, DiskError, DiskSpace, Extent
+from dos.state.disk import space as space_module
+from dos.state.disk.files import DiskFile
 from tests.support.disk import files, pages, reads
 
 MEMORY = Path("/dev/shm")

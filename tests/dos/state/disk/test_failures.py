@@ -20,9 +20,9 @@ import torch
 from torch import nn
 
 from dos import DOSAdam
-from dos.disk import DiskError, DiskSpace, Extent
-from dos.disk import files as files_module
-from dos.disk import space as space_module
+from dos.state.disk import DiskError, DiskSpace, Extent
+from dos.state.disk import files as files_module
+from dos.state.disk import space as space_module
 from tests.support.disk import SMALL, TWO_WINDOWS, bytes_on_disk, change, dos_adam, fail_at, files, truncate, wide
 from tests.support.processes import python
 from tests.support.programs import REFUSED

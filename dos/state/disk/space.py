@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dos.disk.extent import PAGE, Contents, Extent, Piece
-from dos.disk.files import LOST, RETRY, DiskError, DiskFile, map_memory
 from dos.kernels.extension import load_extension
+from dos.state.disk.extent import PAGE, Contents, Extent, Piece
+from dos.state.disk.files import LOST, RETRY, DiskError, DiskFile, map_memory
 
 _adam = load_extension()
 

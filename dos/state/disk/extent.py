@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from enum import Enum, auto
 from typing import NamedTuple
 
-from dos.disk.files import DiskError, DiskFile
+from dos.state.disk.files import DiskError, DiskFile
 
 PAGE = mmap.PAGESIZE
 

@@ -9,8 +9,8 @@ import pytest
 
 from dos import DOSAdam, EmulatedDevice
 from dos.devices import Memory
-from dos.memory.forecast import MARGIN
-from dos.memory.monitor import SHARE_AT_FIRST, SHARE_OF_TIME, Budget, MemoryMonitor
+from dos.planning.forecast import MARGIN
+from dos.planning.monitor import SHARE_AT_FIRST, SHARE_OF_TIME, Budget, MemoryMonitor
 from perfmodel import Op, SubgroupLoad, Workload
 from tests.support.devices import TOTAL, Card, monitor_of
 from tests.support.training import FAST, bits, mlp, train
@@ -30,7 +30,7 @@ class Clock:
 
 def test_sampling_takes_no_more_than_its_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr("dos.memory.monitor.time", clock)
+    monkeypatch.setattr("dos.planning.monitor.time", clock)
     took = 2e-3
     device = Card(None)
 

@@ -19,9 +19,9 @@ from pathlib import Path
 
 import pytest
 
-from dos.disk import PAGE, DiskSpace
-from dos.disk import files as files_module
-from dos.disk.files import check_disk
+from dos.state.disk import PAGE, DiskSpace
+from dos.state.disk import files as files_module
+from dos.state.disk.files import check_disk
 from tests.support import ROOT
 from tests.support.disk import files, pages, reads
 from tests.support.processes import python
@@ -29,7 +29,7 @@ from tests.support.processes import python
 WRITES = """
 import mmap, pathlib, sys
 import torch
-from dos.disk import DiskSpace
+from dos.state.disk import DiskSpace
 space = DiskSpace([pathlib.Path(sys.argv[1])])
 (extent,) = space.allocate([8 << 20])
 buffer = torch.frombuffer(mmap.mmap(-1, 8 << 20), dtype=torch.uint8)
@@ -233,7 +233,7 @@ def opened(folder: Path) -> list[int]:
 FORKS = """
 import os, pathlib, sys
 import torch
-from dos.disk import DiskSpace
+from dos.state.disk import DiskSpace
 from tests.support.disk import pages, reads
 space = DiskSpace([pathlib.Path(sys.argv[1])])
 (extent,) = space.allocate([1 << 20])

@@ -9,7 +9,7 @@ import random
 import pytest
 
 from dos import DOSAdam, EmulatedDevice
-from dos.deciding.policies import AdaptivePolicy, resolve_policy
+from dos.planning.policies import AdaptivePolicy, resolve_policy
 from dos.step.pace import _Typical
 from perfmodel import Placement, Plan, Timeline, Workload
 from perfmodel.adaptive import adaptive

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dos import DOSAdam, EmulatedDevice
-from dos.deciding.policies import Refinement
+from dos.planning.policies import Refinement
 from perfmodel import Lane, Op, Placement, Plan, Span, Timeline, Workload
 from perfmodel.hardware import RATES, HardwareProfile
 from perfmodel.lanes import Stream

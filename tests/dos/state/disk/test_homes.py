@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from dos import DOSAdam, EmulatedDevice
-from dos.disk import DiskError
 from dos.machine import host_memory as host_memory_module
+from dos.state.disk import DiskError
 from dos.state.host_store import HostStore
 from perfmodel import Op, Placement, Plan, Workload
 from tests.support.disk import SMALL, STATE_BYTES, TWO_WINDOWS, bytes_on_disk, dos_adam, fail_at, wide

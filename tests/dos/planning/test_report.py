@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from dos import DOSAdam, EmulatedDevice
-from dos.deciding.policies import AdaptivePolicy
-from dos.deciding.report import Report, unused, why_changed
 from dos.devices import Memory
-from dos.memory.reading import Reading, Source
 from dos.optimizer import _NOT_ENDED
+from dos.planning.policies import AdaptivePolicy
+from dos.planning.reading import Reading, Source
+from dos.planning.report import Report, unused, why_changed
 from perfmodel import Lane, Placement, Plan, Timeline, Workload
 from perfmodel.adaptive import adaptive
 from perfmodel.hardware import HardwareProfile
