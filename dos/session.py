@@ -26,7 +26,6 @@ from dos.parameters.active import Active, Ready, updates_of
 from dos.parameters.admission import Group
 from dos.parameters.hooks import Attachment, lasting
 from dos.parameters.live_state import LiveState
-from dos.parameters.loading import makes_state
 from dos.parameters.reconciler import Reconciler
 from dos.parameters.registry import Registry, tell_autograd
 from dos.parameters.watching import Watching
@@ -36,6 +35,7 @@ from dos.sharding.local import local
 from dos.sharding.meshes import Meshes
 from dos.state.record import ParameterRecord
 from dos.step.work import Placed, prepare_updates
+from dos.torch_internals.callers import makes_state
 from dos.warn import warn
 
 logger = logging.getLogger(__name__)

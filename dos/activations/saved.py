@@ -15,6 +15,7 @@ from dos.activations.pool import Block
 from dos.devices import Caller, Device, Job, Mark
 from dos.sharding.local import counted_with, is_sharded, local, version
 from dos.state.arena import ALIGNMENT
+from dos.torch_internals.dtensors import local_tensor, set_local_tensor
 from perfmodel import Op
 from perfmodel.workload import SavedTensors
 
@@ -226,7 +227,8 @@ class Packed(Kept):
         self.tensor.data = part.new_empty(0)  # it counts on with the tensor
         if is_sharded(tensor):
             wrapper = tensor.detach()
-            wrapper._local_tensor, self.tensor = self.tensor, wrapper
+            set_local_tensor(wrapper, self.tensor)
+            self.tensor = wrapper
         self._version = version(tensor)
         self._dtype, self._size, self._stride = part.dtype, part.size(), part.stride()
         self._offset = part.storage_offset() * part.itemsize
@@ -245,7 +247,7 @@ class Packed(Kept):
         # It shares the counter of what was saved: if backward writes to it, `check` raises for other readers.
         found = self.tensor.detach()
         if is_sharded(found):
-            found._local_tensor = self.tensor._local_tensor.detach()
+            set_local_tensor(found, local_tensor(self.tensor).detach())
         local(found).data = part
         return found
 
