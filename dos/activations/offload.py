@@ -289,7 +289,8 @@ class ActivationOffload:
                 forward.waiting[saved] = node
         saved.note(tensor)
         self._send_waiting(forward, node)
-        # Once it has left its memory goes, which this stream reads; the allocator knows the one that it is of alone.
+        # The operation on this stream may still read the memory when the tensor has left and it is freed. The allocator
+        # knows only the stream that the memory was taken for, so this one is recorded.
         self.device.keep(part)
         return Packed(tensor, part, saved)
 

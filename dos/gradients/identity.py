@@ -36,6 +36,7 @@ class Token:
         self.rewritten = False
         if isinstance(gradient, Tensor):
             mine = local(gradient)
+            # Keeps the storage object but not its memory: while it is held, no other storage has the same address.
             self._storage = StorageWeakRef(mine.untyped_storage())
             self._reading = _reading(mine)
             self._version = version(gradient)

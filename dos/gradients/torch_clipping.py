@@ -15,7 +15,7 @@ from dos.sharding.local import as_replicated, is_sharded, whole
 from dos.torch_internals.patches import replace_clipping
 
 _sessions: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Of all optimizers of ours."""
+"""Of all optimizers of ours. What is replaced in torch stays so for good, and must keep no optimizer alive."""
 _folds = False
 
 

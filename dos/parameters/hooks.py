@@ -49,6 +49,7 @@ class Attachment:
     def __init__(self, model: nn.Module, watcher: Any, amount: Any = None) -> None:
         """amount: of what a forward saves leaves; None: of that nothing is asked."""
         self._amount = amount
+        # The model's hooks refer to this, and the optimizer does: neither may keep the other alive.
         self._watcher = weakref.ref(watcher)
         self._model = weakref.ref(model)
         self._ran: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()

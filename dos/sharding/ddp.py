@@ -17,6 +17,7 @@ CommHook = Callable[[Any, Any], "torch.futures.Future[Any]"]
 
 
 _watchers: weakref.WeakKeyDictionary[DistributedDataParallel, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
+"""Who watches the buckets of each model. DDP has its hook for good, and the hook must keep no optimizer alive."""
 
 
 def watch_buckets(model: DistributedDataParallel, watcher: Any, hook: CommHook | None, state: Any) -> None:
@@ -46,6 +47,7 @@ def watch_buckets(model: DistributedDataParallel, watcher: Any, hook: CommHook |
 
 
 _waiting: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Who waits before broadcasts: of all models, because what is replaced in torch is replaced once."""
 
 
 def wait_before_broadcasts(waits: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -14,18 +15,13 @@ disable_dynamo = torch._disable_dynamo
 `torch.compiler.disable` imports torch._dynamo at once, which takes seconds; this does when the method is called.
 """
 
+next_node: Callable[[], int] = torch.autograd._get_sequence_nr
+"""The number of the autograd node that this thread makes next: the same while one operation saves its tensors."""
+
 
 def is_profiled() -> bool:
     """Whether a profiler of torch records."""
     return profiler._is_profiler_enabled
-
-
-def next_node() -> int:
-    """The number of the autograd node that this thread makes next.
-
-    It stays the same from when an operation saves its tensors until another operation has made a node.
-    """
-    return torch.autograd._get_sequence_nr()
 
 
 def is_compiled(module: nn.Module) -> bool:

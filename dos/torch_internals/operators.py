@@ -5,18 +5,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+add_to_all: Callable[[list[Tensor], float], None] = torch._foreach_add_
+"""Adds the number to each tensor, in one call."""
 
-def add_to_all(tensors: list[Tensor], number: float) -> None:
-    """Add the number to each tensor, in one call."""
-    torch._foreach_add_(tensors, number)
-
-
-def copy_all(destinations: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy each source to its destination; on a GPU by a few kernels for all."""
-    torch._foreach_copy_(destinations, sources)
+copy_all: Callable[[list[Tensor], list[Tensor]], None] = torch._foreach_copy_
+"""Copies to each of the first list the tensor of the second; on a GPU by a few kernels for all."""
 
 
 def tensor_at(address: int, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -24,6 +24,12 @@ storage_address: Callable[[torch.UntypedStorage], int] = operator.attrgetter("_c
 tensor_address: Callable[[Tensor], int] = operator.attrgetter("_cdata")
 """Where torch's tensor object is. `model.to()` may put another one behind the same Python object."""
 
+has_storage: Callable[[Tensor], bool] = torch._C._has_storage
+"""Whether one storage has the tensor's values: not those of a sparse or MKLDNN tensor, or within torch.func."""
+
+is_zero_tensor: Callable[[Tensor], bool] = Tensor._is_zerotensor
+"""Whether it stands for zeros that lie nowhere, as forward-mode AD makes them: it has a storage, but no address."""
+
 
 def is_view(tensor: Tensor) -> bool:
     """Whether the tensor is a view of another one."""
@@ -33,16 +39,6 @@ def is_view(tensor: Tensor) -> bool:
 def base_of(tensor: Tensor) -> Tensor:
     """The tensor that this is a view of, and whose counter of writes it shares; itself if it is no view."""
     return tensor if tensor._base is None else tensor._base
-
-
-def has_storage(tensor: Tensor) -> bool:
-    """Whether one storage has the tensor's values: not those of a sparse or MKLDNN tensor, or within torch.func."""
-    return torch._C._has_storage(tensor)
-
-
-def is_zero_tensor(tensor: Tensor) -> bool:
-    """Whether it stands for zeros that lie nowhere, as forward-mode AD makes them: its storage's address is null."""
-    return tensor._is_zerotensor()
 
 
 def is_wrapper(tensor: Tensor) -> bool:
