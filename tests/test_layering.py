@@ -57,19 +57,17 @@ def test_layers() -> None:
 
 INNER: dict[str, set[str]] = {
     "guard": set(),
-    "warn": set(),
-    "lifetime": {"guard"},
-    "machine": {"warn"},
+    "machine": {"guard"},
     "torch_internals": set(),
     "sharding": {"torch_internals"},
-    "devices": {"guard", "lifetime", "machine", "torch_internals"},
+    "devices": {"guard", "machine", "torch_internals"},
     "activations": {"devices", "guard", "machine", "planning", "sharding", "state", "torch_internals"},
     "kernels": {"machine", "torch_internals"},
-    "state": {"devices", "kernels", "lifetime", "machine", "sharding", "torch_internals"},
+    "state": {"devices", "guard", "kernels", "machine", "sharding", "torch_internals"},
     "disk": {"state"},
-    "gradients": {"devices", "kernels", "sharding", "state", "step", "torch_internals", "warn"},
-    "step": {"devices", "guard", "kernels", "lifetime", "machine", "sharding", "state"},
-    "planning": {"calibration", "devices", "guard", "kernels", "machine", "state", "step", "warn"},
+    "gradients": {"devices", "guard", "kernels", "sharding", "state", "step", "torch_internals"},
+    "step": {"devices", "guard", "kernels", "machine", "sharding", "state"},
+    "planning": {"calibration", "devices", "guard", "kernels", "machine", "state", "step"},
     "options": {"devices", "machine", "planning"},
     "parameters": {
         "devices",
@@ -82,11 +80,10 @@ INNER: dict[str, set[str]] = {
         "state",
         "step",
         "torch_internals",
-        "warn",
     },
     "calibration": {"devices", "kernels", "machine", "state"},
     "calibrate": {"calibration"},
-    "device_side": {
+    "backward": {
         "activations",
         "devices",
         "gradients",
@@ -98,15 +95,12 @@ INNER: dict[str, set[str]] = {
         "state",
         "step",
     },
-    "in_flight": {"device_side", "devices", "guard", "parameters", "state", "step"},
     "session": {
         "activations",
-        "device_side",
+        "backward",
         "devices",
         "gradients",
         "guard",
-        "in_flight",
-        "lifetime",
         "options",
         "parameters",
         "planning",
@@ -114,7 +108,6 @@ INNER: dict[str, set[str]] = {
         "state",
         "step",
         "torch_internals",
-        "warn",
     },
 }
 """Which parts of dos each part may import; the optimizer may import any. There is no way round."""
@@ -129,8 +122,8 @@ def test_inside_dos() -> None:
 
 
 INTERNALS = "dos/torch_internals"
-OF_PYTHON = ("dos/guard.py", "dos/lifetime.py", "dos/warn.py")
-"""What these reach is Python's: frames, the C half of `signal`, and what threading calls before executors end."""
+OF_PYTHON = ("dos/guard.py",)
+"""What this reaches is Python's: frames, the C half of `signal`, and what threading calls before executors end."""
 REACHES = {"__closure__", "__wrapped__", "_getframe", "_register_atexit", "_signal", "cell_contents", "f_back"}
 REACHES |= {"f_locals", "get_objects", "get_referrers", "walk_stack"}
 """Names by which frames, closures and collected objects are reached."""

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.amp import GradScaler
 
+from dos.guard import warn
 from dos.sharding.local import version
 from dos.sharding.meshes import Meshes
 from dos.torch_internals.callers import calling_scaler
-from dos.warn import warn
 
 
 class AmpScale(NamedTuple):
