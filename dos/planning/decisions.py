@@ -78,9 +78,11 @@ class Decisions:
         return decide(facts, self._ask, self._meanwhile)
 
     def _ask(self, workload: Workload) -> Plan:
-        """The policy's plan. A policy of the user's own is asked once for each workload."""
-        if self._adaptive is not None or self._asked is None or self._asked[0] != workload:
+        """The policy's plan, asked for once while a step is prepared; a fixed policy's once for equal workloads."""
+        before = None if self._asked is None else self._asked[0]
+        if before is not workload and (self._adaptive is not None or before != workload):
             self._asked = workload, plan_of(self._policy, workload)
+        assert self._asked is not None, "asked for just now"
         return self._asked[1]
 
     def _meanwhile(self, workload: Workload) -> Plan:

@@ -455,10 +455,11 @@ class Ledger:
         """Report the queued steps that have ended. wait: all of them, once they have."""
         while self._queued and (wait or self._queued[0].through):
             errors: list[Exception] = []
-            timeline = self._queued[0].timeline(self._queued[0].spans(errors))
+            spans = self._queued[0].spans(errors)
             if errors:
                 raise self._guard.failure(errors[0]) from errors[0]
-            self.ended(self._queued.popleft(), timeline)
+            step = self._queued.popleft()
+            self.ended(step, step.timeline(spans))
 
     def settle(self) -> None:
         """Block until nothing is in flight.

@@ -115,8 +115,9 @@ class Preparation:
             # State may have to move out of the host's memory for windows, and nothing may be reading it then.
             ledger.cancel_slots()
             ledger.cancel()
-        # Rooms that state moves out of are held until the step is over, and may be the memory that is missing.
-        device.expect_denials(bool(leaving(plan, found)))
+        if not self._reserved:
+            # Rooms that state moves out of are held until the step is over, and may be the memory that is missing.
+            device.expect_denials(bool(leaving(plan, found)))
         coming = {i: subjects[i].subgroup for i in arriving(plan, found)}
         new = [i for i, subgroup in coming.items() if ledger.at(subgroup) is None]
         without = set(self._reserve(Tier.DEVICE, coming.values()))
