@@ -19,12 +19,15 @@ from dos.gradients.torch_clipping import watch_clipping
 from dos.guard import exclusive
 from dos.options import Options, check_settings, folders_of
 from dos.parameters.hooks import check_model
-from dos.parameters.loading import checked, loads_full_state, to_be_filled
+from dos.parameters.loading import checked, to_be_filled
 from dos.planning.policies import Policy
 from dos.session import Session
 from dos.sharding.ddp import CommHook, watch_buckets
 from dos.sharding.meshes import Meshes
 from dos.state.entries import adamw_form
+from dos.torch_internals.callers import loads_full_state
+from dos.torch_internals.loading_hooks import after_loading, before_loading
+from dos.torch_internals.modes import disable_dynamo
 from perfmodel import Plan, Timeline
 from perfmodel.hardware import HardwareProfile
 
@@ -173,7 +176,7 @@ class DOSAdam(Optimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
 
-    @torch._disable_dynamo
+    @disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update all parameters that have a gradient.
@@ -320,7 +323,7 @@ class DOSAdam(Optimizer):
         self._session.bring_home()
         self._session.install_state(state)
 
-    @torch._disable_dynamo
+    @disable_dynamo
     @exclusive
     def state_dict(self) -> dict[str, Any]:
         """As AdamW's, with live views of the state, which is copied to the host as when ``state`` is read.
@@ -332,12 +335,9 @@ class DOSAdam(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of DOSAdam or AdamW. Raises ValueError, and changes nothing, if it does not match."""
-        state_dict = state_dict.copy()
-        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
-            state_dict = pre_hook(self, state_dict) or state_dict
+        state_dict = before_loading(self, state_dict.copy())
         self._session.load(*checked(self, state_dict, self._options.state_format))
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            post_hook(self)
+        after_loading(self)
 
     @torch.no_grad()
     def adamw_state(self, parameter: Tensor) -> dict[str, Tensor]:

@@ -25,7 +25,6 @@ from dos.parameters.active import Active, Ready, updates_of
 from dos.parameters.admission import Group
 from dos.parameters.hooks import Attachment, lasting
 from dos.parameters.live_state import LiveState
-from dos.parameters.loading import makes_state
 from dos.parameters.reconciler import Reconciler
 from dos.parameters.registry import Registry, tell_autograd
 from dos.parameters.watching import Watching
@@ -39,6 +38,7 @@ from dos.state.subgroup import Subgroup
 from dos.step.ledger import Ledger
 from dos.step.prepare import Preparation, Prepared
 from dos.step.work import Placed, SubgroupUpdate, prepare_updates
+from dos.torch_internals.callers import makes_state
 from perfmodel import Op
 
 logger = logging.getLogger(__name__)

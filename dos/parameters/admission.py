@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dos.devices import DeviceFinder
 from dos.kernels.adam import FLOATS
 from dos.sharding.local import is_sharded, local
 from dos.state.entries import CODE_TYPES, has_codes, in_blocks, scale_shape
-from dos.state.record import ParameterRecord, kind_of
+from dos.state.record import ParameterRecord, is_dense, kind_of
+from dos.torch_internals.tensors import is_wrapper
 from perfmodel.format import BLOCK, NEEDED_KEYS, STATE_KEYS
 
 Group = dict[str, Any]
@@ -61,8 +61,7 @@ def check_kind(parameter: Tensor, group: Group, devices: DeviceFinder) -> None:
     The name takes a search through the group.
     """
     mine = local(parameter)
-    wraps: bool = is_traceable_wrapper_subclass(mine)
-    if wraps:
+    if is_wrapper(mine):
         raise TypeError(
             f"{name_of(parameter, group)}: expected a plain tensor or a DTensor, found {type(mine).__name__}; other "
             "wrappers of tensors are not supported"
@@ -191,9 +190,10 @@ def _addresses(tensor: Tensor) -> np.ndarray[Any, Any]:
 
 def _overlaps_itself(tensor: Tensor) -> bool:
     """Whether two elements of the tensor are one in memory."""
-    found = torch._debug_has_internal_overlap(tensor)
-    if found != 2:  # it is known
-        return bool(found)
+    if is_dense(tensor):
+        return False
+    if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        return True
     offsets = torch.zeros((), dtype=torch.int64, device="cpu")
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         offsets = offsets[..., None] + torch.arange(size, dtype=torch.int64, device="cpu") * stride

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -10,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from dos.torch_internals.callers import unflattens_state
 from perfmodel.format import STATE_KEYS
 
 
@@ -37,7 +37,7 @@ class LiveState(defaultdict[Tensor, Any]):
     def __getitem__(self, key: Tensor) -> Any:
         self._settle([key])
         entry = super().__getitem__(key)
-        if sys._getframe(1).f_code.co_name == "_unflatten_optim_state_dict":
+        if unflattens_state():
             # Torch takes these names alone from a flattened state dict, which may be of another format.
             return dict.fromkeys(STATE_KEYS) | entry
         return entry

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import sys
-from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -17,34 +15,6 @@ from dos.parameters.admission import Group, name_of, state_problem
 from dos.sharding.local import to_host, version
 from dos.state.entries import CODE_TYPES, MAX_KEY, empty_for, in_blocks
 from perfmodel.format import STATE_KEYS
-
-
-def makes_state() -> bool:
-    """Whether the step that calls this is that by which torch.distributed.checkpoint makes a fresh optimizer's state.
-
-    It gives all parameters zeros for gradients, and lr is 0. Counted, it would leave every step that a checkpoint does
-    not overwrite at 1, and the next update's bias correction wrong. Values do not tell it from the first step of a
-    warm-up, which may be the same on some ranks, so the caller is looked up.
-    """
-    return _called_by("_init_optim_state")
-
-
-def loads_full_state() -> bool:
-    """Whether the state dict that the caller makes is what torch merges with the full one that it is loading.
-
-    What only one of them has would stay: moments in one format beside fresh ones in the other, and with
-    `broadcast_from_rank0` on rank 0 alone.
-    """
-    return _called_by("_load_optim_state_dict")
-
-
-def _called_by(function: str) -> bool:
-    """Whether this function of torch.distributed.checkpoint.state_dict is running on this thread."""
-    return any(
-        frame.f_code.co_name == function
-        and frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict"
-        for frame, _ in walk_stack(sys._getframe())
-    )
 
 
 def to_be_filled(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -21,6 +21,8 @@ from dos.state.arena import Arena
 from dos.state.entries import step_of, write_entry
 from dos.state.record import ParameterRecord, in_logical_order
 from dos.state.subgroup import Subgroup
+from dos.torch_internals.operators import add_to_all
+from dos.torch_internals.tensors import is_view
 from perfmodel.format import STATE_KEYS
 
 
@@ -131,7 +133,7 @@ class Reconciler:
             # A state that is another parameter's live view, as when two are exchanged, must not change under our hands.
             entry = self._entry(record.parameter)
             for key, value in entry.items():
-                if isinstance(value, Tensor) and value is not record.views.get(key) and local(value)._base is not None:
+                if isinstance(value, Tensor) and value is not record.views.get(key) and is_view(local(value)):
                     entry[key] = laid_out_as(local(value).clone(), value)
         for record, group in found:
             if group["amsgrad"] and not record.arena.amsgrad:
@@ -219,7 +221,7 @@ class Reconciler:
         for record, _ in active.members:
             record.count += 1
         if self.seen and active.members:
-            torch._foreach_add_([record.step for record, _ in active.members], 1)
+            add_to_all([record.step for record, _ in active.members], 1)
             for record, _ in active.members:
                 record.saw_step()
 
