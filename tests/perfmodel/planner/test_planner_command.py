@@ -12,12 +12,10 @@ from pathlib import Path
 import pytest
 
 from perfmodel.hardware import HardwareProfile
-from perfmodel.planner.answer import answer as planner_answer
 from perfmodel.planner.machine import ALIASES, CARDS, GPUS, LINKS
 from perfmodel.planner.main import main
 from perfmodel.planner.outcome import outcomes
 from perfmodel.planner.situation import Situation
-from perfmodel.planner.text import show
 from perfmodel.subgroups import automatic_subgroup_size
 from tests.support import ROOT
 from tests.support.planner import LLAMA_2_7B, answer, asked, parsed, text
@@ -165,15 +163,6 @@ def test_documented_output_is_the_command_s(capsys: pytest.CaptureFixture[str]) 
         rows = [row.rstrip() for row in printed.splitlines()]
         assert [row.rstrip() for row in output.splitlines()] == rows
         assert max(len(row) for row in rows if "  " in row.strip()) <= 80, "tables fit a terminal"
-
-
-@pytest.mark.parametrize("settings", ["--host 48GB", "--ranks 4 --fsdp --offload-parameters", "--host 96GB --disk 1TB"])
-def test_the_text_says_nothing_but_what_json_has(settings: str, capsys: pytest.CaptureFixture[str]) -> None:
-    found = planner_answer(*asked(*f"--params 7e9 --machine h100 --subgroup-size 350M {settings}".split()))
-    show(found)
-    shown = capsys.readouterr().out
-    show(parsed(json.dumps(found)))
-    assert capsys.readouterr().out == shown
 
 
 def test_a_job_of_several_nodes(capsys: pytest.CaptureFixture[str]) -> None:
