@@ -4,9 +4,8 @@ python examples/full_finetune_24gb.py --model meta-llama/Llama-3.1-8B --text cor
 python examples/full_finetune_24gb.py --model meta-llama/Llama-3.1-8B --text corpus.txt --trainer   # Hugging Face's
 python examples/full_finetune_24gb.py --tiny                                     # on a laptop, with an emulated GPU
 
-It takes 105 GiB of host memory for 8B, 60 GiB with --state-format int8; with --disk FOLDER, on a local drive, state that
-does not fit on the host is there. docs/8b-on-24gb.md has more. Run it again with --resume to go on from the last
-checkpoint.
+It takes 105 GiB of host memory for 8B, 60 GiB with --state-format int8; with --disk FOLDER, on a local drive, less.
+docs/8b-on-24gb.md has more. Run it again with --resume to go on from the last checkpoint.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from perfmodel.planner.outcome import outcomes
 from perfmodel.planner.situation import Situation
 from perfmodel.subgroups import automatic_subgroup_size
 from tests.support import ROOT
-from tests.support.planner import LLAMA_2_7B, answer, asked, parsed, text
+from tests.support.planner import LLAMA_2_7B, answer, asked, parsed, text, typed
 
 JOB = "--params 13e9 --machine h100 --ranks 8 --nodes 2"
 
@@ -138,6 +138,25 @@ def test_the_folder_of_a_model(tmp_path: Path) -> None:
     """As `save_pretrained` writes it."""
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_2_7B))
     assert asked(str(tmp_path), "--machine", "h100")[0].model.numel == 6_738_415_616
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--params 7e9 --machine rtx-4090 --checkpointing --host 70GB",
+        "--params 7e9 --machine a100-40 --batch 32 --host 128GB",
+        "--params 60e9 --machine h100 --ranks 8 --nodes 2 --zero 1 --host 512GB",
+        "--params 70e9 --machine h100 --fsdp --native-gradients --offload-gradients --accumulation 4",
+    ],
+)
+def test_what_is_proposed_can_be_typed(line: str) -> None:
+    """As it is written, behind what was asked, with what it is without left out."""
+    found = typed(line).remedies
+    assert found
+    for remedy in found:
+        added, *left_out = remedy.change.removeprefix("with ").split(", without ")
+        words = [word for word in line.split() if word not in left_out]
+        assert asked(*words, *added.split())[0] == remedy.situation.question
 
 
 def commands(page: str) -> list[list[str]]:
