@@ -145,11 +145,11 @@ class Answer:
 
     @property
     def best(self) -> Outcome:
-        """What adaptive gives, or the only policy that there is."""
+        """Outcome of adaptive, or of the only policy that there is."""
         return self.policies[-1]
 
     def to_json(self) -> dict[str, Any]:
-        """All of it: the question as its model, machine and settings, how many times as fast as others adaptive is."""
+        """Return the fields; the question as model, machine and settings, the alternative by how adaptive compares."""
         settings, rest = vars(self.question) | {"subgroup_size": self.question.subgroup_size}, vars(self).copy()
         del rest["question"]
         asked = {"model": settings.pop("model"), "machine": settings.pop("profile"), "settings": settings}
@@ -167,7 +167,7 @@ class Answer:
 
 
 def to_json(value: Any) -> dict[str, Any]:
-    """What `json.dumps(answer, default=to_json)` prints of an answer and of each of its parts."""
+    """Return the entries of an answer or a part of it, for `json.dumps(answer, default=to_json)`."""
     return dict(value.to_json() if hasattr(value, "to_json") else vars(value))
 
 

@@ -1,4 +1,4 @@
-"""What the planner's figures rest on that was not given, for people."""
+"""Assumptions on which the planner's figures rest, for people."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from perfmodel.planner.units import format_bytes, format_count, format_rate
 
 
 def assumptions(situation: Situation) -> Iterator[str]:
-    """All of them, a line each."""
+    """Yield the assumptions, a line each."""
     question, model = situation.question, situation.question.model
     if model.assumed:
         yield model.assumed
@@ -43,7 +43,7 @@ def assumptions(situation: Situation) -> Iterator[str]:
 
 
 def _operations(question: Question) -> str:
-    """What is counted of forward's and backward's arithmetic."""
+    """Describe the operations that are counted of forward and backward."""
     model, whole = question.model, sum(question.flops) / question.tokens
     forward, backward = model.attention_flops(question.sequence, eager=question.eager_attention)
     attention = forward * (1 + question.checkpointing) + backward
@@ -54,7 +54,7 @@ def _operations(question: Question) -> str:
 
 
 def _job_assumptions(situation: Situation) -> Iterator[str]:
-    """What the figures of several ranks rest on, and of parameters on the host."""
+    """Yield the assumptions about several ranks, and about parameters on the host."""
     question, job, fabric = situation.question, situation.job, situation.question.fabric
     if job.collectives:
         share = f"{EFFICIENCY:.0%} of "
@@ -79,7 +79,7 @@ def _job_assumptions(situation: Situation) -> Iterator[str]:
 
 
 def _accumulation(situation: Situation) -> str:
-    """What is assumed about the micro-batches of a step, and what the other assumption would give."""
+    """Describe the micro-batches of a step, and the peak without accumulation."""
     question = situation.question
     if not question.accumulation:
         return "one micro-batch in each step (--no-accumulation), so gradients come as activations go"

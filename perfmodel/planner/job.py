@@ -55,7 +55,7 @@ class Collective:
         return "between nodes" if self.group.per_node == 1 else "within and between nodes"
 
     def to_json(self) -> dict[str, Any]:
-        """What it is, over which links and how many ranks, its bytes and seconds."""
+        """Return its name, links, number of ranks, bytes and seconds."""
         size, nbytes, seconds = self.group.size, self.moved, self.seconds
         named = {"what": self.what, "part": self.part, "over": self.over}
         return {**named, "ranks": size, "bytes": nbytes, "seconds": seconds}

@@ -41,7 +41,7 @@ _rate = partial(_machine, metavar="RATE", type=parse_rate)
 
 @dataclass(frozen=True)
 class CommandLine:
-    """What the command takes beside the options of `Question`: what a question is made of, and the output."""
+    """Options beside those of `Question`: the model, the machine, and the output."""
 
     config: str | None = option(
         None,

@@ -54,7 +54,7 @@ class Spill(NamedTuple):
 
 
 def spill(question: Question, taken: int) -> Spill:
-    """Of a question of which each rank takes this number of bytes of the host besides state and offloaded gradients."""
+    """Divide the state; `taken`: bytes of the host that each rank takes besides state and offloaded gradients."""
     numel, size, parameter_bytes = question.state_numel, question.subgroup_size, held_bytes(question)
     if question.host_bytes is None or question.disk_bytes is None:
         return Spill(numel)

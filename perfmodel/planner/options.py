@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 
 class Option(NamedTuple):
-    """What a field declares about its option.
+    """The option that a field of a dataclass declares.
 
     group: of options, in which `--help` shows it.
     text: its help. name: as the user writes it; a positional argument has no dashes.
@@ -69,7 +69,7 @@ def given(kind: Any, command_line: argparse.Namespace) -> dict[str, Any]:
 
 
 def difference(before: Any, after: Any) -> str:
-    """What the user changes to ask `after` in place of `before`: `--batch 1 --fsdp, without --checkpointing`."""
+    """Write the options that turn `before` into `after`: `--batch 1 --fsdp, without --checkpointing`."""
     added, left_out = [], []
     for each, found in options_of(after):
         value = getattr(after, each.name)

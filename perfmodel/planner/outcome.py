@@ -53,7 +53,7 @@ class Outcome:
         return math.inf if self.iteration_s is None else self.iteration_s
 
     def to_json(self) -> dict[str, Any]:
-        """All of it but the plan, of which the number of slots is told."""
+        """Return the fields; of the plan its number of slots."""
         rest = {"fits": self.fits, "shares": by_label(self.shares), "slots": self.plan and self.plan.slots}
         return {name: value for name, value in vars(self).items() if name != "plan"} | rest
 

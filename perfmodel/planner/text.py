@@ -112,7 +112,7 @@ def _headline(answer: Answer) -> Iterator[str]:
 
 
 def _missing(answer: Answer) -> Iterator[str]:
-    """What the model does not fit into, a sentence each."""
+    """Yield a sentence for each memory that is not enough."""
     device, host, disk = answer.device, answer.host, answer.disk
     on_each = " on each node" if answer.question.nodes > 1 else ""
     if not device.fits:

@@ -116,7 +116,7 @@ def parse_share(text: str) -> float:
 
 
 def parse_offloaded(text: str) -> float | str:
-    """What moves to the host: `none`, `auto`, or a share from 0 to 1."""
+    """Share of the saved tensors that moves to the host: `none`, `auto`, or a share from 0 to 1."""
     if text in ("none", "0"):
         return 0.0
     return text if text == "auto" else parse_share(text)

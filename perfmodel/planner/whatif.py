@@ -42,7 +42,7 @@ class Effect(enum.IntEnum):
 
 
 class Step(NamedTuple):
-    """One thing that may save memory: what it changes of the question, and what its effect is besides."""
+    """One setting, or a few that go together, that may save memory: changes of the question, and their effect."""
 
     changes: dict[str, Any]
     effect: Effect = Effect.NOTHING
@@ -55,7 +55,7 @@ SOLD = {
     ),
     Effect.DISK: ("disk_bytes", [tb * 10**12 for tb in (1, 2, 4, 8, 16, 32, 64)]),
 }
-"""What a remedy may buy, and the sizes in which hosts and the disks of a node are sold, in bytes."""
+"""Memory that a remedy may buy, and the sizes in which hosts and the disks of a node are sold, in bytes."""
 ON_DEVICE = {"offload_gradients": False, "native_gradients": False}
 AUTO = {"offload_activations": "auto"}
 STEPS = (
@@ -91,7 +91,7 @@ class Lever:
     largest_batch: int | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """All of it, the outcome's entries among its own."""
+        """Return the fields, with the entries of the outcome among them."""
         return {"change": self.change, "largest_batch": self.largest_batch, **self.outcome.to_json()}
 
 
@@ -105,7 +105,7 @@ class Remedy:
     outcome: Outcome
 
     def to_json(self) -> dict[str, Any]:
-        """The change and its effect, memory in bytes and the time of an iteration."""
+        """Return the change and its effect, memory in bytes, and the seconds of an iteration."""
         situation = self.situation
         return {
             "change": self.change,
@@ -196,7 +196,7 @@ def remedies(situation: Situation) -> list[Remedy]:
 
 
 def _remedies(question: Question, steps: list[Step], effect: Effect) -> list[Remedy]:
-    """What fits with some of the steps and has that effect: as they are tried, and without each that was taken."""
+    """Find remedies of one effect: try the steps, and once more without each that was taken."""
     first = _until_it_fits(question, steps)
     fewer = ([step for step in steps if step is not without] for without in first if not without.effect)
     ways = [first, *(_until_it_fits(question, each) for each in fewer)]
@@ -204,7 +204,7 @@ def _remedies(question: Question, steps: list[Step], effect: Effect) -> list[Rem
 
 
 def _until_it_fits(question: Question, steps: list[Step]) -> list[Step]:
-    """Steps that are enough, and each of them needed; none if all of them are not enough.
+    """Find steps that are enough, each of them needed; empty if all of them are not enough.
 
     A step is taken if less is missing with it: on the device, or else on the host, or else on disk; if not, once more
     after the others, which may have made it useful. Once it fits, steps that later ones have made unnecessary are left
@@ -227,7 +227,7 @@ def _until_it_fits(question: Question, steps: list[Step]) -> list[Step]:
 
 
 def _shortage(question: Question, steps: list[Step]) -> list[float]:
-    """Bytes that are missing on the device, the host and the disk with these steps; infinite if they cannot be."""
+    """Bytes that are missing on the device, the host and the disk; infinite if the steps exclude each other."""
     try:
         return [*Situation(_with(question, steps)).shortage.values()]
     except ValueError:
@@ -239,7 +239,7 @@ def _with(question: Question, steps: list[Step]) -> Question:
 
 
 def _remedy(question: Question, steps: list[Step], effect: Effect) -> Remedy:
-    """With the smallest host or disk that is enough, in words: `with --checkpointing, without --offload-gradients`."""
+    """Build the remedy, on the smallest host or disk that is enough."""
     situation = Situation(_with(question, steps))
     if effect in SOLD:
         name, sizes = SOLD[effect]
