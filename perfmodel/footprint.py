@@ -108,7 +108,7 @@ class DeviceBytes:
     gathered: int = 0
     logits: int = 0
 
-    def peak(self, accumulating: bool = False) -> int:
+    def peak_bytes(self, accumulating: bool = False) -> int:
         """At the worst moment: as backward begins, or as it ends.
 
         Gradients grow as activations go, and both do so evenly, so that neither moment between is worse.
