@@ -56,15 +56,16 @@ INNER: dict[str, set[str]] = {
     "lifetime": {"guard"},
     "machine": {"warn"},
     "sharding": set(),
+    "rules": {"kernels", "sharding"},
     "devices": {"guard", "lifetime", "machine"},
     "activations": {"devices", "guard", "machine", "planning", "sharding", "state"},
     "kernels": {"machine"},
-    "state": {"devices", "kernels", "lifetime", "machine", "sharding"},
+    "state": {"devices", "kernels", "lifetime", "machine", "rules", "sharding"},
     "disk": {"state"},
     "gradients": {"devices", "kernels", "sharding", "state", "step", "warn"},
-    "step": {"devices", "guard", "kernels", "lifetime", "machine", "sharding", "state"},
+    "step": {"devices", "guard", "kernels", "lifetime", "machine", "rules", "sharding", "state"},
     "planning": {"calibration", "devices", "guard", "kernels", "machine", "state", "step", "warn"},
-    "options": {"devices", "machine", "planning"},
+    "options": {"devices", "machine", "planning", "rules"},
     "parameters": {
         "devices",
         "gradients",
@@ -72,6 +73,7 @@ INNER: dict[str, set[str]] = {
         "kernels",
         "machine",
         "options",
+        "rules",
         "sharding",
         "state",
         "step",
@@ -118,6 +120,19 @@ def test_inside_dos() -> None:
         for path in place.glob("*.py") if place.is_dir() else [place.with_suffix(".py")]:
             found = {name.split(".")[1] for name in imported(path) if name.startswith("dos.") and name.count(".")}
             assert found - {module, "_adam"} <= allowed, path
+
+
+def test_only_the_shell_names_a_rule() -> None:
+    """All others ask the rule that the options or an arena has."""
+    shell = "dos/optimizer.py", "dos/checkpoint.py", "dos/calibration", "dos/rules", "dos/kernels"
+    adamw = "dos.rules.adamw", "dos.rules.entries", "dos.kernels.codes"
+    for path in SOURCES:
+        if within(path, "dos") and not within(path, *shell):
+            assert not imports(path, *adamw), path
+            names = {name.rpartition(".")[2] for name in imported(path)}
+            of_adamw = {"AdamArrays", "AdamBatch", "AdamStep", "STATE_KEYS", "NEEDED_KEYS", "CODED_KEYS", "format_of"}
+            assert names.isdisjoint(of_adamw), path
+            assert "amsgrad" not in path.read_text(), path
 
 
 def test_tests_import_helpers_alone() -> None:

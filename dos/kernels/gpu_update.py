@@ -86,10 +86,14 @@ class GpuBatch:
     def _arrays(self, run: Sequence[Any], row: np.ndarray, step: AdamStep) -> AdamArrays:
         """A run with the gradient that its row of the table points to."""
         param, exp_avg, exp_avg_sq, max_exp_avg_sq, *others = run
-        address, dtype = int(row[GRAD]), FLOATS[row[GRAD_TYPE]]
-        storage = torch._C._construct_storage_from_data_pointer(address, self._device, param.numel() * dtype.itemsize)
-        grad = torch.empty(0, dtype=dtype, device=self._device).set_(storage, 0, param.shape, (1,))
+        grad = tensor_at(int(row[GRAD]), FLOATS[row[GRAD_TYPE]], len(param), self._device)
         return AdamArrays(grad, param, exp_avg, exp_avg_sq, max_exp_avg_sq if step.amsgrad else None, *others)
+
+
+def tensor_at(address: int, dtype: torch.dtype, numel: int, device: torch.device) -> Tensor:
+    """A 1-D tensor of what lies there, which it does not keep."""
+    storage = torch._C._construct_storage_from_data_pointer(address, device, numel * dtype.itemsize)
+    return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, (numel,), (1,))
 
 
 class SentTable:
