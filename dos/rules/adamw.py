@@ -5,16 +5,18 @@ from __future__ import annotations
 import functools
 import math
 import numbers
-from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor
 
+from dos.kernels import update
 from dos.kernels.adam import AdamArrays, AdamStep
-from dos.kernels.update import AdamBatch, prepare
+from dos.kernels.update import AdamBatch
+from dos.rules import entries
 from dos.rules.base import Run, check_number
-from dos.rules.entries import CODE_TYPES, MAX_KEY, empty_for, has_codes, in_blocks, keeps_blocks, write_entry
+from dos.rules.entries import CODE_TYPES, MAX_KEY, empty_for, has_codes, in_blocks, keeps_blocks
 from dos.sharding.local import is_sharded, local
 from perfmodel.format import BLOCK, INT8, NEEDED_KEYS, STATE_FORMATS, STATE_KEYS, Format, format_of, scale_shape
 
@@ -43,6 +45,8 @@ class AdamW:
     keys: ClassVar[tuple[str, ...]] = STATE_KEYS
     whole: ClassVar[bool] = False
     on_cpu: ClassVar[bool] = True
+    write_entry = staticmethod(entries.write_entry)
+    prepare = staticmethod(update.prepare)
 
     def __post_init__(self) -> None:
         if self.state_format == "split":
@@ -63,10 +67,11 @@ class AdamW:
         if isinstance(lr, Tensor) and lr.numel() != 1:
             raise ValueError(f"{where}: a tensor lr must have 1 element, found shape {tuple(lr.shape)}")
         for name in ("lr", "eps", "weight_decay"):
-            check_number(group[name], f"{where}: {name}")
-            value = float(group[name])
-            if not 0.0 <= value < math.inf:
-                raise ValueError(f"{where}: {name} must be 0 or more and finite, found {value}")
+            value = group[name]
+            if type(value) is not float:  # asked of each group in each step
+                check_number(value, f"{where}: {name}")
+            if not 0.0 <= float(value) < math.inf:
+                raise ValueError(f"{where}: {name} must be 0 or more and finite, found {float(value)}")
         betas = group["betas"]
         if not isinstance(betas, Sequence | Tensor) or len(betas) != 2:
             raise ValueError(f"{where}: betas must be two numbers, found {betas}")
@@ -142,9 +147,6 @@ class AdamW:
         keys = (key for key in STATE_KEYS if key not in CODE_TYPES or in_blocks(parameter.shape))
         return {key: empty_for(key, parameter) for key in keys}
 
-    def write_entry(self, entry: Mapping[str, Any], parameter: Tensor, views: Mapping[str, Tensor]) -> None:
-        write_entry(entry, parameter, views)
-
     def settings(self, group: Mapping[str, Any], count: float, scale: float) -> AdamStep:
         beta1, beta2 = group["betas"]
         return AdamStep(
@@ -163,9 +165,6 @@ class AdamW:
     def batch(self, runs: Sequence[Run]) -> AdamBatch:
         # Any tensor of a usual type and this length stands for the gradient, which `point` gives.
         return AdamBatch([AdamArrays(updated, updated, **fields, out=out) for updated, fields, out, _ in runs])
-
-    def prepare(self, batches: Sequence[AdamBatch], settings: Sequence[AdamStep]) -> Callable[[], None]:
-        return prepare(batches, settings)
 
 
 def _tensor_problem(key: str, value: object, parameter: Tensor) -> str | None:

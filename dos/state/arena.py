@@ -27,7 +27,7 @@ class State:
     blocks: of those whose elements are shared, by how many parameters.
     """
 
-    fields: dict[str, Tensor]
+    fields: Mapping[str, Tensor]
     blocks: Mapping[str, int]
 
     @property
@@ -44,10 +44,14 @@ class State:
         """All of them, in the order of the format."""
         return tuple(self.fields.values())
 
-    def slice(self, start: int, stop: int) -> State:
-        """A view of what is of the parameters from start to stop."""
+    def cut(self, start: int, stop: int) -> dict[str, Tensor]:
+        """Views of what is of the parameters from start to stop, by name."""
         each = ((name, tensor, self.blocks.get(name, 1)) for name, tensor in self.fields.items())
-        return State({name: tensor[start // n : stop // n] for name, tensor, n in each}, self.blocks)
+        return {name: tensor[start // n : stop // n] for name, tensor, n in each}
+
+    def slice(self, start: int, stop: int) -> State:
+        """The same as a state."""
+        return State(self.cut(start, stop), self.blocks)
 
     def zero(self) -> None:
         """Make it the state of parameters that were never updated."""

@@ -68,8 +68,9 @@ def make_room(plan: Plan, subjects: list[Subject], early: Early, windows: int = 
         for i in set(new) - denied:  # state that was nowhere begins on the device
             device.fetch(coming[i]).zero()
             found[i] = found[i]._replace(state=Tier.DEVICE)
-        through = {i for i in denied if not subjects[i].subgroup.arena.rule.on_cpu}
-        plan, denied = plan.streaming(through), denied - through
+        if denied:  # what the CPU cannot update passes through a slot
+            through = {i for i in denied if not subjects[i].subgroup.arena.rule.on_cpu}
+            plan, denied = plan.streaming(through), denied - through
         denied |= _get_slots(plan, subjects, found, early, denied)
         plan = dataclasses.replace(plan.on_host(denied), slots=len(device.slots))
         plan = _at_home(plan, subjects, found, stores, windows * nbytes)
@@ -168,19 +169,15 @@ def _get_slots(
         store.get_slots(min(max(plan.slots, 1), len(passing)), nbytes)
     if store.slots:
         return set()
-    arenas = {i: subject.subgroup.arena for i, subject in passing.items()}
-    never = [i for i, arena in arenas.items() if arena.tier is Tier.DEVICE]
-    if never:
-        raise torch.OutOfMemoryError(
-            f"there is no device memory through which the gradients of subgroup {never[0]} could come up for "
-            "its update; use a smaller subgroup_size, or policy='adaptive', with which state can leave"
-        )
-    never = [i for i, arena in arenas.items() if not arena.rule.on_cpu]
-    if never:
-        raise torch.OutOfMemoryError(
-            f"there is no device memory through which the state of subgroup {never[0]} could come up for its update, "
-            "and the CPU cannot update it; free some, or use a smaller subgroup_size"
-        )
+    for i, subject in passing.items():
+        arena = subject.subgroup.arena
+        if arena.tier is Tier.DEVICE or not arena.rule.on_cpu:
+            lasting = "gradients", "policy='adaptive', with which state can leave"
+            what, hint = lasting if arena.rule.on_cpu else ("state", "free some, for the CPU cannot update it")
+            raise torch.OutOfMemoryError(
+                f"there is no device memory through which the {what} of subgroup {i} could come up for its update; use "
+                f"a smaller subgroup_size, or {hint}"
+            )
     for i, subject in passing.items():
         if subject.subgroup in early.arriving:
             early.drop_arriving([subject.subgroup])

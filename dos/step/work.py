@@ -236,7 +236,7 @@ class SubgroupUpdate:
 
     def _run(self, piece: Piece, state: State, *, at_home: bool) -> Run:
         """What the update of a piece works on."""
-        fields = state.slice(piece.start, piece.stop).fields
+        fields = state.cut(piece.start, piece.stop)
         master, shaped = fields.pop(MASTER, None), piece.record.shaped
         if at_home and REST in fields:
             return Run(self._staged(piece), fields, None, shaped)
