@@ -6,6 +6,8 @@ One that stays has these lines in dos/rules, its arithmetic in dos/kernels, and 
 from __future__ import annotations
 
 import copy
+import itertools
+import mmap
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -14,6 +16,8 @@ from typing import Any, ClassVar, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from dos import DOSAdam, EmulatedDevice
 from dos.kernels.gpu_update import tensor_at
@@ -22,7 +26,8 @@ from perfmodel import Placement, Plan, SubgroupLoad, Workload
 from perfmodel.adaptive import adaptive
 from perfmodel.format import MASTER, MASTER_KEY, Field, Format
 from perfmodel.policies import off_cpu
-from tests.support.devices import Unreliable
+from tests.support.devices import Pinning, Unreliable
+from tests.support.fake_ranks import fake_ranks
 from tests.support.random_plans import RandomPlans
 from tests.support.training import FAST, bits, loss_of, mlp, plan_anew, profile, train
 
@@ -271,6 +276,19 @@ def test_without_memory_a_step_is_refused_and_nothing_has_changed() -> None:
     assert_as_plain(optimizer, model, 12)
 
 
+def test_memory_on_the_host_is_pinned_by_whole_pages() -> None:
+    """Although subgroups end anywhere: a page cannot be pinned twice."""
+    model, device = deep(), Pinning()
+    size = mmap.PAGESIZE // torch.float32.itemsize
+    optimizer = DOSMomentum(model.parameters(), policy="stride:1", device=device, subgroup_size=size, **SETTINGS)
+    train(model, optimizer, 2)
+    assert len(optimizer._session.registry.accelerated) > 2
+    pinned = sorted(device.pinned)
+    assert pinned
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(pinned))
+    assert all(start % mmap.PAGESIZE == 0 for start, _ in pinned)
+
+
 def test_state_dicts() -> None:
     model, resumed = mlp(torch.bfloat16), mlp(torch.bfloat16)
 
@@ -297,5 +315,9 @@ def test_what_the_rule_cannot_do_is_refused() -> None:
         DOSMomentum(mlp().parameters())
     with pytest.raises(ValueError, match="updates them as a whole; leave disk= out"):
         DOSMomentum(mlp().parameters(), device=DeviceAlone(FAST, 10**9), disk="/tmp")
+    with fake_ranks(2):
+        divided = nn.Parameter(distribute_tensor(torch.zeros(4, 4), init_device_mesh("cpu", (2,)), [Shard(0)]))
+        with pytest.raises(ValueError, match=r"parameter 0 .* is a DTensor, divided over ranks"):
+            DOSMomentum([divided], device=DeviceAlone(FAST, 10**9))
     with pytest.raises(ValueError, match="param group 0: lr must be 0 or more"):
         DOSMomentum([{"params": mlp().parameters(), "lr": -1.0}], device=DeviceAlone(FAST, 10**9))
