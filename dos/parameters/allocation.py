@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from dos.devices import Device, DeviceFinder
+from dos.guard import warn
 from dos.options import Options
 from dos.parameters.admission import Group
 from dos.sharding.local import local
 from dos.state.arena import Arena
 from dos.state.record import ParameterRecord, make_records
 from dos.state.subgroup import Subgroup, rounded, split
-from dos.warn import warn
 from perfmodel.footprint import HostBytes
 from perfmodel.format import BYTES, MIXED, Format
 from perfmodel.plan import Tier

@@ -144,7 +144,7 @@ class Plain(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for p, master in self.masters.items():
+        for p, master in ((p, master) for p, master in self.masters.items() if p.grad is not None):
             move(master, self.state[p].setdefault(KEY, torch.zeros_like(master)), p.grad, self.settings)
             p.copy_(master)
 
@@ -230,6 +230,27 @@ def test_adaptive_plans_without_the_cpu(budget: int) -> None:
     assert (Placement.GPU_RESIDENT in plan.placements) == (budget > 0)
     assert (Placement.GPU_STREAMED in plan.placements) == (budget < 10**6)
     assert_as_plain(optimizer, model, 6, deep)
+
+
+@pytest.mark.filterwarnings("ignore:DOSAdam.step.. found no gradient")
+@pytest.mark.parametrize("policy", ["cpu", "stride:1", RandomPlans(3, slots=1)], ids=str)
+def test_parameters_without_gradients(policy: Any) -> None:
+    """They are streamed by plan, and need no slot, which no step may ask for in vain."""
+    model, twin = mlp(), mlp()
+    device = DeviceAlone(FAST, 10**9)
+    optimizer = DOSMomentum(model.parameters(), policy=policy, device=device, subgroup_size=100, **SETTINGS)
+    reference = Plain(twin.parameters(), PLAIN)
+    for trained, its in ((model, optimizer), (twin, reference)):
+        for step in range(9):
+            its.zero_grad()
+            loss_of(trained, step).backward()
+            for number, p in enumerate(trained.parameters()):
+                if step == 7 or (step % 3 and number % 3 != step % 3):  # in the first one all get their state
+                    p.grad = None
+            its.step()
+            if its is optimizer:
+                plan_anew(optimizer)
+    assert bits(model.parameters()) == bits(twin.parameters())
 
 
 @pytest.mark.parametrize(("free", "residents"), [(0, 0), (4000, 0), (20_000, 3), (10**6, 8)])
