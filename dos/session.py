@@ -72,7 +72,7 @@ class Session:
         self.groups: list[Group] = []
         self.attachment: Attachment | None = None
         self.clipping = Clipping(self.registry.offloaded, options.max_grad_norm, meshes)
-        self.reconciler = Reconciler(self.registry, self.guard, options.state_format)
+        self.reconciler = Reconciler(self.registry, self.guard, options.rule)
         self._options = options
         self._warned_idle = False
         # Work in flight ends when the optimizer is collected or the interpreter exits.
@@ -597,7 +597,7 @@ class Session:
 
     def install_state(self, state: Mapping[Tensor, Any]) -> None:
         """Make this the optimizer's state; user code may keep references to it."""
-        self.reconciler.state, self.reconciler.seen = LiveState(state, self.settle_state), True
+        self.reconciler.state, self.reconciler.seen = LiveState(state, self.settle_state, self._options.rule.keys), True
 
     @entry(*UNBROKEN)
     def settle_state(self, read: Collection[Tensor]) -> None:

@@ -60,15 +60,16 @@ INNER: dict[str, set[str]] = {
     "machine": {"guard"},
     "torch_internals": set(),
     "sharding": {"torch_internals"},
+    "rules": {"kernels", "sharding"},
     "devices": {"guard", "machine", "torch_internals"},
     "activations": {"devices", "guard", "machine", "planning", "sharding", "state", "torch_internals"},
     "kernels": {"machine", "torch_internals"},
-    "state": {"devices", "guard", "kernels", "machine", "sharding", "torch_internals"},
+    "state": {"devices", "guard", "kernels", "machine", "rules", "sharding", "torch_internals"},
     "disk": {"state"},
     "gradients": {"devices", "guard", "kernels", "sharding", "state", "step", "torch_internals"},
-    "step": {"devices", "guard", "kernels", "machine", "sharding", "state"},
+    "step": {"devices", "guard", "kernels", "machine", "rules", "sharding", "state"},
     "planning": {"calibration", "devices", "guard", "kernels", "machine", "state", "step"},
-    "options": {"devices", "machine", "planning"},
+    "options": {"devices", "machine", "planning", "rules"},
     "parameters": {
         "devices",
         "gradients",
@@ -76,6 +77,7 @@ INNER: dict[str, set[str]] = {
         "kernels",
         "machine",
         "options",
+        "rules",
         "sharding",
         "state",
         "step",
@@ -188,6 +190,19 @@ def test_each_internal_is_tested_and_listed() -> None:
     assert files == {path.stem.removeprefix("test_") for path in (ROOT / "tests" / INTERNALS).glob("test_*.py")}
     listed = re.findall(r"^\| `(\w+)\.py` \|", (ROOT / "docs/architecture.md").read_text(), re.MULTILINE)
     assert sorted(listed) == sorted(files)
+
+
+def test_only_the_shell_names_a_rule() -> None:
+    """All others ask the rule that the options or an arena has."""
+    shell = "dos/optimizer.py", "dos/checkpoint.py", "dos/calibration", "dos/rules", "dos/kernels"
+    adamw = "dos.rules.adamw", "dos.rules.entries", "dos.kernels.codes"
+    for path in SOURCES:
+        if within(path, "dos") and not within(path, *shell):
+            assert not imports(path, *adamw), path
+            names = {name.rpartition(".")[2] for name in imported(path)}
+            of_adamw = {"AdamArrays", "AdamBatch", "AdamStep", "STATE_KEYS", "NEEDED_KEYS", "CODED_KEYS", "format_of"}
+            assert names.isdisjoint(of_adamw), path
+            assert "amsgrad" not in path.read_text(), path
 
 
 def test_tests_import_helpers_alone() -> None:

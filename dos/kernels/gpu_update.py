@@ -88,7 +88,7 @@ class GpuBatch:
         """A run with the gradient that its row of the table points to."""
         param, exp_avg, exp_avg_sq, max_exp_avg_sq, *others = run
         address, dtype = int(row[GRAD]), FLOATS[row[GRAD_TYPE]]
-        grad = tensor_at(address, param.numel(), dtype, self._device)
+        grad = tensor_at(address, len(param), dtype, self._device)
         return AdamArrays(grad, param, exp_avg, exp_avg_sq, max_exp_avg_sq if step.amsgrad else None, *others)
 
 

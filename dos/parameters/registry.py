@@ -114,7 +114,7 @@ class Registry:
         """
         ready = [p for p in group["params"] if p.requires_grad and not is_lazy(p)]
         for parameter in ready:
-            check_kind(parameter, group, self.devices)
+            check_kind(parameter, group, self.devices, self._options.rule)
         there = {p: self.devices.holds(p) for p in group["params"] if not is_lazy(p)}  # raises where it cannot be
         promised = {on_device: dict(each) for on_device, each in self._promised.items()}
         for p in ready:

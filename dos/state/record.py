@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,10 +12,9 @@ from torch import Tensor
 from dos.sharding.fingerprint import fingerprint
 from dos.sharding.local import is_sharded, laid_out_as, local, version
 from dos.state.arena import Arena, State, as_transport_dtype
-from dos.state.entries import scale_shape
 from dos.torch_internals.dtensors import local_tensor
 from dos.torch_internals.tensors import is_zero_tensor, version_counter
-from perfmodel.format import STATE_KEYS
+from perfmodel.format import scale_shape
 
 
 class ParameterRecord:
@@ -171,7 +171,7 @@ class ParameterRecord:
         return all(
             entry.get(key) is view and local(view).data_ptr() == self._addresses[key]
             for key, view in self.views.items()
-        ) and not (others and any(key in entry for key in STATE_KEYS if key not in self.views))
+        ) and not (others and any(key in entry for key in self.arena.rule.keys if key not in self.views))
 
     def adopt_step(self, step: Tensor) -> None:
         """Count from what the entry holds as the step."""
@@ -232,6 +232,15 @@ def make_records(parameters: Sequence[Tensor], arena: Arena, first: int = 0) -> 
     offsets = itertools.accumulate((local(p).numel() for p in parameters), initial=0)
     places = zip(parameters, offsets, itertools.count(first), strict=False)
     return [ParameterRecord(parameter, arena, offset, number) for parameter, offset, number in places]
+
+
+def step_of(entry: Mapping[str, Any]) -> Tensor:
+    """The step that the entry has, as a float32 scalar on the host that counts writes; 0 if it has none."""
+    step = entry.get("step", 0.0)
+    usable = isinstance(step, Tensor) and step.device.type == "cpu" and step.dtype == torch.float32
+    if not usable or step.ndim or step.is_inference():
+        step = torch.tensor(float(step), dtype=torch.float32, device="cpu")
+    return step
 
 
 def kind_of(tensor: Tensor) -> tuple[torch.device, torch.dtype, torch.Size]:
