@@ -35,6 +35,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from dos import DOSAdam
 from experiments.command import Parser, table
 from experiments.gpt import GPT, Corpus, GPTConfig, standard_library
+from experiments.harness import finish
 from experiments.miniature import equal_subgroups, measured_update_s, slowed
 from experiments.plots import save_spread
 from perfmodel import Plan, Workload
@@ -61,7 +62,7 @@ HARD_STEPS = 1000
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(prog="experiments.formats", description="What each format of the state costs and does.")
+    parser = Parser("formats", __doc__)
     counts = {"steps": (3000, "of training"), "seeds": (3, "runs of each"), "processes": (2, "that train at a time")}
     of_gpt = {"width": (128, ""), "layers": (3, ""), "heads": (4, ""), "context": (32, ", in bytes")}
     for name, (default, what) in {**counts, **{n: (d, f"of the GPT{w}") for n, (d, w) in of_gpt.items()}}.items():
@@ -87,9 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     save_spread(curves, args.out / "formats.png")
     figures = {"rows": rows, "hard": hard, "steps": args.steps, "seeds": args.seeds, "model": asdict(config)}
     (args.out / "formats.json").write_text(json.dumps(figures | {"curves": curves}) + "\n")
-    if args.json:
-        print(json.dumps(figures))
-    return 0
+    return finish(figures, console, args.json)
 
 
 def _begin() -> None:

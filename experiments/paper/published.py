@@ -8,7 +8,6 @@ python -m experiments.published --write-profiles     # the built-in profiles of 
 from __future__ import annotations
 
 import dataclasses
-import json
 import statistics
 import sys
 from collections import defaultdict
@@ -20,6 +19,7 @@ from typing import TypeVar
 from rich.console import Console
 
 from experiments.command import Parser, table
+from experiments.harness import finish
 from experiments.paper.runs import DATA_SHEETS, DEVICE_BANDWIDTHS, RUNS, PublishedRun, read_runs
 from experiments.paper.zero3 import (
     UNCERTAINTY,
@@ -230,10 +230,10 @@ def _median(values: Sequence[float]) -> float | None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit status, 2 for input it cannot use."""
-    parser = Parser(prog="python -m experiments.published", description=__doc__.splitlines()[0])
+    parser = Parser("published", __doc__)
     parser.add_argument("--fit", type=Path, default=RUNS, help="CSV file of runs to fit to")
     parser.add_argument("--test", type=Path, help="CSV file of runs to predict; without it, cross-validation")
-    parser.add_argument("--json", action="store_true", help="print the errors per class as JSON on the last line")
+    parser.add_json()
     parser.add_argument("--write-profiles", action="store_true", help="store the fits as built-in profiles")
     parser.add_out("out/published", "folder for pictures")
     options = parser.parse_args(arguments)
@@ -250,8 +250,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "strides left out": cross_validation(runs, lambda r: r.run.stride),
             }
     except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        parser.error(str(error))
     for title, predictions in report.items():
         show(title, predictions)
         if not options.test:
@@ -260,10 +259,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             save_predictions(pairs, path, what="update (s)", title=f"Updates, {title}")
     if not options.test and can_draw():
         print(f"\npictures in {options.out}")
-    if options.json:
-        last = next(iter(report.values()))
-        print(json.dumps({name: summary(name, of_class) for name, of_class in last.items()}))
-    return 0
+    first = next(iter(report.values()))
+    return finish({name: summary(name, of_class) for name, of_class in first.items()}, Console(), options.json)
 
 
 if __name__ == "__main__":
