@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import graphlib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -111,6 +112,14 @@ def test_inside_dos() -> None:
         for path in place.glob("*.py") if place.is_dir() else [place.with_suffix(".py")]:
             found = {name.split(".")[1] for name in imported(path) if name.startswith("dos.") and name.count(".")}
             assert found - {module, "_adam"} <= allowed, path
+
+
+def test_no_two_experiments_import_each_other() -> None:
+    """Not in a circle either, nor when a function is called."""
+    modules = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in SOURCES if within(path, "experiments")
+    }
+    graphlib.TopologicalSorter({name: imported(path) & modules.keys() for name, path in modules.items()}).prepare()
 
 
 def test_tests_import_helpers_alone() -> None:

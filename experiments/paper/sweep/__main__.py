@@ -50,11 +50,20 @@ def run(sweep: Sweep, path: Path, predictor: Predictor, done: Callable[[], None]
         rows.writerow(COLUMNS)
         results = {}
         for config in sweep.configurations:
-            results[config] = predictor.outcome(config)
+            results[config] = outcome(config, predictor)
             rows.writerow((*dataclasses.astuple(config), *dataclasses.astuple(results[config])))
             file.flush()
             done()
     return results
+
+
+def outcome(config: Configuration, predictor: Predictor) -> Outcome:
+    """The configuration's outcome: simulated, or measured on its device, scaled down."""
+    if config.device == "simulated":
+        return predictor.outcome(config)
+    from experiments.paper.sweep.device import run_on_device  # simulations need no torch
+
+    return run_on_device(config, predictor)
 
 
 def show(sweep: Sweep, results: dict[Configuration, Outcome], console: Console) -> None:
