@@ -61,27 +61,29 @@ def table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], *,
 
 
 def table_of(title: str, rows: Sequence[Mapping[str, Any]], *keys: str, left: int = 1) -> Table:
-    """A table for people of an experiment's rows: the columns of these keys, or all of them."""
-    shown = keys or tuple(rows[0])
-    return table(title, list(map(heading, shown)), ([cell(key, row[key]) for key in shown] for row in rows), left=left)
+    """A table for people of an experiment's rows: the columns of these keys, or of all that rows have."""
+    shown = keys or tuple(dict.fromkeys(key for row in rows for key in row))
+    cells = ([cell(key, row.get(key)) for key in shown] for row in rows)
+    return table(title, list(map(heading, shown)), cells, left=left)
 
 
 def heading(key: str) -> str:
     """The heading of a key's column: without the unit, which its cells have or the title."""
-    return key.removesuffix("_s").removesuffix("_bytes").removesuffix("_equal").replace("_", " ")
+    unit = "" if key.endswith("_per_s") else "_s"
+    return key.removesuffix(unit).removesuffix("_bytes").removesuffix("_equal").replace("_", " ")
 
 
 def cell(key: str, value: Any) -> str:
-    """A value as tables show it, by the end of its key: seconds, bytes, shares, bits. None is empty."""
+    """A value as tables show it, by its key: bits, bytes, shares and errors, other figures. None is empty."""
     if value is None or isinstance(value, str):
         return value or ""
     if key.endswith("_equal"):
         return "equal" if value else "DIFFERENT"
     if key.endswith("_bytes"):
-        unit = next(u for u in (30, 20, 0) if value >= 2**u or not u)
-        return f"{value / 2**unit:.2f} {({30: 'GiB', 20: 'MiB', 0: 'B'})[unit]}"
-    if "share" in key:
-        return f"{value:.0%}"
+        power, unit = (30, "GiB") if value >= 2**30 else (20, "MiB")
+        return f"{value / 2**power:.2f} {unit}"
+    if "share" in key or key.endswith("_error"):
+        return f"{value:.1%}"
     return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 

@@ -133,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with measuring(arguments.json) as (console, progress):
         rows = [row for machine in machines() for row in run(machine, arguments.rounds, progress)]
     off = errors(rows)
-    shown = [{**row, "error_share": error} for row, error in zip(rows, off, strict=True)]
+    shown = [{**row, "relative_error": error} for row, error in zip(rows, off, strict=True)]
     title = "Seconds of an update: engine on the emulated accelerator, simulator, bound"
     console.print(table_of(title, shown, left=2))
     wrong = misordered(rows, tolerance=0.05)

@@ -21,12 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import Tensor
 
 from dos.kernels.update import AdamArrays, AdamBatch, AdamStep, accumulate, instruction_sets
 from dos.machine.host_memory import available_bytes
-from experiments.command import Parser, table
+from experiments.command import Parser, table_of
 from experiments.harness import Contestant, finish, measuring, medians, ratio, take_turns, timed
 from perfmodel.format import BLOCK, CODED, MIXED, SPLIT
 from perfmodel.planner.units import parse_count
@@ -124,17 +123,6 @@ def summarise(seconds: dict[str, list[float]], numel: int) -> dict[str, float]:
     return {name: round(value, 4) for name, value in sorted(result.items())}
 
 
-def show(results: dict[str, dict[str, float]], title: str, console: Console) -> None:
-    """A table of rates, and of ratios above 1 where ours is faster."""
-    cells = []
-    for name, result in results.items():
-        rate = result["gparams_per_s"]
-        ratios = (f"{key.removeprefix('ratio_to_')} {value:.2f}" for key, value in result.items() if "ratio" in key)
-        cells.append([name, ", ".join(ratios), f"{rate:.3f}", f"{rate * _BYTES_MOVED[name]:.1f}"])
-    headings = ("update", "ratio (above 1: ours is faster)", "Gparam/s", "GB/s")
-    console.print(table(title, headings, cells, left=2))
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print; the last line is one JSON object with --json."""
     parser = Parser("kernel", __doc__)
@@ -167,7 +155,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         "instruction_set": instruction_sets()[0],
         "load_average": round(os.getloadavg()[0], 2),
     }
-    show(results, ", ".join(f"{name} {value}" for name, value in conditions.items()), console)
+    rows = [
+        {"update": name, **result, "gb_per_s": result["gparams_per_s"] * _BYTES_MOVED[name]}
+        for name, result in results.items()
+    ]
+    console.print(table_of("Rates of ours, and ratios to others; above 1: ours is faster", rows))
+    console.print(", ".join(f"{name} {value}" for name, value in conditions.items()))
     return finish({**results, **conditions}, console, arguments.json)
 
 

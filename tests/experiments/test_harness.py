@@ -137,9 +137,12 @@ def test_a_command_ends_with_json_and_a_status(capsys: pytest.CaptureFixture[str
 
 def test_rows_are_shown_by_their_keys() -> None:
     assert heading("best_fixed_s") == "best fixed"
+    assert heading("gparams_per_s") == "gparams per s"
     assert [heading(key) for key in ("peak_bytes", "bits_equal", "fits_share")] == ["peak", "bits", "fits share"]
     shown = {"a_s": 0.25, "a_bytes": 3 << 20, "a_share": 0.5, "a_equal": False, "a": 7, "b": None, "c": "text"}
-    assert [cell(*pair) for pair in shown.items()] == ["0.250", "3.00 MiB", "50%", "DIFFERENT", "7", "", "text"]
+    assert [cell(*pair) for pair in shown.items()] == ["0.250", "3.00 MiB", "50.0%", "DIFFERENT", "7", "", "text"]
     table = table_of("title", [shown, shown], "c", "a_s")
     assert [column.header for column in table.columns] == ["c", "a"]
     assert table.row_count == 2
+    differing = table_of("title", [{"a": 1, "b": 2}, {"c": 3}])
+    assert [list(column.cells) for column in differing.columns] == [["1", ""], ["2", ""], ["", "3"]]
