@@ -110,7 +110,7 @@ class Case:
             activations=grouped(saved),
         )
         profile = node.scaled(state_bytes / setting.link_s / node.h2d_bandwidth)
-        # The optimizer leaves 2% of the device alone, and notices what is free in whole subgroups and a quarter.
+        # The optimizer does not use 2% of the device, and notices what is free in whole subgroups and a quarter.
         needed = occupied + sum(saved) + free + loads[0].state_bytes // 2
         gradients, back = occupied, sum(saved) - peak_room(workload.activations, sum(saved))
         most_free = max(free, sum(saved) + free - gradients - back)

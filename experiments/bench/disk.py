@@ -59,7 +59,7 @@ UNTHROTTLED = 1e3
 """Times as fast as the machine: nothing is slowed down."""
 
 SHOWN = (
-    *("share_on_disk", "update_s", "bound_s", "read_gb_per_s"),
+    *("share_on_disk", "update_s", "bound_s", "over_bound", "read_gb_per_s"),
     *("read_bytes_per_parameter", "written_bytes_per_parameter", "swapped_s", "bits_equal"),
 )
 
@@ -194,11 +194,13 @@ class Run:
         assert plan is not None, "it has been updated on a device"
         numel = sum(loads[i].numel for i in plan.on_disk)
         seconds, read, written, reading_s = map(statistics.median, zip(*updates, strict=True))
+        bound_s = lower_bound(self.workload, self.setting.profile).seconds
         return {
             "share_on_disk": numel / self.workload.numel,
             "subgroups": len(loads),
             "update_s": seconds,
-            "bound_s": lower_bound(self.workload, self.setting.profile).seconds,
+            "bound_s": bound_s,
+            "over_bound": seconds / bound_s,
             "read_gb_per_s": read / reading_s / 1e9 if reading_s else 0.0,
             "read_bytes_per_parameter": read / numel if numel else 0.0,
             "written_bytes_per_parameter": written / numel if numel else 0.0,

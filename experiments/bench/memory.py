@@ -48,7 +48,7 @@ CONFIG = GPTConfig(layers=4, width=96, heads=4, context=16)
 DTYPE = torch.bfloat16
 SUBGROUPS = 40
 SCOPE = Scope(Phase.OVERLAPPED, Phase.ABSENT)
-"""Gradients leave during backward; the next forward waits for the update."""
+"""Gradients are copied during backward; the next forward waits for the update."""
 TRAVEL = (Op.PREFETCH, Op.FLUSH, Op.GRADIENT, Op.PARAMETER)
 
 Batch = tuple[Tensor, Tensor]

@@ -3,7 +3,7 @@
     python -m experiments.overlap [--json]
 
 Trains the demo's transformer on the emulated accelerator with the proportions of an H100 node, slowed so that the
-update is a third of the forward, as long as it, and three times as long. The floor is what exactness leaves: an update
+update is a third of the forward, as long as it, and three times as long. The floor follows from exactness: an update
 starts after backward and reaches a layer before its forward, so no iteration is shorter than backward plus the longer
 of forward and update.
 """

@@ -2,7 +2,7 @@
 
     python -m experiments.planner --json
 
-Times are simulated, of the update beside a backward during which gradients leave (`Scope.beside`), less that backward.
+Times are simulated, of the update beside a backward that copies gradients (`Scope.beside`), less that backward.
 The first plan for a workload is the closed form's; the simulator improves on it call by call.
 """
 

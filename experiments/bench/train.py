@@ -288,8 +288,8 @@ def report_neighbour(beside: Result, alone: Result, machine: Machine, out: Path,
     fullest = max(sum(sample[1:]) for sample in samples)
     console.print(
         f"{DEFAULT} while another process takes memory in the middle third: an iteration takes {before * 1e3:.0f} ms, "
-        f"{during * 1e3:.0f} ms beside it, and {after * 1e3:.0f} ms when it has left. At most {fullest / 2**20:.0f} of "
-        f"{machine.capacity / 2**20:.0f} MiB were held; the losses are "
+        f"{during * 1e3:.0f} ms beside it, and {after * 1e3:.0f} ms after it has ended. At most "
+        f"{fullest / 2**20:.0f} of {machine.capacity / 2**20:.0f} MiB were held; the losses are "
         f"{'the same' if beside.losses == alone.losses else 'NOT the same'} to the bit.",
         soft_wrap=True,
         highlight=False,

@@ -253,7 +253,7 @@ def _run(name: str, run: Callable[[Bench], None], settings: Settings, seconds: f
         faulthandler.cancel_dump_traceback_later()
         sys.stdout.flush()
         sys.stderr.flush()
-        # Not through the interpreter's exit: what a broken check has left behind could keep it from ending.
+        # Not through the interpreter's exit: threads of a broken check could keep it from ending.
         os._exit(0)
 
 

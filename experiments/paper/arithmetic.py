@@ -4,8 +4,8 @@
 
 For each run: seconds of a step as measured, and of its forward and backward alone by the planner, which must be fewer.
 Of runs by DeepSpeed's ZeRO-3 with parameters and optimizer state offloaded, whose state is AdamW's in float32, also
-what the model of its loop gives: layers fetched one ahead of compute (`perfmodel.planner.overlap`), gradients that
-leave blocking, and the update of `experiments.zero3`, on the built-in desktop with that GPU. Nothing is fitted.
+what the model of its loop gives: layers fetched one ahead of compute (`perfmodel.planner.overlap`), gradients
+that are copied blocking, and the update of `experiments.zero3`, on the built-in desktop with that GPU. No fit is made.
 """
 
 from __future__ import annotations

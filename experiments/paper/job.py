@@ -93,7 +93,7 @@ def train(config: Configuration, predictor: Predictor, update_s: float) -> dict[
     def policy(workload: Workload) -> Plan:
         nonlocal modelled_s
         plan = policy_plan(config, run, workload, profile)
-        # Beside backward, in which gradients leave; its seconds do not count, as they do not in what is measured.
+        # Beside backward, which copies gradients; its seconds do not count, as in the measured update.
         modelled_s = exposed(plan, workload, profile, Scope.beside(workload))
         return plan
 

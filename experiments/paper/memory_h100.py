@@ -28,7 +28,7 @@ SCOPE = Scope(Phase.OVERLAPPED, Phase.ABSENT)
 
 
 def plans(rank: PublishedRank) -> dict[str, tuple[Plan, Workload]]:
-    """What is compared, each with the memory that it may use: what the trace leaves, less what DOSAdam leaves alone."""
+    """The plans compared, each with the memory it may use: the free memory of the trace, less DOSAdam's margin."""
     work = rank.workload(MARGIN * rank.memory_bytes)
 
     def room_for(share: float) -> Workload:
