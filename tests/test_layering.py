@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import graphlib
 import re
 from pathlib import Path
 
@@ -203,6 +204,14 @@ def test_only_the_shell_names_a_rule() -> None:
             of_adamw = {"AdamArrays", "AdamBatch", "AdamStep", "STATE_KEYS", "NEEDED_KEYS", "CODED_KEYS", "format_of"}
             assert names.isdisjoint(of_adamw), path
             assert "amsgrad" not in path.read_text(), path
+
+
+def test_no_two_experiments_import_each_other() -> None:
+    """Not in a circle either, nor when a function is called."""
+    modules = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in SOURCES if within(path, "experiments")
+    }
+    graphlib.TopologicalSorter({name: imported(path) & modules.keys() for name, path in modules.items()}).prepare()
 
 
 def test_tests_import_helpers_alone() -> None:
