@@ -174,8 +174,12 @@ def assert_as_plain(
             assert bits([optimizer.state[p][MASTER_KEY]]) == bits([reference.masters[q]])
 
 
+def _name(policy: Any) -> str:
+    return "random" if isinstance(policy, RandomPlans) else str(policy)
+
+
 @pytest.mark.parametrize("more", [{}, {"attach": True}, {"offload_gradients": True}], ids=str)
-@pytest.mark.parametrize("policy", [RandomPlans(0, slots=2), "stride:2", "resident", "cpu", 0.5], ids=str)
+@pytest.mark.parametrize("policy", [RandomPlans(0, slots=2), "stride:2", "resident", "cpu", 0.5], ids=_name)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_momentum_on_whole_tensors(dtype: torch.dtype, policy: Any, more: dict[str, bool]) -> None:
     model, settings = mlp(dtype), dict(more)
@@ -233,7 +237,7 @@ def test_adaptive_plans_without_the_cpu(budget: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:DOSAdam.step.. found no gradient")
-@pytest.mark.parametrize("policy", ["cpu", "stride:1", RandomPlans(3, slots=1)], ids=str)
+@pytest.mark.parametrize("policy", ["cpu", "stride:1", RandomPlans(3, slots=1)], ids=_name)
 def test_parameters_without_gradients(policy: Any) -> None:
     """They are streamed by plan, and need no slot, which no step may ask for in vain."""
     model, twin = mlp(), mlp()
