@@ -117,20 +117,28 @@ class Forecast:
             self._late = _Fall.of(self._late, free + held)
         left = free + held + others
         self._sampled[phase] = min(left, self._sampled.get(phase, left))
-        self._missed.sample(phase, held)
+        if phase is not Op.UPDATE:
+            self._missed.sample(held)
         if self._least_free is None or free < self._least_free:
             self._least_free, self._held = free, held
 
     def peaked(self, phase: Op, free: int, held: int, *, others: int = 0) -> None:
-        """What was free, by the allocator's counter, at a peak between two samples; the rest as for `sample`."""
+        """What was free, by the allocator's counter, at a peak of forward or backward between two samples.
+
+        The rest as for `sample`.
+        """
         if self._backward is not None and phase is Op.BACKWARD:
             self._backward = _Fall.of(self._backward, free + held)
-        self._missed.show(phase, free + held + others, held)
+        self._missed.show(free + held + others, held)
 
     @property
     def _now(self) -> dict[Op, int]:
         """The low marks of this iteration."""
-        return self._missed.corrected(self._sampled)
+        if not self._sampled:
+            return {}
+        mark = _peak(self._sampled)
+        peak = self._missed.corrected(mark)
+        return self._sampled if peak == mark else {**self._sampled, Op.FORWARD: peak}
 
     def allocation_failed(self, held: int) -> None:
         """An allocation for which there was room by these figures has failed beside `held` bytes of state."""
@@ -162,7 +170,7 @@ class Forecast:
                     REMEMBERED_AFTER_FAILURE,
                 )
             self._marks.append(now)
-            self._missed.end_iteration(self._sampled, int(MARGIN * self._total))
+            self._missed.end_iteration(_peak(self._sampled), int(MARGIN * self._total))
             self._others.append(self._others_now or 0)
         fall = self._late or self._backward
         if fall is not None:

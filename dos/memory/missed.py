@@ -1,10 +1,8 @@
-"""What samples miss of a peak, as the allocator's counter of its highest level shows it."""
+"""What samples miss of an iteration's peak, as the allocator's counter of its highest level shows it."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
-
-from perfmodel import Op
 
 
 class _Peak(NamedTuple):
@@ -16,7 +14,7 @@ class _Peak(NamedTuple):
 
 
 class MissedPeaks:
-    """Corrects the low marks of an iteration's phases by peaks that no sample has seen.
+    """Corrects the low mark of forward and backward by a peak that no sample has seen.
 
     The counter shows a peak only if no earlier one was as high. So a peak that was shown counts in later iterations
     too, as much below their samples as it was then, until state holds so much more that the same peak would be shown
@@ -24,34 +22,29 @@ class MissedPeaks:
     """
 
     def __init__(self) -> None:
-        self._known: dict[Op, _Peak] = {}
-        self._shown: dict[Op, tuple[int, int]] = {}
-        self._held: dict[Op, int] = {}
+        self._known: _Peak | None = None
+        self._shown: tuple[int, int] | None = None
+        self._held: int | None = None
 
-    def sample(self, phase: Op, held: int) -> None:
-        """held: bytes of state when a sample was taken."""
-        self._held[phase] = min(held, self._held.get(phase, held))
+    def sample(self, held: int) -> None:
+        """held: bytes of state when a sample of forward or backward was taken."""
+        self._held = held if self._held is None else min(held, self._held)
 
-    def show(self, phase: Op, left: int, held: int) -> None:
-        """The counter shows a peak: what it left, without the `held` bytes of state."""
-        self._shown[phase] = min((left, held), self._shown.get(phase, (left, held)))
+    def show(self, left: int, held: int) -> None:
+        """The counter shows a peak of forward or backward: what it left, without the `held` bytes of state."""
+        self._shown = (left, held) if self._shown is None else min((left, held), self._shown)
 
-    def corrected(self, marks: dict[Op, int]) -> dict[Op, int]:
-        """The low marks of this iteration. marks: by samples alone."""
-        return {phase: self._corrected(phase, mark) for phase, mark in marks.items()}
+    def corrected(self, mark: int) -> int:
+        """The low mark of this iteration. mark: by samples alone."""
+        if self._shown is not None:
+            return min(mark, self._shown[0])
+        return mark if self._known is None else max(mark - self._known.missed, min(mark, self._known.left))
 
-    def _corrected(self, phase: Op, mark: int) -> int:
-        if phase in self._shown:
-            return min(mark, self._shown[phase][0])
-        known = self._known.get(phase)
-        return mark if known is None else max(mark - known.missed, min(mark, known.left))
-
-    def end_iteration(self, marks: dict[Op, int], tolerance: int) -> None:
-        """marks: by samples alone. tolerance: bytes by which peaks of one kind differ."""
-        for phase, mark in marks.items():
-            if phase in self._shown:
-                left, held = self._shown[phase]
-                self._known[phase] = _Peak(left, max(0, mark - left), held)
-            elif phase in self._known and self._held.get(phase, 0) > self._known[phase].held + tolerance:
-                del self._known[phase]
-        self._shown, self._held = {}, {}
+    def end_iteration(self, mark: int, tolerance: int) -> None:
+        """mark: by samples alone. tolerance: bytes by which peaks of one kind differ."""
+        if self._shown is not None:
+            left, held = self._shown
+            self._known = _Peak(left, max(0, mark - left), held)
+        elif self._known is not None and self._held is not None and self._held > self._known.held + tolerance:
+            self._known = None
+        self._shown = self._held = None

@@ -169,10 +169,10 @@ def test_memory_falls_while_windows_are_full(
         held.append(optimizer.metrics().get("memory_held_bytes", 0))
 
     free_memory()
-    total, held = 200 << 20, list[float]()
-    others = [0, total // 2, 0, total - (40 << 20), total - (20 << 20)]
+    total, held = 64 << 20, list[float]()
+    others = [0, total // 2, 0, total - (9 << 20), total - (6 << 20) - (1 << 19)]
     model: dict[str, Any] = {"layers": 16, "steps": 12, "attached": attached}
-    on_disk: dict[str, Any] = {"disk": tmp_path, "host_memory": 20_000_000, "profile": "h100"}
+    on_disk: dict[str, Any] = {"disk": tmp_path, "host_memory": 20_000_000, "memory_interval": 0.01, "profile": "h100"}
     expected = run(with_policy("cpu"), **model)
     monkeypatch.setattr(CudaDevice, "disk_io", slow)
     lib.sim_capacity(total)
@@ -181,8 +181,7 @@ def test_memory_falls_while_windows_are_full(
     finally:
         lib.sim_others(0)
         lib.sim_capacity(4 << 30)
-    assert max(held) > 0, "state comes"
-    assert held[-1] < max(held), "and makes room"
+    assert min(held[held.index(max(held)) :]) < max(held), f"state comes and makes room: {held}"
 
 
 @pytest.mark.parametrize("ends", ["forward", "backward", "step"])
@@ -232,13 +231,13 @@ def test_a_peak_of_the_first_forward_leaves_state_what_is_left(resets: bool, mon
             torch.cuda.reset_peak_memory_stats()
 
     free_memory()
-    total, resident = 200 << 20, list[float]()
+    total, resident = 64 << 20, list[float]()
     expected = run(with_policy("cpu"))
-    monkeypatch.setattr(Peak, "nbytes", total - (56 << 20))
+    monkeypatch.setattr(Peak, "nbytes", total - (6 << 20))
     lib.sim_capacity(total)
     try:
-        ours = run(with_policy("adaptive", 300_000, profile="h100"), model_class=Peak, between=between, steps=4)
+        ours = run(with_policy("adaptive", 300_000, profile="h100"), model_class=Peak, between=between)
     finally:
         lib.sim_capacity(4 << 30)
     assert ours == expected
-    assert 0 < resident[0] < 1, "a part has room beside the peak"
+    assert all(0 < share < 1 for share in resident), f"a part has room beside the peak: {resident}"

@@ -10,6 +10,11 @@ from tests.simdev.accelerator import KIND
 
 as_cuda.install()
 
+from dos.activations import offload  # noqa: E402
 from dos.devices import cuda  # noqa: E402
 
 cuda.TYPE = KIND
+
+from tests.support.gpu import SHRINK  # noqa: E402
+
+offload.LEAST_BYTES //= SHRINK  # as the models are smaller

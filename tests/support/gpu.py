@@ -11,6 +11,8 @@ from dos.devices import cuda
 
 DEVICE = cuda.TYPE
 SIMULATED = DEVICE != "cuda"
+SHRINK = 8 if SIMULATED else 1
+"""By which models and their subgroups are smaller, because two cores compute what a GPU would."""
 
 NEEDS_GPU = [
     pytest.mark.cuda,

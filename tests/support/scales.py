@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dos import DOSAdam
-from tests.support.gpu import DEVICE
+from tests.support.gpu import DEVICE, SHRINK
 from tests.support.training import bits
 
 
@@ -23,7 +23,7 @@ class Scales(nn.Module):
         super().__init__()
         generator = torch.Generator().manual_seed(0)
         # Of different sizes, so that some are cut by subgroups and others share one.
-        sizes = [numel if i % 3 else 1000 + i for i in range(layers)]
+        sizes = [numel // SHRINK if i % 3 else 1000 + i for i in range(layers)]
         self.layers = nn.ModuleList(self.layer(torch.randn(size, generator=generator).to(dtype)) for size in sizes)
 
     def layer(self, weight: Tensor) -> nn.Module:
@@ -142,7 +142,10 @@ def replayed(compute: Callable[[Tensor], None], x: Tensor) -> Callable[[Tensor],
 
 
 def with_policy(policy: Any, subgroup_size: int = 500_000, **options: Any) -> Callable[[nn.Module], DOSAdam]:
+    for name in {"host_memory", "memory_budget"} & options.keys():
+        options[name] //= SHRINK
+
     def make(model: nn.Module) -> DOSAdam:
-        return DOSAdam(model.parameters(), lr=1e-2, policy=policy, subgroup_size=subgroup_size, **options)
+        return DOSAdam(model.parameters(), lr=1e-2, policy=policy, subgroup_size=subgroup_size // SHRINK, **options)
 
     return make
