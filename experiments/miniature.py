@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from dos import DOSAdam, EmulatedDevice
-from dos.deciding.policies import Policy
+from dos.planning.policies import Policy
 from perfmodel import Plan, Workload
 from perfmodel.hardware import HardwareProfile
 from perfmodel.policies import cpu_only

@@ -20,9 +20,9 @@ from dos.calibration.measure import FULL, QUICK, Measurement, base_profile, meas
 from dos.calibration.rounds import Exchange
 from dos.devices import Device, EmulatedDevice
 from dos.devices.cuda import CudaDevice
-from dos.disk import DiskError
 from dos.machine.process import local_ranks, usable_cores
 from dos.machine.profiles import machine_name, save_profile
+from dos.state.disk import DiskError
 from perfmodel.hardware import HardwareProfile, builtin_profiles
 
 EMULATED_SLOWDOWN = 1000

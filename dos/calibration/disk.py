@@ -15,7 +15,7 @@ from dos.calibration.bench import host_zeros
 from dos.calibration.rounds import Figure, Link, Rounds
 from dos.devices import Device
 from dos.devices.pinned import lazy_zeros
-from dos.disk import PAGE, DiskSpace, Extent
+from dos.state.disk import PAGE, DiskSpace, Extent
 from perfmodel import Lane, Op, Span
 from perfmodel.format import MIXED
 from perfmodel.hardware import HardwareProfile

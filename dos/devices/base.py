@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from dos.devices.pinned import lazy_zeros
+from dos.torch_internals.tensors import has_storage, is_zero_tensor
 from perfmodel import Lane, Op, Span
 from perfmodel.compute import RESTORE, SAVE
 from perfmodel.format import MIXED
 from perfmodel.hardware import HardwareProfile
 from perfmodel.lanes import LANE_OF_STREAM
-from perfmodel.schedule import FLUSH, GRADIENT, ON_DEVICE, PARAMETER, PREFETCH, Task
+from perfmodel.schedule import FLUSH, GRADIENT, ON_DEVICE, PARAMETER, PREFETCH
 
 Copy = tuple[Tensor, Tensor]
 """(destination, source): 1-D tensors of equal length and dtype."""
@@ -68,14 +69,6 @@ class ThreadJob:
         return self.future.result()
 
 
-class Issued(NamedTuple):
-    """A task under way. number: rises in the order in which they were issued."""
-
-    number: int
-    task: Task
-    job: Job
-
-
 class Mark(Protocol):
     """A place in the work that the caller queues on the device."""
 
@@ -89,9 +82,7 @@ def memory_of(tensor: Tensor) -> torch.UntypedStorage | None:
     A sparse tensor has several, an MKLDNN tensor has an opaque one, a tensor within torch.func has that of what it
     wraps, and a zero tensor of forward-mode AD has a storage whose address is null.
     """
-    if not torch._C._has_storage(tensor) or tensor._is_zerotensor():
-        return None
-    return tensor.untyped_storage()
+    return tensor.untyped_storage() if has_storage(tensor) and not is_zero_tensor(tensor) else None
 
 
 def pinned_zeros(device: Device, numel: int, dtype: torch.dtype) -> Tensor:

@@ -6,22 +6,22 @@ import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from dos.guard import Guard
-from dos.options import check_settings
 from dos.parameters.active import Active
 from dos.parameters.admission import Group, check_overlaps, check_parameter
 from dos.parameters.allocation import explain_oom
 from dos.parameters.live_state import LiveState
 from dos.parameters.registry import Registry
+from dos.rules.base import Rule
 from dos.sharding.local import laid_out_as, local
 from dos.state.arena import Arena
-from dos.state.entries import step_of, write_entry
-from dos.state.record import ParameterRecord, in_logical_order
+from dos.state.record import ParameterRecord, in_logical_order, step_of
 from dos.state.subgroup import Subgroup
-from perfmodel.format import STATE_KEYS
+from dos.torch_internals.operators import add_to_all
+from dos.torch_internals.tensors import is_view
+from perfmodel.format import Format
 
 
 class Look(NamedTuple):
@@ -48,11 +48,10 @@ class Reconciler:
     state: LiveState
     seen: bool
 
-    def __init__(self, registry: Registry, guard: Guard, state_format: str | None) -> None:
-        """state_format: as the user chose it."""
+    def __init__(self, registry: Registry, guard: Guard, rule: Rule) -> None:
         self._registry = registry
         self._guard = guard
-        self._state_format = state_format
+        self._rule = rule
 
     def look(self, groups: Sequence[Group]) -> Look:
         """Look at all parameters with a gradient: those of `others` can be used, but are to be enrolled and settled.
@@ -66,7 +65,7 @@ class Reconciler:
         others: list[tuple[Tensor, Group]] = []
         for number, group in enumerate(groups):
             checked = False
-            amsgrad = group["amsgrad"]
+            extra = self._rule.extra(group)
             for p in group["params"]:
                 gradient = p.grad
                 record = records.get(id(p))
@@ -74,19 +73,19 @@ class Reconciler:
                 if gradient is None and record not in away:
                     continue
                 if not checked:
-                    check_settings(group, f"param group {number}", self._state_format)
+                    self._rule.check(group, f"param group {number}")
                     checked = True
                 if record is not None and record.sharded:
                     gradient = record.gradient
                 if (
                     record is not None
                     and record.settled(gradient)
-                    and (record.arena.amsgrad or not amsgrad)
+                    and (not extra or extra <= record.arena.format.names)
                     and not (seen and not record.intact(dict.get(state, p) or {}))
                 ):
                     settled.append((record, group))
                 else:
-                    check_parameter(p, group, self._entry(p), record, self._registry.devices)
+                    check_parameter(p, group, self._entry(p), record, self._registry.devices, self._rule)
                     others.append((p, group))
         return Look(settled, others, self._replaced(groups) if known < len(records) else [])
 
@@ -107,14 +106,22 @@ class Reconciler:
         for record, group in found:
             entry = self._entry(record.parameter)
             foreign = not record.is_adopted(entry) if entry or not record.fresh else False  # a newcomer's is nowhere
-            if foreign or record.layout_changed() or (group["amsgrad"] and not record.arena.amsgrad):
+            if foreign or record.layout_changed() or self._wider(record, group) is not None:
                 return True
         return False
 
     def growth(self, found: Iterable[tuple[ParameterRecord, Group]]) -> dict[Subgroup, int]:
-        """By how many bytes `settle` makes state larger: amsgrad was switched on."""
-        arenas = {record.arena for record, group in found if group["amsgrad"] and not record.arena.amsgrad}
-        return {s: s.numel * torch.float32.itemsize for s in self._registry.accelerated if s.arena in arenas}
+        """By how many bytes `settle` makes state larger: settings ask for more fields."""
+        asked = ((record.arena, self._wider(record, group)) for record, group in found)
+        more = {arena: new.state_bytes - arena.format.state_bytes for arena, new in asked if new is not None}
+        return {s: int(s.numel * more[s.arena]) for s in self._registry.accelerated if s.arena in more}
+
+    def _wider(self, record: ParameterRecord, group: Group) -> Format | None:
+        """The format with the fields for which these settings ask; None if the record's state has them."""
+        arena, extra = record.arena, self._rule.extra(group)
+        if extra <= arena.format.names:
+            return None
+        return self._rule.format(record.parameter, accelerated=arena.accelerated, extra=extra | arena.format.names)
 
     def settle(self, found: Sequence[tuple[ParameterRecord, Group]], groups: Sequence[Group]) -> None:
         """Make these fit for the step: their state is what `state` says, and everything lies as it is used.
@@ -131,11 +138,12 @@ class Reconciler:
             # A state that is another parameter's live view, as when two are exchanged, must not change under our hands.
             entry = self._entry(record.parameter)
             for key, value in entry.items():
-                if isinstance(value, Tensor) and value is not record.views.get(key) and local(value)._base is not None:
+                if isinstance(value, Tensor) and value is not record.views.get(key) and is_view(local(value)):
                     entry[key] = laid_out_as(local(value).clone(), value)
         for record, group in found:
-            if group["amsgrad"] and not record.arena.amsgrad:
-                self._add_amsgrad(record.arena)
+            wider = self._wider(record, group)
+            if wider is not None:
+                self._widen(record.arena, wider)
             gradient = record.gradient
             if gradient is not None:
                 record.arena.stage_gradients_as(gradient.dtype)
@@ -187,23 +195,23 @@ class Reconciler:
             record.adopt_step(step)
             return
         # State that was never written is zero wherever it will be, and takes no memory here until then.
-        if any(key in entry for key in STATE_KEYS):
+        if any(key in entry for key in self._rule.keys):
             record.fresh = False
         if not record.fresh:
             self._make_homes([record])
-            write_entry(entry, record.parameter, record.views)
+            self._rule.write_entry(entry, record.parameter, record.views)
         # In an order that can be interrupted: what the entry says is lost at no point.
-        for key in STATE_KEYS:
+        for key in self._rule.keys:
             if key not in record.views:
                 entry.pop(key, None)
         entry.update({"step": step.clone(), **record.views})
         record.adopt_step(entry["step"])
         record.version = -1  # whatever the master was, it must agree with the parameter
 
-    def _add_amsgrad(self, arena: Arena) -> None:
+    def _widen(self, arena: Arena, wider: Format) -> None:
         homes, subgroups = self._registry.homes, [s for s in self._registry.accelerated if s.arena is arena]
         with explain_oom(arena.device):
-            arena.add_amsgrad(functools.partial(homes.add_field, subgroups))
+            arena.widen(wider, functools.partial(homes.add_field, subgroups))
         homes.show_again()  # what users have views of is elsewhere on disk
         for record in self._registry.records.values():
             if record.arena is arena:
@@ -219,7 +227,7 @@ class Reconciler:
         for record, _ in active.members:
             record.count += 1
         if self.seen and active.members:
-            torch._foreach_add_([record.step for record, _ in active.members], 1)
+            add_to_all([record.step for record, _ in active.members], 1)
             for record, _ in active.members:
                 record.saw_step()
 

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from dos.devices import Device, DeviceFinder
-from dos.disk.files import check_disk
 from dos.gradients.offload import OffloadedGradients
 from dos.guard import Guard
 from dos.machine.host_memory import check_host_memory, host_share
@@ -19,9 +18,10 @@ from dos.options import NATIVE, Options
 from dos.parameters.admission import Group, check_kind, name_of
 from dos.parameters.allocation import Allocation
 from dos.parameters.watching import Watching
-from dos.sharding.fsdp import find_replaced
 from dos.sharding.local import is_sharded, local, moved_to_layout
 from dos.sharding.meshes import Meshes
+from dos.sharding.replaced import find_replaced
+from dos.state.disk.files import check_disk
 from dos.state.homes import Homes
 from dos.state.host_store import HostStore
 from dos.state.record import ParameterRecord
@@ -114,7 +114,7 @@ class Registry:
         """
         ready = [p for p in group["params"] if p.requires_grad and not is_lazy(p)]
         for parameter in ready:
-            check_kind(parameter, group, self.devices)
+            check_kind(parameter, group, self.devices, self._options.rule)
         there = {p: self.devices.holds(p) for p in group["params"] if not is_lazy(p)}  # raises where it cannot be
         promised = {on_device: dict(each) for on_device, each in self._promised.items()}
         for p in ready:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,9 +9,10 @@ import torch
 from torch import Tensor
 
 from dos.devices import Copy, Device
+from dos.rules.base import Rule
 from dos.sharding.local import local
 from dos.state.host_tensor import HostTensor
-from perfmodel.format import MASTER, REST, Field, format_of
+from perfmodel.format import MASTER, REST, Field, Format
 from perfmodel.plan import Tier
 
 ALIGNMENT = 256
@@ -44,10 +44,14 @@ class State:
         """All of them, in the order of the format."""
         return tuple(self.fields.values())
 
-    def slice(self, start: int, stop: int) -> State:
-        """A view of what is of the parameters from start to stop."""
+    def cut(self, start: int, stop: int) -> dict[str, Tensor]:
+        """Views of what is of the parameters from start to stop, by name."""
         each = ((name, tensor, self.blocks.get(name, 1)) for name, tensor in self.fields.items())
-        return State({name: tensor[start // n : stop // n] for name, tensor, n in each}, self.blocks)
+        return {name: tensor[start // n : stop // n] for name, tensor, n in each}
+
+    def slice(self, start: int, stop: int) -> State:
+        """The same as a state."""
+        return State(self.cut(start, stop), self.blocks)
 
     def zero(self) -> None:
         """Make it the state of parameters that were never updated."""
@@ -85,8 +89,8 @@ class Arena:
     in the parameter's own memory order, so `optimizer.state[p]["exp_avg"]` is a view of it.
 
     device: where the parameters are; None: on the host.
+    rule: by which they are updated. format: what the state consists of.
     tier: where the state has its home; on the device it is there for good.
-    format: what the state consists of; amsgrad: whether with room for amsgrad.
     gradient: staging for gradients on their way from the accelerator, in the parameters' dtype.
     parameter: staging for new parameters on their way to the accelerator; None where master has their dtype already.
         Where masters are split it has their upper halves, of the subgroups that the host updates.
@@ -98,10 +102,9 @@ class Arena:
         self,
         parameters: Sequence[Tensor],
         device: Device | None,
+        rule: Rule,
+        state: Format,
         *,
-        master_weights: bool,
-        amsgrad: bool,
-        state_format: str | None = None,
         tier: Tier = Tier.HOST,
         part: int = 1,
     ) -> None:
@@ -110,16 +113,9 @@ class Arena:
         self.accelerated = device is not None
         self.tier = tier
         self.numel = sum(local(p).numel() for p in parameters)
-        self.amsgrad = amsgrad
         self.device = device
-        self._format_with = functools.partial(
-            format_of,
-            str(self.dtype).removeprefix("torch."),
-            state_format=state_format,
-            master_weights=master_weights,
-            accelerated=self.accelerated,
-        )
-        self.format = self._format_with(amsgrad=amsgrad)
+        self.rule = rule
+        self.format = state
         self._part = -(-part // self.format.block) * self.format.block
         self._homes: dict[str, HostTensor] = {}
         self._buffers: list[Tensor] = []
@@ -186,14 +182,14 @@ class Arena:
             self._slices[key] = self.state.slice(start, stop)
         return self._slices[key]
 
-    def add_amsgrad(self, make: Callable[[HostTensor, int], None]) -> None:
-        """Make room for amsgrad, switched on after construction. The views of its records are to be made anew.
+    def widen(self, wider: Format, make: Callable[[HostTensor, int], None]) -> None:
+        """Have state of a format with more fields, zeros at first. The views of its records are to be made anew.
 
         make: is given the host memory of one more field, and its place among the fields, and makes it for all whose
             state is there, or its like where that is elsewhere.
         Whatever that or an allocation raises, nothing has changed.
         """
-        wider, fields, homes = self._format_with(amsgrad=True), dict(self.state.fields), dict(self._homes)
+        fields, homes = dict(self.state.fields), dict(self._homes)
         buffers = len(self._buffers)
         try:
             for place, field in enumerate(wider.fields):
@@ -206,7 +202,7 @@ class Arena:
             del self._buffers[buffers:]
             raise
         self.state = State({field.name: fields[field.name] for field in wider.fields}, self.state.blocks)
-        self.format, self.amsgrad = wider, True
+        self.format = wider
         self._slices.clear()
 
     def _field(self, field: Field) -> Tensor:

@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 
 from dos.devices import Copy, Device, Job, ThreadJob
-from dos.disk import PAGE, DiskSpace, Extent
-from dos.lifetime import submit
+from dos.guard import submit
 from dos.state.arena import State, aligned, state_copies
+from dos.state.disk import PAGE, DiskSpace, Extent
 from dos.state.host_store import HostStore
 from dos.state.subgroup import Subgroup
 from dos.state.windows import disk_bytes

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from dos.devices import Device
 from dos.devices.pinned import lazy_zeros
-from dos.disk.extent import PAGE
 from dos.state.arena import State, aligned
+from dos.state.disk.extent import PAGE
 from dos.state.subgroup import Subgroup
 
 

@@ -26,23 +26,24 @@ _FLAGS = (
 )
 
 
-class Unavailable(Exception):
+class UnavailableError(Exception):
     """It cannot be compiled here; the message says why."""
 
 
 def library() -> Path:
     """The compiled library for this torch and this source; compiles it if need be, which takes a minute.
 
-    Raises Unavailable without a compiler or with a torch that lacks what it needs, CalledProcessError if compiling fails.
+    Raises UnavailableError without a compiler or with a torch that lacks what it needs, CalledProcessError if the
+    compiler fails.
     """
     header = _TORCH / "include/c10/core/CachingDeviceAllocator.h"
     if not header.exists() or "struct C10_API DeviceAllocator" not in header.read_text():
-        raise Unavailable(f"torch {torch.__version__} has no c10::DeviceAllocator")
+        raise UnavailableError(f"torch {torch.__version__} has no c10::DeviceAllocator")
     compiler = shutil.which("g++") or shutil.which("c++")
     if compiler is None:
-        raise Unavailable("there is no C++ compiler (g++)")
+        raise UnavailableError("there is no C++ compiler (g++)")
     if sys.platform != "linux":
-        raise Unavailable("it maps memory as Linux does")
+        raise UnavailableError("it maps memory as Linux does")
     key = hashlib.sha256(b"\0".join([_SOURCE.read_bytes(), torch.__version__.encode(), *map(str.encode, _FLAGS)]))
     found = ROOT / "build" / "simdev" / f"{key.hexdigest()[:16]}.so"
     if not found.exists():
@@ -57,5 +58,5 @@ def library() -> Path:
 if __name__ == "__main__":
     try:
         print(library())
-    except Unavailable as error:
+    except UnavailableError as error:
         print(f"The simulated accelerator is not built, and its tests are skipped: {error}.")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dos import EmulatedDevice
 from dos.devices import Cached, Copy, Job, Memory
-from dos.memory.monitor import Budget, MemoryMonitor
+from dos.planning.monitor import Budget, MemoryMonitor
 from perfmodel import Lane, Op
 from perfmodel.hardware import HardwareProfile
 from tests.support.training import FAST

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dos import DOSAdam, EmulatedDevice
-from dos.disk import DiskSpace
+from dos.state.disk import DiskSpace
 from tests.support.training import FAST, mlp
 
 

@@ -12,9 +12,9 @@ import random
 import torch
 from torch import Tensor
 
-from dos.deciding.policies import AdaptivePolicy, plan_of
 from dos.devices import Script
-from dos.memory.monitor import MemoryMonitor
+from dos.planning.monitor import MemoryMonitor
+from dos.planning.policies import AdaptivePolicy, plan_of
 from experiments.bench.memory import Setting
 from experiments.training import UPDATE
 from perfmodel import Op, Placement, Plan, Workload
@@ -101,7 +101,7 @@ class Training:
         return work, plan_of(self._policy, work)
 
     def _fetch_residents(self, plan: Plan) -> Plan:
-        """As `Early.fetch_residents`."""
+        """As `Ledger.fetch_residents`."""
         for i in plan.served(Placement.GPU_RESIDENT):
             if i not in self._resident:
                 if not self._reserve(i):

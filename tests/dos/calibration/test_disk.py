@@ -16,7 +16,7 @@ from dos.calibration import disk
 from dos.calibration.disk import UPDATE_BESIDE, DiskBench, unexplained
 from dos.calibration.measure import measure
 from dos.calibration.rounds import Figure, Rounds
-from dos.disk import DiskError, DiskSpace, Extent
+from dos.state.disk import DiskError, DiskSpace, Extent
 from perfmodel.hardware import HardwareProfile
 from tests.support.calibration import TINY
 from tests.support.training import profile

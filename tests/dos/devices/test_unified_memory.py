@@ -12,7 +12,7 @@ import torch
 
 from dos import DOSAdam
 from dos.devices.cuda import CudaDevice
-from dos.memory.reading import MemoryReader, Source
+from dos.planning.reading import MemoryReader, Source
 from perfmodel import Lane, Placement
 from tests.support.fake_cuda import FakeCudaDevice, Runtime
 from tests.support.training import bits, bits_on_host, mlp, train

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dos import EmulatedDevice
-from dos.disk.files import map_memory
+from dos.state.disk.files import map_memory
 from dos.state.host_tensor import HostTensor
 from tests.support.training import FAST
 

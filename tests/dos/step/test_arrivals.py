@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from dos import DOSAdam, EmulatedDevice
-from dos.deciding.policies import AdaptivePolicy
 from dos.devices import LANE_OF, Copy, Job
+from dos.planning.policies import AdaptivePolicy
 from perfmodel import Op, Placement, Plan, Workload
 from tests.support.devices import Asked, Copying, LateDevice, jittery_device
 from tests.support.fake_cuda import FakeCudaDevice, install

@@ -1,1 +1,0 @@
-"""Live device memory, and what it leaves for state."""

@@ -1,0 +1,156 @@
+"""What is decided for a device, from what is known of it, and what steps teach."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from dos.calibration.measure import measure_minimum, name_of
+from dos.devices import Device
+from dos.machine.profiles import resolve_profile
+from dos.machine.threads import set_kernel_threads
+from dos.planning.decide import Facts, decide
+from dos.planning.monitor import Budget, MemoryMonitor
+from dos.planning.policies import AdaptivePolicy, Policy, plan_of
+from dos.planning.report import Report, why_changed
+from dos.step.issue import Step
+from dos.step.iteration import Iteration
+from dos.step.pace import Pace
+from perfmodel import Plan, Timeline, Workload
+from perfmodel.hardware import HardwareProfile
+
+logger = logging.getLogger("dos.accelerator")
+
+
+class Decisions:
+    """Makes the plans for one device.
+
+    plan: of the last step; None before it. ended: the last complete step, None before it; may be read on any thread.
+    memory: of the device. pace: how long forward and backward last.
+    stepped: the iteration whose step was issued last.
+    held, on_host: give the bytes that state takes of the device and of the host; may be asked on any thread. So may
+    away: those of saved tensors that have left, as the plan says; pooled: of the host's memory for them.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        policy: Policy,
+        profile: HardwareProfile | str | Path | None,
+        budget: Budget,
+        interval: float | None,
+        *,
+        held: Callable[[], int],
+        on_host: Callable[[], int],
+        away: Callable[[], int],
+        pooled: Callable[[], int],
+    ) -> None:
+        """policy, profile, budget, interval: as users chose them."""
+        self.plan: Plan | None = None
+        self.stepped: Iteration | None = None
+        self.memory = MemoryMonitor(device, lambda: held() - away(), budget, interval)
+        self.pace = Pace()
+        self._device = device
+        self._policy = policy
+        self._adaptive = policy if isinstance(policy, AdaptivePolicy) else None
+        self._asked: tuple[Workload, Plan] | None = None
+        self._profile = profile
+        self._held, self._on_host, self._pooled = held, on_host, pooled
+        self.ended: Report | None = None
+        self._why = ""
+        self._planned: tuple[Workload | None, HardwareProfile | None] = None, None
+        """For what the plan was made."""
+
+    @property
+    def follows_memory(self) -> bool:
+        """Whether plans follow the memory that is free."""
+        return self._adaptive is not None
+
+    def decide(self, facts: Facts, now: Iteration) -> Plan:
+        """The plan of this iteration. Raises ValueError or TypeError if the policy returns no plan."""
+        if self._adaptive is not None and self._adaptive.profile is None:
+            self._adaptive.profile = self._find_profile()
+        now.workload, now.withheld = facts.workload, self.memory.withheld
+        return decide(facts, self._ask, self._meanwhile)
+
+    def _ask(self, workload: Workload) -> Plan:
+        """The policy's plan, asked for once while a step is prepared; a fixed policy's once for equal workloads."""
+        before = None if self._asked is None else self._asked[0]
+        if before is not workload and (self._adaptive is not None or before != workload):
+            self._asked = workload, plan_of(self._policy, workload)
+        assert self._asked is not None, "asked for just now"
+        return self._asked[1]
+
+    def _meanwhile(self, workload: Workload) -> Plan:
+        return plan_of(self._policy if self._adaptive is None else self._adaptive.meanwhile, workload)
+
+    def search(self) -> None:
+        """Look a little for a better plan than the last, for the next iteration."""
+        if self._adaptive is not None:
+            self._adaptive.search()
+
+    def begin_step(self, plan: Plan, now: Iteration) -> None:
+        """A step of this plan is issued."""
+        assert now.workload is not None, "the plan was made for it"
+        before, self.plan, self.stepped, now.issued = self.plan, plan, now, plan
+        if before is None or not _alike(before, plan):
+            (workload, profile), self._planned = self._planned, (now.workload, self.profile)
+            self._why = why_changed(workload, now.workload, profile, self.profile)
+            if logger.isEnabledFor(logging.INFO):
+                report = self._report(now)
+                logger.info("%s", report.change(), extra={"metrics": report.metrics()})
+
+    def learn(self, step: Step, timeline: Timeline) -> None:
+        """A step has ended. timeline: of all that ran, beside the schedule's own tasks."""
+        stepped = step.iteration
+        stepped.read_moves()
+        if stepped.workload is None:
+            return
+        # Before the profile is corrected: with what was believed when the plan was made.
+        self.ended = self._report(stepped, timeline, step.origin)
+        if stepped.alone and self._adaptive is not None:
+            self._adaptive.observe(step.schedule, stepped.workload, step.ran)
+
+    @property
+    def profile(self) -> HardwareProfile | None:
+        """The rates that are believed now; None if no policy has asked for any."""
+        return None if self._adaptive is None else self._adaptive.profile
+
+    def _report(self, iteration: Iteration, measured: Timeline | None = None, origin: float = 0.0) -> Report:
+        """A step as it is known now."""
+        assert iteration.issued is not None, "that of the step"
+        assert iteration.workload is not None, "the plan was made for it"
+        return Report(
+            iteration=iteration,
+            plan=iteration.issued,
+            workload=iteration.workload,
+            profile=self.profile,
+            measured=measured,
+            origin=origin,
+            reading=self.memory.reading,
+            held_bytes=self._held(),
+            host_bytes=self._on_host(),
+            pool_bytes=self._pooled(),
+            why=self._why,
+            real=self._device.known_profile is None,
+        )
+
+    def _find_profile(self) -> HardwareProfile:
+        """The user's profile, the one measured on this machine, or a rough measurement now."""
+        known = self._device.known_profile
+        if self._profile is None and known is not None:
+            return known
+        with torch.no_grad():
+            found = resolve_profile(self._profile, name_of(self._device)) or measure_minimum(self._device)
+        if known is None:
+            set_kernel_threads(found.cpu_threads)  # its rate of updates is for so many
+        return found
+
+
+def _alike(plan: Plan, other: Plan) -> bool:
+    """Whether they differ in order at most, which alternates where state is on disk."""
+    return len(plan) == len(other) and dataclasses.replace(plan, order=other.order) == other

@@ -1,0 +1,203 @@
+"""Policies, and how an adaptive one learns: pure functions of what is known, no device and no tensor."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter, deque
+from collections.abc import Callable, Collection
+from functools import partial
+
+from perfmodel import Lane, Op, Placement, Plan, Timeline, Workload
+from perfmodel.adaptive import AdaptivePlanner
+from perfmodel.demand import demand
+from perfmodel.hardware import HardwareProfile
+from perfmodel.lanes import LANE_OF_STREAM, LANES, Stream
+from perfmodel.policies import cpu_only, resident, static_ratio, stride
+from perfmodel.schedule import Schedule
+from perfmodel.simulate import serve
+
+Policy = Callable[[Workload], Plan]
+
+WORTH_A_CHANGE = 0.05
+"""Share of the exposed time by which another plan must be better before it is taken: rates are known no better."""
+
+_KNOWN = (
+    "'adaptive', 'cpu', 'stride:K' with K of 1 or more, 'resident', a ratio in [0, 1] (the share on the CPU), "
+    "or a callable Workload -> Plan"
+)
+
+
+_BY_NAME: dict[str, Policy] = {"cpu": cpu_only, "resident": resident}
+
+
+def resolve_policy(policy: str | float | Policy) -> Policy:
+    """The function behind what a user passes as `policy`.
+
+    Raises ValueError for an unknown name, a stride below 1 or a ratio outside [0, 1], TypeError for another type.
+    """
+    if callable(policy):
+        return policy
+    if isinstance(policy, (int, float)) and not isinstance(policy, bool):
+        if not 0.0 <= policy <= 1.0 or math.isnan(policy):
+            raise ValueError(f"policy: a ratio is the share updated on the CPU and lies in [0, 1], found {policy}")
+        return partial(static_ratio, ratio=float(policy))
+    if not isinstance(policy, str):
+        raise TypeError(f"policy: expected {_KNOWN}, found {policy!r}")
+    name, _, argument = policy.partition(":")
+    if policy == "adaptive":
+        return AdaptivePolicy()
+    if policy in _BY_NAME:
+        return _BY_NAME[policy]
+    if name == "stride":
+        try:
+            k = int(argument)
+        except ValueError:
+            raise ValueError(f"policy: expected a whole number after 'stride:', found {policy!r}") from None
+        if k < 1:
+            raise ValueError(f"policy: a stride is 1 or more (2: every second subgroup on the GPU), found {policy!r}")
+        return partial(stride, k=k)
+    raise ValueError(f"policy: expected {_KNOWN}, found {policy!r}")
+
+
+class AdaptivePolicy:
+    """The best plan under a profile that follows what is measured; all state stays on the device where it fits.
+
+    profile: to be set before the first call.
+    """
+
+    def __init__(self, profile: HardwareProfile | None = None) -> None:
+        self.profile = profile
+        self._planner = AdaptivePlanner(tolerance=WORTH_A_CHANGE)
+        self._refinement = Refinement()
+
+    def __call__(self, workload: Workload) -> Plan:
+        assert self.profile is not None, "its owner sets the profile first"
+        return self._planner(workload, self.profile)
+
+    def meanwhile(self, workload: Workload) -> Plan:
+        """The plan for less memory than the last call had, which remains the one of before."""
+        assert self.profile is not None, "its owner sets the profile first"
+        return self._planner.meanwhile(workload, self.profile)
+
+    def search(self) -> None:
+        """Look a little for a better plan than the last."""
+        self._planner.learn()
+
+    def observe(self, schedule: Schedule, workload: Workload, timeline: Timeline) -> None:
+        """Correct the profile by what a step took."""
+        if self.profile is not None:
+            self.profile = self._refinement.correct(self.profile, schedule, workload, timeline)
+
+
+_GROUPS = ((Lane.GPU,), (Lane.CPU, Lane.H2D, Lane.D2H, Lane.READ, Lane.WRITE))
+"""The lanes in groups that slow each other: all but the device's own share the host's memory."""
+
+
+class Refinement:
+    """Corrects a profile by measured timelines: lasting changes are followed, single slow steps are not.
+
+    Each lane's measured busy time is compared with what the simulator says for the same schedule,
+    contention included. The median ratio of the last WINDOW steps counts; when it is off by more
+    than TOLERANCE, the rate behind the lane is divided by it. Then all windows begin anew, since
+    lanes that share host memory were compared with what the old rates predicted.
+
+    What was measured of something else teaches nothing: a lane counts only in steps in which it,
+    and the lanes that slow it, served just the tasks of the schedule.
+    """
+
+    WINDOW = 5
+    TOLERANCE = 0.05
+    SHORTEST_S = 1e-4
+    """Lanes busy for less say nothing about rates."""
+
+    def __init__(self) -> None:
+        self._ratios: dict[Lane, deque[float]] = {lane: deque(maxlen=self.WINDOW) for lane in Lane}
+        self._expected: tuple[tuple[HardwareProfile, Schedule, Workload], Timeline] | None = None
+
+    def correct(
+        self, profile: HardwareProfile, schedule: Schedule, workload: Workload, timeline: Timeline
+    ) -> HardwareProfile:
+        """The profile after one more step; the same object while nothing has to change.
+
+        schedule: that was issued, of these subgroups.
+        """
+        # What left during backward met no uploads, and without the length of backward it is not
+        # known for how long it did.
+        beside = not workload.backward_s and _waits_for_backward(schedule)
+        expected = self._simulated(profile, schedule, workload)
+        for lanes in _GROUPS:
+            if (beside and Lane.GPU not in lanes) or _served(timeline, lanes) != _served(expected, lanes):
+                continue
+            for lane in lanes:
+                measured, predicted = timeline.busy(lane), expected.busy(lane)
+                if min(measured, predicted) >= self.SHORTEST_S:
+                    self._ratios[lane].append(measured / predicted)
+        off = {lane: statistics.median(r) for lane, r in self._ratios.items() if len(r) == self.WINDOW}
+        off = {lane: ratio for lane, ratio in off.items() if abs(ratio - 1) > self.TOLERANCE}
+        if not off:
+            return profile
+        busy = {lane for lane, ratios in self._ratios.items() if ratios}
+        for ratios in self._ratios.values():
+            ratios.clear()
+        return profile.replace(**_corrected(profile, workload, off, busy))
+
+    def _simulated(self, profile: HardwareProfile, schedule: Schedule, workload: Workload) -> Timeline:
+        """The optimizer's own work as it is predicted."""
+        key = profile, schedule, workload
+        if self._expected is None or self._expected[0] != key:
+            predicted = serve(schedule, workload, profile)
+            self._expected = key, Timeline.of(span for span in predicted.spans if span.subgroup is not None)
+        return self._expected[1]
+
+
+def _waits_for_backward(schedule: Schedule) -> bool:
+    """Whether gradients leave when backward has made them."""
+    tasks = schedule.tasks
+    pieces = {number for number, task in enumerate(tasks) if task.op is Op.BACKWARD and task.size}
+    return any(task.op is Op.GRADIENT and not pieces.isdisjoint(task.after) for task in tasks)
+
+
+def _served(timeline: Timeline, lanes: tuple[Lane, ...]) -> Counter[tuple[Lane, Op, int | None]]:
+    """What these lanes did, and how often."""
+    return Counter((span.lane, span.op, span.subgroup) for span in timeline.spans if span.lane in lanes)
+
+
+def _corrected(
+    profile: HardwareProfile, workload: Workload, slower: dict[Lane, float], busy: Collection[Lane]
+) -> dict[str, float]:
+    """The rates that explain lanes `slower` by these factors.
+
+    busy: the lanes that were measured. Where host DRAM cannot serve at once the CPU, both links and the disk if that
+    was busy, it is held responsible if CPU updates are slower, which take the most of it, or both links where there are
+    none. It is never inferred from the disk, which takes the least of it and is slow for other reasons.
+    """
+    load = workload.subgroups[0]
+    on_cpu, streamed = (demand(placement, load, profile) for placement in (Placement.CPU, Placement.GPU_STREAMED))
+    on_disk = demand(Placement.CPU, load, profile, on_disk=True)
+    at_once = [on_cpu[Stream.CPU], streamed[Stream.PREFETCH], streamed[Stream.FLUSH]]
+    at_once += [on_disk[stream] for stream in (Stream.READ, Stream.WRITE) if LANE_OF_STREAM[stream] in busy]
+    wanted = sum(traffic / seconds for seconds, traffic in at_once if seconds)
+    rates = {
+        name: getattr(profile, name) / ratio
+        for lane, ratio in slower.items()
+        for name in (LANES[lane].rate, LANES[lane].duplex)
+        if name
+    }
+    most = {Lane.CPU} if Lane.CPU in busy else {Lane.H2D, Lane.D2H}
+    if most <= slower.keys() and wanted > profile.host_bandwidth_per_rank:
+        on_host = [ratio for lane, ratio in slower.items() if lane in (Lane.CPU, Lane.H2D, Lane.D2H)]
+        rates["host_bandwidth"] = profile.host_bandwidth / statistics.median(on_host)
+    return rates
+
+
+def plan_of(policy: Policy, workload: Workload) -> Plan:
+    """The policy's plan. Raises TypeError or ValueError if it returns something else."""
+    plan = policy(workload)
+    if not isinstance(plan, Plan):
+        raise TypeError(f"the policy must return a perfmodel.Plan, found {type(plan).__name__}")
+    if len(plan) != len(workload.subgroups):
+        raise ValueError(
+            f"the policy returned a plan of {len(plan)} subgroups for a workload of {len(workload.subgroups)}"
+        )
+    return plan

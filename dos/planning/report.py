@@ -1,0 +1,337 @@
+"""What the last step did and why: for people, for logs and for monitors."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dos.kernels.gpu_update import gpu_kernel_name
+from dos.planning.monitor import SPARE_TO_GROW, TOO_LITTLE
+from dos.planning.policies import WORTH_A_CHANGE
+from dos.planning.reading import Reading
+from dos.step.iteration import Iteration
+from perfmodel import Placement, Plan, Timeline, Workload
+from perfmodel.adaptive import adaptive
+from perfmodel.bounds import Bound, lower_bound
+from perfmodel.hardware import HardwareProfile
+from perfmodel.simulate import Scope, exposed
+from perfmodel.workload import peak_room
+
+ROUNDING = 0.005
+"""By which an efficiency may exceed 1."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """One step of one accelerator.
+
+    iteration: whose step it is. plan: of the step. workload: what the plan was made for, memory included.
+    profile: the rates believed; None if no policy asked for any.
+    measured: None while the step is still running. origin: the 0 of it, on the clock of time.perf_counter.
+    reading: device memory when the step had ended. held_bytes: what optimizer state had of it.
+    host_bytes: host memory that state has, or had and will have again. pool_bytes: that saved tensors have.
+    why: what had changed when the plan last did.
+    real: whether a GPU updates, and not a device that is emulated.
+    """
+
+    iteration: Iteration
+    plan: Plan
+    workload: Workload
+    profile: HardwareProfile | None
+    measured: Timeline | None
+    origin: float
+    reading: Reading
+    held_bytes: int
+    host_bytes: int
+    pool_bytes: int
+    why: str
+    real: bool
+
+    @property
+    def exposed_s(self) -> float | None:
+        """Seconds for which the caller was held up; None while the step is still running."""
+        return None if self.measured is None else self.iteration.exposed_s
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """Of the step and the saved tensors before it, with forward and backward; None while it is still running."""
+        if self.measured is None:
+            return None
+        moved = (span.since(self.origin) for span in self.iteration.moved)
+        timeline = Timeline.of([*self.measured.spans, *moved])
+        return dataclasses.replace(timeline, beside=self.iteration.spans(self.origin))
+
+    @property
+    def disk_bytes(self) -> int:
+        """Of state that rests on disk by the plan."""
+        return self.workload.state_bytes_of(self.plan.on_disk)
+
+    @property
+    def update_s(self) -> float | None:
+        """Seconds from the call of step() to the last end; None while it runs."""
+        return None if self.measured is None else max((span.end for span in self.measured.spans), default=0.0)
+
+    @property
+    def predicted_s(self) -> float | None:
+        """For how many seconds the model expects the caller to be held up."""
+        return None if self.profile is None else _predicted(self.plan, self.workload, self.profile)
+
+    @property
+    def bound(self) -> Bound | None:
+        """For how long, at least, any plan with this memory holds the caller up; None if that is not known."""
+        found = None if self.profile is None else _bound(self.workload, self.profile)
+        return None if isinstance(found, str) else found
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds of forward and backward beside which the update can hide."""
+        return Scope.beside(self.workload).compute_s(self.workload)
+
+    @property
+    def efficiency(self) -> float | None:
+        """The shortest iteration over the measured one, `(compute + bound) / (compute + exposed)`; None if not known.
+
+        The bound is what is left of the update where all that can hide behind compute does
+        (`perfmodel.bounds.lower_bound`): so 1 means that nothing was left on the table. A measured iteration that is
+        shorter shows that the rates are not the machine's, and then the bound is not known either.
+        """
+        found = self._over_shortest
+        return None if found is None or found > 1 + ROUNDING else min(found, 1.0)
+
+    @property
+    def _over_shortest(self) -> float | None:
+        """The shortest iteration that the model believes in, over the measured one."""
+        if self.bound is None or self.exposed_s is None or self.compute_s + self.exposed_s <= 0:
+            return None
+        return (self.compute_s + self.bound.seconds) / (self.compute_s + self.exposed_s)
+
+    def metrics(self) -> dict[str, float]:
+        """Plain numbers by name; those that are not known are missing."""
+        numel = max(self.workload.numel, 1)
+        loads = self.workload.subgroups
+        share = {p: sum(loads[i].numel for i in self.plan.served(p)) / numel for p in Placement}
+        streamed = self.workload.state_bytes_of(self.plan.served(Placement.GPU_STREAMED))
+        on_cpu = [loads[i] for i in self.plan.served(Placement.CPU)]
+        found: dict[str, float | None] = {
+            **{f"share_{placement.label}": value for placement, value in share.items()},
+            "slots": self.plan.slots,
+            "h2d_bytes": streamed + sum(load.parameter_bytes for load in on_cpu),
+            "d2h_bytes": streamed + sum(load.gradient_bytes for load in on_cpu),
+            "exposed_s": self.exposed_s,
+            "update_s": self.update_s,
+            "predicted_s": self.predicted_s,
+            "bound_s": None if self.bound is None else self.bound.seconds,
+            "compute_s": self.compute_s,
+            "efficiency": self.efficiency,
+            "memory_free_bytes": self.reading.memory.free,
+            "memory_total_bytes": self.reading.memory.total,
+            "memory_held_bytes": self.held_bytes,
+            "host_held_bytes": self.host_bytes,
+            "disk_held_bytes": self.disk_bytes if self.workload.windows else None,
+            "memory_for_state_bytes": self.workload.peak_free_bytes,
+        }
+        if self._leaving is not None:
+            left, whole = self._leaving
+            found |= {"activation_bytes": left, "activation_share": left / max(whole, 1)}
+            found |= {"activation_host_bytes": self.pool_bytes}
+        return {name: float(value) for name, value in found.items() if value is not None and math.isfinite(value)}
+
+    def __str__(self) -> str:
+        memory, bound, work = self.reading.memory, self.bound, self.workload
+        lines = [
+            f"Plan: {self.plan}",
+            f"Memory: {size_of(memory.free)} free of {size_of(memory.total)}, says {self.reading.source.value}; room "
+            f"for {size_of(work.peak_free_bytes)} of {size_of(work.state_bytes)} of optimizer state, "
+            f"{size_of(self.held_bytes)} of which is there now",
+            f"Formats: {self._formats()}; {work.state_bytes / max(work.numel, 1):.3g} bytes of state per parameter",
+            f"Last change of plan: {self.why}",
+        ]
+        if work.windows:
+            lines += [f"Disk: {size_of(self.disk_bytes)} of state rests there; {self._host()}"]
+        if self._leaving is not None:
+            lines += [f"Saved tensors: {self._saved(*self._leaving)}"]
+        lines += unused(self.plan, self.workload, self.profile, self.iteration.withheld)
+        if self.real:
+            lines += [f"Updates on the device are done by {gpu_kernel_name()}"]
+        if self.measured is not None and self.update_s is not None and self.exposed_s is not None:
+            busy = ", ".join(f"{lane.value} {_ms(self.measured.busy(lane))}" for lane in self.measured.lanes)
+            lines += [
+                f"Measured: {_ms(self.update_s)} from step() to the last transfer, of which the caller waited "
+                f"{_ms(self.exposed_s)}; lanes were busy for: {busy}"
+            ]
+        if self.profile is None or self.predicted_s is None:
+            lines += ["Predicted: nothing, because this policy needs no profile; policy='adaptive' has one"]
+            return "\n".join(lines)
+        beside = f" beside {_ms(self.compute_s)} of forward and backward" if self.compute_s else ""
+        lines += [f"Predicted: the caller waits {_ms(self.predicted_s)}{beside}, by the rates of {self.profile.name}"]
+        if bound is None:
+            lines += [f"Bound: {_bound(self.workload, self.profile)}"]
+        else:
+            least = f"with this memory it waits at least {_ms(bound.seconds)} under any plan"
+            lines += [f"Bound: {least}; {_what_binds(bound)}"]
+        if self.efficiency is not None:
+            what = "the shortest possible iteration over this one" if self.compute_s else "the bound over the wait"
+            lines += [f"Efficiency: {self.efficiency:.0%} ({what})"]
+        elif self._over_shortest is not None:
+            took = f"this iteration took {1 / self._over_shortest:.0%} of the shortest time that the rates allow"
+            lines += [
+                f"Efficiency: not known. The prediction is off: {took}. Rates are corrected while training; if this "
+                "stays, measure them with `python -m dos.calibrate`"
+            ]
+        return "\n".join(lines)
+
+    def _host(self) -> str:
+        """How much state the host has room for, and what passes through there."""
+        work, free = self.workload, self.workload.host_free_bytes
+        room = "all" if math.isinf(free) else f"{size_of(free)}, and gradients and parameters on their way"
+        return f"the host has room for {room}, beside {work.windows} windows"
+
+    @property
+    def _leaving(self) -> tuple[int, int] | None:
+        """Bytes of saved tensors that leave, and of all that may: by the plan, or as the user has chosen."""
+        activations = self.workload.activations
+        return (
+            (self.plan.activation_bytes, sum(each.nbytes for each in activations))
+            if activations
+            else self.iteration.saved
+        )
+
+    def _saved(self, left: int, nbytes: int) -> str:
+        """How much of what forward saves leaves for the host, and why."""
+        work, whole = self.workload, size_of(nbytes)
+        pool = f"; {size_of(self.pool_bytes)} of host memory is pinned for them"
+        if not work.activations:
+            return f"{size_of(left)} of {whole} moved to the host in forward, {left / max(nbytes, 1):.0%}{pool}"
+        if not left and self.profile is None:
+            return f"all {whole} stay on the device, because this policy moves none; policy='adaptive' may"
+        if not left:
+            return f"all {whole} stay on the device, because moving some would not make the iteration shorter"
+        why = f"which makes room for {size_of(peak_room(work.activations, left))}"
+        if work.activation_least_bytes:
+            least = size_of(min(left, work.activation_least_bytes))
+            why += f"; training would run out of memory if less than {least} moved"
+        return f"{size_of(left)} of {whole} move to the host in forward, {why}{pool}"
+
+    def _formats(self) -> str:
+        """Of the state, with the share of the parameters that are kept so."""
+        numel: Counter[str] = Counter()
+        for load in self.workload.subgroups:
+            numel[load.format] += load.numel
+        return ", ".join(f"{count / max(self.workload.numel, 1):.1%} {name}" for name, count in numel.most_common())
+
+    def change(self) -> str:
+        """One line for the log when the plan has changed."""
+        text = f"plan changed: {self.why}; {self.plan}"
+        if self.predicted_s is not None and self.bound is not None:
+            text += f"; predicted {_ms(self.predicted_s)}, bound {_ms(self.bound.seconds)}, {_what_binds(self.bound)}"
+        return text
+
+
+def why_changed(
+    before: Workload | None, now: Workload, believed: HardwareProfile | None, profile: HardwareProfile | None
+) -> str:
+    """What is different from when the plan before was made.
+
+    believed, profile: the rates then and now; None if no policy asks for any.
+    """
+    memory = size_of(now.peak_free_bytes)
+    if before is None:
+        return f"this is the first plan, with memory for {memory} of state"
+    reasons = []
+    if before.subgroups != now.subgroups:
+        reasons += ["the parameters to update have changed"]
+    for what, then, since in (
+        ("memory for state", size_of(before.peak_free_bytes), memory),
+        ("memory for the update", size_of(before.shared_free_bytes), size_of(now.shared_free_bytes)),
+        ("forward", _ms(before.forward_s), _ms(now.forward_s)),
+        ("backward", _ms(before.backward_s), _ms(now.backward_s)),
+    ):
+        if then != since:
+            reasons += [f"{what} went from {then} to {since}"]
+    if believed != profile:
+        reasons += ["measured steps corrected the rates"]
+    other = "the policy chose another plan" if profile is None else "the simulator found a better plan"
+    return ", ".join(reasons) or other
+
+
+@functools.lru_cache(maxsize=8)
+def _predicted(plan: Plan, workload: Workload, profile: HardwareProfile) -> float:
+    return exposed(plan, workload, profile, Scope.beside(workload))
+
+
+@functools.lru_cache(maxsize=8)
+def _bound(workload: Workload, profile: HardwareProfile) -> Bound | str:
+    """The bound, or why there is none."""
+    try:
+        return lower_bound(workload, profile, Scope.beside(workload))
+    except ValueError as error:
+        return str(error)
+
+
+def _what_binds(bound: Bound) -> str:
+    return f"{bound.binding} is the bottleneck" if bound.binding != "nothing" else "nothing holds it up"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms"
+
+
+def unused(
+    plan: Plan, workload: Workload, profile: HardwareProfile | None, withheld: Sequence[tuple[int, str]]
+) -> list[str]:
+    """Lines that name device memory which state could use and does not, why, and what to do if nothing fits.
+
+    workload: for which the plan was made. profile: None if the policy asks for none.
+    withheld: see MemoryMonitor.
+    """
+    loads = workload.subgroups
+    away = [load for load, p in zip(loads, plan.placements, strict=True) if p is not Placement.GPU_RESIDENT]
+    if not away:
+        return []
+    reasons: list[tuple[float, str]] = list(withheld)
+    resident = workload.state_bytes_of(plan.served(Placement.GPU_RESIDENT))
+    rest = min(workload.peak_free_bytes, workload.state_bytes) - resident
+    if profile is not None:
+        beyond = workload.shared_free_bytes - workload.peak_free_bytes  # is free in the update alone
+        staged = min(rest, plan.slots * workload.slot_bytes - max(0, beyond))
+        if staged > 0:
+            reasons += [(staged, f"for {plan.slots} staging slot{'s' * (plan.slots > 1)}")]
+            rest -= staged
+    if rest >= min(load.state_bytes for load in away):
+        reasons += [(rest, _why_not_resident(plan, workload, profile))]
+    lines = [f"Not used for state: {', '.join(f'{size_of(n)} {why}' for n, why in reasons)}"] if reasons else []
+    room = sum(nbytes for nbytes, why in withheld if why == TOO_LITTLE)
+    if workload.shared_free_bytes == 0 < room:
+        most = max(loads, key=lambda load: load.state_bytes)
+        numel = int(room / (1 + SPARE_TO_GROW) * most.numel / most.state_bytes)
+        advice = f"choose subgroup_size={numel:_} or less" if numel else "that of one parameter does not fit either"
+        lines += [
+            f"Nothing fits: a subgroup of {most.numel:,} parameters takes {size_of(most.state_bytes)} and "
+            f"{size_of(room)} may be used; {advice}"
+        ]
+    return lines
+
+
+def size_of(nbytes: float) -> str:
+    """Bytes for people."""
+    if not math.isfinite(nbytes):
+        return "unlimited memory"
+    for unit, each in ("GiB", 2**30), ("MiB", 2**20):
+        if nbytes >= each / 10:
+            return f"{nbytes / each:.2f} {unit}"
+    return f"{nbytes / 2**10:.2f} KiB"
+
+
+def _why_not_resident(plan: Plan, workload: Workload, profile: HardwareProfile | None) -> str:
+    """Of state for which there is room."""
+    if profile is None:
+        return "because this policy does not use it"
+    best = adaptive(workload, profile)
+    now, then = (workload.state_bytes_of(p.served(Placement.GPU_RESIDENT)) for p in (plan, best))
+    if then > now:
+        return f"because the previous plan is at most {WORTH_A_CHANGE:.0%} slower"
+    return "because the step would not be faster"

@@ -1,0 +1,263 @@
+"""Room on disk in one or several folders, cut into the extents of subgroups."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import time
+import weakref
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dos.kernels.extension import load_extension
+from dos.state.disk.extent import PAGE, Contents, Extent, Piece
+from dos.state.disk.files import LOST, RETRY, DiskError, DiskFile, map_memory
+
+_adam = load_extension()
+
+_REQUEST_BYTES = 8 << 20
+_THREADS = 4
+_PROBE_BYTES = 16 << 20
+"""With which a folder's rate is measured."""
+
+
+class DiskSpace:
+    """Files in some folders, over which each extent is striped in proportion to the folders' rates.
+
+    Folders are made where they are missing, and what crashes have left in them is removed. Others, of this process
+    or another, may be in the same folders. One thread may read while another writes another extent; all else is for
+    one thread at a time. The files go with this object, or when the interpreter ends; a forked child cannot use them.
+
+    nbytes: allocated, in extents.
+    """
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        """Raises OSError if a folder cannot be used."""
+        self.nbytes = 0
+        self._owner = os.getpid()
+        self._files: list[DiskFile] = []
+        self._finalizer = weakref.finalize(self, _close, self._files, self._owner)
+        try:
+            for folder in folders:
+                self._files.append(DiskFile(Path(folder)))
+            rates = [1.0] if len(folders) == 1 else [self._rate(file) for file in self._files]
+        except BaseException:
+            self.close()
+            raise
+        for file, rate in zip(self._files, rates, strict=True):
+            file.share = rate / sum(rates)
+
+    @property
+    def direct(self) -> bool:
+        """Whether all files are read and written past the page cache (O_DIRECT)."""
+        return all(file.direct for file in self._files)
+
+    def free_bytes(self) -> int:
+        """Bytes that can still be allocated, until the first of the file systems is full."""
+        free: dict[int, int] = {}
+        share: dict[int, float] = {}
+        for file in self._files:
+            drive = file.drive()  # several folders may be on one
+            free[drive] = file.free_bytes() + free.get(drive, file.available())
+            share[drive] = file.share + share.get(drive, 0.0)
+        return min(int(free[drive] / share[drive]) for drive in free) // PAGE * PAGE
+
+    def allocate(self, sizes: Sequence[int]) -> list[Extent]:
+        """Allocate extents of these sizes (bytes, multiples of PAGE) on the drives, all or none.
+
+        Raises OSError if there is no room for them.
+        """
+        self._check_process()
+        cuts = [self._stripe(size) for size in sizes]
+        sizes_before = [file.size for file in self._files]
+        try:
+            for i, file in enumerate(self._files):
+                file.reserve(sum(cut[i] for cut in cuts))
+        except OSError:
+            for file, size in zip(self._files, sizes_before, strict=True):
+                file.shrink(size)
+            raise
+        self.nbytes += sum(sizes)
+        extents = []
+        for cut in cuts:
+            taken = [(file, *run) for file, part in zip(self._files, cut, strict=True) for run in file.take(part)]
+            starts = accumulate((nbytes for *_, nbytes in taken), initial=0)
+            pieces = [Piece(*each, start) for each, start in zip(taken, starts, strict=False)]
+            extents.append(Extent(pieces, _REQUEST_BYTES))
+        return extents
+
+    def free(self, extent: Extent) -> None:
+        """Give its room to others. The extent must not be used any more."""
+        self._check_process()
+        self.nbytes -= extent.nbytes
+        for file, offset, nbytes, _ in extent.pieces:
+            file.give_back(offset, nbytes)
+        extent.pieces, extent.requests, extent.nbytes = [], [], 0
+
+    def write(self, extent: Extent, buffer: Tensor) -> None:
+        """Write an extent.
+
+        buffer: 1-D uint8 CPU tensor of `extent.nbytes`, that begins on a page. Raises DiskError.
+        """
+        address = self._address(extent, buffer)
+        extent.contents = Contents.TORN
+        extent.checksums = self._transfer(extent.requests, address, write=True)
+        extent.contents = Contents.WRITTEN
+
+    def read(self, extent: Extent, buffer: Tensor) -> None:
+        """Read an extent: what was written last, else zeros.
+
+        buffer: 1-D uint8 CPU tensor of `extent.nbytes`, that begins on a page. Raises DiskError, also if the file has
+        something else than what was written.
+        """
+        address = self._address(extent, buffer)
+        if extent.contents is Contents.ZEROS:
+            buffer.zero_()
+            return
+        extent.check_whole()
+        writers = extent.count_writers()
+        extent.compare(0, self._transfer(extent.requests, address, write=False))
+        extent.writers = writers
+
+    def copy(self, source: Extent, destination: Extent, start: int) -> None:
+        """Write what one extent has to a larger one, with zeros from `start` on, as many as it is larger.
+
+        Raises DiskError.
+        """
+        self.sync_mappings(source)
+        old, new = _memory(source.nbytes), _memory(destination.nbytes)
+        self.read(source, old)
+        new[:start] = old[:start]
+        new[len(new) - len(old) + start :] = old[start:]
+        self.write(destination, new)
+
+    def show(self, extent: Extent, start: int, nbytes: int, address: int) -> None:
+        """Map bytes of an extent, from `start` on, over the memory at this address, where users may read and write.
+
+        start, address: multiples of PAGE; nbytes is rounded up to one. Call `sync_mappings()` before the next read, and
+        `hide()` before the next write or `show()` after it. Raises DiskError, also if the file has something else than
+        what was written by us or user code, and OSError if the system maps no more.
+        """
+        self._check_process()
+        extent.check_whole()
+        for piece in extent.pieces:
+            piece.file.check_size()
+        writers = extent.count_writers()
+        if extent.contents is Contents.ZEROS:
+            if any(offset < file.used_to for file, offset, *_ in extent.pieces):
+                self.write(extent, _memory(extent.nbytes))
+        elif extent.contents is not Contents.SHOWN or extent.writers != writers:
+            self._look_through(extent)
+        extent.contents, extent.writers = Contents.SHOWN, writers
+        stop = start - -nbytes // PAGE * PAGE
+        for file, offset, length, first in extent.pieces:
+            begin, end = max(start, first), min(stop, first + length)
+            if begin < end:
+                file.show(offset + begin - first, end - begin, address + begin - start)
+
+    def sync_mappings(self, extent: Extent) -> None:
+        """Let the next read have what users wrote where the extent is shown. Raises DiskError."""
+        if extent.contents is Contents.SHOWN:
+            for file in {piece.file for piece in extent.pieces}:
+                file.sync_mappings()
+
+    def hide(self, address: int, nbytes: int) -> None:
+        """Map zeros over the memory at this address, as before anything was shown there. Raises OSError."""
+        map_memory(address, nbytes)
+
+    def close(self) -> None:
+        """Remove the files. What is still shown stays there, until it is hidden."""
+        self._finalizer()
+
+    def _stripe(self, nbytes: int) -> list[int]:
+        """How many bytes of an extent are in each file."""
+        if nbytes % PAGE:
+            raise ValueError(f"state on disk comes in pages of {PAGE} bytes, found {nbytes} bytes; round up")
+        shares = accumulate((file.share for file in self._files[:-1]), initial=0.0)
+        borders = [round(nbytes // PAGE * share) * PAGE for share in shares]
+        return [last - first for first, last in pairwise([*borders, nbytes])]
+
+    def _rate(self, file: DiskFile) -> float:
+        """Measure a folder's bytes per second, written and read. Raises OSError."""
+        try:
+            return self._probe(file)
+        except OSError as error:
+            code = error.errno or errno.EIO
+            raise OSError(
+                code,
+                f"{file.folder}: measuring how fast it is, to divide state over the folders, failed: "
+                f"{os.strerror(code)} as {_PROBE_BYTES} bytes were written and read, found {file.available()} free; "
+                "name another folder in disk=, or leave this one out",
+            ) from error
+
+    def _probe(self, file: DiskFile) -> float:
+        for each in self._files:
+            each.share = float(each is file)
+        (extent,) = self.allocate([_PROBE_BYTES])
+        buffer = _memory(_PROBE_BYTES)
+        buffer.view(torch.int64).copy_(torch.arange(len(buffer) // 8))  # drives may store zeros quicker
+        start = time.perf_counter()
+        self.write(extent, buffer)
+        os.fdatasync(file.buffered)
+        os.posix_fadvise(file.buffered, 0, 0, os.POSIX_FADV_DONTNEED)
+        self.read(extent, buffer)
+        elapsed = time.perf_counter() - start
+        self.free(extent)
+        file.shrink(0)
+        return _PROBE_BYTES / elapsed
+
+    def _look_through(self, extent: Extent) -> None:
+        """Read all of an extent, a few requests at once, and compare. Raises DiskError."""
+        self.sync_mappings(extent)
+        buffer = _memory(min(_THREADS * _REQUEST_BYTES, extent.nbytes))
+        for first in range(0, len(extent.requests), _THREADS):
+            batch = extent.requests[first : first + _THREADS]
+            starts = accumulate((request.nbytes for request in batch), initial=0)
+            batch = [request._replace(start=start) for request, start in zip(batch, starts, strict=False)]
+            extent.compare(first, self._transfer(batch, buffer.data_ptr(), write=False))
+
+    def _transfer(self, requests: Sequence[Piece], address: int, *, write: bool) -> list[int]:
+        """Read or write at this address and what they start at; the checksums of these requests."""
+        while True:
+            each = [(file.fd, offset, address + start, n) for file, offset, n, start in requests]
+            checksums, failed, done, error = _adam.transfer(write, each, _THREADS)
+            if failed < 0:
+                return checksums
+            file, offset, nbytes, _ = requests[failed]
+            if not file.refused(each[failed][0], error):
+                why = os.strerror(error) if error else "the file ends there, was it truncated?"
+                what = f"{'wrote' if write else 'read'} {done} of {nbytes} bytes at byte {offset}"
+                raise DiskError(error or errno.EIO, f"{file.path}: {what}: {why}", RETRY if write else LOST)
+
+    def _address(self, extent: Extent, buffer: Tensor) -> int:
+        """Where a buffer begins that has the extent's size; others would be written past their ends."""
+        self._check_process()
+        good = buffer.dtype == torch.uint8 and buffer.device.type == "cpu" and buffer.is_contiguous()
+        if not good or buffer.shape != (extent.nbytes,) or buffer.data_ptr() % PAGE:
+            raise ValueError(
+                f"expected a contiguous uint8 CPU tensor of shape ({extent.nbytes},) that begins on a page, found "
+                f"{buffer.dtype} of shape {tuple(buffer.shape)} on {buffer.device} at {buffer.data_ptr():#x}"
+            )
+        return buffer.data_ptr()
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._owner:
+            raise RuntimeError(
+                "state on disk belongs to the process that built the optimizer, found a forked child of it; build an "
+                "optimizer in each process"
+            )
+
+
+def _memory(nbytes: int) -> Tensor:
+    """Zeros that begin on a page, 1-D uint8."""
+    return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+
+
+def _close(files: list[DiskFile], owner: int) -> None:
+    while files:
+        files.pop().close(remove=os.getpid() == owner)

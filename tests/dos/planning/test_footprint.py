@@ -1,0 +1,174 @@
+"""Host memory on paper against what is allocated in fact, to the byte."""
+
+from __future__ import annotations
+
+import copy
+import json
+import mmap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dos import DOSAdam, EmulatedDevice
+from dos.rules.adamw import AdamW
+from dos.state.arena import Arena
+from experiments.gpt import GPT, GPTConfig
+from perfmodel.footprint import host_footprint
+from perfmodel.planner.main import main
+from tests.support.devices import Pinning
+from tests.support.training import bits
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def kept(dtype: torch.dtype) -> dict[str, Any]:
+    """What tells `host_footprint` of two types as wide as each other."""
+    return {"state_format": "float32"} if dtype == torch.float16 else {}
+
+
+def trained(
+    device: EmulatedDevice, dtype: torch.dtype, micro_batches: int = 1, steps: int = 2, **settings: Any
+) -> tuple[DOSAdam, int]:
+    """An optimizer of a small model, and how many parameters that has."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(24, 40), nn.Linear(40, 7, bias=False)).to(dtype)
+    optimizer = DOSAdam(model.parameters(), subgroup_size=300, device=device, **settings)
+    for _ in range(steps):
+        for _ in range(micro_batches):
+            model(torch.ones(3, 24, dtype=dtype)).float().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer, sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("master_weights", "amsgrad", "offload_gradients", "micro_batches"),
+    [(True, True, False, 1), (True, False, True, 2), (False, True, True, 1), (False, False, False, 2)],
+)
+def test_host_memory_of_an_optimizer_to_the_byte(
+    dtype: torch.dtype, master_weights: bool, amsgrad: bool, offload_gradients: bool, micro_batches: int
+) -> None:
+    device = Pinning()
+    settings = {"master_weights": master_weights, "amsgrad": amsgrad}
+    optimizer, numel = trained(
+        device, dtype, micro_batches, policy="cpu", offload_gradients=offload_gradients, **settings
+    )
+    accumulates = offload_gradients and micro_batches > 1
+    expected = host_footprint(numel, dtype.itemsize, offload_gradients=accumulates, **settings, **kept(dtype)).total
+    assert device.made == expected
+    assert optimizer.metrics()["host_held_bytes"] == expected
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("master_weights", "amsgrad", "policy"),
+    [(True, True, 0.0), (True, False, "adaptive"), (False, True, "adaptive"), (False, False, 0.0)],
+)
+def test_state_that_is_on_the_device_takes_no_host_memory_until_it_leaves(
+    dtype: torch.dtype, master_weights: bool, amsgrad: bool, policy: str | float
+) -> None:
+    device = Pinning()
+    settings = {"master_weights": master_weights, "amsgrad": amsgrad}
+    optimizer, numel = trained(device, dtype, steps=3, policy=policy, **settings)
+    assert device.made == 0
+    assert len(optimizer.state.items()) == 3, "reading brings it home"
+    assert device.made == host_footprint(numel, dtype.itemsize, **settings, **kept(dtype)).state
+
+
+def test_host_memory_is_made_for_what_leaves() -> None:
+    """Subgroups that begin on a page each have memory of their own."""
+    page = mmap.PAGESIZE // 4
+    device = Pinning()
+    parameter = nn.Parameter(torch.ones(4 * page))
+    optimizer = DOSAdam([parameter], policy=0.5, subgroup_size=page, device=device)
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert device.made == host_footprint(2 * page, 4).total
+
+
+@pytest.mark.parametrize(("dtype", "offload_gradients"), [(DTYPES[0], True), (DTYPES[1], False), (DTYPES[2], True)])
+def test_state_that_never_leaves(dtype: torch.dtype, offload_gradients: bool) -> None:
+    device = Pinning()
+    settings = {"offload_gradients": offload_gradients, "max_grad_norm": 1.0}
+    optimizer, numel = trained(device, dtype, 2, policy="resident", **settings)
+    reference, _ = trained(Pinning(), dtype, 2, policy="cpu", **settings)
+    held = device.usage().held
+    assert (
+        held == host_footprint(numel, dtype.itemsize, **kept(dtype)).state == optimizer.metrics()["memory_held_bytes"]
+    )
+    state = {p: entry["exp_avg_sq"] for p, entry in optimizer.state.items()}
+    assert device.usage().held == held, "reading gives what is on the device"
+    assert device.made == (numel * (dtype.itemsize + 4) if offload_gradients else 0)
+    assert optimizer.release_memory() == 0
+    for (p, there), (q, entry) in zip(state.items(), reference.state.items(), strict=True):
+        assert bits([p.data, there]) == bits([q.data, entry["exp_avg_sq"]])
+    saved = copy.deepcopy(optimizer.state_dict())
+    optimizer.load_state_dict(reference.state_dict())
+    for p, q in zip(state, reference.state, strict=True):
+        p.grad = torch.ones_like(p)
+        q.grad = torch.ones_like(q)
+    optimizer.step()
+    reference.step()
+    assert [bits([p.data]) for p in state] == [bits([q.data]) for q in reference.state]
+    assert saved["state"][0]["step"] == 2
+
+
+def test_a_device_without_room_for_state_that_never_leaves() -> None:
+    with pytest.raises(torch.OutOfMemoryError, match="policy='resident' keeps all optimizer state on the device"):
+        trained(Pinning(capacity=4000), torch.float32, policy="resident")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("master_weights", "amsgrad", "accelerated", "gradient"),
+    [(True, True, False, None), (True, False, True, torch.float32), (False, True, True, torch.float16)],
+)
+def test_host_memory_of_an_arena_to_the_byte(
+    dtype: torch.dtype, master_weights: bool, amsgrad: bool, accelerated: bool, gradient: torch.dtype | None
+) -> None:
+    parameters = [torch.zeros(5, 3, dtype=dtype), torch.zeros(7, dtype=dtype)]
+    device = Pinning() if accelerated else None
+    rule, extra = AdamW(master_weights), {"max_exp_avg_sq"} if amsgrad else set()
+    arena = Arena(parameters, device, rule, rule.format(parameters[0], accelerated=accelerated, extra=extra))
+    if gradient is not None:
+        arena.stage_gradients_as(gradient)
+    found = host_footprint(
+        22,
+        dtype.itemsize,
+        master_weights=master_weights,
+        amsgrad=amsgrad,
+        accelerated=accelerated,
+        other_gradient_dtype=gradient not in (None, dtype) and dtype != torch.float32,
+        **kept(dtype),
+    )
+    assert arena.state.nbytes == found.state
+    assert sum(t.tensor.nbytes for t in arena.staging()) == found.total - found.state
+    assert sum(t.tensor.nbytes for t in arena.home()) == (found.state if accelerated else 0)
+
+
+def test_the_planner_says_what_an_optimizer_then_allocates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = {"n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 500, "n_positions": 128}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    assert main([str(path), "--gpu", "2GiB", "--seq", "16", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+
+    model = GPT(GPTConfig(2, width=64, heads=2, context=128, vocabulary=500), dtype=torch.bfloat16)
+    device = Pinning()
+    optimizer = DOSAdam(model.parameters(), policy="cpu", device=device)
+    tokens = torch.zeros(1, 16, dtype=torch.int64)
+    model(tokens, tokens).backward()
+    optimizer.step()
+    assert answer["host"]["all_ranks"] == answer["host"]["per_rank"] == device.made
+
+
+def test_sizes_that_cannot_be() -> None:
+    with pytest.raises(ValueError, match="numel must be 0 or more, found -1"):
+        host_footprint(-1, 2)
+    with pytest.raises(ValueError, match=r"value_bytes must be 2 .bfloat16, float16. or 4 .float32., found 8"):
+        host_footprint(1, 8)
+    assert host_footprint(0, 2).total == 0

@@ -1,0 +1,245 @@
+"""Training in memory that is little, that others take, or that lies: figures change where state is, never a bit."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from dos import DOSAdam, EmulatedDevice
+from dos.devices import Memory
+from dos.planning.forecast import MARGIN
+from dos.planning.monitor import MemoryMonitor
+from perfmodel import Lane, Op, Placement, Plan, Workload
+from tests.support.training import FAST, bits, bits_on_host, mlp, train, trained_as_on_host
+
+pytestmark = pytest.mark.usefixtures("one_core")
+
+STATE_BYTES = 12 * sum(p.numel() for p in mlp().parameters())
+STEPS = 12
+
+
+class Watched(EmulatedDevice):
+    """Remembers the most that state has held, and whether memory was denied. reports: what it says when it lies."""
+
+    def __init__(
+        self, capacity: int = 10**6, reports: Callable[[Memory], Memory] = lambda true: true, occupied: int = 0
+    ) -> None:
+        self.reports = reports
+        super().__init__(FAST, capacity, occupied)
+        self.most, self.denied = 0, False
+
+    def memory(self) -> Memory:
+        return self.reports(super().memory())
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        try:
+            buffer = super().allocate(nbytes)
+        except torch.OutOfMemoryError:
+            self.denied = True
+            raise
+        self.most = max(self.most, self.usage().held)
+        return buffer
+
+
+def test_the_thread_samples_and_ends_with_its_optimizer() -> None:
+    device, model, enough = Watched(STATE_BYTES), mlp(), threading.Event()
+    before = set(threading.enumerate())
+    optimizer = DOSAdam(model.parameters(), device=device, subgroup_size=100, memory_interval=1e-3)
+    train(model, optimizer, STEPS)
+    (thread,) = (t for t in set(threading.enumerate()) - before if t.name == "dos-memory")
+    assert thread.daemon
+    assert bits(model.parameters()) == bits_on_host()
+
+    def reports(true: Memory) -> Memory:
+        if threading.current_thread() is thread:
+            enough.set()
+        return true
+
+    device.reports = reports
+    assert enough.wait(60), "the thread samples"
+    del optimizer
+    gc.collect()
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("budget", "attach"),
+    [(0, False), (STATE_BYTES // 2, True), (0.01, False), (0.0, True), (10**9, True), (1.0, False)],
+)
+def test_no_more_is_held_than_the_budget(budget: float, attach: bool) -> None:
+    """Subgroups whose tensors fill whole 256-byte lines: nothing is lost to alignment."""
+    device = Watched()
+    trained_as_on_host(device, attach, subgroup_size=128, memory_budget=budget)
+    limit = int(budget * device.capacity) if isinstance(budget, float) else budget
+    assert device.most <= limit
+    assert (device.most >= STATE_BYTES) == (limit >= 2 * STATE_BYTES)
+
+
+@pytest.mark.parametrize("policy", [0.0, 0.5, "stride:2"])
+def test_fixed_policies_do_not_look_at_memory_and_what_fails_is_updated_on_the_host(policy: str | float) -> None:
+    _, optimizer = trained_as_on_host(Watched(STATE_BYTES // 3), policy=policy, memory_budget=0)
+    assert any(p is not Placement.CPU for p in optimizer.plan().placements), "as the policy says"
+    assert optimizer.timeline().on(Lane.GPU)
+    assert optimizer.timeline().on(Lane.CPU)
+
+
+def _nonsense() -> Callable[[Memory], Memory]:
+    figures = [Memory(-1, 10), Memory(10**18, 10**6), Memory(0, 0), Memory(10**6, 10**18), Memory(5, -5)]
+    seen = [0]
+
+    def reports(true: Memory) -> Memory:
+        seen[0] += 1
+        return true if seen[0] % 3 else figures[seen[0] % len(figures)]
+
+    return reports
+
+
+def _failing() -> Callable[[Memory], Memory]:
+    seen = [0]
+
+    def reports(true: Memory) -> Memory:
+        seen[0] += 1
+        if 10 < seen[0] < 40 or seen[0] % 7 == 0:
+            raise RuntimeError("CUDA error: unknown error")
+        return true
+
+    return reports
+
+
+LIES = {
+    "too much": lambda: lambda true: Memory(min(true.total, true.free + STATE_BYTES), true.total),
+    "all is free": lambda: lambda true: Memory(true.total, true.total),
+    "too little": lambda: lambda true: Memory(max(0, true.free - STATE_BYTES), true.total),
+    "nothing is free": lambda: lambda true: Memory(0, true.total),
+    "nonsense": _nonsense,
+    "failing": _failing,
+}
+
+
+@pytest.mark.parametrize(
+    ("capacity", "policy", "attach"),
+    [(STATE_BYTES // 2, "adaptive", False), (3 * STATE_BYTES, "adaptive", True), (STATE_BYTES // 2, "stride:2", True)],
+)
+@pytest.mark.parametrize("lie", LIES)
+def test_memory_that_lies_changes_no_bit(
+    lie: str, policy: str, attach: bool, capacity: int, said: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    trained_as_on_host(Watched(capacity, LIES[lie]()), attach, policy=policy)
+    if lie in ("nonsense", "failing"):
+        assert len(said) == 1, "what the user can act upon"
+    if lie == "all is free" and capacity < STATE_BYTES and policy == "adaptive":
+        assert [r.levelname for r in caplog.records if "no device memory" in r.message] == ["WARNING"]
+
+
+def test_a_figure_that_is_too_high_makes_no_state_travel() -> None:
+    """What could not be allocated is tried again now and then; what is there stays there."""
+    model, device = mlp(), Watched(2 * STATE_BYTES, LIES["all is free"](), occupied=3 * STATE_BYTES // 2)
+    optimizer = DOSAdam(model.parameters(), device=device, subgroup_size=128, policy=_all_that_fit)
+    denied, flushes = [], 0
+    for step in range(60):
+        device.denied = False
+        train(model, optimizer, 1, first_step=step)
+        denied.append(device.denied)
+        flushes += sum(span.op is Op.FLUSH for span in optimizer.timeline().spans)
+    assert 3 <= sum(denied) <= 6
+    assert flushes == 0
+    assert device.usage().held == 5 * 12 * 128
+    assert bits(model.parameters()) == bits_on_host(steps=60)
+
+
+def _all_that_fit(work: Workload) -> Plan:
+    """Residents as far as there is room, the others on the host."""
+    n = len(work.subgroups)
+    resident = n if work.peak_free_bytes >= work.state_bytes else int(work.peak_free_bytes // work.slot_bytes)
+    return Plan((Placement.GPU_RESIDENT,) * resident + (Placement.CPU,) * (n - resident), tuple(range(n)), 0)
+
+
+@pytest.mark.parametrize("capacity", [STATE_BYTES // 2, STATE_BYTES, 2 * STATE_BYTES])
+def test_offloaded_gradients_have_room_to_come_up_beside_residents(capacity: int) -> None:
+    model, device = mlp(), Watched(capacity)
+    optimizer = DOSAdam(
+        model.parameters(), device=device, subgroup_size=128, policy=_all_that_fit, offload_gradients=True
+    )
+    train(model, optimizer, 1)
+    resident = len(optimizer.plan().served(Placement.GPU_RESIDENT))
+    assert resident == min(11, int(capacity * (1 - MARGIN) - 4 * 128) // (12 * 128))
+    for step in range(1, STEPS):
+        train(model, optimizer, 1, first_step=step)
+        moved = [span.subgroup for span in optimizer.timeline().spans if span.op is Op.PREFETCH]
+        assert len(moved) == resident, "one gradient each, and no state"
+        assert not any(span.op is Op.FLUSH for span in optimizer.timeline().spans)
+        assert not device.denied
+    assert bits(model.parameters()) == bits_on_host()
+
+
+def test_an_iteration_that_is_tried_again_has_its_peak_sampled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = mlp()
+    optimizer = DOSAdam(model.parameters(), device=Watched(), subgroup_size=128)
+    train(model, optimizer, 2)
+    phases: list[Op] = []
+    monkeypatch.setattr(optimizer._session.decisions.memory, "enter", phases.append)
+
+    def attempt() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(2, 24)).square().mean().backward()
+
+    attempt()
+    optimizer.release_memory()
+    attempt()
+    optimizer.step()
+    assert phases == [Op.BACKWARD, Op.BACKWARD, Op.UPDATE]
+
+
+def test_the_first_peak_is_seen_when_samples_are_rare(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dos.planning.monitor.SHARE_AT_FIRST", 1e-9)
+    model = mlp()
+    parameters = list(model.parameters())
+    own = [0]
+    device = EmulatedDevice(FAST, capacity=STATE_BYTES + STATE_BYTES // 2, occupied=lambda: own[0])
+
+    def take(nbytes: int) -> None:
+        own[0] = nbytes
+        device.usage()  # the peak counts, seen by the optimizer or not
+
+    first, last = parameters[-1], parameters[0]  # in the order of backward
+    for parameter, nbytes in ((first, STATE_BYTES // 2), (last, STATE_BYTES)):
+        parameter.register_post_accumulate_grad_hook(lambda _, nbytes=nbytes: take(nbytes))
+    optimizer = DOSAdam(parameters, device=device, subgroup_size=128)
+    for _ in range(3):
+        own[0] = 0
+        optimizer.zero_grad()
+        model(torch.ones(2, 24)).square().mean().backward()
+        own[0] = STATE_BYTES // 2
+        optimizer.step()
+    assert STATE_BYTES < device.peak_bytes <= device.capacity
+
+
+def test_a_child_that_is_forked_while_a_thread_samples_can_sample(device: EmulatedDevice) -> None:
+    sampling, forked = threading.Event(), threading.Event()
+
+    def held() -> int:
+        if threading.current_thread() is thread:
+            sampling.set()
+            forked.wait()
+        return 0
+
+    thread = threading.Thread(target=lambda: monitor.sample(always=True))
+    monitor = MemoryMonitor(device, held=held)
+    thread.start()
+    sampling.wait()
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # not that of the timeout of tests
+        signal.alarm(10)
+        monitor.sample(always=True)
+        os._exit(0)
+    forked.set()
+    thread.join()
+    assert os.waitpid(child, 0)[1] == 0

@@ -1,0 +1,438 @@
+"""What goes wrong on disk in training: it is said with a remedy, and no torn state is used; what users ask too much."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import gc
+import os
+import random
+import re
+import shutil
+import weakref
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dos import DOSAdam
+from dos.state.disk import DiskError, DiskSpace, Extent
+from dos.state.disk import files as files_module
+from dos.state.disk import space as space_module
+from tests.support.disk import SMALL, TWO_WINDOWS, bytes_on_disk, change, dos_adam, fail_at, files, truncate, wide
+from tests.support.processes import python
+from tests.support.programs import REFUSED
+from tests.support.training import backward, bits, everything, mlp, train
+
+pytestmark = pytest.mark.usefixtures("one_core")
+
+LOST = "load the last checkpoint"
+FULL = shutil._ntuple_diskusage(0, 0, 0)  # type: ignore[attr-defined]
+POLICIES = ["cpu", "stride:2", 0.5]
+
+
+def started(disk: Path, steps: int = 2, **settings: Any) -> tuple[nn.Module, DOSAdam]:
+    model = wide(torch.bfloat16)
+    optimizer = dos_adam(model.parameters(), disk, **settings)
+    train(model, optimizer, steps)
+    return model, optimizer
+
+
+def go_on(model: nn.Module, optimizer: DOSAdam) -> None:
+    """Three steps more."""
+    train(model, optimizer, 3, first_step=2)
+    optimizer.synchronize()
+
+
+def assert_refuses(optimizer: DOSAdam) -> None:
+    with pytest.raises(RuntimeError, match=REFUSED):
+        optimizer.step()
+    with pytest.raises(RuntimeError, match=REFUSED):
+        optimizer.state_dict()
+    with pytest.raises(RuntimeError, match=REFUSED):
+        _ = optimizer.state
+    optimizer.zero_grad()
+    optimizer.synchronize()
+
+
+def causes(error: BaseException | None) -> list[str]:
+    """What an error and those that led to it say."""
+    return [] if error is None else [str(error), *causes(error.__cause__)]
+
+
+@pytest.mark.parametrize(
+    ("policy", "attach", "name", "at"),
+    [("cpu", False, "read", 1), ("cpu", True, "write", 3), ("stride:2", True, "read", 2), (0.5, False, "write", 1)],
+)
+def test_a_step_that_fails_on_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str | float, attach: bool, name: str, at: int
+) -> None:
+    model, optimizer = started(tmp_path, policy=policy)
+    if attach:
+        optimizer.attach(model)
+    fail_at(monkeypatch, name, at, OSError(errno.EIO, "the cable came off"))
+    with pytest.raises((RuntimeError, OSError)) as caught:
+        go_on(model, optimizer)
+    assert any("the cable came off" in said for said in causes(caught.value))
+    assert_refuses(optimizer)
+
+
+def test_what_is_said_of_a_write_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That it can be tried again, but not once a step has failed for it, which refuses all that comes after."""
+    model, optimizer = started(tmp_path)
+    real = space_module._adam.transfer
+
+    def transfer(write: bool, requests: Any, threads: int) -> Any:
+        return ([0] * len(requests), 0, 0, errno.EIO) if write else real(write, requests, threads)
+
+    monkeypatch.setattr(space_module, "_adam", SimpleNamespace(transfer=transfer))
+    with pytest.raises(DiskError, match="in memory yet: try again, or, where a step has failed part way, load the"):
+        optimizer.state_dict()
+    with pytest.raises(RuntimeError, match=r"step failed part way .*where a step has failed part way, load the last"):
+        go_on(model, optimizer)
+    assert_refuses(optimizer)
+
+
+@pytest.mark.parametrize(("at", "reads"), [(1, True), (3, False)])
+def test_a_backward_that_fails_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int, reads: bool) -> None:
+    """While homes leave for gradients of what joins. No state is lost, and backward can be tried again.
+
+    reads: user code has views of state meanwhile, and writes to them then.
+    """
+    ends = []
+    for disk in (None, tmp_path):
+        model = mlp(width=2000)
+        *rest, last = model.parameters()
+        nbytes = TWO_WINDOWS + 8 * sum(p.numel() for p in model.parameters())
+        optimizer = dos_adam([last], disk, offload_gradients=True, host_memory=nbytes)
+        train(model, optimizer, 2)
+        model.zero_grad()
+        optimizer.add_param_group({"params": rest})
+        views = [optimizer.state[last]["exp_avg"]] if reads else []
+        if disk is not None:
+            fail_at(monkeypatch, "write", at, DiskError(errno.EIO, "the cable came off"))
+            with pytest.raises(DiskError, match="the cable came off"):
+                backward(model, 5)
+            optimizer.zero_grad()
+        for view in views:
+            view.mul_(0.5)
+        if not reads:
+            ends.append(everything(model, optimizer))
+        train(model, optimizer, 2, first_step=5)
+        ends.append(everything(model, optimizer))
+    assert ends[: len(ends) // 2] == ends[len(ends) // 2 :]
+    assert bytes_on_disk(tmp_path) > 0
+
+
+def test_reading_state_that_fails_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What windows have is written then; it can be tried again."""
+    pair, twins = started(tmp_path), started(tmp_path)
+    fail_at(monkeypatch, "write", 2, DiskError(errno.EIO, "the cable came off"))
+    with pytest.raises(DiskError, match="the cable came off"):
+        pair[1].state_dict()
+    for each in (pair, twins):
+        train(*each, 1, first_step=2)
+    assert everything(*pair) == everything(*twins)
+
+
+def test_a_field_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of amsgrad, switched on later. Its room on disk goes back, and it can be tried again."""
+    pair, twins = started(tmp_path), started(tmp_path)
+    for _, optimizer in (pair, twins):
+        optimizer.param_groups[0]["amsgrad"] = True
+    disk = pair[1]._session.registry.homes.disk
+    assert disk is not None
+    backward(pair[0], 2)
+    before = disk.nbytes
+    assert pair[1].state_dict()  # what windows have is written
+    fail_at(monkeypatch, "write", 3, DiskError(errno.EIO, "the cable came off"))
+    with pytest.raises(DiskError, match="the cable came off"):
+        pair[1].step()
+    assert disk.nbytes == before
+    pair[1].zero_grad()
+    for each in (pair, twins):
+        train(*each, 2, first_step=2)
+    assert everything(*pair) == everything(*twins)
+
+
+@pytest.mark.parametrize(("policy", "truncated"), [("cpu", False), ("stride:2", True), (0.5, False)])
+def test_contents_that_are_not_ours(tmp_path: Path, policy: str | float, truncated: bool) -> None:
+    """The file and what to do are named in the first line that users see."""
+    model, optimizer = started(tmp_path, policy=policy)
+    (file,) = files(tmp_path)
+    if truncated:
+        truncate(file, 0)
+    else:
+        change(file, 0, b"x" * file.stat().st_size)
+    with pytest.raises((RuntimeError, OSError), match=rf"{file}: .*{LOST}") as caught:
+        go_on(model, optimizer)
+    assert truncated or "something else" in str(caught.value)
+    assert_refuses(optimizer)
+
+
+@pytest.mark.parametrize("truncated", [False, True])
+def test_contents_that_something_else_changed_are_not_saved(tmp_path: Path, truncated: bool) -> None:
+    _, optimizer = started(tmp_path)
+    (file,) = files(tmp_path)
+    if truncated:
+        truncate(file, 0)
+    else:
+        change(file, 0, b"x" * file.stat().st_size)
+    with pytest.raises(DiskError, match=rf"{file}: .*{LOST}"):
+        optimizer.state_dict()
+
+
+@pytest.mark.parametrize("reads", ["one entry", "all", "all, and writes"])
+def test_contents_that_something_else_changed_after_user_code_read_state_are_not_trained_on(
+    tmp_path: Path, reads: str
+) -> None:
+    model, optimizer = started(tmp_path)
+    entry = optimizer.state[next(model.parameters())] if reads == "one entry" else optimizer.state_dict()["state"][0]
+    if reads == "all, and writes":
+        entry["exp_avg"].mul_(2)
+    (file,) = files(tmp_path)
+    change(file, 0, b"x" * file.stat().st_size)
+    with pytest.raises((RuntimeError, OSError), match=rf"{file}: .*something else.*{LOST}"):
+        go_on(model, optimizer)
+    assert_refuses(optimizer)
+
+
+def test_one_entry_shows_its_own_state_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing else is read from disk for it."""
+    model, optimizer = started(tmp_path)
+    *_, last = model.parameters()
+    show, seen = DiskSpace.show, set[Extent]()
+    monkeypatch.setattr(DiskSpace, "show", lambda space, extent, *at: (seen.add(extent), show(space, extent, *at)))
+    assert optimizer.state[last]
+    some = len(seen)
+    optimizer.state[last] = dict(optimizer.state.get(last))
+    assert len(seen) == some
+    assert optimizer.state_dict()
+    assert 1 <= some < len(seen)
+
+
+def test_a_file_that_was_deleted_still_serves(tmp_path: Path) -> None:
+    model, optimizer = started(tmp_path)
+    twin, other = started(tmp_path)
+    for file in files(tmp_path):
+        file.unlink()
+    train(model, optimizer, 2, first_step=2)
+    train(twin, other, 2, first_step=2)
+    assert everything(model, optimizer) == everything(twin, other)
+
+
+def test_a_folder_that_is_named_from_a_folder_which_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the device is met, and before a copy is made."""
+    monkeypatch.chdir(tmp_path)
+    model = nn.Sequential(nn.LazyLinear(600), nn.Linear(600, 30))
+    optimizer = dos_adam(model.parameters(), Path("state"))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    copied = copy.deepcopy(optimizer)
+    assert len(files(tmp_path / "state")) == 2
+    assert not files(tmp_path / "elsewhere")
+    del copied
+
+
+def test_a_disk_that_is_full_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing has happened then, and training goes on once there is room."""
+    model, twin = wide(), wide()
+    optimizer = dos_adam(model.parameters(), tmp_path)
+    backward(model, 0)
+    before = bits(model.parameters())
+    monkeypatch.setattr(files_module.shutil, "disk_usage", lambda _: FULL)
+    for _ in range(2):
+        with pytest.raises(OSError, match=r"state needs \d+ more bytes on disk, found 0 free") as caught:
+            optimizer.step()
+        assert caught.value.errno == errno.ENOSPC
+        assert str(tmp_path) in str(caught.value)
+    assert bits(model.parameters()) == before
+    monkeypatch.undo()
+    optimizer.step()
+    backward(twin, 0)
+    other = dos_adam(twin.parameters(), None)
+    other.step()
+    assert everything(model, optimizer) == everything(twin, other)
+
+
+def test_a_disk_that_is_full_when_state_joins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = []
+    for disk in (None, tmp_path):
+        weights = [nn.Parameter(torch.ones(5 * SMALL)) for _ in range(2)]
+        optimizer = dos_adam(weights[:1], disk)
+        for number in range(4):
+            if number == 1:
+                optimizer.add_param_group({"params": weights[1:]})
+            for weight in weights[: 1 + number]:
+                weight.grad = torch.full_like(weight, number - 1.5)
+            if number == 1 and disk is not None:
+                monkeypatch.setattr(files_module.shutil, "disk_usage", lambda _: FULL)
+                with pytest.raises(OSError, match="more bytes on disk"):
+                    optimizer.step()
+                monkeypatch.undo()
+            optimizer.step()
+        ends.append(bits([*weights, *(optimizer.state[p]["exp_avg"] for p in weights)]))
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize(("offload", "nbytes"), [(False, 20_000), (True, 20_000), (True, 6 * 20_400)])
+def test_a_budget_that_holds_no_two_windows(tmp_path: Path, offload: bool, nbytes: int) -> None:
+    """Beside gradients, if those have to be there. What the message says is enough."""
+    model = wide()
+    optimizer = dos_adam(model.parameters(), tmp_path, host_memory=nbytes, offload_gradients=offload)
+    advice = r"choose (more|(\d+) or more).* or a smaller subgroup_size"
+    with pytest.raises(MemoryError, match=f"host_memory={nbytes}.*; {advice}") as said:
+        train(model, optimizer, 2)
+    assert not bytes_on_disk(tmp_path)
+    least = re.search(advice, str(said.value))[2]
+    if least is not None:
+        other = wide()
+        train(other, dos_adam(other.parameters(), tmp_path, host_memory=int(least), offload_gradients=offload), 2)
+
+
+@pytest.mark.parametrize("policy", ["cpu", "stride:2"])
+def test_a_budget_that_is_too_small_for_what_joins(tmp_path: Path, policy: str) -> None:
+    """What there was goes on without it."""
+    weights = [nn.Parameter(torch.ones(n)) for n in (5 * SMALL, 10)]
+    optimizer = dos_adam(weights[:1], tmp_path, policy=policy, host_memory=2 * 16 * SMALL)
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    optimizer.add_param_group({"params": weights[1:], "amsgrad": True})
+    optimizer.step()
+    assert optimizer.state[weights[1]]["step"] == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        *(
+            ({"host_memory": found}, ValueError, f"must be 1 or more bytes as an int, or None, found {found}")
+            for found in (0, 1.5, True)
+        ),
+        ({"policy": "resident"}, ValueError, "leave disk= out, or choose 'adaptive'"),
+        *(
+            ({"disk": found}, TypeError, "disk must be a folder, a sequence of folders, or None")
+            for found in (3, ["a", 3], b"a")
+        ),
+        # As of a setting that was left out: it would be the current folder.
+        *(({"disk": found}, ValueError, "disk must name a folder, found") for found in ("", ["a", ""], "a\0b")),
+    ],
+)
+def test_settings_that_cannot_be(
+    tmp_path: Path, settings: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        dos_adam(wide().parameters(), **{"disk": tmp_path, **settings})
+    assert not files(tmp_path)
+
+
+def test_files_go_with_the_optimizer(tmp_path: Path) -> None:
+    """Without the garbage collector, and whatever users still hold of its state."""
+    model = wide()
+    optimizer = dos_adam(model.parameters(), tmp_path, policy="stride:2")
+    optimizer.attach(model)
+    train(model, optimizer, 2)
+    views = [entry["exp_avg"] for entry in optimizer.state.values()]
+    train(model, optimizer, 1, first_step=2)
+    gone = weakref.ref(optimizer)
+    gc.disable()
+    try:
+        del optimizer
+        assert gone() is None
+        assert not files(tmp_path)
+    finally:
+        gc.enable()
+    assert all(view.isfinite().all() for view in views)
+
+
+def test_when_the_interpreter_ends_state_can_be_saved_and_files_go(tmp_path: Path) -> None:
+    program = f"""
+import atexit
+from pathlib import Path
+from tests.support.disk import bytes_on_disk, dos_adam, wide
+from tests.support.training import everything, train
+folder, twin = Path({str(tmp_path)!r}), wide()
+other = dos_adam(twin.parameters(), None)
+train(twin, other, 3)
+expected = everything(twin, other)
+for policy in ("cpu", "stride:2", 0.5):
+    model = wide()
+    optimizer = dos_adam(model.parameters(), folder, policy=policy)
+    optimizer.attach(model)
+    atexit.register(lambda model=model, optimizer=optimizer: print(everything(model, optimizer) == expected))
+    train(model, optimizer, 3)
+print(bytes_on_disk(folder) > 0)
+"""
+    assert python("-c", program) == 4 * "True\n"
+    assert not files(tmp_path)
+
+
+def test_a_forked_child_leaves_state_alone(tmp_path: Path) -> None:
+    model, optimizer = started(tmp_path)
+    twin, other = started(tmp_path)
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            train(model, optimizer, 1, first_step=2)
+        except RuntimeError as error:
+            code = 0 if any("forked child" in said for said in causes(error)) else 2
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    for each in ((model, optimizer), (twin, other)):
+        train(*each, 2, first_step=2)
+    assert everything(model, optimizer) == everything(twin, other)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_random_failures_of_reads_and_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str | float
+) -> None:
+    """A step is whole, has not happened, or is refused; what is read is what a whole number of steps has made."""
+    monkeypatch.setattr(space_module, "_REQUEST_BYTES", 4096)
+    whole = []
+    twin = wide()
+    other = dos_adam(twin.parameters(), None)
+    for step in range(5):
+        train(twin, other, 1, first_step=step)
+        whole.append(everything(twin, other))
+    outcomes = Counter[str]()
+    real = space_module._adam.transfer
+    drawn = random.Random(1)
+    for _ in range(12):
+        model = wide()
+        optimizer = dos_adam(model.parameters(), tmp_path, policy=policy)
+        asked, at = [0], drawn.randint(1, 60)
+
+        def transfer(write: bool, requests: Any, threads: int, asked: list[int] = asked, at: int = at) -> Any:
+            asked[0] += 1
+            if asked[0] == at:
+                half = requests[: len(requests) // 2]
+                real(write, half, threads)
+                return [0] * len(requests), len(half), 0, errno.EIO
+            return real(write, requests, threads)
+
+        monkeypatch.setattr(space_module._adam, "transfer", transfer)
+        step = 0
+        try:
+            for step in range(5):
+                train(model, optimizer, 1, first_step=step)
+            assert everything(model, optimizer) == whole[4]
+            outcomes["unharmed"] += 1
+        except (OSError, RuntimeError):
+            outcomes["raised"] += 1
+            try:
+                assert everything(model, optimizer) in whole
+            except (OSError, RuntimeError):
+                outcomes["refused"] += 1
+        monkeypatch.setattr(space_module._adam, "transfer", real)
+    assert outcomes["raised"] > 2

@@ -1,0 +1,276 @@
+"""State at home on the host leaves for disk where other things need its room, and comes home again."""
+
+from __future__ import annotations
+
+import errno
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dos import DOSAdam, EmulatedDevice
+from dos.machine import host_memory as host_memory_module
+from dos.state.disk import DiskError
+from dos.state.host_store import HostStore
+from perfmodel import Op, Placement, Plan, Workload
+from tests.support.disk import SMALL, STATE_BYTES, TWO_WINDOWS, bytes_on_disk, dos_adam, fail_at, wide
+from tests.support.training import FAST, backward, everything, mlp, plan_anew, train
+
+pytestmark = pytest.mark.usefixtures("one_core")
+
+
+@pytest.mark.parametrize("loads", [False, True])
+def test_nothing_is_on_disk_if_the_host_has_room(tmp_path: Path, loads: bool) -> None:
+    """But not for windows besides."""
+    model = wide()
+    optimizer = dos_adam(model.parameters(), tmp_path, host_memory=17 * 20_400)
+    if loads:
+        donor = DOSAdam(model.parameters())
+        train(model, donor, 1)
+        optimizer.load_state_dict(donor.state_dict())
+    train(model, optimizer, 2)
+    plan = optimizer.plan()
+    assert plan is not None
+    assert not plan.on_disk
+    assert not {Op.READ, Op.WRITE} & {span.op for span in optimizer.timeline().spans}
+
+
+@pytest.mark.parametrize("state", ["made in the first step", "read", "joined by more"])
+def test_what_one_optimizer_has_taken_of_the_host_another_one_spills(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str
+) -> None:
+    """Both were built before either took any, and users have not said how much each may take."""
+    there, ends = 600_000, []
+    held = weakref.WeakSet[HostStore]()
+    monkeypatch.setattr(host_memory_module, "available_bytes", lambda: there - sum(store.nbytes for store in held))
+    for disk in (tmp_path, None):
+        pairs: list[tuple[nn.Module, DOSAdam]] = []
+        for seed in range(2):
+            model = wide(seed=seed)
+            *rest, last = model.parameters()
+            joins = state == "joined by more"
+            optimizer = dos_adam([last] if joins else model.parameters(), disk, host_memory=None)
+            held.add(optimizer._session.registry.host_store)
+            pairs.append((model, optimizer))
+            if joins:
+                train(model, optimizer, 1)
+                optimizer.add_param_group({"params": rest})
+        for step in range(1, 3):
+            for model, optimizer in pairs:
+                if state == "read":
+                    assert set(optimizer.state_dict()) == {"state", "param_groups"}
+                train(model, optimizer, 1, first_step=step)
+        ends.append([everything(*pair) for pair in pairs])
+        if disk is not None:
+            assert [o.metrics()["disk_held_bytes"] > 0 for _, o in pairs] == [False, True]
+            assert sum(store.nbytes for store in held) <= there
+            there = 1 << 30
+    assert ends[0] == ends[1]
+
+
+def test_a_limit_above_what_the_host_has_is_said_to_be_too_much(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = wide()
+    optimizer = dos_adam(model.parameters(), tmp_path, host_memory=1 << 40)
+    monkeypatch.setattr(host_memory_module, "available_bytes", lambda: 100_000)
+    with pytest.raises(MemoryError, match="choose less host_memory, so that more rests on disk, or"):
+        train(model, optimizer, 1)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_the_host_has_what_there_is_room_for(tmp_path: Path, offload: bool) -> None:
+    """Whatever policy users have, which need not know of disks."""
+
+    def policy(workload: Workload) -> Plan:
+        n = len(workload.subgroups)
+        return Plan((Placement.CPU,) * n, tuple(range(n)), 0)
+
+    model, (state, gradient) = wide(), (12, 8 if offload else 4)
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    limit = TWO_WINDOWS + (state + gradient) * numel * 2 // 3
+    optimizer = dos_adam(model.parameters(), tmp_path, policy=policy, host_memory=limit, offload_gradients=offload)
+    for step in range(3):
+        backward(model, step, micro_batches=2)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert bytes_on_disk(tmp_path) > 0
+    assert 0 <= limit - optimizer.metrics()["host_held_bytes"] < (state if offload else state + gradient) * SMALL
+
+
+@pytest.mark.parametrize("state_format", [None, "float32"])
+def test_the_process_takes_what_users_allow(tmp_path: Path, state_format: str | None) -> None:
+    """Within a fifth, where homes on the host are spread over the state, and read by user code."""
+    weights = [nn.Parameter(torch.zeros(9_000_000, dtype=torch.bfloat16))]
+    device, limit = EmulatedDevice(FAST, capacity=10**9), 64 << 20
+    optimizer = DOSAdam(
+        weights, policy="cpu", disk=tmp_path, host_memory=limit, device=device, state_format=state_format
+    )
+    weights[0].grad = torch.ones_like(weights[0])
+    before = anonymous_bytes()
+    optimizer.step()
+    assert optimizer.state_dict()
+    assert anonymous_bytes() - before <= 1.2 * limit
+    assert bytes_on_disk(tmp_path) > limit / 2
+    assert limit / 2 < optimizer.metrics()["host_held_bytes"] <= limit
+
+
+def anonymous_bytes() -> int:
+    """Of the memory that this process cannot give back."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon:"))
+    return 1024 * int(line.split()[1])
+
+
+@pytest.mark.parametrize("room", [100_000, 400_000])
+def test_amsgrad_that_is_switched_on_where_state_is_at_home(tmp_path: Path, room: int) -> None:
+    """Some of which leaves for disk, or none. room: for state on the host."""
+    ends = []
+    for disk in (None, tmp_path):
+        model = wide()
+        optimizer = dos_adam(model.parameters(), disk, host_memory=TWO_WINDOWS + room)
+        train(model, optimizer, 2)
+        optimizer.param_groups[0]["amsgrad"] = True
+        train(model, optimizer, 2, first_step=2)
+        ends.append(everything(model, optimizer))
+    assert ends[0] == ends[1]
+
+
+def test_room_on_disk_goes_back_once_state_has_come_home_for_good(tmp_path: Path) -> None:
+    """As where other state has left the host for the device."""
+    residents, model = set[int](), wide()
+
+    def policy(workload: Workload) -> Plan:
+        n = len(workload.subgroups)
+        placements = (Placement.GPU_RESIDENT if i in residents else Placement.CPU for i in range(n))
+        return Plan(tuple(placements), tuple(range(n)), 0)
+
+    host_memory = TWO_WINDOWS + 3 * STATE_BYTES // 4
+    optimizer = dos_adam(model.parameters(), tmp_path, policy=policy, host_memory=host_memory)
+    train(model, optimizer, 3)
+    plan = optimizer.plan()
+    assert plan is not None
+    assert plan.on_disk
+    disk = optimizer._session.registry.homes.disk
+    assert disk is not None
+    before = disk.nbytes
+    residents |= {i for i in range(len(plan)) if i not in plan.on_disk}
+    plan_anew(optimizer)
+    train(model, optimizer, 1, first_step=3)
+    optimizer.state_dict()  # nothing is in windows, where it could stay
+    train(model, optimizer, 6, first_step=4)
+    assert 0 < disk.nbytes < before
+
+
+@pytest.mark.parametrize(("offload", "reads"), [(False, True), (True, False), ("native", True)])
+@pytest.mark.skipif(not hasattr(Tensor, "grad_dtype"), reason="this torch takes no gradient of another dtype")
+def test_homes_leave_for_disk_where_gradients_become_wider(tmp_path: Path, offload: bool | str, reads: bool) -> None:
+    ends, held = [], [0]
+    for disk in (None, tmp_path):
+        model = mlp(torch.bfloat16, width=2000)
+        numel = sum(p.numel() for p in model.parameters())
+        room = {False: 0, True: 6, "native": 2}[offload] + 7  # half of the state is at home
+        optimizer = dos_adam(
+            model.parameters(), disk, offload_gradients=offload, host_memory=TWO_WINDOWS + room * numel
+        )
+        for step in range(4):
+            if step == 2:
+                for parameter in model.parameters():
+                    parameter.grad_dtype = torch.float32
+            views = [entry["exp_avg"] for entry in optimizer.state.values()] if reads else []
+            backward(model, step, micro_batches=2)
+            for view in views:
+                view.mul_(0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            if disk is not None:
+                held.append(bytes_on_disk(disk))
+        ends.append(everything(model, optimizer))
+    assert ends[0] == ends[1]
+    assert 0 < held[2] < held[4]
+
+
+def trained_on(model: nn.Module, optimizer: DOSAdam, views: Sequence[Tensor], first_step: int) -> list[bytes]:
+    """What there is in the end, if user code writes to these views between backward and the step, and trains on."""
+    for view in views:
+        view.mul_(0.5)
+    optimizer.step()
+    optimizer.zero_grad()
+    train(model, optimizer, 2, first_step=first_step)
+    return everything(model, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("offload", "joins", "reads"),
+    [(True, "group", True), ("native", "unfrozen", True), (True, "unfrozen", False), ("native", "group", False)],
+)
+def test_homes_leave_for_disk_where_gradients_of_what_joins_need_their_room(
+    tmp_path: Path, offload: bool | str, joins: str, reads: bool
+) -> None:
+    """In the middle of backward. reads: user code has views of state meanwhile, and writes to them after backward."""
+    ends = []
+    for disk in (None, tmp_path):
+        model = mlp(width=2000)
+        *rest, last = model.parameters()
+        first = [last]
+        for parameter in rest:
+            parameter.requires_grad_(joins == "group")
+        optimizer = dos_adam(
+            first if joins == "group" else model.parameters(),
+            disk,
+            offload_gradients=offload,
+            host_memory=TWO_WINDOWS + (8 if offload is True else 4) * sum(p.numel() for p in model.parameters()),
+        )
+        train(model, optimizer, 2)
+        assert disk is None or not bytes_on_disk(disk)
+        if joins == "group":
+            optimizer.zero_grad()
+            model.zero_grad()
+            optimizer.add_param_group({"params": rest})
+        for parameter in rest:
+            parameter.requires_grad_(True)
+        views = [optimizer.state[parameter]["exp_avg"] for parameter in first] if reads else []
+        backward(model, 5)
+        backward(model, 6)
+        ends.append(trained_on(model, optimizer, views, first_step=7))
+    assert ends[0] == ends[1]
+    assert bytes_on_disk(tmp_path) > 0
+
+
+@pytest.mark.parametrize("fails", [None, MemoryError, DiskError])
+def test_homes_leave_for_disk_where_windows_need_their_room(
+    tmp_path: Path, fails: type[Exception] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They had it while the device had the other state, which comes back from disk where user code has read it.
+
+    fails: what is raised at first, as the system has no memory for windows, or by the second write. What user code
+    writes before it tries again counts.
+    """
+
+    def policy(workload: Workload) -> Plan:
+        n = len(workload.subgroups)  # gradients of the last three leave for their homes in backward
+        return Plan((Placement.GPU_RESIDENT,) * (n - 3) + (Placement.CPU,) * 3, tuple(range(n)), 0)
+
+    ends = []
+    for disk in (None, tmp_path):
+        model = wide()
+        device = EmulatedDevice(FAST, capacity=4 * 12 * SMALL)  # the other 6 subgroups have no room there
+        host_memory = 17 * 6 * SMALL
+        optimizer = dos_adam(model.parameters(), disk, policy=policy, host_memory=host_memory, device=device)
+        train(model, optimizer, 2)
+        assert disk is None or not bytes_on_disk(disk)
+        backward(model, 2)
+        views = [entry["exp_avg"] for entry in optimizer.state.values()]
+        if fails and disk is not None:
+            with monkeypatch.context() as patch:
+                if fails is MemoryError:
+                    patch.setattr(host_memory_module, "available_bytes", lambda: 0)
+                else:
+                    fail_at(patch, "write", 2, DiskError(errno.EIO, "the cable came off"))
+                with pytest.raises(fails):
+                    optimizer.step()
+        ends.append(trained_on(model, optimizer, views, first_step=3))
+    assert ends[0] == ends[1]
+    assert bytes_on_disk(tmp_path) > 0
