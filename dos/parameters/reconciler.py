@@ -150,6 +150,7 @@ class Reconciler:
             self._adopt(record, dict.setdefault(self.state, record.parameter, {}))
             flat = record.flat
             record.locate()
+            # Batches have the addresses of the parameter's memory before, which may be freed.
             if record.flat is not flat:
                 self._registry.forget_batches(record)
             record.remember_gradient(gradient)
@@ -173,10 +174,12 @@ class Reconciler:
         added = None if total is None else total.as_strided(like.size(), like.stride(), total.storage_offset()).clone()
         entry = self._entry(record.parameter)
         self._make_homes([record])
+        # Copies, for the new views read the same memory in another order.
         before = {key: local(value).clone() for key, value in record.views.items()}
         mine = {key: entry.get(key) is view for key, view in record.views.items()}
 
         with self._guard.change():
+            # Interrupted in between, the state would lie in the old order and be read in the new one.
             record.remember_layout()
             self._registry.forget_batches(record)
             if total is not None and added is not None:

@@ -203,6 +203,7 @@ class Arena:
             raise
         self.state = State({field.name: fields[field.name] for field in wider.fields}, self.state.blocks)
         self.format = wider
+        # Those that are remembered lack the new field.
         self._slices.clear()
 
     def _field(self, field: Field) -> Tensor:

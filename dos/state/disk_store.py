@@ -78,6 +78,7 @@ class DiskStore:
             for extent in wider:
                 self.space.free(extent)
             raise
+        # Not before all were copied: if one fails, the old extents still have all state.
         for subgroup, extent in zip(subgroups, wider, strict=True):
             self.drop(subgroup)
             self._extents[subgroup] = extent
