@@ -344,6 +344,7 @@ class _Leftovers:
         """Let go of what finished jobs have left; the device is the thread's current one."""
         with suppress(IndexError):
             while True:
+                # Taken out before it is looked at: another thread may drop leftovers, and a `__del__` add some.
                 leftover = self._ends.popleft()
                 if not leftover[0].query():
                     self._ends.appendleft(leftover)

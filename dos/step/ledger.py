@@ -233,6 +233,7 @@ class Ledger:
         """
         while self._freed and self._freed_bytes + nbytes > most:
             wait_for_all([self._freed[0]])
+            # Not before it has ended: an interrupted wait leaves it counted.
             self._freed_bytes -= self._freed.popleft().nbytes
 
     def _fetch(self, index: int, subgroup: Subgroup, slot: int | None = None) -> None:
