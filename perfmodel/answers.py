@@ -53,8 +53,12 @@ class Answers:
         self._known: dict[Division, _Answer] = {}
 
     def best(self, workload: Workload) -> Choice:
-        """The best for this memory; all state on the GPU where that is about as good."""
-        best = min(self._choices(_judged(workload)), key=attrgetter("cost"))
+        """The best for this memory; all state on the GPU where that is about as good.
+
+        A division that was not simulated must be better by more than the closed form may be wrong. Else each iteration
+        would run another one that only seems good, until all such were simulated.
+        """
+        best = min(self._choices(_judged(workload)), key=self._doubted)
         if not fits(workload):
             return best
         simulated = self._known[best.division].simulated
@@ -68,6 +72,15 @@ class Answers:
         (answer,) = self._of([division])
         return answer.cost(on_cpu)
 
+    def _doubted(self, choice: Choice) -> float:
+        """The cost of a choice, with the error of the closed form where that alone says it."""
+        error = 0.0 if self._known[choice.division].simulated else self._error(choice.cost)
+        return choice.cost + error
+
+    def _error(self, cost: float) -> float:
+        """Seconds by which the closed form may be wrong about this cost."""
+        return (NEAR + 1 / len(self.workload.subgroups)) * (self.compute_s + cost)
+
     def learn(self, workload: Workload, tasks: int) -> bool:
         """Simulate plans for this memory, so many tasks or one plan; whether there is nothing more to find."""
         if len(workload.subgroups) > MOST_SIMULATED:
@@ -76,8 +89,7 @@ class Answers:
         while simulator.tasks + last <= tasks:
             before = simulator.tasks
             ranked = sorted(self._choices(some), key=attrgetter("cost"))[:LOOKED_AT]
-            near = NEAR + 1 / len(workload.subgroups)
-            most = ranked[0].cost + near * (self.compute_s + ranked[0].cost)
+            most = ranked[0].cost + self._error(ranked[0].cost)
             for division in (choice.division for choice in ranked if choice.cost <= most):
                 answer = self._known[division]
                 on_cpu = answer.next()
