@@ -27,7 +27,7 @@ from dos.parameters.admission import Group
 from dos.parameters.hooks import Attachment, lasting
 from dos.parameters.live_state import LiveState
 from dos.parameters.loading import makes_state
-from dos.parameters.reconciler import Reconciler
+from dos.parameters.reconciler import Reconciler, copy_views
 from dos.parameters.registry import Registry, tell_autograd
 from dos.parameters.watching import Watching
 from dos.planning.decisions import Decisions
@@ -161,20 +161,21 @@ class Session(SessionBase):
     def _active(self) -> Active:
         """Enrol, bring home and settle all parameters that have a gradient, as they need it; their records."""
         settled, others, gone = self.reconciler.look(self.groups)
-        if gone:
-            # Their arenas go as a whole: what still referred to one could use memory that is no more.
-            with self.guard.change():
-                if self.on_device is not None:
-                    self.on_device.let_go(gone)
-                self.registry.forget(gone, self.parameters)
+        self._let_go(gone)
         del gone  # with it goes their memory, which newcomers may need
         found = self._enrol(others)
         if self.reconciler.need_home(found):
             self.bring_home()
-            if self.on_device is not None:
-                self.on_device.engine.spill_to_disk(self.registry.accelerated, self.reconciler.growth(found))
         self.reconciler.settle(found, self.groups)
         return Active(settled + found, len(settled))
+
+    def _let_go(self, gone: Sequence[ParameterRecord]) -> None:
+        """Forget these records, which are all of their arenas: what still referred to one could use freed memory."""
+        if gone:
+            with self.guard.change():
+                if self.on_device is not None:
+                    self.on_device.let_go(gone)
+                self.registry.forget(gone, self.parameters)
 
     def _enrol(self, members: Sequence[tuple[Tensor, Group]]) -> list[tuple[ParameterRecord, Group]]:
         """The records of these parameters with their groups, in which new ones get room. Raises MemoryError."""
@@ -301,9 +302,6 @@ class Session(SessionBase):
 
     def _take(self, record: ParameterRecord, on_device: DeviceSide, *, in_backward: bool) -> None:
         """Offload a gradient: add it to those on the host and free it here."""
-        if record.layout_changed():  # to which the gradient is added
-            self.bring_home()
-            self.reconciler.settle_layout(record)
         self.clipping.about_to_add(record)
         subgroups = [subgroup for subgroup, _ in self.registry.places[record]]
         index = self.registry.index[subgroups[0]] if subgroups else 0
@@ -392,8 +390,15 @@ class Session(SessionBase):
     @exclusive
     def load(self, state: Mapping[Tensor, Any], groups: list[Group]) -> None:
         """Have this state and these groups, both or neither."""
-        self.bring_home()
+        gone = self.reconciler.without_room(groups)
+        if gone:
+            self.settle_state([*self.parameters])
+            for p in self.parameters:  # what is loaded may be views of what goes
+                copy_views(state.get(p, {}), {})
+        else:
+            self.bring_home()
         with self.guard.change():
+            self._let_go(gone)
             self.install_state(state)
             for record in self.registry.records.values():
                 record.version = -1  # masters follow their parameters in the next step

@@ -13,7 +13,7 @@ from torch import Tensor
 from dos.devices import Caller, Copy, Device, Issued
 from dos.gradients.identity import Token
 from dos.sharding.local import local
-from dos.state.record import Layout, ParameterRecord
+from dos.state.record import ParameterRecord
 from dos.state.subgroup import Piece, Subgroup
 
 logger = logging.getLogger(__name__)
@@ -24,14 +24,12 @@ class _Seen:
     """What the hooks saw of one parameter's gradient in this iteration, and what to expect of the next.
 
     gradient: the last one. written: that as backward left it, where it is to leave: another one each time.
-    layout: in whose order it leaves.
     times: how often backward wrote to it; expected: how often in the last iteration (accumulation, micro-batches).
     untouched: whether the step found it as backward had left it. If not, sending it early was in vain.
     """
 
     gradient: weakref.ref[Tensor] | None = None
     written: Token | None = None
-    layout: Layout = None
     times: int = 0
     expected: int = 1
     untouched: bool = True
@@ -116,7 +114,6 @@ class Departures:
         if gradient is None or not places:
             return []
         written = seen.written = Token(gradient, here=here)
-        seen.layout = record.layout
         staging = record.arena.gradient
         if seen.times != seen.expected or not seen.untouched or staging.dtype != gradient.dtype:
             return []
@@ -172,8 +169,7 @@ class Departures:
             issued, written = departure.sent[piece]
             seen = self._seen[piece.record]
             # What went may be of an earlier backward than the last.
-            last = seen.written is written and seen.layout == piece.record.layout
-            if last and seen.is_untouched(piece.record.parameter.grad, self.writes):
+            if seen.written is written and seen.is_untouched(piece.record.parameter.grad, self.writes):
                 holding.add(piece)
                 transfers[issued.number] = issued
         return holding, list(transfers.values())

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from dos.devices import DeviceFinder
 from dos.kernels.adam import FLOATS
 from dos.sharding.local import is_sharded, local
-from dos.state.entries import CODE_TYPES, has_codes, in_blocks, scale_shape
-from dos.state.record import ParameterRecord, kind_of
+from dos.state.entries import CODE_TYPES, MAX_KEY, has_codes, in_blocks, scale_shape
+from dos.state.record import Layout, ParameterRecord, kind_of
 from perfmodel.format import BLOCK, NEEDED_KEYS, STATE_KEYS
 
 Group = dict[str, Any]
@@ -47,7 +47,14 @@ def check_parameter(
     if record is not None and record.kind != now:
         raise RuntimeError(
             f"{name_of(parameter, group)} was {_described(*record.kind)} when the optimizer first updated it and is "
-            f"{_described(*now)} now; move or convert the model before the first step, or build a new optimizer"
+            f"{_described(*now)} now; move or convert the model before the first step, or save "
+            "optimizer.state_dict(), build a new optimizer and load it there"
+        )
+    if record is not None and group["amsgrad"] and not record.arena.amsgrad:
+        raise RuntimeError(
+            f"{name_of(parameter, group)}: found amsgrad=True, and amsgrad=False when the optimizer first updated it, "
+            f"so that its state has no {MAX_KEY!r}; set amsgrad back to False, or save optimizer.state_dict(), build "
+            "a new optimizer, load it there and set amsgrad=True before its first step"
         )
     check_kind(parameter, group, devices)
     problem = state_problem(entry, parameter)
@@ -146,8 +153,9 @@ def state_problem(entry: Mapping[str, Any], parameter: Tensor) -> str | None:
     return None
 
 
-def _described(device: torch.device, dtype: torch.dtype, shape: torch.Size) -> str:
-    return f"{dtype} of shape {tuple(shape)} on {device}"
+def _described(device: torch.device, dtype: torch.dtype, shape: torch.Size, layout: Layout) -> str:
+    order = "" if layout is None else f", its axes in the order {layout} in memory,"
+    return f"{dtype} of shape {tuple(shape)}{order} on {device}"
 
 
 def find_overlap(tensors: Sequence[Tensor]) -> tuple[int, int] | None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,14 +12,11 @@ from dos.guard import Guard
 from dos.options import check_settings
 from dos.parameters.active import Active
 from dos.parameters.admission import Group, check_overlaps, check_parameter
-from dos.parameters.allocation import explain_oom
 from dos.parameters.live_state import LiveState
 from dos.parameters.registry import Registry
 from dos.sharding.local import laid_out_as, local
-from dos.state.arena import Arena
 from dos.state.entries import step_of, write_entry
-from dos.state.record import ParameterRecord, in_logical_order
-from dos.state.subgroup import Subgroup
+from dos.state.record import ParameterRecord
 from perfmodel.format import STATE_KEYS
 
 
@@ -100,21 +96,16 @@ class Reconciler:
         return [record for record in records.values() if record.arena not in used]
 
     def need_home(self, found: Iterable[tuple[ParameterRecord, Group]]) -> bool:
-        """Whether `settle` takes state of these from the host, or changes its shape or order: it must be there then.
+        """Whether `settle` takes state of these from the host, or writes it there: it must be there then.
 
         State that came home later would overwrite it.
         """
-        for record, group in found:
+        for record, _ in found:
             entry = self._entry(record.parameter)
             foreign = not record.is_adopted(entry) if entry or not record.fresh else False  # a newcomer's is nowhere
-            if foreign or record.layout_changed() or (group["amsgrad"] and not record.arena.amsgrad):
+            if foreign:
                 return True
         return False
-
-    def growth(self, found: Iterable[tuple[ParameterRecord, Group]]) -> dict[Subgroup, int]:
-        """By how many bytes `settle` makes state larger: amsgrad was switched on."""
-        arenas = {record.arena for record, group in found if group["amsgrad"] and not record.arena.amsgrad}
-        return {s: s.numel * torch.float32.itemsize for s in self._registry.accelerated if s.arena in arenas}
 
     def settle(self, found: Sequence[tuple[ParameterRecord, Group]], groups: Sequence[Group]) -> None:
         """Make these fit for the step: their state is what `state` says, and everything lies as it is used.
@@ -126,16 +117,9 @@ class Reconciler:
         if any(record.moved() for record, _ in found):
             check_overlaps([(p, group) for group in groups for p in group["params"] if id(p) in self._registry.records])
         for record, _ in found:
-            self.settle_layout(record)
-        for record, _ in found:
             # A state that is another parameter's live view, as when two are exchanged, must not change under our hands.
-            entry = self._entry(record.parameter)
-            for key, value in entry.items():
-                if isinstance(value, Tensor) and value is not record.views.get(key) and local(value)._base is not None:
-                    entry[key] = laid_out_as(local(value).clone(), value)
-        for record, group in found:
-            if group["amsgrad"] and not record.arena.amsgrad:
-                self._add_amsgrad(record.arena)
+            copy_views(self._entry(record.parameter), record.views)
+        for record, _ in found:
             gradient = record.gradient
             if gradient is not None:
                 record.arena.stage_gradients_as(gradient.dtype)
@@ -145,38 +129,6 @@ class Reconciler:
             if record.flat is not flat:
                 self._registry.forget_batches(record)
             record.remember_gradient(gradient)
-
-    def settle_layout(self, record: ParameterRecord) -> None:
-        """Reorder state and offloaded gradients of a parameter whose elements lie in another order than before.
-
-        Its state is at home.
-        """
-        if not record.layout_changed():
-            return
-        if record.arena.format.block > 1 and not in_logical_order(record.local):
-            raise RuntimeError(
-                f"a parameter of shape {tuple(record.parameter.shape)} has its elements in another order in memory "
-                "than before, and state_format='int8' keeps its state by blocks of neighbours; bring the model into "
-                "its memory format before the first step, or leave state_format out"
-            )
-        offloaded = self._registry.offloaded
-        total = offloaded.flat(record) if record in offloaded.records else None
-        like = local(next(iter(record.views.values())))
-        added = None if total is None else total.as_strided(like.size(), like.stride(), total.storage_offset()).clone()
-        entry = self._entry(record.parameter)
-        self._make_homes([record])
-        before = {key: local(value).clone() for key, value in record.views.items()}
-        mine = {key: entry.get(key) is view for key, view in record.views.items()}
-
-        with self._guard.change():
-            record.remember_layout()
-            self._registry.forget_batches(record)
-            if total is not None and added is not None:
-                record.shaped(total).copy_(added)
-            for key, view in record.views.items():
-                local(view).copy_(before[key])
-                if mine[key]:
-                    entry[key] = view
 
     def _adopt(self, record: ParameterRecord, entry: dict[str, Any]) -> None:
         """Make `entry`, empty, or filled by user code or a checkpoint, the live view of this record's state."""
@@ -200,18 +152,6 @@ class Reconciler:
         record.adopt_step(entry["step"])
         record.version = -1  # whatever the master was, it must agree with the parameter
 
-    def _add_amsgrad(self, arena: Arena) -> None:
-        homes, subgroups = self._registry.homes, [s for s in self._registry.accelerated if s.arena is arena]
-        with explain_oom(arena.device):
-            arena.add_amsgrad(functools.partial(homes.add_field, subgroups))
-        homes.show_again()  # what users have views of is elsewhere on disk
-        for record in self._registry.records.values():
-            if record.arena is arena:
-                record.views = record.make_views()
-                record.version = -1  # its entry gets the new view when it takes part again
-                self._registry.forget_batches(record)
-        self._registry.reindex()
-
     def count(self, active: Active) -> None:
         """Count the step; in what `optimizer.state` has, too, if users have that."""
         for record, _ in active.members[active.settled :]:
@@ -222,6 +162,22 @@ class Reconciler:
             torch._foreach_add_([record.step for record, _ in active.members], 1)
             for record, _ in active.members:
                 record.saw_step()
+
+    def without_room(self, groups: Sequence[Group]) -> list[ParameterRecord]:
+        """Records of arenas that have no room for the state that is loaded with these groups, for it has amsgrad's.
+
+        Raises RuntimeError if they have gradients on the host, which would be lost with them.
+        """
+        records, members = self._registry.records, [(id(p), g) for g in groups for p in g["params"] if g["amsgrad"]]
+        arenas = {records[key].arena for key, _ in members if key in records and not records[key].arena.amsgrad}
+        found = [record for record in records.values() if record.arena in arenas]
+        if any(record in self._registry.offloaded.records for record in found):
+            raise RuntimeError(
+                "the state dict has amsgrad=True, for which the optimizer has to make its memory anew, and there are "
+                "gradients in that, moved there by offload_gradients=True; call optimizer.zero_grad() before "
+                "load_state_dict(), or load before backward"
+            )
+        return found
 
     def withdraw(self) -> None:
         """Take back entries of parameters whose first step does not come to be, so that they have no state."""
@@ -242,3 +198,10 @@ class Reconciler:
         """Have room at home for the state of these."""
         places, every = self._registry.places, self._registry.accelerated
         self._registry.homes.reserve((subgroup for record in records for subgroup, _ in places[record]), every)
+
+
+def copy_views(entry: dict[str, Any], own: Mapping[str, Tensor]) -> None:
+    """Replace tensors that are views of others, but for these, by copies."""
+    for key, value in entry.items():
+        if isinstance(value, Tensor) and value is not own.get(key) and local(value)._base is not None:
+            entry[key] = laid_out_as(local(value).clone(), value)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -112,14 +111,13 @@ class Arena:
         self.numel = sum(local(p).numel() for p in parameters)
         self.amsgrad = amsgrad
         self.device = device
-        self._format_with = functools.partial(
-            format_of,
+        self.format = format_of(
             str(self.dtype).removeprefix("torch."),
             state_format=state_format,
             master_weights=master_weights,
             accelerated=self.accelerated,
+            amsgrad=amsgrad,
         )
-        self.format = self._format_with(amsgrad=amsgrad)
         self._part = -(-part // self.format.block) * self.format.block
         self._homes: dict[str, HostTensor] = {}
         self._buffers: list[Tensor] = []
@@ -185,29 +183,6 @@ class Arena:
         if key not in self._slices:
             self._slices[key] = self.state.slice(start, stop)
         return self._slices[key]
-
-    def add_amsgrad(self, make: Callable[[HostTensor, int], None]) -> None:
-        """Make room for amsgrad, switched on after construction. The views of its records are to be made anew.
-
-        make: is given the host memory of one more field, and its place among the fields, and makes it for all whose
-            state is there, or its like where that is elsewhere.
-        Whatever that or an allocation raises, nothing has changed.
-        """
-        wider, fields, homes = self._format_with(amsgrad=True), dict(self.state.fields), dict(self._homes)
-        buffers = len(self._buffers)
-        try:
-            for place, field in enumerate(wider.fields):
-                if field.name not in fields:
-                    fields[field.name] = self._field(field)
-                    if field.name in self._homes:
-                        make(self._homes[field.name], place)
-        except BaseException:
-            self._homes = homes
-            del self._buffers[buffers:]
-            raise
-        self.state = State({field.name: fields[field.name] for field in wider.fields}, self.state.blocks)
-        self.format, self.amsgrad = wider, True
-        self._slices.clear()
 
     def _field(self, field: Field) -> Tensor:
         dtype = getattr(torch, field.type)

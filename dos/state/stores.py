@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from dos.devices import Copy, Job
@@ -82,18 +82,17 @@ class Stores:
             windows.leave(subgroup)
             self.of[source].drop(subgroup)
 
-    def leave_host(self, subgroups: Iterable[Subgroup], growth: Mapping[Subgroup, int]) -> None:
-        """Bring state of these from the host to disk, the last first, until what may come has room.
+    def leave_host(self, subgroups: Iterable[Subgroup]) -> None:
+        """Bring state of these from the host to disk, the last first, until gradients that may come have room.
 
-        That is gradients, and as many bytes as homes grow by that stay. Conditions: see `to_disk`.
+        Conditions: see `to_disk`.
         """
         at_home = [subgroup for subgroup in subgroups if self.where(subgroup) is Tier.HOST]
         missing = max(0, window_bytes(at_home) - self.host.windows.nbytes) - self.host.room
-        missing += sum(growth.get(subgroup, 0) for subgroup in at_home)
         leaving = []
         while at_home and missing > 0:
             leaving.append(at_home.pop())
-            missing -= self.host.home_bytes(leaving[-1], made=True) + growth.get(leaving[-1], 0)
+            missing -= self.host.home_bytes(leaving[-1], made=True)
         self.to_disk(leaving, Tier.HOST)
 
     def move(

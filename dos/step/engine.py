@@ -252,21 +252,20 @@ class Engine:
         for subgroup, move in away:
             self.stores.of[move.source].drop(subgroup)
 
-    def spill_to_disk(self, subgroups: Iterable[Subgroup], growth: Mapping[Subgroup, int] | None = None) -> None:
+    def spill_to_disk(self, subgroups: Iterable[Subgroup]) -> None:
         """Bring state of these from the host to disk where offloaded gradients need its room. In backward, too.
 
-        growth: bytes that homes grow by, which need room, too.
         Raises OSError if the disk has no room either.
         """
-        stores, growth = self.stores, growth or {}
+        stores = self.stores
         stores.host.lower_share()
-        if stores.disk is None or stores.host.room >= sum(growth.values()):
+        if stores.disk is None or stores.host.room >= 0:
             return
         self.wait()
         self.early.drop_arriving(list(self.early.arriving))
         stores.write_kept()
         try:
-            stores.leave_host(subgroups, growth)
+            stores.leave_host(subgroups)
         finally:
             stores.homes.show_again()
 

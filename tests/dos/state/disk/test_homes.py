@@ -124,20 +124,6 @@ def anonymous_bytes() -> int:
     return 1024 * int(line.split()[1])
 
 
-@pytest.mark.parametrize("room", [100_000, 400_000])
-def test_amsgrad_that_is_switched_on_where_state_is_at_home(tmp_path: Path, room: int) -> None:
-    """Some of which leaves for disk, or none. room: for state on the host."""
-    ends = []
-    for disk in (None, tmp_path):
-        model = wide()
-        optimizer = dos_adam(model.parameters(), disk, host_memory=TWO_WINDOWS + room)
-        train(model, optimizer, 2)
-        optimizer.param_groups[0]["amsgrad"] = True
-        train(model, optimizer, 2, first_step=2)
-        ends.append(everything(model, optimizer))
-    assert ends[0] == ends[1]
-
-
 def test_room_on_disk_goes_back_once_state_has_come_home_for_good(tmp_path: Path) -> None:
     """As where other state has left the host for the device."""
     residents, model = set[int](), wide()
