@@ -100,12 +100,9 @@ class Reconciler:
 
         State that came home later would overwrite it.
         """
-        for record, _ in found:
-            entry = self._entry(record.parameter)
-            foreign = not record.is_adopted(entry) if entry or not record.fresh else False  # a newcomer's is nowhere
-            if foreign:
-                return True
-        return False
+        each = ((record, self._entry(record.parameter)) for record, _ in found)
+        # A newcomer's is nowhere.
+        return any((entry or not record.fresh) and not record.is_adopted(entry) for record, entry in each)
 
     def settle(self, found: Sequence[tuple[ParameterRecord, Group]], groups: Sequence[Group]) -> None:
         """Make these fit for the step: their state is what `state` says, and everything lies as it is used.

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 
 from dos.devices import LANE_OF, Device, Job

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +15,7 @@ from dos import DOSAdam, EmulatedDevice
 from dos.state.arena import Arena
 from dos.state.record import make_records
 from dos.state.subgroup import split
-from tests.support.training import FAST, assert_close_ulp, bits, maker, on
+from tests.support.training import FAST, assert_close_ulp, on
 
 MAKERS = {
     "plain": lambda: torch.randn(6, 7),
