@@ -1,16 +1,23 @@
-"""One thread at a time in an optimizer, and steps that end whole or break it for good."""
+"""Guards one optimizer: threads, phases, Ctrl-C, forks, the interpreter's exit; and how the package warns."""
 
 from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]  # `signal` makes enums of numbers, which takes microseconds
 import contextlib
+import enum
 import functools
 import os
 import signal
 import sys
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from concurrent.futures.thread import (
+    ThreadPoolExecutor,  # registers its exit handler before ours, so it runs after ours
+)
+from pathlib import Path
 from types import FrameType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -21,7 +28,36 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
-def exclusive(method: Callable[Concatenate[Any, _P], _T]) -> Callable[Concatenate[Any, _P], _T]:
+class Phase(enum.Enum):
+    """Where one optimizer is in its iteration. What is in flight is the ledger's: a queued step runs in any phase."""
+
+    IDLE = "no gradient has been reported since the last step"
+    BACKWARD = "backward has reported gradients for the step to come"
+    PREPARED = "a step was checked and its memory reserved, and no parameter and no state has changed"
+    COMMITTING = "parameters, state or records are changing"
+    BROKEN = "a change failed part way, so parameters and state do not match"
+
+
+UNBROKEN = (Phase.IDLE, Phase.BACKWARD, Phase.PREPARED)  # an exception may give a prepared step up
+ANY = (*UNBROKEN, Phase.BROKEN)
+ENTRIES: dict[str, tuple[Phase, ...]] = {}
+"""The phases that each entry point accepts, by its name; docs/architecture.md shows them as a table."""
+
+
+Method = Callable[Concatenate[Any, _P], _T]
+
+
+def entry(*accepted: Phase) -> Callable[[Method[_P, _T]], Method[_P, _T]]:
+    """Decorate an entry point of a session: `exclusive`, and called in one of these phases only."""
+
+    def decorate(method: Method[_P, _T]) -> Method[_P, _T]:
+        ENTRIES[method.__name__.strip("_")] = accepted
+        return _holding(method, accepted)
+
+    return decorate
+
+
+def exclusive(method: Method[_P, _T]) -> Method[_P, _T]:
     """Of an object with a `_lock`: its methods that are exclusive run in one thread at a time, and wholly.
 
     They raise KeyboardInterrupt at their end if Ctrl-C came meanwhile; the second Ctrl-C takes effect at once. Python's
@@ -31,7 +67,10 @@ def exclusive(method: Callable[Concatenate[Any, _P], _T]) -> Callable[Concatenat
     nothing is done about it.
     In torch.inference_mode, too, they make ordinary tensors: other threads could not write to those of that mode.
     """
+    return _holding(method, ())
 
+
+def _holding(method: Method[_P, _T], accepted: tuple[Phase, ...]) -> Method[_P, _T]:
     @functools.wraps(method)
     def holding(self: Any, *args: _P.args, **kwargs: _P.kwargs) -> _T:
         if torch.is_inference_mode_enabled():
@@ -40,7 +79,7 @@ def exclusive(method: Callable[Concatenate[Any, _P], _T]) -> Callable[Concatenat
         # With the lock on one line: an exception that a debugger raises between lines would come before its release.
         main = threading.current_thread() is threading.main_thread()
         if not main or _signal.getsignal(_SIGINT) is not signal.default_int_handler:
-            with self._lock: return method(self, *args, **kwargs)  # fmt: skip  # noqa: E701
+            with self._lock: _check(self, method, accepted); return method(self, *args, **kwargs)  # fmt: skip  # noqa: E701,E702
         came, code = False, sys._getframe().f_code
 
         def remember(number: int, frame: FrameType | None) -> None:
@@ -53,7 +92,7 @@ def exclusive(method: Callable[Concatenate[Any, _P], _T]) -> Callable[Concatenat
 
         _signal.signal(_SIGINT, remember)
         try:
-            with self._lock: result = method(self, *args, **kwargs)  # fmt: skip  # noqa: E701
+            with self._lock: _check(self, method, accepted); result = method(self, *args, **kwargs)  # fmt: skip  # noqa: E701,E702
         finally:
             _signal.signal(_SIGINT, signal.default_int_handler)
         if came:
@@ -63,26 +102,36 @@ def exclusive(method: Callable[Concatenate[Any, _P], _T]) -> Callable[Concatenat
     return holding
 
 
+def _check(session: Any, method: Callable[..., Any], accepted: tuple[Phase, ...]) -> None:
+    """Raise RuntimeError for a session that is broken, where the method does not accept that."""
+    if accepted and session.guard.phase not in accepted:
+        if Phase.BROKEN not in accepted:
+            session.guard.check()
+        assert session.guard.broken, f"{method.__name__} was called in phase {session.guard.phase.name}"
+
+
 class Guard:
     """Of one optimizer.
 
     lock: held by the thread that calls the optimizer; hooks may come from several threads at once.
-    failed: whether work that changes parameters or state has failed.
+    phase: of the optimizer; its session sets it.
     working: what has threads of its own. `drain` returns when nothing of that is in flight, before a fork; `after_fork`
         renews the threads in the child; `finish` returns when all has ended, before the interpreter does.
     """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self.failed = False
+        self.phase = Phase.IDLE
         self.working: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._changing = False
         _guards.add(self)
 
     @property
     def broken(self) -> bool:
-        """Whether a change failed or did not come to its end, so that parameters and state do not match."""
-        return self.failed or self._changing
+        """Whether a change failed or did not come to its end, so that parameters and state do not match.
+
+        COMMITTING is such a phase where no change is running: an exception has ended it.
+        """
+        return self.phase in (Phase.BROKEN, Phase.COMMITTING)
 
     def check(self) -> None:
         """Raise RuntimeError if a change did not come to its end."""
@@ -93,17 +142,18 @@ class Guard:
             )
 
     def failure(self, error: BaseException) -> RuntimeError:
-        """What is raised for an error in the middle of a step; from now on all is `broken`."""
-        self.failed = True
+        """The error to raise for one in the middle of a step; from now on the phase is BROKEN."""
+        self.phase = Phase.BROKEN
         cause = str(error) or type(error).__name__  # such as MemoryError, which says nothing
         return RuntimeError(f"the optimizer step failed part way ({cause}); restore a checkpoint before going on")
 
     @contextlib.contextmanager
     def change(self) -> Iterator[None]:
-        """Surrounds what must happen wholly, in a call that is `exclusive`; if it raises, all is `broken`."""
-        before, self._changing = self._changing, True
-        yield
-        self._changing = before
+        """Surround a change that must happen wholly, in a call that is `exclusive`. If it raises, all is `broken`."""
+        before, self.phase = self.phase, Phase.COMMITTING
+        yield  # without a handler: an exception leaves the phase, by which the next call knows
+        if self.phase is Phase.COMMITTING:  # a lane that failed meanwhile has set BROKEN
+            self.phase = before
 
 
 _guards: weakref.WeakSet[Guard] = weakref.WeakSet()
@@ -148,3 +198,49 @@ def all_working() -> list[Any]:
 
 
 os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork_in_child)
+
+
+_ended = threading.Event()
+
+
+def main_thread_ended() -> bool:
+    """Whether the main thread has ended, after which executors start no more work; other threads may run on."""
+    return _ended.is_set()
+
+
+def on_own_thread() -> bool:
+    """Whether this runs on one of our threads, which would wait for itself."""
+    return threading.current_thread().name.startswith("dos-")
+
+
+def submit(thread: ThreadPoolExecutor, work: Callable[[], _T]) -> Future[_T]:
+    """Run the work on a thread; at once where threads take no more, as in atexit handlers: what they had has ended.
+
+    Raises what the work raises only in that case.
+    """
+    if not main_thread_ended():
+        return thread.submit(work)
+    done: Future[_T] = Future()
+    done.set_result(work())
+    return done
+
+
+def _finish_all() -> None:
+    _ended.set()
+    for each in all_working():
+        each.finish()
+
+
+# Work in flight ends before executors shut down at the interpreter's exit. Handlers run in the reverse order of their
+# registration, and the import of concurrent.futures.thread above has registered theirs.
+threading._register_atexit(_finish_all)  # type: ignore[attr-defined]
+
+_FOLDERS = tuple(f"{Path(file).parent}/" for file in (__file__, torch.__file__))
+
+
+def warn(message: str) -> None:
+    """Warn, as of the innermost line that is neither this package's nor torch's."""
+    frame, level = sys._getframe(), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_FOLDERS):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)

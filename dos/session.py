@@ -1,11 +1,12 @@
-"""One optimizer's iterations, one after the other: gradients leave, a step is prepared, committed and finished."""
+"""One optimizer's iterations: backward reports gradients, a step is prepared, committed and settled."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -14,13 +15,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from dos.activations.offload import Amount, Surrounding
-from dos.device_side import DeviceSide
+from dos.backward import Backward
 from dos.devices import Device
 from dos.gradients.clipping import Clipping
 from dos.gradients.scaling import amp_scale
-from dos.guard import Guard, exclusive
-from dos.in_flight import SessionBase
-from dos.lifetime import main_thread_ended
+from dos.guard import ANY, UNBROKEN, Guard, Phase, entry, main_thread_ended, warn
 from dos.options import Options
 from dos.parameters.active import Active, Ready, updates_of
 from dos.parameters.admission import Group
@@ -30,34 +29,69 @@ from dos.parameters.loading import makes_state
 from dos.parameters.reconciler import Reconciler, copy_views
 from dos.parameters.registry import Registry, tell_autograd
 from dos.parameters.watching import Watching
+from dos.planning.decide import Facts
 from dos.planning.decisions import Decisions
 from dos.sharding.fingerprint import look_at_bits
 from dos.sharding.local import local
 from dos.sharding.meshes import Meshes
 from dos.state.record import ParameterRecord
-from dos.step.work import Placed, prepare_updates
-from dos.warn import warn
+from dos.state.subgroup import Subgroup
+from dos.step.ledger import Ledger
+from dos.step.prepare import Preparation, Prepared
+from dos.step.work import Placed, SubgroupUpdate, prepare_updates
+from perfmodel import Op
 
 logger = logging.getLogger(__name__)
 
+_CAPTURED = (
+    "a CUDA graph is being captured while an update runs on, for which its replays would not wait; call "
+    "optimizer.synchronize() before the capture"
+)
 
-class Session(SessionBase):
-    """What one optimizer does in its iterations. Nothing here refers to the optimizer, which holds this.
+
+class Session:
+    """Everything that one optimizer does in its iterations. Nothing here refers to the optimizer, which holds this.
+
+    Each entry point names the phases that it accepts; see the table in docs/architecture.md. Calls to one optimizer
+    come from the thread that trains, from autograd's threads (hooks of backward, saved tensors), and from whoever reads
+    its state: the guard's lock lets one in at a time.
 
     groups: the optimizer's.
     attachment: the model whose next forward updates run into, if any.
+    ledger: where state is, and what is in flight.
+    on_device: backward and the plans on the accelerator; None until a parameter there is met.
     """
 
     def __init__(self, options: Options, device: Device | torch.device | str | None, meshes: Meshes) -> None:
-        guard = Guard()
+        self.guard = Guard()
+        self._lock = self.guard.lock
         watching = Watching(self, takes=bool(options.offload_gradients))
-        super().__init__(Registry(options, device, guard, meshes, watching), guard)
+        self.registry = Registry(options, device, self.guard, meshes, watching)
+        self.ledger = Ledger(self.guard)
+        self.on_device: Backward | None = None
         self.groups: list[Group] = []
         self.attachment: Attachment | None = None
         self.clipping = Clipping(self.registry.offloaded, options.max_grad_norm, meshes)
-        self.reconciler = Reconciler(self.registry, guard, options.state_format)
+        self.reconciler = Reconciler(self.registry, self.guard, options.state_format)
         self._options = options
         self._warned_idle = False
+        # Work in flight ends when the optimizer is collected or the interpreter exits.
+        weakref.finalize(self, self.ledger.finish)
+
+    @property
+    def decisions(self) -> Decisions | None:
+        """The plans for the device; None without one."""
+        return None if self.on_device is None else self.on_device.decisions
+
+    @property
+    def parameters(self) -> Iterator[Tensor]:
+        """Those of all groups."""
+        return (p for group in self.groups for p in group["params"])
+
+    @property
+    def unfinished(self) -> list[ParameterRecord]:
+        """See `Ledger.unfinished`."""
+        return self.ledger.unfinished
 
     def admit(self, group: Group) -> None:
         """Take in one of the groups. Raises TypeError, ValueError or MemoryError for one that cannot be optimised."""
@@ -67,35 +101,25 @@ class Session(SessionBase):
     def _set_up_device(self) -> None:
         """Set the accelerator up when the first parameter there was met."""
         found = self.registry.devices.found
-        if self.on_device is None and found is not None:
-            policy = self._options.policy_on(found)
-            if found.shares_host_memory and self._options.never_leaves(found):
-                logger.info(
-                    "%s shares the host's memory: all optimizer state stays there, as with policy='resident'",
-                    found,
-                )
-            self.on_device = DeviceSide(found, self.registry, policy, self._options, self.guard)
-            self._attach_device()
-            # Work in flight ends when the optimizer is collected or the interpreter exits.
-            weakref.finalize(self, self.on_device.engine.finish)
+        if self.on_device is not None or found is None:
+            return
+        policy = self._options.policy_on(found)
+        if found.shares_host_memory and self._options.never_leaves(found):
+            logger.info(
+                "%s shares the host's memory: all optimizer state stays there, as with policy='resident'", found
+            )
+        self.on_device = Backward(found, self.registry, self.ledger, policy, self._options, self.guard)
+        self.on_device.activations.give_way = weakref.WeakMethod(self._give_way)
+        self._attach_device()
 
-    @property
-    def decisions(self) -> Decisions | None:
-        """What is decided for the device; None without one."""
-        return None if self.on_device is None else self.on_device.decisions
+    # A step.
 
-    @property
-    def parameters(self) -> Iterator[Tensor]:
-        """Those of all groups."""
-        return (p for group in self.groups for p in group["params"])
-
-    @exclusive
+    @entry(*UNBROKEN)
     def step(self, found_inf: Any, grad_scale: Tensor | None) -> None:
-        """Prepare a step and commit it, or skip it; ends what is in flight if that raises.
+        """Prepare a step and commit it, or skip it; settles everything in flight if that raises.
 
-        found_inf, grad_scale: what GradScaler has set; None without one.
+        found_inf, grad_scale: set by GradScaler; None without one.
         """
-        self.guard.check()
         if self.capturing():
             raise RuntimeError(
                 "step() was called while a CUDA graph is being captured, whose replays would not decide, count or move "
@@ -113,21 +137,28 @@ class Session(SessionBase):
             if amp.skip:
                 self.clipping.forget()
             else:
-                self.commit(self.prepare(amp.factor))
+                ready = self._prepare(amp.factor)
+                self.guard.phase = Phase.PREPARED
+                self._commit(ready)
             if self.on_device is not None:
-                self.on_device.end_iteration(skipped=amp.skip)
+                self.on_device.end(skipped=amp.skip)
         except BaseException:
             self.reconciler.withdraw()
-            with contextlib.suppress(Exception):  # what is raised already is what went wrong first
-                self.synchronize()
+            with contextlib.suppress(Exception):  # the error that is raised already came first
+                self._settle()
             raise
+        self.guard.phase = Phase.IDLE
         if self.attachment is None:
             self._hand_over()
         if self.on_device is not None:
-            self.on_device.step_returns()
+            # The caller goes on with the next forward: another iteration begins.
+            self.ledger.trim()
+            self.on_device.activations.follow_plan(self.on_device.decisions.plan)
+            self.on_device.decisions.search()  # the device is busy with the update, and nothing waits for the host
+            self.on_device.begin()
 
-    def prepare(self, scale: float) -> Ready:
-        """Look into everything that a step needs, and get the memory for it.
+    def _prepare(self, scale: float) -> Ready:
+        """Check everything that a step needs, and reserve the memory for it.
 
         No parameter and no value of the state has changed if this raises. scale: unscales gradients.
         """
@@ -152,41 +183,55 @@ class Session(SessionBase):
         order = None if self.attachment is None else self.attachment.take_new_order()
         if order is not None:
             registry.order_by_use(order)
-        plan = None if self.on_device is None else self.on_device.plan_step()
+        facts = None
+        if self.on_device is not None:
+            self.on_device.decisions.memory.enter(Op.UPDATE)
+            facts = self.on_device.facts()
         updates = updates_of(active, registry, self.clipping.scales(active.members, self.parameters, scale))
-        if self.on_device is None or plan is None:
+        if self.on_device is None or facts is None:
             return Ready(active, updates, None)
-        return Ready(active, updates, (plan, self.on_device.prepare(plan, updates)))
+        return Ready(active, updates, self._prepare_device(self.on_device, facts, updates))
 
-    def _active(self) -> Active:
-        """Enrol, bring home and settle all parameters that have a gradient, as they need it; their records."""
-        settled, others, gone = self.reconciler.look(self.groups)
-        self._let_go(gone)
-        del gone  # with it goes their memory, which newcomers may need
-        found = self._enrol(others)
-        if self.reconciler.need_home(found):
-            self.bring_home()
-        self.reconciler.settle(found, self.groups)
-        return Active(settled + found, len(settled))
+    def _prepare_device(
+        self, on_device: Backward, facts: Facts, updates: Mapping[Subgroup, SubgroupUpdate]
+    ) -> Prepared:
+        """Decide, and reserve the memory of the plan; decide again where the device denies it.
 
-    def _let_go(self, gone: Sequence[ParameterRecord]) -> None:
-        """Forget these records, which are all of their arenas: what still referred to one could use freed memory."""
-        if gone:
-            with self.guard.change():
-                if self.on_device is not None:
-                    self.on_device.let_go(gone)
-                self.registry.forget(gone, self.parameters)
+        Raises MemoryError, with nothing changed, if the host has too little.
+        """
+        ledger, stores, registry, decisions = self.ledger, self.ledger.stores, self.registry, on_device.decisions
+        departures, subgroups = on_device.departures, registry.accelerated
+        facts = dataclasses.replace(facts, saved_bytes=on_device.activations.leaving)
+        plan = on_device.decide(facts)
+        subjects = [departures.subject(subgroup, updates.get(subgroup)) for subgroup in subgroups]
+        if registry.offloaded.enabled:  # gradients that came in backward may be in memory that is not pinned
+            ledger.spill_to_disk(subgroups)
+            stores.host.stage(updates)
+            registry.offloaded.pin()
+        on_device.record_call(plan, subjects, updates)
+        with on_device.now.held_up():
+            self.ledger.device.owner = self.ledger.device.caller()
+            with Preparation(subjects, ledger, facts.workload.windows) as preparation:
+                if stores.disk is not None:
+                    facts = dataclasses.replace(facts, rooms=preparation.rooms)
+                    plan = on_device.decide(facts)
+                reserved = preparation.reserve(plan)
+                while not isinstance(reserved, Prepared):
+                    facts = dataclasses.replace(facts, denied=facts.denied | reserved)
+                    reserved = preparation.reserve(on_device.decide(facts))
+            if decisions.follows_memory and decisions.memory.grows_short and not stores.disk:
+                # Pinning takes 0.2 to 0.4 s per GB, which the step in which state moves home should not have to spend.
+                resident = stores.device.resident
+                stores.host.prepare(s for s in reversed(subgroups) if s in resident)
+        if stores.device.denied is not None:
+            decisions.memory.forecast.allocation_failed(stores.device.denied)
+        return reserved
 
-    def _enrol(self, members: Sequence[tuple[Tensor, Group]]) -> list[tuple[ParameterRecord, Group]]:
-        """The records of these parameters with their groups, in which new ones get room. Raises MemoryError."""
-        self.registry.enrol(members)
-        self._set_up_device()
-        return [(self.registry.records[id(p)], group) for p, group in members]
-
-    def commit(self, ready: Ready) -> None:
+    def _commit(self, ready: Ready) -> None:
         """Issue a prepared step: everything that a user can have got wrong was checked, and from here on things change.
 
-        What updates parameters on the host in place has ended when this returns, unless an attached model waits for it.
+        Updates of parameters on the host in place have ended when this returns, unless an attached model waits for
+        them.
         """
         registry, (active, updates, prepared) = self.registry, ready
         with self.guard.change():
@@ -195,21 +240,169 @@ class Session(SessionBase):
             now = [s for s in registry.on_host if s in updates and s not in late]
             behind = {piece.record for subgroup in late for piece in subgroup.pieces}
             updated = (r for r, _ in active.members if r.arena.accelerated or r in behind)
-            self.in_flight = dict.fromkeys(updated, frozenset())
-            self.committed = True
+            self.ledger.pending = dict.fromkeys(updated, frozenset())
             self.reconciler.count(active)
             if self.on_device is not None and prepared is not None:
-                self.on_device.start(*prepared)
+                self.on_device.issue(prepared)
             registry.offloaded.clear()
-            self._in_place.start(updates[subgroup] for subgroup in late)
+            self.ledger.update_beside(updates[subgroup] for subgroup in late)
             for subgroup in now:
                 prepare_updates([Placed(updates[subgroup], subgroup.state)])()
-            registry.written([record for record, _ in active.members if record not in self.in_flight])
+            registry.written([record for record, _ in active.members if record not in self.ledger.pending])
             self.clipping.forget()
         if self.attachment is not None:
-            tell_autograd(self.in_flight)  # at once, for a graph from before may not come to a hook that waits
+            tell_autograd(self.ledger.pending)  # at once, for a graph from before may not come to a hook that waits
             covered = self.attachment.covered()
-            self.finish_parameters([r.parameter for r in self.in_flight if id(r.parameter) not in covered])
+            self._join([r.parameter for r in self.ledger.pending if id(r.parameter) not in covered])
+
+    def _active(self) -> Active:
+        """Enrol, bring home and settle all parameters that have a gradient, as they need it; their records."""
+        settled, others, gone = self.reconciler.look(self.groups)
+        self._forget(gone)
+        del gone  # with it goes their memory, which newcomers may need
+        found = self._enrol(others)
+        if self.reconciler.need_home(found):
+            self._bring_home()
+        self.reconciler.settle(found, self.groups)
+        return Active(settled + found, len(settled))
+
+    def _forget(self, gone: Sequence[ParameterRecord]) -> None:
+        """Forget these records with their arenas, whole: a reference to one would use memory that is no more."""
+        if gone:
+            with self.guard.change():
+                if self.on_device is not None:
+                    self.on_device.forget(gone)
+                self.registry.forget(gone, self.parameters)
+
+    def _enrol(self, members: Sequence[tuple[Tensor, Group]]) -> list[tuple[ParameterRecord, Group]]:
+        """The records of these parameters with their groups, in which new ones get room. Raises MemoryError."""
+        self.registry.enrol(members)
+        self._set_up_device()
+        return [(self.registry.records[id(p)], group) for p, group in members]
+
+    # Work in flight.
+
+    def capturing(self) -> bool:
+        """Called by hooks: whether the present work is being captured in a CUDA graph, whose replays run no hooks."""
+        return self.on_device is not None and self.on_device.device.capturing()
+
+    def finish_others(self) -> None:
+        """Wait for other optimizers' updates of these parameters. Locks nothing, for those may wait for this one."""
+        for other in self.registry.watching.others():
+            if other.unfinished:
+                other.synchronize()
+
+    def _end_last_step(self) -> None:
+        """Wait for the last step before another begins, unless all of it is queued on the device before that."""
+        if self.ledger.running and not self.ledger.queue():
+            self._settle()
+
+    def _hand_over(self) -> None:
+        """Let the caller have all parameters: what it queues on the device comes after the update there.
+
+        Blocks for updates on the host, and for memory that must be back. The next call raises later failures.
+        """
+        if self.on_device is None or not self.on_device.device.queues:
+            self._settle()
+            return
+        try:
+            self.ledger.order_caller()
+        except BaseException:  # interrupted, too: no hook would make up for it
+            with contextlib.suppress(Exception):  # the error that is raised says that the step failed
+                self._settle()
+            raise
+        self.registry.written(self.ledger.unfinished)
+        self.ledger.pending = {}
+
+    @entry(*ANY)
+    def synchronize(self) -> None:
+        """Block until the last step is complete. Ctrl-C takes effect then, unless it comes twice."""
+        self._settle()
+
+    def _settle(self) -> None:
+        if not self.ledger.idle and self.capturing():
+            raise RuntimeError(_CAPTURED)  # to wait would end the capture, and look like a step that failed
+        try:
+            self.ledger.settle()
+            if self.on_device is not None:
+                self.on_device.decisions.pace.read()
+            self.registry.written(self.ledger.unfinished)
+        except Exception:
+            self.ledger.pending = {}
+            raise
+        self.ledger.pending = {}  # not before: an interrupted wait is made up for
+
+    def finish_parameters(self, parameters: Iterable[Tensor]) -> None:
+        """Called by a hook before these parameters are used: wait for their updates, and no others."""
+        if self.ledger.pending:
+            self._finish_parameters(parameters)
+
+    @entry(*ANY)
+    def _finish_parameters(self, parameters: Iterable[Tensor]) -> None:
+        if self.capturing():
+            raise RuntimeError(_CAPTURED)
+        self._join(parameters)
+
+    def _join(self, parameters: Iterable[Tensor]) -> None:
+        here = None if self.on_device is None else self.on_device.device.caller()
+        pending = self.ledger.pending
+        for parameter in parameters:
+            record = self.registry.record(parameter)
+            # A weight that several modules use may be read on several streams, each of which must wait.
+            behind = None if record is None else pending.get(record)
+            if record is None or behind is None or here in behind:
+                continue
+            try:
+                for subgroup, _ in self.registry.places[record]:
+                    self.ledger.join(subgroup)
+            except Exception:
+                with contextlib.suppress(Exception):  # the error that is raised says that the step failed
+                    self._settle()
+                raise
+            if not behind:
+                self.registry.written([record])
+            pending[record] = behind | {here}
+
+    @entry(*ANY)
+    def bring_home(self) -> None:
+        """Return all resident state to the host, once the last step is complete."""
+        self._bring_home()
+
+    def _bring_home(self) -> None:
+        self._settle()
+        if self.on_device is not None:
+            self.ledger.bring_home(self.registry.accelerated)
+
+    @entry(*ANY)
+    def release_memory(self) -> int:
+        """Release all device memory of state that can move to the host; its bytes."""
+        # Slots, which the step releases when it ends, count.
+        held = 0 if self.on_device is None else self.ledger.stores.device.nbytes
+        self._settle()
+        if self.on_device is not None:
+            self.ledger.cancel_slots()
+            self._bring_home()
+            self.on_device.decisions.memory.ran_out(held)
+            self.on_device.activations.ran_out()
+            self.on_device.now.backward = None  # if the iteration is tried again, its peak is sampled, too
+            self.on_device.device.trim()
+        return held
+
+    def _give_way(self, nbytes: int) -> None:
+        """Release device memory of state for a saved tensor of so many bytes, for which there is none though it is due.
+
+        Called within `ActivationOffload`, which has the lock.
+        """
+        assert self.on_device is not None, "saved tensors move only where there is a device"
+        self.ledger.settle()
+        held = self.ledger.stores.device.nbytes
+        self.on_device.abandon()
+        self.ledger.bring_home(self.registry.accelerated)
+        # The plan promised state too much; for the user's code as such there is memory.
+        self.on_device.decisions.memory.forecast.allocation_failed(max(0, held - nbytes))
+        self.on_device.device.trim()
+
+    # Backward.
 
     def gradient_ready(self, parameter: Tensor) -> None:
         """Called by a hook when backward has written to ``parameter.grad``, from several threads perhaps."""
@@ -224,67 +417,66 @@ class Session(SessionBase):
                         "a CUDA graph that captures backward writes gradients where it has found them, and "
                         "offload_gradients=True takes them away; build the optimizer with offload_gradients=False"
                     )
-                on_device.replays = True  # what they write is found by step() alone
+                on_device.replays = True  # their gradients are found by step() alone
                 return
-            record = self.registry.record(parameter)
-            if record is not None and on_device.only_counts(record):
+            if on_device.stays(parameter):
                 return
         self._gradient_ready(parameter)
 
-    @exclusive
+    @entry(*ANY)
     def _gradient_ready(self, parameter: Tensor) -> None:
         if self.registry.offloaded.enabled:
             self.registry.offloaded.refuse_second_thread(self.registry.record(parameter))
         self._end_last_step()
         if self.guard.broken or main_thread_ended():
-            return  # the step says what is wrong
+            return  # the step raises it
+        self.guard.phase = Phase.BACKWARD
         if self.on_device is None and self.registry.devices.holds(parameter):
             self._set_up_device()
-        if self.on_device is None:
+        on_device = self.on_device
+        if on_device is None:
             return
         try:
-            self.on_device.count_gradient()
-            self._send_early(parameter, self.on_device)
+            on_device.count()
+            if self.registry.offloaded.enabled and self.registry.record(parameter) is None:
+                self._enrol([(p, group) for group in self.groups for p in group["params"] if p.requires_grad])
+            record = self.registry.record(parameter)
+            if record is None or not on_device.is_final(record):
+                return
+            if not self.registry.offloaded.enabled:
+                on_device.send(record)
+            elif parameter.grad is not None:
+                with torch.no_grad():
+                    self._take(record, in_backward=True)
         except BaseException:
-            self.on_device.abandon()
+            on_device.abandon()
             raise
 
-    def _send_early(self, parameter: Tensor, on_device: DeviceSide) -> None:
-        """Start the parameter's gradient on its way to the host, if it is to go there and is what the step will use."""
-        if self.registry.offloaded.enabled and self.registry.record(parameter) is None:
-            self._enrol([(p, group) for group in self.groups for p in group["params"] if p.requires_grad])
-        record = self.registry.record(parameter)
-        if record is None or not on_device.leaves_early(record):
-            return
-        if not self.registry.offloaded.enabled:
-            on_device.send_when_complete(record)
-        elif parameter.grad is not None:
-            with torch.no_grad():
-                self._take(record, on_device, in_backward=True)
-
     @torch.no_grad()
-    @exclusive
+    @entry(*ANY)
     def gradients_reduced(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         """Called by DDP's hook when a bucket has been reduced: what DDP puts with the parameters at backward's end."""
         if self.on_device is None or self.registry.offloaded.enabled:
             return
         self._end_last_step()  # a bucket of parameters that took no part comes before any other hook
         if self.guard.broken:
-            return  # the step says what is wrong
+            return  # the step raises it
         for parameter, gradient in zip(parameters, gradients, strict=True):
             record = self.registry.record(parameter)
             if record is not None and record.arena.accelerated:
-                self.on_device.send_when_complete(record, gradient)
+                self.on_device.send(record, gradient)
 
     def forget_gradients(self) -> None:
-        """Those that are there are of no use any more."""
+        """Forget the gradients that are there: user code has discarded them."""
         self.clipping.forget()
         self.registry.offloaded.clear()
         if self.on_device is not None:
             self.on_device.departures.forget()
+        if self.guard.phase is Phase.BACKWARD:
+            self.guard.phase = Phase.IDLE
 
     def _offload_the_rest(self) -> None:
-        """If gradients are offloaded, all of them are from here on; the others are placed as their parameters are."""
+        """If gradients are offloaded, offload all of them; place the others as their parameters are."""
         self.registry.agree(self.groups)
         self.registry.place_gradients(self.groups)
         if self.registry.offloaded.enabled:
@@ -298,9 +490,9 @@ class Session(SessionBase):
             return
         for record, _ in active:
             if record.arena.accelerated and record.parameter.grad is not None:
-                self._take(record, self.on_device, in_backward=False)
+                self._take(record, in_backward=False)
 
-    def _take(self, record: ParameterRecord, on_device: DeviceSide, *, in_backward: bool) -> None:
+    def _take(self, record: ParameterRecord, *, in_backward: bool) -> None:
         """Offload a gradient: add it to those on the host and free it here."""
         self.clipping.about_to_add(record)
         subgroups = [subgroup for subgroup, _ in self.registry.places[record]]
@@ -308,18 +500,20 @@ class Session(SessionBase):
         assert record.gradient is not None, "it is taken from there"
         record.arena.stage_gradients_as(record.gradient.dtype)
         if not (in_backward and record.sharded) and not all(map(self.registry.host_store.stages, subgroups)):
-            on_device.engine.spill_to_disk(self.registry.accelerated)
-        self.registry.offloaded.take(record, subgroups, index, on_device.engine, in_backward=in_backward)
+            self.ledger.spill_to_disk(self.registry.accelerated)
+        self.registry.offloaded.take(record, subgroups, index, self.ledger, in_backward=in_backward)
+
+    # Clipping.
 
     @torch.no_grad()
-    @exclusive
+    @entry(*ANY)
     def clip(self, max_norm: float) -> Tensor:
         """Let the next step clip the global 2-norm of all gradients; the norm before."""
         self._offload_the_rest()
         return self.clipping.clip([*self.parameters], max_norm)
 
     @torch.no_grad()
-    @exclusive
+    @entry(*ANY)
     def norm(self) -> Tensor:
         """The global 2-norm of all gradients as the next step will use them."""
         self._offload_the_rest()
@@ -334,19 +528,19 @@ class Session(SessionBase):
         divided = self.registry.meshes and self.on_device is not None and self.registry.offloaded.enabled
         return bool(self._own(parameters)) if divided else self.has_offloaded(parameters)
 
-    @exclusive
+    @entry(*ANY)
     def offloaded_norm(self, parameters: Sequence[Tensor], norm_type: float) -> Tensor:
         """Called by torch's clipping: the norm of their gradients on the host, once all are there."""
         self._offload_the_rest()
         return self.clipping.norm_away(parameters, norm_type)
 
-    @exclusive
+    @entry(*ANY)
     def fold_offloaded(self, parameters: Sequence[Tensor], factor: Tensor) -> None:
         """Called by torch's clipping: multiply their gradients on the host by the factor in the next step."""
         self.clipping.fold_away(parameters, factor)
 
     @torch.no_grad()
-    @exclusive
+    @entry(*ANY)
     def fold_factor(self, parameters: Sequence[Tensor], factor: Tensor) -> list[Tensor]:
         """Called by torch's clipping after ``dos.fold_clipping()``; returns those of them that are this optimizer's."""
         own = self._own(parameters)
@@ -356,6 +550,8 @@ class Session(SessionBase):
     def _own(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         known = set(map(id, self.parameters))
         return [p for p in parameters if id(p) in known]
+
+    # The model, and user code.
 
     def attach(self, model: nn.Module, amount: Amount | None) -> None:
         """Let updates run on into the forward of this model. amount: of its saved tensors leave meanwhile."""
@@ -387,18 +583,18 @@ class Session(SessionBase):
         known = [*self.parameters, *(() if model is None else lasting(model))]
         return Surrounding(self.on_device.activations, amount, known)
 
-    @exclusive
+    @entry(*ANY)
     def load(self, state: Mapping[Tensor, Any], groups: list[Group]) -> None:
         """Have this state and these groups, both or neither."""
         gone = self.reconciler.without_room(groups)
         if gone:
             self.settle_state([*self.parameters])
-            for p in self.parameters:  # what is loaded may be views of what goes
+            for p in self.parameters:  # the loaded state may be views of theirs
                 copy_views(state.get(p, {}), {})
         else:
-            self.bring_home()
+            self._bring_home()
         with self.guard.change():
-            self._let_go(gone)
+            self._forget(gone)
             self.install_state(state)
             for record in self.registry.records.values():
                 record.version = -1  # masters follow their parameters in the next step
@@ -408,22 +604,11 @@ class Session(SessionBase):
         """Make this the optimizer's state; user code may keep references to it."""
         self.reconciler.state, self.reconciler.seen = LiveState(state, self.settle_state), True
 
-    @exclusive
+    @entry(*UNBROKEN)
     def settle_state(self, read: Collection[Tensor]) -> None:
         """User code reads entries of the state, those of these parameters, or changes some."""
-        self.guard.check()
-        self.bring_home()
+        self._bring_home()
         self.registry.homes.show(self.registry.subgroups_of(read))
         for record in self.registry.records.values():
             record.write_step()
         self.reconciler.seen = True
-
-    @exclusive
-    def release_memory(self) -> int:
-        """Give all device memory that state can leave back at once; its bytes."""
-        # Slots, which the step gives back when it ends, count.
-        held = 0 if self.on_device is None else self.on_device.engine.stores.device.nbytes
-        self.synchronize()
-        if self.on_device is not None:
-            self.on_device.release(held)
-        return held

@@ -17,7 +17,7 @@ from perfmodel.compute import RESTORE, SAVE
 from perfmodel.format import MIXED
 from perfmodel.hardware import HardwareProfile
 from perfmodel.lanes import LANE_OF_STREAM
-from perfmodel.schedule import FLUSH, GRADIENT, ON_DEVICE, PARAMETER, PREFETCH, Task
+from perfmodel.schedule import FLUSH, GRADIENT, ON_DEVICE, PARAMETER, PREFETCH
 
 Copy = tuple[Tensor, Tensor]
 """(destination, source): 1-D tensors of equal length and dtype."""
@@ -61,14 +61,6 @@ class ThreadJob:
 
     def wait(self) -> Span:
         return self.future.result()
-
-
-class Issued(NamedTuple):
-    """A task under way. number: rises in the order in which they were issued."""
-
-    number: int
-    task: Task
-    job: Job
 
 
 class Mark(Protocol):

@@ -19,8 +19,7 @@ from torch import Tensor
 from dos.devices.base import LANE_OF, Cached, Caller, Copy, Job, Mark, Memory, ThreadJob, memory_of
 from dos.devices.pacer import Pacer
 from dos.devices.pinned import unpin
-from dos.guard import exclusive, renewed
-from dos.lifetime import submit
+from dos.guard import exclusive, renewed, submit
 from perfmodel import Lane, Op, Span
 from perfmodel.format import MIXED
 from perfmodel.hardware import HardwareProfile

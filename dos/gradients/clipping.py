@@ -12,11 +12,11 @@ from torch import Tensor
 from dos.gradients.identity import GradientOrHandle, Token
 from dos.gradients.offload import OffloadedGradients
 from dos.gradients.scaling import versions_of_a_check
+from dos.guard import warn
 from dos.kernels.update import sum_of_squares
 from dos.sharding.local import local
 from dos.sharding.meshes import Meshes
 from dos.state.record import ParameterRecord, flat_alias
-from dos.warn import warn
 
 
 class Clipping:

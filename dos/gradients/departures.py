@@ -10,11 +10,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from dos.devices import Caller, Copy, Device, Issued
+from dos.devices import Caller, Copy, Device
 from dos.gradients.identity import Token
 from dos.sharding.local import local
 from dos.state.record import ParameterRecord
 from dos.state.subgroup import Piece, Subgroup
+from dos.step.transit import Transit
+from dos.step.work import SubgroupUpdate, Subject
 
 logger = logging.getLogger(__name__)
 
@@ -58,16 +60,16 @@ class Departure:
     awaited: set[Piece]
     gathered: dict[Piece, tuple[Copy, Token]] = field(default_factory=dict)
     callers: set[Caller] = field(default_factory=set)
-    sent: dict[Piece, tuple[Issued, Token]] = field(default_factory=dict)
+    sent: dict[Piece, tuple[Transit, Token]] = field(default_factory=dict)
 
     @property
     def copies(self) -> list[Copy]:
         """What brings those that are gathered to the host."""
         return [copy for copy, _ in self.gathered.values()]
 
-    def mark_sent(self, issued: Issued) -> None:
-        """Those that were gathered are on their way."""
-        self.sent |= {piece: (issued, written) for piece, (_, written) in self.gathered.items()}
+    def mark_sent(self, transit: Transit) -> None:
+        """The gathered gradients are on their way."""
+        self.sent |= {piece: (transit, written) for piece, (_, written) in self.gathered.items()}
         self.gathered, self.callers = {}, set()
 
 
@@ -156,7 +158,15 @@ class Departures:
         seen = ((seen.written, record.gradient) for record, seen in self._seen.items() if seen.written is not None)
         return [(written, gradient) for written, gradient in seen if gradient is not None]
 
-    def arriving(self, subgroup: Subgroup, pieces: Iterable[Piece]) -> tuple[set[Piece], list[Issued]]:
+    def subject(self, subgroup: Subgroup, update: SubgroupUpdate | None) -> Subject:
+        """The subgroup in a step, with the transits that bring gradients which still hold."""
+        if update is None or update.offloaded:
+            return Subject(subgroup, update, (), ())
+        holding, departed = self.arriving(subgroup, update.pieces)
+        late = [item for item in update.items if item[0] not in holding] if holding else update.items
+        return Subject(subgroup, update, departed, late)
+
+    def arriving(self, subgroup: Subgroup, pieces: Iterable[Piece]) -> tuple[set[Piece], list[Transit]]:
         """Those of the pieces whose gradients went early and still hold, and the transfers that bring them."""
         departure = self._departures.get(subgroup)
         if departure is None or departure.staging is not subgroup.arena.gradient:  # which may have become wider since
@@ -166,12 +176,12 @@ class Departures:
         for piece in pieces:
             if piece not in departure.sent:
                 continue
-            issued, written = departure.sent[piece]
+            transit, written = departure.sent[piece]
             seen = self._seen[piece.record]
             # What went may be of an earlier backward than the last.
             if seen.written is written and seen.is_untouched(piece.record.parameter.grad, self.writes):
                 holding.add(piece)
-                transfers[issued.number] = issued
+                transfers[transit.number] = transit
         return holding, list(transfers.values())
 
     def finish(self) -> None:

@@ -20,7 +20,7 @@ from dos.state.host_store import HostStore
 from dos.state.host_tensor import HostTensor
 from dos.state.record import ParameterRecord
 from dos.state.subgroup import Subgroup
-from dos.step.engine import Engine
+from dos.step.ledger import Ledger
 
 MOST_LEAVING = 256 << 20
 """Bytes of gradients that may be on their way to the host at once, or one gradient if that alone is larger."""
@@ -89,7 +89,7 @@ class OffloadedGradients:
         self._leaving_bytes = 0
 
     def take(
-        self, record: ParameterRecord, subgroups: Sequence[Subgroup], index: int, engine: Engine, *, in_backward: bool
+        self, record: ParameterRecord, subgroups: Sequence[Subgroup], index: int, ledger: Ledger, *, in_backward: bool
     ) -> None:
         """Add the parameter's gradient to what is on the host, and free it on the accelerator once it is there.
 
@@ -111,42 +111,47 @@ class OffloadedGradients:
                 arena.accumulate()
         if pin:
             self._store.stage(subgroups)
-        self._wait_for_link(gradient.nbytes, engine.device)
+        self._wait_for_link(gradient.nbytes, ledger.device)
         self._torn = True
         staged, total = arena.gradient, arena.accumulated
+        subgroup = subgroups[0] if subgroups else None
         if before is not None and before.staged and total is not None:
             accumulate(before.values, total[place], overwrite=True)
         flat = record.flat_gradient(gradient)
         if before is not None and self._native:
             values = before.values
-            arrived = self._add(values, flat, index, engine, pin=pin)
+            arrived = self._add(values, flat, index, subgroup, ledger, pin=pin)
         else:
             values = (staged if total is None else total)[place]
-            job = self._send(staged[place], flat, index, engine)
+            job = self._send(staged[place], flat, index, subgroup, ledger)
             there = None if total is None else total[place]
-            arrived = engine.host.submit(partial(_arrive, job, staged[place], there, overwrite=before is None))
+            arrived = ledger.lane.submit(partial(_arrive, job, staged[place], there, overwrite=before is None))
         record.parameter.grad = None
         thread = threading.get_ident() if in_backward and not record.sharded else None
         self._totals[record] = _Total(arrived, values, total is None, thread)
         self._torn = False
 
-    def _send(self, destination: Tensor, gradient: Tensor, index: int, engine: Engine) -> Job:
-        job = engine.early.send_gradients(index, [(destination, gradient)]).job
+    def _send(
+        self, destination: Tensor, gradient: Tensor, index: int, subgroup: Subgroup | None, ledger: Ledger
+    ) -> Job:
+        job = ledger.send(index, subgroup, [(destination, gradient)]).job
         self._leaving.append((job, gradient.nbytes))
         self._leaving_bytes += gradient.nbytes
         return job
 
-    def _add(self, values: Tensor, gradient: Tensor, index: int, engine: Engine, *, pin: bool) -> Future[None]:
+    def _add(
+        self, values: Tensor, gradient: Tensor, index: int, subgroup: Subgroup | None, ledger: Ledger, *, pin: bool
+    ) -> Future[None]:
         """Add a gradient to what is on the host, rounding as autograd does; what stands for the end of it."""
         arrived: Future[None] | None = None
         each = self._passage_bytes // gradient.itemsize
         for target, source in zip(values.split(each), gradient.split(each), strict=True):
-            passage = self._free_passage(engine.device)
+            passage = self._free_passage(ledger.device)
             if pin and not passage.nbytes:
                 self._store.reserve_whole(passage)
             incoming = passage.tensor[: source.nbytes].view(source.dtype)
-            job = self._send(incoming, source, index, engine)
-            arrived = engine.host.submit(partial(_add_arrived, job, incoming, target, arrived))
+            job = self._send(incoming, source, index, subgroup, ledger)
+            arrived = ledger.lane.submit(partial(_add_arrived, job, incoming, target, arrived))
             self._passages.append((passage, arrived))
         assert arrived is not None, "split gives at least one part"
         return arrived

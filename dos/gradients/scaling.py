@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.amp import GradScaler
 
+from dos.guard import warn
 from dos.sharding.meshes import Meshes
-from dos.warn import warn
 
 
 class AmpScale(NamedTuple):

@@ -9,8 +9,8 @@ import re
 import tempfile
 from pathlib import Path
 
+from dos.guard import warn
 from dos.machine.process import local_ranks, usable_cores
-from dos.warn import warn
 from perfmodel.hardware import HardwareProfile, builtin_profiles
 
 COMMAND = "python -m dos.calibrate"

@@ -11,9 +11,8 @@ from dos.parameters.admission import Group
 from dos.parameters.registry import Registry
 from dos.state.record import ParameterRecord
 from dos.state.subgroup import Subgroup
-from dos.step.room import Prepared
+from dos.step.prepare import Prepared
 from dos.step.work import Input, SubgroupUpdate
-from perfmodel import Plan
 
 
 class Active(NamedTuple):
@@ -28,14 +27,11 @@ class Active(NamedTuple):
 
 
 class Ready(NamedTuple):
-    """A prepared step.
-
-    on_device: the plan, and what there is memory for; None without parameters there.
-    """
+    """A prepared step. on_device: the part whose memory is reserved there; None without parameters there."""
 
     active: Active
     updates: Mapping[Subgroup, SubgroupUpdate]
-    on_device: tuple[Plan, Prepared] | None
+    on_device: Prepared | None
 
 
 def updates_of(active: Active, registry: Registry, scales: Iterable[float]) -> dict[Subgroup, SubgroupUpdate]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dos.devices import Device, DeviceFinder
+from dos.guard import warn
 from dos.options import Options
 from dos.parameters.admission import Group
 from dos.sharding.local import local
@@ -20,7 +21,6 @@ from dos.state.arena import Arena
 from dos.state.entries import keeps_blocks
 from dos.state.record import ParameterRecord, make_records
 from dos.state.subgroup import Subgroup, rounded, split
-from dos.warn import warn
 from perfmodel import footprint
 from perfmodel.format import BYTES, INT8, MIXED, Format, format_of
 from perfmodel.plan import Tier

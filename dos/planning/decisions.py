@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -12,14 +13,15 @@ from dos.calibration.measure import measure_minimum, name_of
 from dos.devices import Device
 from dos.machine.profiles import resolve_profile
 from dos.machine.threads import set_kernel_threads
+from dos.planning.decide import Facts, decide
 from dos.planning.monitor import Budget, MemoryMonitor
 from dos.planning.policies import AdaptivePolicy, Policy, plan_of
 from dos.planning.report import Report, why_changed
+from dos.step.issue import Step
 from dos.step.iteration import Iteration
 from dos.step.pace import Pace
 from perfmodel import Plan, Timeline, Workload
 from perfmodel.hardware import HardwareProfile
-from perfmodel.schedule import Schedule
 
 logger = logging.getLogger("dos.accelerator")
 
@@ -55,7 +57,7 @@ class Decisions:
         self._device = device
         self._policy = policy
         self._adaptive = policy if isinstance(policy, AdaptivePolicy) else None
-        self._decided: tuple[Workload, Plan] | None = None
+        self._asked: tuple[Workload, Plan] | None = None
         self._profile = profile
         self._held, self._on_host, self._pooled = held, on_host, pooled
         self.ended: Report | None = None
@@ -68,17 +70,22 @@ class Decisions:
         """Whether plans follow the memory that is free."""
         return self._adaptive is not None
 
-    def decide(self, workload: Workload, now: Iteration) -> Plan:
-        """Where to update the subgroups in this iteration. Raises ValueError or TypeError for a plan that is none."""
+    def decide(self, facts: Facts, now: Iteration) -> Plan:
+        """The plan of this iteration. Raises ValueError or TypeError if the policy returns no plan."""
         if self._adaptive is not None and self._adaptive.profile is None:
             self._adaptive.profile = self._find_profile()
-        if self._adaptive is not None or self._decided is None or self._decided[0] != workload:
-            self._decided = workload, plan_of(self._policy, workload)
-        now.workload, now.withheld = workload, self.memory.withheld
-        return self._decided[1]
+        now.workload, now.withheld = facts.workload, self.memory.withheld
+        return decide(facts, self._ask, self._meanwhile)
 
-    def meanwhile(self, workload: Workload) -> Plan:
-        """The plan for a step that has less memory than `decide` was told, which remains the plan of before."""
+    def _ask(self, workload: Workload) -> Plan:
+        """The policy's plan, asked for once while a step is prepared; a fixed policy's once for equal workloads."""
+        before = None if self._asked is None else self._asked[0]
+        if before is not workload and (self._adaptive is not None or before != workload):
+            self._asked = workload, plan_of(self._policy, workload)
+        assert self._asked is not None, "asked for just now"
+        return self._asked[1]
+
+    def _meanwhile(self, workload: Workload) -> Plan:
         return plan_of(self._policy if self._adaptive is None else self._adaptive.meanwhile, workload)
 
     def search(self) -> None:
@@ -89,27 +96,24 @@ class Decisions:
     def begin_step(self, plan: Plan, now: Iteration) -> None:
         """A step of this plan is issued."""
         assert now.workload is not None, "the plan was made for it"
-        new, self.plan, self.stepped, now.issued = plan != self.plan, plan, now, plan
-        if new:
-            before, self._planned = self._planned, (now.workload, self.profile)
-            self._why = why_changed(before[0], now.workload, before[1], self.profile)
+        before, self.plan, self.stepped, now.issued = self.plan, plan, now, plan
+        if before is None or not _alike(before, plan):
+            (workload, profile), self._planned = self._planned, (now.workload, self.profile)
+            self._why = why_changed(workload, now.workload, profile, self.profile)
             if logger.isEnabledFor(logging.INFO):
                 report = self._report(now)
                 logger.info("%s", report.change(), extra={"metrics": report.metrics()})
 
-    def learn(
-        self, stepped: Iteration, timeline: Timeline, origin: float, issued: tuple[Schedule, Timeline] | None
-    ) -> None:
-        """A step has ended.
-
-        origin: of the timeline. issued: the schedule and when its tasks ran; None: something else slowed them down.
-        """
+    def learn(self, step: Step, timeline: Timeline) -> None:
+        """A step has ended. timeline: of all that ran, beside the schedule's own tasks."""
+        stepped = step.iteration
+        stepped.read_moves()
         if stepped.workload is None:
             return
         # Before the profile is corrected: with what was believed when the plan was made.
-        self.ended = self._report(stepped, timeline, origin)
-        if issued is not None and self._adaptive is not None:
-            self._adaptive.observe(issued[0], stepped.workload, issued[1])
+        self.ended = self._report(stepped, timeline, step.origin)
+        if stepped.alone and self._adaptive is not None:
+            self._adaptive.observe(step.schedule, stepped.workload, step.ran)
 
     @property
     def profile(self) -> HardwareProfile | None:
@@ -145,3 +149,8 @@ class Decisions:
         if known is None:
             set_kernel_threads(found.cpu_threads)  # its rate of updates is for so many
         return found
+
+
+def _alike(plan: Plan, other: Plan) -> bool:
+    """Whether they differ in order at most, which alternates where state is on disk."""
+    return len(plan) == len(other) and dataclasses.replace(plan, order=other.order) == other

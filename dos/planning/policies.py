@@ -13,7 +13,7 @@ from perfmodel.adaptive import AdaptivePlanner
 from perfmodel.demand import demand
 from perfmodel.hardware import HardwareProfile
 from perfmodel.lanes import LANE_OF_STREAM, LANES, Stream
-from perfmodel.policies import cpu_only, resident, spilled, static_ratio, stride
+from perfmodel.policies import cpu_only, resident, static_ratio, stride
 from perfmodel.schedule import Schedule
 from perfmodel.simulate import serve
 
@@ -200,4 +200,4 @@ def plan_of(policy: Policy, workload: Workload) -> Plan:
         raise ValueError(
             f"the policy returned a plan of {len(plan)} subgroups for a workload of {len(workload.subgroups)}"
         )
-    return spilled(plan, workload)
+    return plan

@@ -7,7 +7,7 @@ import logging
 from typing import Any, NamedTuple
 
 from dos.devices import Device, Memory
-from dos.warn import warn
+from dos.guard import warn
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from dos.devices import Copy, Device, Job, ThreadJob
-from dos.lifetime import submit
+from dos.guard import submit
 from dos.state.arena import State, aligned, state_copies
 from dos.state.disk import PAGE, DiskSpace, Extent
 from dos.state.host_store import HostStore

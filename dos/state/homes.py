@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from dos.devices import Device
 from dos.machine.host_memory import host_share
@@ -15,6 +16,8 @@ from dos.state.subgroup import Subgroup
 from dos.state.windows import window_bytes
 from perfmodel.plan import Tier
 from perfmodel.windows import WINDOWS
+
+_T = TypeVar("_T")
 
 
 class Homes:
@@ -57,25 +60,18 @@ class Homes:
         to_come = (self.host.home_bytes(s) for s in every if not self.host.houses(s))
         if self.disk.nbytes or sum(to_come) > self.host.room:
             through = math.prod(self.windows_needed(every))
-        housed = self.housed((s for s in homeless if not self.disk.has(s)), through)
-        return tiers | {subgroup: Tier.DISK for subgroup in homeless if subgroup not in housed}
+        found = self._housed((s for s in homeless if not self.disk.has(s)), through)
+        return tiers | {subgroup: Tier.DISK for subgroup in homeless if subgroup not in found}
 
-    def housed(self, subgroups: Iterable[Subgroup], through: int) -> set[Subgroup]:
-        """Those that keep a home on the host, or for which it has room, one after the other.
+    def _housed(self, subgroups: Iterable[Subgroup], through: int) -> set[Subgroup]:
+        """See `housed`. through: bytes of windows that there have to be besides."""
+        homes = {subgroup: self.host.home_bytes(subgroup) for subgroup in subgroups}
+        made = {subgroup: self.made_bytes(subgroup) for subgroup in homes}
+        return housed(made, homes, self.host.room - max(0, through - self.host.windows.nbytes))
 
-        through: bytes of windows that there have to be besides, for which homes have to go, if need be.
-        """
-        made = {s: self.host.home_bytes(s, made=True) if self.host.houses(s) else 0 for s in subgroups}
-        now = self.host.room - max(0, through - self.host.windows.nbytes)
-        in_all = now + sum(made.values())
-        housed = set()
-        for subgroup in sorted(made, key=lambda s: not self.host.houses(s)):
-            nbytes = self.host.home_bytes(subgroup)
-            more = nbytes - made[subgroup]  # which what leaves in this step does not make room for
-            if not nbytes or (nbytes <= in_all and (not more or more <= now)):
-                housed.add(subgroup)
-                now, in_all = now - more, in_all - nbytes
-        return housed
+    def made_bytes(self, subgroup: Subgroup) -> int:
+        """Bytes of the subgroup's home that are there."""
+        return self.host.home_bytes(subgroup, made=True) if self.host.houses(subgroup) else 0
 
     def reserve(self, subgroups: Iterable[Subgroup], every: Sequence[Subgroup]) -> None:
         """Have homes for these, which may be written to at once: what is there lies there. Nothing is in flight.
@@ -118,3 +114,20 @@ class Homes:
             for subgroup in subgroups:
                 if self.disk.has(subgroup) and not self.host.has(subgroup):
                     self.disk.show(subgroup)
+
+
+def housed(made: Mapping[_T, int], homes: Mapping[_T, int], room: float) -> set[_T]:
+    """Whatever keeps a home on the host, or for which it has room, one after the other.
+
+    made: bytes of each home that are there; 0: it has none. homes: bytes of each when it is whole.
+    room: bytes that may yet be made; below 0 where homes have to go for windows.
+    """
+    in_all = room + sum(made.values())
+    found = set()
+    for each in sorted(made, key=lambda one: not made[one]):
+        nbytes = homes[each]
+        more = nbytes - made[each]  # rooms that state moves out of in this step are not free yet
+        if not nbytes or (nbytes <= in_all and (not more or more <= room)):
+            found.add(each)
+            room, in_all = room - more, in_all - nbytes
+    return found

@@ -1,4 +1,4 @@
-"""The CPU lane: one thread that updates subgroups on the host, in order, and sends their parameters up."""
+"""The threads that update on the host: the CPU lane, and one for parameters that are there."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
+import torch
+
 from dos.devices import Device, Job
-from dos.step.work import SubgroupUpdate
+from dos.machine.threads import leave_a_core
+from dos.step.work import Placed, SubgroupUpdate, prepare_updates
 from perfmodel import Lane, Op, Span
 
 
@@ -29,14 +32,11 @@ class Turn(NamedTuple):
 
 
 class HostLane:
-    """Runs what is submitted, one after the other.
-
-    spans: the updates so far; the reader empties the list, while nothing is running.
-    """
+    """The CPU lane: updates subgroups one after the other, and sends their parameters up."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self.spans: list[Span] = []
+        self._spans: list[Span] = []
         self.renew()
         # At once: an interruption within the start of a thread could leave two of them.
         self.submit(lambda: None).result()
@@ -50,6 +50,11 @@ class HostLane:
     def submit(self, work: Callable[[], None]) -> Future[None]:
         """Run `work` once everything submitted before is done."""
         return self._thread.submit(work)
+
+    def take_spans(self) -> list[Span]:
+        """The updates since this was asked last. Nothing is running."""
+        spans, self._spans = self._spans, []
+        return spans
 
     def update(self, turns: Sequence[Turn]) -> None:
         """Take the turns; to be run on this lane. The first failure fails all turns after it."""
@@ -74,6 +79,29 @@ class HostLane:
         traffic = int(turn.work.numel * state.update_traffic)
         with self._device.host_update(turn.work.numel, traffic, state.name) as start:
             turn.work.apply_on_host()
-        self.spans.append(Span(Lane.CPU, Op.UPDATE, turn.number, start, time.perf_counter()))
+        self._spans.append(Span(Lane.CPU, Op.UPDATE, turn.number, start, time.perf_counter()))
         # Whatever the caller queued before the step still reads the old parameters.
         return self._device.copy(Op.PARAMETER, turn.number, turn.work.uploads(), turn.after)
+
+
+class InPlaceLane:
+    """Updates parameters that are on the host, one subgroup after the other, beside the caller."""
+
+    def __init__(self) -> None:
+        self._thread: ThreadPoolExecutor | None = None
+
+    def renew(self) -> None:
+        """A thread from the next `submit` on; a forked child does not inherit the one there was."""
+        self._thread = None
+
+    def submit(self, update: SubgroupUpdate) -> Future[None]:
+        """Run the update once those submitted before have ended."""
+        if self._thread is None:  # most optimizers need none
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="dos-in-place", initializer=leave_a_core)
+        return self._thread.submit(apply_in_place, update)
+
+
+def apply_in_place(update: SubgroupUpdate) -> None:
+    """Update parameters where they are, on the host."""
+    with torch.no_grad():
+        prepare_updates([Placed(update, update.subgroup.state)])()

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from dos.devices import Copy, Device, Issued, Job, Mark
+from dos.devices import Copy, Device, Job, Mark
 from dos.state.disk_store import DiskJob
 from dos.state.stores import Store, Stores
 from dos.state.subgroup import Subgroup
 from dos.step.host_lane import Turn
+from dos.step.iteration import Iteration
+from dos.step.transit import Transit
 from dos.step.work import Placed, SubgroupUpdate, Subject, prepare_updates
-from perfmodel import Op, Span
+from perfmodel import Op, Span, Timeline
 from perfmodel.lanes import Stream
 from perfmodel.plan import Move, Tier
 from perfmodel.schedule import Schedule, Task
@@ -47,14 +49,16 @@ def _on_device(job: Job) -> Job | None:
 class Step:
     """Issues a schedule; what it has issued so far is in flight.
 
+    iteration: of which it is the step.
     jobs: of transfers and of updates on the device. uploads: those of the host's lane, to come.
     done: by subgroup, the job after which its new parameters are there, once that is issued.
     backward: what the caller had queued on the device when the step was issued.
     last: the jobs after which nothing uses slots and rooms that state leaves, by stream, for streams are in order.
-    started: when its step() was called, on the clock of time.perf_counter.
     ordered: where the caller's work on the device goes on behind the step, if it does.
     leaving: the subgroups whose state will have left these stores once the step is over.
     homes: where there is a disk, those whose state will have left its home there or on the host for another one.
+    joined: the subgroups behind whose update some queue of the caller's was ordered.
+    ran: when the schedule's tasks ran, once `timeline` was asked; origin: its 0, on the clock of time.perf_counter.
     """
 
     def __init__(
@@ -63,17 +67,22 @@ class Step:
         stores: Stores,
         schedule: Schedule,
         subjects: Sequence[Subject],
-        begun: Sequence[Issued],
-        started: float,
+        begun: Sequence[Transit],
+        iteration: Iteration,
     ) -> None:
+        """begun: the transits that the schedule has as its first tasks."""
         self.schedule = schedule
-        self.started = started
+        self.iteration = iteration
+        self.joined: set[Subgroup] = set()
+        self.ran = Timeline(())
+        self.origin = iteration.started
         self.ordered: Mark | None = None
-        self.jobs = [issued.job for issued in begun]
+        self.jobs = [transit.job for transit in begun]
         self.uploads: list[Future[Job]] = []
         self.done: dict[Subgroup, Future[Job]] = {}
         self.backward: Sequence[Job] = ()
-        self.last = {issued.task.stream: issued.job for issued in begun if issued.task.move is not None}
+        fetched = [transit.job for transit in begun if transit.to is Tier.DEVICE]
+        self.last = {Stream.PREFETCH: fetched[-1]} if fetched else {}
         self.leaving: list[tuple[Subgroup, Store]] = []
         self.homes: list[tuple[Subgroup, Store]] = []
         self._device = device
@@ -129,15 +138,25 @@ class Step:
         except Exception:
             return True  # what went wrong is raised where its jobs are waited for
 
-    def all_jobs(self, errors: list[Exception]) -> list[Job]:
-        """Also of the host's lane, once it has issued them. errors: receives why it has not."""
+    def spans(self, errors: list[Exception]) -> list[Span]:
+        """When its jobs ran, those of the host's lane included; blocks. errors: receives what went wrong."""
         jobs = list(self.jobs)
         for upload in self.uploads:
             try:
                 jobs.append(upload.result())
             except Exception as error:
                 errors.append(error)
-        return jobs
+        return spans_of(jobs, errors)
+
+    def timeline(self, spans: Sequence[Span], unused: Sequence[Span] = ()) -> Timeline:
+        """These spans in seconds since the step was called, or backward ended on the device, whichever was later.
+
+        Transfers of before have negative times. unused: of transits that no step has used, beside its own.
+        """
+        # A device whose work is queued may only now have come to the end of backward.
+        self.origin = max([self.iteration.started, *(job.wait().end for job in self.backward)])
+        self.ran = _timeline(spans, self.origin)
+        return _timeline([*spans, *unused], self.origin) if unused else self.ran
 
     def fail(self, error: Exception) -> None:
         """Fail what will not be issued any more, so that no caller waits for it."""
@@ -167,8 +186,8 @@ class Step:
         if move is None:
             return self._issue(task.stream, lambda after: self._device.copy(task.op, number, copies, after), after)
         if Tier.DISK in move:
-            return self._stores.move(move, number, subgroup, after)
-        return self._issue(task.stream, lambda after: self._stores.move(move, number, subgroup, after, copies), after)
+            return self._stores.copy(move, number, subgroup, after)
+        return self._issue(task.stream, lambda after: self._stores.copy(move, number, subgroup, after, copies), after)
 
     def _issue(self, stream: Stream, issue: Callable[[Sequence[Job]], Job], after: Sequence[Job]) -> Job:
         """Issue what waits for work on the device alone now, all else on the thread that reads from disk, in order.
@@ -251,3 +270,18 @@ class Step:
         subject = self._subjects[task.subgroup]
         assert subject.update is not None, "nothing is updated without a gradient"
         return task.subgroup, subject.subgroup, subject.update
+
+
+def spans_of(jobs: Iterable[Job], errors: list[Exception]) -> list[Span]:
+    """When they ran; blocks. errors: receives what went wrong."""
+    spans = []
+    for job in jobs:
+        try:
+            spans.append(job.wait())
+        except Exception as error:
+            errors.append(error)
+    return spans
+
+
+def _timeline(spans: Iterable[Span], origin: float) -> Timeline:
+    return Timeline.of(span.since(origin) for span in spans)

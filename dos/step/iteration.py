@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from dos.devices import Device, Job, Mark
-from dos.state.subgroup import Subgroup
 from perfmodel import Lane, Op, Plan, Span, Workload
 
 
@@ -38,9 +37,8 @@ class Iteration:
     forward: where the step before returned; backward: the first gradient; first_departure: the first that left for the
         host; step: the call of step(). All in the caller's work; None: it has not come there.
     gradients: how often backward has made one. travels: whether gradients change after its hooks.
-    plan: for which gradients leave during backward; None: not asked for yet. issued: that of the step.
+    issued: the plan of the step. started: when `step()` prepared it, on the clock of time.perf_counter.
     alone: whether the step updates nothing else than what is on the device, of which it is known how long it takes.
-    wanted: the subgroups whose gradients leave.
     workload: for which the last plan was made. withheld: see MemoryMonitor, at that time.
     waits: of the caller, for this iteration's step.
     saved: bytes of saved tensors that left in the last forward, and of all that may; None: they were not asked to.
@@ -55,12 +53,11 @@ class Iteration:
         self.backward: Mark | None = None
         self.first_departure: Mark | None = None
         self.step: Mark | None = None
+        self.started = 0.0
         self.gradients = 0
         self.travels = False
-        self.plan: Plan | None = None
         self.issued: Plan | None = None
         self.alone = True
-        self.wanted: set[Subgroup] = set()
         self.workload: Workload | None = None
         self.withheld: tuple[tuple[int, str], ...] = ()
         self.waits: list[Wait] = []

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dos.devices import Copy, Issued
+from dos.devices import Copy
 from dos.kernels.adam import AdamArrays, AdamStep
 from dos.kernels.masters import correct_rest, follow
 from dos.kernels.update import AdamBatch, prepare
@@ -16,6 +16,7 @@ from dos.state.arena import State
 from dos.state.record import flat_alias
 from dos.state.subgroup import Piece, Subgroup
 from dos.state.windows import Window
+from dos.step.transit import Transit
 from perfmodel.format import MASTER, REST
 from perfmodel.plan import Tier
 from perfmodel.schedule import SubgroupState
@@ -304,7 +305,7 @@ class Subject(NamedTuple):
 
     subgroup: Subgroup
     update: SubgroupUpdate | None
-    departed: Sequence[Issued]
+    departed: Sequence[Transit]
     late: Sequence[Item]
 
     def found(self, state: Tier) -> SubgroupState:

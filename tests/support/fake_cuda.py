@@ -304,7 +304,7 @@ class FakeEvent:
 def use_virtual_time(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     """All that the package times is in the runtime's seconds."""
     clock = SimpleNamespace(perf_counter=lambda: runtime.host)
-    for module in ("devices.cuda", "step.engine", "step.host_lane", "step.iteration"):
+    for module in ("devices.cuda", "backward", "step.host_lane", "step.iteration"):
         monkeypatch.setattr(f"dos.{module}.time", clock)
 
 

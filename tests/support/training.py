@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from dos import DOSAdam, EmulatedDevice
-from dos.devices import Issued
-from dos.step.early import Early
+from dos.step.issue import Step
+from dos.step.ledger import Ledger
+from dos.step.transit import Transit
+from perfmodel import Timeline
 from perfmodel.hardware import HardwareProfile
 
 FAST = HardwareProfile(
@@ -126,7 +128,7 @@ def assert_as_on_host(run: Callable[[Make], Iterable[Tensor]], place: Any, **set
 def plan_anew(optimizer: DOSAdam) -> None:
     """Have the policy asked again although nothing has changed."""
     if optimizer._session.decisions is not None:
-        optimizer._session.decisions._decided = None
+        optimizer._session.decisions._asked = None
 
 
 def bits(tensors: Iterable[Tensor]) -> list[bytes]:
@@ -186,17 +188,31 @@ def attached_after_a_step() -> tuple[nn.Sequential, DOSAdam, list[bytes]]:
 def leaving_early() -> Iterator[list[int]]:
     """The subgroups whose gradients leave during backward meanwhile."""
     found: list[int] = []
-    send_gradients = Early.send_gradients
+    plain = Ledger.send
 
-    def send(self: Early, index: int, *rest: Any, **more: Any) -> Issued:
+    def send(self: Ledger, index: int, *rest: Any, **more: Any) -> Transit:
         found.append(index)
-        return send_gradients(self, index, *rest, **more)
+        return plain(self, index, *rest, **more)
 
-    Early.send_gradients = send  # type: ignore[method-assign]
+    Ledger.send = send  # type: ignore[method-assign]
     try:
         yield found
     finally:
-        Early.send_gradients = send_gradients  # type: ignore[method-assign]
+        Ledger.send = plain  # type: ignore[method-assign]
+
+
+def ended_steps(optimizer: DOSAdam) -> list[Step]:
+    """A list to which each step is added that ends from now on."""
+    found: list[Step] = []
+    ledger = optimizer._session.ledger
+    plain = ledger.ended
+
+    def ended(step: Step, timeline: Timeline) -> None:
+        found.append(step)
+        plain(step, timeline)
+
+    ledger.ended = ended
+    return found
 
 
 @contextmanager

@@ -101,7 +101,7 @@ class Training:
         return work, plan_of(self._policy, work)
 
     def _fetch_residents(self, plan: Plan) -> Plan:
-        """As `Early.fetch_residents`."""
+        """As `Ledger.fetch_residents`."""
         for i in plan.served(Placement.GPU_RESIDENT):
             if i not in self._resident:
                 if not self._reserve(i):

@@ -128,7 +128,7 @@ def test_where_the_share_falls_state_leaves_first() -> None:
     for number in range(3):
         step(model, optimizer, number=number)
     policy.groups = 3
-    optimizer._session.on_device.decisions._decided = None
+    optimizer._session.on_device.decisions._asked = None
     saves(optimizer)
     step(model, optimizer)
     assert saves(optimizer) == 9 * [EACH]
@@ -264,7 +264,7 @@ def test_state_gives_way_to_what_backward_needs() -> None:
 
         def take(gradient: Tensor) -> None:
             nonlocal others
-            held = on_device.engine.stores.device.nbytes  # noqa: B023
+            held = optimizer._session.ledger.stores.device.nbytes  # noqa: B023
             others = others + max(0, device.memory().free - EACH * 3 // 4) if held else 0  # noqa: B023
 
         y = torch.ones(BATCH, WIDTH)
@@ -272,7 +272,7 @@ def test_state_gives_way_to_what_backward_needs() -> None:
             layer.register_forward_hook(lambda module, inputs, output: output.register_hook(take) and None)
         loss = model(y).square().mean()
         loss.backward()
-        assert (on_device.engine.stores.device.nbytes == 0) == others_come
+        assert (optimizer._session.ledger.stores.device.nbytes == 0) == others_come
         for layer in model.layers:
             layer._forward_hooks.clear()
         others = 0
@@ -336,7 +336,7 @@ def test_there_is_all_the_memory_that_leaving_is_said_to_make(batch: int, spare:
     for number in range(8):
         step(model, optimizer, batch, number, keeps_batch)
     assert offload.share > 0
-    held = optimizer._session.on_device.engine.stores.device.nbytes
+    held = optimizer._session.ledger.stores.device.nbytes
     assert held > spare + EACH
     assert device.refused == []
 

@@ -16,7 +16,7 @@ from torch.nn.utils import clip_grad_value_ as clip_value_imported_before
 from dos import DOSAdam, EmulatedDevice
 from dos.devices import Copy
 from dos.gradients import offload
-from dos.step.early import Early
+from dos.step.ledger import Ledger
 from perfmodel import Op
 from tests.support.training import assert_close_ulp, backward, batch, bits, mlp, on, profile, train
 
@@ -291,19 +291,19 @@ def test_a_part_that_does_not_come_is_said(part: int, monkeypatch: pytest.Monkey
     model = mlp(torch.bfloat16)
     optimizer = native(model)
     backward(model, 0)
-    send, sent = Early.send_gradients, itertools.count()
+    send, sent = Ledger.send, itertools.count()
 
     class Broken:
         def wait(self) -> None:
             raise OSError("the link broke")
 
-    def fail(self: Early, index: int, copies: Sequence[Copy]) -> Any:
-        found = send(self, index, copies)
+    def fail(self: Ledger, index: int, subgroup: Any, copies: Sequence[Copy]) -> Any:
+        found = send(self, index, subgroup, copies)
         found.job.wait()
         return type("Sent", (), {"job": Broken()}) if next(sent) == part else found
 
     with monkeypatch.context() as patch:
-        patch.setattr(Early, "send_gradients", fail)
+        patch.setattr(Ledger, "send", fail)
         backward(model, 1)
     with pytest.raises(RuntimeError, match="are not complete"):
         optimizer.step()

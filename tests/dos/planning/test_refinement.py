@@ -23,7 +23,7 @@ from perfmodel.schedule import Schedule, Task, schedule
 from perfmodel.scope import UPDATE_ALONE, Phase, Scope
 from perfmodel.simulate import serve, simulate
 from tests.support.clock import compares_with_a_clock
-from tests.support.training import FAST, loss_of, mlp, plan_anew, profile, train
+from tests.support.training import FAST, ended_steps, loss_of, mlp, plan_anew, profile, train
 
 pytestmark = pytest.mark.usefixtures("one_kernel_thread")
 
@@ -283,17 +283,12 @@ def learnt_from(optimizer: DOSAdam, model: nn.Module, between: Callable[[], None
     """Which of six steps after the first are learnt from, and what is compared then."""
     seen: list[Step] = []
     train(model, optimizer, 1)
-    decisions = optimizer._session.decisions
-    assert decisions is not None
-    learn = decisions.learn
-
-    def watch(stepped: Any, timeline: Timeline, origin: float, issued: Any) -> None:
-        if issued is not None:
-            seen.append((issued[0], stepped.workload, issued[1]))
-        learn(stepped, timeline, origin, issued)
-
-    decisions.learn = watch  # type: ignore[method-assign]
+    ended = ended_steps(optimizer)
     train(model, optimizer, 6, first_step=1, before_step=lambda _: between())
+    for step in ended:
+        if step.iteration.alone:
+            assert step.iteration.workload is not None
+            seen.append((step.schedule, step.iteration.workload, step.ran))
     return seen
 
 

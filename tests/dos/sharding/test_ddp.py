@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dos import DOSAdam, EmulatedDevice
-from dos.step.engine import Engine
+from dos.step.ledger import Ledger
 from perfmodel import Op
 from tests.support.devices import Copying, UpdatesAfterStep
 from tests.support.ranks import on_pair
@@ -183,11 +183,11 @@ class Halves(nn.Module):
 def test_a_bucket_that_took_no_part_overwrites_no_gradients_of_the_last_step() -> None:
     """No module has waited for its update, nor a hook of ours: the first gradient is that of another optimizer."""
 
-    def wait(engine: Engine) -> object:
+    def wait(ledger: Ledger) -> None:
         device.returned.set()  # only who waits for the updates lets them begin
-        return ended(engine)
+        ended(ledger)
 
-    ended, ends = Engine.wait, []
+    ended, ends = Ledger.settle, []
     for attach in (False, True):
         device = UpdatesAfterStep(FAST, 1 << 24)
         ddp = DistributedDataParallel(Halves(), bucket_cap_mb=1e-4, find_unused_parameters=True)
@@ -196,7 +196,7 @@ def test_a_bucket_that_took_no_part_overwrites_no_gradients_of_the_last_step() -
         if attach:
             optimizer.attach(ddp)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Engine, "wait", wait)
+            patch.setattr(Ledger, "settle", wait)
             for step in range(3):
                 ddp(batch(step), both=step < 2).pow(2).mean().backward()
                 if step == 1 and attach:

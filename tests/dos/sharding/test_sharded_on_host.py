@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dos import DOSAdam
-from dos.step import in_place
+from dos.step import host_lane
 from dos.step.work import SubgroupUpdate
 from tests.support.ranks import on_pair
 from tests.support.sharded import adamw, assert_close, assert_equal, batch, on_host, train, trained, values
@@ -46,12 +46,12 @@ def test_updates_in_place() -> None:
 @contextmanager
 def applied_by(apply: Callable[[Callable[..., None], SubgroupUpdate], None]) -> Iterator[None]:
     """Updates are done by this, which gets what does them otherwise."""
-    plain = in_place._apply
-    in_place._apply = functools.partial(apply, plain)
+    plain = host_lane.apply_in_place
+    host_lane.apply_in_place = functools.partial(apply, plain)
     try:
         yield
     finally:
-        in_place._apply = plain
+        host_lane.apply_in_place = plain
 
 
 @on_pair

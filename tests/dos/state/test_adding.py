@@ -116,7 +116,7 @@ def test_a_store(seed: int, offload_gradients: bool, monkeypatch: pytest.MonkeyP
     )
     reference = DOSAdam(twin.parameters(), policy="cpu", subgroup_size=150, device=EmulatedDevice(FAST, 10**9))
     assert optimizer._session.on_device is not None
-    stores, shelf = optimizer._session.on_device.engine.stores, Shelf(device)
+    stores, shelf = optimizer._session.ledger.stores, Shelf(device)
     stores.of = {Tier.DEVICE: stores.device, SHELF: shelf, Tier.HOST: stores.host}
     for step in range(8):
         train(model, optimizer, 1, first_step=step)

@@ -22,7 +22,7 @@ from perfmodel.lanes import Stream
 from perfmodel.schedule import Schedule, Task
 from tests.support.devices import Unreliable
 from tests.support.random_plans import RandomPlans
-from tests.support.training import FAST, backward, bits, mlp, plan_anew
+from tests.support.training import FAST, backward, bits, ended_steps, mlp, plan_anew
 
 pytestmark = pytest.mark.usefixtures("one_core")
 
@@ -192,7 +192,8 @@ def history(seed: int, *, dtype: torch.dtype, offload_gradients: bool, failing: 
     )
     on_device = optimizer._session.on_device
     assert on_device is not None
-    device.store = on_device.engine.stores.device
+    ended = ended_steps(optimizer)
+    device.store = optimizer._session.ledger.stores.device
     # Gradients of bfloat16 parameters add up in float32 where they are offloaded.
     plain = {"policy": "cpu", "offload_gradients": True, "device": EmulatedDevice(FAST, capacity=10**9)}
     reference = DOSAdam(twin.parameters(), state_format="float32", **(plain if offload_gradients else {}))
@@ -217,8 +218,7 @@ def history(seed: int, *, dtype: torch.dtype, offload_gradients: bool, failing: 
         optimizer.step()
         reference.step()
         optimizer.synchronize()
-        schedule = on_device.engine.schedule
-        assert schedule is not None
+        schedule = ended[-1].schedule
         if step:  # the first reads the parameters before it issues anything
             compare(schedule, device, early)
             found.update(kinds(schedule, early, device))

@@ -211,7 +211,7 @@ def test_slots_are_given_back_when_step_returns(runtime: Runtime, monkeypatch: p
     for _ in range(3):
         model(torch.ones(2, 24)).sum().backward()
         optimizer.step()
-        held.append(optimizer._session.on_device.engine.stores.device.nbytes)
+        held.append(optimizer._session.ledger.stores.device.nbytes)
     assert held == [0, 0, 0]
 
 

@@ -242,9 +242,7 @@ def test_state_comes_in_backward_behind_what_still_uses_the_memory(placement: Pl
 
     def end_of_backward(step: int) -> None:
         device.in_backward = False
-        assert optimizer._session.on_device is not None
-        for issued in optimizer._session.on_device.engine.early.begun:
-            issued.job.wait()
+        optimizer._session.ledger.end_transits()
 
     expected = trained(None)
     device, model = Used(runtime), mlp(torch.bfloat16)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import CodeType
+from typing import Any
 
 import pytest
 
@@ -14,7 +16,7 @@ from dos import DOSAdam, EmulatedDevice
 from dos.devices import Copy, Job
 from dos.kernels import update
 from perfmodel import Op
-from tests.support.training import FAST, mlp, train
+from tests.support.training import FAST, backward, mlp, train
 
 OURS = Path(dos.__file__).parent
 
@@ -52,7 +54,7 @@ def test_with_all_parameters_on_the_host_six_calls_lie_above_the_kernel(kernel: 
     model = mlp()
     train(model, DOSAdam(model.parameters()), 2)
     called = [code.co_name for code in reversed(kernel[-1])]
-    assert called == ["step", "holding", "step", "commit", "apply", "update_together"]
+    assert called == ["step", "holding", "step", "_commit", "apply", "update_together"]
 
 
 def test_a_gradient_from_the_device_to_the_kernel_of_the_host(kernel: list[list[CodeType]]) -> None:
@@ -70,6 +72,24 @@ def test_a_gradient_from_the_device_to_the_kernel_of_the_host(kernel: list[list[
     train(model, optimizer, 2)
     sent.clear()
     train(model, optimizer, 1)
-    in_backward = ["parameters/watching.py", "session.py", "guard.py", "device_side.py", "step/early.py"]
+    in_backward = ["parameters/watching.py", "session.py", "guard.py", "backward.py", "step/ledger.py"]
     assert [files(calls) for calls in sent] == [in_backward] * len(sent)
-    assert files(kernel[-1]) == ["step/engine.py", "step/host_lane.py", "step/work.py", "kernels/update.py"]
+    assert files(kernel[-1]) == ["step/ledger.py", "step/host_lane.py", "step/work.py", "kernels/update.py"]
+
+
+def test_backward_sends_a_gradient_through_at_most_six_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Down to the thread of the device's link."""
+    deepest: list[list[str]] = []
+    submit = ThreadPoolExecutor.submit
+
+    def watched(self: ThreadPoolExecutor, *args: Any, **kwargs: Any) -> Any:
+        deepest.append(files(calls_of_ours()))
+        return submit(self, *args, **kwargs)
+
+    model = mlp()
+    optimizer = DOSAdam(model.parameters(), policy="cpu", subgroup_size=300, device=EmulatedDevice(FAST, 10**9))
+    train(model, optimizer, 2)
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", watched)
+    backward(model, 0)
+    assert deepest, "backward sends gradients"
+    assert max(map(len, deepest)) <= 6, deepest

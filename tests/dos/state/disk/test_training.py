@@ -26,7 +26,17 @@ from perfmodel import Op
 from tests.support.devices import LateDevice, Unreliable, jittery_device
 from tests.support.disk import SMALL, STATE_BYTES, TWO_WINDOWS, bytes_on_disk, dos_adam, wide
 from tests.support.random_plans import RandomPlans
-from tests.support.training import FAST, assert_close_ulp, backward, bits, everything, mlp, plan_anew, train
+from tests.support.training import (
+    FAST,
+    assert_close_ulp,
+    backward,
+    bits,
+    ended_steps,
+    everything,
+    mlp,
+    plan_anew,
+    train,
+)
 
 pytestmark = pytest.mark.usefixtures("one_core")
 
@@ -356,13 +366,11 @@ def test_streams_keep_the_order_of_the_schedule(tmp_path: Path) -> None:
     model, late = wide(torch.bfloat16), LateDevice(lambda op: 4e-3 if op is Op.READ else 0.0)
     policy = "stride:1"
     optimizer = dos_adam(model.parameters(), tmp_path, policy=policy, device=late, host_memory=TWO_WINDOWS + 90_000)
+    ended = ended_steps(optimizer)
     for step in range(4):
         train(model, optimizer, 1, first_step=step)
         optimizer.synchronize()
-        on_device = optimizer._session.on_device
-        assert on_device is not None
-        schedule, ran = on_device.engine.schedule, on_device.engine.ran
-        assert schedule is not None
+        schedule, ran = ended[-1].schedule, ended[-1].ran
         for op in (Op.READ, Op.PREFETCH, Op.FLUSH):
             spans = [span.subgroup for span in ran.spans if span.op is op]
             assert spans == [task.subgroup for task in schedule.tasks if task.op is op]

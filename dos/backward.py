@@ -1,0 +1,246 @@
+"""Backward on the accelerator: counts gradients, and sends those to the host that the step will use there."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dos.activations.offload import ActivationOffload
+from dos.devices import Device
+from dos.gradients.departures import Departures
+from dos.guard import Guard
+from dos.options import Options
+from dos.parameters.registry import Registry
+from dos.planning.decide import Facts, host_limits
+from dos.planning.decisions import Decisions
+from dos.planning.policies import Policy
+from dos.sharding.local import same_layout
+from dos.state.record import ParameterRecord
+from dos.state.subgroup import Subgroup
+from dos.step.iteration import Iteration
+from dos.step.ledger import Ledger
+from dos.step.prepare import Prepared, check_slots
+from dos.step.work import SubgroupUpdate, Subject
+from perfmodel import Op, Placement, Plan, Workload
+
+
+class Wanted(NamedTuple):
+    """The plan by which backward sends gradients. subgroups: those whose gradients the host updates from."""
+
+    plan: Plan | None
+    subgroups: frozenset[Subgroup]
+
+
+_NOT_ASKED = Wanted(None, frozenset())
+
+
+class Backward:
+    """What a session has on its accelerator, and does there in backward.
+
+    decisions: makes plans. departures: gradients that were sent. activations: saved tensors that move to the host.
+    now: the iteration that runs. attached: whether updates run on into a model's forward.
+    replays: whether a CUDA graph has captured a backward, whose replays write gradients and run no hooks.
+    steps: that were issued.
+    """
+
+    def __init__(
+        self, device: Device, registry: Registry, ledger: Ledger, policy: Policy, options: Options, guard: Guard
+    ) -> None:
+        self.device = device
+        self.attached = self.replays = False
+        self.steps = 0
+        if options.disk:
+            registry.homes.open_disk(device, options.disk)  # before the ledger, which takes the stores that there are
+        ledger.open(device, registry.homes)
+        self.departures = Departures()
+        self.activations = activations = ActivationOffload(device, guard.lock, lambda: registry.bytes_to_come)
+        device_store, host_store = ledger.stores.device, registry.host_store
+        self.decisions = Decisions(
+            device,
+            policy,
+            options.profile,
+            options.memory_budget,
+            options.memory_interval,
+            held=lambda: device_store.nbytes + registry.lasting_bytes,
+            on_host=lambda: host_store.nbytes,
+            away=activations.away,
+            pooled=lambda: activations.pool.nbytes,
+        )
+        ledger.ended = self.decisions.learn
+        activations.sample = weakref.WeakMethod(self.decisions.memory.sample)
+        self.now = Iteration(device)
+        self._registry, self._ledger, self._guard = registry, ledger, guard
+        self._wanted = _NOT_ASKED
+        self._gradients_before = 0
+
+    def facts(self) -> Facts | None:
+        """The facts as they are now; None if no subgroup is on the device."""
+        subgroups = self._registry.accelerated
+        if not subgroups:
+            return None
+        loads, memory, pace = self._registry.loads(), self.decisions.memory, self.decisions.pace
+        beside = self._registry.gradient_bytes()
+        workload = Workload(
+            loads,
+            forward_s=pace.forward.seconds if self.attached else 0.0,
+            backward_s=pace.backward.seconds,
+            **memory.limits(loads, update_overlaps_forward=self.attached, beside=beside),
+            **self.activations.recorded(memory.room, memory.forecast.ran_out_again),
+            **host_limits(self._registry.homes, subgroups, loads, attached=self.attached),
+        )
+        return Facts(workload, reverse=self.steps % 2 == 1)
+
+    def decide(self, facts: Facts) -> Plan:
+        """The plan for these facts. Raises ValueError or TypeError if the policy's is none, or can never run."""
+        plan = self.decisions.decide(facts, self.now)
+        check_slots(plan, self._registry.accelerated, self.decisions.memory.reading.memory.total)
+        return plan
+
+    def stays(self, parameter: Tensor) -> bool:
+        """Count a gradient that backward has just written and that no step wants on the host; False for any other.
+
+        Most are such where much is resident. Called without the optimizer's lock. Counting may be interrupted.
+        """
+        record = self._registry.record(parameter)
+        if record is None:
+            return False
+        with self._guard.lock:
+            plan, wanted = self._wanted
+            if plan is None or self.decisions.stepped is self.now or self.may_change(record):
+                return False
+            if plan.slots and self.departures.past_half:
+                return False
+            if wanted and any(subgroup in wanted for subgroup, _ in self._registry.places[record]):
+                return False
+            self.count()
+            self.departures.count(record)
+            return True
+
+    def count(self) -> None:
+        """Backward has made another gradient: look at the memory, always at the first and at the last.
+
+        Backward peaks at one or the other, and a peak that is not seen is room for state that is not there. The last is
+        that of last time; at first, when all parameters have one.
+        """
+        if self.decisions.stepped is self.now:  # its step was interrupted before it returned
+            self.now, self._wanted = Iteration(self.device, self.now), _NOT_ASKED
+        now = self.now
+        now.gradients += 1
+        if now.backward is not None:
+            last = self._gradients_before or len(self._registry.watching)
+            self.decisions.memory.sample(always=now.gradients == last)
+        else:
+            now.backward, now.travels = self.device.mark(), _gradients_travel()
+            self.decisions.pace.backward_begins(now, self.decisions.stepped, self.activations.stalls())
+            self.decisions.memory.enter(Op.BACKWARD)
+
+    def may_change(self, record: ParameterRecord) -> bool:
+        """Whether this record's gradients may change after backward's hooks. FSDP2 calls them when all is reduced."""
+        return self.replays or (self.now.travels and not record.sharded)
+
+    def is_final(self, record: ParameterRecord) -> bool:
+        """Whether the gradient that backward has just written is the one that the step will use, and may be sent."""
+        parameter = record.parameter
+        if not record.arena.accelerated or self.may_change(record):
+            return False
+        if record.sharded and not same_layout(parameter.grad, parameter):
+            return False  # the step redistributes it first
+        return parameter.grad is None or parameter.grad.layout is torch.strided  # the step refuses others
+
+    def send(self, record: ParameterRecord, gradient: Tensor | None = None) -> None:
+        """Send a gradient to where this iteration's plan wants it, and perhaps fetch state.
+
+        gradient: the tensor that the parameter's will be made of, where `p.grad` is not that yet.
+        """
+        if self._wanted.plan is None:
+            self._look_ahead()
+        plan, wanted = self._wanted
+        if plan is None:
+            return
+        places = self._registry.places[record]
+        for departure in self.departures.gather(record, places, wanted, self.device, gradient):
+            if self.now.first_departure is None:
+                self.now.first_departure = self.device.mark()
+            index = self._registry.index[departure.subgroup]
+            transit = self._ledger.send(index, departure.subgroup, departure.copies, departure.callers)
+            departure.mark_sent(transit)
+        if self.departures.past_half:
+            self._ledger.fill_slots(plan, self._registry.accelerated, self.decisions.memory.spare_in_backward)
+
+    def _look_ahead(self) -> None:
+        """Decide as if the step came now, for gradients and state to move by."""
+        try:
+            facts = self.facts()
+            plan = None if facts is None else self.decide(facts)
+        except (TypeError, ValueError):
+            return  # the step raises it
+        if plan is None:
+            return
+        subgroups, stores = self._registry.accelerated, self._ledger.stores
+        ran_out = self.decisions.memory.forecast.ran_out_lately
+        # State may only come into room that saved tensors have already made in this forward.
+        if self.decisions.follows_memory and not ran_out and plan.activation_bytes <= self.activations.leaving:
+            self._ledger.fetch_residents(plan, subgroups)
+        at_home = (i for i in plan.served(Placement.CPU) if i not in plan.on_disk)
+        on_host = (subgroups[i] for i in at_home if not stores.device.has(subgroups[i]))
+        # The memory through which gradients travel is made in step(), never here.
+        self._wanted = Wanted(plan, frozenset(subgroup for subgroup in on_host if stores.host.stages(subgroup)))
+
+    def record_call(self, plan: Plan, subjects: Sequence[Subject], updates: Mapping[Subgroup, SubgroupUpdate]) -> None:
+        """Note where the caller's work has come to the call of `step()`, for the iteration and the pace."""
+        now, offloaded = self.now, self.activations.last_offloaded
+        now.step, now.started = self.device.mark(), time.perf_counter()
+        early = any(subject.departed for subject in subjects) if Placement.CPU in plan.placements else None
+        self.decisions.pace.step(now, early=early, stalls=self.activations.stalls())
+        now.moves, now.saved = self.activations.moves(), offloaded
+        # The part of the host that updates of parameters there take meanwhile is not measured.
+        now.alone = all(subgroup.arena.accelerated for subgroup in updates) and not (offloaded and offloaded[0])
+
+    def issue(self, prepared: Prepared) -> None:
+        """Issue the step."""
+        plan, subjects, found = prepared
+        assert self.now.workload is not None, "the plan was made for it"
+        self.decisions.begin_step(plan, self.now)
+        self.steps += 1
+        with self.now.held_up():
+            self._ledger.issue(plan, subjects, found, self.now.workload, self.now)
+
+    def begin(self) -> None:
+        """Begin another iteration, with the next forward."""
+        self.now = Iteration(self.device, self.now)
+
+    def abandon(self) -> None:
+        """Cancel what an interrupted hook has begun; the step sends everything anew."""
+        self._ledger.abandon()
+        self.departures.forget()
+
+    def forget(self, records: Sequence[ParameterRecord]) -> None:
+        """Release what is held for parameters that were replaced, with all of their arenas."""
+        arenas = {record.arena for record in records}
+        self.abandon()
+        self._ledger.forget(s for s in self._registry.accelerated if s.arena in arenas)
+        self.departures.forget_records(records)
+        self._wanted = _NOT_ASKED
+
+    def end(self, *, skipped: bool) -> None:
+        """End the iteration: its step was issued or skipped, and gradients from now on belong to the next one."""
+        if skipped:
+            self._ledger.cancel_slots()  # the next forward needs the memory more
+        self.departures.finish()
+        self._wanted = _NOT_ASKED
+        self._gradients_before = self.now.gradients
+        self.decisions.memory.end_iteration()
+
+
+def _gradients_travel() -> bool:
+    """Whether gradients may change after backward's hooks: DistributedDataParallel reduces them later, in place."""
+    return (
+        torch.distributed.is_available()
+        and torch.distributed.is_initialized()
+        and torch.distributed.get_world_size() > 1
+    )

@@ -1,0 +1,232 @@
+"""Reserves the memory that a step takes, on the device, on the host and on disk, before anything has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import NamedTuple
+
+import torch
+
+from dos.state.stores import Store
+from dos.state.subgroup import Subgroup
+from dos.state.windows import window_bytes
+from dos.step.ledger import Ledger
+from dos.step.work import Subject
+from perfmodel import Placement, Plan
+from perfmodel.plan import Tier
+from perfmodel.schedule import SubgroupState, arriving, leaving, staged, windowed
+
+
+class Prepared(NamedTuple):
+    """A step whose memory is reserved.
+
+    found: the step's view of each subgroup before it, by index.
+    """
+
+    plan: Plan
+    subjects: Sequence[Subject]
+    found: Sequence[SubgroupState]
+
+
+@dataclass(frozen=True)
+class Rooms:
+    """Homes on the host where there is a disk, when a step is about to be prepared. Subgroups are known by index.
+
+    homes: bytes of the home of each subgroup whose state is anywhere; made: what of it is pinned memory already.
+    in_windows: those whose state a window keeps, newer than on disk. from_disk: whether any state is on disk now.
+    room: bytes that may yet be made. windows: bytes of the windows that there are; through: of those that are needed.
+    """
+
+    homes: Mapping[int, int]
+    made: Mapping[int, int]
+    in_windows: frozenset[int]
+    from_disk: bool
+    room: float
+    windows: int
+    through: int
+
+
+class Preparation:
+    """Reserves memory for plan after plan until one has all that it takes; surrounds that.
+
+    What it raises in between releases all that it has reserved, and no state has changed.
+
+    found: each subgroup before the step, by index.
+    """
+
+    def __init__(self, subjects: list[Subject], ledger: Ledger, windows: int) -> None:
+        """subjects: all subgroups, by index. windows: how many the plans count on."""
+        self._subjects, self._ledger, self._windows = subjects, ledger, windows
+        self._stores = stores = ledger.stores
+        kept = stores.host.windows.kept
+        self.found = [s.found(ledger.at(s.subgroup) or Tier.HOST) for s in subjects]
+        for i, subject in enumerate(subjects) if stores.disk else ():
+            self.found[i] = self.found[i]._replace(window=kept.get(subject.subgroup))
+        self._nbytes = 0 if stores.disk is None else window_bytes(subject.subgroup for subject in subjects)
+        self._reserved: list[tuple[Store, Subgroup]] = []
+
+    def __enter__(self) -> Preparation:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, traceback: TracebackType | None) -> None:
+        if kind is None:
+            return
+        stores = self._stores
+        for store, subgroup in self._reserved:
+            on_disk = store is stores.disk and self._ledger.at(subgroup) is Tier.DISK  # its place, and not only room
+            if store.has(subgroup) and not on_disk:
+                store.drop(subgroup)
+        self._ledger.cancel_slots()
+        stores.homes.show_again()  # user code may write there before it tries again
+
+    @property
+    def rooms(self) -> Rooms:
+        """The homes on the host as they are now."""
+        stores, found = self._stores, self.found
+        # State without an update that is on the host by default, without a home there, is nowhere.
+        somewhere = [
+            i
+            for i, s in enumerate(self._subjects)
+            if s.update is not None or found[i].state is not Tier.HOST or stores.host.houses(s.subgroup)
+        ]
+        return Rooms(
+            homes={i: stores.host.home_bytes(self._subjects[i].subgroup) for i in somewhere},
+            made={i: stores.homes.made_bytes(self._subjects[i].subgroup) for i in somewhere},
+            in_windows=frozenset(i for i, each in enumerate(found) if each.window is not None),
+            from_disk=any(each.state is Tier.DISK for each in found),
+            room=stores.host.room,
+            windows=stores.host.windows.nbytes,
+            through=self._windows * self._nbytes,
+        )
+
+    def reserve(self, plan: Plan) -> Prepared | frozenset[int]:
+        """Reserve the memory of the plan; the subgroups for which the device has none, if there are such.
+
+        Raises MemoryError if the host has none either, OSError if the disk has no room.
+        """
+        ledger, stores, found, subjects = self._ledger, self._stores, self.found, self._subjects
+        device = stores.device
+        residents = {subjects[i].subgroup for i in plan.served(Placement.GPU_RESIDENT)}
+        ledger.cancel([s.subgroup for s in subjects if s.subgroup not in residents])
+        on_disk = stores.disk is not None and (plan.on_disk or stores.disk.nbytes)
+        if on_disk and not stores.host.windows.fit(self._windows, self._nbytes):
+            # State may have to move out of the host's memory for windows, and nothing may be reading it then.
+            ledger.cancel_slots()
+            ledger.cancel()
+        if not self._reserved:
+            # Rooms that state moves out of are held until the step is over, and may be the memory that is missing.
+            device.expect_denials(bool(leaving(plan, found)))
+        coming = {i: subjects[i].subgroup for i in arriving(plan, found)}
+        new = [i for i, subgroup in coming.items() if ledger.at(subgroup) is None]
+        without = set(self._reserve(Tier.DEVICE, coming.values()))
+        denied = {i for i, subgroup in coming.items() if subgroup in without}
+        for i in set(new) - denied:  # state that was nowhere begins on the device
+            device.fetch(coming[i]).zero()
+            found[i] = found[i]._replace(state=Tier.DEVICE)
+        denied |= self._get_slots(plan, denied)
+        if denied - set(plan.served(Placement.CPU)):
+            return frozenset(denied)
+        for i in plan.on_disk:
+            if ledger.at(subjects[i].subgroup) is None:  # it begins there, as zeros
+                found[i] = found[i]._replace(state=Tier.DISK)
+        self._reserve_on_host(plan)
+        return Prepared(plan, subjects, found)
+
+    def _reserve(self, tier: Tier, subgroups: Iterable[Subgroup]) -> list[Subgroup]:
+        store = self._stores.of[tier]
+        without = [subgroup for subgroup in subgroups if not store.has(subgroup)]
+        self._reserved.extend((store, subgroup) for subgroup in without)
+        return store.reserve(without)
+
+    def _reserve_on_host(self, plan: Plan) -> None:
+        """Reserve homes, staging and windows, and room on disk."""
+        stores, found, subjects = self._stores, self.found, self._subjects
+        moved = [i for i, subject in enumerate(subjects) if subject.update or found[i].state is not plan.stays(i)]
+        if stores.disk is not None:
+            self._reserve(Tier.DISK, [subjects[i].subgroup for i in moved if plan.stays(i) is Tier.DISK])
+        in_windows = self._get_windows(plan)
+        updated = [i for i in plan.served(Placement.CPU) if subjects[i].update and i not in in_windows]
+        resting = [subjects[i].subgroup for i in moved if plan.stays(i) is Tier.HOST]
+        for subgroup in resting:
+            if stores.disk is not None and not stores.host.houses(subgroup):
+                stores.disk.hide(subgroup)  # memory of files is no home
+        # Where there is a limit, state counts with what its updates on the host take.
+        on_cpu = resting if stores.disk else [subjects[i].subgroup for i in updated]
+        stores.host.reserve(resting, on_cpu)
+
+    def _get_windows(self, plan: Plan) -> set[int]:
+        """Make the windows, if any are needed; the subgroups that the host updates in one."""
+        stores, found, subjects, ledger = self._stores, self.found, self._subjects, self._ledger
+        through = windowed(plan, found)
+        if not through:
+            return set()
+        windows = stores.host.windows
+        if not windows.fit(self._windows, self._nbytes):
+            ledger.write_kept()
+            found[:] = [
+                each._replace(state=Tier.DISK, window=None) if each.window is not None else each for each in found
+            ]
+            if self._windows * self._nbytes - windows.nbytes > stores.host.room:
+                ledger.end_transits()  # gradients on their way to a home that goes
+                at_home = [i for i, each in enumerate(found) if each.state is Tier.HOST is not plan.stays(i)]
+                housed = [i for i in at_home if stores.host.houses(subjects[i].subgroup)]
+                ledger.to_disk([subjects[i].subgroup for i in housed], Tier.HOST)
+                found[:] = [each._replace(state=Tier.DISK) if i in housed else each for i, each in enumerate(found)]
+                through = windowed(plan, found)
+            stores.host.make_windows(self._windows, self._nbytes, stores.device.device)
+        houses = stores.host.houses
+        in_windows = {i for i in through if plan.stays(i) is not Tier.HOST and not houses(subjects[i].subgroup)}
+        for i in through:
+            update = subjects[i].update
+            if update is not None and (i in in_windows or found[i].state is Tier.DISK):
+                if subjects[i].departed:  # for a home which is no more, perhaps since a step that had no memory
+                    subjects[i] = subjects[i]._replace(departed=(), late=update.items)
+                update.from_disk, update.place = True, None if i in in_windows else update.place
+                found[i] = subjects[i].found(found[i].state)._replace(window=found[i].window)
+        return in_windows
+
+    def _get_slots(self, plan: Plan, denied: set[int]) -> set[int]:
+        """Get the slots; without any, the subgroups that would have passed through them.
+
+        denied: for which there is no room of their own, so that they pass through none.
+        """
+        ledger, subjects, found, store = self._ledger, self._subjects, self.found, self._stores.device
+        passing = {i: subjects[i] for i in staged(plan, found) if i not in denied}
+        nbytes = max((s.slot_bytes(staying=store.has(s.subgroup)) for s in passing.values()), default=0)
+        filled = ledger.in_slots
+        first = [subject.subgroup for subject in passing.values()][: len(filled)]
+        if store.slots and (first != filled or store.slots[0].nbytes < nbytes):
+            ledger.cancel_slots()
+        if passing and not store.slots:
+            store.get_slots(min(max(plan.slots, 1), len(passing)), nbytes)
+        if store.slots:
+            return set()
+        never = [i for i, subject in passing.items() if subject.subgroup.arena.tier is Tier.DEVICE]
+        if never:
+            raise torch.OutOfMemoryError(
+                f"there is no device memory through which the gradients of subgroup {never[0]} could come up for "
+                "its update; use a smaller subgroup_size, or policy='adaptive', with which state can leave"
+            )
+        for i, subject in passing.items():
+            if ledger.comes(subject.subgroup):
+                ledger.cancel([subject.subgroup])
+            elif found[i].state is not Tier.DEVICE and store.has(subject.subgroup):
+                store.drop(subject.subgroup)
+        # A plan without slots must not stream, not even what has no gradient.
+        return {*passing, *plan.served(Placement.GPU_STREAMED)}
+
+
+def check_slots(plan: Plan, subgroups: Sequence[Subgroup], total: int) -> None:
+    """Raise ValueError if the plan streams a subgroup for which a device of `total` bytes could never hold a slot.
+
+    total: 0 if it is not known.
+    """
+    for i in plan.served(Placement.GPU_STREAMED) if total else ():
+        needed = subgroups[i].state.carved_bytes
+        if total < needed:
+            raise ValueError(
+                f"subgroup {i} of {subgroups[i].numel} parameters needs a staging slot of {needed} bytes and the "
+                f"device has {total} bytes in all; choose a smaller subgroup_size or policy='cpu'"
+            )
