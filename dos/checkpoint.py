@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
-from dos.state.entries import MAX_KEY, empty_for, has_codes, write_entry
+from dos.rules.entries import MAX_KEY, empty_for, has_codes, write_entry
 from perfmodel.format import CODED_KEYS, REST_KEY, STATE_KEYS
 
 

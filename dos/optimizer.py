@@ -17,14 +17,20 @@ from dos.activations.offload import checked_amount
 from dos.devices import Device
 from dos.gradients.torch_clipping import watch_clipping
 from dos.guard import exclusive
-from dos.options import Options, check_settings, folders_of
+from dos.options import Options, folders_of
 from dos.parameters.hooks import check_model
-from dos.parameters.loading import checked, loads_full_state, to_be_filled
+from dos.parameters.loading import checked, to_be_filled
 from dos.planning.policies import Policy
+from dos.rules.adamw import AdamW
+from dos.rules.base import Rule
+from dos.rules.entries import adamw_form
 from dos.session import Session
 from dos.sharding.ddp import CommHook, watch_buckets
 from dos.sharding.meshes import Meshes
-from dos.state.entries import adamw_form
+from dos.state.record import step_of
+from dos.torch_internals.callers import loads_full_state
+from dos.torch_internals.loading_hooks import after_loading, before_loading
+from dos.torch_internals.modes import disable_dynamo
 from perfmodel import Plan, Timeline
 from perfmodel.hardware import HardwareProfile
 
@@ -148,14 +154,14 @@ class DOSAdam(Optimizer):
             raise TypeError(
                 f"params: expected parameters, found a model, {type(params).__name__}; pass its parameters()"
             )
-        check_settings(defaults, "DOSAdam", state_format)
+        rule = self._rule(master_weights, state_format)
+        rule.check(defaults, "DOSAdam")
         options = Options(
             policy=policy,
             subgroup_size=subgroup_size,
             profile=profile,
             max_grad_norm=max_grad_norm,
-            master_weights=master_weights,
-            state_format=state_format,
+            rule=rule,
             offload_gradients=offload_gradients,
             memory_budget=memory_budget,
             memory_interval=memory_interval,
@@ -173,7 +179,7 @@ class DOSAdam(Optimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
 
-    @torch._disable_dynamo
+    @disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update all parameters that have a gradient.
@@ -285,7 +291,7 @@ class DOSAdam(Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
-            check_settings(group, f"param group {len(self.param_groups) - 1}", self._options.state_format)
+            self._options.rule.check(group, f"param group {len(self.param_groups) - 1}")
             if len({id(p) for p in group["params"]}) != len(group["params"]):
                 raise ValueError(
                     f"param group {len(self.param_groups) - 1} names a parameter twice; pass each parameter once "
@@ -320,7 +326,7 @@ class DOSAdam(Optimizer):
         self._session.bring_home()
         self._session.install_state(state)
 
-    @torch._disable_dynamo
+    @disable_dynamo
     @exclusive
     def state_dict(self) -> dict[str, Any]:
         """As AdamW's, with live views of the state, which is copied to the host as when ``state`` is read.
@@ -328,16 +334,13 @@ class DOSAdam(Optimizer):
         Raises as reading all entries of ``state`` does.
         """
         found = super().state_dict()
-        return to_be_filled(self, found) if loads_full_state() else found
+        return to_be_filled(self, found, self._options.rule) if loads_full_state() else found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of DOSAdam or AdamW. Raises ValueError, and changes nothing, if it does not match."""
-        state_dict = state_dict.copy()
-        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
-            state_dict = pre_hook(self, state_dict) or state_dict
-        self._session.load(*checked(self, state_dict, self._options.state_format))
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            post_hook(self)
+        state_dict = before_loading(self, state_dict.copy())
+        self._session.load(*checked(self, state_dict, self._options.rule))
+        after_loading(self)
 
     @torch.no_grad()
     def adamw_state(self, parameter: Tensor) -> dict[str, Tensor]:
@@ -355,7 +358,8 @@ class DOSAdam(Optimizer):
                 "been updated yet"
             )
         record = self._session.registry.record(parameter)
-        return adamw_form(parameter, entry, written=record is None or record.changed())
+        state = adamw_form(parameter, entry, written=record is None or record.changed())
+        return {"step": step_of(entry).clone()} | state
 
     def release_memory(self) -> int:
         """Copy all state that can move to the host, and free its device memory at once; returns the bytes freed.
@@ -453,6 +457,11 @@ class DOSAdam(Optimizer):
         super().__setstate__(own)
         for group in self.param_groups:
             self._session.admit(group)
+
+    @staticmethod
+    def _rule(master_weights: bool, state_format: str | None) -> Rule:
+        """What an update is."""
+        return AdamW(master_weights, state_format)
 
     def _set_up(self, options: Options, device: Device | torch.device | str | None) -> None:
         self._options = options

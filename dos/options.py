@@ -1,21 +1,17 @@
-"""The user's choices beyond AdamW's, in one frozen value, and the checks of all arguments."""
+"""The user's choices beyond those of param groups, in one frozen value, and their checks."""
 
 from __future__ import annotations
 
 import math
-import numbers
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor
 
 from dos.devices import Device
 from dos.machine.profiles import check_named
 from dos.planning.policies import Policy, resolve_policy
-from perfmodel.format import INT8, STATE_FORMATS
+from dos.rules.base import Rule, check_number
 from perfmodel.hardware import HardwareProfile
 
 ADAPTIVE, RESIDENT = "adaptive", "resident"
@@ -27,6 +23,7 @@ NATIVE = "native"
 class Options:
     """How DOSAdam keeps and moves state: its arguments of the same names, and `disk` as a tuple, empty for None.
 
+    rule: how parameters are updated.
     Raises ValueError or TypeError for what cannot be done.
     """
 
@@ -34,8 +31,7 @@ class Options:
     subgroup_size: int | None
     profile: HardwareProfile | str | Path | None
     max_grad_norm: float | None
-    master_weights: bool
-    state_format: str | None
+    rule: Rule
     offload_gradients: bool | str
     memory_budget: int | float | Callable[[], int] | None
     memory_interval: float | None
@@ -66,8 +62,7 @@ class Options:
         return {
             "max_grad_norm": str(None if self.max_grad_norm is None else float(self.max_grad_norm)),
             "offload_gradients": str(self.offload_gradients),
-            "master_weights": str(self.master_weights),
-            "state_format": str(self.state_format),
+            **self.rule.agreed(),
             "policy": "a callable" if callable(self.policy) else str(self.policy),
         }
 
@@ -85,18 +80,19 @@ class Options:
         host = self.host_memory
         if host is not None and (isinstance(host, bool) or not isinstance(host, int) or host < 1):
             raise ValueError(f"host_memory must be 1 or more bytes as an int, or None, found {host!r}")
+        if self.disk and self.rule.whole:
+            raise ValueError(
+                "disk= has subgroups of whole pages, which divide parameters, and this optimizer updates them as a "
+                "whole; leave disk= out"
+            )
         if self.disk and self.policy == RESIDENT:
             raise ValueError("policy='resident' keeps all state on the device; leave disk= out, or choose 'adaptive'")
         for name in ("max_grad_norm", "memory_interval"):
             value = getattr(self, name)
             if value is not None:
-                _check_number(value, name, or_bool=False)
+                check_number(value, name, or_bool=False)
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise ValueError(f"max_grad_norm must be above 0, or None for no clipping, found {self.max_grad_norm}")
-        if self.state_format == "split":
-            object.__setattr__(self, "state_format", None)  # where it is possible, it is the default
-        if self.state_format not in STATE_FORMATS:
-            raise ValueError(f"state_format must be None, 'split', 'float32' or 'int8', found {self.state_format!r}")
         if self.offload_gradients not in (True, False, NATIVE):
             raise ValueError(f"offload_gradients must be True, False or 'native', found {self.offload_gradients!r}")
         budget = self.memory_budget
@@ -123,45 +119,3 @@ def folders_of(disk: str | Path | Sequence[str | Path] | None) -> tuple[Path, ..
         raise ValueError(f"disk must name a folder, found {disk!r}; write '.' for the one that is current, or None")
     # Absolute, because user code may change the current folder before state is first written, or copies are made.
     return tuple(Path(folder).expanduser().absolute() for folder in found)
-
-
-def check_settings(settings: Mapping[str, Any], where: str, state_format: str | None = None) -> None:
-    """Check AdamW's settings of one param group. Raises ValueError that begins with `where`.
-
-    state_format: of the optimizer.
-    """
-    if state_format == INT8 and settings["amsgrad"]:
-        raise ValueError(
-            f"{where}: amsgrad=True needs its maximum of exp_avg_sq in float32, which state_format='int8' does not "
-            "keep; use amsgrad=False, or leave state_format out"
-        )
-    lr = settings["lr"]
-    if isinstance(lr, Tensor) and lr.numel() != 1:
-        raise ValueError(f"{where}: a tensor lr must have 1 element, found shape {tuple(lr.shape)}")
-    for name in ("lr", "eps", "weight_decay"):
-        _check_number(settings[name], f"{where}: {name}")
-        value = float(settings[name])
-        if not 0.0 <= value < math.inf:
-            raise ValueError(f"{where}: {name} must be 0 or more and finite, found {value}")
-    betas = settings["betas"]
-    if not isinstance(betas, Sequence | Tensor) or len(betas) != 2:
-        raise ValueError(f"{where}: betas must be two numbers, found {betas}")
-    for i, beta in enumerate(betas):
-        _check_number(beta, f"{where}: betas[{i}]")
-        if not 0.0 <= float(beta) < 1.0:
-            raise ValueError(f"{where}: betas[{i}] must lie in [0, 1), found {float(beta)}")
-    if settings["capturable"]:
-        raise ValueError(
-            f"{where}: capturable=True is not supported, because part of the update runs on the host, which a CUDA "
-            "graph cannot capture; leave step() outside the graph and use capturable=False"
-        )
-    if settings["differentiable"]:
-        raise ValueError(
-            f"{where}: differentiable=True is not supported, because state leaves autograd's sight when it moves to "
-            "the host; use torch.optim.AdamW(differentiable=True) for differentiating through the update"
-        )
-
-
-def _check_number(value: object, what: str, *, or_bool: bool = True) -> None:
-    if (isinstance(value, bool) and not or_bool) or not isinstance(value, (numbers.Real, Tensor)):
-        raise TypeError(f"{what} must be a number, found {value!r}")

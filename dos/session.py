@@ -25,7 +25,6 @@ from dos.parameters.active import Active, Ready, updates_of
 from dos.parameters.admission import Group
 from dos.parameters.hooks import Attachment, lasting
 from dos.parameters.live_state import LiveState
-from dos.parameters.loading import makes_state
 from dos.parameters.reconciler import Reconciler, copy_views
 from dos.parameters.registry import Registry, tell_autograd
 from dos.parameters.watching import Watching
@@ -39,6 +38,7 @@ from dos.state.subgroup import Subgroup
 from dos.step.ledger import Ledger
 from dos.step.prepare import Preparation, Prepared
 from dos.step.work import Placed, SubgroupUpdate, prepare_updates
+from dos.torch_internals.callers import makes_state
 from perfmodel import Op
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class Session:
         self.groups: list[Group] = []
         self.attachment: Attachment | None = None
         self.clipping = Clipping(self.registry.offloaded, options.max_grad_norm, meshes)
-        self.reconciler = Reconciler(self.registry, self.guard, options.state_format)
+        self.reconciler = Reconciler(self.registry, options.rule)
         self._options = options
         self._warned_idle = False
         # Work in flight ends when the optimizer is collected or the interpreter exits.
@@ -602,7 +602,7 @@ class Session:
 
     def install_state(self, state: Mapping[Tensor, Any]) -> None:
         """Make this the optimizer's state; user code may keep references to it."""
-        self.reconciler.state, self.reconciler.seen = LiveState(state, self.settle_state), True
+        self.reconciler.state, self.reconciler.seen = LiveState(state, self.settle_state, self._options.rule.keys), True
 
     @entry(*UNBROKEN)
     def settle_state(self, read: Collection[Tensor]) -> None:

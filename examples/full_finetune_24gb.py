@@ -4,8 +4,8 @@ python examples/full_finetune_24gb.py --model meta-llama/Llama-3.1-8B --text cor
 python examples/full_finetune_24gb.py --model meta-llama/Llama-3.1-8B --text corpus.txt --trainer   # Hugging Face's
 python examples/full_finetune_24gb.py --tiny                                     # on a laptop, with an emulated GPU
 
-It takes 105 GiB of host memory for 8B, 60 GiB with --state-format int8; docs/8b-on-24gb.md has more. Run it again with
---resume to go on from the last checkpoint.
+It takes 105 GiB of host memory for 8B, 60 GiB with --state-format int8; with --disk FOLDER, on a local drive, less.
+docs/8b-on-24gb.md has more. Run it again with --resume to go on from the last checkpoint.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=2048, help="tokens of a sequence")
     parser.add_argument("--lr", type=float, default=1e-5)
     parser.add_argument("--state-format", choices=("split", "int8"), default="split", help="int8 is not exact")
+    parser.add_argument("--disk", type=Path, metavar="FOLDER", help="for state that the host has no room for")
     parser.add_argument("--output", type=Path, default=Path("out"))
     parser.add_argument("--save-every", type=int, default=0, metavar="STEPS", help="10 bytes a parameter, beside 2")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --output")
@@ -195,6 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
         "lr": options.lr,
         "offload_gradients": "native",  # and add up in bfloat16, as p.grad does; True: in float32, in more memory
         "state_format": options.state_format,
+        "disk": options.disk,
     }
     if options.tiny:
         tiny.compute_in_one_thread()

@@ -1,35 +1,22 @@
-"""A training that is watched: where in its iteration it is, and whether its bits are another's."""
+"""Where in its iteration a training is, and forward and backward that last as long as on another machine."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dos import DOSAdam
 from experiments.gpt import GPT
 
 UPDATE = 2.0
 """Where the update begins; backward begins at 1, forward at 0."""
 
 
-def bits_of(model: nn.Module, optimizer: DOSAdam) -> list[Tensor]:
-    """Copies of the bytes of parameters and state."""
-    state = (t for entry in optimizer.state.values() for t in entry.values() if isinstance(t, Tensor))
-    return [t.detach().clone().reshape(-1).view(torch.uint8) for t in (*model.parameters(), *state)]
-
-
-def all_equal(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    """Whether tensors are pairwise the same."""
-    return all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
-
-
-class Progress:
-    """Follows a model's iterations. To be made before the model's optimizer, whose hooks then find it advanced.
+class Position:
+    """Follows a model's iterations. Make it before the model's optimizer, whose hooks then find it advanced.
 
     forward_s, backward_s: seconds that the two take at least; the caller waits in hooks, as it would for a GPU.
     moved: called whenever the position has changed.
@@ -71,13 +58,13 @@ class Progress:
         self._advance(1.0, self._share)
 
     def _advance(self, phase: float, share: float) -> None:
-        """So much of the phase is over."""
+        """This share of the phase is over."""
         self.move_to(phase + min(share, 0.999))  # never 1, where the next phase is
         seconds = self._forward_s if phase == 0.0 else self._backward_s
         time.sleep(max(0.0, self._began + share * seconds - time.perf_counter()))
 
     def move_to(self, position: float) -> None:
-        """That is where training is from now on."""
+        """Training is there from now on."""
         self.position = position
         if self._moved is not None:
             self._moved()

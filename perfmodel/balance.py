@@ -82,8 +82,8 @@ class Balance:
     def exposed(self, divisions: Sequence[Division]) -> np.ndarray:
         """Seconds by which the update makes an iteration longer: a row for each division of memory.
 
-        Columns: the number of subgroups on the CPU, from 0 to all. Infinite where others had to be streamed without
-        slots.
+        Columns: the number of subgroups on the CPU, from 0 to all that it can update. Infinite where others had to be
+        streamed without slots.
         """
         work, mix = self._workload, self._mix(divisions)
         update, flush, prefetch = (mix.other[:, [s]] for s in (Stream.GPU, Stream.FLUSH, Stream.PREFETCH))
@@ -141,7 +141,7 @@ class Balance:
         for row, division in zip(held, divisions, strict=True):
             row[list(division.residents)] = 1.0
         residents = held.sum(axis=1, keepdims=True)
-        on_cpu = np.arange(n + 1.0)[None, :]
+        on_cpu = np.arange(sum(load.on_cpu for load in self._workload.subgroups) + 1.0)[None, :]
         of_others = np.minimum(on_cpu, n - residents)
         streamed = n - residents - of_others
         return _Mix(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from perfmodel.format import BYTES, MASTER, REST, format_of
+from perfmodel.format import BYTES, MASTER, REST, Format, format_of
 
 FP32_BYTES = BYTES["float32"]
 _TYPES = {2: "bfloat16", 4: "float32"}
@@ -26,7 +26,18 @@ class HostBytes:
     moments: int
     gradient_staging: int
     parameter_staging: int
-    accumulated: int
+    accumulated: int = 0
+
+    @classmethod
+    def of(cls, numel: int, state: Format, *, accelerated: bool) -> HostBytes:
+        """Of so many parameters whose state is kept in one format. accelerated: as in `host_footprint`."""
+        master_bytes = sum(field.nbytes for field in state.fields if field.name in (MASTER, REST))
+        return cls(
+            master=int(numel * master_bytes),
+            moments=int(numel * (state.state_bytes - master_bytes)),
+            gradient_staging=numel * state.value_bytes if accelerated else 0,
+            parameter_staging=numel * state.value_bytes if accelerated and state.stages_parameters else 0,
+        )
 
     @property
     def total(self) -> int:
@@ -78,15 +89,11 @@ def host_footprint(
         amsgrad=amsgrad,
         accelerated=accelerated,
     )
-    master_bytes = sum(field.nbytes for field in state.fields if field.name in (MASTER, REST))
-    staged_bytes = FP32_BYTES if other_gradient_dtype else value_bytes
-    return HostBytes(
-        master=int(numel * master_bytes),
-        moments=int(numel * (state.state_bytes - master_bytes)),
-        gradient_staging=numel * staged_bytes if accelerated else 0,
-        parameter_staging=numel * value_bytes if accelerated and state.stages_parameters else 0,
-        accumulated=numel * FP32_BYTES if accelerated and offload_gradients else 0,
-    )
+    found = HostBytes.of(numel, state, accelerated=accelerated)
+    if not accelerated:
+        return found
+    staged = numel * FP32_BYTES if other_gradient_dtype else found.gradient_staging
+    return replace(found, gradient_staging=staged, accumulated=numel * FP32_BYTES if offload_gradients else 0)
 
 
 @dataclass(frozen=True)
@@ -108,7 +115,7 @@ class DeviceBytes:
     gathered: int = 0
     logits: int = 0
 
-    def peak(self, accumulating: bool = False) -> int:
+    def peak_bytes(self, accumulating: bool = False) -> int:
         """At the worst moment: as backward begins, or as it ends.
 
         Gradients grow as activations go, and both do so evenly, so that neither moment between is worse.

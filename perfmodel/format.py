@@ -7,7 +7,10 @@ master. `int8`: the moments in 8 bits each, which are other values, with masters
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int16": 2, "int8": 1, "uint8": 1}
 """Bytes of an element, by the name that torch has for its type."""
@@ -50,6 +53,13 @@ class Field:
         return BYTES[self.type] / self.block
 
 
+def scale_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape of what has an element for each block: blocks for elements on the last axis, else on the only one."""
+    if shape[-1] % BLOCK == 0:
+        return (*shape[:-1], shape[-1] // BLOCK)
+    return (math.prod(shape) // BLOCK,)
+
+
 @dataclass(frozen=True)
 class Format:
     """The state of parameters of one type, kept in one way. Every figure is in bytes per parameter.
@@ -61,6 +71,11 @@ class Format:
     name: str
     values: str
     fields: tuple[Field, ...]
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """Of the fields."""
+        return frozenset(field.name for field in self.fields)
 
     @property
     def master(self) -> Field | None:

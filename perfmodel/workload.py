@@ -25,6 +25,7 @@ class SubgroupLoad:
     returned_bytes: of gradients that have left for the host in any case, and come up again for updates on the device.
     host_bytes: host memory that it takes where its state rests there: with gradients and parameters on their way.
     format: of the state, which says how fast updates are.
+    on_cpu: whether the CPU can update it.
     """
 
     numel: int
@@ -35,6 +36,7 @@ class SubgroupLoad:
     returned_bytes: int = 0
     host_bytes: int = 0
     format: str = field(default=MIXED.name, kw_only=True)
+    on_cpu: bool = field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
         for name in SIZES:
@@ -42,11 +44,11 @@ class SubgroupLoad:
                 raise ValueError(f"{name} must be 0 or more, found {getattr(self, name)}")
 
     @classmethod
-    def of(cls, numel: int, state: Format) -> SubgroupLoad:
+    def of(cls, numel: int, state: Format, *, on_cpu: bool = True) -> SubgroupLoad:
         """So many parameters whose state is kept in one format."""
         each = state.value_bytes, state.value_bytes, state.state_bytes, state.upper_bytes
         sizes = [int(numel * nbytes) for nbytes in (*each, 0, state.held_bytes)]
-        return cls(numel, *sizes, format=state.name)
+        return cls(numel, *sizes, format=state.name, on_cpu=on_cpu)
 
     @property
     def cpu_traffic(self) -> int:
@@ -55,7 +57,7 @@ class SubgroupLoad:
         return int(update_traffic(self.numel, *each))
 
 
-SIZES = tuple(f.name for f in fields(SubgroupLoad) if f.name != "format")
+SIZES = tuple(f.name for f in fields(SubgroupLoad) if f.name not in ("format", "on_cpu"))
 """The fields of a subgroup that are counts or bytes."""
 AHEAD = 2
 """Groups of saved tensors that are on their way at a time while backward uses another."""

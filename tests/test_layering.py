@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import ast
 import functools
+import graphlib
+import re
 from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted(p for package in ("dos", "perfmodel", "experiments") for p in (ROOT / package).rglob("*.py"))
@@ -53,16 +59,18 @@ def test_layers() -> None:
 INNER: dict[str, set[str]] = {
     "guard": set(),
     "machine": {"guard"},
-    "sharding": set(),
-    "devices": {"guard", "machine"},
-    "activations": {"devices", "guard", "machine", "planning", "sharding", "state"},
-    "kernels": {"machine"},
-    "state": {"devices", "guard", "kernels", "machine", "sharding"},
+    "torch_internals": set(),
+    "sharding": {"torch_internals"},
+    "rules": {"kernels", "sharding"},
+    "devices": {"guard", "machine", "torch_internals"},
+    "activations": {"devices", "guard", "machine", "planning", "sharding", "state", "torch_internals"},
+    "kernels": {"machine", "torch_internals"},
+    "state": {"devices", "guard", "kernels", "machine", "rules", "sharding", "torch_internals"},
     "disk": {"state"},
-    "gradients": {"devices", "guard", "kernels", "sharding", "state", "step"},
-    "step": {"devices", "guard", "kernels", "machine", "sharding", "state"},
+    "gradients": {"devices", "guard", "kernels", "sharding", "state", "step", "torch_internals"},
+    "step": {"devices", "guard", "kernels", "machine", "rules", "sharding", "state"},
     "planning": {"calibration", "devices", "guard", "kernels", "machine", "state", "step"},
-    "options": {"devices", "machine", "planning"},
+    "options": {"devices", "machine", "planning", "rules"},
     "parameters": {
         "devices",
         "gradients",
@@ -70,9 +78,11 @@ INNER: dict[str, set[str]] = {
         "kernels",
         "machine",
         "options",
+        "rules",
         "sharding",
         "state",
         "step",
+        "torch_internals",
     },
     "calibration": {"devices", "kernels", "machine", "state"},
     "calibrate": {"calibration"},
@@ -100,6 +110,7 @@ INNER: dict[str, set[str]] = {
         "sharding",
         "state",
         "step",
+        "torch_internals",
     },
 }
 """Which parts of dos each part may import; the optimizer may import any. There is no way round."""
@@ -111,6 +122,96 @@ def test_inside_dos() -> None:
         for path in place.glob("*.py") if place.is_dir() else [place.with_suffix(".py")]:
             found = {name.split(".")[1] for name in imported(path) if name.startswith("dos.") and name.count(".")}
             assert found - {module, "_adam"} <= allowed, path
+
+
+INTERNALS = "dos/torch_internals"
+OF_PYTHON = ("dos/guard.py",)
+"""What this reaches is Python's: frames, the C half of `signal`, and what threading calls before executors end."""
+REACHES = {"__closure__", "__wrapped__", "_getframe", "_register_atexit", "_signal", "cell_contents", "f_back"}
+REACHES |= {"f_locals", "get_objects", "get_referrers", "walk_stack"}
+"""Names by which frames, closures and collected objects are reached."""
+BY_NAME = {"getattr", "setattr", "hasattr", "delattr", "attrgetter", "operator.attrgetter"}
+OF_TORCH = {name for each in (nn.Module, Optimizer, Tensor, torch.UntypedStorage) for name in dir(each)}
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith(("__", "_dos_")) and name != "_"
+
+
+@functools.cache
+def own_names() -> set[str]:
+    """Private names that dos gives to methods, functions, and attributes of its own objects."""
+    names = {"_adam", "_asdict", "_fields", "_make", "_replace"}  # the extension, and what each NamedTuple has
+    for path in (path for path in SOURCES if within(path, "dos")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                names.add(node.name)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_self(node.value):
+                names.add(node.attr)
+    return names
+
+
+def is_foreign(name: str) -> bool:
+    return is_private(name) and name not in own_names()
+
+
+def is_self(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id in ("self", "cls")
+
+
+def reached(path: Path) -> set[str]:
+    """What a source file has of others' private names, by attribute, import or string, and of REACHES."""
+    found = {part for name in imported(path) for part in name.split(".") if is_foreign(part)}
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute):
+            own = node.attr in own_names() and (is_self(node.value) or node.attr not in OF_TORCH)
+            if node.attr in REACHES or (is_private(node.attr) and not own):
+                found.add(node.attr)
+            elif isinstance(node.ctx, ast.Store) and ast.unparse(node).startswith("torch."):
+                found.add(ast.unparse(node))
+        elif isinstance(node, ast.Name) and node.id in REACHES:
+            found.add(node.id)
+        elif isinstance(node, ast.Call):
+            strings = {arg.value for arg in node.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)}
+            asked = strings if ast.unparse(node.func) in BY_NAME else {s for s in strings if s.startswith("torch.")}
+            found |= {part for string in asked for part in string.split(".") if is_foreign(part)}
+            found |= strings & {"__dict__"}
+    return found
+
+
+def test_torch_is_reached_into_in_one_folder() -> None:
+    """Private names, frames, closures and replaced functions of torch: each behind a function that says why."""
+    for path in (path for path in SOURCES if within(path, "dos") and not within(path, INTERNALS, *OF_PYTHON)):
+        assert not reached(path), f"{path}: what reaches into torch has its place in {INTERNALS}"
+
+
+def test_each_internal_is_tested_and_listed() -> None:
+    """By a test of the same name, and in the table of docs/architecture.md."""
+    files = {path.stem for path in (ROOT / INTERNALS).glob("*.py")} - {"__init__"}
+    assert files == {path.stem.removeprefix("test_") for path in (ROOT / "tests" / INTERNALS).glob("test_*.py")}
+    listed = re.findall(r"^\| `(\w+)\.py` \|", (ROOT / "docs/architecture.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(files)
+
+
+def test_only_the_shell_names_a_rule() -> None:
+    """All others ask the rule that the options or an arena has."""
+    shell = "dos/optimizer.py", "dos/checkpoint.py", "dos/calibration", "dos/rules", "dos/kernels"
+    adamw = "dos.rules.adamw", "dos.rules.entries", "dos.kernels.codes"
+    for path in SOURCES:
+        if within(path, "dos") and not within(path, *shell):
+            assert not imports(path, *adamw), path
+            names = {name.rpartition(".")[2] for name in imported(path)}
+            of_adamw = {"AdamArrays", "AdamBatch", "AdamStep", "STATE_KEYS", "NEEDED_KEYS", "CODED_KEYS", "format_of"}
+            assert names.isdisjoint(of_adamw), path
+            assert "amsgrad" not in path.read_text(), path
+
+
+def test_no_two_experiments_import_each_other() -> None:
+    """Not in a circle either, nor when a function is called."""
+    modules = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in SOURCES if within(path, "experiments")
+    }
+    graphlib.TopologicalSorter({name: imported(path) & modules.keys() for name, path in modules.items()}).prepare()
 
 
 def test_tests_import_helpers_alone() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 import threading
 import weakref
 from bisect import bisect_left, bisect_right
@@ -24,6 +25,8 @@ from dos.machine.host_memory import available_bytes
 from dos.machine.process import local_ranks
 from dos.planning.forecast import Room
 from dos.sharding.local import is_sharded, local
+from dos.torch_internals.modes import next_node
+from dos.torch_internals.tensors import base_of, storage_address, unwrapped
 from perfmodel import Plan
 from perfmodel.workload import SavedTensors, peak_room
 
@@ -187,8 +190,8 @@ class ActivationOffload:
         if forward.timed:
             forward.marks.append(self.device.mark())
             self._timed = forward
-        memory = (memory_of(_unwrapped(p)) for p in known if not is_lazy(p))
-        lasting = frozenset(storage._cdata for storage in memory if storage is not None)
+        memory = (memory_of(local(unwrapped(p))) for p in known if not is_lazy(p))
+        lasting = frozenset(storage_address(storage) for storage in memory if storage is not None)
         hooks = torch.autograd.graph.saved_tensors_hooks(
             lambda tensor: self._pack(tensor, forward, lasting), self._unpack
         )
@@ -251,17 +254,17 @@ class ActivationOffload:
             return False
         if part.is_complex() or part.is_quantized or part.is_neg() or part.is_nested:
             return False
-        if any(isinstance(each if each._base is None else each._base, nn.Parameter) for each in (tensor, part)):
+        if any(isinstance(base_of(each), nn.Parameter) for each in (tensor, part)):
             return False
         storage = memory_of(part)
-        if storage is None or storage._cdata in lasting:
+        if storage is None or storage_address(storage) in lasting:
             return False
         self.device.count(part)
         return min(part.nbytes, storage.nbytes()) >= self.least_bytes
 
     def _is_recorded(self) -> bool:
         """Whether what runs now will run again without its hooks: of a CUDA graph, or of a graph of torch.fx."""
-        return self.device.capturing() or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+        return self.device.capturing() or _is_traced()
 
     @torch.no_grad()
     @exclusive
@@ -286,7 +289,8 @@ class ActivationOffload:
                 forward.waiting[saved] = node
         saved.note(tensor)
         self._send_waiting(forward, node)
-        # Once it has left its memory goes, which this stream reads; the allocator knows the one that it is of alone.
+        # The operation on this stream may still read the memory when the tensor has left and it is freed. The allocator
+        # knows only the stream that the memory was taken for, so this one is recorded.
         self.device.keep(part)
         return Packed(tensor, part, saved)
 
@@ -424,20 +428,20 @@ def _range(part: Tensor) -> Range:
     extent = 1 + sum(int((size - 1) * stride) for size, stride in zip(part.size(), part.stride(), strict=True))
     first, nbytes = int(part.storage_offset()) * part.itemsize, extent * part.itemsize
     storage = part.untyped_storage()
-    whole = storage.nbytes()
-    return (storage._cdata, 0, whole) if 2 * nbytes >= whole else (storage._cdata, first, first + nbytes)
+    address, whole = storage_address(storage), storage.nbytes()
+    return (address, 0, whole) if 2 * nbytes >= whole else (address, first, first + nbytes)
 
 
 def _node() -> Node:
     """The last autograd node that this thread has made: while a tensor is packed, the one that saves it."""
-    return threading.get_ident(), torch.autograd._get_sequence_nr()
+    return threading.get_ident(), next_node()
 
 
-def _unwrapped(parameter: Tensor) -> Tensor:
-    """This rank's part of a parameter, out of what torch.func wraps around it, such as with torch.func.vmap."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(parameter):
-        parameter = torch._C._functorch.get_unwrapped(parameter)
-    return local(parameter)
+def _is_traced() -> bool:
+    """Whether torch.fx makes a graph of what runs."""
+    # Before this module is imported, which takes a second, there is no such mode.
+    tracing = sys.modules.get("torch.fx.experimental.proxy_tensor")
+    return tracing is not None and tracing.get_proxy_mode() is not None
 
 
 def checked_amount(value: object) -> Amount | None:

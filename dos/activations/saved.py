@@ -15,6 +15,7 @@ from dos.activations.pool import Block
 from dos.devices import Caller, Device, Job, Mark
 from dos.sharding.local import counted_with, is_sharded, local, version
 from dos.state.arena import ALIGNMENT
+from dos.torch_internals.dtensors import local_tensor, set_local_tensor
 from perfmodel import Op
 from perfmodel.workload import SavedTensors
 
@@ -111,6 +112,7 @@ class Saved:
         # What wrote the bytes must be over, and what has saved them, in whichever queues they were saved.
         saving = self._device.copy(Op.SAVE, self.place or 0, copies, (*self._device.fence(self._callers), *after))
         self._host = block, saving
+        # The copy reads the memory until it ends. If Ctrl-C interrupts `__del__`, this reference is the last one.
         self._travelling[self._reference] = self._source, Op.SAVE
         return saving
 
@@ -126,6 +128,7 @@ class Saved:
             # What the caller queues next may get the memory, which the copy still reads.
             self._device.join(self._host[1])
         else:
+            # The memory is another queue's, and a join would order this one. The allocator waits for the copy instead.
             self._device.keep(self._source, Op.SAVE)
         self._travelling.pop(self._reference, None)
         self._source = None
@@ -142,6 +145,7 @@ class Saved:
         after = (*self._device.fence([self._queue]), saving)
         copies = [(buffer[lead:], block.tensor)]
         restoring = self._device.copy(Op.RESTORE, self.place or 0, copies, after)
+        # The copy writes the memory until it ends, as in `leave`.
         self._travelling[self._reference] = buffer, Op.RESTORE
         self._back = buffer, restoring
         return restoring
@@ -151,9 +155,12 @@ class Saved:
         memory = self._source if self._back is None else self._back[0]
         assert memory is not None, "what is away was brought back before"
         if self._device.caller() != self._queue:
+            # The allocator knows only the queue that the memory was taken for, whose next work would get it while this
+            # queue still reads it.
             self._device.keep(memory)
         if self._back is None:
             return tensor.made_of(memory, 0)
+        # Backward reads what the copy writes. From here on the memory is safe in the order of this queue.
         self._device.join(self._back[1])
         self._travelling.pop(self._reference, None)
         found = tensor.made_of(memory, self._first - self._first % ALIGNMENT)
@@ -166,7 +173,8 @@ class Saved:
     def drop(self) -> None:
         """Let go of what has come back: the host has it still."""
         if self._back is not None and not self._used:
-            self._device.keep(self._back[0], Op.RESTORE)  # which may be writing there, and has not been waited for
+            # No queue of the caller's has joined the copy, which may still write there.
+            self._device.keep(self._back[0], Op.RESTORE)
         self._travelling.pop(self._reference, None)
         self._back, self._used = None, 0
 
@@ -194,7 +202,7 @@ class Kept:
     __slots__ = ("_version", "tensor")
 
     def __init__(self, tensor: Any) -> None:
-        # What has a grad_fn may be what is saved for that one, which would then hold itself.
+        # A tensor with a grad_fn may be saved by that very node: to keep the tensor would form a cycle.
         self.tensor = tensor if tensor.is_leaf and tensor.requires_grad else tensor.detach()
         self._version = version(tensor)
 
@@ -226,7 +234,8 @@ class Packed(Kept):
         self.tensor.data = part.new_empty(0)  # it counts on with the tensor
         if is_sharded(tensor):
             wrapper = tensor.detach()
-            wrapper._local_tensor, self.tensor = self.tensor, wrapper
+            set_local_tensor(wrapper, self.tensor)
+            self.tensor = wrapper
         self._version = version(tensor)
         self._dtype, self._size, self._stride = part.dtype, part.size(), part.stride()
         self._offset = part.storage_offset() * part.itemsize
@@ -245,7 +254,7 @@ class Packed(Kept):
         # It shares the counter of what was saved: if backward writes to it, `check` raises for other readers.
         found = self.tensor.detach()
         if is_sharded(found):
-            found._local_tensor = self.tensor._local_tensor.detach()
+            set_local_tensor(found, local_tensor(self.tensor).detach())
         local(found).data = part
         return found
 

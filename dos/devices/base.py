@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dos.devices.pinned import lazy_zeros
+from dos.torch_internals.tensors import has_storage, is_zero_tensor
 from perfmodel import Lane, Op, Span
 from perfmodel.compute import RESTORE, SAVE
 from perfmodel.format import MIXED
@@ -76,9 +77,7 @@ def memory_of(tensor: Tensor) -> torch.UntypedStorage | None:
     A sparse tensor has several, an MKLDNN tensor has an opaque one, a tensor within torch.func has that of what it
     wraps, and a zero tensor of forward-mode AD has a storage whose address is null.
     """
-    if not torch._C._has_storage(tensor) or tensor._is_zerotensor():
-        return None
-    return tensor.untyped_storage()
+    return tensor.untyped_storage() if has_storage(tensor) and not is_zero_tensor(tensor) else None
 
 
 def pinned_zeros(device: Device, numel: int, dtype: torch.dtype) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dos.devices.base import Copy
 from dos.devices.pinned import pinned_parts
+from dos.torch_internals.operators import copy_all
 
 SMALL_BYTES = 1 << 17
 """Pieces below this share a copy: in the few microseconds that issuing a copy takes, a link moves about as much."""
@@ -83,11 +84,11 @@ def _copy_together(run: Sequence[Copy], *, to_host: bool, before: Callable[[int]
     # Of the current stream's memory, so that the allocator gives it to work that comes after this.
     parts = list(staged.split([copy[host].numel() for copy in run]))
     if to_host:
-        torch._foreach_copy_(parts, [copy[device] for copy in run])
+        copy_all(parts, [copy[device] for copy in run])
         _copy_across((whole, staged), to_host=True, before=before)
     else:
         _copy_across((staged, whole), to_host=False, before=before)
-        torch._foreach_copy_([copy[device] for copy in run], parts)
+        copy_all([copy[device] for copy in run], parts)
     return True
 
 

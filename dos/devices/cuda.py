@@ -23,6 +23,7 @@ from dos.devices.ranges import named
 from dos.guard import renewed
 from dos.machine.host_memory import available_bytes
 from dos.machine.threads import bind, bound_to, cores_near, leave_a_core
+from dos.torch_internals.operators import queue_empty_kernel
 from perfmodel import Lane, Op, Span
 from perfmodel.format import MIXED
 
@@ -317,7 +318,7 @@ def _streams_of(device: torch.device) -> tuple[Mapping[Op, torch.cuda.Stream], t
     streams = {op: torch.cuda.Stream(device, priority=_NORMAL if op in _URGENT else _HIGH) for op in LANE_OF}
     idle = torch.cuda.Stream(device)
     with torch.cuda.stream(idle):
-        torch.cuda._sleep(0)  # loads the kernel of _Turns, which may wait for the device: not in a backward
+        queue_empty_kernel()  # loads the kernel of _Turns, which may wait for the device: not in a backward
     return streams, idle
 
 
@@ -338,7 +339,7 @@ class _Turns:
         self._moved += nbytes
         if self._moved > PIECE_BYTES:
             self._moved = nbytes
-            torch.cuda._sleep(0)  # of one thread, which even large kernels leave room for; it reads no memory
+            queue_empty_kernel()
 
 
 def _nothing(nbytes: int) -> None:

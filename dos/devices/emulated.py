@@ -20,6 +20,7 @@ from dos.devices.base import LANE_OF, Cached, Caller, Copy, Job, Mark, Memory, T
 from dos.devices.pacer import Pacer
 from dos.devices.pinned import unpin
 from dos.guard import exclusive, renewed, submit
+from dos.torch_internals.tensors import storage_address
 from perfmodel import Lane, Op, Span
 from perfmodel.format import MIXED
 from perfmodel.hardware import HardwareProfile
@@ -175,12 +176,12 @@ class EmulatedDevice:
             )
         buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         storage = buffer.untyped_storage()
-        self._live[storage._cdata] = storage
+        self._live[storage_address(storage)] = storage
         self.usage()
         return buffer
 
     def free(self, buffer: Tensor) -> None:
-        self._live.pop(buffer.untyped_storage()._cdata, None)
+        self._live.pop(storage_address(buffer.untyped_storage()), None)
         self.usage()
 
     def keep(self, buffer: Tensor, op: Op | None = None) -> None:
@@ -188,7 +189,7 @@ class EmulatedDevice:
 
     def count(self, tensor: Tensor) -> None:
         storage = memory_of(tensor)
-        if storage is None or storage._cdata in self._live or storage._cdata in self._counted:
+        if storage is None or storage_address(storage) in self._live or storage_address(storage) in self._counted:
             return
         nbytes, free = storage.nbytes(), self._free()
         if nbytes > free:
@@ -200,7 +201,7 @@ class EmulatedDevice:
             raise torch.OutOfMemoryError(
                 f"emulated device out of memory: a tensor of {nbytes} bytes was made, {free} of {self.capacity} free"
             )
-        self._counted[storage._cdata] = storage
+        self._counted[storage_address(storage)] = storage
         self.usage()
 
     def memory(self) -> Memory:

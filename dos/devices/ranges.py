@@ -13,6 +13,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch.autograd import profiler
 
+from dos.torch_internals.modes import is_profiled
+
 _NSIGHT = any(name.startswith(("NSYS_", "NVTX_INJECTION")) for name in os.environ)
 """Whether this process was started by Nsight Systems or another tool that listens to NVTX."""
 
@@ -21,7 +23,7 @@ _NOTHING = nullcontext()
 
 def named(*words: object) -> AbstractContextManager[None]:
     """A range called "dos" and these words, around the host code that issues or does the work."""
-    if not (_NSIGHT or profiler._is_profiler_enabled):
+    if not (_NSIGHT or is_profiled()):
         return _NOTHING
     return _named("dos " + " ".join(map(str, words)))
 

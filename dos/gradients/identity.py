@@ -11,6 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from dos.sharding.fingerprint import fingerprint
 from dos.sharding.local import counts_writes, local, version
+from dos.torch_internals.tensors import storage_address
 
 GradientOrHandle = Tensor | Future
 """A gradient with its parameter, or what `OffloadedGradients.gradients` has for one that is not."""
@@ -35,6 +36,7 @@ class Token:
         self.rewritten = False
         if isinstance(gradient, Tensor):
             mine = local(gradient)
+            # Keeps the storage object but not its memory: while it is held, no other storage has the same address.
             self._storage = StorageWeakRef(mine.untyped_storage())
             self._reading = _reading(mine)
             self._version = version(gradient)
@@ -53,7 +55,7 @@ class Token:
         if not isinstance(gradient, Tensor):
             return True
         mine = local(gradient)
-        return self._storage.cdata == mine.untyped_storage()._cdata and self._reading == _reading(mine)
+        return self._storage.cdata == storage_address(mine.untyped_storage()) and self._reading == _reading(mine)
 
     def writes(self, gradient: Tensor) -> int:
         """How often the gradient was written to since, as far as versions count that."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
-from traceback import walk_stack
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +10,9 @@ from torch import Tensor
 from torch.amp import GradScaler
 
 from dos.guard import warn
+from dos.sharding.local import version
 from dos.sharding.meshes import Meshes
+from dos.torch_internals.callers import calling_scaler
 
 
 class AmpScale(NamedTuple):
@@ -56,16 +56,12 @@ def _anywhere(infinite: bool, scale: float | None, meshes: Meshes) -> bool:
     """Whether a gradient is infinite on any rank. scale: the loss scale; None: the scaler's."""
     if not meshes:
         return infinite
-    scaler, found = _calling_scaler()
+    caller = calling_scaler()
     if scale is None:
-        scale = 1.0 if scaler is None else scaler.get_scale()
+        scale = 1.0 if caller is None else caller.scaler.get_scale()
     anywhere = meshes.any_infinite(infinite, scale)
-    if scaler is not None:
-        for each in found.values():
-            each.fill_(anywhere)
-        if not found:  # without any gradient here
-            device = torch.device(scaler._device)
-            found[device] = torch.full((1,), float(anywhere), dtype=torch.float32, device=device)
+    if caller is not None:
+        caller.set_found_inf(anywhere)
     elif anywhere != infinite:
         warn(
             "gradients are infinite on another rank, of which this rank's loss scaler does not know: all ranks skip "
@@ -75,20 +71,13 @@ def _anywhere(infinite: bool, scale: float | None, meshes: Meshes) -> bool:
     return anywhere
 
 
-def _calling_scaler() -> tuple[GradScaler | None, dict[torch.device, Tensor]]:
-    """The scaler whose step() called the optimizer's, and what it has found on each device: it gives no more itself."""
-    for frame, _ in walk_stack(sys._getframe()):
-        scaler = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None
-        if isinstance(scaler, GradScaler):
-            states = scaler._per_optimizer_states[id(frame.f_locals["optimizer"])]
-            return scaler, states["found_inf_per_device"]
-    return None, {}
-
-
 @functools.cache
 def versions_of_a_check() -> int:
     """How often GradScaler's check for inf counts as a write to a gradient; versions of torch differ."""
-    gradient, found_inf, one = (torch.ones(1, dtype=torch.float32, device="cpu") for _ in range(3))
-    before = gradient._version
-    torch._amp_foreach_non_finite_check_and_unscale_([gradient], found_inf, one)
-    return gradient._version - before
+    parameter = torch.zeros(1, dtype=torch.float32, device="cpu", requires_grad=True)
+    parameter.grad = torch.ones_like(parameter)
+    before = version(parameter.grad)
+    scaler = GradScaler("cpu")
+    scaler.scale(torch.ones((), device="cpu"))  # which makes its scale
+    scaler.unscale_(torch.optim.SGD([parameter]))
+    return version(parameter.grad) - before

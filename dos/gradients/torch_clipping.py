@@ -12,9 +12,10 @@ from torch import Tensor
 
 from dos.gradients.clipping import clip_factor
 from dos.sharding.local import as_replicated, is_sharded, whole
+from dos.torch_internals.patches import replace_clipping
 
 _sessions: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Of all optimizers of ours."""
+"""Of all optimizers of ours. What is replaced in torch stays so for good, and must keep no optimizer alive."""
 _folds = False
 
 
@@ -42,25 +43,9 @@ def watch_clipping(session: Any, *, offloads: bool) -> None:
 
 @functools.cache
 def _wrap_torch() -> None:
-    _wrap("clip_grad_norm_", _clip_grad_norm)
-    _wrap("_clip_grads_with_norm_", _clip_grads_with_norm)
-    _wrap("clip_grad_value_", _clip_grad_value)
-
-
-def _wrap(name: str, ours: Callable[..., Any]) -> None:
-    """Let torch's function of this name call ours, which gets what it called before as its first argument.
-
-    It is a wrapper that enters `no_grad`. What that calls is exchanged, because other modules may have imported the
-    wrapper under any name.
-    """
-    wrapper = getattr(torch.nn.utils.clip_grad, name)
-    cells = [cell for cell in wrapper.__closure__ or () if cell.cell_contents is getattr(wrapper, "__wrapped__", None)]
-    if len(cells) != 1:
-        raise RuntimeError(
-            f"torch.nn.utils.clip_grad.{name} of torch {torch.__version__} is not what DOSAdam knows; clip with "
-            "max_grad_norm= or optimizer.clip_grad_norm_(), without offload_gradients= and dos.fold_clipping()"
-        )
-    cells[0].cell_contents = functools.wraps(wrapper.__wrapped__)(functools.partial(ours, wrapper.__wrapped__))
+    replace_clipping("clip_grad_norm_", _clip_grad_norm)
+    replace_clipping("_clip_grads_with_norm_", _clip_grads_with_norm)
+    replace_clipping("clip_grad_value_", _clip_grad_value)
 
 
 def _clip_grad_norm(

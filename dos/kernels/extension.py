@@ -10,7 +10,7 @@ from types import ModuleType
 
 _NAME = "dos._adam"
 _HERE = Path(__file__).resolve().parents[1]
-_CALLERS = ("kernels/adam.py", "kernels/update.py", "disk/files.py", "disk/space.py")
+_CALLERS = ("kernels/adam.py", "kernels/update.py", "state/disk/files.py", "state/disk/space.py")
 
 
 def load_extension() -> ModuleType:

@@ -33,6 +33,7 @@ from dos.kernels.adam import (
     where_there_is_memory,
 )
 from dos.kernels.codes import decode_mean, decode_square, encode, rooted
+from dos.torch_internals.operators import tensor_at
 
 logger = logging.getLogger(__name__)
 
@@ -87,8 +88,7 @@ class GpuBatch:
         """A run with the gradient that its row of the table points to."""
         param, exp_avg, exp_avg_sq, max_exp_avg_sq, *others = run
         address, dtype = int(row[GRAD]), FLOATS[row[GRAD_TYPE]]
-        storage = torch._C._construct_storage_from_data_pointer(address, self._device, param.numel() * dtype.itemsize)
-        grad = torch.empty(0, dtype=dtype, device=self._device).set_(storage, 0, param.shape, (1,))
+        grad = tensor_at(address, len(param), dtype, self._device)
         return AdamArrays(grad, param, exp_avg, exp_avg_sq, max_exp_avg_sq if step.amsgrad else None, *others)
 
 

@@ -36,6 +36,7 @@ from dos.kernels.adam import FLOATS, GRAD, GRAD_TYPE, STEP, AdamArrays, AdamStep
 from dos.kernels.extension import load_extension
 from dos.kernels.gpu_update import GpuBatch
 from dos.machine.threads import kernel_threads
+from dos.torch_internals.tensors import is_zero_tensor
 from perfmodel.format import BLOCK
 
 _adam = load_extension()
@@ -226,7 +227,7 @@ def _check(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], like: Ten
     _check_device(name, tensor, like.device)
     if not tensor.is_contiguous():
         raise ValueError(f"{name}: expected a contiguous tensor, found stride {tensor.stride(0)}")
-    if tensor.is_neg() or tensor._is_zerotensor():
+    if tensor.is_neg() or is_zero_tensor(tensor):
         # The kernels read memory, which does not hold what such a tensor stands for.
         raise ValueError(f"{name}: expected values in memory, found a lazily negated or zero tensor; use .clone()")
 

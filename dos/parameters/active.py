@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from dos.kernels.adam import AdamStep
 from dos.parameters.admission import Group
 from dos.parameters.registry import Registry
 from dos.state.record import ParameterRecord
@@ -37,7 +36,7 @@ class Ready(NamedTuple):
 def updates_of(active: Active, registry: Registry, scales: Iterable[float]) -> dict[Subgroup, SubgroupUpdate]:
     """What the step does to each subgroup that has a gradient. scales: what each gradient is multiplied by."""
     gradients: list[Input | None] = [None] * registry.numbered
-    settings: list[AdamStep] = []
+    settings: list[Any] = []
     offloaded, away = registry.offloaded, registry.offloaded.records
     before: tuple[Group | None, float, float] = None, 0.0, 0.0
     known: dict[tuple[int, float, float], int] = {}
@@ -48,7 +47,7 @@ def updates_of(active: Active, registry: Registry, scales: Iterable[float]) -> d
             before = group, record.count, scale
             setting = known.setdefault((id(group), record.count, scale), len(known))
             if setting == len(settings):
-                settings.append(_adam_step(group, record.count + 1, scale))
+                settings.append(record.arena.rule.settings(group, record.count + 1, scale))
         if record in away:
             gradient = offloaded.flat(record)
         else:
@@ -64,19 +63,3 @@ def updates_of(active: Active, registry: Registry, scales: Iterable[float]) -> d
         if update.items:
             updates[subgroup] = update
     return updates
-
-
-def _adam_step(group: Group, count: float, grad_scale: float) -> AdamStep:
-    beta1, beta2 = group["betas"]
-    return AdamStep(
-        lr=float(group["lr"]),
-        beta1=float(beta1),
-        beta2=float(beta2),
-        eps=group["eps"],
-        weight_decay=group["weight_decay"],
-        step=count,
-        amsgrad=group["amsgrad"],
-        maximize=group["maximize"],
-        decoupled_weight_decay=group["decoupled_weight_decay"],
-        grad_scale=grad_scale,
-    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -10,21 +9,25 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dos.devices import DeviceFinder
 from dos.kernels.adam import FLOATS
+from dos.rules.base import Rule
 from dos.sharding.local import is_sharded, local
-from dos.state.entries import CODE_TYPES, MAX_KEY, has_codes, in_blocks, scale_shape
-from dos.state.record import Layout, ParameterRecord, kind_of
-from perfmodel.format import BLOCK, NEEDED_KEYS, STATE_KEYS
+from dos.state.record import Layout, ParameterRecord, is_dense, kind_of
+from dos.torch_internals.tensors import is_wrapper
 
 Group = dict[str, Any]
 _FLOATS = ", ".join(map(str, FLOATS))
 
 
 def check_parameter(
-    parameter: Tensor, group: Group, entry: Mapping[str, Any], record: ParameterRecord | None, devices: DeviceFinder
+    parameter: Tensor,
+    group: Group,
+    entry: Mapping[str, Any],
+    record: ParameterRecord | None,
+    devices: DeviceFinder,
+    rule: Rule,
 ) -> None:
     """Raise unless the parameter can be optimised and its gradient and state can be used.
 
@@ -50,26 +53,28 @@ def check_parameter(
             f"{_described(*now)} now; move or convert the model before the first step, or save "
             "optimizer.state_dict(), build a new optimizer and load it there"
         )
-    if record is not None and group["amsgrad"] and not record.arena.amsgrad:
+    extra = {} if record is None else rule.extra(group)
+    missing = [field for field in extra if record is not None and field not in record.arena.format.names]
+    if missing:
+        setting, field = extra[missing[0]], missing[0]
         raise RuntimeError(
-            f"{name_of(parameter, group)}: found amsgrad=True, and amsgrad=False when the optimizer first updated it, "
-            f"so that its state has no {MAX_KEY!r}; set amsgrad back to False, or save optimizer.state_dict(), build "
-            "a new optimizer, load it there and set amsgrad=True before its first step"
+            f"{name_of(parameter, group)}: found {setting}, set after the optimizer first updated it, so that its "
+            f"state has no {field!r}; set it back, or save optimizer.state_dict(), build a new optimizer, load it "
+            f"there and set {setting} before its first step"
         )
-    check_kind(parameter, group, devices)
-    problem = state_problem(entry, parameter)
+    check_kind(parameter, group, devices, rule)
+    problem = rule.problem(entry, parameter)
     if problem:
         raise ValueError(f"{name_of(parameter, group)}: {problem}")
 
 
-def check_kind(parameter: Tensor, group: Group, devices: DeviceFinder) -> None:
+def check_kind(parameter: Tensor, group: Group, devices: DeviceFinder, rule: Rule) -> None:
     """Raise TypeError or ValueError, naming the parameter, if it cannot be optimised.
 
     The name takes a search through the group.
     """
     mine = local(parameter)
-    wraps: bool = is_traceable_wrapper_subclass(mine)
-    if wraps:
+    if is_wrapper(mine):
         raise TypeError(
             f"{name_of(parameter, group)}: expected a plain tensor or a DTensor, found {type(mine).__name__}; other "
             "wrappers of tensors are not supported"
@@ -85,7 +90,17 @@ def check_kind(parameter: Tensor, group: Group, devices: DeviceFinder) -> None:
         number = mine.is_floating_point() or mine.is_complex()
         hint = "use torch.optim.AdamW for it" if number else "freeze it"
         raise TypeError(f"{name_of(parameter, group)}: expected a parameter of {_FLOATS}, found {mine.dtype}; {hint}")
-    if not devices.holds(parameter) and parameter.device.type != "cpu":
+    accelerated = devices.holds(parameter)
+    if not accelerated and not rule.on_cpu:
+        raise ValueError(
+            f"{name_of(parameter, group)} is on {parameter.device}, where this optimizer cannot update; move the model "
+            "to an accelerator first"
+        )
+    if rule.whole and is_sharded(parameter):
+        raise ValueError(
+            f"{name_of(parameter, group)} is a DTensor, divided over ranks, and this optimizer updates whole parameters"
+        )
+    if not accelerated and parameter.device.type != "cpu":
         raise ValueError(
             f"{name_of(parameter, group)} is on {parameter.device} and the optimizer's accelerator is "
             f"{devices.found}; DOSAdam updates the parameters of one accelerator, so load the model onto "
@@ -114,43 +129,6 @@ def name_of(parameter: Tensor, group: Group) -> str:
     position = next(i for i, p in enumerate(group["params"]) if p is parameter)
     names = group.get("param_names")
     return f"parameter {names[position]!r}" if names else f"parameter {position} of shape {tuple(parameter.shape)}"
-
-
-def state_problem(entry: Mapping[str, Any], parameter: Tensor) -> str | None:
-    """What keeps `entry` from being AdamW's state of this parameter; None if it is, or is empty."""
-    if not entry:
-        return None
-    for key in ("step", *(moment for moment in NEEDED_KEYS if not has_codes(entry, moment))):
-        if entry.get(key) is None:
-            there = sorted(name for name, value in entry.items() if value is not None)
-            return f"its state has {there} but no {key!r}; expected the state of AdamW or DOSAdam"
-    for key in STATE_KEYS:
-        value = entry.get(key)
-        if value is None:
-            continue
-        if key in CODE_TYPES and not in_blocks(parameter.shape):
-            return f"its state has {key!r}, but shape {tuple(parameter.shape)} is not whole blocks of {BLOCK} elements"
-        expected = scale_shape(parameter.shape) if key.endswith("_scales") else tuple(parameter.shape)
-        if not isinstance(value, Tensor) or tuple(value.shape) != expected:
-            found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            return f"its state {key!r} must have shape {expected}, found {found}"
-        if value.dtype != CODE_TYPES.get(key, value.dtype):
-            return (
-                f"its state {key!r} must be {CODE_TYPES[key]}, found {value.dtype}: something has converted the state "
-                "dict; codes cannot be converted, so save it with optimizer.state_dict() and load it as it is"
-            )
-        if is_sharded(value) and value.device_mesh != getattr(parameter, "device_mesh", None):  # type: ignore[attr-defined]
-            return (
-                f"its state {key!r} is divided over {value.device_mesh}, the parameter over "  # type: ignore[attr-defined]
-                f"{getattr(parameter, 'device_mesh', 'nothing')}; load it with torch.distributed.checkpoint, which "
-                "divides it anew, or as a full tensor"
-            )
-    step = entry["step"]
-    if not (isinstance(step, numbers.Real) or (isinstance(step, Tensor) and step.numel() == 1)):
-        return f"its state 'step' must be one number, found {step!r}"
-    if not float(step) >= 0:
-        return f"its state 'step' must be 0 or more, found {float(step)}"
-    return None
 
 
 def _described(device: torch.device, dtype: torch.dtype, shape: torch.Size, layout: Layout) -> str:
@@ -199,9 +177,10 @@ def _addresses(tensor: Tensor) -> np.ndarray[Any, Any]:
 
 def _overlaps_itself(tensor: Tensor) -> bool:
     """Whether two elements of the tensor are one in memory."""
-    found = torch._debug_has_internal_overlap(tensor)
-    if found != 2:  # it is known
-        return bool(found)
+    if is_dense(tensor):
+        return False
+    if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        return True
     offsets = torch.zeros((), dtype=torch.int64, device="cpu")
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         offsets = offsets[..., None] + torch.arange(size, dtype=torch.int64, device="cpu") * stride

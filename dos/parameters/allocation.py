@@ -7,7 +7,6 @@ import itertools
 import math
 import mmap
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,11 +17,10 @@ from dos.options import Options
 from dos.parameters.admission import Group
 from dos.sharding.local import local
 from dos.state.arena import Arena
-from dos.state.entries import keeps_blocks
 from dos.state.record import ParameterRecord, make_records
 from dos.state.subgroup import Subgroup, rounded, split
-from perfmodel import footprint
-from perfmodel.format import BYTES, INT8, MIXED, Format, format_of
+from perfmodel.footprint import HostBytes
+from perfmodel.format import BYTES, MIXED, Format
 from perfmodel.plan import Tier
 from perfmodel.subgroups import automatic_subgroup_size
 
@@ -31,10 +29,6 @@ MOST_SUBGROUPS = 1_000
 HOST_SIZE, SHARDED_SIZE = 100_000_000, 1 << 24
 """Parameters of a subgroup on the host unless the user chooses, and at most where they are DTensors: a layer waits for
 its own, and an update of so many takes some milliseconds, beside which starting it is nothing."""
-
-LEAST_CODED = 4096
-"""Elements of a parameter from which its moments are kept in codes, as in torchao and bitsandbytes."""
-
 
 LEAST_SHARES = 32
 """Subgroups that host memory takes at least, so that what passes through it on its way from disk leaves room."""
@@ -50,11 +44,6 @@ def pages(state: Format) -> int:
     return math.lcm(LEAST_ON_DISK, *each)
 
 
-def can_be_coded(parameter: Tensor) -> bool:
-    """Whether the parameter is whole blocks of elements that lie in a row, on each rank."""
-    return parameter.numel() >= LEAST_CODED and local(parameter).is_contiguous() and keeps_blocks(parameter)
-
-
 class Allocation:
     """Allocates as the user's options say."""
 
@@ -67,25 +56,18 @@ class Allocation:
         groups: dict[int, int] = {}
         members = [(groups.setdefault(id(group), len(groups)), p, group) for p, group in parameters]
 
-        def kind(member: tuple[int, Tensor, Group]) -> tuple[int, str, bool, bool]:
-            number, p, _ = member
-            return number, str(p.dtype), self._devices.holds(p), self._state_format(p) == INT8
+        def kind(member: tuple[int, Tensor, Group]) -> tuple[int, str, bool, int, str]:
+            number, p, group = member
+            state = self._format(p, group)
+            return number, str(p.dtype), self._devices.holds(p), state.block, state.name
 
         runs = [list(run) for _, run in itertools.groupby(sorted(members, key=kind), key=kind)]
         return [([p for _, p, _ in run], run[0][2]) for run in runs]
 
-    def _state_format(self, parameter: Tensor) -> str | None:
-        """As the user chose it, if this parameter can have it."""
-        chosen = self._options.state_format
-        return None if chosen == INT8 and not can_be_coded(parameter) else chosen
-
-    def _settings(self, parameter: Tensor, group: Group) -> dict[str, Any]:
+    def _format(self, parameter: Tensor, group: Group) -> Format:
         """Of the parameter's state."""
-        return {
-            "master_weights": self._options.master_weights,
-            "amsgrad": group["amsgrad"],
-            "state_format": self._state_format(parameter),
-        }
+        rule = self._options.rule
+        return rule.format(parameter, accelerated=self._devices.holds(parameter), extra=rule.extra(group))
 
     def host_bytes(self, parameter: Tensor, group: Group) -> int:
         """Host memory for the state of a parameter, at most, with one micro-batch in each step.
@@ -93,13 +75,7 @@ class Allocation:
         The memory in which offloaded gradients of several add up is asked for when the second comes.
         """
         numel, accelerated = local(parameter).numel(), self._devices.holds(parameter)
-        most = footprint.host_footprint(
-            numel,
-            parameter.dtype.itemsize,
-            accelerated=accelerated,
-            values=str(parameter.dtype).removeprefix("torch."),
-            **self._settings(parameter, group),
-        )
+        most = HostBytes.of(numel, self._format(parameter, group), accelerated=accelerated)
         if not (accelerated and self._lasting):
             return most.total
         gradients = numel * parameter.dtype.itemsize if self._options.offload_gradients else 0
@@ -143,20 +119,21 @@ class Allocation:
 
         size: of subgroups on the accelerator.
         """
-        accelerated, settings = self._devices.holds(parameters[0]), self._settings(parameters[0], group)
+        accelerated, state = self._devices.holds(parameters[0]), self._format(parameters[0], group)
         if not accelerated:
             size = self._options.subgroup_size or HOST_SIZE
         if accelerated and self._options.disk:
-            whole = pages(format_of(str(parameters[0].dtype).removeprefix("torch."), **settings))
+            whole = pages(state)
             size = -(-size // whole) * whole
         lasting = accelerated and self._lasting
         with explain_oom(self._devices.found):
             arena = Arena(
                 parameters,
                 self._devices.found if accelerated else None,
-                **settings,
+                self._options.rule,
+                state,
                 tier=Tier.DEVICE if lasting else Tier.HOST,
-                part=rounded(size),
+                part=1 if self._options.rule.whole else rounded(size),  # of whole parameters they differ in size
             )
         records = make_records(parameters, arena, first)
         if not accelerated and any(record.sharded for record in records):

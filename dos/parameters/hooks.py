@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from dos.sharding import ddp, fsdp
+from dos.sharding import ddp
+from dos.torch_internals import fsdp2
+from dos.torch_internals.modes import is_compiled
+from dos.torch_internals.module_dict import set_first
 
 
 def check_model(model: object, parameters: Iterable[Tensor]) -> None:
@@ -47,6 +49,7 @@ class Attachment:
     def __init__(self, model: nn.Module, watcher: Any, amount: Any = None) -> None:
         """amount: of what a forward saves leaves; None: of that nothing is asked."""
         self._amount = amount
+        # The model's hooks refer to this, and the optimizer does: neither may keep the other alive.
         self._watcher = weakref.ref(watcher)
         self._model = weakref.ref(model)
         self._ran: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
@@ -60,11 +63,11 @@ class Attachment:
         """How many of these `take_new_order` has given."""
         self._attribute = f"_dos_wait_{id(self)}"  # a model may be attached to several optimizers
         self._handles: list[RemovableHandle] = []
-        self._groups = fsdp.sharded_groups(model)
-        self._sharded = weakref.WeakSet(module for group in self._groups for module in fsdp.modules_of(group))
+        self._groups = fsdp2.sharded_groups(model)
+        self._sharded = weakref.WeakSet(module for group in self._groups for module in fsdp2.modules_of(group))
         """Modules whose parameters FSDP2 gathers."""
         for group in self._groups:
-            fsdp.wait_before_gathering(group, self)
+            fsdp2.wait_before_gathering(group, self)
         ddp.wait_before_broadcasts(self)
         self._add(model)
         alone = _hook(model, self._detach_if_alone)
@@ -112,7 +115,7 @@ class Attachment:
         for handle in self._handles:
             handle.remove()
         for group in self._groups:
-            fsdp.end_waiting(group, self)
+            fsdp2.end_waiting(group, self)
         model = self._model()
         for module in model.modules() if model is not None else ():
             vars(module).pop(self._attribute, None)
@@ -123,17 +126,15 @@ class Attachment:
             self.detach()
 
     def _add(self, module: nn.Module) -> None:
-        compiled = _is_compiled(module)
+        compiled = is_compiled(module)
         before = _hook(module, self._before_compiled if compiled else self._before_module)
         self._handles += [
             module.register_forward_pre_hook(before, prepend=True),
             module.register_state_dict_pre_hook(_Wait(self._finish_all)),
             module.register_load_state_dict_pre_hook(_Wait(self._finish_all)),
         ]
-        # Before all other attributes, so that copying or pickling the module comes to it before the parameters.
-        # At once, so that no interruption leaves a module without its attributes.
-        attributes = {self._attribute: _Wait(on_copy=self._finish_all), **vars(module)}
-        object.__setattr__(module, "__dict__", attributes)
+        # So that copying or pickling the module comes to it before the parameters.
+        set_first(module, self._attribute, _Wait(on_copy=self._finish_all))
         if not compiled:
             for child in module.children():
                 self._add(child)
@@ -207,10 +208,4 @@ class _Wait:
 
 def _hook(module: nn.Module, call: Callable[[nn.Module], None]) -> Callable[..., None]:
     """A hook for this module; one on a module that was compiled in place is traced with it, and must not be."""
-    return torch.compiler.disable(_Wait(call)) if _is_compiled(module) else _Wait(call)
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    """Whether the module runs as one compiled whole, through torch.compile(module) or module.compile()."""
-    dynamo = sys.modules.get("torch._dynamo")  # nothing is compiled before this is imported, which takes seconds
-    return dynamo is not None and (isinstance(module, dynamo.OptimizedModule) or module._compiled_call_impl is not None)
+    return torch.compiler.disable(_Wait(call)) if is_compiled(module) else _Wait(call)

@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from perfmodel.format import STATE_KEYS
+from dos.torch_internals.callers import unflattens_state
 
 
 class LiveState(defaultdict[Tensor, Any]):
-    """AdamW's state by parameter. Asking whether there is any, for which parameters, and how many, changes nothing.
+    """Optimizer state by parameter. Asking whether there is any, for which parameters, and how many, changes nothing.
 
     torch.distributed.checkpoint and trainers ask that at every turn. If it brought state home, code that only looks
     would move all residents in each iteration, and run into MemoryError where the host has no room for them.
     The optimizer itself, which knows what is settled, calls the methods of `dict`: `dict.get(state, parameter)`.
     """
 
-    def __init__(self, entries: Mapping[Tensor, Any], before: Callable[[Collection[Tensor]], None]) -> None:
+    def __init__(
+        self, entries: Mapping[Tensor, Any], before: Callable[[Collection[Tensor]], None], keys: Sequence[str]
+    ) -> None:
         """before: a method, called before entries are read or changed; its object is not kept alive.
 
-        It is given the parameters of those that are read.
+        It is given the parameters of those that are read. keys: all names that entries may have beside the step.
         """
         super().__init__(dict, entries)
+        self._keys = keys
         self._before = weakref.WeakMethod(before)
 
     def _settle(self, keys: Collection[Tensor]) -> None:
@@ -37,9 +39,9 @@ class LiveState(defaultdict[Tensor, Any]):
     def __getitem__(self, key: Tensor) -> Any:
         self._settle([key])
         entry = super().__getitem__(key)
-        if sys._getframe(1).f_code.co_name == "_unflatten_optim_state_dict":
+        if unflattens_state():
             # Torch takes these names alone from a flattened state dict, which may be of another format.
-            return dict.fromkeys(STATE_KEYS) | entry
+            return dict.fromkeys(self._keys) | entry
         return entry
 
     def __iter__(self) -> Iterator[Tensor]:  # without one of its own, dict(...) would copy entries without `_settle`

@@ -4,50 +4,18 @@ from __future__ import annotations
 
 import copy
 import itertools
-import sys
-from traceback import walk_stack
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dos.options import check_settings
-from dos.parameters.admission import Group, name_of, state_problem
+from dos.parameters.admission import Group, name_of
+from dos.rules.base import Rule
 from dos.sharding.local import to_host, version
-from dos.state.entries import CODE_TYPES, MAX_KEY, empty_for, in_blocks
-from perfmodel.format import STATE_KEYS
 
 
-def makes_state() -> bool:
-    """Whether the step that calls this is that by which torch.distributed.checkpoint makes a fresh optimizer's state.
-
-    It gives all parameters zeros for gradients, and lr is 0. Counted, it would leave every step that a checkpoint does
-    not overwrite at 1, and the next update's bias correction wrong. Values do not tell it from the first step of a
-    warm-up, which may be the same on some ranks, so the caller is looked up.
-    """
-    return _called_by("_init_optim_state")
-
-
-def loads_full_state() -> bool:
-    """Whether the state dict that the caller makes is what torch merges with the full one that it is loading.
-
-    What only one of them has would stay: moments in one format beside fresh ones in the other, and with
-    `broadcast_from_rank0` on rank 0 alone.
-    """
-    return _called_by("_load_optim_state_dict")
-
-
-def _called_by(function: str) -> bool:
-    """Whether this function of torch.distributed.checkpoint.state_dict is running on this thread."""
-    return any(
-        frame.f_code.co_name == function
-        and frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict"
-        for frame, _ in walk_stack(sys._getframe())
-    )
-
-
-def to_be_filled(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+def to_be_filled(optimizer: Optimizer, state_dict: dict[str, Any], rule: Rule) -> dict[str, Any]:
     """The state dict with room for all formats in place of the state, for torch to merge with a full one.
 
     What torch has not filled, `load_state_dict` leaves out.
@@ -57,10 +25,7 @@ def to_be_filled(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
     numbers = itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"])
     for number, parameter in zip(numbers, parameters, strict=True):
         if parameter.requires_grad:
-            room = {"step": torch.zeros((), dtype=torch.float32, device="cpu")}
-            for key in STATE_KEYS:
-                if key not in CODE_TYPES or in_blocks(parameter.shape):
-                    room[key] = empty_for(key, parameter)
+            room = {"step": torch.zeros((), dtype=torch.float32, device="cpu"), **rule.room(parameter)}
             for tensor in room.values():
                 tensor._dos_version = version(tensor)  # type: ignore[attr-defined]
             state[number] = {**state.get(number, {}), **room}
@@ -75,15 +40,12 @@ def _is_unfilled(value: object) -> bool:
     return given is not None and given == version(value)
 
 
-def checked(
-    optimizer: Optimizer, state_dict: dict[str, Any], state_format: str | None
-) -> tuple[dict[Any, Any], list[Group]]:
+def checked(optimizer: Optimizer, state_dict: dict[str, Any], rule: Rule) -> tuple[dict[Any, Any], list[Group]]:
     """The state and the groups that `Optimizer.load_state_dict` would make of a state dict, but with nothing rounded.
 
     torch casts state to the parameter's dtype, which would round float32 moments and masters of bfloat16 parameters.
     Tensors are copied into the optimizer's own memory at the next step.
 
-    state_format: of the optimizer.
     Raises ValueError naming the first parameter that does not match.
     """
     missing = [key for key in ("state", "param_groups") if key not in state_dict]
@@ -99,19 +61,8 @@ def checked(
                 f"param group {number} has {len(saved_group['params'])} parameters in the state dict and "
                 f"{len(group['params'])} in the optimizer"
             )
-        absent = [key for key in ("lr", "betas", "eps", "weight_decay") if key not in saved_group]
-        if absent:
-            raise ValueError(
-                f"param group {number} of the state dict has no {absent[0]!r}, found {sorted(saved_group)}, so it is "
-                "another optimizer's; load a state dict of DOSAdam, AdamW or Adam"
-            )
-        for key, value in group.items():
-            saved_group.setdefault(key, value)  # settings that the saving version did not know
-        # How to decay and how to run are this optimizer's own choice, as AdamW has it.
-        for key in ("decoupled_weight_decay", "capturable", "differentiable"):
-            saved_group[key] = group[key]
+        rule.adopt(saved_group, group, f"param group {number} of the state dict")
         saved_group["params"] = group["params"]
-        check_settings(saved_group, f"param group {number} of the state dict", state_format)
         ids = state_dict["param_groups"][number]["params"]
         by_id.update(zip(ids, zip(group["params"], itertools.repeat(saved_group)), strict=False))
 
@@ -122,17 +73,11 @@ def checked(
             continue
         parameter, group = by_id[saved_id]
         entry = {key: value for key, value in loaded.items() if not _is_unfilled(value)}
-        if len(entry) < len(loaded) and entry.keys().isdisjoint(("step", *STATE_KEYS)):
+        if len(entry) < len(loaded) and entry.keys().isdisjoint(("step", *rule.keys)):
             entry = optimizer.state.get(parameter) or {}  # torch loads nothing for this parameter
             if not entry:
                 continue
-        problem = state_problem(entry, parameter)
-        if not problem and entry and group["amsgrad"] and entry.get(MAX_KEY) is None and float(entry["step"]) > 0:
-            problem = (
-                f"amsgrad=True, and its state has no {MAX_KEY!r}, which torch.distributed.checkpoint leaves out where "
-                "the optimizer was built without amsgrad; build it with amsgrad=True, or load the checkpoint with "
-                "planner=dos.checkpoint.LoadPlanner()"
-            )
+        problem = rule.problem(entry, parameter, group)
         if problem:
             raise ValueError(f"{name_of(parameter, group)}: {problem}")
         # At once, for a checkpoint that was loaded to the accelerator may fill it.

@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from dos.guard import Guard
-from dos.options import check_settings
 from dos.parameters.active import Active
 from dos.parameters.admission import Group, check_overlaps, check_parameter
 from dos.parameters.live_state import LiveState
 from dos.parameters.registry import Registry
+from dos.rules.base import Rule
 from dos.sharding.local import laid_out_as, local
-from dos.state.entries import step_of, write_entry
-from dos.state.record import ParameterRecord
-from perfmodel.format import STATE_KEYS
+from dos.state.arena import Arena
+from dos.state.record import ParameterRecord, step_of
+from dos.torch_internals.operators import add_to_all
+from dos.torch_internals.tensors import is_view
 
 
 class Look(NamedTuple):
@@ -44,11 +43,9 @@ class Reconciler:
     state: LiveState
     seen: bool
 
-    def __init__(self, registry: Registry, guard: Guard, state_format: str | None) -> None:
-        """state_format: as the user chose it."""
+    def __init__(self, registry: Registry, rule: Rule) -> None:
         self._registry = registry
-        self._guard = guard
-        self._state_format = state_format
+        self._rule = rule
 
     def look(self, groups: Sequence[Group]) -> Look:
         """Look at all parameters with a gradient: those of `others` can be used, but are to be enrolled and settled.
@@ -62,7 +59,7 @@ class Reconciler:
         others: list[tuple[Tensor, Group]] = []
         for number, group in enumerate(groups):
             checked = False
-            amsgrad = group["amsgrad"]
+            extra = self._rule.extra(group)
             for p in group["params"]:
                 gradient = p.grad
                 record = records.get(id(p))
@@ -70,19 +67,19 @@ class Reconciler:
                 if gradient is None and record not in away:
                     continue
                 if not checked:
-                    check_settings(group, f"param group {number}", self._state_format)
+                    self._rule.check(group, f"param group {number}")
                     checked = True
                 if record is not None and record.sharded:
                     gradient = record.gradient
                 if (
                     record is not None
                     and record.settled(gradient)
-                    and (record.arena.amsgrad or not amsgrad)
+                    and (not extra or extra.keys() <= record.arena.format.names)
                     and not (seen and not record.intact(dict.get(state, p) or {}))
                 ):
                     settled.append((record, group))
                 else:
-                    check_parameter(p, group, self._entry(p), record, self._registry.devices)
+                    check_parameter(p, group, self._entry(p), record, self._registry.devices, self._rule)
                     others.append((p, group))
         return Look(settled, others, self._replaced(groups) if known < len(records) else [])
 
@@ -136,13 +133,13 @@ class Reconciler:
             record.adopt_step(step)
             return
         # State that was never written is zero wherever it will be, and takes no memory here until then.
-        if any(key in entry for key in STATE_KEYS):
+        if any(key in entry for key in self._rule.keys):
             record.fresh = False
         if not record.fresh:
             self._make_homes([record])
-            write_entry(entry, record.parameter, record.views)
+            self._rule.write_entry(entry, record.parameter, record.views)
         # In an order that can be interrupted: what the entry says is lost at no point.
-        for key in STATE_KEYS:
+        for key in self._rule.keys:
             if key not in record.views:
                 entry.pop(key, None)
         entry.update({"step": step.clone(), **record.views})
@@ -156,24 +153,29 @@ class Reconciler:
         for record, _ in active.members:
             record.count += 1
         if self.seen and active.members:
-            torch._foreach_add_([record.step for record, _ in active.members], 1)
+            add_to_all([record.step for record, _ in active.members], 1)
             for record, _ in active.members:
                 record.saw_step()
 
     def without_room(self, groups: Sequence[Group]) -> list[ParameterRecord]:
-        """Records of arenas that have no room for the state that is loaded with these groups, for it has amsgrad's.
+        """Records of arenas without room for the state that these groups ask for, which are loaded.
 
         Raises RuntimeError if they have gradients on the host, which would be lost with them.
         """
-        records, members = self._registry.records, [(id(p), g) for g in groups for p in g["params"] if g["amsgrad"]]
-        arenas = {records[key].arena for key, _ in members if key in records and not records[key].arena.amsgrad}
-        found = [record for record in records.values() if record.arena in arenas]
-        if any(record in self._registry.offloaded.records for record in found):
-            raise RuntimeError(
-                "the state dict has amsgrad=True, for which the optimizer has to make its memory anew, and there are "
-                "gradients in that, moved there by offload_gradients=True; call optimizer.zero_grad() before "
-                "load_state_dict(), or load before backward"
-            )
+        short: dict[Arena, Mapping[str, str]] = {}
+        for group in groups:
+            extra = self._rule.extra(group)
+            arenas = {record.arena for record in map(self._registry.record, group["params"]) if record is not None}
+            short |= {arena: extra for arena in arenas if not extra.keys() <= arena.format.names}
+        found = [record for record in self._registry.records.values() if record.arena in short]
+        for record in found:
+            if record in self._registry.offloaded.records:
+                settings = ", ".join(short[record.arena].values())
+                raise RuntimeError(
+                    f"the state dict has {settings}, for which the optimizer has to make its memory anew, and there "
+                    "are gradients in that, moved there by offload_gradients=True; call optimizer.zero_grad() before "
+                    "load_state_dict(), or load before backward"
+                )
         return found
 
     def withdraw(self) -> None:
@@ -200,5 +202,5 @@ class Reconciler:
 def copy_views(entry: dict[str, Any], own: Mapping[str, Tensor]) -> None:
     """Replace tensors that are views of others, but for these, by copies."""
     for key, value in entry.items():
-        if isinstance(value, Tensor) and value is not own.get(key) and local(value)._base is not None:
+        if isinstance(value, Tensor) and value is not own.get(key) and is_view(local(value)):
             entry[key] = laid_out_as(local(value).clone(), value)

@@ -18,9 +18,9 @@ from dos.options import NATIVE, Options
 from dos.parameters.admission import Group, check_kind, name_of
 from dos.parameters.allocation import Allocation
 from dos.parameters.watching import Watching
-from dos.sharding.fsdp import find_replaced
 from dos.sharding.local import is_sharded, local, moved_to_layout
 from dos.sharding.meshes import Meshes
+from dos.sharding.replaced import find_replaced
 from dos.state.disk.files import check_disk
 from dos.state.homes import Homes
 from dos.state.host_store import HostStore
@@ -114,7 +114,7 @@ class Registry:
         """
         ready = [p for p in group["params"] if p.requires_grad and not is_lazy(p)]
         for parameter in ready:
-            check_kind(parameter, group, self.devices)
+            check_kind(parameter, group, self.devices, self._options.rule)
         there = {p: self.devices.holds(p) for p in group["params"] if not is_lazy(p)}  # raises where it cannot be
         promised = {on_device: dict(each) for on_device, each in self._promised.items()}
         for p in ready:

@@ -9,12 +9,14 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from dos.torch_internals.tensors import hook_again, tensor_address
+
 
 class _Hook(NamedTuple):
-    """Of one parameter. implementation: the address of torch's own tensor."""
+    """Of one parameter. address: of torch's own tensor."""
 
     handle: RemovableHandle
-    implementation: int
+    address: int
 
 
 _last: weakref.WeakValueDictionary[int, Watching] = weakref.WeakValueDictionary()
@@ -68,7 +70,9 @@ class Watching:
             if alive is not None:
                 alive.gradient_ready(parameter)
 
-        self._watched[parameter] = _Hook(parameter.register_post_accumulate_grad_hook(report), parameter._cdata)
+        self._watched[parameter] = _Hook(
+            parameter.register_post_accumulate_grad_hook(report), tensor_address(parameter)
+        )
 
     def renew(self) -> None:
         """Hook again where torch has swapped tensors, and where another optimizer took gradients away that is gone.
@@ -76,9 +80,9 @@ class Watching:
         Raises RuntimeError if another one does that is still there.
         """
         # `model.to()` swaps the tensors of DTensors: their hooks are still listed, and never called.
-        for parameter in [p for p, hook in self._watched.items() if hook.implementation != p._cdata]:
-            parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
-            self._watched[parameter] = self._watched[parameter]._replace(implementation=parameter._cdata)
+        for parameter in [p for p, hook in self._watched.items() if hook.address != tensor_address(p)]:
+            hook_again(parameter)
+            self._watched[parameter] = self._watched[parameter]._replace(address=tensor_address(parameter))
         if not self._takes:
             return
         lost = {p: other for p in self._watched if (other := _last.get(id(p))) is not self}

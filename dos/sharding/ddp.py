@@ -10,11 +10,14 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from dos.torch_internals.patches import call_before_broadcasts
+
 CommHook = Callable[[Any, Any], "torch.futures.Future[Any]"]
 """As `DistributedDataParallel.register_comm_hook` takes it: (state, bucket) -> a future of the reduced bucket."""
 
 
 _watchers: weakref.WeakKeyDictionary[DistributedDataParallel, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
+"""Who watches the buckets of each model. DDP has its hook for good, and the hook must keep no optimizer alive."""
 
 
 def watch_buckets(model: DistributedDataParallel, watcher: Any, hook: CommHook | None, state: Any) -> None:
@@ -44,6 +47,7 @@ def watch_buckets(model: DistributedDataParallel, watcher: Any, hook: CommHook |
 
 
 _waiting: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Who waits before broadcasts: of all models, because what is replaced in torch is replaced once."""
 
 
 def wait_before_broadcasts(waits: Any) -> None:
@@ -51,24 +55,18 @@ def wait_before_broadcasts(waits: Any) -> None:
 
     Until it is gone. No hook of the model runs then.
     """
-    _wrap_broadcast()
+    _watch_broadcasts()
     _waiting.add(waits)
 
 
 @functools.cache
-def _wrap_broadcast() -> None:
-    implementation = torch.nn.parallel.distributed
-    broadcast = getattr(implementation, "_sync_module_states", None)
-    if broadcast is None:  # torch without torch.distributed
-        return
+def _watch_broadcasts() -> None:
+    call_before_broadcasts(_finish)
 
-    @functools.wraps(broadcast)
-    def wait_and_broadcast(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        for waits in list(_waiting):
-            waits.finish(module.parameters())
-        return broadcast(module, *args, **kwargs)
 
-    implementation._sync_module_states = wait_and_broadcast
+def _finish(model: torch.nn.Module) -> None:
+    for waits in list(_waiting):
+        waits.finish(model.parameters())
 
 
 def _all_reduce(group: Any, bucket: Any) -> torch.futures.Future[Any]:

@@ -6,8 +6,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
+
+from dos.torch_internals.dtensors import dtensor_as, local_tensor
+from dos.torch_internals.tensors import base_of, version_counter
 
 
 def is_sharded(tensor: object) -> bool:
@@ -20,7 +22,7 @@ def local(tensor: Any) -> Tensor:
     """This rank's part of a DTensor, in whose memory it is; of any other tensor, itself."""
     if not is_sharded(tensor):
         return tensor
-    part = tensor._local_tensor
+    part = local_tensor(tensor)
     # The collective that makes it may still run.
     return part.trigger_wait() if hasattr(part, "trigger_wait") else part
 
@@ -29,17 +31,8 @@ def laid_out_as(part: Tensor, like: Any, shape: Sequence[int] | None = None) -> 
     """`part` as this rank's part of a DTensor laid out as `like` is, without a copy; itself if that is none.
 
     shape: of the whole tensor, if another than that of `like`, and in row-major order.
-
-    `DTensor.from_local` would move it to the mesh's device, and take shards for even.
     """
-    if not is_sharded(like):
-        return part
-    # A DTensor takes its part's offset for its own address, and torch.distributed.checkpoint takes a DTensor with an
-    # address for one with memory. So it is made of what lies at offset 0.
-    at_0 = part.as_strided(part.size(), part.stride(), 0)
-    found = type(like)(at_0, _spec_as(like, part, shape), requires_grad=False)
-    found._local_tensor = part
-    return found
+    return dtensor_as(like, part, shape) if is_sharded(like) else part
 
 
 def same_layout(one: Any, other: Any) -> bool:
@@ -83,21 +76,10 @@ def to_host(tensor: Any) -> Tensor:
     return tensor if part.device.type == "cpu" else laid_out_as(part.cpu(), tensor)
 
 
-def _spec_as(like: Any, part: Tensor, shape: Sequence[int] | None) -> Any:
-    """The layout of `like`, for elements of the type of `part` and perhaps another shape."""
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-
-    spec = like._spec
-    whole = like if shape is None else torch.empty(tuple(shape), device="meta")
-    meta = TensorMeta(whole.shape, whole.stride(), part.dtype)
-    extra = {"shard_order": spec.shard_order} if hasattr(spec, "shard_order") else {}
-    return DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta, **extra)
-
-
 def version(tensor: Any) -> int:
     """How often the tensor was written, as far as that is counted; for a DTensor, through it or to this rank's part."""
-    parts = (tensor, tensor._local_tensor) if is_sharded(tensor) else (tensor,)
-    return sum(0 if part.is_inference() else part._version for part in parts)
+    parts = (tensor, local_tensor(tensor)) if is_sharded(tensor) else (tensor,)
+    return sum(0 if part.is_inference() else version_counter(part) for part in parts)
 
 
 def counted_with(tensor: Any) -> tuple[Tensor, ...]:
@@ -106,8 +88,8 @@ def counted_with(tensor: Any) -> tuple[Tensor, ...]:
     The same memory may have several counters: `.data`, `torch.unsafe_chunk`, `torch.from_numpy` and views made within
     an operator give tensors with their own. What `detach` gives shares one, but does not say with which tensor.
     """
-    parts = (tensor, tensor._local_tensor) if is_sharded(tensor) else (tensor,)
-    return tuple(part if part._base is None else part._base for part in parts)
+    parts = (tensor, local_tensor(tensor)) if is_sharded(tensor) else (tensor,)
+    return tuple(map(base_of, parts))
 
 
 def counts_writes(tensor: Tensor) -> bool:

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from dos.devices import Copy, Device
+from dos.rules.base import Rule
 from dos.sharding.local import local
 from dos.state.host_tensor import HostTensor
-from perfmodel.format import MASTER, REST, Field, format_of
+from perfmodel.format import MASTER, REST, Field, Format
 from perfmodel.plan import Tier
 
 ALIGNMENT = 256
@@ -43,10 +44,14 @@ class State:
         """All of them, in the order of the format."""
         return tuple(self.fields.values())
 
-    def slice(self, start: int, stop: int) -> State:
-        """A view of what is of the parameters from start to stop."""
+    def cut(self, start: int, stop: int) -> dict[str, Tensor]:
+        """Views of what is of the parameters from start to stop, by name."""
         each = ((name, tensor, self.blocks.get(name, 1)) for name, tensor in self.fields.items())
-        return State({name: tensor[start // n : stop // n] for name, tensor, n in each}, self.blocks)
+        return {name: tensor[start // n : stop // n] for name, tensor, n in each}
+
+    def slice(self, start: int, stop: int) -> State:
+        """The same as a state."""
+        return State(self.cut(start, stop), self.blocks)
 
     def zero(self) -> None:
         """Make it the state of parameters that were never updated."""
@@ -84,8 +89,8 @@ class Arena:
     in the parameter's own memory order, so `optimizer.state[p]["exp_avg"]` is a view of it.
 
     device: where the parameters are; None: on the host.
+    rule: by which they are updated. format: what the state consists of.
     tier: where the state has its home; on the device it is there for good.
-    format: what the state consists of; amsgrad: whether with room for amsgrad.
     gradient: staging for gradients on their way from the accelerator, in the parameters' dtype.
     parameter: staging for new parameters on their way to the accelerator; None where master has their dtype already.
         Where masters are split it has their upper halves, of the subgroups that the host updates.
@@ -97,10 +102,9 @@ class Arena:
         self,
         parameters: Sequence[Tensor],
         device: Device | None,
+        rule: Rule,
+        state: Format,
         *,
-        master_weights: bool,
-        amsgrad: bool,
-        state_format: str | None = None,
         tier: Tier = Tier.HOST,
         part: int = 1,
     ) -> None:
@@ -109,15 +113,9 @@ class Arena:
         self.accelerated = device is not None
         self.tier = tier
         self.numel = sum(local(p).numel() for p in parameters)
-        self.amsgrad = amsgrad
         self.device = device
-        self.format = format_of(
-            str(self.dtype).removeprefix("torch."),
-            state_format=state_format,
-            master_weights=master_weights,
-            accelerated=self.accelerated,
-            amsgrad=amsgrad,
-        )
+        self.rule = rule
+        self.format = state
         self._part = -(-part // self.format.block) * self.format.block
         self._homes: dict[str, HostTensor] = {}
         self._buffers: list[Tensor] = []

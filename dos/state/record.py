@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,8 +12,9 @@ from torch import Tensor
 from dos.sharding.fingerprint import fingerprint
 from dos.sharding.local import is_sharded, laid_out_as, local, version
 from dos.state.arena import Arena, State, as_transport_dtype
-from dos.state.entries import scale_shape
-from perfmodel.format import STATE_KEYS
+from dos.torch_internals.dtensors import local_tensor
+from dos.torch_internals.tensors import is_zero_tensor, version_counter
+from perfmodel.format import scale_shape
 
 
 class ParameterRecord:
@@ -60,7 +62,7 @@ class ParameterRecord:
     def local(self) -> Tensor:
         """This rank's part of the parameter."""
         p = self.parameter
-        return p._local_tensor if self.sharded else p  # type: ignore[attr-defined]
+        return local_tensor(p) if self.sharded else p
 
     @property
     def gradient(self) -> Tensor | None:
@@ -101,7 +103,7 @@ class ParameterRecord:
         """
         p = self.local
         return (
-            (version(self.parameter) if self.sharded else p._version) == self.version
+            (version(self.parameter) if self.sharded else version_counter(p)) == self.version
             and not self.rewritten
             and p.data_ptr() == self.data_ptr
             and p.stride() == self._strides
@@ -131,7 +133,7 @@ class ParameterRecord:
         if self.sharded:
             self.rewritten = False
             self.bits = None if not self.arena.format.has_masters else fingerprint(p)
-        self.version = version(self.parameter) if self.sharded else p._version
+        self.version = version(self.parameter) if self.sharded else version_counter(p)
         self.data_ptr, self._strides = p.data_ptr(), p.stride()
 
     def write_back(self) -> None:
@@ -141,7 +143,7 @@ class ParameterRecord:
     def flat_gradient(self, gradient: Tensor) -> Tensor:
         """The gradient as 1-D tensor in the order of `flat`; a copy only where its layout differs."""
         gradient = gradient.detach().resolve_neg()  # the sign of a lazily negated tensor is not in its memory
-        if gradient._is_zerotensor():  # which has no memory at all
+        if is_zero_tensor(gradient):  # which has no memory at all
             gradient = torch.zeros_like(self.local, dtype=gradient.dtype)
         return (gradient if self.layout is None else gradient.permute(self.layout)).contiguous().view(-1)
 
@@ -151,7 +153,7 @@ class ParameterRecord:
         return all(
             entry.get(key) is view and local(view).data_ptr() == self._addresses[key]
             for key, view in self.views.items()
-        ) and not (others and any(key in entry for key in STATE_KEYS if key not in self.views))
+        ) and not (others and any(key in entry for key in self.arena.rule.keys if key not in self.views))
 
     def adopt_step(self, step: Tensor) -> None:
         """Count from what the entry holds as the step."""
@@ -160,7 +162,7 @@ class ParameterRecord:
 
     def saw_step(self) -> None:
         """Remember the step's tensor as it is now, with what was counted."""
-        self._step_version, self._step_written = self.step._version, self.count
+        self._step_version, self._step_written = version_counter(self.step), self.count
 
     def write_step(self) -> None:
         """Bring what was counted to the step's tensor."""
@@ -171,7 +173,7 @@ class ParameterRecord:
     def intact(self, entry: Mapping[str, object]) -> bool:
         """Whether an entry holds exactly what the last step left there."""
         step = self.step
-        seen = entry.get("step") is step and step._version == self._step_version
+        seen = entry.get("step") is step and version_counter(step) == self._step_version
         return seen and float(step) == self.count and self.is_adopted(entry)
 
     def renew_views(self) -> None:
@@ -214,6 +216,15 @@ def make_records(parameters: Sequence[Tensor], arena: Arena, first: int = 0) -> 
     return [ParameterRecord(parameter, arena, offset, number) for parameter, offset, number in places]
 
 
+def step_of(entry: Mapping[str, Any]) -> Tensor:
+    """The step that the entry has, as a float32 scalar on the host that counts writes; 0 if it has none."""
+    step = entry.get("step", 0.0)
+    usable = isinstance(step, Tensor) and step.device.type == "cpu" and step.dtype == torch.float32
+    if not usable or step.ndim or step.is_inference():
+        step = torch.tensor(float(step), dtype=torch.float32, device="cpu")
+    return step
+
+
 Layout = tuple[int, ...] | None
 """The axes in the order in which they lie in memory, those of length 1 last; None: in their own, or there are gaps."""
 
@@ -228,18 +239,23 @@ def flat_alias(tensor: Tensor) -> Tensor | None:
 
     None if that is not what its memory holds: with gaps or overlaps, or lazily negated.
     """
-    if tensor.is_neg():
+    if tensor.is_neg() or not is_dense(tensor):
         return None
+    return tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the tensor's elements fill a piece of memory, in whatever order."""
     if tensor.is_contiguous():
-        return tensor.view(-1)
+        return True
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size == 1:
             continue
         if stride != expected:
-            return None
+            return False
         expected *= size
-    return tensor.as_strided((tensor.numel(),), (1,))
+    return True
 
 
 def _layout(tensor: Tensor) -> Layout:

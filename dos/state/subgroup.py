@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import mmap
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -105,7 +106,7 @@ class Subgroup:
 
     def load(self) -> SubgroupLoad:
         """Its bytes on every lane."""
-        return SubgroupLoad.of(self.numel, self.arena.format)
+        return SubgroupLoad.of(self.numel, self.arena.format, on_cpu=self.arena.rule.on_cpu)
 
 
 def rounded(subgroup_size: int) -> int:
@@ -113,22 +114,40 @@ def rounded(subgroup_size: int) -> int:
     return subgroup_size if subgroup_size < _ROUNDED_FROM else -(-subgroup_size // _ROUNDING) * _ROUNDING
 
 
-def split(arena: Arena, records: Iterable[ParameterRecord], subgroup_size: int) -> list[Subgroup]:
+def split(arena: Arena, records: Sequence[ParameterRecord], subgroup_size: int) -> list[Subgroup]:
     """The arena as subgroups of `subgroup_size` parameters, the last shorter: large tensors are split, small share.
 
+    Where the rule updates parameters as a whole none is split: a subgroup is larger if its first parameter is.
     records: all of the arena, in order. subgroup_size: see `rounded`; where parameters share elements of the state,
         a multiple of as many.
     """
     block = arena.format.block
-    subgroup_size = -(-rounded(subgroup_size) // block) * block
-    count = -(-arena.numel // subgroup_size)
-    pieces: list[list[Piece]] = [[] for _ in range(count)]
+    size = -(-rounded(subgroup_size) // block) * block
+    cuts = range(size, arena.numel + size, size)
+    ends = list(_ends_of_whole(records, size)) if arena.rule.whole else [min(cut, arena.numel) for cut in cuts]
+    pieces: list[list[Piece]] = [[] for _ in ends]
+    number = start = 0  # of the subgroup, and where it begins
     for record in records:
         first, end = record.offset, record.offset + record.numel
         while first < end:
-            number, start = divmod(first, subgroup_size)
-            last = min(end, (number + 1) * subgroup_size)
-            pieces[number].append(Piece(record, start, start + last - first, first - record.offset))
+            last = min(end, ends[number])
+            pieces[number].append(Piece(record, first - start, last - start, first - record.offset))
             first = last
-    ends = [min((number + 1) * subgroup_size, arena.numel) for number in range(count)]
-    return [Subgroup(arena, i * subgroup_size, ends[i], tuple(pieces[i])) for i in range(count)]
+            if last == ends[number]:
+                number, start = number + 1, last
+    return [
+        Subgroup(arena, start, stop, tuple(mine))
+        for (start, stop), mine in zip(itertools.pairwise((0, *ends)), pieces, strict=True)
+    ]
+
+
+def _ends_of_whole(records: Iterable[ParameterRecord], size: int) -> Iterator[int]:
+    """Where subgroups end that have whole parameters, `size` elements at most, or one parameter."""
+    start = end = 0
+    for record in records:
+        if start < end and end + record.numel - start > size:
+            yield end
+            start = end
+        end += record.numel
+    if start < end:
+        yield end

@@ -328,7 +328,9 @@ class Ledger:
             self._follow_parameters(plan, subjects, found)
             found, begun = self._inherit(plan, subjects, found)
             # The device may have had memory for fewer slots.
-            granted = dataclasses.replace(plan, slots=len(self.stores.device.slots))
+            # None is streamed without a gradient, but a plan that says so needs the number of a slot.
+            slots = len(self.stores.device.slots) or int(Placement.GPU_STREAMED in plan.placements)
+            granted = dataclasses.replace(plan, slots=slots)
             indices = {subject.subgroup: i for i, subject in enumerate(subjects)}
             tasks = [transit.task(indices[transit.subgroup]) for transit in begun if transit.subgroup]
             schedule = schedule_step(granted, workload, found, tasks)

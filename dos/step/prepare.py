@@ -203,19 +203,24 @@ class Preparation:
             store.get_slots(min(max(plan.slots, 1), len(passing)), nbytes)
         if store.slots:
             return set()
-        never = [i for i, subject in passing.items() if subject.subgroup.arena.tier is Tier.DEVICE]
-        if never:
-            raise torch.OutOfMemoryError(
-                f"there is no device memory through which the gradients of subgroup {never[0]} could come up for "
-                "its update; use a smaller subgroup_size, or policy='adaptive', with which state can leave"
-            )
+        for i, subject in passing.items():
+            arena = subject.subgroup.arena
+            if arena.tier is Tier.DEVICE or not arena.rule.on_cpu:
+                lasting = "gradients", "policy='adaptive', with which state can leave"
+                what, hint = lasting if arena.rule.on_cpu else ("state", "free some, for the CPU cannot update it")
+                raise torch.OutOfMemoryError(
+                    f"there is no device memory through which the {what} of subgroup {i} could come up for its update; "
+                    f"use a smaller subgroup_size, or {hint}"
+                )
         for i, subject in passing.items():
             if ledger.comes(subject.subgroup):
                 ledger.cancel([subject.subgroup])
             elif found[i].state is not Tier.DEVICE and store.has(subject.subgroup):
                 store.drop(subject.subgroup)
-        # A plan without slots must not stream, not even what has no gradient.
-        return {*passing, *plan.served(Placement.GPU_STREAMED)}
+        # A plan without slots must not stream, not even what has no gradient. But for what the CPU cannot update there
+        # is no other plan, and without a gradient it needs no slot.
+        streamed = plan.served(Placement.GPU_STREAMED)
+        return {*passing, *(i for i in streamed if subjects[i].subgroup.arena.rule.on_cpu)}
 
 
 def check_slots(plan: Plan, subgroups: Sequence[Subgroup], total: int) -> None:

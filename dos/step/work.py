@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dos.devices import Copy
-from dos.kernels.adam import AdamArrays, AdamStep
 from dos.kernels.masters import correct_rest, follow
-from dos.kernels.update import AdamBatch, prepare
+from dos.rules.base import Batch, Run
 from dos.state.arena import State
 from dos.state.record import flat_alias
 from dos.state.subgroup import Piece, Subgroup
@@ -58,7 +57,7 @@ class SubgroupUpdate:
     """
 
     def __init__(
-        self, subgroup: Subgroup, gradients: Sequence[Input | None], settings: Sequence[AdamStep], *, offloaded: bool
+        self, subgroup: Subgroup, gradients: Sequence[Input | None], settings: Sequence[Any], *, offloaded: bool
     ) -> None:
         """gradients: by number of the record; None: it has none."""
         self.subgroup = subgroup
@@ -136,7 +135,7 @@ class SubgroupUpdate:
         assert staged is not None, "accelerated parameters have a master"
         return [(_of_parameter(p), staged[p.run]) for p, _ in self.items]
 
-    def prepare(self, state: State, gradient_buffer: Tensor | None = None, *, lasting: bool = True) -> AdamBatch:
+    def prepare(self, state: State, gradient_buffer: Tensor | None = None, *, lasting: bool = True) -> Batch:
         """The update of `state`, and of the parameters in the memory where it is, whose masters have yet to `follow`.
 
         gradient_buffer: to which `fetch_gradients` brings the gradients, if that has to be.
@@ -168,7 +167,7 @@ class SubgroupUpdate:
         else:
             staged = self.on_host.gradient
             self._point(batch, staged.data_ptr(), staged.itemsize, staged.dtype)
-        prepare([batch], self.settings)()
+        self.subgroup.arena.rule.prepare([batch], self.settings)()
         if self.at_home and state.rest is not None and len(self.subgroup.newest) < len(self.subgroup.pieces):
             self.subgroup.newest.update(self.pieces)
 
@@ -207,7 +206,7 @@ class SubgroupUpdate:
         if master is not None and staged is not None:
             self._follow(master, lambda piece: staged[piece.run])
 
-    def _point(self, batch: AdamBatch, first: int = 0, itemsize: int = 0, dtype: torch.dtype | None = None) -> None:
+    def _point(self, batch: Batch, first: int = 0, itemsize: int = 0, dtype: torch.dtype | None = None) -> None:
         """Say what each run of the batch is given.
 
         first: the address from which on gradients lie as the pieces do, an element every `itemsize` bytes; 0: each lies
@@ -224,30 +223,32 @@ class SubgroupUpdate:
         batch.point(addresses, [gradient.values.dtype if dtype is None else dtype for _, gradient in items])
         batch.choose(self.settings, [gradient.setting for _, gradient in items] if len(self.settings) > 1 else None)
 
-    def _batch(self, place: str, state: State, *, lasting: bool = True) -> AdamBatch:
+    def _batch(self, place: str, state: State, *, lasting: bool = True) -> Batch:
         """The update of all pieces in one place, which is remembered where that lasts."""
         # By address: users may move the memory of a state that they have, such as by `share_memory_`.
         addresses = [tensor.data_ptr() for tensor in state.tensors()]
         known, batch = self.subgroup.batches.get(place, (None, None))
         if batch is None or known != addresses:
-            batch = AdamBatch([self._arrays(p, state, at_home=place == "at home") for p in self.subgroup.pieces])
+            runs = [self._run(piece, state, at_home=place == "at home") for piece in self.subgroup.pieces]
+            batch = self.subgroup.arena.rule.batch(runs)
             if lasting:
                 self.subgroup.batches[place] = addresses, batch
         return batch
 
-    def _arrays(self, piece: Piece, state: State, *, at_home: bool) -> AdamArrays:
-        """What the update of a piece works on; its gradient is said later."""
-        fields = dict(state.slice(piece.start, piece.stop).fields)
-        master, staged = fields.pop(MASTER, None), self.on_host.parameter if at_home else None
+    def _run(self, piece: Piece, state: State, *, at_home: bool) -> Run:
+        """What the update of a piece works on."""
+        fields = state.cut(piece.start, piece.stop)
+        master, shaped = fields.pop(MASTER, None), piece.record.shaped
         if at_home and REST in fields:
-            return AdamArrays(self._staged(piece), self._staged(piece), **fields)
+            return Run(self._staged(piece), fields, None, shaped)
         if at_home:
             assert master is not None, "accelerated parameters have a master"
-            return AdamArrays(master, master, **fields, out=None if staged is None else staged[piece.run])
+            staged = self.on_host.parameter
+            return Run(master, fields, None if staged is None else staged[piece.run], shaped)
         parameter = _of_parameter(piece)
         if master is None:
-            return AdamArrays(parameter, parameter, **fields)
-        return AdamArrays(parameter, master, **fields, out=parameter if master.dtype == torch.float32 else None)
+            return Run(parameter, fields, None, shaped)
+        return Run(master, fields, parameter if master.dtype == torch.float32 else None, shaped)
 
     def _staged(self, piece: Piece) -> Tensor:
         """The piece's parameters on the host."""
@@ -284,7 +285,8 @@ def prepare_updates(updates: Sequence[Placed], *, lasting: bool = True) -> Calla
     lasting: whether later steps find the states in the same places.
     """
     batches = [each.update.prepare(each.state, each.gradient_buffer, lasting=lasting) for each in updates]
-    update_together = prepare(batches, updates[0].update.settings)
+    first = updates[0].update
+    update_together = first.subgroup.arena.rule.prepare(batches, first.settings)
 
     def apply() -> None:
         for each in updates:

@@ -1,4 +1,4 @@
-"""State and saved tensors on the same links: nothing leaves, all leave, or what the plan says; and the best of the two.
+"""State and saved tensors on the same links: none move to the host, all do, or as planned.
 
     python -m experiments.activations [--json]
 
@@ -10,23 +10,30 @@ Iterations are measured, and predicted by simulating the plans that were run; th
 from __future__ import annotations
 
 import dataclasses
-import json
-import statistics
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
-from rich.console import Console
 from torch import Tensor
 
 from dos import DOSAdam, EmulatedDevice
-from experiments.command import Parser, seconds, table
+from experiments.command import Parser, table_of
 from experiments.gpt import GPT, Corpus, GPTConfig, standard_library
+from experiments.harness import (
+    Contestant,
+    Progress,
+    all_equal,
+    bits_of,
+    finish,
+    measuring,
+    medians,
+    take_turns,
+    timed,
+)
 from experiments.miniature import without_fixed_costs
-from experiments.training import Progress, all_equal, bits_of
+from experiments.training import Position
 from perfmodel import Plan, SubgroupLoad, Workload
 from perfmodel.adaptive import adaptive
 from perfmodel.bounds import lower_bound
@@ -37,7 +44,7 @@ from perfmodel.workload import SavedTensors, peak_room
 
 CONFIG = GPTConfig(layers=8, width=128, heads=4, context=32)
 BATCH = 13
-"""Sequences; what is saved of them is about as large as the state."""
+"""Sequences; their saved tensors are about as large as the state."""
 DTYPE = torch.bfloat16
 SUBGROUPS = 24
 GROUPS = 24
@@ -47,6 +54,7 @@ BLOCK = 6
 WARM_UP = 7
 """Blocks that do not count: plans are searched for a piece in each iteration."""
 WAYS: dict[str, float | str] = {"stay": 0.0, "all leave": 1.0, "auto": "auto"}
+"""By the name of the row: `activations` of `DOSAdam.attach`."""
 
 
 class Setting(NamedTuple):
@@ -73,7 +81,7 @@ SETTINGS = {
 class Case:
     """A setting for the model.
 
-    most_free: bytes for state when backward ends, beside all gradients and what comes back; no leaving makes more free.
+    most_free: bytes for state when backward ends, beside all gradients and the saved tensors that are copied back.
     """
 
     profile: HardwareProfile
@@ -102,14 +110,14 @@ class Case:
             activations=grouped(saved),
         )
         profile = node.scaled(state_bytes / setting.link_s / node.h2d_bandwidth)
-        # The optimizer leaves 2% of the device alone, and notices what is free in whole subgroups and a quarter.
+        # The optimizer does not use 2% of the device, and notices what is free in whole subgroups and a quarter.
         needed = occupied + sum(saved) + free + loads[0].state_bytes // 2
         gradients, back = occupied, sum(saved) - peak_room(workload.activations, sum(saved))
         most_free = max(free, sum(saved) + free - gradients - back)
         return cls(profile, workload, int(needed / 0.98), occupied, most_free)
 
     def allowed(self, way: str) -> Workload:
-        """The workload whose saved tensors leave in this way."""
+        """The workload whose saved tensors move in this way."""
         everything = sum(each.nbytes for each in self.workload.activations)
         least = everything if way == "all leave" else 0
         most = {"stay": 0, "all leave": everything}.get(way, self.most_free - int(self.workload.peak_free_bytes))
@@ -148,7 +156,7 @@ def grouped(saved: Sequence[int]) -> tuple[SavedTensors, ...]:
 
 
 def saved_sizes(model: GPT, batch: Sequence[Tensor]) -> list[int]:
-    """Bytes of what autograd saves in a forward, each storage once and none of the parameters'."""
+    """Bytes that autograd saves in a forward, each storage once, without parameters."""
     known = {p.untyped_storage().data_ptr() for p in model.parameters()}
     sizes: dict[int, int] = {}
     kept = []
@@ -157,7 +165,7 @@ def saved_sizes(model: GPT, batch: Sequence[Tensor]) -> list[int]:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in known:
             sizes.setdefault(storage.data_ptr(), storage.nbytes())
-            kept.append(tensor)  # so that no other gets its address
+            kept.append(tensor)  # so that no other tensor has its address
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -171,50 +179,53 @@ class Run:
     def __init__(self, case: Case, way: str) -> None:
         torch.manual_seed(0)
         self.model = GPT(CONFIG, dtype=DTYPE)
-        progress = Progress(self.model, case.workload.forward_s, case.workload.backward_s)
+        position = Position(self.model, case.workload.forward_s, case.workload.backward_s)
         self.device = EmulatedDevice(case.profile, case.capacity, case.occupied)
         self.optimizer = DOSAdam(
             self.model.parameters(), subgroup_size=case.workload.subgroups[0].numel, device=self.device
         )
-        progress.follow(self.optimizer)
+        position.follow(self.optimizer)
         self.optimizer.attach(self.model, activations=WAYS[way])  # type: ignore[arg-type]
 
     def iterate(self, batches: Sequence[Sequence[Tensor]]) -> float:
         """Train on the batches: seconds of an iteration after the first. No work is in flight at the end."""
-        began = 0.0
-        for number, batch in enumerate(batches):
-            if number == 1:
-                began = time.perf_counter()
-            # Anew: what autograd saves of a batch counts as the device's until the batch is gone.
-            self.model(*(tensor.clone() for tensor in batch)).backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-        seconds = (time.perf_counter() - began) / (len(batches) - 1)
+        first, *others = batches
+        self._train([first])
+        seconds = timed(lambda: self._train(others)) / len(others)
         self.optimizer.synchronize()
         return seconds
 
+    def _train(self, batches: Sequence[Sequence[Tensor]]) -> None:
+        for batch in batches:
+            # Cloned: tensors that autograd saves of a batch count as the device's until the batch is freed.
+            self.model(*(tensor.clone() for tensor in batch)).backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
     def plan(self) -> Plan:
-        """As it was run: what has left is as was chosen, or as the plan said."""
+        """The last plan, with the bytes of saved tensors that were moved to the host."""
         plan = self.optimizer.plan()
         assert plan is not None, "it has trained"
         return dataclasses.replace(plan, activation_bytes=int(self.optimizer.metrics()["activation_bytes"]))
 
 
-def measure(rounds: int, on_progress: Callable[[str], None]) -> list[dict[str, Any]]:
-    """All rows. In each round the ways take turns, a block of iterations each, so that noise falls on all alike."""
+def measure(rounds: int, on_progress: Progress) -> list[dict[str, Any]]:
+    """All rows. In each round the ways take turns, a block of iterations each."""
     model = GPT(CONFIG, dtype=DTYPE)
     batches = Corpus(standard_library(), CONFIG.context).batches(BLOCK * (WARM_UP + rounds), BATCH, seed=0)
     saved = saved_sizes(model, batches[0])
     rows: list[dict[str, Any]] = []
     first: list[Tensor] = []
+
+    def contestant(run: Run) -> Contestant[float]:
+        return lambda number: run.iterate(batches[BLOCK * number :][:BLOCK])
+
     for state_fits, setting in SETTINGS.items():
         case = Case.of(setting, model, saved)
         runs = {way: Run(case, way) for way in WAYS}
-        times: dict[str, list[float]] = {way: [] for way in WAYS}
-        for begin in range(0, len(batches), BLOCK):
-            for way, run in runs.items():
-                on_progress(f"{state_fits} of the state fits, activations {way}")
-                times[way].append(run.iterate(batches[begin : begin + BLOCK]))
+        contestants = {way: contestant(run) for way, run in runs.items()}
+        on_progress(f"{state_fits} of the state fits")
+        seconds = medians(take_turns(contestants, rounds, warm_up=WARM_UP))
         for way, run in runs.items():
             bits = bits_of(run.model, run.optimizer)
             first = first or bits
@@ -222,7 +233,7 @@ def measure(rounds: int, on_progress: Callable[[str], None]) -> list[dict[str, A
                 {
                     "state_fits": state_fits,
                     "activations": way,
-                    "iteration_s": statistics.median(times[way][WARM_UP:]),
+                    "iteration_s": seconds[way],
                     "simulated_s": case.simulated_s(way),
                     "predicted_s": case.predicted_s(run.plan()),
                     "bound_s": case.bound_s(way),
@@ -235,36 +246,16 @@ def measure(rounds: int, on_progress: Callable[[str], None]) -> list[dict[str, A
     return rows
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print; the last line is one JSON object with --json."""
-    parser = Parser(prog="python -m experiments.activations", description=__doc__.partition("\n")[0])
+    parser = Parser("activations", __doc__)
     parser.add_json()
     parser.add_count("rounds", 5, "of all ways in turn")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)  # one core computes for the accelerator, one is the host
-    console = Console(stderr=arguments.json)
-    with console.status("") as status:
-        rows = measure(arguments.rounds, status.update)
-    show(rows, console)
-    if arguments.json:
-        print(json.dumps({"rows": rows}))
-    return 0
-
-
-def show(rows: Sequence[dict[str, Any]], console: Console) -> None:
-    """A table for people."""
-    headings = ("state fits", "activations", "measured", "predicted", "best", "bound", "peak MiB", "of MiB", "bits")
-    cells = [
-        [
-            row["state_fits"],
-            row["activations"],
-            *seconds(row["iteration_s"], row["predicted_s"], row["simulated_s"], row["bound_s"]),
-            *(f"{row[key] / 2**20:.2f}" for key in ("peak_bytes", "capacity")),
-            "equal" if row["bits_equal"] else "DIFFERENT",
-        ]
-        for row in rows
-    ]
-    console.print(table("Seconds of an iteration on the emulated accelerator", headings, cells, left=2))
+    arguments = parser.parse_args(argv)
+    with measuring(arguments.json) as (console, progress):
+        rows = measure(arguments.rounds, progress)
+    console.print(table_of("Seconds of an iteration on the emulated accelerator", rows, left=2))
+    return finish({"rows": rows}, console, arguments.json)
 
 
 if __name__ == "__main__":

@@ -104,7 +104,7 @@ def _times(timeline: Timeline) -> tuple[str, str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Draw, and print the table."""
-    parser = Parser(prog="experiments.decisions", description="The pictures and the tables of docs/how-it-decides.md.")
+    parser = Parser("decisions", __doc__)
     parser.add_out("docs/images", "folder for the pictures", formerly="output")
     options = parser.parse_args(arguments)
     if not can_draw():

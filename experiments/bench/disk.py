@@ -10,13 +10,11 @@ system`: as fast as this machine's processor and the folder's file system are, w
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import statistics
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from itertools import groupby
 from pathlib import Path
@@ -24,17 +22,25 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from rich.console import Console
 from torch import Tensor, nn
 
 from dos import DOSAdam, EmulatedDevice
 from dos.calibration.measure import QUICK, Effort, base_profile, measure
 from dos.machine.threads import kernel_threads
 from dos.state.disk import DiskSpace
-from experiments.command import Parser, seconds, table
+from experiments.command import Parser, table_of
 from experiments.gpt import GPT, Corpus, GPTConfig, standard_library
+from experiments.harness import (
+    Contestant,
+    Progress,
+    all_equal,
+    bits_of,
+    finish,
+    measuring,
+    take_turns,
+    timed,
+)
 from experiments.miniature import without_fixed_costs
-from experiments.training import all_equal, bits_of
 from perfmodel import Lane, Plan, Workload
 from perfmodel.adaptive import adaptive
 from perfmodel.bounds import lower_bound
@@ -52,7 +58,10 @@ FULL_S = 2.5
 UNTHROTTLED = 1e3
 """Times as fast as the machine: nothing is slowed down."""
 
-Progress = Callable[[str], None]
+SHOWN = (
+    *("share_on_disk", "update_s", "bound_s", "over_bound", "read_gb_per_s"),
+    *("read_bytes_per_parameter", "written_bytes_per_parameter", "swapped_s", "bits_equal"),
+)
 
 
 def throttled() -> Setting:
@@ -67,7 +76,7 @@ def throttled() -> Setting:
 
 
 def file_system(folder: Path, effort: Effort) -> Setting:
-    """This machine as calibration measures it. What links take is left out, so that the bound may be too low."""
+    """This machine as calibration measures it. Copies on the links are left out, so that the bound may be too low."""
     found = measure(None, effort, [kernel_threads()], disk=[folder])
     profile = without_fixed_costs(found.profile(base_profile(None), "this"))
     profile = profile.replace(**{rate: UNTHROTTLED * getattr(profile, rate) for rate in LINK_RATES})
@@ -76,67 +85,57 @@ def file_system(folder: Path, effort: Effort) -> Setting:
 
 
 def compare(name: str, setting: Setting, rounds: int, folder: Path, on_progress: Progress) -> list[dict[str, Any]]:
-    """The rows of a setting. All take turns, an update each, so that noise falls on all alike."""
+    """The rows of a setting. All take turns, an update each."""
     batches = Corpus(standard_library(), setting.config.context).batches(WARM_UP + rounds, BATCH, seed=0)
     runs = {share: Run(setting, share, folder) for share in SHARES}
     swapped = Swapped(setting.model(), EmulatedDevice(setting.device, capacity=0), folder)
-    each: list[Run | Swapped] = [*runs.values(), swapped]
-    for number, batch in enumerate(batches):
-        on_progress(f"{name}: update {number + 1} of {len(batches)}")
-        for one in each:
-            one.iterate(batch)
-    rows = []
+
+    def contestant(run: Run | Swapped) -> Contestant[Update]:
+        return lambda number: run.iterate(batches[number])
+
+    contestants = {f"{name}: {share:.0%} on disk": contestant(run) for share, run in runs.items()}
+    contestants[f"{name}: swapping"] = contestant(swapped)
+    *found, by_swapping = take_turns(contestants, rounds, warm_up=WARM_UP, on_turn=on_progress).values()
+    swapped_s = statistics.median(update.seconds for update in by_swapping)
     expected = bits_of(runs[0.0].model, runs[0.0].optimizer)
-    for share, run in runs.items():
-        equal = all_equal(expected, bits_of(run.model, run.optimizer))
-        swapped_s = statistics.median(swapped.update_s[WARM_UP:]) if share == max(SHARES) else None
-        rows.append({"setting": name, **run.row(WARM_UP), "swapped_s": swapped_s, "bits_equal": equal})
-    return rows
+    return [
+        {
+            "setting": name,
+            **run.row(updates),
+            "swapped_s": swapped_s if share == max(SHARES) else None,
+            "bits_equal": all_equal(expected, bits_of(run.model, run.optimizer)),
+        }
+        for (share, run), updates in zip(runs.items(), found, strict=True)
+    ]
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print; the last line is one JSON object with --json."""
-    parser = Parser(prog="python -m experiments.disk", description=__doc__.partition("\n")[0])
+    parser = Parser("disk", __doc__)
     parser.add_json()
     parser.add_count("rounds", 5, "updates of each that count")
     parser.add_argument("--disk", type=Path, default=Path(), metavar="DIR", help="folder for state (the current one)")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)  # one core computes for the accelerator, one is the host
-    console = Console(stderr=arguments.json)
-    with tempfile.TemporaryDirectory(dir=arguments.disk) as name, console.status("") as status:
+    arguments = parser.parse_args(argv)
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(dir=arguments.disk) as name, measuring(arguments.json) as (console, progress):
         folder = Path(name)
-        status.update("what this machine does")
-        settings = {"throttled": throttled(), "file system": file_system(folder, QUICK)}
-        rows = [
-            row
-            for each, setting in settings.items()
-            for row in compare(each, setting, arguments.rounds, folder, status.update)
-        ]
+        for each, setting in {"throttled": throttled(), "file system": file_system(folder, QUICK)}.items():
+            rows += compare(each, setting, arguments.rounds, folder, progress)
         with closing(DiskSpace([folder])) as space:
-            found = {"rows": rows, "direct": space.direct}
-    show(rows, console)
-    if arguments.json:
-        print(json.dumps(found))
-    return 0
+            direct = space.direct
+    for (each, subgroups), group in groupby(rows, lambda row: (row["setting"], row["subgroups"])):
+        title = f"{each}, {subgroups} subgroups: seconds of an update"
+        console.print(table_of(title, list(group), *SHOWN, left=0))
+    return finish({"rows": rows, "direct": direct}, console, arguments.json)
 
 
-def show(rows: Sequence[dict[str, Any]], console: Console) -> None:
-    """Tables for people."""
-    headings = ("on disk", "update", "bound", "over", "GB/s", "read", "written", "swapping", "bits")
-    for (setting, subgroups), group in groupby(rows, lambda row: (row["setting"], row["subgroups"])):
-        cells = [
-            [
-                f"{row['share_on_disk']:.0%}",
-                *seconds(row["update_s"], row["bound_s"]),
-                *seconds(row["update_s"] / row["bound_s"], row["read_gb_per_s"], digits=2),
-                *seconds(row["read_bytes_per_parameter"], row["written_bytes_per_parameter"], digits=1),
-                *seconds(row["swapped_s"]),
-                "equal" if row["bits_equal"] else "DIFFERENT",
-            ]
-            for row in group
-        ]
-        title = f"{setting}, {subgroups} subgroups: seconds of an update, bytes per parameter on disk"
-        console.print(table(title, headings, cells, left=0))
+class Update(NamedTuple):
+    """One update: seconds, bytes that system calls read and wrote, and seconds in which state was read."""
+
+    seconds: float
+    read: int = 0
+    written: int = 0
+    reading_s: float = 0.0
 
 
 class Setting(NamedTuple):
@@ -173,15 +172,13 @@ class Run:
             disk=folder if share else None,
             host_memory=budget if share else None,
         )
-        self.update_s: list[float] = []
-        self.moved: list[tuple[int, int, float]] = []
 
     def plan(self, work: Workload) -> Plan:
         """The device has no room for state."""
         self.workload = dataclasses.replace(work, peak_free_bytes=0, update_free_bytes=0)
         return adaptive(self.workload, self.setting.profile)
 
-    def iterate(self, batch: Sequence[Tensor]) -> None:
+    def iterate(self, batch: Sequence[Tensor]) -> Update:
         """Train on a batch. The update begins with all gradients there and ends with its last transfer."""
         train(self.model, batch)
         before = transferred()
@@ -189,21 +186,22 @@ class Run:
         self.optimizer.synchronize()
         read, written = (after - earlier for after, earlier in zip(transferred(), before, strict=True))
         timeline = self.optimizer.timeline()
-        self.update_s.append(max(span.end for span in timeline.spans))
-        self.moved.append((read, written, timeline.busy(Lane.READ)))
+        return Update(max(span.end for span in timeline.spans), read, written, timeline.busy(Lane.READ))
 
-    def row(self, skip: int) -> dict[str, Any]:
-        """Medians over all updates but the first few. Bytes are those of system calls, for each parameter on disk."""
+    def row(self, updates: Sequence[Update]) -> dict[str, Any]:
+        """Medians over the updates. Bytes are those of system calls, for each parameter on disk."""
         loads, plan = self.workload.subgroups, self.optimizer.plan()
         assert plan is not None, "it has been updated on a device"
         numel = sum(loads[i].numel for i in plan.on_disk)
-        read, written, busy_s = (statistics.median(values[skip:]) for values in zip(*self.moved, strict=True))
+        seconds, read, written, reading_s = map(statistics.median, zip(*updates, strict=True))
+        bound_s = lower_bound(self.workload, self.setting.profile).seconds
         return {
             "share_on_disk": numel / self.workload.numel,
             "subgroups": len(loads),
-            "update_s": statistics.median(self.update_s[skip:]),
-            "bound_s": lower_bound(self.workload, self.setting.profile).seconds,
-            "read_gb_per_s": read / busy_s / 1e9 if busy_s else 0.0,
+            "update_s": seconds,
+            "bound_s": bound_s,
+            "over_bound": seconds / bound_s,
+            "read_gb_per_s": read / reading_s / 1e9 if reading_s else 0.0,
             "read_bytes_per_parameter": read / numel if numel else 0.0,
             "written_bytes_per_parameter": written / numel if numel else 0.0,
         }
@@ -212,22 +210,24 @@ class Run:
 class Swapped:
     """Each parameter's master and moments are read, updated by torch.optim.AdamW and written, one after the other.
 
-    What gradients and parameters take on the links is left out.
+    Copies of gradients and parameters on the links are left out.
     """
 
     def __init__(self, model: GPT, device: EmulatedDevice, folder: Path) -> None:
         self.model = model
         self.device = device
-        self.update_s: list[float] = []
+        self.step = 0
         self.files = {folder / f"swapped-{i}": parameter for i, parameter in enumerate(self.model.parameters())}
         for path, parameter in self.files.items():
             master = parameter.detach().float().flatten()
             write(path, torch.stack((master, torch.zeros_like(master), torch.zeros_like(master))))
 
-    def iterate(self, batch: Sequence[Tensor]) -> None:
+    def iterate(self, batch: Sequence[Tensor]) -> Update:
         """Train on a batch."""
         train(self.model, batch)
-        begin = time.perf_counter()
+        return Update(timed(self._update))
+
+    def _update(self) -> None:
         for path, parameter in self.files.items():
             assert parameter.grad is not None, "every parameter takes part"
             with self.device.disk_io(Lane.READ, path.stat().st_size):
@@ -235,14 +235,14 @@ class Swapped:
             master = nn.Parameter(state[0])
             master.grad = parameter.grad.float().flatten()
             adamw = torch.optim.AdamW([master])
-            step = torch.tensor(float(len(self.update_s)))
+            step = torch.tensor(float(self.step))
             adamw.state[master] = {"step": step, "exp_avg": state[1], "exp_avg_sq": state[2]}
             with self.device.host_update(parameter.numel(), int(MIXED.update_traffic * parameter.numel())):
                 adamw.step()
                 parameter.data.copy_(master.detach().view_as(parameter))
             with self.device.disk_io(Lane.WRITE, path.stat().st_size):
                 write(path, state)
-        self.update_s.append(time.perf_counter() - begin)
+        self.step += 1
 
 
 def transferred() -> list[int]:
@@ -252,7 +252,7 @@ def transferred() -> list[int]:
 
 
 def write(path: Path, state: Tensor) -> None:
-    """Write it so that it is on the drive and not in memory that caches files, which counts as the host's."""
+    """Write it to the drive and not into the file cache, which would count as memory of the host."""
     with path.open("wb") as file:
         state.numpy().tofile(file)
         os.fdatasync(file.fileno())
@@ -260,7 +260,7 @@ def write(path: Path, state: Tensor) -> None:
 
 
 def train(model: GPT, batch: Sequence[Tensor]) -> None:
-    """Gradients of a batch, which no hook sees: updates are measured alone."""
+    """Set the gradients of a batch without hooks: updates are measured alone."""
     parameters = list(model.parameters())
     for parameter, gradient in zip(parameters, torch.autograd.grad(model(*batch), parameters), strict=True):
         parameter.grad = gradient

@@ -11,17 +11,16 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from rich.console import Console
 from torch import nn
 
-from experiments.command import Parser, seconds, table
+from experiments.command import Parser, table_of
+from experiments.harness import Limit, Progress, finish, measuring
 from experiments.miniature import UPDATE_S, equal_subgroups, measured_update_s, slowed
 from perfmodel import Placement, Plan, Workload
 from perfmodel.adaptive import adaptive
@@ -30,6 +29,9 @@ from perfmodel.format import MIXED, float32
 from perfmodel.hardware import LINK_RATES, HardwareProfile
 from perfmodel.policies import cpu_only, static_ratio, stride
 from perfmodel.simulate import makespan
+
+MEDIAN_ERROR, MAX_ERROR = 0.05, 0.10
+"""Of measured against simulated updates, as shares."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ def plans(machine: Machine) -> dict[str, Plan]:
     }
 
 
-def run(machine: Machine, rounds: int, on_progress: Callable[[str], None]) -> list[dict[str, str | float]]:
+def run(machine: Machine, rounds: int, on_progress: Progress) -> list[dict[str, str | float]]:
     """Every policy on one machine: measured, simulated, and bounds for the memory that its plan uses."""
     rows: list[dict[str, str | float]] = []
     parameter, work = nn.Parameter(torch.randn(machine.numel, dtype=machine.dtype)), machine.workload()
@@ -122,27 +124,27 @@ def misordered(rows: Sequence[dict[str, str | float]], tolerance: float) -> list
     return found
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print; the last line is one JSON object with --json. Exit status 1 if the two disagree."""
-    parser = Parser(prog="python -m experiments.emulation", description="The engine against the simulator.")
+    parser = Parser("emulation", __doc__)
     parser.add_json()
     parser.add_count("rounds", 3, "steps measured for each plan", formerly="steps")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)  # one core for the lanes' real work, one for the threads that keep time
-    console = Console(stderr=arguments.json)
-    with console.status("") as status:
-        rows = [row for machine in machines() for row in run(machine, arguments.rounds, status.update)]
+    arguments = parser.parse_args(argv)
+    with measuring(arguments.json) as (console, progress):
+        rows = [row for machine in machines() for row in run(machine, arguments.rounds, progress)]
     off = errors(rows)
-    keys = ("measured_s", "simulated_s", "bound_s")
-    cells = [[str(r["machine"]), str(r["policy"]), *seconds(*(float(r[key]) for key in keys))] for r in rows]
+    shown = [{**row, "relative_error": error} for row, error in zip(rows, off, strict=True)]
     title = "Seconds of an update: engine on the emulated accelerator, simulator, bound"
-    headings = ("machine", "policy", "measured", "simulated", "bound", "error")
-    console.print(table(title, headings, ([*c, f"{e:.1%}"] for c, e in zip(cells, off, strict=True)), left=2))
+    console.print(table_of(title, shown, left=2))
     wrong = misordered(rows, tolerance=0.05)
-    console.print(f"median error {statistics.median(off):.1%}, maximum {max(off):.1%}; misordered: {wrong or 'none'}")
-    if arguments.json:
-        print(json.dumps({"rows": rows, "median_error": statistics.median(off), "max_error": max(off)}))
-    return int(statistics.median(off) > 0.05 or max(off) > 0.10 or bool(wrong))
+    median, most = statistics.median(off), max(off)
+    console.print(f"median error {median:.1%}, maximum {most:.1%}; misordered: {wrong or 'none'}")
+    limits = [
+        Limit.at_most("median error", median, MEDIAN_ERROR),
+        Limit.at_most("maximum error", most, MAX_ERROR),
+        Limit.at_most("misordered", len(wrong), 0),
+    ]
+    return finish({"rows": rows, "median_error": median, "max_error": most}, console, arguments.json, limits)
 
 
 if __name__ == "__main__":

@@ -33,8 +33,9 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from dos import DOSAdam
-from experiments.command import Parser, table
+from experiments.command import Parser, table_of
 from experiments.gpt import GPT, Corpus, GPTConfig, standard_library
+from experiments.harness import finish
 from experiments.miniature import equal_subgroups, measured_update_s, slowed
 from experiments.plots import save_spread
 from perfmodel import Plan, Workload
@@ -61,7 +62,7 @@ HARD_STEPS = 1000
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(prog="experiments.formats", description="What each format of the state costs and does.")
+    parser = Parser("formats", __doc__)
     counts = {"steps": (3000, "of training"), "seeds": (3, "runs of each"), "processes": (2, "that train at a time")}
     of_gpt = {"width": (128, ""), "layers": (3, ""), "heads": (4, ""), "context": (32, ", in bytes")}
     for name, (default, what) in {**counts, **{n: (d, f"of the GPT{w}") for n, (d, w) in of_gpt.items()}}.items():
@@ -83,13 +84,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = [row(name, of_seeds) for name, of_seeds in curves.items()]
     with torch.compiler.set_stance("force_eager"):
         hard = hard_problems(console)
-    show(rows, hard)
+    tables = Console()
+    tables.print(table_of("Bytes of a parameter, seconds of an update, and how training ended", rows))
+    tables.print(table_of("Loss over AdamW's", [{"problem": title, **losses} for title, losses in hard.items()]))
     save_spread(curves, args.out / "formats.png")
     figures = {"rows": rows, "hard": hard, "steps": args.steps, "seeds": args.seeds, "model": asdict(config)}
     (args.out / "formats.json").write_text(json.dumps(figures | {"curves": curves}) + "\n")
-    if args.json:
-        print(json.dumps(figures))
-    return 0
+    return finish(figures, console, args.json)
 
 
 def _begin() -> None:
@@ -131,7 +132,7 @@ def train(name: str, seed: int, config: GPTConfig, steps: int) -> list[float]:
 
 
 def row(name: str, curves: Sequence[Sequence[float]]) -> dict[str, Any]:
-    """Of the table: bytes of a bfloat16 parameter, seconds of an update, and how training ended."""
+    """A row: bytes of a bfloat16 parameter, seconds of an update, and how training ended."""
     finals = [statistics.fmean(losses[-LAST:]) for losses in curves]
     keys = ("host_bytes_per_parameter", "device_bytes_per_parameter", "link_bytes_each_way")
     bytes_and_speed: dict[str, Any] = dict.fromkeys((*keys, "update_s_cpu", "update_s_streamed"))
@@ -216,17 +217,6 @@ def _fitted(make: Make, shape: tuple[int, int], loss_of: Callable[..., Tensor], 
         optimizer.step()
         schedule.step()
     return statistics.fmean(distance[-LAST:])
-
-
-def show(rows: Sequence[dict[str, Any]], hard: dict[str, dict[str, float]]) -> None:
-    """Both tables."""
-    names = ("host B/param", "device B/param", "link B each way", "update on CPU", "streamed", "final loss", "spread")
-    cells = ([r["format"], *("" if v is None else f"{v:.4g}" for v in list(r.values())[1:])] for r in rows)
-    Console().print(table("", ("format", *names), cells))
-    headings = ("problem (loss over AdamW's)", *next(iter(hard.values())))
-    Console().print(
-        table("", headings, ([t, *(f"{loss:.3g}" for loss in losses.values())] for t, losses in hard.items()))
-    )
 
 
 if __name__ == "__main__":

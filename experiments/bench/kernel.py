@@ -10,24 +10,23 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
-import json
+import math
 import os
 import statistics
 import subprocess
+import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import track
 from torch import Tensor
 
 from dos.kernels.update import AdamArrays, AdamBatch, AdamStep, accumulate, instruction_sets
 from dos.machine.host_memory import available_bytes
-from experiments.command import Parser, table
+from experiments.command import Parser, table_of
+from experiments.harness import Contestant, finish, measuring, medians, ratio, take_turns, timed
 from perfmodel.format import BLOCK, CODED, MIXED, SPLIT
 from perfmodel.planner.units import parse_count
 
@@ -101,49 +100,32 @@ def build_contenders(numel: int, threads: int) -> dict[str, Contenders]:
     return {"fp32": fp32, "mixed": mixed, "split": split, "int8": int8, "accumulate": accumulation}
 
 
-def measure(contenders: Contenders, repeats: int, title: str) -> dict[str, list[float]]:
+def measure(contenders: Contenders, rounds: int) -> dict[str, list[float]]:
     """Seconds of each contender in each round. Every round runs them in one order and then in the other.
 
     The bandwidth loop is last, so that it undoes what it did before another contender works on those numbers: many
     would be subnormal, which some processors compute several times as slowly.
     """
+
+    def contestant(work: Callable[[], None]) -> Contestant[float]:
+        return lambda number: timed(work)
+
     names = sorted(contenders, key=lambda name: name == "bandwidth")
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    for round_ in track(range(-1, repeats), title, console=Console(stderr=True), transient=True):
-        taken = dict.fromkeys(names, 0.0)
-        for name in names + names[::-1]:
-            start = time.perf_counter()
-            contenders[name]()
-            taken[name] += (time.perf_counter() - start) / 2
-        if round_ >= 0:  # the first round warms up
-            for name in names:
-                seconds[name].append(taken[name])
-    return seconds
+    turns = take_turns({n: contestant(contenders[n]) for n in names}, rounds, warm_up=1, mirrored=True)
+    return {name: list(map(statistics.fmean, zip(s[::2], s[1::2], strict=True))) for name, s in turns.items()}
 
 
 def summarise(seconds: dict[str, list[float]], numel: int) -> dict[str, float]:
     """Ours in 1e9 parameters per second, and its ratio to each other contender."""
-    ours = seconds["ours"]
-    result = {"gparams_per_s": numel / statistics.median(ours) / 1e9}
+    result = {"gparams_per_s": numel / medians(seconds)["ours"] / 1e9}
     for name in seconds.keys() - {"ours"}:
-        result[f"ratio_to_{name}"] = statistics.median(
-            other / own for other, own in zip(seconds[name], ours, strict=True)
-        )
+        result[f"ratio_to_{name}"] = ratio(seconds[name], seconds["ours"]) or math.nan
     return {name: round(value, 4) for name, value in sorted(result.items())}
 
 
-def show(results: dict[str, dict[str, float]], title: str) -> None:
-    cells = []
-    for name, result in results.items():
-        rate = result["gparams_per_s"]
-        ratios = (f"{key.removeprefix('ratio_to_')} {value:.2f}" for key, value in result.items() if "ratio" in key)
-        cells.append([name, ", ".join(ratios), f"{rate:.3f}", f"{rate * _BYTES_MOVED[name]:.1f}"])
-    headings = ("update", "ratio (above 1: ours is faster)", "Gparam/s", "GB/s")
-    Console().print(table(title, headings, cells, left=2))
-
-
-def main() -> None:
-    parser = Parser(prog="experiments.kernel", description="How fast is the CPU update?")
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print; the last line is one JSON object with --json."""
+    parser = Parser("kernel", __doc__)
     parser.add_json()
     parser.add_argument(
         "--numel", type=parse_count, default=64 * 2**20, help="parameters, in whole blocks of 128 (default 64Mi)"
@@ -152,20 +134,20 @@ def main() -> None:
     parser.add_argument(
         "--threads", type=parse_count, default=torch.get_num_threads(), help="default: as many as torch"
     )
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     numel, threads = -(-arguments.numel // BLOCK) * BLOCK, arguments.threads
     available = available_bytes()
     if available is not None and numel * _BYTES_HELD > available:
         parser.error(
             f"--numel {numel} needs {numel * _BYTES_HELD / 2**30:.1f} GiB, {available / 2**30:.1f} GiB are free"
         )
-
     torch.set_num_threads(threads)
     torch.manual_seed(0)
-    results = {
-        name: summarise(measure(contenders, arguments.rounds, name), numel)
-        for name, contenders in build_contenders(numel, threads).items()
-    }
+    results = {}
+    with measuring(arguments.json, emulated=False) as (console, progress):
+        for name, contenders in build_contenders(numel, threads).items():
+            progress(name)
+            results[name] = summarise(measure(contenders, arguments.rounds), numel)
     conditions = {
         "numel": numel,
         "threads": threads,
@@ -173,9 +155,13 @@ def main() -> None:
         "instruction_set": instruction_sets()[0],
         "load_average": round(os.getloadavg()[0], 2),
     }
-    show(results, ", ".join(f"{name} {value}" for name, value in conditions.items()))
-    if arguments.json:
-        print(json.dumps({**results, **conditions}))
+    rows = [
+        {"update": name, **result, "gb_per_s": result["gparams_per_s"] * _BYTES_MOVED[name]}
+        for name, result in results.items()
+    ]
+    console.print(table_of("Rates of ours, and ratios to others; above 1: ours is faster", rows))
+    console.print(", ".join(f"{name} {value}" for name, value in conditions.items()))
+    return finish({**results, **conditions}, console, arguments.json)
 
 
 def stream(
@@ -210,4 +196,4 @@ def stream(
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

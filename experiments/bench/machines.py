@@ -16,7 +16,7 @@ from experiments.gpt import GPT
 from experiments.miniature import equal_subgroups, fastest_s
 from experiments.paper.ranks import PublishedRank
 from experiments.plots import MemorySample
-from experiments.training import UPDATE, Progress
+from experiments.training import UPDATE, Position
 from perfmodel.format import float32
 
 ROOM = 0.8
@@ -107,7 +107,7 @@ class EmulatedMachine(Machine):
         slower = published.profile.host_bandwidth / rank.profile.host_bandwidth
         self.name = f"emulated H100 node (rates 1/{slower:.0f}, memory 1/{published.loads.numel / loads.numel:.0f})"
         self.compute_s = HEADROOM * compute_s
-        self._progress = Progress(model, self._rank.forward_s, self._rank.backward_s, moved=self._look)
+        self._progress = Position(model, self._rank.forward_s, self._rank.backward_s, moved=self._look)
         self._visit = [(0.0, 0), (steps / 3, int(NEIGHBOUR * room)), (2 * steps / 3, 0)]
         self.begin()
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import math
 import statistics
 import sys
@@ -26,20 +25,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import Tensor
 
 from dos import DOSAdam
 from dos.devices import Script
 from dos.planning.policies import Policy
 from experiments.bench.neighbours import Points, neighbours
-from experiments.command import Parser, seconds, table
+from experiments.command import Parser, table_of
 from experiments.gpt import GPT, Corpus, GPTConfig, standard_library
+from experiments.harness import Contestant, Limit, Progress, all_equal, bits_of, finish, measuring, take_turns
 from experiments.miniature import UPDATE_S, equal_subgroups
 from experiments.paper import memory_h100
 from experiments.paper.ranks import PublishedRank, Recording
 from experiments.paper.runs import TRACES
-from experiments.training import Progress, all_equal, bits_of
+from experiments.training import Position
 from perfmodel import Op, Placement, Plan, Timeline, Workload
 from perfmodel.bounds import lower_bound
 from perfmodel.policies import stride
@@ -49,7 +48,7 @@ CONFIG = GPTConfig(layers=4, width=96, heads=4, context=16)
 DTYPE = torch.bfloat16
 SUBGROUPS = 40
 SCOPE = Scope(Phase.OVERLAPPED, Phase.ABSENT)
-"""Gradients leave during backward; the next forward waits for the update."""
+"""Gradients are copied during backward; the next forward waits for the update."""
 TRAVEL = (Op.PREFETCH, Op.FLUSH, Op.GRADIENT, Op.PARAMETER)
 
 Batch = tuple[Tensor, Tensor]
@@ -68,53 +67,57 @@ SPEEDUP = 1.5
 """Over everything on the CPU, expected where a third of the state fits."""
 
 
-def misses(row: dict[str, Any]) -> list[str]:
-    """What was to hold and does not."""
-    adaptive_s, cpu_only_s, best_fixed_s = (row[key] for key in ("adaptive_s", "cpu_only_s", "best_fixed_s"))
-    found = {
-        "capacity exceeded": row["capacity_exceeded"],
-        "errors": row["errors"] > 0,
-        "other bits than on the CPU alone": not row["bits_equal"],
-        "slower than the best fixed": adaptive_s > (1 + NOISE) * (best_fixed_s or math.inf),
-        f"more than {MOST_OVER_BOUND} times the bound": adaptive_s > MOST_OVER_BOUND * row["bound_s"],
-        f"less than {SPEEDUP} times as fast as the CPU alone": row["fits_share"] >= A_THIRD
-        and cpu_only_s < SPEEDUP * adaptive_s,
-        "transfers although all fits": row["script"] == "ample" and row["moved_after_first"] > 0,
-        "other traffic or time than the CPU alone": row["script"] == "none"
-        and not (row["same_traffic"] and abs(adaptive_s / cpu_only_s - 1) <= NOISE),
-    }
-    return [f"{row['script']}: {what}" for what, missed in found.items() if missed]
+SHOWN = (
+    *("script", "best_fixed", "bits_equal", "fits_share"),
+    *("cpu_only_s", "best_fixed_s", "adaptive_s", "bound_s", "unmet_iterations"),
+)
+
+
+def limits(row: dict[str, Any]) -> list[Limit]:
+    """Limits of a script's row, by what is wrong if they are missed."""
+    script, adaptive_s, cpu_only_s = (row[key] for key in ("script", "adaptive_s", "cpu_only_s"))
+    other_traffic = not row["same_traffic"] or abs(adaptive_s / cpu_only_s - 1) > NOISE
+    most = [
+        ("capacity exceeded", row["capacity_exceeded"], 0),
+        ("errors", row["errors"], 0),
+        ("other bits than on the CPU alone", not row["bits_equal"], 0),
+        ("slower than the best fixed", adaptive_s, (1 + NOISE) * (row["best_fixed_s"] or math.inf)),
+        (f"more than {MOST_OVER_BOUND} times the bound", adaptive_s, MOST_OVER_BOUND * row["bound_s"]),
+    ]
+    if row["fits_share"] >= A_THIRD:
+        most.append((f"less than {SPEEDUP} times as fast as the CPU alone", adaptive_s, cpu_only_s / SPEEDUP))
+    if script == "ample":
+        most.append(("transfers although all fits", row["moved_after_first"], 0))
+    if script == "none":
+        most.append(("other traffic or time than the CPU alone", other_traffic, 0))
+    return [Limit.at_most(f"{script}: {wrong}", measured, allowed) for wrong, measured, allowed in most]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print; the last line is one JSON object with --json. Exit status 1 if something was missed."""
-    parser = Parser(prog="python -m experiments.memory", description="Adaptive residency while device memory changes.")
+    parser = Parser("memory", __doc__)
     parser.add_json()
     parser.add_argument("--simulate", action="store_true", help="the published 20B run on an H100 node, simulated")
     parser.add_out(None, "with --simulate: file for its picture, a PNG", formerly="picture")
     parser.add_count("steps", ITERATIONS, "of each run with a neighbour", formerly="iterations")
     parser.add_argument("--only", metavar="NAMES", help="these rows alone, separated by commas")
     arguments = parser.parse_args(argv)
-    console = Console(stderr=arguments.json)
     if arguments.simulate:
-        return memory_h100.report(console, arguments.out, as_json=arguments.json)
-    torch.set_num_threads(1)  # one core for the model and the lanes' real work, one for the threads that keep time
-    with console.status("") as status:
+        return memory_h100.report(arguments.out, as_json=arguments.json)
+    with measuring(arguments.json) as (console, progress):
         try:
-            rows = measure(arguments.steps, status.update, arguments.only and arguments.only.split(","))
+            rows = measure(arguments.steps, progress, arguments.only and arguments.only.split(","))
         except ValueError as error:
             parser.error(str(error))
-    show(rows, console)
-    missed = [what for row in rows for what in misses(row)]
-    console.print(f"missed: {', '.join(missed) or 'nothing'}")
-    if arguments.json:
-        print(json.dumps({"rows": rows, "missed": missed}))
-    return int(bool(missed))
+    console.print(table_of("Seconds per iteration on the emulated accelerator", rows, *SHOWN, left=3))
+    console.print(
+        "fits share: mean share of the state for which there was memory at the peak; unmet iterations: at whose end "
+        "the neighbour waited for memory"
+    )
+    return finish({"rows": rows}, console, arguments.json, [limit for row in rows for limit in limits(row)])
 
 
-def measure(
-    iterations: int, on_progress: Callable[[str], None], only: Collection[str] | None = None
-) -> list[dict[str, Any]]:
+def measure(iterations: int, on_progress: Progress, only: Collection[str] | None = None) -> list[dict[str, Any]]:
     """All scripts, or those of `only`. iterations: of a run with a neighbour.
 
     Raises ValueError for a script that there is not.
@@ -144,7 +147,7 @@ def row(
     script: str,
     setting: Setting,
     batches: Sequence[Batch],
-    on_progress: Callable[[str], None],
+    on_progress: Progress,
     *,
     candidates: int = CANDIDATES,
 ) -> dict[str, Any]:
@@ -177,22 +180,6 @@ def row(
         "moved_after_first": adaptive.transfers(first=1).total(),
         "same_traffic": adaptive.transfers() == on_cpu.transfers(),
     }
-
-
-def show(rows: Sequence[dict[str, Any]], console: Console) -> None:
-    """A table for people."""
-    headings = ("memory", "best fixed, which", "bits", "fits", "CPU only", "best fixed", "adaptive", "bound", "waited")
-    cells = []
-    for r in rows:
-        bits = "equal" if r["bits_equal"] else "DIFFERENT"
-        times = seconds(*(r[key] for key in ("cpu_only_s", "best_fixed_s", "adaptive_s", "bound_s")))
-        seen = [r["script"], r["best_fixed"] or "", bits, f"{r['fits_share']:.0%}"]
-        cells.append([*seen, *times, str(r["unmet_iterations"])])
-    console.print(table("Seconds per iteration on the emulated accelerator", headings, cells, left=3))
-    console.print(
-        "fits: mean share of the state for which there was memory at the peak; waited: iterations at whose end the "
-        "neighbour waited for memory"
-    )
 
 
 @dataclass(frozen=True)
@@ -233,7 +220,7 @@ class Run:
         torch.manual_seed(0)
         self.model = GPT(CONFIG, dtype=DTYPE)
         rank = setting.rank
-        progress = Progress(self.model, rank.forward_s, rank.backward_s, moved=lambda: self.device.memory())
+        progress = Position(self.model, rank.forward_s, rank.backward_s, moved=lambda: self.device.memory())
         self.device = rank.device(
             lambda: progress.position, neighbour=Script(setting.neighbour, lambda: progress.iteration)
         )
@@ -262,10 +249,10 @@ class Run:
             self.optimizer.step()
             self.optimizer.zero_grad()
             self.seconds.append(time.perf_counter() - begin)
-        except Exception as error:  # what a user would see is what is counted here
+        except Exception as error:  # an error that a user would see is counted here
             self.errors.append(f"{type(error).__name__}: {error}")
             return
-        self.device.memory()  # lets the neighbour take what has come free
+        self.device.memory()  # the neighbour takes memory that is free now
         self.unmet.append(self.device.unmet_bytes)
         self.plans.append(self.optimizer.plan())
         self.timelines.append(self.optimizer.timeline())
@@ -296,11 +283,13 @@ class Run:
 
 
 def train(setting: Setting, policies: Sequence[str | Policy], batches: Sequence[Batch]) -> list[Run]:
-    """One run for each policy, one iteration for each batch; they take turns, so that noise falls on all alike."""
+    """One run for each policy, one iteration for each batch, in turns."""
     runs = [Run(setting, policy) for policy in policies]
-    for batch in batches:
-        for run in runs:
-            run.iterate(batch)
+
+    def contestant(run: Run) -> Contestant[None]:
+        return lambda number: run.iterate(batches[number])
+
+    take_turns({str(i): contestant(run) for i, run in enumerate(runs)}, len(batches))
     return runs
 
 

@@ -1,4 +1,4 @@
-"""What does a step cost the host? ``python -m experiments.overhead [--json]``, about three minutes.
+"""The time of the host that a step takes, per parameter: `python -m experiments.overhead [--json]`, three minutes.
 
 Microseconds per parameter of `step()`, and of the hooks that it has on backward, beside torch's AdamW in the same
 process. Contenders take turns, and figures are medians over the rounds. Parameters "on the device" are on a GPU if
@@ -10,20 +10,17 @@ Exit status 1 if a step takes longer than the limits below allow.
 from __future__ import annotations
 
 import gc
-import json
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 
 from dos import DOSAdam, EmulatedDevice
-from experiments.command import Parser, table
+from experiments.command import Parser, table_of
+from experiments.harness import Contestant, Limit, finish, measuring, medians, take_turns, timed
 from experiments.miniature import without_fixed_costs
 from perfmodel.hardware import HardwareProfile
 
@@ -38,7 +35,7 @@ besides FIXED_S."""
 FIXED_S = 1e-3
 """Seconds that a step on the device may take however few parameters there are, in which it is planned."""
 INSTANT = without_fixed_costs(HardwareProfile.builtin("h100")).scaled(1e4)
-"""So fast that what it emulates costs nothing."""
+"""So fast that emulated work takes no time."""
 
 
 class Give(torch.autograd.Function):
@@ -56,42 +53,37 @@ class Give(torch.autograd.Function):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print; the last line is one JSON object with --json. Exit status 1 if something was missed."""
-    parser = Parser(prog="python -m experiments.overhead", description="What a step costs the host, per parameter.")
+    parser = Parser("overhead", __doc__)
     parser.add_json()
     parser.add_count("rounds", 15, "that figures are medians of")
-    parser.add_count("most", None, "leave out what has more parameters")
+    parser.add_count("most", None, "leave out rows of more parameters")
     arguments = parser.parse_args(argv)
-    console = Console(stderr=arguments.json)
     sizes = [size for size in SIZES if size[0] <= (arguments.most or size[0])]
-    with console.status("measuring"):
+    with measuring(arguments.json, emulated=False) as (console, _):
         rows = [measure(*size, where, arguments.rounds) for size in sizes for where in ("host", "device")]
-    console.print(show(rows))
-    missed = [what for row in rows for what in misses(row)]
-    console.print(f"missed: {', '.join(missed) or 'nothing'}")
-    if arguments.json:
-        print(json.dumps({"rows": rows, "missed": missed}))
-    return int(bool(missed))
+    console.print(table_of("Microseconds of the host", rows, left=0))
+    return finish({"rows": rows}, console, arguments.json, [limit for row in rows for limit in limits(row)])
 
 
-def misses(row: dict[str, Any]) -> list[str]:
-    """What was to hold and does not."""
+def limits(row: dict[str, Any]) -> list[Limit]:
+    """Limits of a row, in microseconds per parameter."""
     step, hooks, fused, foreach = (
         row[f"{name}_us_per_parameter"] for name in ("step", "hooks", "adamw_fused", "adamw_foreach")
     )
-    on_host, fixed = row["where"] == "host", FIXED_S / row["parameters"] * 1e6
-    found = {
-        f"step() takes more than {HOST} times AdamW(fused=True)": on_host and step > HOST * fused,
-        f"step() takes more than {DEVICE} times AdamW(fused=True) and {FIXED_S * 1e3:.0f} ms": not on_host
-        and step > DEVICE * fused + fixed,
-        f"step() and hooks take more than AdamW(foreach=True) and {FIXED_S * 1e3:.0f} ms": step + hooks
-        > foreach + (0.0 if on_host else fixed),
-    }
-    where = f"{row['parameters']} of {row['elements']} on the {row['where']}"
-    return [f"{where}: {what}" for what, missed in found.items() if missed]
+    where = f"{row['parameters']} of {row['elements']} on the {row['where']}: step()"
+    fixed, fixed_ms = FIXED_S / row["parameters"] * 1e6, f"{FIXED_S * 1e3:.0f} ms"
+    both = f"{where} and hooks take more than AdamW(foreach=True) and {fixed_ms}"
+    if row["where"] == "host":
+        return [
+            Limit.at_most(f"{where} takes more than {HOST} times AdamW(fused=True)", step, HOST * fused),
+            Limit.at_most(both, step + hooks, foreach),
+        ]
+    alone = f"{where} takes more than {DEVICE} times AdamW(fused=True) and {fixed_ms}"
+    return [Limit.at_most(alone, step, DEVICE * fused + fixed), Limit.at_most(both, step + hooks, foreach + fixed)]
 
 
 def measure(count: int, elements: int, where: str, rounds: int) -> dict[str, Any]:
-    """A row: one number and size of parameters in one place. All contenders take turns."""
+    """A row: one number and size of parameters in one place."""
     on_gpu = where == "device" and torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
 
@@ -105,26 +97,27 @@ def measure(count: int, elements: int, where: str, rounds: int) -> dict[str, Any
         settings = {"policy": 0.0, "device": emulated}
     mine, plain = parameters(), parameters()
     ours = DOSAdam(mine, **settings)
-    contenders: dict[str, Callable[[], object]] = {
-        "step": _stepper(ours, mine, gradients),
-        "fused": _stepper(torch.optim.AdamW(plain, fused=True), plain, gradients),
-        "foreach": _stepper(torch.optim.AdamW(plain, foreach=True), plain, gradients),
-        "hooks": _backward(mine, gradients),
-        "no hooks": _backward(plain, gradients),
-    }
-    found: dict[str, list[float]] = {name: [] for name in contenders}
-    gc.collect()
-    for round_number in range(WARM_UP + rounds):
-        for name, work in contenders.items():
+
+    def contestant(work: Callable[[], object]) -> Contestant[float]:
+        def turn(number: int) -> float:
             ours.zero_grad()
-            start = time.perf_counter()
-            work()
-            seconds = time.perf_counter() - start
+            seconds = timed(work)
             if on_gpu:
                 torch.cuda.synchronize()
-            if round_number >= WARM_UP:
-                found[name].append(seconds / count * 1e6)
-    us = {name: statistics.median(values) for name, values in found.items()}
+            return seconds / count * 1e6
+
+        return turn
+
+    contestants = {
+        "step": contestant(_stepper(ours, mine, gradients)),
+        "fused": contestant(_stepper(torch.optim.AdamW(plain, fused=True), plain, gradients)),
+        "foreach": contestant(_stepper(torch.optim.AdamW(plain, foreach=True), plain, gradients)),
+        "hooks": contestant(_backward(mine, gradients)),
+        "no hooks": contestant(_backward(plain, gradients)),
+    }
+    gc.collect()
+    found = take_turns(contestants, rounds, warm_up=WARM_UP)
+    us = medians(found)
     hooks = statistics.median(a - b for a, b in zip(found["hooks"], found["no hooks"], strict=True))
     return {
         "parameters": count,
@@ -155,13 +148,6 @@ def _backward(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -
         Give.apply(gradients, *parameters).backward()
 
     return backward
-
-
-def show(rows: Sequence[dict[str, Any]]) -> Table:
-    """For people."""
-    headings = ("parameters", "elements", "where", "step", "hooks", "AdamW fused", "AdamW foreach")
-    cells = ([f"{v:.1f}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows)
-    return table("Microseconds of the host per parameter", headings, cells, left=0)
 
 
 if __name__ == "__main__":

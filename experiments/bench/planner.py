@@ -2,22 +2,22 @@
 
     python -m experiments.planner --json
 
-Times are simulated, of the update beside a backward during which gradients leave (`Scope.beside`), less that backward.
+Times are simulated, of the update beside a backward that copies gradients (`Scope.beside`), less that backward.
 The first plan for a workload is the closed form's; the simulator improves on it call by call.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import statistics
 import sys
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from experiments.command import Parser
+from experiments.command import Parser, table_of
+from experiments.harness import Limit, finish, measuring
 from perfmodel.adaptive import AdaptivePlanner
 from perfmodel.bounds import lower_bound
 from perfmodel.hardware import HardwareProfile, builtin_profiles
@@ -50,6 +50,8 @@ BUDGETS = {
     "shared": Budget(0.2, None),
     "forward": Budget(0.2, None, forward=0.25),
 }
+OTHERS = ("best_stride_s", "best_ratio_s", "cpu_only_s")
+"""Times of other policies in a row."""
 LOOSE = ("slot", "shared", "forward")
 """Where the bound is loose: a single slot's turns, two uses of one memory and the order of layers are not in it."""
 BACKWARD_SHARE = 0.5
@@ -106,7 +108,7 @@ def planned(work: Workload, profile: HardwareProfile) -> tuple[Plan, Plan, list[
     return first, planner(work, profile), calls
 
 
-def row(profile: HardwareProfile, n: int, name: str) -> dict[str, str | int | float]:
+def row(profile: HardwareProfile, n: int, name: str) -> dict[str, Any]:
     """One comparison, with the budget of that name; times in seconds.
 
     first_s: with the first plan, adaptive_s: with the final one. plan_s: the longest call of `AdaptivePlanner` until
@@ -137,31 +139,25 @@ def row(profile: HardwareProfile, n: int, name: str) -> dict[str, str | int | fl
     }
 
 
-def misses(rows: Sequence[dict[str, str | int | float]]) -> list[str]:
-    """What does not hold of: within 1% of every other policy, 5% of a bound that is tight, first plans, planning times.
+def limits(rows: Sequence[dict[str, Any]]) -> list[Limit]:
+    """Within 1% of every other policy, 5% of a bound that is tight, first plans, planning times.
 
     The bound is tight from 50 subgroups on. Planning times are medians over machines, by subgroups and budget.
     """
     found = []
-    policies = "adaptive_s", "best_stride_s", "best_ratio_s", "cpu_only_s"
-    over = sorted(float(r["first_s"]) / min(float(r[policy]) for policy in policies) for r in rows)
-    if over and over[math.ceil(FIRST_SHARE * len(over)) - 1] > FIRST:
-        share = sum(ratio <= FIRST for ratio in over) / len(over)
-        found.append(f"first plans: {share:.0%} take at most {FIRST} x the best, {FIRST_SHARE:.0%} have to")
+    if over := sorted(r["first_s"] / min(r[policy] for policy in ("adaptive_s", *OTHERS)) for r in rows):
+        name = f"first plan over the best of all policies, in {FIRST_SHARE:.0%} of the comparisons"
+        found.append(Limit.at_most(name, over[math.ceil(FIRST_SHARE * len(over)) - 1], FIRST))
     for r in rows:
-        where = f"{r['profile']}, {r['n']} subgroups, {r['memory_budget']}"
-        mine, n = float(r["adaptive_s"]), int(r["n"])
-        for other in ("best_stride_s", "best_ratio_s", "cpu_only_s"):
-            if mine > 1.01 * float(r[other]):
-                found.append(f"{where}: {mine / float(r[other]):.3f} x {other}")
-        if n >= 50 and r["memory_budget"] not in LOOSE and mine > 1.05 * float(r["bound_s"]):
-            found.append(f"{where}: {mine / float(r['bound_s']):.3f} x bound")
-    for n, budget in sorted({(int(r["n"]), str(r["memory_budget"])) for r in rows}):
+        where = f"{r['profile']}, {r['n']} subgroups, {r['memory_budget']}: adaptive over"
+        found += [Limit.at_most(f"{where} {other}", r["adaptive_s"] / r[other], 1.01) for other in OTHERS]
+        if r["n"] >= 50 and r["memory_budget"] not in LOOSE:
+            found.append(Limit.at_most(f"{where} bound", r["adaptive_s"] / r["bound_s"], 1.05))
+    for n, budget in sorted({(r["n"], r["memory_budget"]) for r in rows}):
         alike = [r for r in rows if (r["n"], r["memory_budget"]) == (n, budget)]
-        for what, limit in (("plan_s", CALL_LIMIT_S), ("search_s", SEARCH_LIMIT_S)):
-            median = statistics.median(float(r[what]) for r in alike)
-            if median > limit:
-                found.append(f"{n} subgroups, {budget}: {what} is {1e3 * median:.1f} ms in the median")
+        for key, limit in (("plan_s", CALL_LIMIT_S), ("search_s", SEARCH_LIMIT_S)):
+            median = statistics.median(r[key] for r in alike)
+            found.append(Limit.at_most(f"{n} subgroups, {budget}: median {key}", median, limit))
     return found
 
 
@@ -183,36 +179,25 @@ def cached_s() -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; returns its exit status, 1 when adaptive misses a figure."""
+    """The command; returns its exit status, 1 when a figure is missed."""
     profiles = builtin_profiles()
-    parser = Parser(prog="python -m experiments.planner", description=(__doc__ or "").splitlines()[0])
+    parser = Parser("planner", __doc__)
     parser.add_json()
     parser.add_argument("--profile", action="append", choices=profiles, help="only this one; may be repeated")
     options = parser.parse_args(arguments)
-    print("machine                n budget   a call   search   adaptive  / bound   first  stride   ratio    CPU")
-    rows = []
-    for name in options.profile or profiles:
-        for n in SUBGROUPS:
-            for budget in BUDGETS:
-                r = row(profiles[name], n, budget)
-                rows.append(r)
-                mine = float(r["adaptive_s"])
-                over = [float(r[key]) / mine for key in ("first_s", "best_stride_s", "best_ratio_s", "cpu_only_s")]
-                print(
-                    f"{name:18}{n:6} {budget:8}{1e3 * float(r['plan_s']):6.2f} ms"
-                    f"{1e3 * float(r['search_s']):6.1f} ms{mine:9.3f} s"
-                    f"{mine / float(r['bound_s']):9.3f}{over[0]:8.3f}{over[1]:8.3f}{over[2]:8.3f}{over[3]:7.2f}",
-                    flush=True,
-                )
-    missed = misses(rows)
-    cached = cached_s()
-    if cached > CACHED_LIMIT_S:
-        missed.append(f"unchanged inputs took {1e6 * cached:.0f} us")
-    print(f"unchanged inputs: {1e6 * cached:.1f} us")
-    print("\n".join(missed) if missed else "adaptive meets every figure")
-    if options.json:
-        print(json.dumps({"rows": rows}))
-    return 1 if missed else 0
+    with measuring(options.json, emulated=False) as (console, progress):
+        rows = []
+        for name in options.profile or profiles:
+            progress(name)
+            rows += [row(profiles[name], n, budget) for n in SUBGROUPS for budget in BUDGETS]
+        cached = Limit.at_most("seconds in which unchanged inputs return the last plan", cached_s(), CACHED_LIMIT_S)
+    console.print(table_of("Seconds of an update, and of planning it", rows))
+    found = [*limits(rows), cached]
+    for limit in found:
+        if limit.missed:
+            console.print(f"{limit.name}: {limit.measured:.4g}, {limit.allowed}")
+    console.print(f"unchanged inputs: {1e6 * (cached.measured or 0):.1f} us")
+    return finish({"rows": rows}, console, options.json, found)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from dos.planning.policies import resolve_policy
 from experiments.bench.machines import Machine, choose_machine
 from experiments.command import Parser, positive, table
 from experiments.gpt import GPT, Corpus, GPTConfig, standard_library
+from experiments.harness import medians, take_turns
 from experiments.plots import MemorySample, save_losses, save_memory, save_timelines
 from perfmodel import Lane, Op, Plan, Span, Timeline
 
@@ -55,11 +57,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(
-        prog="python -m experiments.train",
-        description="Train a byte-level GPT with AdamW and with DOSAdam under several policies, and compare.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = Parser("train", __doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--data", type=Path, help="text to learn; the standard library's sources if not given")
     parser.add_argument("--out", type=Path, default=Path("out/demo"), help="folder for the results")
     parser.add_argument("--policies", default="cpu,0.5,stride:2,adaptive", help="DOSAdam's, separated by commas")
@@ -99,7 +97,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     sizes = f"{model.numel / 1e6:.1f}M parameters, {len(corpus) / 1e6:.1f} MB of text"
     console.print(f"{sizes}, {machine.name}", soft_wrap=True)
 
-    def run(name: str, progress: Progress, beside_neighbour: bool = False) -> Result:
+    def run(progress: Progress, name: str, number: int = 0, *, beside_neighbour: bool = False) -> Result:
+        """Train from the start, with the same batches in every run."""
         model.load_state_dict(start)
         model.zero_grad()
         machine.begin(beside_neighbour)
@@ -122,10 +121,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     label, loss = TextColumn("{task.description:>9}"), TextColumn("loss {task.fields[loss]:.3f}")
     with Progress(label, BarColumn(), MofNCompleteColumn(), loss, TimeElapsedColumn(), console=console) as progress:
-        results = {name: run(name, progress) for name in (REFERENCE, *policies)}
-        beside = (
-            run(DEFAULT, progress, beside_neighbour=True) if machine.has_neighbour and DEFAULT in policies else None
-        )
+        # One model is trained by all, so that a turn is a whole run.
+        turns = take_turns({name: partial(run, progress, name) for name in (REFERENCE, *policies)}, rounds=1)
+        results = {name: result for name, (result,) in turns.items()}
+        beside = None
+        if machine.has_neighbour and DEFAULT in policies:
+            beside = run(progress, DEFAULT, beside_neighbour=True)
     report(results, machine, args.out, console)
     if beside is not None:
         report_neighbour(beside, results[DEFAULT], machine, args.out, console)
@@ -133,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse_policy(name: str) -> str | float:
-    """What DOSAdam takes as `policy`. Raises ValueError for what it does not take."""
+    """A `policy` of DOSAdam. Raises ValueError if there is none of that name."""
     policy: str | float
     try:
         policy = float(name)
@@ -170,7 +171,7 @@ def train(model: GPT, optimizer: Optimizer, batches: Sequence[Batch], machine: M
 
 @dataclass(frozen=True)
 class Iteration:
-    """One training step. Times in seconds; update: what the optimizer's lanes did, since step() was called.
+    """One training step. Times in seconds; update: spans of the optimizer's lanes since step() was called.
 
     plan: where DOSAdam's update was made.
     """
@@ -218,10 +219,11 @@ class Result:
         return sorted(self._timed(), key=lambda i: i.seconds)[len(self._timed()) // 2]
 
     def summary(self) -> dict[str, Any]:
+        timed = self._timed()
+        seconds = {"iteration_s": [i.seconds for i in timed], "update_s": [i.update_s for i in timed]}
         return {
             "losses": self.losses,
-            "iteration_s": statistics.median(i.seconds for i in self._timed()),
-            "update_s": statistics.median(i.update_s for i in self._timed()),
+            **medians(seconds),
             "accelerator_share": self.accelerator_share,
             "peak_device_bytes": self.peak_device_bytes,
         }
@@ -271,7 +273,7 @@ def report(results: Mapping[str, Result], machine: Machine, out: Path, console: 
 
 
 def report_neighbour(beside: Result, alone: Result, machine: Machine, out: Path, console: Console) -> None:
-    """What the adaptive policy did while another process took memory, and the same run without it."""
+    """Iterations of the adaptive policy while another process took memory, beside the run without one."""
     thirds = [len(beside.iterations) * i // 3 for i in range(4)]
     before, during, after = (
         statistics.median(i.seconds for i in beside.iterations[start or UNTIMED : end] or beside.iterations)
@@ -286,8 +288,8 @@ def report_neighbour(beside: Result, alone: Result, machine: Machine, out: Path,
     fullest = max(sum(sample[1:]) for sample in samples)
     console.print(
         f"{DEFAULT} while another process takes memory in the middle third: an iteration takes {before * 1e3:.0f} ms, "
-        f"{during * 1e3:.0f} ms beside it, and {after * 1e3:.0f} ms when it has left. At most {fullest / 2**20:.0f} of "
-        f"{machine.capacity / 2**20:.0f} MiB were held; the losses are "
+        f"{during * 1e3:.0f} ms beside it, and {after * 1e3:.0f} ms after it has ended. At most "
+        f"{fullest / 2**20:.0f} of {machine.capacity / 2**20:.0f} MiB were held; the losses are "
         f"{'the same' if beside.losses == alone.losses else 'NOT the same'} to the bit.",
         soft_wrap=True,
         highlight=False,

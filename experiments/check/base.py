@@ -6,7 +6,6 @@ Whatever it does there, hangs and crashes included, the others go on.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import enum
 import faulthandler
 import json
@@ -22,6 +21,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from experiments.harness import Limit
 
 GRACE_S = 20.0
 """A check that has used up its time and half of it again has this much longer before it is killed."""
@@ -69,28 +70,6 @@ class Settings:
     host_bytes: int | None = None
 
 
-@dataclass(frozen=True)
-class Target:
-    """A figure and what it should be.
-
-    limit: in words, such as "at most 1.10". met: None if it was not measured. note: of what, and compared with what.
-    """
-
-    name: str
-    value: float | None
-    limit: str
-    met: bool | None
-    note: str = ""
-
-    @classmethod
-    def at_most(cls, name: str, value: float, limit: float, note: str = "") -> Target:
-        return cls(name, value, f"at most {limit:g}", value <= limit, note)
-
-    @classmethod
-    def at_least(cls, name: str, value: float, limit: float, note: str = "") -> Target:
-        return cls(name, value, f"at least {limit:g}", value >= limit, note)
-
-
 @dataclass
 class Record:
     """A check and what came of it.
@@ -107,16 +86,19 @@ class Record:
     said: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     figures: dict[str, Any] = field(default_factory=dict)
-    targets: list[Target] = field(default_factory=list)
+    targets: list[Limit] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
-        values = plain(dataclasses.asdict(self))
-        assert isinstance(values, dict)
-        return values
+        targets = [
+            {"name": t.name, "value": t.measured, "limit": t.allowed, "met": t.met, "note": t.note}
+            for t in self.targets
+        ]
+        return {**vars(self), "status": self.status.value, "figures": plain(self.figures), "targets": plain(targets)}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Record:
-        targets = [Target(**t) for t in values["targets"]]
+        """Raises ValueError or KeyError for another file's values."""
+        targets = [Limit(t["name"], t["value"], t["limit"], t["met"], t["note"]) for t in values["targets"]]
         return cls(**{**values, "status": Status(values["status"]), "targets": targets})
 
 
@@ -129,8 +111,7 @@ class Bench:
     def __init__(self, name: str, settings: Settings, seconds: float, path: Path) -> None:
         self.settings = settings
         self.size, self.cuda, self.out = settings.size, settings.cuda, settings.out
-        self.name = name
-        self._record = Record(name, Status.FAILED, reason="it has not ended")
+        self.record = Record(name, Status.FAILED, reason="it has not ended")
         self._path = path
         self._start = time.monotonic()
         self._seconds = seconds
@@ -142,34 +123,34 @@ class Bench:
 
     def note(self, **figures: object) -> None:
         """Write figures down."""
-        self._record.figures.update(figures)
+        self.record.figures.update(figures)
         self._write()
 
     def say(self, text: str) -> None:
         """What has been found, in one line for people."""
-        self._record.said.append(text)
+        self.record.said.append(text)
         self._write()
 
     def problem(self, text: str) -> None:
         """Something is wrong: the check goes on, and will have failed."""
-        self._record.problems.append(text)
+        self.record.problems.append(text)
         self._write()
 
-    def target(self, target: Target) -> None:
-        """Write a target down."""
-        self._record.targets.append(target)
+    def target(self, *targets: Limit) -> None:
+        """Write targets down."""
+        self.record.targets += targets
         self._write()
 
     def finish(self, status: Status, reason: str = "", traceback: str = "") -> None:
         """The check has ended; PASSED only counts if there was no problem."""
-        if status is Status.PASSED and self._record.problems:
-            status, reason = Status.FAILED, self._record.problems[0]
-        self._record.status, self._record.reason, self._record.traceback = status, reason, traceback
+        if status is Status.PASSED and self.record.problems:
+            status, reason = Status.FAILED, self.record.problems[0]
+        self.record.status, self.record.reason, self.record.traceback = status, reason, traceback
         self._write()
 
     def _write(self) -> None:
-        self._record.seconds = time.monotonic() - self._start
-        replace_text(self._path, json.dumps(self._record.to_json()))
+        self.record.seconds = time.monotonic() - self._start
+        replace_text(self._path, json.dumps(self.record.to_json()))
 
 
 @dataclass(frozen=True)
@@ -272,7 +253,7 @@ def _run(name: str, run: Callable[[Bench], None], settings: Settings, seconds: f
         faulthandler.cancel_dump_traceback_later()
         sys.stdout.flush()
         sys.stderr.flush()
-        # Not through the interpreter's exit: what a broken check has left behind could keep it from ending.
+        # Not through the interpreter's exit: threads of a broken check could keep it from ending.
         os._exit(0)
 
 

@@ -15,8 +15,9 @@ from dos.devices.cuda import CudaDevice
 from dos.machine.process import usable_cores
 from dos.machine.profiles import machine_name
 from dos.machine.threads import set_kernel_threads
-from experiments.check.base import Bench, Size, Target
+from experiments.check.base import Bench, Size
 from experiments.check.models import prepare
+from experiments.harness import Limit
 from perfmodel.hardware import HardwareProfile
 
 FILE = "profile.json"
@@ -51,9 +52,7 @@ def run(bench: Bench) -> None:
         names = ("cpu_update_rate", "h2d_bandwidth", "d2h_bandwidth", "gpu_update_rate")
         off = {name: abs(getattr(profile, name) / getattr(device.profile, name) - 1) for name in names}
         worst = max(off, key=lambda name: off[name])
-        bench.target(
-            Target.at_most("calibration against what is emulated, error", off[worst], 0.1, f"{worst} is worst")
-        )
+        bench.target(Limit.at_most("calibration against what is emulated, error", off[worst], 0.1, f"{worst} is worst"))
 
 
 def measured_profile(out: Path, torch_device: torch.device) -> HardwareProfile:

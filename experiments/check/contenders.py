@@ -36,16 +36,16 @@ class Contender:
         """Make ready. Raises torch.OutOfMemoryError if it does not fit, Broken if it does not work here."""
 
     def close(self) -> None:
-        """Leave the device to the next."""
+        """Free the device for the next."""
 
     def compute(self, batch: Batch) -> None:
         """Forward and backward."""
 
     def step(self) -> None:
-        """Update, and forget the gradients."""
+        """Update, and clear the gradients."""
 
     def metrics(self) -> dict[str, float]:
-        """Of the last update, once nothing is in flight; empty if it does not tell."""
+        """Of the last update, once nothing is in flight; empty if it has none."""
         return {}
 
 
@@ -91,8 +91,8 @@ class Rig:
             **SETTINGS,
         )
 
-    def leave(self) -> None:
-        """Take all optimizer state off the device; it comes back when a plan wants it."""
+    def release(self) -> None:
+        """Move all optimizer state off the device; a plan that wants it there moves it back."""
         self.optimizer.release_memory()
         # Beside state that stayed, the next contender would not fit, or would have less memory than it is said to have.
         assert self.optimizer.release_memory() == 0, "optimizer state is still on the device"
@@ -147,7 +147,7 @@ class Kind:
 class Own(Contender):
     """A contender with a model of its own.
 
-    before: what makes room on the device, where model and optimizer are made anew for each turn; None: they are built
+    before: makes room on the device, where model and optimizer are made anew for each turn; None: they are built
         at the first and kept, as peers are, which take long to set up.
     """
 
@@ -172,8 +172,7 @@ class Own(Contender):
             self._model.zero_grad()
 
     def compute(self, batch: Batch) -> None:
-        assert self._model is not None
-        model = self._optimizer if callable(self._optimizer) else self._model
+        model: Any = self._optimizer if callable(self._optimizer) else self._model
         back = getattr(self._optimizer, "backward", torch.Tensor.backward)
         self._try(lambda: back(model(*batch)))
 
@@ -192,7 +191,7 @@ class Own(Contender):
 
 
 class OnDevice:
-    """What a user of torch.optim.AdamW(fused=True) calls, wholly on the device.
+    """torch.optim.AdamW(fused=True), wholly on the device.
 
     masters: whether float32 copies of the parameters are updated, and parameters rounded from them, as DOSAdam does.
     """
@@ -221,7 +220,7 @@ class OnDevice:
 
 
 def reference(name: str, emulated: EmulatedDevice | None) -> Kind:
-    """What DOSAdam is compared with on the device: AdamW in two precisions, or no optimizer at all."""
+    """A reference for DOSAdam on the device: AdamW in two precisions, or no optimizer at all."""
     builds: dict[str, Callable[[GPT, Job], Any]] = {
         MASTERS: lambda model, job: OnDevice(model, emulated, masters=True),
         PLAIN: lambda model, job: OnDevice(model, emulated, masters=False),
@@ -231,7 +230,7 @@ def reference(name: str, emulated: EmulatedDevice | None) -> Kind:
 
 
 def torchao(model: GPT, job: Job) -> Any:
-    """Gradients leave during backward, each parameter is updated on the host."""
+    """Gradients are copied during backward, each parameter is updated on the host."""
     optimizer = importlib.import_module("torchao.optim").CPUOffloadOptimizer
     return optimizer(model.parameters(), torch.optim.AdamW, fused=True, **SETTINGS)
 

@@ -16,7 +16,7 @@ import torch
 from dos.machine.threads import kernel_threads
 from dos.planning.policies import AdaptivePolicy, resolve_policy
 from dos.planning.reading import Source
-from experiments.check.base import Bench, Size, Target
+from experiments.check.base import Bench, Size
 from experiments.check.calibration import measured_profile
 from experiments.check.contenders import (
     MASTERS,
@@ -32,6 +32,7 @@ from experiments.check.contenders import (
     reference,
 )
 from experiments.check.models import HOST_BYTES, MEDIUM, Batch, emulated_device, fitted, prepare
+from experiments.harness import Contestant, Dropped, Limit, medians, ratio, take_turns
 from perfmodel import Timeline
 
 
@@ -116,7 +117,7 @@ def run(bench: Bench) -> None:
         return [Ours(named(share), rig, AdaptivePolicy(profile), share) for share in shares]
 
     def on_device(*names: str) -> list[Contender]:
-        return [Own(reference(name, emulated), job, device, before=rig.leave) for name in names]
+        return [Own(reference(name, emulated), job, device, before=rig.release) for name in names]
 
     # Those that matter most first, in case that there is no time for the others.
     contenders: list[Contender] = [
@@ -145,7 +146,7 @@ def compete(
     folder, traces = bench.out / "timelines", {}
     folder.mkdir(exist_ok=True)
     for name, timeline in kept.items():
-        file = f"{bench.name} {name}".replace(" ", "-").replace(",", "").replace("%", "") + ".json"
+        file = f"{bench.record.name} {name}".replace(" ", "-").replace(",", "").replace("%", "") + ".json"
         timeline.save(folder / file)
         traces[name] = {"trace": f"timelines/{file}"}
     bench.note(timelines=traces)
@@ -155,50 +156,47 @@ def judge(bench: Bench, scores: Mapping[str, Score], peers: Sequence[Kind]) -> N
     """Targets of what ran: AdamW, peers, the bound, the prediction, CPU only, and all fixed policies."""
 
     def between(some: str, other: str) -> float | None:
-        return ratio(scores[some], scores[other]) if {some, other} <= scores.keys() else None
+        return scores[some].over(scores[other]) if {some, other} <= scores.keys() else None
 
     def worst(title: str, found: Mapping[str, float], limit: float) -> None:
         if found:
             name = max(found, key=lambda n: found[n])
-            bench.target(Target.at_most(title, found[name], limit, f"worst: {name}"))
+            bench.target(Limit.at_most(title, found[name], limit, f"worst: {name}"))
 
-    for adamw in (MASTERS, PLAIN):
+    for adamw in (name for name in (MASTERS, PLAIN) if name in scores):
         found = between(named(1.0), adamw)
-        if found is not None:
-            bench.target(Target.at_most(f"iteration over {adamw}", found, 1.02, named(1.0)))
-        elif adamw in scores:
-            bench.target(Target(f"iteration over {adamw}", None, "at most 1.02", None, scores[adamw].dropped))
+        note = scores[adamw].dropped if found is None else named(1.0)
+        bench.target(Limit.at_most(f"iteration over {adamw}", found, 1.02, note))
     for peer in peers:
         for name in (named(0.5), CPU, named(SLOTS_SHARE)):
             if (found := between(peer.name, name)) is not None:
                 note = f"iterations; the peer has {peer.precision}"
-                bench.target(Target.at_least(f"{peer.name} over {name}", found, 1.0, note))
+                bench.target(Limit.at_least(f"{peer.name} over {name}", found, 1.0, note))
     updates = {name: score.typical() for name, score in scores.items() if score.updates}
     ours = {named(share): share for share in SHARES if named(share) in updates}
     bounds = {n: updates[n]["exposed_s"] / updates[n]["bound_s"] for n in ours if updates[n].get("bound_s")}
     errors = {name: abs(u["predicted_s"] / u["exposed_s"] - 1) for name, u in updates.items() if u.get("predicted_s")}
-    bench.note(over_bound=bounds, prediction_errors=errors)
     worst("update over its bound", bounds, 1.10)
     worst("error of the predicted update", errors, 0.10)
     if (gain := between(CPU, named(0.5))) is not None:
-        bench.target(Target.at_least("CPU only over adaptive with memory for half", gain, 1.5, "iterations"))
+        bench.target(Limit.at_least("CPU only over adaptive with memory for half", gain, 1.5, "iterations"))
     compared = {
         f"{name} against {other}": quotient
         for name, share in ours.items()
         for other, (_, needs) in FIXED.items()
         if needs <= share and (quotient := between(name, other)) is not None
     }
-    bench.note(adaptive_over_fixed=compared)
     worst("adaptive over any fixed policy that needs no more memory", compared, 1 + NOISE)
+    bench.note(over_bound=bounds, prediction_errors=errors, adaptive_over_fixed=compared)
 
 
 @dataclass
 class Score:
-    """What one contender has shown.
+    """Figures of one contender.
 
     rounds: seconds of its iterations, a list for each round. steps: seconds of the host in their `step()`, likewise.
     updates: metrics of updates that began when all gradients were there.
-    reserved_bytes: the most that the allocator held.
+    reserved_bytes: the most that the allocator held. dropped: why it takes no further turn.
     """
 
     rounds: list[list[float]] = field(default_factory=list)
@@ -212,29 +210,27 @@ class Score:
         found = sorted(self.updates, key=lambda metrics: metrics["update_s"])
         return found[len(found) // 2] if found else {}
 
+    def over(self, other: Score) -> float | None:
+        """How many times as long as the other's its iterations are."""
+        return ratio(*(list(map(statistics.median, score.rounds)) for score in (self, other)))
+
     def summary(self) -> dict[str, Any]:
         """For the results. Iterations: the median over the rounds of the medians within them."""
-        iteration_s, step_s = (
-            statistics.median(map(statistics.median, times)) if times else None for times in (self.rounds, self.steps)
+        found = medians(
+            {"iteration": [*map(statistics.median, self.rounds)], "step": [*map(statistics.median, self.steps)]}
         )
         return {
-            "iteration_s": iteration_s,
+            "iteration_s": found.get("iteration"),
             "rounds_s": self.rounds,
-            "step_on_host_s": step_s,
+            "step_on_host_s": found.get("step"),
             "reserved_bytes": self.reserved_bytes,
             "update": self.typical() or None,
             "dropped": self.dropped or None,
         }
 
 
-def ratio(some: Score, other: Score) -> float | None:
-    """How many times as long as the other's the first one's iterations are: median over the rounds they share."""
-    rounds = [statistics.median(a) / statistics.median(b) for a, b in zip(some.rounds, other.rounds, strict=False)]
-    return statistics.median(rounds) if rounds else None
-
-
 class Clock:
-    """Reads when the device has come to a point of its work."""
+    """Reads the time at which the device reaches a point of its work."""
 
     def __init__(self, cuda: bool) -> None:
         self._cuda = cuda
@@ -242,7 +238,7 @@ class Clock:
     def mark(self) -> Any:
         """A point: all that was queued before it has been done then."""
         if not self._cuda:
-            return time.perf_counter()  # what is emulated computes on the caller's thread
+            return time.perf_counter()  # an emulated device computes on the caller's thread
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
@@ -272,18 +268,10 @@ def run_rounds(
     not work is dropped, with the reason.
     """
     scores = {c.name: Score() for c in contenders}
-    longest = 0.0
-    for number in range(effort.rounds):
-        if number and left() < 1.1 * longest:
-            break
-        start = time.perf_counter()
-        for contender in contenders:
+
+    def contestant(contender: Contender) -> Contestant[None]:
+        def play(number: int) -> None:
             score = scores[contender.name]
-            if score.dropped:
-                continue
-            if left() < 0:
-                score.dropped = "" if score.rounds else "not run: no time was left"
-                continue
             try:
                 turn(contender, batches, effort, clock, score)
             except torch.OutOfMemoryError as error:
@@ -294,7 +282,15 @@ def run_rounds(
             if batches[0][0].is_cuda:
                 torch.cuda.empty_cache()
             on_progress(scores)
-        longest = max(longest, time.perf_counter() - start)
+            if score.dropped:
+                raise Dropped
+
+        return play
+
+    take_turns({c.name: contestant(c) for c in contenders}, effort.rounds, left=left)
+    for score in scores.values():
+        if not (score.rounds or score.dropped):
+            score.dropped = "not run: no time was left"
     return scores
 
 

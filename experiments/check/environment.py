@@ -22,7 +22,8 @@ from dos.machine.host_memory import available_bytes
 from dos.machine.process import local_ranks, usable_cores
 from dos.machine.profiles import cpu_model
 from dos.machine.threads import kernel_threads
-from experiments.check.base import Bench, Size, Target
+from experiments.check.base import Bench, Size
+from experiments.harness import Limit
 
 ROOT = Path(__file__).parents[2]
 PINNED = {Size.TINY: 1 << 20, Size.SMALL: 1 << 26, Size.FULL: 1 << 32}
@@ -89,7 +90,7 @@ def look_at_gpu(bench: Bench) -> None:
         gpu_kernel=kernel,
         nvidia_smi=nvidia_smi(),
     )
-    bench.target(Target("the GPU kernel is Triton's", None, "triton", kernel == "triton", f"found {kernel}"))
+    bench.target(Limit("the GPU kernel is Triton's", None, "triton", kernel == "triton", f"found {kernel}"))
     if getattr(properties, "pci_bus_id", None) is not None:
         address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
         pci = Path("/sys/bus/pci/devices") / address
@@ -97,7 +98,7 @@ def look_at_gpu(bench: Bench) -> None:
 
 
 def pin(bench: Bench) -> None:
-    """Pin memory as the optimizer does, copy it to the GPU, and see what that takes and for how long it keeps us."""
+    """Pin memory as the optimizer does, and copy it: how fast are both, and how long does a copy block the host?"""
     device = torch.device("cuda", torch.cuda.current_device())
     nbytes = min(PINNED[bench.size], (available_bytes() or PINNED[bench.size]) // 4)
     start = time.perf_counter()
@@ -119,7 +120,7 @@ def pin(bench: Bench) -> None:
         total = time.perf_counter() - start
     share = (issued - start) / total
     bench.note(copy_to_gpu={"gib_per_s": len(source) / 2**30 / total, "host_share": share})
-    bench.target(Target.at_most("share of a copy from pinned memory that keeps the host", share, 0.1))
+    bench.target(Limit.at_most("share of a copy from pinned memory that keeps the host", share, 0.1))
 
 
 def commit() -> dict[str, object]:

@@ -1,19 +1,22 @@
-"""Do copies hold up forward and backward, and do copies of state hold up others? That a step waits for nothing is what
+"""Do copies slow down forward and backward, and do copies of state delay other copies? That a step waits for nothing,
 tests/cuda checks."""
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
 from dos.devices import Copy, Device, Job, pinned_zeros
 from dos.devices.cuda import CudaDevice
-from experiments.check.base import Bench, Size, Target
+from experiments.check.base import Bench, Size
 from experiments.check.contest import Clock
 from experiments.check.models import MEDIUM, emulated_device, fitted, prepare
+from experiments.harness import Contestant, Limit, medians, ratio, take_turns
 from perfmodel import Op
 
 MOST = 300e6
@@ -64,45 +67,50 @@ def run(bench: Bench) -> None:
 
     alone_s = min(sum(seconds([])) for _ in range(2))
     copy_s = {op: statistics.median(job.wait().duration for job in start(op, 4)) for op in pairs}
-    times: dict[str, list[tuple[float, float]]] = {way: [] for way in (ALONE, *WAYS)}
     copies: dict[str, list[float]] = {way: [] for way in WAYS}
+
+    def beside(way: str, number: int) -> Sequence[float]:
+        """Seconds of forward and backward beside copies; how much longer the copies take is kept."""
+        jobs = [job for op in WAYS[way] for job in start(op, min(AT_MOST, 1 + int(LONGER * alone_s / copy_s[op])))]
+        found = seconds(jobs)
+        copies[way].append(statistics.median((span := job.wait()).duration / copy_s[span.op] for job in jobs))
+        return found
+
+    def waiting(name: str, number: int) -> Sequence[float]:
+        return [urgent.share_waited(name, lambda: start(Op.PREFETCH, QUEUED))]
+
     urgent = Urgent(device, bench.cuda, nbytes // URGENT_SHARE)
-    waits: dict[str, list[float]] = {what: [] for what in urgent.copies}
-    for round_ in range(ROUNDS[bench.size]):
-        if round_ and bench.left() < 0:
-            break
-        times[ALONE].append(seconds([]))
-        for way, ops in WAYS.items():
-            jobs = [job for op in ops for job in start(op, min(AT_MOST, 1 + int(LONGER * alone_s / copy_s[op])))]
-            times[way].append(seconds(jobs))
-            copies[way].append(statistics.median((span := job.wait()).duration / copy_s[span.op] for job in jobs))
-        for what, found in waits.items():
-            found.append(urgent.share_waited(what, lambda: start(Op.PREFETCH, QUEUED)))
+    contestants: dict[str, Contestant[Sequence[float]]] = {ALONE: lambda number: seconds([])}
+    contestants |= {way: partial(beside, way) for way in WAYS}
+    contestants |= {name: partial(waiting, name) for name in urgent.copies}
+    # The first round always takes place, the others while there is time.
+    turns = take_turns(contestants, ROUNDS[bench.size], left=lambda: max(0.0, bench.left()))
     slower = {
         way: {
-            part: statistics.median(f[i] / a[i] for a, f in zip(times[ALONE], found, strict=True))
+            part: ratio(*([times[i] for times in turns[name]] for name in (way, ALONE))) or math.nan
             for i, part in enumerate(("forward", "backward"))
         }
-        for way, found in times.items()
+        for way in (ALONE, *WAYS)
     }
     bytes_per_s = {op.value: nbytes / seconds for op, seconds in copy_s.items()}
-    longer = {way: statistics.median(found) for way, found in copies.items()}
-    waited = {what: statistics.median(found) for what, found in waits.items()}
+    longer = medians(copies)
+    waited = medians({name: [share for (share,) in turns[name]] for name in urgent.copies})
     bench.note(parameters=job.numel, slower=slower, bytes_per_s=bytes_per_s, copies_longer=longer, waited=waited)
     for way in WAYS:
         parts = f"forward {slower[way]['forward']:.2f}x, backward {slower[way]['backward']:.2f}x"
         bench.say(f"{way}: {parts}, the copies themselves {longer[way]:.2f}x")
-    for what, share in waited.items():
-        bench.say(f"{what} waits for {share:.0%} of the state that was queued before it")
+    for name, share in waited.items():
+        bench.say(f"{name} waits for {share:.0%} of the state that was queued before it")
     if bench.cuda:
-        worst = max(slower[BOTH].values())
-        bench.target(Target.at_most("forward and backward beside copies over alone", worst, 1.1, BOTH))
-        for what, share in waited.items():
-            bench.target(Target.at_most(f"share of queued state that {what} waits for", share, 0.25))
+        bench.target(
+            Limit.at_most("forward and backward beside copies over alone", max(slower[BOTH].values()), 1.1, BOTH)
+        )
+        for name, share in waited.items():
+            bench.target(Limit.at_most(f"share of queued state that {name} waits for", share, 0.25))
 
 
 class Urgent:
-    """Copies to the device for which compute waits, by what they bring; each gives the seconds that it took."""
+    """Copies to the device for which compute waits, by what is copied; each returns the seconds that it took."""
 
     def __init__(self, device: Device, cuda: bool, nbytes: int) -> None:
         host = pinned_zeros(device, nbytes, torch.uint8)
@@ -119,12 +127,12 @@ class Urgent:
             return time.perf_counter() - issued
 
         self.copies: dict[str, Callable[[], float]] = {SAVED: saved}
-        if cuda:  # what is emulated has no queue of the caller's
+        if cuda:  # an emulated device has no queue of the caller's
             self.copies[BATCH] = batch
         self._alone_s = {what: statistics.median(copy() for _ in range(3)) for what, copy in self.copies.items()}
 
     def share_waited(self, what: str, queue: Callable[[], Sequence[Job]]) -> float:
-        """How much of what `queue` has queued before goes first: 0 for nothing, 1 for all."""
+        """The share of the jobs of `queue`, queued before, that goes first: 0 for none, 1 for all."""
         jobs = queue()
         seconds = self.copies[what]()
         in_all = sum(job.wait().duration for job in jobs)

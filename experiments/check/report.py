@@ -13,8 +13,10 @@ from rich.table import Table
 from dos.planning.reading import Source
 from experiments.check.base import Record, Status, plain, replace_text
 from experiments.check.suite import NOT_COMPARED
-from experiments.command import table
+from experiments.command import table, table_of
 
+UPDATE = ("update", "exposed", "predicted", "bound")
+"""Seconds of a contender's update that the table shows."""
 _COLOURS = {Status.PASSED: "green", Status.FAILED: "red", Status.SKIPPED: "dim", Status.NOT_RUN: "yellow"}
 
 
@@ -28,7 +30,7 @@ def write_results(out: Path, run: Mapping[str, Any], records: Sequence[Record]) 
         "not_run": [r.name for r in records if r.status is Status.NOT_RUN],
         "running": [r.name for r in records if r.status is Status.RUNNING],
         "alarms": alarms(records),
-        "targets_missed": [f"{r.name}: {t.name}" for r in records for t in r.targets if t.met is False],
+        "targets_missed": [f"{r.name}: {t.name}" for r in records for t in r.targets if t.missed],
     }
     replace_text(out / "results.json", json.dumps(plain(values), indent=1) + "\n")
 
@@ -43,7 +45,7 @@ def show(console: Console, run: Mapping[str, Any], records: Sequence[Record], ti
             console.print(contenders(record, f"{titles[record.name]} ({where})"))
     console.print(targets(records))
     console.print(checks(records, titles))
-    missed = sum(t.met is False for r in records for t in r.targets)
+    missed = sum(t.missed for r in records for t in r.targets)
     failed = sum(r.status is Status.FAILED for r in records)
     not_run = sum(r.status is Status.NOT_RUN for r in records)
     console.print(f"Checks: {failed} failed, {not_run} not run. Targets: {missed} missed, which fails nothing.")
@@ -76,29 +78,27 @@ def alarms(records: Sequence[Record]) -> list[str]:
 def contenders(record: Record, title: str) -> Table:
     """One contest."""
     figures = record.figures
-    cells = []
-    for name, score in figures["contenders"].items():
-        update = score["update"] or {}
-        cells.append(
-            [
-                name,
-                score["dropped"] or milliseconds(score["iteration_s"]),
-                milliseconds(score["step_on_host_s"]),
-                *(milliseconds(update.get(key)) for key in ("update_s", "exposed_s", "predicted_s", "bound_s")),
-                f"{update['share_gpu_resident']:.0%}" if update else "",
-                f"{score['reserved_bytes'] / 2**30:.1f} GiB" if score["reserved_bytes"] else "",
-            ]
-        )
-    headings = ("iteration", "step(), host", "update", "waited for", "predicted", "bound", "on device", "reserved")
+
+    rows = [
+        {
+            "": name,
+            "iteration": score["dropped"] or milliseconds(score["iteration_s"]),
+            "step(), host": milliseconds(score["step_on_host_s"]),
+            **{key: milliseconds((score["update"] or {}).get(f"{key}_s")) for key in UPDATE},
+            "on device": f"{score['update']['share_gpu_resident']:.0%}" if score["update"] else "",
+            "reserved_bytes": score["reserved_bytes"] or None,
+        }
+        for name, score in figures["contenders"].items()
+    ]
     parameters = f"{figures['parameters'] / 1e6:,.1f}M parameters, batch {figures['batch']}"
-    return table(f"{title}\n{parameters}", ("", *headings), cells)
+    return table_of(f"{title}\n{parameters}", rows)
 
 
 def targets(records: Sequence[Record]) -> Table:
     """All targets, and whether they were met."""
     verdicts = {True: "[green]met", False: "[red]missed", None: "[dim]not measured"}
     cells = (
-        [r.name, t.name, "" if t.value is None else f"{t.value:.4g}", t.limit, verdicts[t.met], t.note]
+        [r.name, t.name, "" if t.measured is None else f"{t.measured:.4g}", t.allowed, verdicts[t.met], t.note]
         for r in records
         for t in r.targets
     )

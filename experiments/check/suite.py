@@ -1,4 +1,4 @@
-"""The tests that need a GPU, tests/cuda, run by pytest in a process of its own."""
+"""The tests that need a GPU, tests/cuda, run by pytest."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments.check.base import Bench, Skipped, Target
+from experiments.check.base import Bench, Skipped
 from experiments.check.environment import ROOT
+from experiments.harness import Limit
 
 TESTS = ROOT / "tests" / "cuda"
 KERNELS = "test_gpu_kernels.py"
@@ -48,39 +49,44 @@ def missing(cuda: bool) -> str | None:
 
 
 def run_tests(bench: Bench, files: Sequence[Path]) -> None:
-    """Run test files until they or the time are over; what fails is a problem of the check."""
-    log = bench.out / "logs" / f"{bench.name}-pytest.txt"
+    """Run test files until they or the time are over; a test that fails is a problem of the check.
+
+    pytest has a process of its own: a test that crashes or hangs ends that one, and the others count.
+    """
+    log = bench.out / "logs" / f"{bench.record.name}-pytest.txt"
     log.parent.mkdir(exist_ok=True)
-    options = ["-v", "--tb=short", "--color=no", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-v", "--tb=short", "--color=no", "-p", "no:cacheprovider"]
     if importlib.util.find_spec("pytest_timeout") is not None:
-        options.append(f"--timeout={TEST_S}")
-    command = [sys.executable, "-m", "pytest", *options, *map(str, files)]
+        command.append(f"--timeout={TEST_S}")
+    environment = {**os.environ, "COLUMNS": "200", "PYTHONUNBUFFERED": "1"}
     with log.open("w") as output:
-        environment = {**os.environ, "COLUMNS": "200", "PYTHONUNBUFFERED": "1"}
-        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, env=environment)
+        process = subprocess.Popen(
+            [*command, *map(str, files)], cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, env=environment
+        )
         try:
             while process.poll() is None and bench.left() > 0:
                 time.sleep(_POLL_S)
-                tell(bench, log)
-            ended = process.poll()
+                note_outcomes(bench, log)
+            status = process.poll()
         finally:
             process.kill()
             process.wait()
-    counts, found = tell(bench, log)
-    bench.note(log=str(log.relative_to(bench.out)), ended=ended is not None)
+    counts, found = note_outcomes(bench, log)
+    bench.note(log=str(log.relative_to(bench.out)), ended=status is not None)
     for name, outcome in _OUTCOME.findall(log.read_text(errors="replace")):
         if outcome in ("FAILED", "ERROR"):
             bench.problem(name)
-    if ended not in (None, 0, 1, 5):
-        bench.problem(f"pytest ended with status {ended}; see {log}")
+    if status not in (None, 0, 1, 5):
+        bench.problem(f"pytest ended with status {status}; see {log}")
     if not found:
         raise Skipped(f"pytest found no test in the time there was; see {log}")
-    bench.say(f"{found} tests: {', '.join(f'{count} {what}' for what, count in counts.items()) or 'none has ended'}")
-    bench.target(Target.at_least("tests of tests/cuda that ran", sum(counts.values()), found))
+    total = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
+    bench.say(f"{found} tests: {total or 'none has ended'}")
+    bench.target(Limit.at_least("tests of tests/cuda that ran", sum(counts.values()), found))
 
 
-def tell(bench: Bench, log: Path) -> tuple[Counter[str], int | None]:
-    """Write down how many have ended how, and of how many; both."""
+def note_outcomes(bench: Bench, log: Path) -> tuple[Counter[str], int | None]:
+    """Write down and return how many tests have ended how, and how many there are, None until pytest has said so."""
     text = log.read_text(errors="replace")
     counts, found = Counter(outcome.lower() for _, outcome in _OUTCOME.findall(text)), _FOUND.search(text)
     total = None if found is None else int(found[1])

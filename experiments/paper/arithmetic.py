@@ -4,8 +4,8 @@
 
 For each run: seconds of a step as measured, and of its forward and backward alone by the planner, which must be fewer.
 Of runs by DeepSpeed's ZeRO-3 with parameters and optimizer state offloaded, whose state is AdamW's in float32, also
-what the model of its loop gives: layers fetched one ahead of compute (`perfmodel.planner.overlap`), gradients that
-leave blocking, and the update of `experiments.zero3`, on the built-in desktop with that GPU. Nothing is fitted.
+what the model of its loop gives: layers fetched one ahead of compute (`perfmodel.planner.overlap`), gradients
+that are copied blocking, and the update of `experiments.zero3`, on the built-in desktop with that GPU. No fit is made.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from typing import Any
 
 from rich.console import Console
 
-from experiments.command import Parser, seconds, table
+from experiments.command import Parser, table_of
+from experiments.harness import Limit, finish
 from experiments.paper.runs import DATA
 from experiments.paper.zero3 import Mode, Run, update_seconds
 from perfmodel.hardware import HardwareProfile
@@ -32,41 +33,8 @@ from perfmodel.planner.transformer import Transformer
 TRAINING_RUNS = DATA / "training_runs.csv"
 """Tokens per second of one GPU, with where they were published. Sequences of SlideFormer's runs are padded to 1,024
 tokens, from 341 on, which products of weights do not leave out."""
-MPT_7B = {"n_embd": 4096, "n_layer": 32, "n_head": 32, "vocab_size": 50368, "n_positions": 1024}
-LLAMA_31_8B = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "tie_word_embeddings": False,
-}
-QWEN_25_7B = {
-    "model_type": "qwen2",
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "vocab_size": 152064,
-    "tie_word_embeddings": False,
-}
-QWEN_25_14B = QWEN_25_7B | {
-    "hidden_size": 5120,
-    "intermediate_size": 13824,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 40,
-    "num_key_value_heads": 8,
-}
-MODELS: Mapping[str, Mapping[str, Any]] = {
-    "MPT 7B": MPT_7B,
-    "Llama 3.1 8B": LLAMA_31_8B,
-    "Qwen2.5 7B": QWEN_25_7B,
-    "Qwen2.5 14B": QWEN_25_14B,
-}
-"""Their configurations, as far as operations depend on them."""
+MODELS: Mapping[str, Mapping[str, Any]] = json.loads((DATA / "training_models.json").read_text())
+"""Their models' configurations, as far as operations depend on them."""
 DESKTOPS = {"RTX 4090": "rtx_4090_desktop"}
 """Built-in machines by GPU; which host the runs had is not published."""
 SUBGROUP_SIZE = 10**9
@@ -180,49 +148,41 @@ def read_training_runs(path: str | Path = TRAINING_RUNS) -> list[TrainingRun]:
     return runs
 
 
-def misses(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Where the planner or the model of the loop is not what docs/planning.md says, a line each."""
+def limits(rows: Sequence[Mapping[str, Any]]) -> list[Limit]:
+    """Limits of the planner and of the model of the loop, as docs/planning.md has them."""
     found = []
     for row in rows:
         name = f"{row['model']} on {row['gpu']}, batch {row['batch']}"
-        if row["compute_s"] >= row["measured_s"]:
-            found.append(f"{name}: compute alone takes longer than the run")
-        if row["residual"] is not None and abs(row["residual"]) > RESIDUAL:
-            found.append(f"{name}: the model of the loop is off by {row['residual']:+.0%}")
+        found.append(
+            Limit.at_most(f"{name}: compute alone takes longer than the run", row["compute_s"], row["measured_s"])
+        )
+        if row["residual"] is not None:
+            off = f"{name}: the model of the loop is off by {row['residual']:+.0%}"
+            found.append(Limit.at_most(off, abs(row["residual"]), RESIDUAL))
     for gpu in dict.fromkeys(row["gpu"] for row in rows):
         fastest, planned = (
             max(row[key] for row in rows if row["gpu"] == gpu) for key in ("utilisation", "planned_utilisation")
         )
-        if not planned - STEP <= fastest < planned:
-            found.append(f"{gpu}: {planned:.0%} is not {fastest:.1%} rounded up to the next {STEP:.0%}")
+        name = f"{gpu}: {planned:.0%} is not {fastest:.1%} rounded up to the next {STEP:.0%}"
+        found.append(
+            Limit(name, fastest, f"from {planned - STEP:.0%} to {planned:.0%}", planned - STEP <= fastest < planned)
+        )
     return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns 1 if something is missed."""
-    parser = Parser(prog="python -m experiments.arithmetic", description=__doc__.splitlines()[0])
+    parser = Parser("arithmetic", __doc__)
     parser.add_json()
     options = parser.parse_args(arguments)
     rows = [run.row() for run in read_training_runs()]
-    headings = ("GPU", "model", "software", "batch", "measured", "of the peak", "compute alone", "loop", "residual")
-    cells = [
-        [
-            *(row[name] for name in ("gpu", "model", "software")),
-            f"{row['batch']}" + (f" x {row['micro_batches']}" if row["micro_batches"] > 1 else ""),
-            *seconds(row["measured_s"], digits=2),
-            f"{row['utilisation']:.0%}",
-            *seconds(row["compute_s"], row["modelled_s"], digits=2),
-            "" if row["residual"] is None else f"{row['residual']:+.0%}",
-        ]
-        for row in rows
-    ]
-    Console().print(table("Published runs, seconds of a step", headings, cells, left=3))
-    missed = misses(rows)
-    for line in missed:
-        print(f"missed: {line}")
-    if options.json:
-        print(json.dumps(rows))
-    return 1 if missed else 0
+    console = Console(stderr=options.json)
+    console.print(table_of("Published runs, seconds of a step", rows, left=3))
+    missed = limits(rows)
+    for limit in missed:
+        if limit.missed:
+            console.print(f"missed: {limit.name}")
+    return finish(rows, console, options.json) or int(any(limit.missed for limit in missed))
 
 
 if __name__ == "__main__":

@@ -18,8 +18,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -29,8 +30,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from dos import DOSAdam, EmulatedDevice
-from experiments.command import Parser, positive, seconds, table
+from experiments.command import Parser, positive, table_of
 from experiments.gpt import GPT, Corpus, standard_library
+from experiments.harness import finish, measuring
 from experiments.miniature import equal_subgroups, without_fixed_costs
 from experiments.paper.runs import read_runs
 from experiments.paper.sweep.device import CONTEXT, small_model
@@ -91,7 +93,7 @@ def train(config: Configuration, predictor: Predictor, update_s: float) -> dict[
     def policy(workload: Workload) -> Plan:
         nonlocal modelled_s
         plan = policy_plan(config, run, workload, profile)
-        # Beside backward, in which gradients leave; its seconds do not count, as they do not in what is measured.
+        # Beside backward, which copies gradients; its seconds do not count, as in the measured update.
         modelled_s = exposed(plan, workload, profile, Scope.beside(workload))
         return plan
 
@@ -115,8 +117,8 @@ def train(config: Configuration, predictor: Predictor, update_s: float) -> dict[
     return {name: statistics.median(each[name] for each in steady) for name in found[0]}
 
 
-def work(asked: dict[str, Any]) -> None:
-    """What each process does under torchrun; the first writes what the slowest rank takes."""
+def work(asked: dict[str, Any]) -> NoReturn:
+    """The work of each process under torchrun, which then ends; the first writes the times of the slowest rank."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     predictor = Predictor(read_runs())
@@ -129,7 +131,7 @@ def work(asked: dict[str, Any]) -> None:
     if dist.get_rank() == 0:
         Path(asked["out"]).write_text(json.dumps(results))
     dist.destroy_process_group()
-    os._exit(0)  # a thread of gloo's may let go of a tensor while the interpreter ends, which aborts (torch 2.13)
+    os._exit(0)  # a thread of gloo's may free a tensor while the interpreter ends, which aborts (torch 2.13)
 
 
 def run(ranks: int, policies: list[str], update_s: float = UPDATE_S) -> list[dict[str, Any]]:
@@ -166,36 +168,30 @@ def beside_published(row: dict[str, Any], predictor: Predictor) -> dict[str, Any
     }
 
 
-def main() -> None:
-    parser = Parser(prog="python -m experiments.job", description=__doc__.split("\n", 1)[0])
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = Parser("job", __doc__)
     parser.add_argument("--ranks", type=positive, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_json()
     parser.add_argument("--worker", help="for torchrun")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     if arguments.worker:
         work(json.loads(arguments.worker))
-        return
     predictor = Predictor(read_runs())
     rows = []
-    for ranks in arguments.ranks:
-        print(f"{ranks} ranks ...", file=sys.stderr)
-        rows += [beside_published(row, predictor) for row in run(ranks, list(POLICIES.values()))]
-    if arguments.json:
-        print(json.dumps({"rows": rows}))
-        return
-    show(rows)
+    with measuring(arguments.json, emulated=False) as (console, progress):
+        for ranks in arguments.ranks:
+            progress(f"{ranks} ranks")
+            rows += [beside_published(row, predictor) for row in run(ranks, list(POLICIES.values()))]
+    show(rows, console)
+    return finish({"rows": rows}, console, arguments.json)
 
 
-def show(rows: list[dict[str, Any]]) -> None:
-    """A table of them."""
+def show(rows: Sequence[dict[str, Any]], console: Console) -> None:
+    """A table of them, policies by their usual names."""
     names = {policy: name for name, policy in POLICIES.items()}
-    headings = ("ranks", "policy", "measured", "the model says", "large model: simulated", "published", "off by")
-    keys = ("measured_s", "modelled_s", "simulated_update_s", "published_update_s")
-    cells = (
-        [str(r["ranks"]), names[r["policy"]], *seconds(*(r[key] for key in keys)), f"{r['error']:+.1%}"] for r in rows
-    )
-    Console().print(table("Seconds of an update", headings, cells, left=2))
+    shown = [{**row, "policy": names[row["policy"]], "error": f"{row['error']:+.1%}"} for row in rows]
+    console.print(table_of("Seconds of an update; published and simulated are of the large model", shown, left=2))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,8 @@ from typing import Any
 from rich.console import Console
 
 from dos.planning.forecast import MARGIN
-from experiments.command import table
+from experiments.command import table_of
+from experiments.harness import finish
 from experiments.paper.ranks import PublishedRank
 from experiments.plots import MemorySample, save_memory_and_lanes
 from perfmodel import Lane, Op, Placement, Plan, Span, Timeline, Workload
@@ -28,7 +28,7 @@ SCOPE = Scope(Phase.OVERLAPPED, Phase.ABSENT)
 
 
 def plans(rank: PublishedRank) -> dict[str, tuple[Plan, Workload]]:
-    """What is compared, each with the memory that it may use: what the trace leaves, less what DOSAdam leaves alone."""
+    """The plans compared, each with the memory it may use: the free memory of the trace, less DOSAdam's margin."""
     work = rank.workload(MARGIN * rank.memory_bytes)
 
     def room_for(share: float) -> Workload:
@@ -72,10 +72,11 @@ def simulated(name: str, plan: Plan, work: Workload, rank: PublishedRank) -> dic
     }
 
 
-def report(console: Console, picture: Path | None, *, as_json: bool) -> int:
+def report(picture: Path | None, *, as_json: bool) -> int:
     """Print the table, and write the picture."""
     rank = PublishedRank.read()
     rows = [simulated(name, plan, work, rank) for name, (plan, work) in plans(rank).items()]
+    console = Console(stderr=as_json)
     console.print(
         f"Simulation on the profile {rank.profile.name!r}: one of four ranks of the published 20B run, "
         f"{rank.loads.numel / 1e9:.2f}e9 parameters, whose state is "
@@ -83,18 +84,10 @@ def report(console: Console, picture: Path | None, *, as_json: bool) -> int:
         f"{rank.free_bytes / 2**30:.1f} GiB at the peak, of which {MARGIN:.0%} of the device stay free. "
         "Nothing here was measured but the trace."
     )
-    headings = ("plan", "update", "iteration", "H2D", "D2H", "host DRAM", "state on device", "update's bound")
-    cells = []
-    for r in rows:
-        gigabytes = [f"{r[key] / 1e9:.1f} GB" for key in ("h2d_bytes", "d2h_bytes", "dram_bytes")]
-        update, whole, bound = (f"{r[key]:.3f} s" for key in ("update_s", "iteration_s", "bound_s"))
-        cells.append([r["plan"], update, whole, *gigabytes, f"{r['held_bytes'] / 2**30:.1f} GiB", bound])
-    console.print(table("One iteration of one rank (simulated)", headings, cells))
+    console.print(table_of("One iteration of one rank (simulated)", rows))
     if picture is not None:
         draw(rank, picture)
-    if as_json:
-        print(json.dumps({"rows": rows}))
-    return 0
+    return finish({"rows": rows}, console, as_json)
 
 
 def draw(rank: PublishedRank, path: Path) -> None:

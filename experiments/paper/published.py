@@ -8,18 +8,18 @@ python -m experiments.published --write-profiles     # the built-in profiles of 
 from __future__ import annotations
 
 import dataclasses
-import json
 import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from rich.console import Console
 
-from experiments.command import Parser, table
+from experiments.command import Parser, table_of
+from experiments.harness import finish
 from experiments.paper.runs import DATA_SHEETS, DEVICE_BANDWIDTHS, RUNS, PublishedRun, read_runs
 from experiments.paper.zero3 import (
     UNCERTAINTY,
@@ -173,18 +173,15 @@ def cross_validation(
     return dict(found)
 
 
-def show(title: str, predictions: dict[str, list[Prediction]]) -> None:
+def rows_of(predictions: dict[str, list[Prediction]]) -> list[dict[str, Any]]:
     """Errors per class and mode, and how many strides were predicted to be best that are, of how many."""
     rows = []
     for name, of_class in predictions.items():
         for mode in (None, *Mode):
             chosen = [p for p in of_class if mode is None or p.published.run.mode is mode]
             if chosen:
-                runs, *errors, hits, cases = summary(name, chosen).values()
-                percent = ("-" if error is None else f"{error:.1%}" for error in errors)
-                rows.append([name, mode.value if mode else "all", str(runs), *percent, f"{hits}/{cases}"])
-    headings = ("", "mode", "runs", "update", "max", "backward", "speedup", "strides")
-    Console().print(table(f"{title}: median errors", headings, rows, left=2))
+                rows.append({"machine": name, "mode": mode.value if mode else "all", **summary(name, chosen)})
+    return rows
 
 
 def write_profiles(runs: Sequence[PublishedRun], folder: Path) -> None:
@@ -230,10 +227,10 @@ def _median(values: Sequence[float]) -> float | None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit status, 2 for input it cannot use."""
-    parser = Parser(prog="python -m experiments.published", description=__doc__.splitlines()[0])
+    parser = Parser("published", __doc__)
     parser.add_argument("--fit", type=Path, default=RUNS, help="CSV file of runs to fit to")
     parser.add_argument("--test", type=Path, help="CSV file of runs to predict; without it, cross-validation")
-    parser.add_argument("--json", action="store_true", help="print the errors per class as JSON on the last line")
+    parser.add_json()
     parser.add_argument("--write-profiles", action="store_true", help="store the fits as built-in profiles")
     parser.add_out("out/published", "folder for pictures")
     options = parser.parse_args(arguments)
@@ -250,20 +247,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "strides left out": cross_validation(runs, lambda r: r.run.stride),
             }
     except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        parser.error(str(error))
+    console = Console()
     for title, predictions in report.items():
-        show(title, predictions)
+        console.print(table_of(title, rows_of(predictions), left=2))
         if not options.test:
             pairs = {n: [(p.published.update_s, p.update_s) for p in found] for n, found in predictions.items()}
             path = options.out / f"{title.replace(' ', '_')}.png"
             save_predictions(pairs, path, what="update (s)", title=f"Updates, {title}")
     if not options.test and can_draw():
         print(f"\npictures in {options.out}")
-    if options.json:
-        last = next(iter(report.values()))
-        print(json.dumps({name: summary(name, of_class) for name, of_class in last.items()}))
-    return 0
+    first = next(iter(report.values()))
+    return finish({name: summary(name, of_class) for name, of_class in first.items()}, console, options.json)
 
 
 if __name__ == "__main__":

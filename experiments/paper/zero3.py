@@ -39,7 +39,7 @@ UPDATE_TRAFFIC = 12 + 2 * STREAM_BYTES
 """Bytes of host DRAM traffic per parameter updated: fp32 gradient clipped in place (8) and read (4), master weight and
 moments read and written (24)."""
 UPLOAD_TRAFFIC = 2
-"""Bytes per parameter that leave by DMA on a stream of their own (`dos`)."""
+"""Bytes per parameter that are copied by DMA on a stream of their own (`dos`)."""
 BLOCKING_UPLOAD_TRAFFIC = 14
 """Bytes per parameter of a blocking upload: cast (4 read, 2 written), copy to the driver's pinned buffer (2 + 2),
 DMA (2), and half of the 4 that the written lines may cost to read first."""
@@ -49,9 +49,9 @@ class Mode(enum.Enum):
     """How a published run offloads."""
 
     ZERO3_OFFLOAD = "zero3_offload"
-    """Every update on the CPU, gradients leave blocking."""
+    """Every update on the CPU, gradients are copied blocking."""
     ASYNC_GRAD_ONLY = "async_grad_only"
-    """The same, gradients leave asynchronously."""
+    """The same, gradients are copied asynchronously."""
     DOS = "dos"
     """That, parameters arrive asynchronously, and every stride-th subgroup is updated on the GPU."""
 
@@ -147,8 +147,8 @@ class BackwardRates:
 
     per_forward: seconds per second of forward (gathering parameters and recomputing activations).
     per_sample_param: seconds per sample and parameter computed with.
-    gradient: seconds per offloaded parameter whose gradient leaves asynchronously (what is not hidden).
-    blocking, blocking_shared: seconds per offloaded parameter whose gradient leaves blocking, alone, and added by
+    gradient: seconds per offloaded parameter whose gradient is copied asynchronously (what is not hidden).
+    blocking, blocking_shared: seconds per offloaded parameter whose gradient is copied blocking, alone, and added by
         each rank on the host.
     """
 

@@ -1,268 +1,286 @@
-"""The planner's answer as plain values: what `--json` prints, and all that the text is made of."""
+"""The planner's answer: one value, which the text is made of, and which `--json` prints."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
-from perfmodel.bounds import lower_bound
-from perfmodel.format import INT8
+from perfmodel.bounds import Bound, lower_bound
+from perfmodel.footprint import DeviceBytes, HostBytes
 from perfmodel.plan import Placement
-from perfmodel.planner.job import EFFICIENCY
-from perfmodel.planner.outcome import Outcome, outcomes
+from perfmodel.planner.assumptions import assumptions
+from perfmodel.planner.job import Collective
+from perfmodel.planner.outcome import Outcome, by_label, outcomes
 from perfmodel.planner.question import MARGIN, Question
-from perfmodel.planner.situation import Situation
-from perfmodel.planner.units import format_bytes, format_count, format_rate
-from perfmodel.planner.whatif import SMALLEST, fastest_batch, largest, levers, most, remedies
+from perfmodel.planner.situation import DEVICE, DISK, HOST, Situation
+from perfmodel.planner.whatif import SMALLEST, Lever, Remedy, fastest_batch, largest, levers, most, remedies
 from perfmodel.timeline import Op
 
 DAY_S = 86_400
 
 
-def answer(question: Question, notes: list[str]) -> dict[str, Any]:
-    """Everything the planner has to say; every time in it is simulated, every size counted.
+@dataclass(frozen=True, kw_only=True)
+class DeviceMemory(DeviceBytes):
+    """Memory of one rank's device, in bytes.
 
-    Sizes are in bytes, times in seconds, None where something does not fit.
-    notes: what is assumed of the machine, a line each; the other assumptions follow them.
+    peak: without optimizer state. total: that there is. fits: whether the peak does.
+    state: of the optimizer, wherever it is. room_for_state: beside the peak. resident_state: that adaptive keeps there.
+    all_resident_total: what the device must have for all of it; None with parameters on the host.
     """
-    situation = Situation(question)
-    work, policies = situation.update_workload, outcomes(situation)
-    *others, best = policies
-    other = min((each for each in others if each.fits), key=lambda each: each.seconds, default=None)
-    resident = best.plan.served(Placement.GPU_RESIDENT) if best.plan else ()
-    leaving = best.plan.activation_bytes if best.plan else situation.least_leaving
-    on_host = situation.host_per_rank + leaving - situation.least_leaving
-    # With parameters on the host the update is where it has to be.
-    bound = lower_bound(work, situation.profile) if others and situation.fits else None
-    settings = {
-        f.name: getattr(question, f.name) for f in dataclasses.fields(question) if f.name not in ("model", "profile")
-    }
-    return {
-        "fits": situation.fits,
-        "model": dataclasses.asdict(question.model),
-        "machine": situation.profile.to_json(),
-        "settings": settings | {"fabric": dataclasses.asdict(question.fabric), "subgroup_size": question.subgroup_size},
-        "device": {
-            **dataclasses.asdict(situation.device),
-            "peak": situation.peak,
-            "total": question.device_bytes,
-            "fits": situation.fits_device,
-            "state": situation.state_bytes,
-            "room_for_state": situation.room,
-            "resident_state": work.state_bytes_of(resident),
-            "all_resident_total": math.ceil((situation.peak + work.state_bytes) / (1 - MARGIN)) if others else None,
-        },
-        "host": {
-            **dataclasses.asdict(situation.host),
-            "model": situation.host_model,
-            "window_bytes": situation.spill.window_bytes,
-            "activations": leaving,
-            "per_rank": on_host,
-            "per_node": on_host * question.per_node,
-            "all_ranks": on_host * question.ranks,
-            "available": question.host_bytes,
-            "reserved": question.reserved_on_host,
-            "fits": situation.fits_host,
-        },
-        "disk": None if question.disk_bytes is None else _disk(situation, best),
-        "compute_s": situation.compute_s,
-        "best_batch": _best_batch(question),
-        "job": _job(situation, best),
-        "policies": [_outcome(each) for each in policies],
-        # The best of the other policies, and how many times as fast as it adaptive is, if that fits.
-        "alternative": other
-        and {"policy": other.policy, "speedup": other.seconds / best.seconds if best.fits else None},
-        "bound": bound and {"update_s": bound.seconds, "binding": bound.binding, "shares": _by_label(bound.shares)},
-        "levers": [
-            {"change": lever.change, "largest_batch": lever.largest_batch, **_outcome(lever.outcome)}
-            for lever in levers(question, best)
-        ],
-        "remedies": [
-            {
-                "change": remedy.change,
-                "fits": remedy.situation.fits,
-                "effect": remedy.effect.name.lower(),
-                "iteration_s": remedy.outcome.iteration_s,
-                "device_peak": remedy.situation.peak,
-                "host_per_node": remedy.situation.host_needed,
-                "disk_per_node": remedy.situation.disk_needed,
-                "host_all_ranks": remedy.situation.host_per_rank * question.ranks,
-            }
-            for remedy in remedies(situation)
-        ],
-        "largest_parameters": (numel := largest(question)),
-        # What even the smallest model of the usual shape does not fit into.
-        "smallest_lacks": [] if numel else Situation(question.with_model(SMALLEST)).lacking,
-        "largest_batch": most(question, "batch"),
-        "largest_sequence": most(question, "sequence", question.model.longest),
-        "assumptions": [*notes, *_assumptions(situation)],
-    }
+
+    peak: int
+    total: int
+    fits: bool
+    state: int
+    room_for_state: int
+    resident_state: int
+    all_resident_total: int | None
 
 
-def _best_batch(question: Question) -> dict[str, Any] | None:
+@dataclass(frozen=True, kw_only=True)
+class HostMemory(HostBytes):
+    """Memory of one rank on the host, and of more where the name says it, in bytes.
+
+    model: parameters and gradients that are there. window_bytes: for state on disk. activations: saved tensors.
+    available: that a node has; None if it is not known. reserved: of it for the system and the processes.
+    """
+
+    model: int
+    window_bytes: int
+    activations: int
+    per_rank: int
+    per_node: int
+    all_ranks: int
+    available: int | None
+    reserved: int
+    fits: bool
+
+
+@dataclass(frozen=True)
+class DiskSpace:
+    """State on disk, in bytes. What is written, in a step and in a day of training, is of a node.
+
+    state: of one rank with the adaptive plan. windows: through which it passes. per_rank, per_node: the room needed.
+    available: of a node. endurance: that its disks are rated to be written; None if that was not given.
+    """
+
+    state: int
+    windows: int
+    per_rank: int
+    per_node: int
+    available: int
+    fits: bool
+    written_per_step: int
+    written_per_day: float | None
+    endurance: int | None
+    endurance_share_per_day: float | None
+    endurance_days: float | None
+
+
+@dataclass(frozen=True)
+class BestBatch:
     """The batch of most tokens per second."""
-    if (found := fastest_batch(question)) is None:
-        return None
-    asked, outcome = found
-    tokens = asked.step_tokens / outcome.seconds
-    return {
-        "batch": asked.batch,
-        "iteration_s": outcome.iteration_s,
-        "tokens_per_s": tokens,
-        "tokens_per_s_per_gpu": tokens / question.ranks,
-    }
+
+    batch: int
+    iteration_s: float
+    tokens_per_s: float
+    tokens_per_s_per_gpu: float
 
 
-def _disk(situation: Situation, best: Outcome) -> dict[str, Any]:
-    """State on disk. Bytes of a step and of a day of training are those of a node."""
-    question, work, plan = situation.question, situation.update_workload, best.plan
+@dataclass(frozen=True)
+class JobAnswer:
+    """All ranks together. Times in seconds; bandwidths in bytes/s, one way, as collectives reach them.
+
+    limit: what the job does not fit into, else the resource that works longest. busy_s: by resource.
+    copied_bytes: of parameters on the host that a pass copies up. network: None if not known.
+    """
+
+    ranks: int
+    nodes: int
+    ranks_per_node: int
+    replicas: int
+    tokens_per_s: float | None
+    tokens_per_s_per_gpu: float | None
+    limit: str
+    busy_s: dict[str, float]
+    forward_s: float
+    backward_s: float
+    exposed_communication_s: float
+    collectives: tuple[Collective, ...]
+    copied_bytes: int
+    interconnect: float
+    network: float | None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """All that the planner says; every time in it is simulated, every size counted.
+
+    disk: None without one. best_batch: None if none fits. compute_s: of forward's and backward's arithmetic.
+    policies: adaptive last. alternative: the best of the others that fit.
+    bound: of an update's time; None if the model does not fit, and with parameters on the host.
+    largest_parameters: of a model of the usual shape; 0 if not even the smallest fits, for smallest_lacks.
+    largest_batch, largest_sequence: each with the other as it was asked for; 0 if none fits.
+    """
+
+    fits: bool
+    question: Question
+    device: DeviceMemory
+    host: HostMemory
+    disk: DiskSpace | None
+    compute_s: float
+    best_batch: BestBatch | None
+    job: JobAnswer
+    policies: tuple[Outcome, ...]
+    alternative: Outcome | None
+    bound: Bound | None
+    levers: tuple[Lever, ...]
+    remedies: tuple[Remedy, ...]
+    largest_parameters: int
+    smallest_lacks: list[str]
+    largest_batch: int
+    largest_sequence: int
+    assumptions: tuple[str, ...]
+
+    @property
+    def best(self) -> Outcome:
+        """Outcome of adaptive, or of the only policy that there is."""
+        return self.policies[-1]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields; the question as model, machine and settings, the alternative by how adaptive compares."""
+        settings, rest = vars(self.question) | {"subgroup_size": self.question.subgroup_size}, vars(self).copy()
+        del rest["question"]
+        asked = {"model": settings.pop("model"), "machine": settings.pop("profile"), "settings": settings}
+        other, bound = self.alternative, self.bound
+        rest["alternative"] = other and {
+            "policy": other.policy,
+            "speedup": other.seconds / self.best.seconds if self.best.fits else None,
+        }
+        rest["bound"] = bound and {
+            "update_s": bound.seconds,
+            "binding": bound.binding,
+            "shares": by_label(bound.shares),
+        }
+        return asked | rest
+
+
+def to_json(value: Any) -> dict[str, Any]:
+    """Return the entries of an answer or a part of it, for `json.dumps(answer, default=to_json)`."""
+    return dict(value.to_json() if hasattr(value, "to_json") else vars(value))
+
+
+def answer(question: Question, notes: list[str]) -> Answer:
+    """Plan what is asked. notes: what is assumed of the machine, a line each; the other assumptions follow them."""
+    situation = Situation(question)
+    policies = tuple(outcomes(situation))
+    *others, best = policies
+    numel = largest(question)
+    return Answer(
+        fits=situation.fits,
+        question=question,
+        device=_device(situation, best),
+        host=_host(situation, best),
+        disk=_disk(situation, best, question.disk_bytes) if question.disk_bytes is not None else None,
+        compute_s=situation.compute_s,
+        best_batch=_best_batch(question),
+        job=_job(situation, best),
+        policies=policies,
+        alternative=min((each for each in others if each.fits), key=lambda each: each.seconds, default=None),
+        # With parameters on the host the update is where it has to be.
+        bound=lower_bound(situation.update_workload, situation.profile) if others and situation.fits else None,
+        levers=tuple(levers(question, best)),
+        remedies=tuple(remedies(situation)),
+        largest_parameters=numel,
+        smallest_lacks=[] if numel else Situation(question.with_model(SMALLEST)).lacking,
+        largest_batch=most(question, "batch"),
+        largest_sequence=most(question, "sequence", question.model.longest),
+        assumptions=(*notes, *assumptions(situation)),
+    )
+
+
+def _device(situation: Situation, best: Outcome) -> DeviceMemory:
+    question, work = situation.question, situation.update_workload
+    resident = best.plan.served(Placement.GPU_RESIDENT) if best.plan else ()
+    whole = math.ceil((situation.peak + work.state_bytes) / (1 - MARGIN))
+    return DeviceMemory(
+        **vars(situation.device),
+        peak=situation.peak,
+        total=question.device_bytes,
+        fits=DEVICE not in situation.lacking,
+        state=situation.state_bytes,
+        room_for_state=situation.room,
+        resident_state=work.state_bytes_of(resident),
+        all_resident_total=None if question.offload_parameters else whole,
+    )
+
+
+def _host(situation: Situation, best: Outcome) -> HostMemory:
+    question = situation.question
+    activations = best.plan.activation_bytes if best.plan else situation.least_offloaded
+    per_rank = situation.host_per_rank + activations - situation.least_offloaded
+    return HostMemory(
+        **vars(situation.host),
+        model=situation.host_model,
+        window_bytes=situation.spill.window_bytes,
+        activations=activations,
+        per_rank=per_rank,
+        per_node=per_rank * question.per_node,
+        all_ranks=per_rank * question.ranks,
+        available=question.host_bytes,
+        reserved=question.reserved_on_host,
+        fits=HOST not in situation.lacking,
+    )
+
+
+def _disk(situation: Situation, best: Outcome, available: int) -> DiskSpace:
+    question, plan = situation.question, best.plan
     writes = [task.size for task in situation.operations(plan) if task.op is Op.WRITE] if plan else []
     written = sum(writes) * question.per_node
     per_day = written * DAY_S / best.iteration_s if best.iteration_s else None
     endured = per_day / question.disk_endurance if per_day is not None and question.disk_endurance else None
-    return {
-        "state": work.state_bytes_of(plan.on_disk) if plan else 0,
-        "windows": situation.spill.windows,
-        "per_rank": situation.disk_per_rank,
-        "per_node": situation.disk_needed,
-        "available": question.disk_bytes,
-        "fits": situation.fits_disk,
-        "written_per_step": written,
-        "written_per_day": per_day,
-        "endurance": question.disk_endurance,
-        "endurance_share_per_day": endured,
-        "endurance_days": 1 / endured if endured else None,
-    }
+    return DiskSpace(
+        state=situation.update_workload.state_bytes_of(plan.on_disk) if plan else 0,
+        windows=situation.spill.windows,
+        per_rank=situation.disk_per_rank,
+        per_node=situation.disk_needed,
+        available=available,
+        fits=DISK not in situation.lacking,
+        written_per_step=written,
+        written_per_day=per_day,
+        endurance=question.disk_endurance,
+        endurance_share_per_day=endured,
+        endurance_days=1 / endured if endured else None,
+    )
 
 
-def _job(situation: Situation, best: Outcome) -> dict[str, Any]:
-    """All ranks together. Bandwidths in bytes/s, one way, as collectives reach them."""
+def _best_batch(question: Question) -> BestBatch | None:
+    if (found := fastest_batch(question)) is None:
+        return None
+    asked, outcome = found
+    tokens = asked.step_tokens / outcome.seconds
+    return BestBatch(asked.batch, outcome.seconds, tokens, tokens / question.ranks)
+
+
+def _job(situation: Situation, best: Outcome) -> JobAnswer:
     question, job = situation.question, situation.job
     busy_s = situation.busy_s(best.plan) if best.plan else {}
     tokens = question.step_tokens / best.iteration_s if best.iteration_s else None
-    return {
-        "ranks": question.ranks,
-        "nodes": question.nodes,
-        "ranks_per_node": question.per_node,
-        "replicas": question.replicas,
-        "tokens_per_s": tokens,
-        "tokens_per_s_per_gpu": tokens and tokens / question.ranks,
-        # What the job does not fit into, else the resource that works longest.
-        "limit": situation.lacking[0] if situation.lacking else max(busy_s, key=busy_s.__getitem__),
-        "busy_s": busy_s,
-        "forward_s": job.forward_s(),
-        "backward_s": job.backward_s,
-        "exposed_communication_s": situation.exposed_communication_s,
-        "collectives": [
-            {
-                "what": each.what,
-                "part": each.part,
-                "over": each.over,
-                "ranks": each.group.size,
-                "bytes": each.moved,
-                "seconds": each.seconds,
-            }
-            for each in job.collectives
-        ],
-        "copied_bytes": job.copied,
-        "interconnect": job.interconnect,
-        "network": job.network,
-    }
-
-
-def _outcome(outcome: Outcome) -> dict[str, Any]:
-    plan = outcome.plan
-    rest = {"fits": outcome.fits, "shares": _by_label(outcome.shares), "slots": plan and plan.slots}
-    return {key: value for key, value in vars(outcome).items() if key != "plan"} | rest
-
-
-def _by_label(shares: dict[Placement, float]) -> dict[str, float]:
-    return {placement.label: share for placement, share in shares.items()}
-
-
-def _assumptions(situation: Situation) -> Iterator[str]:
-    """What the figures rest on that was not given, a line each."""
-    question, model = situation.question, situation.question.model
-    if model.assumed:
-        yield model.assumed
-    yield _operations(question)
-    yield from _job_assumptions(situation)
-    yield (
-        f"{format_bytes(question.reserved)} of GPU memory for CUDA and fragmentation (--reserved); "
-        f"{MARGIN:.0%} that DOSAdam leaves alone"
-    )
-    yield "activations of fused kernels, gradients None before forward: zero_grad() as it is by default"
-    yield _accumulation(situation)
-    if question.attach:
-        yield "updates run on into the next forward: optimizer.attach(model)"
-    if question.state_format == INT8:
-        yield "moments in 8 bits: other results than AdamW's (docs/formats.md)"
-    if question.trainable < 1:
-        yield f"{format_count(question.trained)} parameters are trained, the others frozen (--trainable)"
-    if situation.spill.windows:
-        read, write = question.profile.disk_read_bandwidth, question.profile.disk_write_bandwidth
-        beside = question.profile.disk_read_bandwidth_duplex, question.profile.disk_write_bandwidth_duplex
-        yield (
-            f"disks of a node read {format_rate(read)} and write {format_rate(write)} (--disk-read, --disk-write), "
-            f"at once {' and '.join(map(format_rate, beside))}"
-        )
-    if question.host_bytes is not None:
-        reserved = format_bytes(question.reserved_on_host)
-        yield f"{reserved} of each node's memory for the system and the processes (--host-reserved)"
-
-
-def _operations(question: Question) -> str:
-    """What is counted of forward's and backward's arithmetic."""
-    model, whole = question.model, sum(question.flops) / question.tokens
-    forward, backward = model.attention_flops(question.sequence, eager=question.eager_attention)
-    attention = forward * (1 + question.checkpointing) + backward
-    mask = "" if question.eager_attention else "causal "
-    again = ", each block computed twice (--checkpointing)" if question.checkpointing else ""
-    weights = "all parameters multiply" if not model.head_weights else "embeddings are looked up"
-    return f"{whole / 1e9:,.3g} GFLOP per token, {attention / whole:.0%} of it {mask}attention; {weights}{again}"
-
-
-def _job_assumptions(situation: Situation) -> Iterator[str]:
-    """What the figures of several ranks rest on, and of parameters on the host."""
-    question, job, fabric = situation.question, situation.job, situation.question.fabric
-    if job.collectives:
-        share = f"{EFFICIENCY:.0%} of "
-        if question.per_node > 1:
-            of = fabric.within if job.over_pcie else share + fabric.within
-            yield f"collectives reach {format_rate(job.interconnect)} per GPU within a node: {of} (--interconnect)"
-        if job.network is not None and question.nodes > 1:
-            of = share + fabric.between
-            yield f"collectives reach {format_rate(job.network)} per node between nodes: {of} (--network)"
-        yield "collectives run in rings, whose latency is not counted; what leaves a node passes the GPUs' PCIe, too"
-    if question.sharded:
-        gpus = f"{question.shards} GPUs" if question.shards > 1 else "one GPU"
-        copies = f", {question.replicas} replicas" if question.replicas > 1 else ""
-        yield (
-            f"fully_shard on each block and the model, over {gpus}{copies}, weights gathered again in "
-            "backward; gradients leave as each reduce-scatter ends"
-        )
-    if question.offload_parameters:
-        if question.shards == 1:
-            yield "FSDP2 on one GPU copies parameters up on the stream on which it computes, so none of that is hidden"
-        yield "CPUOffloadPolicy(pin_memory=True); not counted: PyTorch rounds each pinned tensor up to a power of two"
-
-
-def _accumulation(situation: Situation) -> str:
-    """What is assumed about the micro-batches of a step, and what the other assumption would give."""
-    question = situation.question
-    if not question.accumulation:
-        return "one micro-batch in each step (--no-accumulation), so gradients come as activations go"
-    where = "stay beside the next one's activations"
-    if question.offload_gradients:
-        where = f"add up on the host, in {'their own dtype' if question.native_gradients else 'float32'}"
-    elif question.offload_parameters:
-        where = "add up on the host"
-    peak = situation.device.peak()
-    less = f", and a peak of {format_bytes(peak)}" if peak < situation.peak else ""
-    times = "one (--accumulation N)" if question.micro_batches == 1 else f"{question.micro_batches}"
-    return (
-        f"gradient accumulation: steps of several micro-batches, whose gradients {where} "
-        f"(--no-accumulation: one{less}); times are of a step with {times}"
+    return JobAnswer(
+        ranks=question.ranks,
+        nodes=question.nodes,
+        ranks_per_node=question.per_node,
+        replicas=question.replicas,
+        tokens_per_s=tokens,
+        tokens_per_s_per_gpu=tokens and tokens / question.ranks,
+        limit=situation.lacking[0] if situation.lacking else max(busy_s, key=busy_s.__getitem__),
+        busy_s=busy_s,
+        forward_s=job.forward_s(),
+        backward_s=job.backward_s,
+        exposed_communication_s=situation.exposed_communication_s,
+        collectives=job.collectives,
+        copied_bytes=job.copied,
+        interconnect=job.interconnect,
+        network=job.network,
     )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from perfmodel.hardware import HardwareProfile
 from perfmodel.planner.overlap import Pass, backward_s, forward_s
@@ -22,7 +23,8 @@ REPLICATE = "all-reduce between replicas", "replicate", 2
 """What collectives do, on which lane of `overlap.Pass`, in how many rounds of the ring."""
 
 
-class Collective(NamedTuple):
+@dataclass(frozen=True)
+class Collective:
     """One kind of collective, summed over all layers of an iteration.
 
     what, part: what it does, and when in an iteration. lane: of `overlap.Pass`. group: of ranks.
@@ -51,6 +53,12 @@ class Collective(NamedTuple):
         if self.group.nodes == 1:
             return "within nodes"
         return "between nodes" if self.group.per_node == 1 else "within and between nodes"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return its name, links, number of ranks, bytes and seconds."""
+        size, nbytes, seconds = self.group.size, self.moved, self.seconds
+        named = {"what": self.what, "part": self.part, "over": self.over}
+        return {**named, "ranks": size, "bytes": nbytes, "seconds": seconds}
 
 
 class Job:

@@ -9,14 +9,19 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from perfmodel.planner.answer import answer
-from perfmodel.planner.machine import ALIASES, CARDS, FABRICS, GPUS, PCIE, UNKNOWN, find_machine
-from perfmodel.planner.question import Question, add_options
+from perfmodel.hardware import HardwareProfile
+from perfmodel.planner.answer import answer, to_json
+from perfmodel.planner.machine import ALIASES, CARDS, FABRICS, GPUS, PCIE, UNKNOWN, Fabric, Machine, find_machine
+from perfmodel.planner.options import add_options, given, option
+from perfmodel.planner.question import Question
 from perfmodel.planner.transformer import Transformer
 from perfmodel.planner.units import (
+    Memory,
     format_bytes,
     format_count,
     format_rate,
@@ -27,11 +32,51 @@ from perfmodel.planner.units import (
     parse_share,
 )
 
+MACHINES = ", ".join((*ALIASES, *CARDS, *GPUS))
+
+
+_machine = partial(option, None, group="the machine")
+_rate = partial(_machine, metavar="RATE", type=parse_rate)
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """Options beside those of `Question`: the model, the machine, and the output."""
+
+    config: str | None = option(
+        None,
+        "a Hugging Face config.json, a folder that has one, or a name whose configuration is in the cache: "
+        "meta-llama/Llama-3.1-8B",
+        "the model",
+        name="config",
+        nargs="?",
+        metavar="CONFIG",
+    )
+    params: int | None = option(
+        None, "parameters instead: 7e9, 7B, 350M", "the model", metavar="N", type=parse_parameters
+    )
+    machine: str = option(UNKNOWN, f"{MACHINES}, or a calibrated profile", "the machine", metavar="NAME|PROFILE")
+    gpu: Memory | None = _machine("memory of one GPU: 24GB, 23.6GiB", metavar="SIZE", type=parse_memory)  # noqa: RUF009
+    interconnect: float | None = _rate("of each GPU within its node, one way: 450GB")
+    network: float | None = _rate("of each node, all adapters, one way: 400Gb")
+    disk_read: float | None = _rate("of a node's disks while they do nothing else: 7GB")
+    disk_write: float | None = _rate("of a node's disks likewise: 5GB")
+    tflops: float | None = _machine(
+        "that forward and backward reach, instead of a data sheet's share", metavar="X", type=parse_positive
+    )
+    utilisation: float | None = _machine(
+        "share of the peak that is reached: 0.4, 40%% (by GPU, docs/planning.md)", metavar="X", type=parse_share
+    )
+    hsdp: bool = option(False, "FSDP2 with a replica of the model on each node")
+    json: bool = option(False, "one JSON object", "output")
+    plot: Path | None = option(None, "also a picture", "output", metavar="FILE", type=Path)  # noqa: RUF009
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command. Returns its exit status; bad arguments exit with 2 after one line on stderr."""
     parser = command_line()
     options = parser.parse_args(argv)
+    asked = CommandLine(**given(CommandLine, options))
     try:
         question, notes = question_of(options)
         found = answer(question, notes)
@@ -39,18 +84,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"cannot read {error.filename}: {error.strerror}")
     except ValueError as error:
         parser.error(" ".join(str(error).split()))
-    if options.plot is not None:
+    if asked.plot is not None:
         try:
             from perfmodel.planner import picture
 
-            picture.save(found, question, options.plot)
+            picture.save(found, asked.plot)
         except ImportError:
             parser.error("--plot needs matplotlib: pip install matplotlib")
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
-            parser.error(f"cannot write {options.plot}: {reason}")
-    if options.json:
-        print(json.dumps(found, allow_nan=False))
+            parser.error(f"cannot write {asked.plot}: {reason}")
+    if asked.json:
+        print(json.dumps(found, default=to_json, allow_nan=False))
         return 0
     try:
         from perfmodel.planner.text import show
@@ -65,59 +110,71 @@ def question_of(options: argparse.Namespace) -> tuple[Question, list[str]]:
 
     Raises OSError for a file that cannot be read, ValueError for what cannot be.
     """
-    settings = {f.name: getattr(options, f.name) for f in dataclasses.fields(Question) if hasattr(options, f.name)}
-    model = _model(options)
-    machine = find_machine(options.machine, options.gpu)
+    asked, settings = CommandLine(**given(CommandLine, options)), given(Question, options)
+    model = _model(asked)
+    machine = find_machine(asked.machine, asked.gpu)
     dtype = settings.get("dtype", Question.dtype)
-    settings["flops_rate"], source = machine.flops_rate(dtype, options.tflops, options.utilisation)
-    settings["flops_source"] = source
-    reached = f"forward and backward reach {settings['flops_rate'] / 1e12:.3g} TFLOP/s per GPU"
+    rate, source = machine.flops_rate(dtype, asked.tflops, asked.utilisation)
+    reached = f"forward and backward reach {rate / 1e12:.3g} TFLOP/s per GPU"
     notes = [*machine.notes, f"{reached}: {source} (--utilisation, --tflops)"]
-    if options.host is not None:
-        settings["host_bytes"] = options.host.nbytes
-        if options.host.nominal:
-            size = format_bytes(options.host.nbytes)
-            notes.append(f"--host {options.host.text}: {size}, as memory modules are sold")
+    settings |= {"flops_rate": rate, "flops_source": source, "fabric": _fabric(asked, machine)}
+    host: Memory | None = settings.get("host_bytes")
+    if host is not None:
+        settings["host_bytes"] = host.nbytes
+        if host.nominal:
+            notes.append(f"--host {host.text}: {format_bytes(host.nbytes)}, as memory modules are sold")
     if "trainable" in settings:
         settings["trainable"] = _trainable(settings["trainable"], model)
     if settings.get("micro_batches") == 1:
         settings["accumulation"] = False
-    if options.hsdp:
+    if asked.hsdp:
         settings |= {"fsdp": True, "replicas": _replicas_of_nodes(settings)}
     settings.setdefault("sequence", min(Question.sequence, model.longest or Question.sequence))
-    settings["fabric"] = FABRICS.get(machine.profile.name, PCIE) if machine.gpu else PCIE
-    for name, label in (("interconnect", "within"), ("network", "between")):
-        if (rate := getattr(options, name)) is not None:
-            given = {name: rate, label: f"the {format_rate(rate)} given"}
-            settings["fabric"] = dataclasses.replace(settings["fabric"], **given)
-    profile = machine.profile
-    if settings.get("disk_bytes") is None and (options.disk_read or options.disk_write or "disk_endurance" in settings):
+    if "disk_bytes" not in settings and (asked.disk_read or asked.disk_write or "disk_endurance" in settings):
         raise ValueError(
             "--disk-read, --disk-write and --disk-endurance are of disks that state is on; add --disk, such as 2TB"
         )
-    for name, rate in (("disk_read_bandwidth", options.disk_read), ("disk_write_bandwidth", options.disk_write)):
-        if rate is not None:  # beside each other they do the same share of it as before
-            beside = getattr(profile, f"{name}_duplex") / getattr(profile, name) * rate
-            profile = profile.replace(**{name: rate, f"{name}_duplex": beside})
-    question = Question(model, profile, machine.device_bytes, **settings)
-    if options.host is not None and options.host.nbytes <= question.reserved_on_host:
+    question = Question(model, _profile(asked, machine), machine.device_bytes, **settings)
+    if host is not None and host.nbytes <= question.reserved_on_host:
         raise ValueError(
-            f"--host {options.host.text} leaves nothing to the optimizer: the system and the processes of a node take "
+            f"--host {host.text} leaves nothing to the optimizer: the system and the processes of a node take "
             f"{format_bytes(question.reserved_on_host)} (--host-reserved); name a host with more memory"
         )
     return question, notes
 
 
-def _model(options: argparse.Namespace) -> Transformer:
+def _model(asked: CommandLine) -> Transformer:
     """By its size or its configuration. Raises as `question_of` does."""
-    if (options.params is None) == (options.config is None):
-        raise ValueError(
-            "expected a model: --params 7e9, or a Hugging Face config.json or name such as "
-            "meta-llama/Llama-3.1-8B, and not both"
-        )
-    if options.config is None:
-        return Transformer.of_size(options.params)
-    return Transformer.load(options.config)
+    if asked.params is not None and asked.config is None:
+        return Transformer.of_size(asked.params)
+    if asked.config is not None and asked.params is None:
+        return Transformer.load(asked.config)
+    raise ValueError(
+        "expected a model: --params 7e9, or a Hugging Face config.json or name such as "
+        "meta-llama/Llama-3.1-8B, and not both"
+    )
+
+
+def _fabric(asked: CommandLine, machine: Machine) -> Fabric:
+    """The machine's, with the bandwidths that were given."""
+    fabric = FABRICS.get(machine.profile.name, PCIE) if machine.gpu else PCIE
+    if asked.interconnect is not None:
+        within = f"the {format_rate(asked.interconnect)} given"
+        fabric = dataclasses.replace(fabric, interconnect=asked.interconnect, within=within)
+    if asked.network is not None:
+        between = f"the {format_rate(asked.network)} given"
+        fabric = dataclasses.replace(fabric, network=asked.network, between=between)
+    return fabric
+
+
+def _profile(asked: CommandLine, machine: Machine) -> HardwareProfile:
+    """The machine's, with the rates of disks that were given; at once they reach the same share of them as before."""
+    profile = machine.profile
+    for name, rate in (("disk_read_bandwidth", asked.disk_read), ("disk_write_bandwidth", asked.disk_write)):
+        if rate is not None:
+            at_once = getattr(profile, f"{name}_duplex") / getattr(profile, name) * rate
+            profile = profile.replace(**{name: rate, f"{name}_duplex": at_once})
+    return profile
 
 
 def _trainable(text: str, model: Transformer) -> float:
@@ -149,39 +206,15 @@ class _Parser(argparse.ArgumentParser):
 
 
 def command_line() -> argparse.ArgumentParser:
-    """Options about the model, the machine and the output; those of `Question` are added to them."""
+    """The parser of all options: of `CommandLine` and of `Question`."""
     parser = _Parser(
         prog="python -m perfmodel",
         description="What fits on which machine, how long it takes there, and what more would buy. Nothing is run.",
     )
-    model = parser.add_argument_group("the model")
-    config = (
-        "a Hugging Face config.json, a folder that has one, or a name whose configuration is in the cache: "
-        "meta-llama/Llama-3.1-8B"
-    )
-    model.add_argument("config", nargs="?", metavar="CONFIG", help=config)
-    model.add_argument("--params", type=parse_parameters, metavar="N", help="parameters instead: 7e9, 7B, 350M")
-    machine = parser.add_argument_group("the machine")
-    names = f"{', '.join((*ALIASES, *CARDS, *GPUS))}, or a calibrated profile"
-    machine.add_argument("--machine", default=UNKNOWN, metavar="NAME|PROFILE", help=names)
-    reached = "that forward and backward reach, instead of a data sheet's share"
-    share = "share of the peak that is reached: 0.4, 40%% (by GPU, docs/planning.md)"
-    for name, parse, metavar, text in (
-        ("gpu", parse_memory, "SIZE", "memory of one GPU: 24GB, 23.6GiB"),
-        ("host", parse_memory, "SIZE", "memory of each node: 128GB"),
-        ("interconnect", parse_rate, "RATE", "of each GPU within its node, one way: 450GB"),
-        ("network", parse_rate, "RATE", "of each node, all adapters, one way: 400Gb"),
-        ("disk-read", parse_rate, "RATE", "of a node's disks while they do nothing else: 7GB"),
-        ("disk-write", parse_rate, "RATE", "of a node's disks likewise: 5GB"),
-        ("tflops", parse_positive, "X", reached),
-        ("utilisation", parse_share, "X", share),
-    ):
-        machine.add_argument(f"--{name}", type=parse, metavar=metavar, help=text)
-    training = parser.add_argument_group("training")
-    steps = training.add_mutually_exclusive_group()
-    add_options({"model": model, "machine": machine, "training": training, "steps": steps})
-    training.add_argument("--hsdp", action="store_true", help="FSDP2 with a replica of the model on each node")
-    output = parser.add_argument_group("output")
-    output.add_argument("--json", action="store_true", help="one JSON object")
-    output.add_argument("--plot", type=Path, metavar="FILE", help="also a picture")
+    groups: dict[str, Any] = {
+        title: parser.add_argument_group(title) for title in ("the model", "the machine", "training", "output")
+    }
+    groups["steps"] = groups["training"].add_mutually_exclusive_group()
+    for kind in (CommandLine, Question):
+        add_options(kind, groups)
     return parser

@@ -54,7 +54,7 @@ class Spill(NamedTuple):
 
 
 def spill(question: Question, taken: int) -> Spill:
-    """Of a question whose ranks take so many bytes each of the host for other things, gradients that leave not yet."""
+    """Divide the state; `taken`: bytes of the host that each rank takes besides state and offloaded gradients."""
     numel, size, parameter_bytes = question.state_numel, question.subgroup_size, held_bytes(question)
     if question.host_bytes is None or question.disk_bytes is None:
         return Spill(numel)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Any
 
 from perfmodel.adaptive import adaptive
 from perfmodel.format import float32
@@ -18,6 +20,11 @@ FUSED, CPU_ONLY = "fused AdamW", "CPU only"
 """Names of two policies."""
 RATIOS_TRIED = 12
 """Ratios between nothing and all that fits being resident."""
+
+
+def by_label(shares: Mapping[Placement, float]) -> dict[str, float]:
+    """Shares of the parameters with the names of placements in reports."""
+    return {placement.label: share for placement, share in shares.items()}
 
 
 @dataclass(frozen=True)
@@ -44,6 +51,11 @@ class Outcome:
     def seconds(self) -> float:
         """Of the iteration; infinite if it does not fit."""
         return math.inf if self.iteration_s is None else self.iteration_s
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields; of the plan its number of slots."""
+        rest = {"fits": self.fits, "shares": by_label(self.shares), "slots": self.plan and self.plan.slots}
+        return {name: value for name, value in vars(self).items() if name != "plan"} | rest
 
 
 def adaptive_outcome(situation: Situation, kept: Plan | None = None) -> Outcome:
@@ -76,7 +88,7 @@ def outcomes(situation: Situation) -> list[Outcome]:
         return [adapted]
     # AdamW alone has float32 masters of 16-bit parameters.
     whole = work.numel * float32(situation.question.format.values, accelerated=False).state_bytes
-    fits = situation.fits_device and int(whole) <= situation.room
+    fits = int(whole) <= situation.room
     k = balanced_stride(work.subgroups[0], situation.profile)
     slots = max(1, min(DEFAULT_SLOTS, int(work.shared_free_bytes // work.slot_bytes)))
     return [
@@ -101,7 +113,7 @@ def _best_ratio(situation: Situation) -> Outcome:
 def _outcome(policy: str, situation: Situation, plan: Plan, fits: bool | None = None) -> Outcome:
     """What the plan gives. fits: whether memory suffices, if its workload does not say that."""
     work = situation.update_workload
-    plan = dataclasses.replace(plan, activation_bytes=max(plan.activation_bytes, situation.least_leaving))
+    plan = dataclasses.replace(plan, activation_bytes=max(plan.activation_bytes, situation.least_offloaded))
     plan = spilled(plan, work)
     if not (situation.fits and work.has_room(plan) if fits is None else fits):
         return Outcome(policy, None)

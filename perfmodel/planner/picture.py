@@ -12,8 +12,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
+from perfmodel.planner.answer import Answer
 from perfmodel.planner.outcome import adaptive_outcome
-from perfmodel.planner.question import Question
 from perfmodel.planner.situation import Situation
 from perfmodel.planner.units import format_bytes, format_count
 
@@ -34,14 +34,15 @@ _BLUE, _GREY, _AMBER, _GREEN, _RED, _PALE, _PINK = (
 )
 
 
-def save(answer: dict[str, Any], question: Question, path: str | Path) -> None:
+def save(answer: Answer, path: str | Path) -> None:
     """Write the picture. Raises OSError if the file cannot be written, ValueError for an unknown kind of file."""
+    question = answer.question
     with plt.rc_context(_STYLE):
         figure, (memory, times, slope) = plt.subplots(1, 3, figsize=(13, 4.3), layout="constrained")
         try:
             _draw_memory(memory, answer)
             _draw_times(times, answer)
-            _draw_slope(slope, answer, question)
+            _draw_slope(slope, answer)
             figure.suptitle(
                 f"{format_count(question.model.numel)} parameters, {question.dtype}, {question.ranks} x "
                 f"{format_bytes(question.device_bytes)}, {question.profile.name} (simulated)",
@@ -54,31 +55,31 @@ def save(answer: dict[str, Any], question: Question, path: str | Path) -> None:
             plt.close(figure)
 
 
-def _draw_memory(axes: Axes, answer: dict[str, Any]) -> None:
+def _draw_memory(axes: Axes, answer: Answer) -> None:
     """What is on the device when backward begins and when it ends."""
-    device = answer["device"]
+    device = answer.device
     bottoms = [0.0, 0.0]
     for label, begins, ends, colour in (
-        ("CUDA, fragmentation", device["reserved"], device["reserved"], _PALE),
-        ("weights", device["weights"], device["weights"], _GREY),
-        ("activations", device["activations"], device["block"], _AMBER),
-        ("logits and their loss", device["logits"], 0, _PINK),
-        ("gradients", device["gradients"] * answer["settings"]["accumulation"], device["gradients"], _RED),
-        ("resident state", device["resident_state"], device["resident_state"], _BLUE),
-        ("weights gathered", device["gathered"], device["gathered"], _GREEN),
+        ("CUDA, fragmentation", device.reserved, device.reserved, _PALE),
+        ("weights", device.weights, device.weights, _GREY),
+        ("activations", device.activations, device.block, _AMBER),
+        ("logits and their loss", device.logits, 0, _PINK),
+        ("gradients", device.gradients * answer.question.accumulation, device.gradients, _RED),
+        ("resident state", device.resident_state, device.resident_state, _BLUE),
+        ("weights gathered", device.gathered, device.gathered, _GREEN),
     ):
         sizes = [begins / GIB, ends / GIB]
         axes.bar(["backward begins", "backward ends"], sizes, bottom=bottoms, color=colour, label=label, width=0.6)
         bottoms = [bottom + size for bottom, size in zip(bottoms, sizes, strict=True)]
-    axes.axhline(device["total"] / GIB, color="black", linewidth=1, linestyle="--")
+    axes.axhline(device.total / GIB, color="black", linewidth=1, linestyle="--")
     axes.set(ylabel="GPU memory (GiB)", title="GPU memory; dashed: what there is")
     _legend(axes, columns=3)
 
 
-def _draw_times(axes: Axes, answer: dict[str, Any]) -> None:
+def _draw_times(axes: Axes, answer: Answer) -> None:
     """Iteration by policy."""
-    times = {row["policy"]: row["iteration_s"] for row in answer["policies"][::-1] if row["fits"]}
-    compute_s = answer["compute_s"]
+    times = {row.policy: row.seconds for row in answer.policies[::-1] if row.fits}
+    compute_s = answer.compute_s
     axes.barh([*times], compute_s, color=_PALE, label="forward and backward")
     exposed = [max(0.0, seconds - compute_s) for seconds in times.values()]
     axes.barh([*times], exposed, left=compute_s, color=_BLUE, label="optimizer, exposed")
@@ -90,20 +91,20 @@ def _draw_times(axes: Axes, answer: dict[str, Any]) -> None:
         axes.text(0.5, 0.5, "does not fit", ha="center", transform=axes.transAxes)
 
 
-def _draw_slope(axes: Axes, answer: dict[str, Any], question: Question) -> None:
+def _draw_slope(axes: Axes, answer: Answer) -> None:
     """The adaptive policy by device memory, from nothing to spare to all state resident."""
-    low = answer["device"]["peak"]
-    high = answer["device"]["all_resident_total"] or 2 * low
+    question, low = answer.question, answer.device.peak
+    high = answer.device.all_resident_total or 2 * low
     sizes = [int(low + (1.05 * high - low) * i / (POINTS - 1)) for i in range(POINTS)]
     outcomes = [adaptive_outcome(Situation(question.replace(device_bytes=size))) for size in sizes]
     points = [(size / GIB, outcome.seconds) for size, outcome in zip(sizes, outcomes, strict=True) if outcome.fits]
     if points:
         axes.plot(*zip(*points, strict=True), color=_BLUE, marker=".", label="adaptive")
         axes.set_ylim(bottom=0)
-    for row, colour in zip(answer["policies"][1:-1], (_GREY, _AMBER, _GREEN), strict=False):
-        if row["fits"]:
-            label = f"{row['policy']}, as it is"
-            axes.axhline(row["iteration_s"], color=colour, linewidth=1, linestyle=":", label=label)
+    for row, colour in zip(answer.policies[1:-1], (_GREY, _AMBER, _GREEN), strict=False):
+        if row.fits:
+            label = f"{row.policy}, as it is"
+            axes.axhline(row.seconds, color=colour, linewidth=1, linestyle=":", label=label)
     axes.axvline(question.device_bytes / GIB, color="black", linewidth=1, linestyle="--")
     axes.set(xlabel="GPU memory (GiB)", ylabel="iteration (s)", title="What memory buys; dashed: what there is")
     if points:

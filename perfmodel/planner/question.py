@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from argparse import SUPPRESS
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 from perfmodel.format import BYTES, STATE_FORMATS, Format, format_of
 from perfmodel.hardware import HardwareProfile
 from perfmodel.planner.machine import PCIE, Fabric
+from perfmodel.planner.options import option
 from perfmodel.planner.transformer import Transformer
 from perfmodel.planner.units import (
     format_bytes,
     format_count,
+    in_gib,
+    in_tb,
     parse_bytes,
     parse_bytes_or_0,
     parse_count,
+    parse_memory,
     parse_offloaded,
 )
 from perfmodel.subgroups import automatic_subgroup_size
@@ -37,30 +39,8 @@ MAX_SUBGROUPS = 5_000
 """More would take longer to plan than a planner's user wants to wait."""
 
 
-def option(default: Any, text: str, group: str = "training", **argument: Any) -> Any:
-    """A field that is also an option of the command, which is said only here.
-
-    text: its help. group: of options it stands with. argument: what else `argparse.add_argument` takes; flag: the
-    option's name if it is not the field's.
-    """
-    return field(default=default, metadata={"group": group, "argument": {"help": text, **argument}})
-
-
-_count = partial(option, metavar="N", type=parse_count)
-_size = partial(option, group="machine", metavar="SIZE", type=parse_bytes_or_0)
-
-
-def add_options(groups: Mapping[str, Any]) -> None:
-    """Add each option to its group: `--name` and its value, or a flag. What is not given is not set."""
-    for each in dataclasses.fields(Question):
-        if "group" not in each.metadata:
-            continue
-        argument = dict(each.metadata["argument"])
-        name = argument.pop("flag", each.name.replace("_", "-"))
-        if isinstance(each.default, bool):
-            argument["action"] = "store_false" if each.default else "store_true"
-            name = f"no-{name}" if each.default else name
-        groups[each.metadata["group"]].add_argument(f"--{name}", dest=each.name, default=SUPPRESS, **argument)
+_count = partial(option, metavar="N", type=parse_count, write=format_count)
+_size = partial(option, group="the machine", metavar="SIZE", type=parse_bytes_or_0)
 
 
 class Group(NamedTuple):
@@ -92,17 +72,16 @@ class Question:
     model: Transformer
     profile: HardwareProfile
     device_bytes: int
-    host_bytes: int | None = None
     dtype: str = option(
-        "bf16", "of parameters and gradients", "model", choices=VALUES, type=lambda name: _SHORT.get(name, name)
+        "bf16", "of parameters and gradients", "the model", choices=VALUES, type=lambda name: _SHORT.get(name, name)
     )
     batch: int = _count(1, "sequences per GPU and micro-batch")
-    sequence: int = _count(2048, "tokens per sequence (2048, or the longest that the model takes)", flag="seq")
+    sequence: int = _count(2048, "tokens per sequence (2048, or the longest that the model takes)", name="--seq")
     checkpointing: bool = option(False, "recompute each block's activations")
     eager_attention: bool = option(False, "attention keeps its matrices")
-    ranks: int = _count(1, "GPUs of the whole job, data-parallel", "machine")
+    ranks: int = _count(1, "GPUs of the whole job, data-parallel", "the machine")
     zero: int = option(0, "ZeRO stage that divides over the ranks (0: none)", type=int, choices=range(4))
-    chosen_size: int = _count(0, "parameters (as DOSAdam chooses)", flag="subgroup-size")
+    chosen_size: int = _count(0, "parameters (as DOSAdam chooses)", name="--subgroup-size")
     reserved: int = _size(DEFAULT_RESERVED, "GPU memory for CUDA and fragmentation (assumed: 1GiB)")
     attach: bool = option(True, "step() waits for its updates")
     flops_rate: float = math.inf
@@ -111,35 +90,40 @@ class Question:
     native_gradients: bool = option(False, "those add up in their own dtype: offload_gradients='native'")
     offload_activations: float | str = option(
         0.0,
-        "what leaves of the saved tensors: none (default), a share, or as much as makes it fit and fastest",
+        "saved tensors that move to the host: none (default), a share, or as much as makes it fit and fastest",
+        back="--offload-activations none",
         metavar="none|auto|SHARE",
         type=parse_offloaded,
+    )
+    accumulation: bool = option(True, "one micro-batch in each step", "steps")
+    micro_batches: int = _count(
+        1, "micro-batches of each step, of which times are", "steps", name="--accumulation", back=""
     )
     state_format: str | None = option(
         None, "DOSAdam(state_format=...); split is the default", choices=["split", *filter(None, STATE_FORMATS)]
     )
-    accumulation: bool = option(True, "one micro-batch in each step", "steps")
-    micro_batches: int = _count(1, "micro-batches of each step, of which times are", "steps", flag="accumulation")
     trainable: float = option(1.0, "parameters that are not frozen: 40M, 0.5%%", metavar="N|SHARE")
     host_reserved: int | None = _size(
         None, "host memory for the system and the processes of a node (assumed: 4GiB and 2GiB for each rank)"
     )
     fused_loss: bool = option(False, "never all logits: Liger's linear cross-entropy")
-    nodes: int = _count(1, "hosts that share the ranks equally", "machine")
+    nodes: int = _count(1, "hosts that share the ranks equally", "the machine")
     fsdp: bool = option(False, "FSDP2 divides the model over the ranks")
-    replicas: int = _count(1, "of the model with --fsdp (1); --hsdp: as many as nodes")
+    replicas: int = _count(
+        1, "of the model with --fsdp (1); --hsdp: as many as nodes", back="one replica over all ranks"
+    )
     offload_parameters: bool = option(False, "FSDP2's CPUOffloadPolicy")
     fabric: Fabric = PCIE
-    disk_bytes: int | None = option(
+    host_bytes: int | None = _size(None, "memory of each node: 128GB", name="--host", type=parse_memory, write=in_gib)
+    disk_bytes: int | None = _size(
         None,
         "room on each node's disks for state that does not fit on the host: 2TB",
-        "machine",
-        flag="disk",
-        metavar="SIZE",
+        name="--disk",
         type=parse_bytes,
+        write=in_tb,
     )
-    disk_endurance: int | None = option(
-        None, "bytes that a node's disks are rated to be written: 1200TB", "machine", metavar="SIZE", type=parse_bytes
+    disk_endurance: int | None = _size(
+        None, "bytes that a node's disks are rated to be written: 1200TB", type=parse_bytes
     )
 
     def __post_init__(self) -> None:

@@ -20,6 +20,9 @@ from perfmodel.simulate import Phase, Scope, makespan
 from perfmodel.timeline import Lane, Op
 from perfmodel.workload import SubgroupLoad, Workload, peak_room
 
+DEVICE, HOST, DISK = "memory on the device", "host memory", "room on disk"
+"""Memories that may not be enough."""
+
 
 class Situation:
     """What follows from a question before anything is decided.
@@ -39,17 +42,17 @@ class Situation:
             self.profile = self.profile.replace(**shared)
         plain = device_footprint(question)
         self.saved = saved_tensors(question)
-        self.least_leaving = self._least_leaving(plain)
-        """Bytes of saved tensors that leave under any plan."""
-        gone = peak_room(self.saved, self.least_leaving)
+        self.least_offloaded = self._least_offloaded(plain)
+        """Bytes of saved tensors that move to the host under any plan."""
+        gone = peak_room(self.saved, self.least_offloaded)
         self.device = dataclasses.replace(plain, activations=plain.activations - gone)
         on_host = question.share(question.model.numel, 1) + question.state_numel if question.offload_parameters else 0
         self.host_model = on_host * question.value_bytes
         self.state_bytes = host_bytes(question, question.state_numel).state
-        self.spill = spill(question, self.host_model + self.least_leaving)
+        self.spill = spill(question, self.host_model + self.least_offloaded)
         self.host = host_bytes(question, self.spill.numel)
         self.job = Job(question, self.profile)
-        # With several ranks gradients are reduced after the hooks that would send them off early;
+        # With several ranks gradients are reduced after the hooks that would copy them to the host early;
         # FSDP2 hands each layer's over when its reduce-scatter has ended.
         early = question.sharded or question.ranks == 1
         self.scope = Scope(
@@ -59,42 +62,28 @@ class Situation:
     @property
     def peak(self) -> int:
         """Device memory at the worst moment without any optimizer state, in bytes."""
-        return self.device.peak(self.question.accumulation)
+        return self.device.peak_bytes(self.question.accumulation)
 
-    @property
-    def fits_device(self) -> bool:
-        """Whether the model trains on the device at all, with all optimizer state elsewhere."""
-        return self.peak <= self.question.device_bytes
+    @functools.cached_property
+    def shortage(self) -> dict[str, int]:
+        """Bytes that each memory has too few for training with all optimizer state off the device.
 
-    @property
-    def fits_host(self) -> bool:
-        """Whether a host has the memory that its ranks need together; True if it is not known how much it has.
-
-        DOSAdam's constructor compares the same sum with the memory that is available then.
+        Of one rank's device, of a node's host and disks; 0 where it is not known how much there is.
         """
         question = self.question
-        return question.host_bytes is None or self.host_needed <= question.host_bytes - question.reserved_on_host
-
-    @property
-    def fits_disk(self) -> bool:
-        """Whether a node's disks have room for what its ranks may have there; True if there are none."""
-        question = self.question
-        return question.disk_bytes is None or self.disk_needed <= question.disk_bytes
-
-    @property
-    def fits(self) -> bool:
-        """All of them."""
-        return self.fits_device and self.fits_host and self.fits_disk
+        needs = {DEVICE: self.peak, HOST: self.host_needed + question.reserved_on_host, DISK: self.disk_needed}
+        has = {DEVICE: question.device_bytes, HOST: question.host_bytes, DISK: question.disk_bytes}
+        return {memory: 0 if (there := has[memory]) is None else max(0, need - there) for memory, need in needs.items()}
 
     @property
     def lacking(self) -> list[str]:
-        """The memories that are not enough."""
-        fits = {
-            "memory on the device": self.fits_device,
-            "host memory": self.fits_host,
-            "room on disk": self.fits_disk,
-        }
-        return [memory for memory, enough in fits.items() if not enough]
+        """The memories that are not enough; on the host it is the sum that DOSAdam's constructor checks."""
+        return [memory for memory, nbytes in self.shortage.items() if nbytes]
+
+    @property
+    def fits(self) -> bool:
+        """Whether they all are."""
+        return not self.lacking
 
     @property
     def host_needed(self) -> int:
@@ -104,7 +93,7 @@ class Situation:
     @property
     def host_per_rank(self) -> int:
         """Host memory of one rank, in bytes."""
-        return self.host.total + self.spill.window_bytes + self.host_model + self.least_leaving
+        return self.host.total + self.spill.window_bytes + self.host_model + self.least_offloaded
 
     @property
     def disk_per_rank(self) -> int:
@@ -159,8 +148,8 @@ class Situation:
             peak_free_bytes=resident,
             shared_free_bytes=resident + beyond,
             activations=self.saved,
-            activation_least_bytes=self.least_leaving,
-            activation_host_bytes=self._most_leaving,
+            activation_least_bytes=self.least_offloaded,
+            activation_host_bytes=self._most_offloaded,
         )
 
     @functools.cached_property
@@ -188,9 +177,9 @@ class Situation:
         else:
             seconds = makespan(plan, self.iteration_workload, self.profile, self.scope)
         # Micro-batches but the last are forward and backward, which wait for saved tensors, with no update beside them.
-        work, leaving = self.iteration_workload, plan.activation_bytes
-        back_s = max(work.backward_s, leaving / self.profile.h2d_bandwidth)
-        one_s = max(work.forward_s, leaving / self.profile.d2h_bandwidth) + back_s
+        work, offloaded = self.iteration_workload, plan.activation_bytes
+        back_s = max(work.backward_s, offloaded / self.profile.h2d_bandwidth)
+        one_s = max(work.forward_s, offloaded / self.profile.d2h_bandwidth) + back_s
         seconds += one_s * (self.question.micro_batches - 1)
         if not self.job.has_communication:
             return seconds
@@ -198,7 +187,7 @@ class Situation:
 
     def operations(self, plan: Plan) -> list[Task]:
         """The optimizer's copies and updates in a step, and the copies of saved tensors of one micro-batch."""
-        overlapped = Scope(Phase.OVERLAPPED, Phase.OVERLAPPED)  # in which offloaded gradients leave, too
+        overlapped = Scope(Phase.OVERLAPPED, Phase.OVERLAPPED)  # in which offloaded gradients move, too
         tasks = schedule(plan, self.update_workload, overlapped).tasks
         # Parameters on the host are updated where they are.
         left_out = {*Stream} - {Stream.CPU} if self.question.offload_parameters else {Stream.COMPUTE}
@@ -235,28 +224,28 @@ class Situation:
         }
         return {resource: busy_s for resource, busy_s in busy.items() if busy_s > 0}
 
-    def _least_leaving(self, device: DeviceBytes) -> int:
-        """The share that was asked for; if that is for the planner to say, what has to leave so that the rest fits."""
+    def _least_offloaded(self, device: DeviceBytes) -> int:
+        """The share that was asked for; if that is for the planner to say, what has to move so that the rest fits."""
         share, sums = self.question.offload_activations, [0, *accumulate(each.nbytes for each in self.saved)]
         if share != "auto":
             return max(nbytes for nbytes in sums if nbytes <= float(share) * sums[-1])
         for nbytes in sums:
             rest = dataclasses.replace(device, activations=device.activations - peak_room(self.saved, nbytes))
-            if rest.peak(self.question.accumulation) <= self.question.device_bytes:
+            if rest.peak_bytes(self.question.accumulation) <= self.question.device_bytes:
                 return nbytes
-        return 0
+        return sums[-1]
 
     @property
-    def _most_leaving(self) -> float:
+    def _most_offloaded(self) -> float:
         """Bytes, up to where the peak is another one and there is room on the host."""
         if self.question.offload_activations != "auto":
-            return self.least_leaving
+            return self.least_offloaded
         nothing = dataclasses.replace(self.device, activations=0, logits=0)
-        useful = max(0, self.peak - nothing.peak(self.question.accumulation))
+        useful = max(0, self.peak - nothing.peak_bytes(self.question.accumulation))
         if self.question.host_bytes is not None:
             free = self.question.host_bytes - self.question.reserved_on_host - self.host_needed
             useful = min(useful, max(0, free) // self.question.per_node)
-        return self.least_leaving + useful
+        return self.least_offloaded + useful
 
     def _load(self, numel: int) -> SubgroupLoad:
         """A subgroup of so many parameters."""

@@ -1,8 +1,8 @@
-"""The planner's answer as text for people: what `--json` prints, in sentences and tables of the same names."""
+"""The planner's answer as text for people: sentences and tables."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from rich import box
@@ -10,21 +10,18 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
+from perfmodel.planner.answer import Answer
 from perfmodel.planner.outcome import CPU_ONLY, FUSED
+from perfmodel.planner.situation import DEVICE, DISK, HOST
 from perfmodel.planner.units import format_bytes, format_count, format_seconds
-
-Answer = Mapping[str, Any]
+from perfmodel.planner.whatif import Effect
 
 EFFECTS = {
-    "rounding": "; moments in 8 bits give other results than AdamW's",
-    "training": "; this changes the training, for a step then has another batch",
+    Effect.ROUNDING: "; moments in 8 bits give other results than AdamW's",
+    Effect.TRAINING: "; this changes the training, for a step then has another batch",
 }
 """What a remedy changes besides memory and time."""
-ADVICE = {
-    "memory on the device": "lower --batch or --seq",
-    "host memory": "choose a larger --host",
-    "room on disk": "choose a larger --disk",
-}
+ADVICE = {DEVICE: "lower --batch or --seq", HOST: "choose a larger --host", DISK: "choose a larger --disk"}
 """What to do if even the smallest model does not fit, by what it lacks."""
 LARGE_CHANGE = 0.005
 """Shares of the time below this are shown as no change."""
@@ -55,7 +52,7 @@ MEMORY = {
     "available": "there is on a node",
     "all_resident_total": "for all state on the GPU",
 }
-"""Rows of memory by their keys in the answer's device, host and disk."""
+"""Rows of memory by the names of fields of the answer's device, host and disk."""
 FORMATS: dict[str, Callable[[Any], str]] = {
     **dict.fromkeys(("GPU", "host", "bytes", "disk"), format_bytes),
     **dict.fromkeys(("seconds", "update", "iteration", "exposed"), format_seconds),
@@ -76,185 +73,186 @@ def show(answer: Answer) -> None:
     for table in tables:
         console.print(table)
     console.print("Assumed:", style="dim")
-    for note in answer["assumptions"]:
+    for note in answer.assumptions:
         console.print(f"  {note}", style="dim", highlight=False, soft_wrap=True)
 
 
 def _headline(answer: Answer) -> Iterator[str]:
     """The answer in a few sentences."""
-    job, settings, device, host = answer["job"], answer["settings"], answer["device"], answer["host"]
-    disk = answer["disk"]
-    ranks = f" on {job['ranks']} GPUs" if job["ranks"] > 1 else ""
-    ranks += f" of {job['nodes']} nodes" if job["nodes"] > 1 else ""
-    parameters = format_count(answer["model"]["numel"])
-    what = f"{parameters} parameters in {settings['dtype']}{ranks}, {answer['machine']['name']}"
-    if settings["zero"] in (1, 2) and job["ranks"] > 1:
+    question = answer.question
+    ranks = f" on {question.ranks} GPUs" if question.ranks > 1 else ""
+    ranks += f" of {question.nodes} nodes" if question.nodes > 1 else ""
+    what = f"{format_count(question.model.numel)} parameters in {question.dtype}{ranks}, {question.profile.name}"
+    if question.zero in (1, 2) and question.ranks > 1:
         yield (
             "DOSAdam's state is divided over GPUs with the parameters (--fsdp). With --zero 1 or 2 something else must "
             "divide it, into plain tensors. That is not tested."
         )
-    if not device["fits"]:
+    yield from (f"{what}: DOES NOT FIT. {reason}" for reason in _missing(answer))
+    if not answer.fits and answer.alternative:
+        yield f"The state of {answer.alternative.policy} fits on the GPU, which needs none of that on the host."
+    for remedy in answer.remedies:
+        seconds, memory = remedy.outcome.iteration_s, remedy.situation
+        takes = f"; an iteration takes {format_seconds(seconds)}" if seconds else ""
         yield (
-            f"{what}: DOES NOT FIT. Without any optimizer state the GPU needs {format_bytes(device['peak'])}, "
-            f"{format_bytes(device['peak'] - device['total'])} more than it has."
+            f"It fits {remedy.change}: the GPU then needs {format_bytes(memory.peak)}, the host "
+            f"{format_bytes(memory.host_needed)}{takes}{EFFECTS.get(remedy.effect, '')}."
         )
-    if not host["fits"]:
-        on_host = "Parameters, gradients and optimizer state" if host["model"] else "Optimizer state and staging"
+    if answer.best_batch:
+        yield (f"{what}: fits; " if answer.fits else "At a smaller batch it does: ") + _fastest(answer)
+    if question.flops_source and (answer.best_batch or answer.remedies):
+        rate = f"{question.flops_rate / 1e12:.3g} TFLOP/s"
+        yield f"That assumes that forward and backward reach {rate} per GPU: {question.flops_source}."
+    if answer.fits:
+        yield from _expected(answer)
+        if moved := answer.host.activations:
+            yield f"{format_bytes(moved)} of saved tensors move to the host during forward: attach(activations=...)."
+        yield from _on_disk(answer)
+    yield from _largest(answer)
+
+
+def _missing(answer: Answer) -> Iterator[str]:
+    """Yield a sentence for each memory that is not enough."""
+    device, host, disk = answer.device, answer.host, answer.disk
+    on_each = " on each node" if answer.question.nodes > 1 else ""
+    if not device.fits:
+        more = format_bytes(device.peak - device.total)
+        yield f"Without any optimizer state the GPU needs {format_bytes(device.peak)}, {more} more than it has."
+    if not host.fits and host.available is not None:
+        on_host = "Parameters, gradients and optimizer state" if host.model else "Optimizer state and staging"
         if disk:
             on_host = "With all of its state on disk, what passes through the host and what else is there"
-        missing = host["per_node"] + host["reserved"] - host["available"]
         yield (
-            f"{what}: DOES NOT FIT. {on_host} need {format_bytes(host['per_node'])} of host memory"
-            f"{' on each node' if job['nodes'] > 1 else ''}, {format_bytes(missing)} more than there is beside the "
-            f"{format_bytes(host['reserved'])} of the system and the processes."
+            f"{on_host} need {format_bytes(host.per_node)} of host memory{on_each}, "
+            f"{format_bytes(host.per_node + host.reserved - host.available)} more than there is beside the "
+            f"{format_bytes(host.reserved)} of the system and the processes."
         )
-    if disk and not disk["fits"]:
+    if disk and not disk.fits:
         yield (
-            f"{what}: DOES NOT FIT. State that does not fit on the host takes {format_bytes(disk['per_node'])} of disk"
-            f"{' on each node' if job['nodes'] > 1 else ''}, {format_bytes(disk['per_node'] - disk['available'])} more "
-            "than there is."
+            f"State that does not fit on the host takes {format_bytes(disk.per_node)} of disk{on_each}, "
+            f"{format_bytes(disk.per_node - disk.available)} more than there is."
         )
-    if not answer["fits"] and answer["alternative"]:
-        yield f"The state of {answer['alternative']['policy']} fits on the GPU, which needs none of that on the host."
-    for remedy in answer["remedies"]:
-        takes = f"; an iteration takes {format_seconds(remedy['iteration_s'])}" if remedy["iteration_s"] else ""
-        yield (
-            f"It fits {remedy['change']}: the GPU then needs {format_bytes(remedy['device_peak'])}, the host "
-            f"{format_bytes(remedy['host_per_node'])}{takes}{EFFECTS.get(remedy['effect'], '')}."
-        )
-    if answer["fits"]:
-        yield f"{what}: fits; {_fastest(answer)}"
-    elif answer["best_batch"]:
-        yield f"At a smaller batch it does: {_fastest(answer)}"
-    if settings["flops_source"] and (answer["best_batch"] or answer["remedies"]):
-        rate = f"{settings['flops_rate'] / 1e12:.3g} TFLOP/s"
-        yield f"That assumes that forward and backward reach {rate} per GPU: {settings['flops_source']}."
-    if answer["fits"]:
-        yield from _expected(answer)
-        if leaving := host["activations"]:
-            yield f"{format_bytes(leaving)} of saved tensors leave for the host in forward: attach(activations=...)."
-        if disk and disk["state"]:
-            yield from _on_disk(answer)
-    yield from _largest(answer)
 
 
 def _fastest(answer: Answer) -> str:
     """What is trained at the best batch that fits."""
-    best, settings = answer["best_batch"], answer["settings"]
-    per_gpu = f" of the job, {best['tokens_per_s_per_gpu']:,.0f} per GPU," if settings["ranks"] > 1 else ""
-    batch = f"{best['batch']:,} x {settings['sequence']:,} tokens{' per GPU' if per_gpu else ''}"
-    rate, seconds = f"{best['tokens_per_s']:,.0f} tokens/s", format_seconds(best["iteration_s"])
+    best, question = answer.best_batch, answer.question
+    assert best is not None
+    per_gpu = f" of the job, {best.tokens_per_s_per_gpu:,.0f} per GPU," if question.ranks > 1 else ""
+    batch = f"{best.batch:,} x {question.sequence:,} tokens{' per GPU' if per_gpu else ''}"
+    rate, seconds = f"{best.tokens_per_s:,.0f} tokens/s", format_seconds(best.iteration_s)
     return f"{rate}{per_gpu} at the best batch that fits, {batch} ({seconds} an iteration)."
 
 
 def _on_disk(answer: Answer) -> Iterator[str]:
-    """What of the state is where, and how long the disks last."""
-    disk, device = answer["disk"], answer["device"]
-    resident, on_disk, total = device["resident_state"], disk["state"], device["state"]
+    """Where the state is, and how long the disks last, if any of it is there."""
+    disk, device = answer.disk, answer.device
+    if not disk or not disk.state:
+        return
+    resident, on_disk, total = device.resident_state, disk.state, device.state
     tiers = {"the GPU": resident, "the host": total - resident - on_disk, "disk": on_disk}
     rests = " and ".join(f"{format_bytes(nbytes)} on {tier}" for tier, nbytes in tiers.items() if nbytes)
-    ranks = " of each rank" if answer["job"]["ranks"] > 1 else ""
+    ranks = " of each rank" if answer.question.ranks > 1 else ""
     yield f"The optimizer state{ranks} takes {rests}, as DOSAdam(disk=...) keeps it."
-    wears = f"Each step writes {format_bytes(disk['written_per_step'])} to the disks of a node"
-    wears += f", a day of training {format_bytes(disk['written_per_day'])}"
-    if disk["endurance_days"] is not None:
-        days = f"{disk['endurance_days']:,.0f} days"
-        wears += f", {disk['endurance_share_per_day']:.2%} of what they are rated for, which lasts {days}"
+    wears = f"Each step writes {format_bytes(disk.written_per_step)} to the disks of a node"
+    wears += f", a day of training {format_bytes(disk.written_per_day or 0)}"
+    if disk.endurance_days is not None:
+        share, days = f"{disk.endurance_share_per_day:.2%}", f"{disk.endurance_days:,.0f} days"
+        wears += f", {share} of what they are rated for, which lasts {days}"
     yield f"{wears}."
 
 
 def _expected(answer: Answer) -> Iterator[str]:
     """How long the batch that was asked for takes, beside the best of the other policies, and what limits it."""
-    job, bound, best, settings = answer["job"], answer["bound"], answer["policies"][-1], answer["settings"]
-    device = answer["device"]
-    seconds = {row["policy"]: row["iteration_s"] for row in answer["policies"] if row["fits"]}
-    tokens = f"{job['tokens_per_s']:,.0f} tokens/s"
-    if job["ranks"] > 1:
-        tokens += f" of the job, {job['tokens_per_s_per_gpu']:,.0f} per GPU"
-    batch = f"{settings['batch']:,} x {settings['sequence']:,} tokens{' per GPU' if job['ranks'] > 1 else ''}"
-    takes = f"The batch asked for, {batch}, takes {format_seconds(best['iteration_s'])} an iteration, {tokens}"
-    if (other := answer["alternative"]) is None:
+    job, bound, best, question = answer.job, answer.bound, answer.best, answer.question
+    device, several = answer.device, question.ranks > 1
+    tokens = f"{job.tokens_per_s:,.0f} tokens/s"
+    if several:
+        tokens += f" of the job, {job.tokens_per_s_per_gpu:,.0f} per GPU"
+    batch = f"{question.batch:,} x {question.sequence:,} tokens{' per GPU' if several else ''}"
+    takes = f"The batch asked for, {batch}, takes {format_seconds(best.seconds)} an iteration, {tokens}"
+    if (other := answer.alternative) is None or bound is None:
         yield f"{takes}; parameters, gradients and optimizer state are on the host, and updated there."
     else:
-        compared = f"{_times_as_fast(other['speedup'])} the best of the others that fit ({other['policy']})"
-        if other["policy"] != CPU_ONLY:
-            compared += f", {_times_as_fast(seconds[CPU_ONLY] / best['iteration_s'])} {CPU_ONLY}"
+        seconds = {row.policy: row.seconds for row in answer.policies if row.fits}
+        compared = f"{_times_as_fast(other.seconds / best.seconds)} the best of the others that fit ({other.policy})"
+        if other.policy != CPU_ONLY:
+            compared += f", {_times_as_fast(seconds[CPU_ONLY] / best.seconds)} {CPU_ONLY}"
         yield f'{takes}, with policy="adaptive": {compared}.'
-        all_resident = device["room_for_state"] >= device["state"]
-        share = 1.0 if all_resident else device["resident_state"] / device["state"]
+        all_resident = device.room_for_state >= device.state
+        share = 1.0 if all_resident else device.resident_state / device.state
         yield f"{share:.0%} of the optimizer state can stay on the GPU then."
-        limit = f"What limits the update is {bound['binding']}, to {format_seconds(bound['update_s'])} at least"
-        if best["exposed_s"] < 0.05 * best["iteration_s"]:
+        limit = f"What limits the update is {bound.binding}, to {format_seconds(bound.seconds)} at least"
+        if best.exposed_s is not None and best.exposed_s < 0.05 * best.seconds:
             limit += "; nearly all of it hides behind forward and backward, which limit the iteration"
         yield f"{limit}."
         if FUSED in seconds:
             yield "All of AdamW's state fits on the GPU as it is: DOSAdam gains nothing until memory is short."
-    share = job["busy_s"][job["limit"]] / best["iteration_s"]
+    share = job.busy_s[job.limit] / best.seconds
     alone = "" if share >= NEARLY else "; no single part is the bottleneck"
-    yield f"What limits the job is {job['limit']}, at work for {share:.0%} of the iteration{alone}."
+    yield f"What limits the job is {job.limit}, at work for {share:.0%} of the iteration{alone}."
 
 
 def _largest(answer: Answer) -> Iterator[str]:
     """The largest batch and sequence of this model, each with the other as it is, and the largest model."""
-    settings, batch, sequence = answer["settings"], answer["largest_batch"], answer["largest_sequence"]
-    whole = " (the longest it takes)" if sequence == answer["model"]["longest"] else ""
-    most = [f"{batch:,} x {settings['sequence']:,} tokens"] * bool(batch)
-    most += [f"{settings['batch']:,} x {sequence:,} tokens{whole}"] * bool(sequence)
+    question, batch, sequence = answer.question, answer.largest_batch, answer.largest_sequence
+    whole = " (the longest it takes)" if sequence == question.model.longest else ""
+    most = [f"{batch:,} x {question.sequence:,} tokens"] * bool(batch)
+    most += [f"{question.batch:,} x {sequence:,} tokens{whole}"] * bool(sequence)
     if most:
-        yield f"The largest batch that fits{' per GPU' if settings['ranks'] > 1 else ''}: {' or '.join(most)}."
-    if answer["largest_parameters"]:
-        numel = format_count(answer["largest_parameters"])
+        yield f"The largest batch that fits{' per GPU' if question.ranks > 1 else ''}: {' or '.join(most)}."
+    if answer.largest_parameters:
+        numel = format_count(answer.largest_parameters)
         yield f"The largest model of the usual shape that fits with these settings: about {numel} parameters."
     else:
-        lacks = answer["smallest_lacks"][0]
+        lacks = answer.smallest_lacks[0]
         yield f"With these settings not even a small model fits, for lack of {lacks}: {ADVICE[lacks]}."
 
 
 def _tables(answer: Answer) -> Iterator[Table]:
     """Memory; communication, if there is any; times of what fits; what would help."""
-    job, device, host = answer["job"], answer["device"], answer["host"]
-    *_, best = policies = answer["policies"]
-    disk, last = answer["disk"] or {}, "disk" if answer["disk"] else "bytes on the host"
-    table = _table("Memory" + (" of one rank" if job["ranks"] > 1 else ""), "", "GPU", "host", last)
-    for key, name in MEMORY.items():
-        on_device, on_host = device.get(key) or None, host.get(key) or None
-        on_disk = disk.get(key) or None
-        if on_device or on_host or on_disk:
-            _add(table, name, on_device, on_host, on_disk if disk else on_host)
+    job, best, profile = answer.job, answer.best, answer.question.profile
+    ranks = " of one rank" if answer.question.ranks > 1 else ""
+    table = _table(f"Memory{ranks}", "", "GPU", "host", "disk" if answer.disk else "bytes on the host")
+    for field, name in MEMORY.items():
+        sizes = [(memory and vars(memory).get(field)) or None for memory in (answer.device, answer.host, answer.disk)]
+        if any(sizes):
+            _add(table, name, *sizes[:2], sizes[2 if answer.disk else 1])
     yield table
 
     table = _table("What each GPU sends and receives in an iteration", "", "nodes", "bytes", "seconds")
-    for each in job["collectives"]:
-        over = each["over"].removesuffix(" nodes")
-        _add(table, f"{each['what']}, {each['part']}", over, each["bytes"], each["seconds"])
-    for what, way in (("weights, forward", "h2d"), ("weights, backward", "h2d"), ("gradients, backward", "d2h")):
-        if copied := job["copied_bytes"]:
-            _add(table, f"copies of {what}", None, copied, copied / answer["machine"][f"{way}_bandwidth"])
-    table.caption = f"Of that {format_seconds(job['exposed_communication_s'])} are not hidden behind compute."
+    for each in job.collectives:
+        over = each.over.removesuffix(" nodes")
+        _add(table, f"{each.what}, {each.part}", over, each.moved, each.seconds)
+    up, down = profile.h2d_bandwidth, profile.d2h_bandwidth
+    for what, rate in (("weights, forward", up), ("weights, backward", up), ("gradients, backward", down)):
+        if copied := job.copied_bytes:
+            _add(table, f"copies of {what}", None, copied, copied / rate)
+    table.caption = f"Of that {format_seconds(job.exposed_communication_s)} are not hidden behind compute."
     if table.rows:
         yield table
 
-    if job["busy_s"]:
+    if job.busy_s:
         table = _table("At work in an iteration", "", "seconds", "share")
-        for resource, seconds in sorted(job["busy_s"].items(), key=lambda item: -item[1]):
-            _add(table, resource, seconds, seconds / best["iteration_s"])
+        for resource, seconds in sorted(job.busy_s.items(), key=lambda item: -item[1]):
+            _add(table, resource, seconds, seconds / best.seconds)
         yield table
 
-    if answer["fits"]:
+    if answer.fits:
         table = _table("Expected times", "policy", "update", "iteration", "exposed", "CPU", "streamed", "resident")
-        for row in policies:
-            update = row["update_s"] if row["fits"] else "does not fit"
-            _add(table, row["policy"], update, row["iteration_s"], row["exposed_s"], *row["shares"].values())
-        if answer["bound"]:
-            _add(table, "bound of any plan", answer["bound"]["update_s"])
+        for row in answer.policies:
+            update = row.update_s if row.fits else "does not fit"
+            _add(table, row.policy, update, row.iteration_s, row.exposed_s, *row.shares.values())
+        if answer.bound:
+            _add(table, "bound of any plan", answer.bound.seconds)
         yield table
 
-    if answer["levers"]:
+    if answer.levers:
         table = _table("What would help (adaptive, planned anew)", "", "iteration", "change", "largest batch")
-        for row in answer["levers"]:
-            change = row["iteration_s"] / best["iteration_s"] - 1 if best["fits"] else "fits"
-            _add(table, row["change"], row["iteration_s"], change, row["largest_batch"])
-        size = format_count(answer["settings"]["subgroup_size"])
+        for lever in answer.levers:
+            seconds = lever.outcome.seconds
+            _add(table, lever.change, seconds, seconds / best.seconds - 1 if best.fits else "fits", lever.largest_batch)
+        size = format_count(answer.question.subgroup_size)
         table.caption = f"GPU memory counts in whole subgroups, of {size} parameters here."
         yield table
 

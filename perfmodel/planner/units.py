@@ -116,10 +116,20 @@ def parse_share(text: str) -> float:
 
 
 def parse_offloaded(text: str) -> float | str:
-    """What leaves: `none`, `auto`, or a share from 0 to 1."""
+    """Share of the saved tensors that moves to the host: `none`, `auto`, or a share from 0 to 1."""
     if text in ("none", "0"):
         return 0.0
     return text if text == "auto" else parse_share(text)
+
+
+def in_gib(nbytes: int) -> str:
+    """Whole GiB as memory is sold, and `parse_memory` reads it: `128GB`."""
+    return f"{nbytes >> 30}GB"
+
+
+def in_tb(nbytes: int) -> str:
+    """Whole TB as drives are sold: `2TB`."""
+    return f"{nbytes // 10**12}TB"
 
 
 def format_bytes(nbytes: float) -> str:

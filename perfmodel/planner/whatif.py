@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import itertools
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from perfmodel.format import INT8
 from perfmodel.hardware import DISK_RATES, LINK_RATES
+from perfmodel.planner.options import difference
 from perfmodel.planner.outcome import Outcome, adaptive_outcome
 from perfmodel.planner.question import MAX_SUBGROUPS, Question
 from perfmodel.planner.situation import Situation
-from perfmodel.planner.units import format_count
 
 WORTHWHILE = 0.01
 """Settings that make less difference than this share of the time are not mentioned."""
 LARGER_BATCH = 1.5
-"""So many times the largest batch is worth a mention, whatever it does to the time."""
+"""A setting that makes the largest batch this many times as large is mentioned, whatever it does to the time."""
 MOST_REMEDIES = 4
 """Proposals for what does not fit."""
 MOST = 2**24
@@ -41,49 +41,82 @@ class Effect(enum.IntEnum):
     """Steps have other batches."""
 
 
-OFF = {"offload_gradients": False, "native_gradients": False}
-AUTO = "--offload-activations auto"
-ONE_REPLICA = "one replica over all ranks"
-SAVING: dict[str, dict[str, Any]] = {
-    "--checkpointing": {"checkpointing": True},
-    "--offload-gradients": {"offload_gradients": True},
-    "--fused-loss": {"fused_loss": True},
-    "--native-gradients": {"native_gradients": True},
-    "without --offload-gradients": OFF,
-    "--fsdp": {"fsdp": True, "zero": 0},
-    ONE_REPLICA: {"replicas": 1},
-    AUTO: {"offload_activations": "auto"},
-    "--offload-parameters": {"offload_parameters": True, "offload_activations": 0.0, **OFF},
-}
-"""Settings that change no result and may save memory, and what each changes of the question."""
-BOUGHT: dict[Effect, tuple[str, dict[int, str]]] = {
+class Step(NamedTuple):
+    """One setting, or a few that go together, that may save memory: changes of the question, and their effect."""
+
+    changes: dict[str, Any]
+    effect: Effect = Effect.NOTHING
+
+
+SOLD = {
     Effect.MACHINE: (
         "host_bytes",
-        {
-            gib << 30: f"--host {gib}GB"
-            for gib in (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
-        },
+        [gib << 30 for gib in (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)],
     ),
-    Effect.DISK: ("disk_bytes", {tb * 10**12: f"--disk {tb}TB" for tb in (1, 2, 4, 8, 16, 32, 64)}),
+    Effect.DISK: ("disk_bytes", [tb * 10**12 for tb in (1, 2, 4, 8, 16, 32, 64)]),
 }
-"""What a remedy may buy, and the sizes in which hosts and the disks of a node are sold."""
+"""Memory that a remedy may buy, and the sizes in which hosts and the disks of a node are sold, in bytes."""
+ON_DEVICE = {"offload_gradients": False, "native_gradients": False}
+AUTO = {"offload_activations": "auto"}
+STEPS = (
+    Step(ON_DEVICE),
+    Step({"fsdp": True, "zero": 0}),
+    Step({"replicas": 1}),
+    Step({"fused_loss": True}),
+    Step({"checkpointing": True}),
+    Step({"offload_gradients": True}),
+    Step({"native_gradients": True}),
+    Step(AUTO),
+    *(Step({name: max(sizes)}, effect) for effect, (name, sizes) in SOLD.items()),
+    Step({"accumulation": False, "micro_batches": 1}, Effect.TRAINING),
+    Step({"batch": 1}, Effect.TRAINING),
+    Step({"state_format": INT8}, Effect.ROUNDING),
+    Step({"offload_parameters": True, "offload_activations": 0.0, **ON_DEVICE}),
+)
+"""In the order in which they are tried: what can cost the least time comes first.
+
+Gradients that stay on the GPU save host memory and copies. FSDP2 over all ranks divides the update. A fused loss
+computes nothing twice. Checkpointing computes each block once more, a third of the compute at most. Offloaded gradients
+are copied down and up, and where they add up in their own dtype they need less of the host. Saved tensors are copied
+down and up in each micro-batch. Parameters on the host are copied in each pass: only if nothing else is enough.
+"""
 
 
-class Lever(NamedTuple):
+@dataclass(frozen=True)
+class Lever:
     """One thing changed, what the adaptive policy then gives, and for a setting the largest batch that then fits."""
 
     change: str
     outcome: Outcome
     largest_batch: int | None = None
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields, with the entries of the outcome among them."""
+        return {"change": self.change, "largest_batch": self.largest_batch, **self.outcome.to_json()}
 
-class Remedy(NamedTuple):
+
+@dataclass(frozen=True)
+class Remedy:
     """Settings with which the model fits, and what then follows."""
 
     change: str
     effect: Effect
     situation: Situation
     outcome: Outcome
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the change and its effect, memory in bytes, and the seconds of an iteration."""
+        situation = self.situation
+        return {
+            "change": self.change,
+            "fits": situation.fits,
+            "effect": self.effect.name.lower(),
+            "iteration_s": self.outcome.iteration_s,
+            "device_peak": situation.peak,
+            "host_per_node": situation.host_needed,
+            "disk_per_node": situation.disk_needed,
+            "host_all_ranks": situation.host_per_rank * situation.question.ranks,
+        }
 
 
 def levers(question: Question, now: Outcome) -> Iterator[Lever]:
@@ -96,17 +129,17 @@ def levers(question: Question, now: Outcome) -> Iterator[Lever]:
     # With subgroups as large as before, so that the plan is one for them, too.
     same = question.replace(chosen_size=question.subgroup_size)
     for change, changes in _hardware(same):
-        other = Situation(same.replace(**changes))
-        outcome = min(adaptive_outcome(other, kept=now.plan), now, key=lambda each: each.seconds)
+        better = Situation(same.replace(**changes))
+        outcome = min(adaptive_outcome(better, kept=now.plan), now, key=lambda each: each.seconds)
         if outcome.fits:
             yield Lever(change, outcome)
     batch = most(question, "batch")
-    for change, changes in _settings(question):
-        if (asked := question.replace(**changes)) == question:
+    for changes in _settings(question):
+        if (other := question.replace(**changes)) == question:
             continue
-        outcome, larger = adaptive_outcome(Situation(asked)), most(asked, "batch")
+        outcome, larger = adaptive_outcome(Situation(other)), most(other, "batch")
         if outcome.seconds < (1 - WORTHWHILE) * now.seconds or (outcome.fits and larger >= LARGER_BATCH * batch):
-            yield Lever(change, outcome, larger)
+            yield Lever(difference(question, other), outcome, larger)
 
 
 def _hardware(question: Question) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -129,100 +162,91 @@ def _hardware(question: Question) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "network twice as fast", {"fabric": dataclasses.replace(fabric, network=2 * fabric.network)}
 
 
-def _settings(question: Question) -> Iterator[tuple[str, dict[str, Any]]]:
+def _settings(question: Question) -> Iterator[dict[str, Any]]:
     """Choices of the user's with which the same work is done."""
     smaller = question.subgroup_size // 4
     if smaller and math.ceil(question.state_numel / smaller) <= MAX_SUBGROUPS:
-        yield f"subgroups of {format_count(smaller)} parameters", {"chosen_size": smaller}
-    yield "--no-attach", {"attach": False}
-    yield from ((name, SAVING[name]) for name in ("--checkpointing", "--fused-loss"))
-    yield "without --offload-parameters", {"offload_parameters": False}
+        yield {"chosen_size": smaller}
+    yield from ({"attach": False}, {"checkpointing": True}, {"fused_loss": True}, {"offload_parameters": False})
     if not question.offload_parameters:
-        yield AUTO, SAVING[AUTO]
+        yield AUTO
         if question.checkpointing:
-            yield f"{AUTO}, without --checkpointing", {"checkpointing": False, **SAVING[AUTO]}
-    if question.fsdp and question.replicas > 1:
-        yield ONE_REPLICA, SAVING[ONE_REPLICA]
-    elif question.fsdp:
-        yield "--hsdp", {"replicas": question.nodes}
+            yield {"checkpointing": False, **AUTO}
+    if question.fsdp:
+        yield {"replicas": 1 if question.replicas > 1 else question.nodes}
 
 
 def remedies(situation: Situation) -> list[Remedy]:
-    """Settings with which what does not fit does, each asked anew: what changes least first, then the fastest.
+    """Settings with which what does not fit does: what changes least first, of these the fastest first.
 
-    Up to three settings that change no result are combined, never more than it takes. Only if they are not enough, a
-    larger host, a disk, 8-bit moments, smaller batches or steps of one micro-batch are added.
+    STEPS that change no result are tried one after the other until it fits; and for each step that was taken, once
+    more without it. Only if that is not enough, steps that change more are tried with them: for each effect those that
+    have it (for other batches those to 8-bit moments, too), of which the fastest proposal is kept.
     """
     if situation.fits:
         return []
-    question = situation.question
-    found: list[tuple[Effect, tuple[str, ...], Situation]] = []
-    for effect, names, changes in _kinds(question):
-        if found and found[0][0] is Effect.NOTHING:
+    found: list[Remedy] = []
+    for effect in Effect:
+        allowed = {Effect.NOTHING, effect} | ({Effect.ROUNDING} if effect is Effect.TRAINING else set())
+        ways = _remedies(situation.question, [step for step in STEPS if step.effect in allowed], effect)
+        found += sorted(ways, key=lambda remedy: remedy.outcome.seconds)[: 1 if effect else MOST_REMEDIES]
+        if found and effect is Effect.NOTHING:
             break
-        for setting_names, settings in _combinations(question):
-            change = (*setting_names, *names)
-            alike = [names for kind, names, _ in found if kind is effect or kind not in BOUGHT]
-            if any(set(enough) <= set(change) for enough in alike):
-                continue
-            try:
-                other = Situation(question.replace(**settings | changes))
-            except ValueError:
-                continue
-            if other.fits:
-                found.append((effect, change, other))
-    rows = [_remedy(*each) for each in found]
-    rows.sort(key=lambda remedy: (remedy.effect, remedy.outcome.seconds))
-    if rows and rows[0].effect is not Effect.NOTHING:  # two of a kind, so that there are several kinds
-        kinds = itertools.groupby(rows, lambda remedy: remedy.effect)
-        rows = [each for kind, alike in kinds for each in list(alike)[: 1 if kind is Effect.DISK else 2]]
-    return rows[:MOST_REMEDIES]
+    return found
 
 
-def _kinds(question: Question) -> Iterator[tuple[Effect, tuple[str, ...], dict[str, Any]]]:
-    """What is changed beside settings that change no result: nothing, and then the least first."""
-    yield Effect.NOTHING, (), {}
-    if question.host_bytes is not None:
-        yield from ((effect, (), {name: max(sizes)}) for effect, (name, sizes) in BOUGHT.items())
-    coded, single = {"state_format": INT8}, {"accumulation": False, "micro_batches": 1}
-    if not question.offload_parameters and question.state_format != INT8:
-        yield Effect.ROUNDING, ("--state-format int8",), coded
-    if question.batch > 1:
-        yield Effect.TRAINING, ("--batch 1",), {"batch": 1}
-    if question.accumulation:
-        yield Effect.TRAINING, ("--no-accumulation",), single
-        yield Effect.TRAINING, ("--no-accumulation", "--batch 1"), single | {"batch": 1}
-        yield Effect.TRAINING, ("--no-accumulation", "--state-format int8"), single | coded
+def _remedies(question: Question, steps: list[Step], effect: Effect) -> list[Remedy]:
+    """Find remedies of one effect: try the steps, and once more without each that was taken."""
+    first = _until_it_fits(question, steps)
+    fewer = ([step for step in steps if step is not without] for without in first if not without.effect)
+    ways = [first, *(_until_it_fits(question, each) for each in fewer)]
+    return [_remedy(question, way, effect) for way in ways if way and max(step.effect for step in way) is effect]
 
 
-def _combinations(question: Question) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
-    """None, one, two or three of the settings that change no result and may save memory."""
-    several = question.ranks > 1
-    useful = [
-        name
-        for name, changes in SAVING.items()
-        if any(getattr(question, key) != value for key, value in changes.items())
-        and (name != "--native-gradients" or question.accumulation)
-        and (name != "--fsdp" or (several and not question.sharded))
-        and (name != "--offload-parameters" or several or question.sharded)
-    ]
-    for count in range(4):
-        for names in itertools.combinations(useful, count):
-            # Parameters on the host leave nothing on the device that these would move.
-            if not ("--offload-parameters" in names and {"--offload-gradients", AUTO} & {*names}):
-                yield names, {key: value for name in names for key, value in SAVING[name].items()}
+def _until_it_fits(question: Question, steps: list[Step]) -> list[Step]:
+    """Find steps that are enough, each of them needed; empty if all of them are not enough.
+
+    A step is taken if less is missing with it: on the device, or else on the host, or else on disk; if not, once more
+    after the others, which may have made it useful. Once it fits, steps that later ones have made unnecessary are left
+    out again, the slowest first.
+    """
+    taken: list[Step] = []
+    missing = _shortage(question, taken)
+    for step in (*steps, *steps):
+        if step not in taken and (less := _shortage(question, [*taken, step])) < missing:
+            taken, missing = [*taken, step], less
+        if not any(missing):
+            break
+    else:
+        return []
+    for step in sorted(taken, key=steps.index, reverse=True):
+        rest = [each for each in taken if each is not step]
+        if not any(_shortage(question, rest)):
+            taken = rest
+    return taken
 
 
-def _remedy(effect: Effect, names: tuple[str, ...], situation: Situation) -> Remedy:
-    """On the smallest host or disk that suffices, in words: `with --checkpointing, without --offload-gradients`."""
-    if effect in BOUGHT:
-        setting, sizes = BOUGHT[effect]
-        asked = ((name, situation.question.replace(**{setting: size})) for size, name in sizes.items())
-        name, situation = next((name, other) for name, each in asked if (other := Situation(each)).fits)
-        names = (*names, name)
-    added = " ".join(name for name in names if not name.startswith("without"))
-    left_out = [name for name in names if name.startswith("without")]
-    change = ", ".join([f"with {added}"] * bool(added) + left_out)
+def _shortage(question: Question, steps: list[Step]) -> list[float]:
+    """Bytes that are missing on the device, the host and the disk; infinite if the steps exclude each other."""
+    try:
+        return [*Situation(_with(question, steps)).shortage.values()]
+    except ValueError:
+        return [math.inf]
+
+
+def _with(question: Question, steps: list[Step]) -> Question:
+    return question.replace(**{name: value for step in steps for name, value in step.changes.items()})
+
+
+def _remedy(question: Question, steps: list[Step], effect: Effect) -> Remedy:
+    """Build the remedy, on the smallest host or disk that is enough."""
+    situation = Situation(_with(question, steps))
+    if effect in SOLD:
+        name, sizes = SOLD[effect]
+        asked = (Situation(situation.question.replace(**{name: size})) for size in sizes)
+        situation = next(each for each in asked if each.fits)
+    change = difference(question, situation.question)
+    change = change if change.startswith("without") else f"with {change}"
     return Remedy(change, effect, situation, adaptive_outcome(situation))
 
 

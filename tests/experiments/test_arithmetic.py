@@ -8,7 +8,8 @@ import re
 
 import pytest
 
-from experiments.paper.arithmetic import main, misses, read_training_runs
+from experiments.harness import missed
+from experiments.paper.arithmetic import limits, main, read_training_runs
 from perfmodel.planner.machine import CARDS, GPUS, Gpu
 from tests.support.pages import page
 
@@ -28,13 +29,13 @@ def test_compute_alone_is_below_every_run_and_the_loop_is_near(capsys: pytest.Ca
 
 def test_what_the_command_does_not_let_pass() -> None:
     rows = [run.row() for run in read_training_runs()]
-    assert not misses(rows)
+    assert not missed(limits(rows))
     slow = [*rows[:-1], {**rows[-1], "compute_s": 20.0, "residual": -0.2}]
-    assert [line.partition(": ")[2] for line in misses(slow)] == [
+    assert [line.partition(": ")[2] for line in missed(limits(slow))] == [
         "compute alone takes longer than the run",
         "the model of the loop is off by -20%",
     ]
-    assert any("rounded up" in line for line in misses([{**row, "planned_utilisation": 0.4} for row in rows]))
+    assert any("rounded up" in line for line in missed(limits([{**row, "planned_utilisation": 0.4} for row in rows])))
 
 
 @pytest.mark.parametrize("gpu", {gpu.name: gpu for gpu in (*GPUS.values(), *(c.gpu for c in CARDS.values()))}.values())

@@ -22,12 +22,13 @@ from dos.machine.threads import kernel_threads, set_kernel_threads
 from dos.planning.policies import AdaptivePolicy, resolve_policy
 from dos.planning.reading import Source
 from experiments.check import calibration, suite
-from experiments.check.base import Bench, Check, Record, Settings, Size, Skipped, Status, Target, run_isolated
+from experiments.check.base import Bench, Check, Record, Settings, Size, Skipped, Status, run_isolated
 from experiments.check.contenders import MASTERS, NOTHING, PLAIN, Kind, Ours, Own, Rig
-from experiments.check.contest import EFFORTS, FIXED, Clock, Effort, Score, compete, named, ratio, run_rounds
+from experiments.check.contest import EFFORTS, FIXED, Clock, Effort, Score, compete, named, run_rounds
 from experiments.check.gpu_check import CHECKS, find_gpu, main, run_all
 from experiments.check.models import MEDIUM, Batch, fitted
 from experiments.check.report import alarms, show
+from experiments.harness import Limit
 from tests.support import ROOT
 from tests.support.clock import eventually
 from tests.support.neighbour import CHUNK, Neighbour
@@ -198,7 +199,7 @@ def test_the_gpu_is_found_by_another_process() -> None:
 
 
 def test_records_survive_json() -> None:
-    record = Record("a", Status.PASSED, figures={"b": [1.0, float("inf")]}, targets=[Target.at_least("c", 1.0, 2.0)])
+    record = Record("a", Status.PASSED, figures={"b": [1.0, float("inf")]}, targets=[Limit.at_least("c", 1.0, 2.0)])
     again = Record.from_json(json.loads(json.dumps(record.to_json(), allow_nan=False)))
     assert again.figures == {"b": [1.0, None]}
     assert (again.status, again.targets) == (record.status, record.targets)
@@ -248,8 +249,8 @@ def test_contenders_take_turns_and_what_does_not_fit_is_dropped() -> None:
 def test_ratios_are_of_rounds_side_by_side() -> None:
     # The machine became three times slower between the rounds.
     fast, slow = Score([[1.0], [3.0]]), Score([[2.0], [6.0]])
-    assert ratio(slow, fast) == 2.0
-    assert ratio(Score(), fast) is None
+    assert slow.over(fast) == 2.0
+    assert Score().over(fast) is None
 
 
 def test_ours_has_as_much_on_the_device_as_it_has_memory_for() -> None:
@@ -278,7 +279,7 @@ def test_contenders_of_their_own_find_no_state_on_the_device() -> None:
             contender.compute(batch)
             contender.step()
         assert contender.metrics()["share_gpu_resident"] == 1.0, turn
-        rig.leave()
+        rig.release()
         assert emulated.usage().held == 0
 
 
@@ -398,7 +399,7 @@ def test_tests_that_hang_are_ended_and_the_others_count(tmp_path: Path) -> None:
     path = tmp_path / "test_sample.py"
     path.write_text("import time\ndef test_passes(): pass\ndef test_hangs(): time.sleep(600)\n")
     checked = bench(tmp_path)
-    log = tmp_path / "logs" / f"{checked.name}-pytest.txt"
+    log = tmp_path / "logs" / f"{checked.record.name}-pytest.txt"
     checked.left = lambda: 0.0 if "PASSED" in log.read_text() else 1.0
     suite.run_tests(checked, [path])
     found = written(tmp_path)
@@ -431,7 +432,7 @@ def test_results_are_written_after_each_check(tmp_path: Path, monkeypatch: pytes
 
     def looks(check: Check, settings: Settings, seconds: float, *, most_s: float) -> Record:
         seen[check.name] = json.loads((tmp_path / "results.json").read_text())
-        missed = [Target.at_most("a target that is missed", 2.0, 1.0)] if check.name == "passes" else []
+        missed = [Limit.at_most("a target that is missed", 2.0, 1.0)] if check.name == "passes" else []
         return Record(check.name, Status.PASSED, figures={"answer": check.name}, targets=missed)
 
     monkeypatch.setattr("experiments.check.gpu_check.run_isolated", looks)

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from experiments.paper import job
 from experiments.paper.runs import read_runs
@@ -39,7 +40,9 @@ def test_a_row_of_the_experiment(pair: Ranks) -> None:
     assert 0 < row["modelled_s"] < 2 * row["measured_s"], "in steps that wait for the clock"
     shown = job.beside_published(row, predictor())
     assert shown["published_update_s"] == pytest.approx(2.56, rel=0.05)
-    job.show([shown])
+    console = Console(record=True, width=160)
+    job.show([shown], console)
+    assert "the paper's schedule" in console.export_text()
 
 
 def test_a_process_that_fails_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

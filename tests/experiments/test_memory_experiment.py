@@ -14,10 +14,11 @@ from experiments.bench import memory
 from experiments.bench.memory import Run, Setting, train
 from experiments.bench.neighbours import neighbours
 from experiments.gpt import GPT, Corpus, GPTConfig, standard_library
+from experiments.harness import missed
 from experiments.paper import memory_h100
 from experiments.paper.ranks import PublishedRank, Recording
 from experiments.paper.runs import TRACES
-from experiments.training import UPDATE, Progress
+from experiments.training import UPDATE, Position
 from perfmodel import Placement
 from perfmodel.policies import stride
 
@@ -122,8 +123,8 @@ def test_rows_tell_what_was_missed() -> None:
         "moved_after_first": 10,
         "same_traffic": False,
     }
-    assert memory.misses(row) == []
-    assert memory.misses(row | {"fits_share": 0.2, "cpu_only_s": 1.2}) == []
+    assert missed(memory.limits(row)) == []
+    assert missed(memory.limits(row | {"fits_share": 0.2, "cpu_only_s": 1.2})) == []
     for wrong in (
         {"capacity_exceeded": True},
         {"errors": 1},
@@ -134,7 +135,7 @@ def test_rows_tell_what_was_missed() -> None:
         {"script": "ample"},
         {"script": "none"},
     ):
-        assert len(memory.misses(row | wrong)) == 1, wrong
+        assert len(missed(memory.limits(row | wrong))) == 1, wrong
 
 
 def test_the_command_writes_rows_as_json(
@@ -184,7 +185,7 @@ def test_recordings_are_one_iteration_by_phase() -> None:
 def test_progress_is_told_by_hooks() -> None:
     model = GPT(GPTConfig(layers=4, width=16, heads=2, context=4))
     seen: list[tuple[int, float]] = []
-    progress = Progress(model, moved=lambda: seen.append((progress.iteration, progress.position)))
+    progress = Position(model, moved=lambda: seen.append((progress.iteration, progress.position)))
     optimizer = torch.optim.SGD(model.parameters())
     progress.follow(optimizer)
     x = torch.zeros(1, 4, dtype=torch.long)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from experiments.bench import planner
+from experiments.harness import missed
 from experiments.paper import published
 from experiments.paper.runs import OVERSHOOT, machine_class, read_runs
 from perfmodel.hardware import builtin_profiles
@@ -90,7 +91,8 @@ def test_bad_files_are_one_clear_line(
 ) -> None:
     row = {k: v for k, v in {**ROWS[0], **change}.items() if v is not None}
     path = write(tmp_path / "bad.csv", [row])
-    assert published.main(["--test", str(path)]) == 2
+    with pytest.raises(SystemExit, match="2"):
+        published.main(["--test", str(path)])
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert message in error
@@ -99,11 +101,14 @@ def test_bad_files_are_one_clear_line(
 
 def test_a_class_without_runs_to_fit_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fit = write(tmp_path / "fit.csv", [r for r in ROWS if r["machine"] == "h100"])
-    assert published.main(["--fit", str(fit), "--test", str(published.RUNS)]) == 2
+    with pytest.raises(SystemExit, match="2"):
+        published.main(["--fit", str(fit), "--test", str(published.RUNS)])
     assert "no run of that class to fit to" in capsys.readouterr().err
-    assert published.main(["--fit", str(tmp_path / "none.csv")]) == 2
+    with pytest.raises(SystemExit, match="2"):
+        published.main(["--fit", str(tmp_path / "none.csv")])
     (tmp_path / "empty.csv").write_text(",".join(ROWS[0]) + "\n")
-    assert published.main(["--fit", str(tmp_path / "empty.csv")]) == 2
+    with pytest.raises(SystemExit, match="2"):
+        published.main(["--fit", str(tmp_path / "empty.csv")])
     assert "empty.csv: no runs" in capsys.readouterr().err
 
 
@@ -133,6 +138,6 @@ def test_planner_reports_and_meets_its_figures(
         "profile", "n", "memory_budget", "plan_s", "first_s", "adaptive_s", "best_stride_s", "best_ratio_s",
         "cpu_only_s", "bound_s", "search_s", "calls",
     }  # fmt: skip
-    assert not planner.misses([{**r, "plan_s": 0.0, "search_s": 0.0} for r in rows])
+    assert not missed(planner.limits([{**r, "plan_s": 0.0, "search_s": 0.0} for r in rows]))
     with pytest.raises(SystemExit, match="2"):
         planner.main(["--profile", "abacus"])

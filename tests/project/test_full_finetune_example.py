@@ -126,6 +126,27 @@ def test_the_plan_of_tiny_keeps_streams_and_leaves_state_to_the_cpu(
     assert "Nothing fits" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("way", [LOOP, TRAINER], ids=["loop", "trainer"])
+def test_state_that_the_host_has_no_room_for_is_on_disk(way: list[str], example: Example, tmp_path: Path) -> None:
+    """With the same losses. The host has 6 of the 14 bytes that a parameter takes."""
+    names, on_disk = example["main"].__globals__, []
+    host_memory = 6 * sum(p.numel() for p in example["tiny_model"]().parameters())
+
+    class Small(DOSAdam):
+        def __init__(self, *args: Any, **given: Any) -> None:
+            super().__init__(*args, **given, host_memory=host_memory)
+
+        def explain(self) -> str:
+            on_disk.append(self.metrics()["disk_held_bytes"])
+            return super().explain()
+
+    arguments = ["--tiny", "--steps", "3", *way]
+    expected = example["main"](arguments)
+    names["DOSAdam"] = Small
+    assert example["main"]([*arguments, "--disk", str(tmp_path / "state")]) == expected
+    assert on_disk[0] > 0
+
+
 def test_tiny_computes_in_one_thread(example: Example) -> None:
     """Threads of OpenMP that spin between operations would take the cores of the optimizer's threads."""
     torch.set_num_threads(2)

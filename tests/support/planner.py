@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from perfmodel.hardware import HardwareProfile
+from perfmodel.planner.answer import Answer, to_json
 from perfmodel.planner.answer import answer as planner_answer
 from perfmodel.planner.machine import FABRICS, GPUS, PCIE
 from perfmodel.planner.main import command_line, question_of
@@ -46,14 +47,19 @@ def asked(*arguments: str) -> tuple[Question, list[str]]:
 
 
 @functools.cache
+def typed(line: str) -> Answer:
+    """The answer to a command line that names no file of a test's own."""
+    return planner_answer(*asked(*line.split()))
+
+
 def answer(line: str) -> dict[str, Any]:
-    """The answer to a command line that names no file of a test's own, as `--json` prints it."""
-    return parsed(json.dumps(planner_answer(*asked(*line.split())), allow_nan=False))
+    """The same as `--json` prints it."""
+    return parsed(json.dumps(typed(line), default=to_json, allow_nan=False))
 
 
 def text(line: str, capsys: pytest.CaptureFixture[str]) -> str:
     """The same as the command prints it without `--json`."""
-    show(answer(line))
+    show(typed(line))
     return capsys.readouterr().out
 
 

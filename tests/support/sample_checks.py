@@ -7,12 +7,13 @@ import signal
 import subprocess
 import time
 
-from experiments.check.base import Bench, Skipped, Target
+from experiments.check.base import Bench, Skipped
+from experiments.harness import Limit
 
 
 def passes(bench: Bench) -> None:
     bench.note(answer=42)
-    bench.target(Target.at_most("a target that is missed", 2.0, 1.0))
+    bench.target(Limit.at_most("a target that is missed", 2.0, 1.0))
 
 
 def raises(bench: Bench) -> None:

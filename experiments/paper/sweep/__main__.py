@@ -50,11 +50,20 @@ def run(sweep: Sweep, path: Path, predictor: Predictor, done: Callable[[], None]
         rows.writerow(COLUMNS)
         results = {}
         for config in sweep.configurations:
-            results[config] = predictor.outcome(config)
+            results[config] = outcome(config, predictor)
             rows.writerow((*dataclasses.astuple(config), *dataclasses.astuple(results[config])))
             file.flush()
             done()
     return results
+
+
+def outcome(config: Configuration, predictor: Predictor) -> Outcome:
+    """The configuration's outcome: simulated, or measured on its device, scaled down."""
+    if config.device == "simulated":
+        return predictor.outcome(config)
+    from experiments.paper.sweep.device import run_on_device  # simulations need no torch
+
+    return run_on_device(config, predictor)
 
 
 def show(sweep: Sweep, results: dict[Configuration, Outcome], console: Console) -> None:
@@ -88,11 +97,7 @@ def find(name: str) -> Path:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit status, 2 (by SystemExit) for input it cannot use."""
-    parser = Parser(
-        prog="python -m experiments.sweep",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser("sweep", __doc__)
     ready = ", ".join(sorted(path.stem for path in SWEEPS.glob("*.toml")))
     parser.add_argument("sweeps", nargs="*", metavar="SWEEP", help=f"a TOML file, or one of {ready}")
     parser.add_argument("--out", type=Path, default=Path("out/sweep"), help="folder for rows and charts (%(default)s)")

@@ -19,7 +19,7 @@ ROUNDS = 3
 
 
 def run_on_device(config: Configuration, predictor: Predictor) -> Outcome:
-    """Measure updates of the small model, beside what is predicted of the same.
+    """Measure updates of the small model, beside the prediction for the same.
 
     The model has as many subgroups as a rank of the configuration, its state is placed by the same policy, and the GPU
     memory that is free for it is in proportion. An emulated device has the machine's rates, slowed together so that an

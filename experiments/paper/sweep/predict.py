@@ -1,4 +1,4 @@
-"""What a configuration of a sweep takes: the published loops by their fitted model, our policies by simulation."""
+"""The times of a sweep's configuration: of published loops by their fitted model, of our policies by simulation."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ STATE_BYTES = int(MIXED.state_bytes)
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a configuration takes. Seconds per iteration and rank; None where it is not known or does not apply.
+    """The times of a configuration. Seconds per iteration and rank; None where unknown or where there are none.
 
     subgroups, params_rank: of one rank. published_runs: published runs of this very configuration; their medians.
     update_s: from the end of backward to the last transfer.
@@ -72,7 +72,7 @@ class Outcome:
 
 
 class Simulation(NamedTuple):
-    """What `simulate` takes, for one of our policies."""
+    """The arguments of `simulate`, for one of our policies."""
 
     plan: Plan
     workload: Workload
@@ -96,11 +96,7 @@ class Predictor:
             self._forwards[name] = non_negative([_features(r) for r in same], [r.forward_s for r in same], rounds=1)
 
     def outcome(self, config: Configuration) -> Outcome:
-        """What the configuration takes, simulated, beside what was published of it; or scaled down, on its device."""
-        if config.device != "simulated":
-            from experiments.paper.sweep.device import run_on_device  # simulations need no torch
-
-            return run_on_device(config, self)
+        """The times of the configuration, simulated whatever its device, beside those that were published of it."""
         run = self.run_of(config)
         found = Outcome(run.params, run.subgroups, note=self._shortage(config, run))
         if not found.note:
@@ -120,7 +116,7 @@ class Predictor:
         )
 
     def run_of(self, config: Configuration) -> Run:
-        """The configuration as the fitted models take it. Our policies count as gradients leaving asynchronously."""
+        """The configuration as the fitted models take it. Our policies count as gradients copied asynchronously."""
         params = self.model_params(config)
         return Run(
             mode=Mode(config.policy) if config.policy in PUBLISHED_LOOPS else Mode.ASYNC_GRAD_ONLY,
@@ -185,7 +181,7 @@ class Predictor:
         }
 
     def _backward_s(self, config: Configuration, run: Run) -> float:
-        """The fitted model's, in which what moves gradients has what contention leaves."""
+        """The fitted model's; copies of gradients have the share of the links that contention does not take."""
         rates, left = self.models[config.machine].backward, 1 - config.contention
         moving = {name: getattr(rates, name) / left for name in ("gradient", "blocking", "blocking_shared")}
         return backward_seconds(run, dataclasses.replace(rates, **moving))
@@ -303,7 +299,7 @@ KEYS_OF_RUNS: dict[str, Callable[[PublishedRun], object]] = {
     "stride": lambda r: r.run.stride,
     "ratio": lambda r: r.run.cpu_ratio,
 }
-"""What a published run has for a configuration's keys."""
+"""The value of a published run for each key of a configuration."""
 
 
 def _features(run: PublishedRun) -> tuple[float, ...]:
@@ -311,6 +307,6 @@ def _features(run: PublishedRun) -> tuple[float, ...]:
 
 
 def _forward_features(micro_batches: int, size: int, params: float, several_nodes: bool) -> tuple[float, ...]:
-    """What forward is proportional to: a part per micro-batch, one per sequence and parameter, and one per micro-batch
-    and parameter gathered from other nodes."""
+    """Features of forward: one per micro-batch, one per sequence and parameter, and one per micro-batch and parameter
+    gathered from other nodes."""
     return (micro_batches, micro_batches * size * params, micro_batches * params * several_nodes)

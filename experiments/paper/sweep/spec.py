@@ -33,7 +33,7 @@ class Configuration:
     micro_batch: sequences of a forward. accumulation: forwards of an iteration.
     subgroup_size: parameters. stride: every stride-th subgroup on the GPU. ratio: share of the state on the host.
     memory: of the GPU, free for optimizer state: `ratio` for the share 1 - ratio and one staging slot (what the
-        published schedule takes), `trace` for what the published memory traces leave, or GiB.
+        published schedule takes), `trace` for the memory that the published traces show free, or GiB.
     contention: share of the links and of the host's memory bandwidth that others take.
     device: where it runs. parameters: of the small model that stands for a rank's part on a device.
     """
@@ -78,7 +78,7 @@ class Configuration:
         return self.left_of(builtin[self.machine] if self.machine in builtin else HardwareProfile.load(self.machine))
 
     def left_of(self, profile: HardwareProfile) -> HardwareProfile:
-        """What contention leaves of a machine's rates."""
+        """The rates of a machine less the share that contention takes."""
         return profile.replace(**{rate: getattr(profile, rate) * (1 - self.contention) for rate in CONTENDED})
 
 

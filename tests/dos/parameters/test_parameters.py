@@ -12,6 +12,7 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from dos import DOSAdam, EmulatedDevice
+from dos.rules.adamw import AdamW
 from dos.state.arena import Arena
 from dos.state.record import make_records
 from dos.state.subgroup import split
@@ -33,7 +34,9 @@ MAKERS = {
 @pytest.mark.parametrize(("size", "cut"), [(1_100_001, 1_101_824), (2**20, 2**20), (999_999, 999_999)])
 def test_large_subgroups_begin_where_loads_are_wide(size: int, cut: int) -> None:
     parameters = [torch.zeros(numel) for numel in (1_500_032, 1_280, 710_000)]
-    arena = Arena(parameters, EmulatedDevice(FAST, 10**9), master_weights=True, amsgrad=False)
+    rule = AdamW()
+    state = rule.format(parameters[0], accelerated=True, extra=())
+    arena = Arena(parameters, EmulatedDevice(FAST, 10**9), rule, state)
     subgroups = split(arena, make_records(parameters, arena), size)
     assert [s.numel for s in subgroups] == [cut, cut, arena.numel - 2 * cut][: len(subgroups)]
     aligned = [p.start % 128 == 0 and p.parameter_start % 128 == 0 for s in subgroups for p in s.pieces]

@@ -81,9 +81,9 @@ def adamw(parameters: Any) -> torch.optim.AdamW:
 
 
 AMSGRAD = (
-    r"parameter 0 of shape \(32, 16, 4, 4\): found amsgrad=True, and amsgrad=False when the optimizer first updated "
-    r"it, so that its state has no 'max_exp_avg_sq'; set amsgrad back to False, or save optimizer.state_dict\(\), "
-    r"build a new optimizer, load it there and set amsgrad=True before its first step"
+    r"parameter 0 of shape \(32, 16, 4, 4\): found amsgrad=True, set after the optimizer first updated it, so that "
+    r"its state has no 'max_exp_avg_sq'; set it back, or save optimizer.state_dict\(\), build a new optimizer, load it "
+    r"there and set amsgrad=True before its first step"
 )
 FORMAT = (
     r"parameter 0 of shape \(32, 16, 4, 4\) was torch.float32 of shape \(32, 16, 4, 4\) on cpu when the optimizer "

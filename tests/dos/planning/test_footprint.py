@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from dos import DOSAdam, EmulatedDevice
+from dos.rules.adamw import AdamW
 from dos.state.arena import Arena
 from experiments.gpt import GPT, GPTConfig
 from perfmodel.footprint import host_footprint
@@ -131,7 +132,8 @@ def test_host_memory_of_an_arena_to_the_byte(
 ) -> None:
     parameters = [torch.zeros(5, 3, dtype=dtype), torch.zeros(7, dtype=dtype)]
     device = Pinning() if accelerated else None
-    arena = Arena(parameters, device, master_weights=master_weights, amsgrad=amsgrad)
+    rule, extra = AdamW(master_weights), {"max_exp_avg_sq"} if amsgrad else set()
+    arena = Arena(parameters, device, rule, rule.format(parameters[0], accelerated=accelerated, extra=extra))
     if gradient is not None:
         arena.stage_gradients_as(gradient)
     found = host_footprint(

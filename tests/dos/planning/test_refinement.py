@@ -7,7 +7,6 @@ import itertools
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import enum
 import random
-from collections.abc import Iterable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Collection, Iterable, Sequence
+from typing import TypeVar
 
 import pytest
 import torch
+from torch import Tensor
 
 import perfmodel.demand
 import perfmodel.schedule
 from dos import DOSAdam, EmulatedDevice
 from dos.devices import Copy, Job
-from dos.kernels.adam import AdamArrays
-from dos.state import arena
+from dos.kernels.update import AdamBatch
+from dos.rules.adamw import AdamW
+from dos.rules.base import Run
 from dos.state.arena import State, state_copies
-from dos.state.subgroup import Piece, Subgroup
-from dos.step.work import SubgroupUpdate
+from dos.state.subgroup import Subgroup
 from perfmodel import Op, Placement, Plan, Span, Workload
-from perfmodel.format import Field, Format, format_of
+from perfmodel.format import Field, Format
 from perfmodel.plan import Move, Tier
 from perfmodel.schedule import FLUSH, PREFETCH
 from tests.support.random_plans import RandomPlans
@@ -132,26 +133,27 @@ def test_a_store(seed: int, offload_gradients: bool, monkeypatch: pytest.MonkeyP
     assert not shelf.kept, "reading brings it home"
 
 
-def with_notes(values: str, **settings: Any) -> Format:
-    """The format that there would be, with one more field."""
-    known = format_of(values, **settings)
-    return Format("with notes", values, (*known.fields, Field("notes", "int16", "notes")))
+class WithNotes(AdamW):
+    """AdamW's state has one more field, of which its kernels know nothing."""
+
+    def format(self, parameter: Tensor, *, accelerated: bool, extra: Collection[str]) -> Format:
+        known = super().format(parameter, accelerated=accelerated, extra=extra)
+        return Format("with notes", known.values, (*known.fields, Field("notes", "int16", "notes")))
+
+    def batch(self, runs: Sequence[Run]) -> AdamBatch:
+        return super().batch([run._replace(fields=known_fields(run)) for run in runs])
+
+
+def known_fields(run: Run) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in run.fields.items() if name != "notes"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_format(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    arrays = SubgroupUpdate._arrays
-
-    def known_arrays(self: SubgroupUpdate, piece: Piece, state: State, *, at_home: bool) -> AdamArrays:
-        """What a kernel has no use for it does not get."""
-        fields = {name: tensor for name, tensor in state.fields.items() if name != "notes"}
-        return arrays(self, piece, State(fields, state.blocks), at_home=at_home)
-
     model, twin = mlp(dtype), mlp(dtype)
     reference = DOSAdam(twin.parameters())
     train(twin, reference, 8)
-    monkeypatch.setattr(arena, "format_of", with_notes)
-    monkeypatch.setattr(SubgroupUpdate, "_arrays", known_arrays)
+    monkeypatch.setattr(DOSAdam, "_rule", WithNotes)
     device = EmulatedDevice(FAST, 10**9)
     optimizer = DOSAdam(model.parameters(), policy=RandomPlans(0, slots=2), subgroup_size=150, device=device)
     train(model, optimizer, 1)

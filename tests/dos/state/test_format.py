@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dos import DOSAdam, EmulatedDevice
-from dos.state.arena import Arena
+from dos.rules.adamw import AdamW
 from perfmodel import SubgroupLoad
 from perfmodel.format import (
     CODED,
@@ -69,8 +69,10 @@ def test_which_format_parameters_get(values: str, settings: dict[str, Any], name
     found = format_of(values, accelerated=accelerated, **settings)
     assert (found.name, found.values) == (name, values)
     parameter = torch.ones(256, dtype=getattr(torch, values))
-    device = EmulatedDevice(FAST, 10**9) if accelerated else None
-    assert Arena([parameter], device, **{"master_weights": True, "amsgrad": False} | settings).format == found
+    coded = parameter.repeat(16)
+    assert AdamW(**settings).format(coded, accelerated=accelerated, extra=()) == found
+    small = format_of(values, accelerated=accelerated, **{k: v for k, v in settings.items() if v != "int8"})
+    assert AdamW(**settings).format(parameter, accelerated=accelerated, extra=()) == small
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,9 @@ from torch import nn
 
 from dos import DOSAdam, EmulatedDevice
 from dos.kernels.codes import encode
-from dos.parameters.allocation import LEAST_CODED, can_be_coded
-from dos.state.entries import scale_shape
+from dos.rules.adamw import LEAST_CODED, can_be_coded
 from perfmodel.footprint import host_footprint
-from perfmodel.format import BLOCK
+from perfmodel.format import BLOCK, scale_shape
 from tests.support.random_plans import RandomPlans
 from tests.support.training import FAST, everything, maker, plan_anew
 

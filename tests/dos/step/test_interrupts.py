@@ -62,7 +62,16 @@ def test_at_any_line(program: Program) -> None:
         lines = [1 + int((i + random.Random(i).random()) * total / count) for i in range(count)]
         for line in lines:
             outcomes[outcome_of(program, line, first_step)] += 1
-    for back in (1, 4, 16, 64):  # what is drawn may miss the few lines after the update, which are not always as many
+    for back in (
+        1,
+        2,
+        4,
+        8,
+        16,
+        32,
+        64,
+        128,
+    ):  # what is drawn may miss the few lines after the update, which are not always as many
         if not outcomes["wholly"]:
             outcomes[outcome_of(program, total - back, first_step)] += 1
     assert outcomes["not at all"] > 0

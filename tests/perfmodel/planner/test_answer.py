@@ -23,7 +23,7 @@ from perfmodel.planner.machine import GPUS
 from perfmodel.planner.memory import device_footprint
 from perfmodel.planner.outcome import Outcome, adaptive_outcome, outcomes
 from perfmodel.planner.question import MARGIN, PROCESS_BYTES, SYSTEM_BYTES, Question
-from perfmodel.planner.situation import Situation
+from perfmodel.planner.situation import DEVICE, DISK, HOST, Situation
 from perfmodel.planner.transformer import Transformer
 from perfmodel.planner.whatif import Effect, Remedy, largest, levers, most, remedies
 from perfmodel.policies import cpu_only, stride
@@ -62,9 +62,9 @@ def test_memory_is_added_up() -> None:
     assert (device.weights, device.gradients) == (2 * numel, 2 * numel)
     held, begins = device.reserved + device.weights, device.activations + device.logits
     assert device.logits == 2 * 2048 * 32000 * (2 + 12)
-    assert device.peak() == held + max(begins, device.gradients + device.block)
-    assert situation.peak == device.peak(accumulating=True) == held + device.gradients + max(begins, device.block)
-    assert Situation(question(batch=2, accumulation=False)).peak == device.peak()
+    assert device.peak_bytes() == held + max(begins, device.gradients + device.block)
+    assert situation.peak == device.peak_bytes(accumulating=True) == held + device.gradients + max(begins, device.block)
+    assert Situation(question(batch=2, accumulation=False)).peak == device.peak_bytes()
     assert situation.room == int((1 - MARGIN) * situation.question.device_bytes) - situation.peak
     assert situation.host.total == 14 * numel
     assert Situation(question(batch=2, dtype="fp16")).host.total == 16 * numel
@@ -92,16 +92,15 @@ def test_figures_are_the_performance_model_s(numel: float) -> None:
     found, situation = answer(asked, []), Situation(asked)
     work, profile = situation.update_workload, situation.profile
     assert adaptive_outcome(situation).plan == adaptive(situation.iteration_workload, profile)
-    *others, best = found["policies"]
-    assert found["bound"]["update_s"] == lower_bound(work, profile).seconds <= best["update_s"]
-    assert best["exposed_s"] == best["iteration_s"] - (found["job"]["forward_s"] + found["job"]["backward_s"])
-    assert [row["fits"] for row in others] == [numel == 1e9, True, True, True]
-    first = min((row for row in others if row["fits"]), key=lambda row: row["iteration_s"])
-    assert best["iteration_s"] <= 1.01 * first["iteration_s"]
-    assert found["alternative"] == {
-        "policy": first["policy"],
-        "speedup": first["iteration_s"] / best["iteration_s"],
-    }
+    *others, best = found.policies
+    assert best.update_s is not None
+    assert found.bound == lower_bound(work, profile)
+    assert found.bound.seconds <= best.update_s
+    assert best.exposed_s == best.seconds - (found.job.forward_s + found.job.backward_s)
+    assert [row.fits for row in others] == [numel == 1e9, True, True, True]
+    assert found.alternative == min((row for row in others if row.fits), key=lambda row: row.seconds)
+    assert best.seconds <= 1.01 * found.alternative.seconds
+    assert found.to_json()["alternative"]["speedup"] == found.alternative.seconds / best.seconds
 
 
 def test_the_best_ratio_is_the_one_that_fits_and_is_fastest() -> None:
@@ -178,7 +177,8 @@ def test_the_largest_model_fits_and_a_larger_one_does_not() -> None:
 
 def test_memory_for_all_state() -> None:
     asked = question(numel=1.05e9)
-    needed = answer(asked, [])["device"]["all_resident_total"]
+    needed = answer(asked, []).device.all_resident_total
+    assert needed is not None
     for more, resident, fused in ((-(2**20), False, False), (64, True, False), (2.1 * asked.state_numel, True, True)):
         enough = asked.replace(device_bytes=int(needed + more))
         situation = Situation(enough)
@@ -197,10 +197,10 @@ def test_adamw_in_float32_needs_no_master() -> None:
 def test_a_device_that_is_too_small() -> None:
     asked = question(device_bytes=24 * GIB, checkpointing=False, chosen_size=175_000_000)
     found = answer(asked, [])
-    assert not found["fits"]
-    assert not any(row["fits"] or row["update_s"] or row["iteration_s"] for row in found["policies"])
-    assert found["bound"] is None
-    assert found["alternative"] is None
+    assert not found.fits
+    assert not any(row.fits or row.update_s or row.iteration_s for row in found.policies)
+    assert found.bound is None
+    assert found.alternative is None
     checkpointed = asked.replace(checkpointing=True)
     helps = {lever.change for lever in levers(checkpointed, adaptive_outcome(Situation(checkpointed)))}
     assert "8 GiB more GPU memory" in helps
@@ -258,10 +258,10 @@ def test_saved_tensors_leave_a_share_or_as_much_as_pays() -> None:
     settings = {**DESKTOP, "checkpointing": False, "accumulation": False}
     asked = [question(1.5e9, batch=2, offload_activations=share, **settings) for share in (0.0, 0.5, "auto")]
     stay, half, _ = situations = [Situation(each) for each in asked]
-    assert half.least_leaving == pytest.approx(sum(each.nbytes for each in half.saved) / 2, rel=0.05)
-    assert stay.peak - half.peak == half.least_leaving
-    assert half.host_needed - stay.host_needed == half.least_leaving
-    assert half.room - stay.room == half.least_leaving
+    assert half.least_offloaded == pytest.approx(sum(each.nbytes for each in half.saved) / 2, rel=0.05)
+    assert stay.peak - half.peak == half.least_offloaded
+    assert half.host_needed - stay.host_needed == half.least_offloaded
+    assert half.room - stay.room == half.least_offloaded
     *others, best = (adaptive_outcome(situation).seconds for situation in situations)
     assert best <= min(others) * 1.02
     assert most(asked[1], "batch") > most(asked[0], "batch")
@@ -271,7 +271,7 @@ def test_saved_tensors_leave_a_share_or_as_much_as_pays() -> None:
     assert Situation(full).fits
     plan = adaptive_outcome(Situation(full)).plan
     assert plan is not None
-    assert plan.activation_bytes >= Situation(full).least_leaving > 0
+    assert plan.activation_bytes >= Situation(full).least_offloaded > 0
 
 
 def test_a_host_that_is_too_small() -> None:
@@ -281,8 +281,8 @@ def test_a_host_that_is_too_small() -> None:
     assert Situation(question(ranks=2, host_bytes=enough)).fits
     assert Situation(question(ranks=2, host_bytes=needed, host_reserved=0)).fits
     short = question(ranks=2, host_bytes=enough - 1)
-    assert Situation(short).fits_device
-    assert not Situation(short).fits_host
+    assert Situation(short).shortage == {DEVICE: 0, HOST: 1, DISK: 0}
+    assert Situation(short).lacking == [HOST]
     assert not adaptive_outcome(Situation(short)).fits
     assert [*proposals(short)] == ["with --fsdp"]
 

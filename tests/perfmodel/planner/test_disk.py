@@ -14,7 +14,7 @@ from perfmodel.format import STATE_FORMATS
 from perfmodel.hardware import DISK_RATES
 from perfmodel.planner.outcome import adaptive_outcome
 from perfmodel.planner.question import Question
-from perfmodel.planner.situation import Situation, disk_s
+from perfmodel.planner.situation import HOST, Situation, disk_s
 from perfmodel.planner.whatif import Effect, remedies
 from perfmodel.policies import cpu_only, spilled
 from perfmodel.windows import WINDOWS
@@ -50,10 +50,10 @@ def test_three_tiers_have_all_state_and_none_has_more_than_its_room(
     situation = Situation(asked)
     without = Situation(asked.replace(disk_bytes=None))
     assert situation.host.state + situation.disk_per_rank == without.host.state == situation.state_bytes
-    if without.fits_host:
+    if HOST not in without.lacking:
         assert situation.disk_per_rank == 0
         assert math.isinf(situation.update_workload.host_free_bytes)
-    elif situation.fits_host:
+    elif HOST not in situation.lacking:
         work = situation.update_workload
         assert situation.host_needed <= asked.host_bytes - asked.reserved_on_host  # type: ignore[operator]
         held = situation.spill.window_bytes / WINDOWS
@@ -63,7 +63,7 @@ def test_three_tiers_have_all_state_and_none_has_more_than_its_room(
 
 
 def test_state_that_does_not_fit_on_the_host_is_on_disk_but_what_the_device_has() -> None:
-    assert not Situation(question(disk_bytes=None)).fits_host
+    assert HOST in Situation(question(disk_bytes=None)).lacking
     found, larger = answer(ON_DISK), Situation(question(host_bytes=96 * GIB))
     best, bound = found["policies"][-1], found["bound"]
     assert found["fits"]
@@ -94,7 +94,7 @@ def test_a_disk_that_is_too_small_and_a_host_that_is_too_small_for_windows(capsy
     found = [row["change"] for row in small["remedies"]]
     assert found == ["with --host 96GB", "with --disk 1TB", "with --state-format int8"]
     assert "DOES NOT FIT. State that does not fit on the host takes" in text(line, capsys)
-    assert not tiny.fits_host
+    assert HOST in tiny.lacking
     assert tiny.disk_per_rank == tiny.state_bytes
 
 

@@ -69,5 +69,5 @@ def test_weights_and_gradients_of_fsdp2(layers: int, width: int, vocabulary: int
     profile = HardwareProfile.builtin("h100")
     asked = Question(model, profile, 2**36, dtype="fp32", sequence=2, ranks=ranks, fsdp=True)
     device = device_footprint(asked)
-    counted = device.peak() - device.reserved - 2 * model.block_bytes(2, 4)
+    counted = device.peak_bytes() - device.reserved - 2 * model.block_bytes(2, 4)
     assert held <= counted <= 1.25 * held

@@ -25,7 +25,7 @@ from perfmodel.planner.job import EFFICIENCY, Job
 from perfmodel.planner.machine import FABRICS, Fabric
 from perfmodel.planner.outcome import adaptive_outcome, outcomes
 from perfmodel.planner.question import Group, Question
-from perfmodel.planner.situation import Situation
+from perfmodel.planner.situation import DEVICE, HOST, Situation
 from perfmodel.planner.whatif import remedies
 from perfmodel.simulate import makespan
 from tests.support.fake_ranks import fake_ranks
@@ -152,7 +152,7 @@ def test_the_slowest_link_of_a_ring_counts_and_what_each_link_is_busy_with() -> 
 def test_more_ranks_never_need_more_memory(drawn: dict[str, Any]) -> None:
     fewer = drawn_question(drawn)
     more = fewer.replace(ranks=2 * fewer.ranks)
-    assert Situation(more).device.peak() <= Situation(fewer).device.peak()
+    assert Situation(more).device.peak_bytes() <= Situation(fewer).device.peak_bytes()
     assert Situation(more).host_per_rank <= Situation(fewer).host_per_rank
 
 
@@ -191,15 +191,15 @@ def test_no_resource_works_longer_than_the_iteration_lasts(
 ) -> None:
     leaving = {"offload_gradients": gradients, "offload_activations": share}
     found = answer(drawn_question({**drawn, **leaving, "chosen_size": int(drawn["numel"] / 16)}), [])
-    assert all(lever["fits"] for lever in found["levers"])
-    assert found["remedies"] == [] or not found["fits"]
-    job, iteration_s = found["job"], found["policies"][-1]["iteration_s"]
+    assert all(lever.outcome.fits for lever in found.levers)
+    assert not (found.remedies and found.fits)
+    job, iteration_s = found.job, found.best.iteration_s
     if iteration_s is None:
-        assert job["limit"] in ("memory on the device", "host memory")
+        assert job.limit in (DEVICE, HOST)
         return
-    assert max(job["busy_s"].values()) == job["busy_s"][job["limit"]] <= iteration_s * (1 + 1e-9)
-    trained_s = job["forward_s"] + job["backward_s"]
-    assert found["compute_s"] <= trained_s * (1 + 1e-9) <= iteration_s * (1 + 1e-6)
+    assert max(job.busy_s.values()) == job.busy_s[job.limit] <= iteration_s * (1 + 1e-9)
+    trained_s = job.forward_s + job.backward_s
+    assert found.compute_s <= trained_s * (1 + 1e-9) <= iteration_s * (1 + 1e-6)
 
 
 def test_memory_is_divided_over_the_shards() -> None:
@@ -210,7 +210,7 @@ def test_memory_is_divided_over_the_shards() -> None:
     block, root = -(-7 * 10**9 // 33) * 2, 2 * 32_000 * one.question.model.width * 2
     assert one.question.model.layers == 33
     assert fsdp.device.gathered == hsdp.device.gathered == 2 * block + root
-    assert fsdp.device.peak() - fsdp.device.gathered >= one.device.peak() - 2 * 14e9
+    assert fsdp.device.peak_bytes() - fsdp.device.gathered >= one.device.peak_bytes() - 2 * 14e9
     assert fsdp.profile.ranks_per_host == 4
 
 
@@ -229,17 +229,17 @@ def test_zero_gathers_new_parameters_after_the_update() -> None:
 def test_a_slow_network_limits_the_job_and_hsdp_helps() -> None:
     asked = question(numel=13e9, ranks=8, nodes=2, fsdp=True, fabric=Fabric(450 * GB, 5 * GB))
     found = answer(asked, [])
-    best, job = found["policies"][-1], found["job"]
+    best, job = found.best, found.job
     exchanged_s = 3 * 7 / 8 * 26e9 / (EFFICIENCY * 5e9)
-    assert job["limit"] == "network"
-    assert job["forward_s"] + job["backward_s"] == pytest.approx(exchanged_s, rel=0.05), "nothing else takes as long"
-    assert best["iteration_s"] >= exchanged_s
-    assert job["tokens_per_s"] == pytest.approx(8 * 2048 / best["iteration_s"]), "of all GPUs together"
+    assert job.limit == "network"
+    assert job.forward_s + job.backward_s == pytest.approx(exchanged_s, rel=0.05), "nothing else takes as long"
+    assert best.seconds >= exchanged_s
+    assert job.tokens_per_s == pytest.approx(8 * 2048 / best.seconds), "of all GPUs together"
     hsdp = Situation(asked.replace(replicas=2))
     assert hsdp.training_s == pytest.approx(26e9 / 4 / (EFFICIENCY * 5e9 / 4), rel=0.05)
-    helps = {lever["change"]: lever["iteration_s"] for lever in found["levers"]}
-    assert helps["--hsdp"] == adaptive_outcome(hsdp).iteration_s
-    assert helps["network twice as fast"] < 0.6 * best["iteration_s"]
+    helps = {lever.change: lever.outcome.seconds for lever in found.levers}
+    assert helps["--replicas 2"] == adaptive_outcome(hsdp).seconds
+    assert helps["network twice as fast"] < 0.6 * best.seconds
 
 
 @pytest.mark.parametrize("attach", [False, True])

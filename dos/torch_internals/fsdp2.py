@@ -1,21 +1,18 @@
-"""What of FSDP2 (`fully_shard`) is no public interface: its parameter groups, when each is gathered, what it replaces.
+"""FSDP2's private state (`torch/distributed/fsdp/_fully_shard`): its parameter groups, and when each is gathered.
 
-Read in torch 2.6 to 2.13: `torch/distributed/fsdp/_fully_shard`.
+`FSDPModule.unshard` is public, but neither a forward nor a prefetch calls it. What `set_custom_all_gather` sets (not in
+2.6) is called when shards have been read. Torch 2.6 to 2.13; in 2.6 a module has one group, in 2.13 several.
 """
 
 from __future__ import annotations
 
 import functools
-import gc
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
-import torch.distributed as dist
-from torch import Tensor, nn
-
-from dos.sharding.local import is_sharded
+from torch import nn
 
 _WAITING = "_dos_waiting"
 
@@ -78,22 +75,3 @@ def _waits_first(group: Any, waiting: weakref.WeakSet[Any]) -> Callable[..., Any
         return unshard(*args, **kwargs)
 
     return hooked
-
-
-def find_replaced(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Those that got no gradient, are no module's any more, and have the shape of a DTensor that is.
-
-    So `fully_shard` and `parallelize_module` leave the parameters that they were given. Without this search a model
-    that was divided in part would train in part, silently: steps find gradients on the rest. It looks through all
-    objects of the process if there can be such, which takes some 50 ms: to be asked once.
-    """
-    if "torch.distributed.tensor" not in sys.modules or not dist.is_initialized():
-        return []
-    candidates = [p for p in parameters if p.grad is None and p.requires_grad and not is_sharded(p)]
-    if not candidates:
-        return []
-    modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
-    held = [p for module in modules for p in vars(module).get("_parameters", {}).values() if p is not None]
-    names = {id(p) for p in held}
-    shapes = {p.shape for p in held if is_sharded(p)}
-    return [p for p in candidates if id(p) not in names and p.shape in shapes]

@@ -1,4 +1,4 @@
-"""One parameter's entry in a state dict: its names, types and shapes, and how one format's become another's."""
+"""One parameter's entry in a state dict of AdamW: names, types, shapes, and how one format's become another's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dos.kernels.adam import off_ties, rest_of
 from dos.kernels.codes import decode_mean, decode_square, encode
 from dos.kernels.masters import TIE, follow, whole_master
 from dos.sharding.local import is_sharded, laid_out_as, local, moved_to_layout, same_layout, whole
-from perfmodel.format import BLOCK, CODED, CODED_KEYS, MASTER_KEY, REST_KEY, STATE_KEYS
+from perfmodel.format import BLOCK, CODED, CODED_KEYS, MASTER_KEY, REST_KEY, STATE_KEYS, scale_shape
 
 _TYPES = {field.key: getattr(torch, field.type) for field in CODED.fields}
 CODE_TYPES = {key: _TYPES[key] for keys in CODED_KEYS.values() for key in keys}
@@ -21,13 +21,6 @@ CODE_TYPES = {key: _TYPES[key] for keys in CODED_KEYS.values() for key in keys}
 MAX_KEY = "max_exp_avg_sq"
 """The name of what amsgrad keeps."""
 _ADAMW_KEYS = tuple(key for key in STATE_KEYS if key not in (REST_KEY, *CODE_TYPES))
-
-
-def scale_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape of the scales of a parameter's codes: blocks for elements on the last axis, else on the only one."""
-    if shape[-1] % BLOCK == 0:
-        return (*shape[:-1], shape[-1] // BLOCK)
-    return (math.prod(shape) // BLOCK,)
 
 
 def in_blocks(shape: Sequence[int]) -> bool:
@@ -49,15 +42,6 @@ def keeps_blocks(tensor: Tensor) -> bool:
 def has_codes(entry: Mapping[str, object], moment: str) -> bool:
     """Whether the entry has this moment in codes."""
     return all(entry.get(key) is not None for key in CODED_KEYS[moment])
-
-
-def step_of(entry: Mapping[str, Any]) -> Tensor:
-    """The step that the entry has, as a float32 scalar on the host that counts writes; 0 if it has none."""
-    step = entry.get("step", 0.0)
-    usable = isinstance(step, Tensor) and step.device.type == "cpu" and step.dtype == torch.float32
-    if not usable or step.ndim or step.is_inference():
-        step = torch.tensor(float(step), dtype=torch.float32, device="cpu")
-    return step
 
 
 def empty_for(key: str, like: Tensor) -> Tensor:
@@ -90,8 +74,9 @@ def write_entry(entry: Mapping[str, Any], parameter: Tensor, views: Mapping[str,
 
 
 def adamw_form(parameter: Tensor, entry: Mapping[str, Any], *, written: bool) -> dict[str, Tensor]:
-    """A copy of what `entry` says, as AdamW has it: float32, on the host, in the parameter's shape. Changes nothing.
+    """A copy of what `entry` says beside the step, as AdamW has it: float32, on the host, in the parameter's shape.
 
+    Changes nothing.
     written: whether user code wrote to the parameter since its last update, so that its master has to follow.
     """
     mine, parts = local(parameter).detach(), _local_parts(entry, parameter)
@@ -106,7 +91,7 @@ def adamw_form(parameter: Tensor, entry: Mapping[str, Any], *, written: bool) ->
         state[MASTER_KEY] = master.view(mine.shape)
     elif rest is not None and MASTER_KEY not in state and parameter.dtype == torch.bfloat16:
         state[MASTER_KEY] = whole_master(mine, rest, written=written)
-    return {"step": step_of(entry).clone()} | {key: laid_out_as(value, parameter) for key, value in state.items()}
+    return {key: laid_out_as(value, parameter) for key, value in state.items()}
 
 
 def _local_parts(entry: Mapping[str, Any], parameter: Tensor) -> dict[str, Tensor]:

@@ -1,0 +1,30 @@
+"""What torch is doing now, and what it compiles: flags without a public reader in torch 2.6 to 2.13."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.autograd import profiler
+
+disable_dynamo = torch._disable_dynamo
+"""Keeps torch.compile out of a method, as torch does with those of its optimizers.
+
+`torch.compiler.disable` imports torch._dynamo at once, which takes seconds; this does when the method is called.
+"""
+
+next_node: Callable[[], int] = torch.autograd._get_sequence_nr
+"""The number of the autograd node that this thread makes next: the same while one operation saves its tensors."""
+
+
+def is_profiled() -> bool:
+    """Whether a profiler of torch records."""
+    return profiler._is_profiler_enabled
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether the module runs as one compiled whole, through torch.compile(module) or module.compile()."""
+    dynamo = sys.modules.get("torch._dynamo")  # nothing is compiled before this is imported, which takes seconds
+    return dynamo is not None and (isinstance(module, dynamo.OptimizedModule) or module._compiled_call_impl is not None)

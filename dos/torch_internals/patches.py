@@ -1,0 +1,45 @@
+"""Functions of torch that are replaced, for all of the process, where torch calls no hook. Torch 2.6 to 2.13.
+
+Clipping is a function of gradients, which no module and no optimizer is told of. DistributedDataParallel broadcasts
+parameters when it is built, and at the end of `join()`, after all hooks of the model and of `Join`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def replace_clipping(name: str, ours: Callable[..., Any]) -> None:
+    """Let torch's function of this name call ours, which gets what it called before as its first argument.
+
+    It is a wrapper that enters `no_grad`. What that calls is exchanged, because other modules may have imported the
+    wrapper under any name.
+    """
+    wrapper = getattr(torch.nn.utils.clip_grad, name)
+    cells = [cell for cell in wrapper.__closure__ or () if cell.cell_contents is getattr(wrapper, "__wrapped__", None)]
+    if len(cells) != 1:
+        raise RuntimeError(
+            f"torch.nn.utils.clip_grad.{name} of torch {torch.__version__} is not what DOSAdam knows; clip with "
+            "max_grad_norm= or optimizer.clip_grad_norm_(), without offload_gradients= and dos.fold_clipping()"
+        )
+    cells[0].cell_contents = functools.wraps(wrapper.__wrapped__)(functools.partial(ours, wrapper.__wrapped__))
+
+
+def call_before_broadcasts(call: Callable[[nn.Module], None]) -> None:
+    """Call this with the model before DistributedDataParallel broadcasts that."""
+    implementation = torch.nn.parallel.distributed
+    broadcast = getattr(implementation, "_sync_module_states", None)
+    if broadcast is None:  # torch without torch.distributed
+        return
+
+    @functools.wraps(broadcast)
+    def call_and_broadcast(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        call(module)
+        return broadcast(module, *args, **kwargs)
+
+    implementation._sync_module_states = call_and_broadcast

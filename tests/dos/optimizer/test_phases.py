@@ -1,0 +1,62 @@
+"""In which phases a session's entry points may be called, and how phases follow one another."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from dos import DOSAdam
+from dos.guard import ENTRIES, Phase
+from dos.session import Session
+from tests.support.training import backward, mlp, on
+
+PAGE = Path(__file__).parents[3] / "docs" / "architecture.md"
+
+
+def test_the_table_of_the_documentation_is_that_of_the_code() -> None:
+    table = PAGE.read_text().split("| entry point | accepted phases |")[1].split("\n\n")[0]
+    rows = re.findall(r"^\| `(\w+)` \| ([a-z, ]+) \|$", table, re.MULTILINE)
+    assert {name: phases.split(", ") for name, phases in rows} == {
+        name: [phase.name.lower() for phase in accepted] for name, accepted in ENTRIES.items()
+    }
+
+
+def test_an_iteration_goes_through_the_phases(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = mlp()
+    optimizer = DOSAdam(model.parameters(), **on("cpu"))
+    guard, seen = optimizer._session.guard, []
+    commit = Session._commit
+
+    def watched(session: Session, *args: object) -> None:
+        seen.append(guard.phase)
+        commit(session, *args)  # type: ignore[arg-type]
+
+    phases = [guard.phase]
+    backward(model, 0)
+    phases.append(guard.phase)
+    monkeypatch.setattr(Session, "_commit", watched)
+    optimizer.step()
+    phases += [*seen, guard.phase]
+    assert phases == [Phase.IDLE, Phase.BACKWARD, Phase.PREPARED, Phase.IDLE]
+    backward(model, 1)
+    optimizer.zero_grad()
+    assert guard.phase is Phase.IDLE
+
+
+@pytest.mark.parametrize("phase", Phase)
+@pytest.mark.parametrize("name", sorted(ENTRIES))
+def test_an_entry_point_refuses_the_phases_that_it_does_not_accept(name: str, phase: Phase) -> None:
+    """It is given too many arguments, so that one that accepts the phase gets no further."""
+    session = DOSAdam(mlp().parameters(), **on("cpu"))._session
+    session.guard.phase = phase
+    entry = getattr(session, name, None) or getattr(session, f"_{name}")
+    accepted = phase in ENTRIES[name] or (phase is Phase.COMMITTING and Phase.BROKEN in ENTRIES[name])
+    with pytest.raises((TypeError, RuntimeError, AssertionError)) as raised, torch.no_grad():
+        entry(*[object()] * 9)
+    assert (raised.type is TypeError) == accepted
+    if not accepted and phase in (Phase.BROKEN, Phase.COMMITTING):
+        assert "failed part way" in str(raised.value)
+    session.guard.phase = Phase.IDLE

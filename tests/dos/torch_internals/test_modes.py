@@ -1,0 +1,82 @@
+"""What dos/torch_internals/modes.py assumes of torch, and why no public interface serves."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dos.torch_internals.modes import disable_dynamo, is_compiled, is_profiled, next_node
+
+CHANGED = "torch has changed what dos/torch_internals/modes.py relies on"
+
+
+@pytest.mark.parametrize("profile", [torch.profiler.profile, torch.autograd.profiler.profile])
+def test_profilers_are_seen(profile: type) -> None:
+    assert not is_profiled(), CHANGED
+    with profile():
+        assert is_profiled(), CHANGED
+    assert not is_profiled(), CHANGED
+
+
+def test_tensors_that_one_operation_saves_have_one_number() -> None:
+    """In each thread."""
+
+    def run() -> None:
+        found: list[int] = []
+
+        def pack(tensor: Tensor) -> Tensor:
+            found.append(next_node())
+            return tensor
+
+        x, y = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            made = x * y
+            with torch.no_grad():
+                x * y
+            made = made.exp()
+        first, second, third = found
+        assert first == second < third, CHANGED
+        numbers.append(third)
+
+    numbers: list[int] = []
+    for _ in range(2):
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+    assert numbers[0] == numbers[1], CHANGED
+
+
+def test_compiled_modules_are_known() -> None:
+    plain, inside, in_place = (nn.Linear(2, 2) for _ in range(3))
+    in_place.compile()
+    assert [is_compiled(each) for each in (torch.compile(inside), in_place)] == [True] * 2, CHANGED
+    assert [is_compiled(each) for each in (plain, inside)] == [False] * 2, CHANGED
+
+
+def test_a_method_is_kept_from_being_compiled() -> None:
+    compiling = []
+
+    @disable_dynamo
+    def look() -> None:
+        compiling.append(torch.compiler.is_compiling())
+
+    @torch.compile(backend="eager")
+    def compiled(x: Tensor) -> Tensor:
+        look()
+        return x + 1
+
+    compiled(torch.ones(1))
+    assert compiling == [False], CHANGED
+
+
+def test_the_public_decorator_would_make_the_import_slow() -> None:
+    program = "import sys, torch; print(torch.{}(print) and 'torch._dynamo' in sys.modules)"
+    for name, expected in (("_disable_dynamo", "False"), ("compiler.disable", "True")):
+        arguments = [sys.executable, "-c", program.format(name)]
+        found = subprocess.run(arguments, capture_output=True, text=True, check=True).stdout.strip()
+        assert found == expected, f"torch.{name}: torch.compiler.disable may take its place in modes.py"

@@ -1,0 +1,80 @@
+"""What dos/torch_internals/patches.py assumes of torch, and why no public interface serves."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dos.torch_internals.patches import call_before_broadcasts, replace_clipping
+from tests.support.ranks import on_pair
+
+CHANGED = "torch has changed what dos/torch_internals/patches.py relies on"
+
+
+@pytest.fixture
+def clip_grad(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """torch.nn.utils.clip_grad, as it is before anything is replaced there."""
+    spec = importlib.util.find_spec("torch.nn.utils.clip_grad")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(torch.nn.utils, "clip_grad", module)
+    return module
+
+
+def test_clipping_calls_what_took_its_place(clip_grad: Any) -> None:
+    calls: list[str] = []
+
+    def log(name: str) -> None:
+        def ours(clip: Any, parameters: Any, *args: Any) -> Any:
+            calls.append(name)
+            return clip(parameters, *args)
+
+        replace_clipping(name, ours)
+
+    imported = clip_grad.clip_grad_norm_, clip_grad.clip_grad_value_
+    for name in ("clip_grad_norm_", "_clip_grads_with_norm_", "clip_grad_value_"):
+        log(name)
+    parameter = nn.Parameter(torch.ones(4))
+    parameter.grad = torch.ones(4)
+    for clip in imported:
+        clip([parameter], 1.0)
+    assert calls == ["clip_grad_norm_", "_clip_grads_with_norm_", "clip_grad_value_"], CHANGED
+    assert float(parameter.grad.norm()) == pytest.approx(1.0, abs=1e-5)
+
+
+def test_it_is_replaced_once_or_refused(clip_grad: Any) -> None:
+    replace_clipping("clip_grad_norm_", lambda clip, *args: clip(*args))
+    with pytest.raises(RuntimeError, match="is not what DOSAdam knows"):
+        replace_clipping("clip_grad_norm_", lambda clip, *args: clip(*args))
+
+
+def test_the_public_name_is_that_of_the_function_which_is_replaced() -> None:
+    clip_grad = torch.nn.utils.clip_grad
+    assert torch.nn.utils.clip_grads_with_norm_ is clip_grad._clip_grads_with_norm_, CHANGED
+    assert torch.nn.utils.clip_grad_norm_ is clip_grad.clip_grad_norm_, CHANGED
+    assert torch.nn.utils.clip_grad_value_ is clip_grad.clip_grad_value_, CHANGED
+
+
+@on_pair
+def test_ddp_broadcasts_by_one_function_after_all_hooks() -> None:
+    implementation = torch.nn.parallel.distributed
+    before, log = implementation._sync_module_states, []
+    try:
+        call_before_broadcasts(lambda model: log.append("broadcast"))
+        ddp = DistributedDataParallel(nn.Linear(2, 2))
+        assert log == ["broadcast"], CHANGED
+        ddp.register_forward_pre_hook(lambda *_: log.append("forward"))
+        with ddp.join():
+            for _ in range(1 + dist.get_rank()):
+                ddp(torch.ones(1, 2)).sum().backward()
+        assert log == ["broadcast", *["forward"] * (1 + dist.get_rank()), "broadcast"], CHANGED
+    finally:
+        implementation._sync_module_states = before

@@ -1,0 +1,119 @@
+"""What dos/torch_internals/tensors.py assumes of torch, and why no public interface serves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from dos.torch_internals.tensors import (
+    base_of,
+    has_storage,
+    hook_again,
+    is_view,
+    is_wrapper,
+    is_zero_tensor,
+    storage_address,
+    tensor_address,
+    unwrapped,
+    version_counter,
+)
+
+CHANGED = "torch has changed what dos/torch_internals/tensors.py relies on"
+
+
+def test_each_write_is_counted_by_all_that_share_a_counter() -> None:
+    tensor = torch.zeros(4)
+    view, detached, apart = tensor[1:], tensor.detach(), tensor.data
+    for count, write in enumerate((tensor.add_, view.mul_, detached.sub_), start=1):
+        write(1)
+        assert [version_counter(each) for each in (tensor, view, detached)] == [count] * 3, CHANGED
+    assert version_counter(apart) == 0, CHANGED
+    with torch.inference_mode():
+        uncounted = torch.zeros(4)
+    with pytest.raises(RuntimeError, match="version counter"):
+        version_counter(uncounted)
+
+
+def test_views_know_the_tensor_that_they_are_of() -> None:
+    tensor = torch.zeros(4)
+    view = tensor[1:].view(3, 1)
+    assert is_view(view), CHANGED
+    assert base_of(view) is tensor, CHANGED
+    for whole in (tensor, tensor.detach()):
+        assert not is_view(whole), CHANGED
+        assert base_of(whole) is whole, CHANGED
+
+
+def test_a_storage_is_known_by_its_address() -> None:
+    tensor, other = torch.zeros(4), torch.zeros(0)
+    storage = tensor.untyped_storage()
+    address = storage_address(storage)
+    assert address == storage_address(tensor[1:].untyped_storage()) == StorageWeakRef(storage).cdata, CHANGED
+    storage.resize_(0)
+    assert storage.data_ptr() == other.data_ptr() == 0
+    assert address == storage_address(storage) != storage_address(other.untyped_storage()), CHANGED
+
+
+def test_tensors_without_memory() -> None:
+    dense = torch.ones(3)
+    assert has_storage(dense), CHANGED
+    assert not has_storage(dense.to_sparse()), CHANGED
+    if torch.backends.mkldnn.is_available():
+        assert not has_storage(dense.to_mkldnn()), CHANGED
+    zeros = torch._efficientzerotensor(3)  # what forward-mode AD makes
+    assert is_zero_tensor(zeros), CHANGED
+    assert has_storage(zeros), CHANGED
+    assert zeros.data_ptr() == 0, CHANGED
+    assert not is_zero_tensor(torch.zeros(3)), CHANGED
+
+
+class Wrapper(Tensor):
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return [], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, *_: Any) -> Tensor:
+        return inner
+
+
+def test_wrappers_are_told_by_how_they_are_taken_apart() -> None:
+    assert is_wrapper(torch.zeros(2).as_subclass(Wrapper)), CHANGED
+    assert not is_wrapper(torch.zeros(2)), CHANGED
+    assert not is_wrapper(nn.Parameter(torch.zeros(2))), CHANGED
+
+
+def test_what_torch_func_wraps_is_inside() -> None:
+    tensor, found = torch.randn(3, 2), []
+
+    def look(row: Tensor) -> Tensor:
+        found.extend([has_storage(row), unwrapped(row)])
+        return row.sum()
+
+    torch.func.vmap(torch.func.grad(look))(tensor)
+    within, inside = found
+    assert not within, CHANGED
+    assert storage_address(inside.untyped_storage()) == storage_address(tensor.untyped_storage()), CHANGED
+    assert unwrapped(tensor) is tensor, CHANGED
+
+
+def test_a_swap_loses_hooks_until_they_are_listed_again() -> None:
+    parameter, calls = nn.Parameter(torch.ones(2)), []
+
+    def backward() -> list[str]:
+        calls.clear()
+        (2 * parameter).sum().backward()
+        return calls.copy()
+
+    parameter.register_post_accumulate_grad_hook(lambda _: calls.append("before"))
+    assert backward() == ["before"]
+    address = tensor_address(parameter)
+    torch.utils.swap_tensors(parameter, nn.Parameter(torch.zeros(2)))
+    assert tensor_address(parameter) != address, CHANGED
+    parameter.register_post_accumulate_grad_hook(lambda _: calls.append("after"))
+    assert backward() == [], f"torch keeps hooks: hook_again can go from {CHANGED.split()[-3]}"
+    hook_again(parameter)
+    assert backward() == ["before", "after"], CHANGED
