@@ -30,6 +30,9 @@ Progress = Callable[[str], object]
 Contestant = Callable[[int], T]
 """One turn. It takes the number of the round, from 0 on with those that warm up, and returns what was measured."""
 
+FILE_WIDTH = 170
+"""Columns of tables that are not shown on a terminal, so that files have them whole."""
+
 
 class Dropped(Exception):  # noqa: N818  (not an error: the others go on)
     """Raised by a contestant that takes no further turn."""
@@ -152,6 +155,8 @@ def measuring(as_json: bool, *, emulated: bool = True) -> Iterator[tuple[Console
 
         torch.set_num_threads(1)
     console = Console(stderr=as_json)
+    if not console.is_terminal:
+        console.width = FILE_WIDTH
     with console.status("measuring") as status:
         yield console, status.update
 

@@ -41,10 +41,15 @@ class Memory(NamedTuple):
 
 
 class Cached(NamedTuple):
-    """Bytes of device memory that this process has reserved, and what of them state could have though others cannot."""
+    """Bytes of device memory that this process has reserved, and what of them state could have though others cannot.
+
+    least: of `unused`, when most was in use since this was asked last, negative if more was reserved then; None if
+    that is not known, or no more than before.
+    """
 
     reserved: int
     unused: int
+    least: int | None = None
 
 
 class Job(Protocol):

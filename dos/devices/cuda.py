@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import logging
 import os
@@ -29,6 +30,9 @@ from perfmodel.format import MIXED
 
 logger = logging.getLogger(__name__)
 
+TYPE = "cuda"
+"""Of the torch devices that torch.cuda is about. Tests put a simulated accelerator there."""
+
 _CLOCK_S = 1.0
 """Seconds after which a new clock is started: in that time the host's and the device's part by some microseconds."""
 _BRACKETS = 3
@@ -52,14 +56,15 @@ class CudaDevice:
     queues = True
 
     def __init__(self, device: torch.device) -> None:
-        self.torch_device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        self.torch_device = torch.device(TYPE, torch.cuda.current_device() if device.index is None else device.index)
         self._streams, self._idle_stream = _streams_of(self.torch_device)
         self._turns = {op: _nothing if op in _URGENT else _Turns() for op in self._streams}
-        self._leftovers: deque[tuple[torch.cuda.Event, Sequence[Tensor]]] = deque()
-        """Ends of jobs that the engine does not hold any more, and the host memory that they use."""
+        self._leftovers = _leftovers_of(self.torch_device)
         self._clock = self._start_clock()
         self._cores = cores_near(self._pci_address)
         self._segments = _Segments()
+        self._peak: int | None = None
+        """The most bytes that were in use, by the allocator's counter, when it was read last."""
         self.owner: Caller = self.caller()
         self._inherited = False
         renewed.add(self)
@@ -110,7 +115,7 @@ class CudaDevice:
 
     def pin(self, tensor: Tensor) -> None:
         with self.current():
-            self._drop_leftovers()  # what they kept goes before there is more
+            self._leftovers.drop()  # what they kept goes before there is more
         with bound_to(self._cores):  # whose memory the pages are then taken from
             pin(tensor, self.torch_device)
 
@@ -155,7 +160,12 @@ class CudaDevice:
         )
         self._look_at_segments(stats["reserved_bytes"]["all"]["allocated"])
         segments = self._segments
-        return Cached(reserved, max(0, reserved - active - segments.private - (0 if segments.expandable else split)))
+        unused = max(0, reserved - active - segments.private - (0 if segments.expandable else split))
+        before, self._peak = self._peak, stats["active_bytes"]["all"]["peak"]
+        if before in (None, self._peak):
+            return Cached(reserved, unused)
+        # It has risen since, or the user has reset it: in both cases so much was in use since the last look.
+        return Cached(reserved, unused, min(unused, reserved - self._peak - segments.private))
 
     def _look_at_segments(self, allocated: int) -> None:
         """Learn what the counts do not tell, if segments were made since; it takes milliseconds, so once a second."""
@@ -282,7 +292,7 @@ class CudaDevice:
             torch.cuda.stream(stream),
             torch.no_grad(),
         ):
-            self._drop_leftovers()
+            self._leftovers.drop()
             start, end = _event(), _event()
             for job in after:
                 assert isinstance(job, _CudaJob)
@@ -296,15 +306,6 @@ class CudaDevice:
             work()
             end.record(stream)
         return _CudaJob(self, self._clock, start, end, op, subgroup, ours)
-
-    def _drop_leftovers(self) -> None:
-        """Let go of what finished jobs have left."""
-        with suppress(IndexError):
-            while True:
-                leftover = self._leftovers.popleft()
-                if not leftover[0].query():
-                    self._leftovers.appendleft(leftover)
-                    return
 
 
 @cache
@@ -320,6 +321,47 @@ def _streams_of(device: torch.device) -> tuple[Mapping[Op, torch.cuda.Stream], t
     with torch.cuda.stream(idle):
         queue_empty_kernel()  # loads the kernel of _Turns, which may wait for the device: not in a backward
     return streams, idle
+
+
+class _Leftovers:
+    """Host memory that jobs use which nobody holds any more.
+
+    It is the process's, not a CudaDevice's: copies of saved tensors may still run when their optimizer is deleted.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._ends: deque[tuple[torch.cuda.Event, Sequence[Tensor]]] = deque()
+        renewed.add(self)
+        atexit.register(self.wait)
+
+    def add(self, end: torch.cuda.Event, keeps: Sequence[Tensor]) -> None:
+        self._ends.append((end, keeps))
+
+    def drop(self) -> None:
+        """Let go of what finished jobs have left; the device is the thread's current one."""
+        with suppress(IndexError):
+            while True:
+                leftover = self._ends.popleft()
+                if not leftover[0].query():
+                    self._ends.appendleft(leftover)
+                    return
+
+    def wait(self) -> None:
+        """At the interpreter's exit, which unmaps all memory."""
+        with suppress(RuntimeError), torch.cuda.device(self._device):  # that of CUDA, if it has failed
+            for end, _ in list(self._ends):
+                end.synchronize()
+
+    def renew(self) -> None:
+        """In a forked child: keep the events for ever, as `CudaDevice.renew`."""
+        _leak(self._ends)
+        self._ends = deque()
+
+
+@cache
+def _leftovers_of(device: torch.device) -> _Leftovers:
+    return _Leftovers(device)
 
 
 class _Turns:
@@ -432,4 +474,4 @@ class _CudaJob:
         if self.device._inherited:
             _leak(self)
         elif self.keeps:
-            self.device._leftovers.append((self.end, self.keeps))
+            self.device._leftovers.add(self.end, self.keeps)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dos.devices import cuda
 from dos.devices.base import Device
-from dos.devices.cuda import CudaDevice
 
 
 class DeviceFinder:
@@ -40,7 +40,7 @@ class DeviceFinder:
         requested, there = self._requested, parameter.device
         if requested is not None and not isinstance(requested, (torch.device, str)):
             return requested
-        if there.type not in ("cpu", "cuda"):
+        if there.type not in ("cpu", cuda.TYPE):
             raise TypeError(f"expected parameters on cpu or cuda, found {there}")
         if requested is not None:
             try:
@@ -52,4 +52,4 @@ class DeviceFinder:
                 ) from error
             if wanted.type != there.type or wanted.index not in (None, there.index):
                 raise ValueError(f"device is {wanted} but a parameter is on {there}; move the model there first")
-        return CudaDevice(there) if there.type == "cuda" else None
+        return cuda.CudaDevice(there) if there.type == cuda.TYPE else None

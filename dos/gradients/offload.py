@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
@@ -84,9 +83,6 @@ class OffloadedGradients:
         """Each with what reads from it last, in the order of use."""
         self._totals: dict[ParameterRecord, _Total] = {}
         self._torn = False
-        self._leaving: deque[tuple[Job, int]] = deque()
-        """What is on its way, with its bytes, in order."""
-        self._leaving_bytes = 0
 
     def take(
         self, record: ParameterRecord, subgroups: Sequence[Subgroup], index: int, ledger: Ledger, *, in_backward: bool
@@ -111,7 +107,10 @@ class OffloadedGradients:
                 arena.accumulate()
         if pin:
             self._store.stage(subgroups)
-        self._wait_for_link(gradient.nbytes, ledger.device)
+        most = MOST_LEAVING
+        if isinstance(ledger.device, EmulatedDevice):
+            most = min(most, ledger.device.capacity >> _SCALE)
+        ledger.hold_back(gradient.nbytes, most)
         self._torn = True
         staged, total = arena.gradient, arena.accumulated
         subgroup = subgroups[0] if subgroups else None
@@ -134,10 +133,7 @@ class OffloadedGradients:
     def _send(
         self, destination: Tensor, gradient: Tensor, index: int, subgroup: Subgroup | None, ledger: Ledger
     ) -> Job:
-        job = ledger.send(index, subgroup, [(destination, gradient)]).job
-        self._leaving.append((job, gradient.nbytes))
-        self._leaving_bytes += gradient.nbytes
-        return job
+        return ledger.send(index, subgroup, [(destination, gradient)], freed=True).job
 
     def _add(
         self, values: Tensor, gradient: Tensor, index: int, subgroup: Subgroup | None, ledger: Ledger, *, pin: bool
@@ -191,16 +187,6 @@ class OffloadedGradients:
             "offload_gradients=False"
         )
 
-    def _wait_for_link(self, nbytes: int, device: Device) -> None:
-        """Hold backward up while gradients that it has freed take MOST_LEAVING bytes of the device, with these."""
-        most = MOST_LEAVING
-        if isinstance(device, EmulatedDevice):
-            most = min(most, device.capacity >> _SCALE)
-        while self._leaving and self._leaving_bytes + nbytes > most:
-            with contextlib.suppress(Exception):  # of which `arrived` tells
-                self._leaving[0][0].wait()
-            self._leaving_bytes -= self._leaving.popleft()[1]
-
     def check(self) -> None:
         """Raise RuntimeError if the gradients are not what backward has made."""
         if self._torn:
@@ -244,7 +230,5 @@ class OffloadedGradients:
     def clear(self) -> None:
         """Forget all gradients, once nothing writes to them."""
         forgotten, self._totals, self._torn = self._totals, {}, False
-        self._leaving.clear()
-        self._leaving_bytes = 0
         for total in forgotten.values():
             total.arrived.exception()  # waits; what went wrong with gradients that are not used does not matter

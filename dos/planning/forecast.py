@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from dos.planning.missed import MissedPeaks
 from perfmodel import Op
 
 REMEMBERED = 4
@@ -54,6 +55,7 @@ class Forecast:
     - A low mark in the update now, less what an iteration usually takes beyond its update, counts at once: what has
       been taken is given back before the next peak.
     - Marks that fall steadily fall on.
+    - A peak between two samples counts as the allocator's counter shows it (`MissedPeaks`).
     - What the user's own code ran out of is remembered for REMEMBERED_AFTER_FAILURE iterations.
     - Where an allocation fails although the figures have room for it (they lie, or what is free is in pieces), what did
       fit is the most for REMEMBERED iterations, and for twice as many each time that trying again fails.
@@ -65,7 +67,8 @@ class Forecast:
 
     def __init__(self) -> None:
         self._marks: deque[dict[Op, int]] = deque(maxlen=REMEMBERED)
-        self._now: dict[Op, int] = {}
+        self._sampled: dict[Op, int] = {}
+        self._missed = MissedPeaks()
         self._others: deque[int] = deque(maxlen=RESTLESS)
         self._others_now: int | None = None
         self._falls: deque[int] = deque(maxlen=REMEMBERED)
@@ -113,9 +116,29 @@ class Forecast:
         if late:
             self._late = _Fall.of(self._late, free + held)
         left = free + held + others
-        self._now[phase] = min(left, self._now.get(phase, left))
+        self._sampled[phase] = min(left, self._sampled.get(phase, left))
+        if phase is not Op.UPDATE:
+            self._missed.sample(held)
         if self._least_free is None or free < self._least_free:
             self._least_free, self._held = free, held
+
+    def peaked(self, phase: Op, free: int, held: int, *, others: int = 0) -> None:
+        """What was free, by the allocator's counter, at a peak of forward or backward between two samples.
+
+        The rest as for `sample`.
+        """
+        if self._backward is not None and phase is Op.BACKWARD:
+            self._backward = _Fall.of(self._backward, free + held)
+        self._missed.show(free + held + others, held)
+
+    @property
+    def _now(self) -> dict[Op, int]:
+        """The low marks of this iteration."""
+        if not self._sampled:
+            return {}
+        mark = _peak(self._sampled)
+        peak = self._missed.corrected(mark)
+        return self._sampled if peak == mark else {**self._sampled, Op.FORWARD: peak}
 
     def allocation_failed(self, held: int) -> None:
         """An allocation for which there was room by these figures has failed beside `held` bytes of state."""
@@ -139,13 +162,15 @@ class Forecast:
         """What is sampled from now on belongs to the next iteration."""
         self._extra = self._given_back()
         self._remember_what_fits()
-        if self._now:
+        now = self._now
+        if now:
             if self._watch_for_lasting and self._lasting is not None:
                 self._lasting = (
-                    min(_peak(self._now) - (self._others_now or 0), self._lasting[0]),
+                    min(_peak(now) - (self._others_now or 0), self._lasting[0]),
                     REMEMBERED_AFTER_FAILURE,
                 )
-            self._marks.append(self._now)
+            self._marks.append(now)
+            self._missed.end_iteration(_peak(self._sampled), int(MARGIN * self._total))
             self._others.append(self._others_now or 0)
         fall = self._late or self._backward
         if fall is not None:
@@ -153,7 +178,7 @@ class Forecast:
         if self._lasting is not None:
             mark, iterations = self._lasting
             self._lasting = (mark, iterations - 1) if iterations > 1 else None
-        self._now, self._others_now, self._backward, self._late = {}, None, None, None
+        self._sampled, self._others_now, self._backward, self._late = {}, None, None, None
         self._least_free, self._failed_at, self._watch_for_lasting = None, None, False
 
     def room(self) -> Room:

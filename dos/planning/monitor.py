@@ -61,6 +61,8 @@ class MemoryMonitor:
         self._phase = Op.FORWARD
         self._late = False
         self._seen = False
+        self._last = Op.FORWARD, 0
+        """The phase since the last sample, and the bytes that state had then."""
         self._sampled_at, self._due = 0.0, -math.inf
         self._took: deque[float] = deque(maxlen=9)
         self.renew()
@@ -106,7 +108,12 @@ class MemoryMonitor:
         start = time.perf_counter()
         held = self._held()  # before the rest: what is freed in between is then missed, not counted twice
         self.reading = self._reader.read()
-        memory = self.reading.memory
+        memory, lowest = self.reading.memory, self.reading.lowest
+        phase, before = self._last
+        if lowest is not None and phase is not Op.UPDATE:
+            # Not in the update, where most is of state itself. State that came or went in between counts as away.
+            self.forecast.peaked(phase, lowest, min(before, held), others=self.reading.others)
+        self._last = self._phase, held
         self.forecast.sample(self._phase, memory.free, held, memory.total, others=self.reading.others, late=self._late)
         self._sampled_at = time.perf_counter()
         self._took.append(self._sampled_at - start)
@@ -126,6 +133,7 @@ class MemoryMonitor:
             self._resident, self._offered = self._offered, None
         self._peak_before = self._peak
         self._phase, self._late, self._seen = Op.FORWARD, False, True
+        self._last = Op.FORWARD, self._last[1]
         self._due_next()
 
     @exclusive

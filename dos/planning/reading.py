@@ -42,11 +42,15 @@ _ADVICE = {
 
 
 class Reading(NamedTuple):
-    """Device memory in bytes, where the figure comes from, and what others hold of it; 0 where that is not known."""
+    """Device memory in bytes, where the figure comes from, and what others hold of it; 0 where that is not known.
+
+    lowest: what was free when this process had most in use since the last reading; None if that is not known.
+    """
 
     memory: Memory
     source: Source
     others: int = 0
+    lowest: int | None = None
 
 
 class Nvml:
@@ -108,12 +112,12 @@ class MemoryReader:
     def read(self) -> Reading:
         """Memory as it is now, from NVML where possible; free is what is free or in the caching allocator, unused."""
         try:
-            (reserved, unused), (memory, source) = self._device.cached(), self._look()
+            (reserved, unused, least), (memory, source) = self._device.cached(), self._look()
         except Exception as error:  # whatever it is, training need not end for it here
             logger.debug("device memory: %s", repr(error))
-            memory, reserved = Memory(0, 0), 0
+            memory, reserved, least = Memory(0, 0), 0, None
         if not _can_be(memory):
-            memory, unused, source = Memory(0, self._total), 0, Source.UNREADABLE
+            memory, unused, least, source = Memory(0, self._total), 0, None, Source.UNREADABLE
             reserved = self._total  # so that no other process is blamed
         self._total = memory.total
         if source in _ADVICE and source not in self._warned:
@@ -123,7 +127,10 @@ class MemoryReader:
                 f"{_ADVICE[source]}, or choose memory_budget="
             )
         return Reading(
-            Memory(memory.free + unused, memory.total), source, max(0, memory.total - memory.free - reserved)
+            Memory(memory.free + unused, memory.total),
+            source,
+            max(0, memory.total - memory.free - reserved),
+            None if least is None else max(0, memory.free + least),
         )
 
     def _look(self) -> tuple[Memory, Source]:

@@ -70,6 +70,9 @@ class Ledger:
         self._transits: list[Transit] = []
         self._state: dict[Subgroup, Transit] = {}
         """Of the transits, those that bring state to the device."""
+        self._freed: deque[Transit] = deque()
+        """Of the transits, gradients that only their copies keep on the device."""
+        self._freed_bytes = 0
         self._considered: Plan | None = None
         """The plan of which `_streamed` are the subgroups that slots may be filled with."""
         self._streamed: list[int] = []
@@ -182,12 +185,19 @@ class Ledger:
     # Transits: what backward begins for the step to come.
 
     def send(
-        self, index: int, subgroup: Subgroup | None, copies: Sequence[Copy], callers: Collection[Caller] = ()
+        self,
+        index: int,
+        subgroup: Subgroup | None,
+        copies: Sequence[Copy],
+        callers: Collection[Caller] = (),
+        *,
+        freed: bool = False,
     ) -> Transit:
         """Copy gradients of one subgroup to the host, after what the caller has queued on the device.
 
         subgroup: the first in which they lie; None: they have no elements.
         callers: the queues in which backward wrote them, if not all in the present one.
+        freed: whether the copy alone keeps their memory on the device from now on; see `hold_back`.
         """
         if len(self._transits) > MOST_EARLY:  # backward after backward; departures keep those that they use
             wait_for_all(self._transits)
@@ -197,7 +207,19 @@ class Ledger:
         nbytes = sum(source.nbytes for _, source in copies)
         transit = Transit(next(self._numbers), Op.GRADIENT, subgroup, Tier.DEVICE, Tier.HOST, job, nbytes)
         self._transits.append(transit)
+        if freed:
+            self._freed.append(transit)
+            self._freed_bytes += nbytes
         return transit
+
+    def hold_back(self, nbytes: int, most: int) -> None:
+        """Block while gradients that only copies keep on the device take more than `most` bytes, with `nbytes` more.
+
+        Else backward, faster than the link, would keep on the device what is to be freed there.
+        """
+        while self._freed and self._freed_bytes + nbytes > most:
+            wait_for_all([self._freed[0]])
+            self._freed_bytes -= self._freed.popleft().nbytes
 
     def _fetch(self, index: int, subgroup: Subgroup, slot: int | None = None) -> None:
         """Copy state from the host to the device, into a slot or into room that is reserved there.
@@ -299,6 +321,8 @@ class Ledger:
         places = {number: place for place, number in enumerate(sorted(begun))}
         self._transits = [transit for transit in self._transits if transit.number not in begun]
         self._state, self._considered = {}, None
+        self._freed.clear()
+        self._freed_bytes = 0
         return [
             each._replace(
                 departed=tuple(places[transit.number] for transit in departed),

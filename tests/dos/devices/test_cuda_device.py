@@ -198,24 +198,29 @@ def test_memory_that_state_cannot_have_is_not_free(
 
     segments = [segment(0, 40, 0), segment(0, 30, 20)]
     asked: list[None] = []
+    peak = [60]
 
     def stats(device: object) -> dict[str, dict[str, dict[str, int]]]:
         asked.append(None)
         total, active = (sum(int(str(s[key])) for s in segments) for key in ("total_size", "active_size"))
         split = sum(int(str(s["total_size"])) - int(str(s["active_size"])) for s in segments if s["active_size"])
         figures = {"reserved": total, "active": active, "inactive_split": split}
-        return {f"{key}_bytes": {"all": {"current": value, "allocated": total}} for key, value in figures.items()}
+        counts = {"allocated": total, "peak": peak[0]}
+        return {f"{key}_bytes": {"all": {"current": value, **counts}} for key, value in figures.items()}
 
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", stats)
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda **settings: segments)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (7, 9))
     use_virtual_time(runtime, monkeypatch)
     device = CudaDevice(torch.device("cuda", 0))
-    assert device.cached() == (70, 50 if expandable else 40)
+    assert device.cached() == (70, 50 if expandable else 40, None)
     assert len(asked) == 1
+    assert device.cached().least is None, "there was no higher peak since"
+    for peak[0] in (65, 25, 90):  # the user may reset it
+        assert device.cached().least == min(50 if expandable else 40, 70 - peak[0])
     segments += [segment(1, 100, 0), segment(1, 10, 4)]
     runtime.host += 2.0
-    assert device.cached() == (180, 50 if expandable else 40), "what is free in a CUDA graph's pool is the graph's"
+    assert device.cached()[:2] == (180, 50 if expandable else 40), "what is free in a CUDA graph's pool is the graph's"
     assert device.memory() == (7, 9)
 
 

@@ -297,8 +297,8 @@ def test_a_part_that_does_not_come_is_said(part: int, monkeypatch: pytest.Monkey
         def wait(self) -> None:
             raise OSError("the link broke")
 
-    def fail(self: Ledger, index: int, subgroup: Any, copies: Sequence[Copy]) -> Any:
-        found = send(self, index, subgroup, copies)
+    def fail(self: Ledger, index: int, subgroup: Any, copies: Sequence[Copy], **more: Any) -> Any:
+        found = send(self, index, subgroup, copies, **more)
         found.job.wait()
         return type("Sent", (), {"job": Broken()}) if next(sent) == part else found
 

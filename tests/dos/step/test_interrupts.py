@@ -62,16 +62,8 @@ def test_at_any_line(program: Program) -> None:
         lines = [1 + int((i + random.Random(i).random()) * total / count) for i in range(count)]
         for line in lines:
             outcomes[outcome_of(program, line, first_step)] += 1
-    for back in (
-        1,
-        2,
-        4,
-        8,
-        16,
-        32,
-        64,
-        128,
-    ):  # what is drawn may miss the few lines after the update, which are not always as many
+    # Those that are drawn may miss the few lines after the update, of which there are not always as many.
+    for back in (2**i for i in range(8)):
         if not outcomes["wholly"]:
             outcomes[outcome_of(program, total - back, first_step)] += 1
     assert outcomes["not at all"] > 0

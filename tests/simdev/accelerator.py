@@ -1,0 +1,51 @@
+"""The simulated accelerator as a device of torch, "simdev", and what can be asked of the simulation."""
+
+from __future__ import annotations
+
+import ctypes
+import types
+from typing import Any
+
+import torch
+
+from tests.simdev.build import library
+
+KIND = "simdev"
+
+_path = str(library())
+torch.utils.rename_privateuse1_backend(KIND)
+torch.ops.load_library(_path)
+lib = ctypes.CDLL(_path)
+"""sim_delays(share, most microseconds) of work, sim_capacity(bytes), sim_others(bytes) that other processes hold,
+sim_fail_in(n): the allocation after n others fails, sim_fail_share(share, seed): such a share of them does."""
+lib.orHostRegister.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+lib.orHostUnregister.argtypes = [ctypes.c_void_p]
+lib.sim_delays.argtypes = [ctypes.c_double, ctypes.c_int]
+lib.sim_capacity.argtypes = lib.sim_others.argtypes = [ctypes.c_size_t]
+lib.sim_fail_in.argtypes = [ctypes.c_long]
+lib.sim_fail_share.argtypes = [ctypes.c_double, ctypes.c_uint]
+lib.sim_faults()
+
+_accelerator: Any = torch.accelerator
+_module = types.ModuleType(f"torch.{KIND}")
+_module.__dict__.update(
+    is_available=lambda: True,
+    is_initialized=lambda: True,
+    _is_in_bad_fork=lambda: False,
+    device_count=lambda: 1,
+    current_device=lambda: 0,
+    set_device=lambda device: None,
+    _device=lambda device: _accelerator.device_index(0),
+    device=lambda device: _accelerator.device_index(0),
+    manual_seed_all=lambda seed: None,
+    manual_seed=lambda seed: None,
+    get_rng_state=lambda device=None: torch.get_rng_state(),
+    set_rng_state=lambda state, device=None: torch.set_rng_state(state),
+    get_amp_supported_dtype=lambda: [torch.float16, torch.bfloat16],
+    synchronize=lambda device=None: _accelerator.synchronize(),
+    current_stream=lambda device=None: _accelerator.current_stream(),
+    Stream=torch.Stream,
+    Event=torch.Event,
+)
+torch._register_device_module(KIND, _module)
+torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)

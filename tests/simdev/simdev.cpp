@@ -1,0 +1,830 @@
+// A simulated accelerator for PyTorch (PrivateUse1), asynchronous in earnest. Written from torch's installed headers.
+// Each stream is a thread that works off a queue, with random delays. Device memory has two addresses: the one that
+// tensors have is PROT_NONE, so that host code that touches it crashes; stream threads use a shadow of the same pages.
+// Freed memory is poisoned in the order of the stream that it belongs to, and reused by that stream at once.
+#include <ATen/ATen.h>
+#include <ATen/EmptyTensor.h>
+#include <ATen/InferSize.h>
+#include <ATen/TensorUtils.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <ATen/CPUGeneratorImpl.h>
+#include <c10/core/CachingDeviceAllocator.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/thread_pool.h>
+#include <torch/library.h>
+
+#include <fcntl.h>
+#include <linux/falloc.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdio>
+#include <cstdlib>
+#include <deque>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <random>
+#include <set>
+#include <thread>
+
+namespace {
+using Clock = std::chrono::steady_clock;
+using at::Tensor;
+constexpr auto KIND = c10::DeviceType::PrivateUse1;
+
+struct Config {
+  double probability = 0.3;
+  int most_us = 300;
+  unsigned seed = 0;
+} config;
+std::atomic<bool> forbid_sync{false};
+std::atomic<long> syncs{0};
+
+// ---- what stream threads are doing, for the report of a crash
+thread_local const char* doing = nullptr;
+thread_local int doing_stream = -1;
+struct sigaction previous_segv, previous_bus;
+
+void on_fault(int sig, siginfo_t* info, void*);
+
+// ---- moments in a stream's work
+struct Moment {
+  std::mutex mutex;
+  std::condition_variable changed;
+  bool done = false;
+  Clock::time_point at;
+  void finish() {
+    std::lock_guard<std::mutex> held(mutex);
+    done = true;
+    at = Clock::now();
+    changed.notify_all();
+  }
+  void wait() {
+    std::unique_lock<std::mutex> held(mutex);
+    changed.wait(held, [&] { return done; });
+  }
+  bool query() {
+    std::lock_guard<std::mutex> held(mutex);
+    return done;
+  }
+};
+using MomentPtr = std::shared_ptr<Moment>;
+
+struct Work {
+  std::string name;
+  std::function<void()> run;
+  bool may_delay;
+};
+
+struct Queue {
+  int id;
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::deque<Work> works;
+  bool busy = false;
+  std::mt19937 random;
+  explicit Queue(int id) : id(id), random(config.seed * 1000 + id) {
+    std::thread([this] { loop(); }).detach();
+  }
+  void put(std::string name, std::function<void()> run, bool may_delay = true) {
+    std::lock_guard<std::mutex> held(mutex);
+    works.push_back({std::move(name), std::move(run), may_delay});
+    changed.notify_all();
+  }
+  MomentPtr mark() {
+    auto moment = std::make_shared<Moment>();
+    put("event", [moment] { moment->finish(); });
+    return moment;
+  }
+  bool idle() {
+    std::lock_guard<std::mutex> held(mutex);
+    return works.empty() && !busy;
+  }
+  void loop() {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    doing_stream = id;
+    for (;;) {
+      Work work;
+      {
+        std::unique_lock<std::mutex> held(mutex);
+        busy = false;
+        changed.notify_all();
+        changed.wait(held, [&] { return !works.empty(); });
+        work = std::move(works.front());
+        works.pop_front();
+        busy = true;
+      }
+      if (work.may_delay && config.most_us > 0 &&
+          std::uniform_real_distribution<>(0, 1)(random) < config.probability) {
+        int us = std::uniform_int_distribution<>(0, config.most_us)(random);
+        if (random() % 16 == 0) us *= 8;
+        std::this_thread::sleep_for(std::chrono::microseconds(us));
+      }
+      doing = work.name.c_str();
+      try {
+        work.run();
+      } catch (const std::exception& error) {
+        fprintf(stderr, "simdev: stream %d: %s: %s\n", id, work.name.c_str(), error.what());
+        abort();
+      }
+      doing = nullptr;
+    }
+  }
+};
+
+constexpr int STREAMS = 64;
+std::mutex streams_mutex;
+std::vector<Queue*> queues;
+int next_stream = 1;
+
+Queue& queue(int id) {
+  std::lock_guard<std::mutex> held(streams_mutex);
+  while ((int)queues.size() <= id) queues.push_back(new Queue((int)queues.size()));
+  return *queues[id];
+}
+thread_local int current_stream = 0;
+
+void sync_stream(int id) {
+  ++syncs;
+  queue(id).mark()->wait();
+}
+void sync_all() {
+  size_t n;
+  {
+    std::lock_guard<std::mutex> held(streams_mutex);
+    n = queues.size();
+  }
+  std::vector<MomentPtr> moments;
+  for (size_t i = 0; i < n; ++i) moments.push_back(queue(i).mark());
+  for (auto& each : moments) each->wait();
+}
+void refuse_sync(const char* what) {
+  TORCH_CHECK(!forbid_sync, "simdev: called a synchronizing operation: ", what);
+}
+
+// ---- memory
+constexpr size_t SPACE = size_t(1) << 40;
+char *protected_base, *shadow_base;
+int memory_file;
+
+struct Block {
+  size_t offset, size;
+  int stream;
+  std::set<int> used_by;
+  size_t asked;
+};
+
+struct SimAllocator final : c10::DeviceAllocator {
+  std::mutex mutex;
+  size_t capacity = size_t(4) << 30, others = 0, reserved = 0, next = 0;
+  long fail_in = -1;
+  double fail_share = 0;
+  std::mt19937 random{0};
+  std::map<int, std::multimap<size_t, Block*>> unused;
+  std::vector<std::pair<Block*, std::vector<MomentPtr>>> pending;
+  c10::CachingDeviceAllocator::DeviceStats stats;
+  std::function<void(const char*)> trace;
+
+  static void poison_on(Block* block) {
+    size_t offset = block->offset, size = block->size;
+    queue(block->stream).put("poison", [=] { memset(shadow_base + offset, 0xFF, size); }, false);
+  }
+  void process() {  // mutex is held
+    for (size_t i = 0; i < pending.size();) {
+      auto& [block, moments] = pending[i];
+      bool done = true;
+      for (auto& each : moments) done = done && each->query();
+      if (!done) {
+        ++i;
+        continue;
+      }
+      poison_on(block);
+      stats.active_bytes[0].decrease(block->size);
+      unused[block->stream].emplace(block->size, block);
+      pending.erase(pending.begin() + i);
+    }
+  }
+  void flush() {  // mutex is held: all that is not used goes back, as by cudaFree, which waits for the device
+    sync_all();
+    process();
+    sync_all();
+    for (auto& [stream, blocks] : unused)
+      for (auto& [size, block] : blocks) {
+        mprotect(shadow_base + block->offset, block->size, PROT_NONE);
+        fallocate(memory_file, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, block->offset, block->size);
+        reserved -= block->size;
+        stats.reserved_bytes[0].decrease(block->size);
+        stats.segment[0].decrease(1);
+        delete block;
+      }
+    unused.clear();
+  }
+  Block* find(size_t size) {
+    auto& mine = unused[current_stream];
+    auto found = mine.lower_bound(size);
+    if (found == mine.end() || found->first > 2 * size) return nullptr;
+    Block* block = found->second;
+    mine.erase(found);
+    return block;
+  }
+  Block* make(size_t size) {
+    if (reserved + others + size > capacity) return nullptr;
+    auto* block = new Block{next, size, current_stream, {}, 0};
+    next += (size + 4095) / 4096 * 4096 + 4096;  // a page between blocks that nobody may touch
+    TORCH_CHECK(next < SPACE, "simdev: address space is used up");
+    mprotect(shadow_base + block->offset, (size + 4095) / 4096 * 4096, PROT_READ | PROT_WRITE);
+    memset(shadow_base + block->offset, 0xFF, size);
+    reserved += size;
+    stats.reserved_bytes[0].increase(size);
+    stats.segment[0].increase(1);
+    return block;
+  }
+  c10::DataPtr allocate(size_t n) override {
+    c10::Device device(KIND, 0);
+    if (!n) return {nullptr, nullptr, [](void*) {}, device};
+    size_t unit = n <= (1 << 20) ? 4096 : 65536, size = (n + unit - 1) / unit * unit;
+    std::lock_guard<std::mutex> held(mutex);
+    bool fail = fail_in >= 0 && fail_in-- == 0;
+    fail = fail || (fail_share > 0 && std::uniform_real_distribution<>(0, 1)(random) < fail_share);
+    process();
+    Block* block = fail ? nullptr : find(size);
+    if (!block && !fail) block = make(size);
+    if (!block && !fail) {
+      flush();
+      stats.num_alloc_retries++;
+      block = make(size);
+    }
+    if (!block) {
+      stats.num_ooms++;
+      TORCH_CHECK_WITH(OutOfMemoryError, false, "simdev out of memory. Tried to allocate ", n, " bytes; ", reserved,
+                       " reserved of ", capacity, fail ? " (on purpose)" : "");
+    }
+    block->asked = n;
+    stats.allocated_bytes[0].increase(block->size);
+    stats.active_bytes[0].increase(block->size);
+    stats.requested_bytes[0].increase(n);
+    stats.allocation[0].increase(1);
+    return {protected_base + block->offset, block, &release, device};
+  }
+  static void release(void* context);
+  void free(Block* block) {
+    std::lock_guard<std::mutex> held(mutex);
+    stats.allocated_bytes[0].decrease(block->size);
+    stats.requested_bytes[0].decrease(block->asked);
+    stats.allocation[0].decrease(1);
+    block->used_by.erase(block->stream);
+    if (block->used_by.empty()) {
+      poison_on(block);
+      stats.active_bytes[0].decrease(block->size);
+      unused[block->stream].emplace(block->size, block);
+      return;
+    }
+    std::vector<MomentPtr> moments;
+    for (int id : block->used_by) moments.push_back(queue(id).mark());
+    block->used_by.clear();
+    pending.emplace_back(block, std::move(moments));
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &release; }
+  void copy_data(void* to, const void* from, size_t n) const override {
+    auto delta = shadow_base - protected_base;
+    queue(current_stream).put("copy_data", [=] { memcpy((char*)to + delta, (const char*)from + delta, n); });
+  }
+  bool initialized() override { return true; }
+  void emptyCache(c10::MempoolId_t) override {
+    std::lock_guard<std::mutex> held(mutex);
+    flush();
+  }
+  void recordStream(const c10::DataPtr& pointer, c10::Stream stream) override {
+    if (!pointer.get_context()) return;
+    std::lock_guard<std::mutex> held(mutex);
+    static_cast<Block*>(pointer.get_context())->used_by.insert((int)stream.id());
+  }
+  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex) override {
+    std::lock_guard<std::mutex> held(mutex);
+    process();
+    return stats;
+  }
+  void resetAccumulatedStats(c10::DeviceIndex) override {}
+  void resetPeakStats(c10::DeviceIndex) override {
+    std::lock_guard<std::mutex> held(mutex);
+    for (auto* each : {&stats.allocated_bytes, &stats.reserved_bytes, &stats.active_bytes}) (*each)[0].reset_peak();
+  }
+  std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex) override {
+    std::lock_guard<std::mutex> held(mutex);
+    size_t taken = std::min(capacity, reserved + others);
+    return {capacity - taken, capacity};
+  }
+};
+SimAllocator& allocator() {
+  static auto* it = new SimAllocator;
+  return *it;
+}
+void SimAllocator::release(void* context) {
+  if (context) allocator().free(static_cast<Block*>(context));
+}
+
+// ---- host memory that the device may use by itself
+std::mutex pinned_mutex;
+std::map<char*, size_t> pinned;
+
+bool is_pinned(const void* address, size_t n = 0) {
+  std::lock_guard<std::mutex> held(pinned_mutex);
+  auto next = pinned.upper_bound((char*)address);
+  if (next == pinned.begin()) return false;
+  --next;
+  if ((char*)address >= next->first + next->second) return false;
+  TORCH_CHECK((char*)address + n <= next->first + next->second,
+              "simdev: invalid argument: a copy crosses the end of a pinned region");
+  return true;
+}
+struct HostBlock {
+  void* address;
+  size_t size;
+};
+struct PinnedAllocator final : c10::Allocator {
+  c10::DataPtr allocate(size_t n) override {
+    size_t size = std::max<size_t>(4096, (n + 4095) / 4096 * 4096);
+    void* address = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    std::lock_guard<std::mutex> held(pinned_mutex);
+    pinned[(char*)address] = size;
+    return {address, new HostBlock{address, size}, &release, c10::Device(c10::DeviceType::CPU)};
+  }
+  static void release(void* context) {
+    auto* block = static_cast<HostBlock*>(context);
+    sync_all();  // torch's own keeps it until the streams that used it are done
+    std::lock_guard<std::mutex> held(pinned_mutex);
+    pinned.erase((char*)block->address);
+    munmap(block->address, block->size);
+    delete block;
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &release; }
+  void copy_data(void* to, const void* from, size_t n) const override { memcpy(to, from, n); }
+} pinned_allocator;
+
+// ---- streams, events, devices
+struct SimEvent {
+  MomentPtr moment;
+};
+struct Guard final : c10::impl::DeviceGuardImplInterface {
+  static c10::Stream stream_of(int id) { return c10::Stream(c10::Stream::UNSAFE, c10::Device(KIND, 0), id); }
+  c10::DeviceType type() const override { return KIND; }
+  c10::Device exchangeDevice(c10::Device) const override { return {KIND, 0}; }
+  c10::Device getDevice() const override { return {KIND, 0}; }
+  void setDevice(c10::Device device) const override { TORCH_CHECK(device.index() <= 0, "simdev: there is one device"); }
+  void uncheckedSetDevice(c10::Device) const noexcept override {}
+  c10::Stream getStream(c10::Device) const override { return stream_of(current_stream); }
+  c10::Stream getDefaultStream(c10::Device) const override { return stream_of(0); }
+  c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override { return getNewStream(device); }
+  c10::Stream getNewStream(c10::Device, int = 0) const override {
+    std::lock_guard<std::mutex> held(streams_mutex);
+    int id = next_stream++;
+    if (next_stream > STREAMS) next_stream = 1;
+    return stream_of(id);
+  }
+  c10::Stream exchangeStream(c10::Stream stream) const override {
+    auto before = stream_of(current_stream);
+    current_stream = (int)stream.id();
+    return before;
+  }
+  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
+    delete static_cast<SimEvent*>(event);
+  }
+  void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
+    if (!*event) *event = new SimEvent;
+    static_cast<SimEvent*>(*event)->moment = queue((int)stream.id()).mark();
+  }
+  void block(void* event, const c10::Stream& stream) const override {
+    if (!event || !static_cast<SimEvent*>(event)->moment) return;
+    auto moment = static_cast<SimEvent*>(event)->moment;
+    queue((int)stream.id()).put("wait", [moment] { moment->wait(); });
+  }
+  bool queryEvent(void* event) const override {
+    return !event || !static_cast<SimEvent*>(event)->moment || static_cast<SimEvent*>(event)->moment->query();
+  }
+  c10::DeviceIndex deviceCount() const noexcept override { return 1; }
+  bool queryStream(const c10::Stream& stream) const override { return queue((int)stream.id()).idle(); }
+  void synchronizeStream(const c10::Stream& stream) const override { sync_stream((int)stream.id()); }
+  void synchronizeEvent(void* event) const override {
+    if (event && static_cast<SimEvent*>(event)->moment) static_cast<SimEvent*>(event)->moment->wait();
+  }
+  void synchronizeDevice(const c10::DeviceIndex) const override { sync_all(); }
+  void recordDataPtrOnStream(const c10::DataPtr& pointer, const c10::Stream& stream) const override {
+    allocator().recordStream(pointer, stream);
+  }
+  double elapsedTime(void* first, void* second, const c10::DeviceIndex) const override {
+    auto &a = static_cast<SimEvent*>(first)->moment, &b = static_cast<SimEvent*>(second)->moment;
+    TORCH_CHECK(a && b && a->query() && b->query(), "simdev: both events must have ended");
+    return std::chrono::duration<double, std::milli>(b->at - a->at).count();
+  }
+};
+C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
+
+// ---- tensors
+char* shadow(const Tensor& t) { return (char*)t.const_data_ptr() + (shadow_base - protected_base); }
+bool on_device(const Tensor& t) { return t.defined() && t.device().type() == KIND; }
+
+Tensor mirror(const Tensor& t) {  // a CPU tensor of the same memory, which does not hold it
+  auto options = at::TensorOptions().dtype(t.dtype()).device(at::kCPU);
+  if (!t.numel()) return at::empty_strided(t.sizes(), t.strides(), options);
+  TORCH_CHECK(t.const_data_ptr(), "simdev: a tensor without memory is used");
+  return at::from_blob(shadow(t), t.sizes(), t.strides(), options);
+}
+constexpr auto KEYS = c10::DispatchKeySet(c10::DispatchKey::PrivateUse1);
+
+Tensor empty(at::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
+             std::optional<at::Device>, std::optional<bool>, std::optional<at::MemoryFormat> format) {
+  return at::detail::empty_generic(size, &allocator(), KEYS, c10::dtype_or_default(dtype), format);
+}
+Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::optional<at::ScalarType> dtype,
+                     std::optional<at::Layout>, std::optional<at::Device>, std::optional<bool>) {
+  return at::detail::empty_strided_generic(size, stride, &allocator(), KEYS, c10::dtype_or_default(dtype));
+}
+Tensor strided_view(const Tensor& self, at::IntArrayRef size, at::IntArrayRef stride, std::optional<int64_t> offset) {
+  auto result = at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(self.storage()),
+                                                         self.key_set(), self.dtype());
+  result.unsafeGetTensorImpl()->set_sizes_and_strides(size, stride, offset.value_or(self.storage_offset()));
+  return result;
+}
+Tensor reshape_alias(const Tensor& self, at::IntArrayRef size, at::IntArrayRef stride) {
+  return strided_view(self, size, stride, self.storage_offset());
+}
+Tensor view(const Tensor& self, at::IntArrayRef size) {
+  auto known = at::infer_size_dv(size, self.numel());
+  auto stride = at::detail::computeStride(self.sizes(), self.strides(), known);
+  TORCH_CHECK(stride.has_value(), "view size is not compatible with input tensor's size and stride");
+  return strided_view(self, known, *stride, self.storage_offset());
+}
+Tensor unfold(const Tensor& self, int64_t dim, int64_t size, int64_t step) {
+  auto whole = at::empty_strided(self.sizes(), self.strides(), at::TensorOptions().device(at::kMeta));
+  auto shape = whole.unfold(dim, size, step);
+  return strided_view(self, shape.sizes(), shape.strides(), self.storage_offset());
+}
+void resize_storage(c10::StorageImpl* storage, size_t nbytes) {
+  c10::DataPtr fresh = allocator().allocate(nbytes);
+  size_t n = std::min(nbytes, storage->nbytes());
+  if (n && storage->data()) {
+    auto delta = shadow_base - protected_base;
+    char *to = (char*)fresh.get() + delta, *from = (char*)storage->data() + delta;
+    queue(current_stream).put("resize", [=] { memcpy(to, from, n); });
+  }
+  storage->set_data_ptr_noswap(std::move(fresh));
+  storage->set_nbytes(nbytes);
+}
+const Tensor& resize_(const Tensor& self, at::IntArrayRef size, std::optional<at::MemoryFormat>) {
+  auto* impl = self.unsafeGetTensorImpl();
+  impl->set_sizes_contiguous(size);
+  size_t needed = (impl->storage_offset() + impl->numel()) * impl->itemsize();
+  if (impl->numel() && needed > impl->unsafe_storage().nbytes())
+    resize_storage(impl->unsafe_storage().unsafeGetStorageImpl(), needed);
+  return self;
+}
+Tensor& set_storage(Tensor& self, c10::Storage source, int64_t offset, at::IntArrayRef size, at::IntArrayRef stride) {
+  auto* impl = self.unsafeGetTensorImpl();
+  impl->set_storage_keep_dtype(source);
+  c10::DimVector strides(stride.begin(), stride.end());
+  if (strides.size() != size.size()) strides = c10::contiguous_strides(size);
+  impl->set_sizes_and_strides(size, strides, offset);
+  size_t needed = at::detail::computeStorageNbytes(size, strides, impl->itemsize(), offset);
+  if (impl->numel() && needed > source.nbytes()) resize_storage(source.unsafeGetStorageImpl(), needed);
+  return self;
+}
+Tensor& set_whole_storage(Tensor& self, c10::Storage source) {
+  int64_t n = source.nbytes() / self.element_size();
+  return set_storage(self, source, 0, {n}, {});
+}
+Tensor& set_tensor(Tensor& self, const Tensor& source) {
+  return set_storage(self, source.storage(), source.storage_offset(), source.sizes(), source.strides());
+}
+Tensor& set_nothing(Tensor& self) {
+  c10::Storage none(c10::Storage::use_byte_size_t(), 0, allocator().allocate(0), &allocator(), true);
+  return set_storage(self, none, 0, {0}, {});
+}
+
+Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
+  if (!to.numel()) return to;
+  Tensor source = from.sizes() == to.sizes() ? from : from.expand(to.sizes());
+  auto& mine = queue(current_stream);
+  if (on_device(source) && on_device(to)) {
+    auto a = mirror(to), b = mirror(source);
+    mine.put("copy on device", [=]() mutable { a.copy_(b); });
+    return to;
+  }
+  bool plain = source.dtype() == to.dtype() && source.is_contiguous() && to.is_contiguous();
+  if (on_device(to)) {
+    if (plain && is_pinned(source.const_data_ptr(), source.nbytes())) {
+      const void* host = source.const_data_ptr();
+      char* device = shadow(to);
+      size_t n = to.nbytes();
+      mine.put("copy to device", [=] { memcpy(device, host, n); });
+      if (!non_blocking) refuse_sync("copy from the host"), sync_stream(current_stream);
+      return to;
+    }
+    if (!non_blocking) refuse_sync("copy from the host");
+    auto a = mirror(to), staged = source.clone();
+    mine.put("copy to device (pageable)", [=]() mutable { a.copy_(staged); });
+    return to;
+  }
+  if (plain && non_blocking && is_pinned(to.const_data_ptr(), to.nbytes())) {
+    void* host = to.mutable_data_ptr();
+    char* device = shadow(source);
+    size_t n = to.nbytes();
+    mine.put("copy to host", [=] { memcpy(host, device, n); });
+    return to;
+  }
+  refuse_sync("copy to the host");
+  auto a = mirror(source);
+  auto b = to;
+  mine.put("copy to host (blocking)", [=]() mutable { b.copy_(a); });
+  sync_stream(current_stream);
+  return to;
+}
+Tensor copy_from_and_resize(const Tensor& from, const Tensor& to) {
+  to.resize_(from.sizes());
+  return copy_from(from, to, false);
+}
+at::Scalar local_scalar_dense(const Tensor& self) {
+  refuse_sync("item()");
+  sync_stream(current_stream);
+  return mirror(self).item();
+}
+void record_stream(Tensor& self, c10::Stream stream) { allocator().recordStream(self.storage().data_ptr(), stream); }
+
+// ---- all other operations
+template <class F>
+c10::IValue mapped(const c10::IValue& value, F change) {
+  if (value.isTensor()) return change(value.toTensor());
+  if (value.isTensorList()) {
+    c10::List<Tensor> out;
+    for (Tensor each : value.toTensorList()) out.push_back(change(each));
+    return out;
+  }
+  if (value.isOptionalTensorList()) {
+    c10::List<std::optional<Tensor>> out;
+    for (std::optional<Tensor> each : value.toOptionalTensorList())
+      out.push_back(each.has_value() ? std::optional<Tensor>(change(*each)) : std::nullopt);
+    return out;
+  }
+  return value;
+}
+Tensor to_cpu(const Tensor& t) {
+  if (!t.defined()) return t;
+  return on_device(t) ? mirror(t) : t.clone();  // by value, as a kernel's arguments
+}
+Tensor to_meta(const Tensor& t) {
+  if (!t.defined()) return t;
+  return at::empty_strided(t.sizes(), t.strides(), at::TensorOptions().dtype(t.dtype()).device(at::kMeta));
+}
+std::set<std::string> slow;  // operations that had to wait for the device, for the report
+std::mutex slow_mutex;
+
+void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
+  const auto& schema = op.schema();
+  size_t count = schema.arguments().size();
+  std::vector<c10::IValue> arguments(stack->end() - count, stack->end());
+  torch::jit::Stack cpu, meta;
+  bool random = schema.name().find("dropout") != std::string::npos;
+  for (size_t i = 0; i < count; ++i) {
+    const auto& value = arguments[i];
+    bool device = value.isDevice();
+    if (schema.arguments()[i].name() == "generator") random = true;
+    cpu.push_back(device                ? c10::IValue(c10::Device(at::kCPU))
+                  : value.isGenerator() ? c10::IValue()
+                                        : mapped(value, to_cpu));
+    meta.push_back(device ? c10::IValue(c10::Device(at::kMeta)) : value.isGenerator() ? c10::IValue() : value);
+  }
+  // What is returned: an argument that is written to, or something new.
+  std::vector<c10::IValue> results;
+  bool fresh = false;
+  for (const auto& result : schema.returns()) {
+    const auto* info = result.alias_info();
+    c10::IValue found;
+    if (info) {
+      TORCH_CHECK(info->isWrite(), "simdev: ", schema.name(), " returns a view, which nobody has written here");
+      for (size_t i = 0; i < count; ++i) {
+        const auto* theirs = schema.arguments()[i].alias_info();
+        if (theirs && *theirs == *info) found = arguments[i];
+      }
+    } else {
+      fresh = true;
+    }
+    results.push_back(found);
+  }
+  torch::jit::drop(*stack, count);
+  bool at_once = random;
+  // What is to be written to may be without elements yet: give it its size.
+  std::vector<size_t> to_size;
+  for (size_t i = 0; i < count; ++i)
+    if (schema.arguments()[i].kwarg_only() && schema.arguments()[i].alias_info() && arguments[i].isTensor() &&
+        on_device(arguments[i].toTensor()) && !arguments[i].toTensor().numel())
+      to_size.push_back(i);
+  if (!to_size.empty() && !random) {
+    torch::jit::Stack shapes;
+    for (auto& value : meta) shapes.push_back(mapped(value, to_meta));
+    std::vector<Tensor> outs;
+    for (size_t i : to_size) outs.push_back(shapes[i].toTensor());
+    bool known = true;
+    try {
+      at::AutoDispatchBelowADInplaceOrView guard;
+      op.callBoxed(&shapes);
+    } catch (const std::exception&) {
+      known = false;
+    }
+    if (!known) {  // the host runs it, once to learn the sizes
+      sync_stream(current_stream);
+      at::AutoDispatchBelowADInplaceOrView guard;
+      torch::jit::Stack trial = cpu;
+      for (size_t k = 0; k < to_size.size(); ++k)
+        outs[k] = at::empty({0}, at::TensorOptions().dtype(arguments[to_size[k]].toTensor().dtype())),
+        trial[to_size[k]] = outs[k];
+      op.callBoxed(&trial);
+    }
+    for (size_t k = 0; k < to_size.size(); ++k) {
+      auto t = arguments[to_size[k]].toTensor();
+      resize_(t, outs[k].sizes(), {});
+      if (outs[k].numel()) t.unsafeGetTensorImpl()->set_sizes_and_strides(outs[k].sizes(), outs[k].strides());
+      cpu[to_size[k]] = mirror(t);
+    }
+  }
+  if (fresh && !at_once) {
+    try {
+      at::AutoDispatchBelowADInplaceOrView guard;
+      for (auto& value : meta) value = mapped(value, to_meta);
+      op.callBoxed(&meta);
+      TORCH_CHECK(meta.size() == results.size());
+      for (size_t i = 0; i < results.size(); ++i) {
+        if (schema.returns()[i].alias_info()) continue;
+        TORCH_CHECK(meta[i].isTensor() || meta[i].isTensorList());
+        results[i] = mapped(meta[i], [](const Tensor& t) {
+          return t.defined() ? empty_strided(t.sizes(), t.strides(), t.scalar_type(), {}, {}, {}) : t;
+        });
+      }
+    } catch (const c10::OutOfMemoryError&) {
+      throw;
+    } catch (const std::exception&) {
+      at_once = true;
+    }
+  }
+  if (at_once) {
+    {
+      std::lock_guard<std::mutex> held(slow_mutex);
+      slow.insert(schema.name() + "." + schema.overload_name());
+    }
+    sync_stream(current_stream);
+    at::AutoDispatchBelowADInplaceOrView guard;
+    op.callBoxed(&cpu);
+    for (size_t i = 0; i < results.size(); ++i) {
+      if (schema.returns()[i].alias_info()) continue;
+      results[i] = mapped(cpu[i], [](const Tensor& t) {
+        if (!t.defined()) return t;
+        auto made = empty_strided(t.sizes(), t.strides(), t.scalar_type(), {}, {}, {});
+        copy_from(t, made, true);
+        return made;
+      });
+    }
+  } else {
+    std::vector<c10::IValue> outs;
+    for (size_t i = 0; i < results.size(); ++i)
+      outs.push_back(schema.returns()[i].alias_info() ? c10::IValue() : mapped(results[i], [](const Tensor& t) {
+        return t.defined() ? mirror(t) : t;
+      }));
+    auto* handle = new c10::OperatorHandle(op);
+    queue(current_stream).put(schema.name() + "." + schema.overload_name(), [handle, cpu, outs]() mutable {
+      handle->callBoxed(&cpu);
+      for (size_t i = 0; i < outs.size(); ++i) {
+        if (outs[i].isTensor() && outs[i].toTensor().defined()) outs[i].toTensor().copy_(cpu[i].toTensor());
+        if (outs[i].isTensorList()) {
+          auto to = outs[i].toTensorList(), from = cpu[i].toTensorList();
+          for (size_t k = 0; k < to.size(); ++k) Tensor(to[k]).copy_(Tensor(from[k]));
+        }
+      }
+      delete handle;
+    });
+  }
+  for (auto& each : results) stack->push_back(std::move(each));
+}
+
+// ---- hooks
+struct Hooks final : at::PrivateUse1HooksInterface {
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  c10::DeviceIndex deviceCount() const override { return 1; }
+  void setCurrentDevice(c10::DeviceIndex) const override {}
+  c10::DeviceIndex getCurrentDevice() const override { return 0; }
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex) const override { return 0; }
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex) const override { return 0; }
+  bool isPinnedPtr(const void* data) const override { return is_pinned(data); }
+  at::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator; }
+  at::Device getDeviceFromPtr(void*) const override { return {KIND, 0}; }
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override {
+    return at::detail::getDefaultCPUGenerator();
+  }
+  at::Generator getNewGenerator(c10::DeviceIndex) const override { return at::detail::createCPUGenerator(); }
+  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t nbytes) const override {
+    resize_storage(storage.unsafeGetStorageImpl(), nbytes);
+  }
+};
+
+void on_fault(int sig, siginfo_t* info, void*) {
+  auto* at = (char*)info->si_addr;
+  const char* where = at >= protected_base && at < protected_base + SPACE ? "device memory, from the host"
+                      : at >= shadow_base && at < shadow_base + SPACE     ? "device memory that was given back"
+                                                                           : "host memory";
+  char text[300];
+  int n = snprintf(text, sizeof text, "simdev: FAULT at %p (%s) in %s%d: %s\n", (void*)at, where,
+                   doing_stream < 0 ? "host thread " : "stream ", doing_stream, doing ? doing : "-");
+  if (write(2, text, n) < 0) _exit(139);
+  sigaction(sig, sig == SIGSEGV ? &previous_segv : &previous_bus, nullptr);
+}
+
+struct Start {
+  Start() {
+    if (auto* text = getenv("SIMDEV_DELAY_US")) config.most_us = atoi(text);
+    if (auto* text = getenv("SIMDEV_DELAY_P")) config.probability = atof(text);
+    if (auto* text = getenv("SIMDEV_SEED")) config.seed = atoi(text);
+    memory_file = memfd_create("simdev", 0);
+    if (ftruncate(memory_file, SPACE)) perror("ftruncate"), abort();
+    protected_base = (char*)mmap(nullptr, SPACE, PROT_NONE, MAP_SHARED | MAP_NORESERVE, memory_file, 0);
+    shadow_base = (char*)mmap(nullptr, SPACE, PROT_NONE, MAP_SHARED | MAP_NORESERVE, memory_file, 0);
+    if (protected_base == MAP_FAILED || shadow_base == MAP_FAILED) perror("mmap"), abort();
+    if (auto* text = getenv("SIMDEV_CAPACITY")) allocator().capacity = strtoull(text, nullptr, 10);
+    c10::SetAllocator(KIND, &allocator(), 1);
+    at::RegisterPrivateUse1HooksInterface(new Hooks);
+  }
+} start;
+}  // namespace
+
+TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("empty.memory_format", &empty);
+  m.impl("empty_strided", &empty_strided);
+  m.impl("as_strided", &strided_view);
+  m.impl("_reshape_alias", &reshape_alias);
+  m.impl("view", &view);
+  m.impl("unfold", &unfold);
+  m.impl("resize_", &resize_);
+  m.impl("set_.source_Storage_storage_offset", &set_storage);
+  m.impl("set_.source_Storage", &set_whole_storage);
+  m.impl("set_.source_Tensor", &set_tensor);
+  m.impl("set_", &set_nothing);
+  m.impl("_copy_from", &copy_from);
+  m.impl("_copy_from_and_resize", &copy_from_and_resize);
+  m.impl("_local_scalar_dense", &local_scalar_dense);
+  m.impl("record_stream", &record_stream);
+}
+
+extern "C" {
+int orHostRegister(void* address, size_t n) {
+  std::lock_guard<std::mutex> held(pinned_mutex);
+  pinned[(char*)address] = n;
+  return 0;
+}
+int orHostUnregister(void* address) {
+  std::lock_guard<std::mutex> held(pinned_mutex);
+  return pinned.erase((char*)address) ? 0 : 1;
+}
+void sim_faults() {
+  struct sigaction action = {};
+  action.sa_sigaction = on_fault;
+  action.sa_flags = SA_SIGINFO | SA_ONSTACK;
+  sigaction(SIGSEGV, &action, &previous_segv);
+  sigaction(SIGBUS, &action, &previous_bus);
+}
+void sim_sleep(int us) {
+  queue(current_stream).put("sleep", [us] { std::this_thread::sleep_for(std::chrono::microseconds(us)); });
+}
+void sim_sync_debug(int on) { forbid_sync = on; }
+void sim_delays(double probability, int most_us) { config.probability = probability, config.most_us = most_us; }
+void sim_capacity(size_t bytes) {
+  std::lock_guard<std::mutex> held(allocator().mutex);
+  allocator().capacity = bytes;
+}
+void sim_others(size_t bytes) {
+  std::lock_guard<std::mutex> held(allocator().mutex);
+  allocator().others = bytes;
+}
+void sim_fail_in(long n) {
+  std::lock_guard<std::mutex> held(allocator().mutex);
+  allocator().fail_in = n;
+}
+void sim_fail_share(double share, unsigned seed) {
+  std::lock_guard<std::mutex> held(allocator().mutex);
+  allocator().fail_share = share;
+  allocator().random.seed(seed);
+}
+long sim_syncs() { return syncs; }
+const char* sim_slow() {
+  static std::string text;
+  std::lock_guard<std::mutex> held(slow_mutex);
+  text.clear();
+  for (auto& each : slow) text += each + " ";
+  return text.c_str();
+}
+}

@@ -1,0 +1,49 @@
+"""Tests that need a GPU, on the simulated accelerator: in processes of their own, where torch.cuda is exchanged."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.simdev.build import UnavailableError, library
+from tests.support import ROOT
+
+RACES = (
+    "test_streams_do_not_race[stride:2-1000000000-True]",
+    "test_plans_that_change_every_step[1-0]",
+    "test_saved_tensors_that_leave_on_two_streams[stride:2]",
+)
+FALLS = "tests/cuda/test_scenarios.py::test_memory_falls_while_windows_are_full"
+"""Takes a quarter of a minute."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled() -> None:
+    try:
+        library()
+    except UnavailableError as unavailable:
+        pytest.skip(f"the simulated accelerator cannot be built: {unavailable}")
+
+
+def passed(*arguments: str) -> int:
+    """How many tests pass on the simulated accelerator. Fails if any does not."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.simdev.plugin", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    found = re.search(r"(\d+) passed", done.stdout)
+    return int(found[1]) if found else 0
+
+
+@pytest.mark.timeout(300)
+def test_scenarios_and_some_races() -> None:
+    races = [f"tests/cuda/test_training.py::{name}" for name in RACES]
+    assert passed("tests/cuda/test_scenarios.py", "--deselect", FALLS, *races) > 15
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_all() -> None:
+    assert passed("tests/cuda", "-n", "2") > 290
