@@ -48,6 +48,10 @@ class Backward:
     steps: that were issued.
     """
 
+    # One iteration: the first gradient asks for a plan (`_look_ahead`). Each is counted, and sent if the plan wants it
+    # on the host (`send`); in the second half of backward state comes to slots, for the peak of memory is over.
+    # `step()` makes the plan that counts, uses what was sent and still holds, cancels the rest, and `begin` ends the
+    # iteration.
     def __init__(
         self, device: Device, registry: Registry, ledger: Ledger, policy: Policy, options: Options, guard: Guard
     ) -> None:
@@ -72,6 +76,8 @@ class Backward:
             pooled=lambda: activations.pool.nbytes,
         )
         ledger.ended = self.decisions.learn
+        # Weak: the monitor asks the activations what is away, and a cycle would leave device memory to the garbage
+        # collector.
         activations.sample = weakref.WeakMethod(self.decisions.memory.sample)
         self.now = Iteration(device)
         self._registry, self._ledger, self._guard = registry, ledger, guard
@@ -109,10 +115,12 @@ class Backward:
         record = self._registry.record(parameter)
         if record is None:
             return False
+        # Without holding Ctrl-C back, which takes microseconds at each of many gradients: a wrong count does no harm.
         with self._guard.lock:
             plan, wanted = self._wanted
             if plan is None or self.decisions.stepped is self.now or self.may_change(record):
                 return False
+            # From here on each gradient may be the one at which there is room for slots, which `send` fills.
             if plan.slots and self.departures.past_half:
                 return False
             if wanted and any(subgroup in wanted for subgroup, _ in self._registry.places[record]):
@@ -222,6 +230,7 @@ class Backward:
     def forget(self, records: Sequence[ParameterRecord]) -> None:
         """Release what is held for parameters that were replaced, with all of their arenas."""
         arenas = {record.arena for record in records}
+        # Copies may still read and write memory of these parameters.
         self.abandon()
         self._ledger.forget(s for s in self._registry.accelerated if s.arena in arenas)
         self.departures.forget_records(records)

@@ -170,6 +170,7 @@ def _before_fork() -> None:
     Else a child, such as a data loader's worker, could have parameters of a step that is half done, which no thread
     there completes, and locks that no thread there releases.
     """
+    # Two threads that fork at once would each hold locks of optimizers for which the other waits.
     _forking.acquire()
     for guard in list(_guards):
         guard.lock.acquire()
@@ -226,6 +227,7 @@ def submit(thread: ThreadPoolExecutor, work: Callable[[], _T]) -> Future[_T]:
 
 
 def _finish_all() -> None:
+    # First: hooks on other threads look at it, and submit nothing behind what is waited for below.
     _ended.set()
     for each in all_working():
         each.finish()

@@ -192,6 +192,7 @@ class DOSAdam(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        # Other optimizers' threads may be updating the same parameters. Without our lock, for which those may wait.
         self._session.finish_others()
         self._session.step(getattr(self, "found_inf", None), getattr(self, "grad_scale", None))
         return loss

@@ -62,6 +62,10 @@ class Session:
     on_device: backward and the plans on the accelerator; None until a parameter there is met.
     """
 
+    # A step: `_end_last_step` waits for the last one or queues this behind it; `_prepare` checks and reserves
+    # everything, or raises with nothing changed; `_commit` changes parameters, state and records. Then `_hand_over`
+    # orders the caller behind the updates, or hooks of an attached model do, module by module (`_finish_parameters`).
+    # `_settle` waits for all of it, and raises what went wrong in any thread.
     def __init__(self, options: Options, device: Device | torch.device | str | None, meshes: Meshes) -> None:
         self.guard = Guard()
         self._lock = self.guard.lock
@@ -109,6 +113,7 @@ class Session:
                 "%s shares the host's memory: all optimizer state stays there, as with policy='resident'", found
             )
         self.on_device = Backward(found, self.registry, self.ledger, policy, self._options, self.guard)
+        # Weak, for the session holds the activations: state must be freed as soon as the optimizer goes.
         self.on_device.activations.give_way = weakref.WeakMethod(self._give_way)
         self._attach_device()
 
@@ -125,6 +130,7 @@ class Session:
                 "step() was called while a CUDA graph is being captured, whose replays would not decide, count or move "
                 "anything; capture forward and backward alone, and call step() after each replay"
             )
+        # The host may still update from the memory to which this step sends its gradients.
         self._end_last_step()
         try:
             self.registry.agree(self.groups)
@@ -149,6 +155,7 @@ class Session:
             raise
         self.guard.phase = Phase.IDLE
         if self.attachment is None:
+            # With a model attached its hooks order the caller, while updates run on into the forward.
             self._hand_over()
         if self.on_device is not None:
             # The caller goes on with the next forward: another iteration begins.
@@ -166,6 +173,7 @@ class Session:
         registry.watching.renew()
         registry.place_gradients(self.groups)
         departed = [] if self.on_device is None else self.on_device.departures.marked()
+        # Before anything asks whether user code wrote to a tensor: of DTensors no version tells.
         look_at_bits([*registry.marked(), *self.clipping.marked(), *departed])
         active = self._active()
         if self.on_device is not None and main_thread_ended():
@@ -179,6 +187,8 @@ class Session:
                 "DOSAdam.step() found no gradient on any of its parameters. If backward() was called, the model's "
                 "parameters were replaced after the optimizer was built; build it anew from model.parameters()."
             )
+        # User code may have put gradients beside those on the host. No hook has seen them, and the step would lose
+        # them.
         self._take_remaining_gradients(active.members)
         order = None if self.attachment is None else self.attachment.take_new_order()
         if order is not None:
@@ -210,6 +220,8 @@ class Session:
             registry.offloaded.pin()
         on_device.record_call(plan, subjects, updates)
         with on_device.now.held_up():
+            # From here on memory is taken for the queue that trains: the allocator gives it to no other once it is
+            # freed.
             self.ledger.device.owner = self.ledger.device.caller()
             with Preparation(subjects, ledger, facts.workload.windows) as preparation:
                 if stores.disk is not None:
@@ -249,6 +261,7 @@ class Session:
             for subgroup in now:
                 prepare_updates([Placed(updates[subgroup], subgroup.state)])()
             registry.written([record for record, _ in active.members if record not in self.ledger.pending])
+            # Else the factors last into the next step, where user code uses the same gradients again.
             self.clipping.forget()
         if self.attachment is not None:
             tell_autograd(self.ledger.pending)  # at once, for a graph from before may not come to a hook that waits
@@ -261,6 +274,7 @@ class Session:
         self._forget(gone)
         del gone  # with it goes their memory, which newcomers may need
         found = self._enrol(others)
+        # `settle` writes to state at home: what comes home later would overwrite that.
         if self.reconciler.need_home(found):
             self._bring_home()
         self.reconciler.settle(found, self.groups)
@@ -361,6 +375,7 @@ class Session:
                 raise
             if not behind:
                 self.registry.written([record])
+            # It stays listed: another queue that reads the parameter has to wait for itself.
             pending[record] = behind | {here}
 
     @entry(*ANY)
@@ -394,8 +409,10 @@ class Session:
         Called within `ActivationOffload`, which has the lock.
         """
         assert self.on_device is not None, "saved tensors move only where there is a device"
+        # The last step may still use the state that is taken away below.
         self.ledger.settle()
         held = self.ledger.stores.device.nbytes
+        # What backward has fetched, and its slots, take memory, too.
         self.on_device.abandon()
         self.ledger.bring_home(self.registry.accelerated)
         # The plan promised state too much; for the user's code as such there is memory.
@@ -427,6 +444,7 @@ class Session:
     def _gradient_ready(self, parameter: Tensor) -> None:
         if self.registry.offloaded.enabled:
             self.registry.offloaded.refuse_second_thread(self.registry.record(parameter))
+        # Gradients go to memory from which the host may still update for the last step.
         self._end_last_step()
         if self.guard.broken or main_thread_ended():
             return  # the step raises it
@@ -449,6 +467,7 @@ class Session:
                 with torch.no_grad():
                     self._take(record, in_backward=True)
         except BaseException:
+            # The hook may have stopped between a copy and its note: all is cancelled, and the step sends it anew.
             on_device.abandon()
             raise
 
@@ -498,7 +517,10 @@ class Session:
         subgroups = [subgroup for subgroup, _ in self.registry.places[record]]
         index = self.registry.index[subgroups[0]] if subgroups else 0
         assert record.gradient is not None, "it is taken from there"
+        # Before `stages` is asked: it counts the memory of the staging, which a wider gradient replaces.
         record.arena.stage_gradients_as(record.gradient.dtype)
+        # Not in backward where ranks divide parameters: this waits for the device, whose collectives wait for other
+        # ranks.
         if not (in_backward and record.sharded) and not all(map(self.registry.host_store.stages, subgroups)):
             self.ledger.spill_to_disk(self.registry.accelerated)
         self.registry.offloaded.take(record, subgroups, index, self.ledger, in_backward=in_backward)
@@ -555,6 +577,7 @@ class Session:
 
     def attach(self, model: nn.Module, amount: Amount | None) -> None:
         """Let updates run on into the forward of this model. amount: of its saved tensors leave meanwhile."""
+        # Only hooks of the model before wait for updates in flight, and these hooks are taken away.
         self.synchronize()
         self._look_for_device()
         before, self.attachment = self.attachment, Attachment(model, self, amount)
@@ -611,4 +634,5 @@ class Session:
         self.registry.homes.show(self.registry.subgroups_of(read))
         for record in self.registry.records.values():
             record.write_step()
+        # From now on user code may change entries whenever it likes, so that each step compares them.
         self.reconciler.seen = True

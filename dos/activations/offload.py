@@ -105,6 +105,7 @@ class ActivationOffload:
 
         Pinning takes long, and must not hold up ranks.
         """
+        # Ctrl-C may have taken the place of a `__del__` in the last iteration, and the memory would be held for ever.
         self._travelling.drop_lost(self.device)
         if self._timed is not None and not self._groups:
             self._groups = self._timed.groups()
@@ -205,11 +206,13 @@ class ActivationOffload:
         if all(other is not key for other, *_ in stack):
             return
         ended = None
+        # Forwards that began within this one and did not come to their hook end with it.
         while ended is not key:
             ended, hooks, forward, amount = stack.pop()
             hooks.__exit__()
             if forward.timed:
                 forward.marks.append(self.device.mark())
+            # The last operation has run, and no later one comes that would say so.
             self._send_waiting(forward)
             self.last_offloaded = forward.offloaded_bytes, forward.nbytes
             if forward.offloaded_bytes:  # callers still have what they gave, which may have left in vain
@@ -277,6 +280,7 @@ class ActivationOffload:
             if forward.timed:
                 forward.marks.append(self.device.mark())
             if forward.backward_began:
+                # Backward reads this forward already: what left now would have to come back at once.
                 pass
             elif forward.may_leave(forward):
                 forward.waiting[saved] = node
@@ -316,6 +320,7 @@ class ActivationOffload:
         else:
             # On another stream a backward may still run, which has given this block back.
             self._moves.append(saved.leave(block, () if self._restored is None else (self._restored,)))
+            # Weak: autograd alone decides how long a saved tensor lives.
             forward.under_way.append(weakref.ref(saved))
             forward.offloaded_bytes += forward.sizes[saved.number]
         self._wanted = max(self._wanted, self.pool.used + sum(each.nbytes for each in self._denied))

@@ -49,6 +49,7 @@ class HostPool:
         needed, blocks, end = aligned(nbytes), self._in_use(), 0
         for place, start in enumerate([*(block.start for block in blocks), self.nbytes]):
             if start - end >= needed:
+                # The list below refers to it weakly: a block is free once nobody needs what was copied there.
                 found = Block(self._region[end : end + nbytes], end, end + needed)
                 self._blocks = [weakref.ref(block) for block in (*blocks[:place], found, *blocks[place:])]
                 return found

@@ -43,6 +43,10 @@ class Saved:
     _back: tuple[Tensor, Job] | None = None
     """Where it came back to, and the copy there."""
 
+    # Its life: `leave` starts the copy to a block on the host, and `free` lets go of the device's memory behind it.
+    # `bring_back` starts the copy into other memory, `read` makes tensors of that, and `drop` lets go of it when all
+    # have been read; with retain_graph it comes back again. User code may drop the graph at any point, where `__del__`
+    # leaves memory to the copies that still use it.
     def __init__(self, device: Device, part: Tensor, where: Range, travelling: Travelling) -> None:
         """where: bytes of the storage of `part`."""
         self._travelling, self._reference = travelling, weakref.ref(self)

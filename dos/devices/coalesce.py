@@ -104,6 +104,7 @@ def _copy_across(copy: Copy, *, to_host: bool, before: Callable[[int], object]) 
 
 def _follows(tensor: Tensor, other: Tensor) -> bool:
     """Whether the tensor begins where the other ends, in the same memory and of the same type."""
+    # Storages may be neighbours by chance: a view cannot reach from one into the other, and each is freed by itself.
     return (
         tensor.dtype == other.dtype
         and tensor.data_ptr() == other.data_ptr() + other.nbytes

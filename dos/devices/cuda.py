@@ -226,6 +226,7 @@ class CudaDevice:
     def bind_host_thread(self) -> None:
         bind(self._cores)
         leave_a_core()
+        # A new thread begins on the first GPU, where each call without a device would make a context.
         torch.cuda.set_device(self.torch_device)
 
     def current(self) -> AbstractContextManager[Any]:
@@ -302,6 +303,7 @@ class CudaDevice:
             for tensor in theirs:
                 # Their owner may free them before this stream is done; the allocator must not reuse them until then.
                 tensor.record_stream(stream)
+            # After the waits: the time that other streams take is not this work's.
             start.record(stream)
             work()
             end.record(stream)
@@ -342,6 +344,7 @@ class _Leftovers:
         """Let go of what finished jobs have left; the device is the thread's current one."""
         with suppress(IndexError):
             while True:
+                # Taken out before it is looked at: another thread may drop leftovers, and a `__del__` add some.
                 leftover = self._ends.popleft()
                 if not leftover[0].query():
                     self._ends.appendleft(leftover)
@@ -472,6 +475,8 @@ class _CudaJob:
 
     def __del__(self) -> None:
         if self.device._inherited:
+            # In a forked child the event's destructor would call CUDA, which ends the process.
             _leak(self)
         elif self.keeps:
+            # The device may still use this host memory, and a wait would hold up whichever thread collects the job.
             self.device._leftovers.add(self.end, self.keeps)

@@ -261,6 +261,7 @@ class EmulatedDevice:
         reads: Sequence[Tensor] = (),
         state_format: str = MIXED.name,
     ) -> Job:
+        # Held until this has run: user code may free gradients once step() has returned, and malloc would reuse them.
         def work(_held: Sequence[Tensor] = reads) -> None:
             update()
 
@@ -289,6 +290,7 @@ class EmulatedDevice:
         urgent = op in (Op.SAVE, Op.RESTORE)
 
         def run() -> Span:
+            # Streams cannot wait for each other in a circle: what this one waits for was issued before.
             for job in after:
                 job.wait()
             with torch.no_grad(), self._pacer.serve(LANE_OF[op], alone_s, traffic, urgent=urgent) as start:

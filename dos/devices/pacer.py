@@ -74,6 +74,7 @@ class Pacer:
         with self._changed:
             queue = self._queues[lane]
             self._advance()
+            # Urgent work may have come first meanwhile, and this goes on after it.
             while queue[0] is not work or work.remaining > _DONE_S:
                 self._changed.wait(work.remaining / self._speed[lane] if queue[0] is work else None)
                 self._advance()

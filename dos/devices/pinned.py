@@ -65,10 +65,13 @@ class _Mapped:
                 error = runtime.cudaHostRegister(first, end - first, 0)
             if error != runtime.cudaError.success:
                 _forget_error(device)
+                # None rather than some: at the border of what is pinned CUDA would refuse copies.
                 self.unregister(regions[0][0], first)
                 return str(runtime.cudaGetErrorString(error))  # the error itself prints as "cudaError.???"
+            # Before the mapping goes: the runtime would take whatever is mapped there next for these pages.
             unregister = weakref.finalize(pages, _unregister, runtime, on, first, os.getpid(), device)
             self._regions[first] = end, unregister
+            # Linux copies pinned pages at each fork: all of the state, for each worker of a data loader.
             self.advise(mmap.MADV_DONTFORK, first, end - first)
         self._find_borders()
         return ""
@@ -112,6 +115,7 @@ def lazy_zeros(numel: int, dtype: torch.dtype, *, in_parts: bool = False) -> Ten
     pages = everything[start : start + nbytes].view(_Pages)
     address = pages.ctypes.data
     _mapped[address] = _Mapped(pages, mapping, start - address)
+    # The system may give the address to another mapping, which must not find the regions of this one.
     weakref.finalize(pages, _mapped.pop, address, None)
     with contextlib.suppress(OSError):  # this kernel has none
         mapping.madvise(mmap.MADV_NOHUGEPAGE)  # where the system uses them unasked, one takes memory beside its part
@@ -146,6 +150,7 @@ def pin(tensor: Tensor, device: torch.device) -> None:
     """
     mapped, address = _mapped[tensor.untyped_storage().data_ptr()], tensor.data_ptr()
     end = address + tensor.nbytes
+    # The runtime registers no page twice.
     before = mapped.unregister(address, end)
     if not before:
         _make_pages(address, tensor.nbytes)
@@ -166,6 +171,7 @@ def unpin(tensor: Tensor, unused: Tensor) -> None:
     Nothing may use them. They are zeros when they are next used.
     """
     mapped, address = _mapped[tensor.untyped_storage().data_ptr()], tensor.data_ptr()
+    # First: the GPU would go on with the old pages, which this process does not see any more.
     mapped.unregister(address, address + tensor.nbytes)
     mapped.advise(mmap.MADV_DONTNEED, unused.data_ptr(), unused.nbytes)
 

@@ -140,11 +140,13 @@ class Clipping:
         before = [(gradient, self._factor(gradient)) for gradient in gradients]
         # Most often all have the same one, which is then read from the device only once.
         products = {id(old): old * factor for _, old in before if old is not None}
+        # By ids of factors, of which some go in the next line: others may get the same ids.
         self._floats = {}
         self._clipped |= {id(each): (Token(each), products.get(id(old), factor)) for each, old in before}
 
     def _factor(self, gradient: GradientOrHandle) -> Tensor | None:
         """What clipping multiplies the gradient by: float32, shape (); None: it was not clipped, or changed since."""
+        # Another gradient may have the id of one that was freed: the token tells them apart.
         token, factor = self._clipped.get(id(gradient), (None, None))
         if token is None or not token.holds(gradient):
             return None

@@ -41,6 +41,7 @@ class _Seen:
         written = self.written
         if written is None or gradient is None:
             return False
+        # DDP has put another tensor with the parameter: neither object nor version can tell, only the bits.
         if written.gradient is None:
             return not written.rewritten
         known = written.bits is not None or (writes is not None and written.writes(gradient) == writes)
@@ -115,8 +116,10 @@ class Departures:
         places = [place for place in places if place[0] in wanted]
         if gradient is None or not places:
             return []
+        # Before the copy is issued: the step compares with the gradient as the copy reads it.
         written = seen.written = Token(gradient, here=here)
         staging = record.arena.gradient
+        # Another micro-batch will add to it, or user code always changes it: it would leave in vain.
         if seen.times != seen.expected or not seen.untouched or staging.dtype != gradient.dtype:
             return []
         if record.changed() or record.stand_in:
@@ -132,6 +135,7 @@ class Departures:
                 departure = self._departures[subgroup] = Departure(subgroup, staging, awaited)
             departure.awaited.discard(piece)
             departure.gathered[piece] = (subgroup.gradient[piece.run], piece.of_parameter(flat)), written
+            # Autograd runs each node on the stream of its forward: gradients of one subgroup may be written on several.
             departure.callers.add(caller)
             if not departure.awaited:
                 complete.append(departure)
@@ -150,6 +154,7 @@ class Departures:
         if seen.gradient is not None and seen.gradient() is gradient:
             seen.times += 1
         else:
+            # Weak: user code frees a gradient by setting it to None, and its memory has to go then.
             seen.times, seen.gradient = 1, weakref.ref(gradient)
         return seen
 

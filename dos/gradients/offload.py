@@ -74,6 +74,10 @@ class OffloadedGradients:
     enabled: whether that was asked for; else there are none.
     """
 
+    # A gradient's way: backward's thread takes it and issues the copy (`take`), and the CPU lane adds it to those
+    # before it (`_arrive`, `_add_arrived`), for whose end `arrived` stands. The step reads it where it then is, and
+    # `clear` forgets it. From the first change until the total is noted all are `_torn`: after an interruption none may
+    # be used.
     def __init__(self, store: HostStore, *, enabled: bool, native: bool) -> None:
         """native: they add up where they were staged, in their own dtype, as autograd adds to `p.grad`."""
         self.enabled = enabled
@@ -111,9 +115,11 @@ class OffloadedGradients:
         if isinstance(ledger.device, EmulatedDevice):
             most = min(most, ledger.device.capacity >> _SCALE)
         ledger.hold_back(gradient.nbytes, most)
+        # Ctrl-C from here on leaves it open whether the gradient was added.
         self._torn = True
         staged, total = arena.gradient, arena.accumulated
         subgroup = subgroups[0] if subgroups else None
+        # The first one lies where the next is copied to: it moves to the float32 total before that.
         if before is not None and before.staged and total is not None:
             accumulate(before.values, total[place], overwrite=True)
         flat = record.flat_gradient(gradient)
@@ -124,6 +130,7 @@ class OffloadedGradients:
             values = (staged if total is None else total)[place]
             job = self._send(staged[place], flat, index, subgroup, ledger)
             there = None if total is None else total[place]
+            # One thread adds all, in the order of backward: sums have the same bits each time.
             arrived = ledger.lane.submit(partial(_arrive, job, staged[place], there, overwrite=before is None))
         record.parameter.grad = None
         thread = threading.get_ident() if in_backward and not record.sharded else None
@@ -148,6 +155,7 @@ class OffloadedGradients:
             incoming = passage.tensor[: source.nbytes].view(source.dtype)
             job = self._send(incoming, source, index, subgroup, ledger)
             arrived = ledger.lane.submit(partial(_add_arrived, job, incoming, target, arrived))
+            # With its last reader: the next gradient must not be copied over what the lane has yet to add.
             self._passages.append((passage, arrived))
         assert arrived is not None, "split gives at least one part"
         return arrived

@@ -112,6 +112,7 @@ class SentTable:
             elif stream == self._stream and here.shape == self._there.shape:
                 self._there.copy_(here.pin_memory(), non_blocking=True)  # behind the launch that reads what was there
             else:
+                # In other memory: a launch on another stream may still read the old table.
                 self._there = here.pin_memory().to(self._device, non_blocking=True)
             self._rows, self._stream = rows, stream
         return self._there

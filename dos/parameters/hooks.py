@@ -143,6 +143,7 @@ class Attachment:
         if not module.training:
             self._finish_all(module)
             return
+        # Its parameters are gathered ones now; the all-gather has waited for the shards.
         if module in self._sharded:
             return
         own = list(module.parameters(recurse=False))
@@ -168,6 +169,7 @@ class Attachment:
         if watcher is not None:
             parameters = list(parameters)
             if watcher.capturing():
+                # Replays run no hooks: from now on step() itself waits for these.
                 self._captured.update(map(id, parameters))
             watcher.finish_parameters(parameters)
 

@@ -120,6 +120,7 @@ class Reconciler:
             self._adopt(record, dict.setdefault(self.state, record.parameter, {}))
             flat = record.flat
             record.locate()
+            # Batches have the addresses of the parameter's memory before, which may be freed.
             if record.flat is not flat:
                 self._registry.forget_batches(record)
             record.remember_gradient(gradient)

@@ -193,6 +193,7 @@ class Registry:
     def forget(self, gone: Sequence[ParameterRecord], parameters: Iterable[Tensor]) -> None:
         """Free the arenas of these records, which are all of theirs. parameters: of all groups."""
         arenas = {record.arena for record in gone}
+        # First: the CPU lane may still be adding to memory that goes with the arenas.
         self.offloaded.forget(gone)
         for record in gone:
             del self.records[id(record.parameter)], self.places[record]
@@ -228,6 +229,7 @@ class Registry:
             records += made
             subgroups += cut
         with self._guard.change():
+            # Interrupted in between, a parameter would have a record and no subgroup, and no step would update it.
             self.places.update({record: [] for record in records})
             for subgroup in subgroups:
                 for piece in subgroup.pieces:
@@ -257,6 +259,7 @@ class Registry:
             if record.stand_in:
                 record.write_back()
         tell_autograd(records)
+        # After the versions have risen: the next step would take that for a write of user code's.
         for record in records:
             record.saw()
 

@@ -33,6 +33,7 @@ class Watching:
         self._watched: dict[Tensor, _Hook] = {}
         self._sharing: weakref.WeakSet[Watching] = weakref.WeakSet()
         """Others that watch, or have watched, any of these."""
+        # Parameters outlive their optimizer, and each backward would call its hooks in vain.
         weakref.finalize(watcher, self.keep)
 
     def __len__(self) -> int:
@@ -60,6 +61,7 @@ class Watching:
         for other in {earlier, *earlier._sharing} - {self} if earlier is not None else ():
             other._sharing.add(self)
             self._sharing.add(other)
+        # Another parameter may get this id later: who asks looks whether the watcher has that one.
         _last[id(parameter)] = self
         if not parameter.requires_grad:
             return

@@ -45,6 +45,7 @@ def decide(facts: Facts, policy: Policy, meanwhile: Policy) -> Plan:
     """
     work = facts.workload
     plan = spilled(policy(work), work)
+    # User code may still hold what is to leave: state gets the room of what has left, and no more yet.
     if plan.activation_bytes > facts.saved_bytes:
         less = dataclasses.replace(work, activation_host_bytes=max(facts.saved_bytes, work.activation_least_bytes))
         plan = dataclasses.replace(spilled(meanwhile(less), less), activation_bytes=plan.activation_bytes)

@@ -151,6 +151,8 @@ class Forecast:
         """
         mark, iterations = self._lasting or (self._total, 0)
         self._again = self.ran_out_again
+        # The last failure is some iterations past: that this one came does not mean that too little was done about
+        # that.
         if iterations <= REMEMBERED_AFTER_FAILURE - REMEMBERED:
             mark = self._total
         elif held:
@@ -232,6 +234,7 @@ class Forecast:
         """What is added to the margin, by what was free at the least in this iteration."""
         if self._least_free is None:
             return self._extra
+        # Without state here there is nothing to give back to a neighbour that waits.
         if self._held > 0 and 2 * self._least_free < MARGIN * self._total:
             return min(max(int(GROWTH * self._extra), int(MARGIN * self._total)), self._total)
         return 0 if self._least_free >= MARGIN * self._total else self._extra

@@ -223,6 +223,7 @@ def _start_thread(monitor: MemoryMonitor, interval_s: float) -> None:
             if alive is None:
                 return
             alive.sample()
+            # Or this thread would keep the monitor while it sleeps.
             del alive
 
     threading.Thread(target=sample, name="dos-memory", daemon=True).start()

@@ -85,6 +85,7 @@ def _reduced(future: torch.futures.Future[Any], bucket: Any, watchers: Iterable[
         if result.dtype == buffer.dtype and result.numel() == buffer.numel() and result.is_contiguous():
             first = result.storage_offset()
             gradients = [result.as_strided(size, stride, first + offset) for size, stride, offset in places]
+            # A copy: this runs on any thread, while another may collect an optimizer.
             for watcher in list(watchers):
                 watcher.gradients_reduced(parameters, gradients)
         return value

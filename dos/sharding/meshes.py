@@ -47,6 +47,8 @@ class Meshes:
         for parameter, square in squares:
             place = self._meshes.index(parameter.device_mesh) if is_sharded(parameter) else -1  # type: ignore[attr-defined]
             sums[place] += square.to(device, non_blocking=True) / _copies(parameter)
+        # In the order of the meshes, the same on all ranks: else two ranks wait in the collectives of two groups for
+        # ever.
         for group, places in self._groups().items():
             part = sums[places]
             dist.all_reduce(part, group=group)

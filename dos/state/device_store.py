@@ -45,6 +45,7 @@ class DeviceStore:
     @property
     def nbytes(self) -> int:
         """Of residents and slots together; may be read from any thread."""
+        # Over copies, for the thread that samples memory asks while the caller's changes these.
         return sum(b.nbytes for b in (*(room.buffer for room in list(self.resident.values())), *list(self.slots)))
 
     def expect_denials(self, expected: bool) -> None:

@@ -27,6 +27,9 @@ class Homes:
     shown: those of whose state user code was given views since the last step, to which it may write until the next.
     """
 
+    # State gets a home when it first needs one: on the host while there is room, else on disk (`tiers`). A home on the
+    # host stays, for pinning is slow, until gradients or windows need its memory; the state goes to disk then, and
+    # comes through windows from there in each step, or home again where a plan finds room.
     def __init__(self, host: HostStore) -> None:
         self.host = host
         self.disk: DiskStore | None = None
@@ -100,6 +103,7 @@ class Homes:
 
         Raises OSError, DiskError also for state on disk that something else has changed.
         """
+        # Users copy views across parts, and CUDA refuses a copy that crosses the border of two pinned regions.
         self.host.join_homes()
         subgroups = list(subgroups)
         self.shown.update(subgroups)

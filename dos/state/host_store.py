@@ -108,6 +108,7 @@ class HostStore:
         """Give a home back. Only for one on disk: pinning takes 0.2 to 0.4 s per GB, so others stay."""
         for tensor in self._own(subgroup):
             tensor.release(subgroup.start, subgroup.stop)
+        # Staged parameters go with the home: masters must not be joined with the zeros that come in their place.
         subgroup.newest.clear()
 
     def home_bytes(self, subgroup: Subgroup, *, made: bool = False) -> int:
@@ -176,6 +177,7 @@ class HostStore:
         if missing:
             total = sum((last - first) * t.tensor.itemsize for t, first, last in missing)
             self._check(total)
+            # Of all before any is made: two neighbours share a huge page only if both may have it by then.
             for tensor, first, last in missing:
                 tensor.allow_huge_pages(first, last)
             began = told = time.perf_counter()

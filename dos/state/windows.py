@@ -64,6 +64,7 @@ class Windows:
     def make(self, count: int, nbytes: int, device: Device) -> None:
         """Make so many windows in place of those there are, in which nothing is kept."""
         assert not self.kept, "it would be lost"
+        # The old ones go first: the host may not have room for both.
         self._buffers, self._entered = [], {}
         for _ in range(count):
             buffer = lazy_zeros(aligned(nbytes, PAGE), torch.uint8)

@@ -43,6 +43,7 @@ class HostLane:
 
     def renew(self) -> None:
         """A thread from the next `submit` on; a forked child does not inherit the one there was."""
+        # One worker: `drain` takes the end of an empty job for that of all before it, and gradients add up in order.
         self._thread = ThreadPoolExecutor(
             max_workers=1, thread_name_prefix="dos-cpu", initializer=self._device.bind_host_thread
         )
@@ -63,6 +64,7 @@ class HostLane:
             if error is None:
                 try:
                     upload = self._take(turn)
+                    # The thread that issues the step may have failed meanwhile, and have said so to all who wait.
                     if not turn.done.done():
                         turn.done.set_result(upload)
                     continue

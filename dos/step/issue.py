@@ -95,6 +95,7 @@ class Step:
         turns: list[Turn] = []
         ready: dict[int, Sequence[Job]] = {}
         windows = self._stores.host.windows
+        # Other state went through these windows in the last step; only what it kept is found there.
         windows.begin()
         for subgroup, update, *_ in self._subjects if windows.kept else ():
             if update is not None and not update.at_home:
@@ -120,6 +121,7 @@ class Step:
                 self._enter(task)
                 self.jobs.append((self._update if task.op is Op.UPDATE else self._transfer)(task, after))
                 jobs.append(self.jobs[-1:])
+                # Behind these nothing uses slots, or rooms that state leaves. Jobs of the disk use windows alone.
                 if (task.move is not None or task.slot is not None) and not isinstance(self.jobs[-1], DiskJob):
                     self.last[task.stream] = self.jobs[-1]
         # Else the gradients' memory would be held until the caller waits for the step.
@@ -127,6 +129,7 @@ class Step:
             turn.work.release()
         self.leaving, kept = list(self._vacated()), self.schedule.kept
         windows.kept = {self._subjects[i].subgroup: window for i, window in kept.items()}
+        # They hold gradients, whose memory the next backward needs while the ledger still holds this step.
         self._subjects = ()
         return turns
 
@@ -185,6 +188,7 @@ class Step:
         number, move = task.subgroup, task.move
         if move is None:
             return self._issue(task.stream, lambda after: self._device.copy(task.op, number, copies, after), after)
+        # The disk's threads wait for whatever comes before; only what the device queues needs `_issue`.
         if Tier.DISK in move:
             return self._stores.copy(move, number, subgroup, after)
         return self._issue(task.stream, lambda after: self._stores.copy(move, number, subgroup, after, copies), after)
@@ -205,6 +209,7 @@ class Step:
             try:
                 later.set_result(issue([job for job in map(_on_device, after) if job is not None]))
             except BaseException as error:
+                # Nobody would hear of it on the disk's thread. It is raised where the job is waited for.
                 later.set_exception(error)
 
         disk.reading.submit(run)
@@ -240,6 +245,8 @@ class Step:
         i, first, _ = self._of(task)
         lasting = self._stores.device.has(first)
         updates = [self._placed(each) for each in (task, *(task._replace(subgroup=i) for i in task.others))]
+        # User code may free gradients as soon as step() has returned: the device holds them until the update has read
+        # them.
         reads = [g.values for each in updates if not each.update.offloaded for _, g in each.update.items]
         name = first.arena.format.name
 

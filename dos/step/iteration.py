@@ -110,6 +110,8 @@ class Iteration:
         ):
             first, last = (None if mark is None else mark.at() for mark in (start, end))
             if first is not None and last is not None:
+                # The host may call step() after the device has ended backward: by the mark alone a gap would lie before
+                # the step.
                 last = origin if op is Op.BACKWARD else last
                 found.append(Span(Lane.GPU, op, None, first - origin, max(first, last) - origin))
         return tuple(found)

@@ -94,6 +94,7 @@ class Ledger:
 
     def at(self, subgroup: Subgroup) -> Tier | None:
         """The tier of the subgroup's newest state; None: nowhere, it was never updated."""
+        # The device's store has the room as soon as it is reserved. What is there is no state until the copy has ended.
         coming = self._state.get(subgroup)
         if coming is not None and coming.slot is None:
             return coming.source
@@ -105,10 +106,14 @@ class Ledger:
         Raises MemoryError or OSError if there is no room.
         """
         self.settle()
+        # User code writes to its views when it likes: backward's thread would prefetch state that is older than what it
+        # writes.
         self.exposed = True
         self.stores.device.expect_denials(False)
+        # A fetch that is under way has read what user code is about to write over, and the step would use the copy.
         self.cancel()
         subgroups, stores = list(subgroups), self.stores
+        # What a window keeps is newer than the file, and user code gets views of the file.
         self.write_kept()
         places, homes = {s: self.at(s) for s in subgroups}, stores.homes.tiers(subgroups, subgroups)
         away = [(s, Move(tier, homes[s])) for s, tier in places.items() if tier not in (None, homes[s])]
@@ -132,6 +137,7 @@ class Ledger:
         stores.host.lower_share()
         if stores.disk is None or stores.host.room >= 0:
             return
+        # Homes are given back below: neither a step nor a fetch may still read or write there.
         self.settle()
         self.cancel()
         self.write_kept()
@@ -144,6 +150,8 @@ class Ledger:
         try:
             self.to_disk(moving, Tier.HOST)
         finally:
+            # Some of it is in files now: what user code writes to its views must get there, even where a later write
+            # has failed.
             stores.homes.show_again()
 
     def to_disk(self, subgroups: Sequence[Subgroup], source: Tier, after: Sequence[Job] = ()) -> None:
@@ -164,6 +172,7 @@ class Ledger:
                 stores.copy(Move(Tier.DEVICE, Tier.HOST), 0, subgroup, after).wait()
             stores.copy(Move(Tier.HOST, Tier.DISK), 0, subgroup, ()).wait()
             windows.leave(subgroup)
+            # Not before the write has ended: if that fails, this is the only copy of the state.
             stores.of[source].drop(subgroup)
 
     def write_kept(self) -> None:
@@ -171,10 +180,12 @@ class Ledger:
         windows = self.stores.host.windows
         for subgroup in list(windows.kept):
             self.stores.copy(Move(Tier.HOST, Tier.DISK), 0, subgroup, ()).wait()
+            # A write that failed has raised: until the state is on disk the window keeps it.
             windows.leave(subgroup)
 
     def forget(self, subgroups: Iterable[Subgroup]) -> None:
         """Release the state of these, whose parameters are gone."""
+        # Transits and the last step may still read or write the memory that is released below.
         self.abandon()
         for subgroup in subgroups:
             for tier, store in self.stores.of.items():
@@ -201,6 +212,7 @@ class Ledger:
         """
         if len(self._transits) > MOST_EARLY:  # backward after backward; departures keep those that they use
             wait_for_all(self._transits)
+            # Those of state stay: `at` has to know what is still on its way, and the step inherits them.
             self._transits = sorted(self._state.values(), key=lambda transit: transit.number)
         # Reads what backward writes in any of these queues.
         job = self.device.copy(Op.GRADIENT, index, joined(copies), self.device.fence(callers))
@@ -219,6 +231,7 @@ class Ledger:
         """
         while self._freed and self._freed_bytes + nbytes > most:
             wait_for_all([self._freed[0]])
+            # Not before it has ended: an interrupted wait leaves it counted.
             self._freed_bytes -= self._freed.popleft().nbytes
 
     def _fetch(self, index: int, subgroup: Subgroup, slot: int | None = None) -> None:
@@ -247,6 +260,8 @@ class Ledger:
             if subgroup in self._state or self.at(subgroup) is not Tier.HOST:
                 continue
             try:
+                # After one denial no more is tried: each attempt makes the allocator empty its cache, in the middle of
+                # backward.
                 if store.reserve([subgroup]):
                     return
                 self._fetch(i, subgroup)
@@ -267,6 +282,8 @@ class Ledger:
         if not streamed:
             return
         nbytes, count = max(subgroups[i].state.carved_bytes for i in streamed), min(plan.slots, len(streamed))
+        # In slots beyond that state would take what backward needs yet, and the user's own code would run out of
+        # memory.
         if nbytes * count > spare():
             return
         store.get_slots(count, nbytes)
@@ -287,6 +304,7 @@ class Ledger:
         """Cancel fetches of state to room of its own, of these or of all, and release the room. State stays put."""
         coming = [s for s in (self._state if subgroups is None else subgroups) if self.comes(s)]
         for subgroup in coming:
+            # The copy writes to the room until it ends: the allocator would give the room to somebody else under it.
             wait_for_all([self._state[subgroup]])
             if self.stores.device.has(subgroup):
                 self.stores.device.drop(subgroup)
@@ -295,6 +313,7 @@ class Ledger:
     def cancel_slots(self) -> None:
         """Cancel fetches of state to slots, and release the slots."""
         passing = self.in_slots
+        # As in `cancel`: the allocator would give slots away to which state still travels.
         wait_for_all(self._state[subgroup] for subgroup in passing)
         for subgroup in passing:
             del self._state[subgroup]
@@ -302,6 +321,7 @@ class Ledger:
 
     def abandon(self) -> None:
         """Cancel what backward has begun, once nothing of it is running. Resident state stays."""
+        # First: Ctrl-C may have come between the issue of a copy and its note, so that no transit names it.
         self.drain()
         self.cancel_slots()
         self.cancel()
@@ -319,6 +339,7 @@ class Ledger:
         fetched = [self._state.get(s.subgroup) for s in subjects]
         begun = {t.number: t for departed in used for t in departed} | {t.number: t for t in fetched if t is not None}
         places = {number: place for place, number in enumerate(sorted(begun))}
+        # The step waits for those that it uses. The others stay here, for `settle` waits for what no step uses.
         self._transits = [transit for transit in self._transits if transit.number not in begun]
         self._state, self._considered = {}, None
         self._freed.clear()
@@ -347,6 +368,7 @@ class Ledger:
         Raises RuntimeError, with nothing running any more, if that fails part way.
         """
         self.exposed = False
+        # User code may write to its views until a step begins, so that none need be mapped anew any more.
         self.stores.homes.shown.clear()
         try:
             self._follow_parameters(plan, subjects, found)
@@ -362,12 +384,15 @@ class Ledger:
             turns = step.issue()
             self._lane_done = None
             gives_back = step.leaving or step.homes or self.stores.device.slots
+            # Without any of these the host has no part in the step, so that the next one may be queued behind it.
             if turns or gives_back or any(map(on_disk, step.jobs)):
                 self._lane_done = self.lane.submit(functools.partial(self._run_host_lane, turns, step))
         except BaseException as error:
             failure = self._guard.failure(error)
             if self.step is not None:
                 self.step.fail(failure)  # part of the step is under way; nothing may wait for the rest
+            # Once this has raised, user code frees gradients and loads checkpoints: nothing that was issued may run
+            # then.
             self.drain()
             if isinstance(error, Exception):
                 raise failure from error
@@ -390,12 +415,15 @@ class Ledger:
     def _run_host_lane(self, turns: Sequence[Turn], step: Step) -> None:
         """Run the host's part of a step: update, then release memory that only the step needed."""
         self.lane.update(turns)
+        # Memory is released below. The device may still read and write there, though the host's updates have ended.
         for job in step.last.values():
             with contextlib.suppress(Exception):  # raised by `settle`, which waits for the same jobs
                 job.wait()
         self.stores.device.free_slots()
         for subgroup, store in step.leaving:
             store.drop(subgroup)
+        # The caller's thread gives the memory back, in `trim`: that waits for the device, which runs the next forward
+        # now.
         self.trims |= bool(step.leaving)
 
     def update_beside(self, updates: Iterable[SubgroupUpdate]) -> None:
@@ -455,6 +483,8 @@ class Ledger:
         if step is None:
             return
         with step.iteration.held_up():
+            # Each of them, for the caller's next kernel may read any parameter. One launch may update several
+            # subgroups.
             self._join(dict.fromkeys(step.done.values()))
             if self._lane_done is not None:
                 self._lane_done.result()  # slots and rooms are memory that the caller's next forward may need
@@ -469,6 +499,7 @@ class Ledger:
             return False
         self._read_queued(wait=False)
         step, others = self.step, self._in_place or self._transits or self._lane_done
+        # What the host does for a step is in none of the device's queues: another step could overtake it.
         if step is None or others or step.ordered is None or step.through:
             return False
         self._queued.append(step)
@@ -482,6 +513,7 @@ class Ledger:
             spans = self._queued[0].spans(errors)
             if errors:
                 raise self._guard.failure(errors[0]) from errors[0]
+            # Not before its jobs have ended: after an interrupted wait the step is still here.
             step = self._queued.popleft()
             self.ended(step, step.timeline(spans))
 
@@ -507,8 +539,11 @@ class Ledger:
         if step is None:
             errors = []  # of gradients that no step has used, or whose use says that they did not arrive
         elif not errors:
+            # Only now, and only without errors: where a transfer has failed, the old home has the only state that is
+            # whole.
             for subgroup, home in step.homes:
                 home.drop(subgroup)
+        # Forgotten after all waits: if Ctrl-C interrupts one of them, the next call waits again.
         self._transits, self.step, self._lane_done = [], None, None
         spans += self.lane.take_spans()
         if errors:
@@ -538,6 +573,7 @@ class Ledger:
 
     def drain(self) -> None:
         """Block until nothing that was issued so far is running, whatever came of it. The next `settle` says that."""
+        # A lane's thread that forks would wait for itself.
         if on_own_thread():
             return
         for running in list(self._in_place.values()):

@@ -109,6 +109,7 @@ class Preparation:
         ledger, stores, found, subjects = self._ledger, self._stores, self.found, self._subjects
         device = stores.device
         residents = {subjects[i].subgroup for i in plan.served(Placement.GPU_RESIDENT)}
+        # Backward has followed an older plan, which wanted them on the device: this plan may need their memory.
         ledger.cancel([s.subgroup for s in subjects if s.subgroup not in residents])
         on_disk = stores.disk is not None and (plan.on_disk or stores.disk.nbytes)
         if on_disk and not stores.host.windows.fit(self._windows, self._nbytes):
@@ -126,6 +127,7 @@ class Preparation:
             device.fetch(coming[i]).zero()
             found[i] = found[i]._replace(state=Tier.DEVICE)
         denied |= self._get_slots(plan, denied)
+        # What the plan updates on the CPU anyway can do without the room that was denied.
         if denied - set(plan.served(Placement.CPU)):
             return frozenset(denied)
         for i in plan.on_disk:
@@ -137,6 +139,7 @@ class Preparation:
     def _reserve(self, tier: Tier, subgroups: Iterable[Subgroup]) -> list[Subgroup]:
         store = self._stores.of[tier]
         without = [subgroup for subgroup in subgroups if not store.has(subgroup)]
+        # Before the attempt: where that fails part way, `__exit__` drops what was made.
         self._reserved.extend((store, subgroup) for subgroup in without)
         return store.reserve(without)
 
@@ -164,6 +167,7 @@ class Preparation:
             return set()
         windows = stores.host.windows
         if not windows.fit(self._windows, self._nbytes):
+            # New windows take the place of these, and what they keep is newer than on disk.
             ledger.write_kept()
             found[:] = [
                 each._replace(state=Tier.DISK, window=None) if each.window is not None else each for each in found
@@ -197,6 +201,8 @@ class Preparation:
         nbytes = max((s.slot_bytes(staying=store.has(s.subgroup)) for s in passing.values()), default=0)
         filled = ledger.in_slots
         first = [subject.subgroup for subject in passing.values()][: len(filled)]
+        # Backward has filled slots for another plan. A step would update from state of other subgroups, or past a
+        # slot's end.
         if store.slots and (first != filled or store.slots[0].nbytes < nbytes):
             ledger.cancel_slots()
         if passing and not store.slots:
@@ -213,6 +219,8 @@ class Preparation:
                     f"use a smaller subgroup_size, or {hint}"
                 )
         for i, subject in passing.items():
+            # The host updates it now: room on the device that gets no state would pass for the place of the newest
+            # state.
             if ledger.comes(subject.subgroup):
                 ledger.cancel([subject.subgroup])
             elif found[i].state is not Tier.DEVICE and store.has(subject.subgroup):

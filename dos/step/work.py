@@ -110,6 +110,8 @@ class SubgroupUpdate:
     @property
     def stale(self) -> Sequence[Piece]:
         """The pieces whose newest parameters the host lacks, where it needs them to update split masters."""
+        # A window, or a home that state is just coming to, has none of the parameters that were staged in earlier
+        # steps.
         newest = set() if self.from_disk else self.subgroup.newest
         if not self.subgroup.arena.format.splits:
             return ()
@@ -147,6 +149,7 @@ class SubgroupUpdate:
 
     def finish(self, state: State) -> None:
         """What is to be done after an update where the parameters are."""
+        # The device has newer parameters now: the host would join its rests with upper halves of an earlier step.
         if self.subgroup.newest:
             self.subgroup.newest.difference_update(self.pieces)
         if state.master is not None and state.master.dtype != torch.float32:
@@ -168,6 +171,7 @@ class SubgroupUpdate:
             staged = self.on_host.gradient
             self._point(batch, staged.data_ptr(), staged.itemsize, staged.dtype)
         self.subgroup.arena.rule.prepare([batch], self.settings)()
+        # Only at home does what is staged last: a window is another subgroup's later.
         if self.at_home and state.rest is not None and len(self.subgroup.newest) < len(self.subgroup.pieces):
             self.subgroup.newest.update(self.pieces)
 
@@ -289,6 +293,7 @@ def prepare_updates(updates: Sequence[Placed], *, lasting: bool = True) -> Calla
     update_together = first.subgroup.arena.rule.prepare(batches, first.settings)
 
     def apply() -> None:
+        # Here and not when it is prepared: state, and what user code wrote, may still be on the way then.
         for each in updates:
             each.update.follow(each.state)
         update_together()

@@ -116,6 +116,7 @@ class DiskFile:
         try:
             if available < more:  # the attempt would take from others all that is left
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            # Blocks are taken now: a sparse file would find the drive full in the middle of a step.
             os.posix_fallocate(self.buffered, self.size, more)
         except OSError as error:
             raise OSError(

@@ -41,6 +41,7 @@ class DiskSpace:
         self.nbytes = 0
         self._owner = os.getpid()
         self._files: list[DiskFile] = []
+        # Before the first file: an error in between would leave one in the user's folder.
         self._finalizer = weakref.finalize(self, _close, self._files, self._owner)
         try:
             for folder in folders:
@@ -105,6 +106,7 @@ class DiskSpace:
         buffer: 1-D uint8 CPU tensor of `extent.nbytes`, that begins on a page. Raises DiskError.
         """
         address = self._address(extent, buffer)
+        # Until the write has ended: user code may catch its error, and what is half written must not pass for state.
         extent.contents = Contents.TORN
         extent.checksums = self._transfer(extent.requests, address, write=True)
         extent.contents = Contents.WRITTEN
@@ -120,6 +122,7 @@ class DiskSpace:
             buffer.zero_()
             return
         extent.check_whole()
+        # Before it is read: a program that writes meanwhile is then noticed the next time.
         writers = extent.count_writers()
         extent.compare(0, self._transfer(extent.requests, address, write=False))
         extent.writers = writers
@@ -137,6 +140,7 @@ class DiskSpace:
             piece.file.check_size()
         writers = extent.count_writers()
         if extent.contents is Contents.ZEROS:
+            # Another extent may have left bytes there. Beyond `used_to` the file system gives zeros by itself.
             if any(offset < file.used_to for file, offset, *_ in extent.pieces):
                 self.write(extent, _memory(extent.nbytes))
         elif extent.contents is not Contents.SHOWN or extent.writers != writers:
@@ -217,6 +221,7 @@ class DiskSpace:
             if failed < 0:
                 return checksums
             file, offset, nbytes, _ = requests[failed]
+            # The descriptor that the call had: the other thread may have changed the file's since.
             if not file.refused(each[failed][0], error):
                 why = os.strerror(error) if error else "the file ends there, was it truncated?"
                 what = f"{'wrote' if write else 'read'} {done} of {nbytes} bytes at byte {offset}"
