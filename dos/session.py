@@ -25,7 +25,7 @@ from dos.parameters.active import Active, Ready, updates_of
 from dos.parameters.admission import Group
 from dos.parameters.hooks import Attachment, lasting
 from dos.parameters.live_state import LiveState
-from dos.parameters.reconciler import Reconciler
+from dos.parameters.reconciler import Reconciler, copy_views
 from dos.parameters.registry import Registry, tell_autograd
 from dos.parameters.watching import Watching
 from dos.planning.decide import Facts
@@ -76,7 +76,7 @@ class Session:
         self.groups: list[Group] = []
         self.attachment: Attachment | None = None
         self.clipping = Clipping(self.registry.offloaded, options.max_grad_norm, meshes)
-        self.reconciler = Reconciler(self.registry, self.guard, options.rule)
+        self.reconciler = Reconciler(self.registry, options.rule)
         self._options = options
         self._warned_idle = False
         # Work in flight ends when the optimizer is collected or the interpreter exits.
@@ -271,21 +271,22 @@ class Session:
     def _active(self) -> Active:
         """Enrol, bring home and settle all parameters that have a gradient, as they need it; their records."""
         settled, others, gone = self.reconciler.look(self.groups)
-        if gone:
-            # Their arenas go as a whole: a reference to one would use memory that is no more.
-            with self.guard.change():
-                if self.on_device is not None:
-                    self.on_device.forget(gone)
-                self.registry.forget(gone, self.parameters)
+        self._forget(gone)
         del gone  # with it goes their memory, which newcomers may need
         found = self._enrol(others)
         # `settle` writes to state at home: what comes home later would overwrite that.
         if self.reconciler.need_home(found):
             self._bring_home()
-            if self.on_device is not None:
-                self.ledger.spill_to_disk(self.registry.accelerated, self.reconciler.growth(found))
         self.reconciler.settle(found, self.groups)
         return Active(settled + found, len(settled))
+
+    def _forget(self, gone: Sequence[ParameterRecord]) -> None:
+        """Forget these records with their arenas, whole: a reference to one would use memory that is no more."""
+        if gone:
+            with self.guard.change():
+                if self.on_device is not None:
+                    self.on_device.forget(gone)
+                self.registry.forget(gone, self.parameters)
 
     def _enrol(self, members: Sequence[tuple[Tensor, Group]]) -> list[tuple[ParameterRecord, Group]]:
         """The records of these parameters with their groups, in which new ones get room. Raises MemoryError."""
@@ -512,9 +513,6 @@ class Session:
 
     def _take(self, record: ParameterRecord, *, in_backward: bool) -> None:
         """Offload a gradient: add it to those on the host and free it here."""
-        if record.layout_changed():  # to which the gradient is added
-            self._bring_home()
-            self.reconciler.settle_layout(record)
         self.clipping.about_to_add(record)
         subgroups = [subgroup for subgroup, _ in self.registry.places[record]]
         index = self.registry.index[subgroups[0]] if subgroups else 0
@@ -611,8 +609,15 @@ class Session:
     @entry(*ANY)
     def load(self, state: Mapping[Tensor, Any], groups: list[Group]) -> None:
         """Have this state and these groups, both or neither."""
-        self._bring_home()
+        gone = self.reconciler.without_room(groups)
+        if gone:
+            self.settle_state([*self.parameters])
+            for p in self.parameters:  # the loaded state may be views of theirs
+                copy_views(state.get(p, {}), {})
+        else:
+            self._bring_home()
         with self.guard.change():
+            self._forget(gone)
             self.install_state(state)
             for record in self.registry.records.values():
                 record.version = -1  # masters follow their parameters in the next step

@@ -13,7 +13,7 @@ from torch import Tensor
 from dos.devices import Caller, Copy, Device
 from dos.gradients.identity import Token
 from dos.sharding.local import local
-from dos.state.record import Layout, ParameterRecord
+from dos.state.record import ParameterRecord
 from dos.state.subgroup import Piece, Subgroup
 from dos.step.transit import Transit
 from dos.step.work import SubgroupUpdate, Subject
@@ -26,14 +26,12 @@ class _Seen:
     """What the hooks saw of one parameter's gradient in this iteration, and what to expect of the next.
 
     gradient: the last one. written: that as backward left it, where it is to leave: another one each time.
-    layout: in whose order it leaves.
     times: how often backward wrote to it; expected: how often in the last iteration (accumulation, micro-batches).
     untouched: whether the step found it as backward had left it. If not, sending it early was in vain.
     """
 
     gradient: weakref.ref[Tensor] | None = None
     written: Token | None = None
-    layout: Layout = None
     times: int = 0
     expected: int = 1
     untouched: bool = True
@@ -120,7 +118,6 @@ class Departures:
             return []
         # Before the copy is issued: the step compares with the gradient as the copy reads it.
         written = seen.written = Token(gradient, here=here)
-        seen.layout = record.layout
         staging = record.arena.gradient
         # Another micro-batch will add to it, or user code always changes it: it would leave in vain.
         if seen.times != seen.expected or not seen.untouched or staging.dtype != gradient.dtype:
@@ -187,8 +184,7 @@ class Departures:
             transit, written = departure.sent[piece]
             seen = self._seen[piece.record]
             # What went may be of an earlier backward than the last.
-            last = seen.written is written and seen.layout == piece.record.layout
-            if last and seen.is_untouched(piece.record.parameter.grad, self.writes):
+            if seen.written is written and seen.is_untouched(piece.record.parameter.grad, self.writes):
                 holding.add(piece)
                 transfers[transit.number] = transit
         return holding, list(transfers.values())

@@ -14,7 +14,7 @@ from dos.devices import DeviceFinder
 from dos.kernels.adam import FLOATS
 from dos.rules.base import Rule
 from dos.sharding.local import is_sharded, local
-from dos.state.record import ParameterRecord, is_dense, kind_of
+from dos.state.record import Layout, ParameterRecord, is_dense, kind_of
 from dos.torch_internals.tensors import is_wrapper
 
 Group = dict[str, Any]
@@ -50,7 +50,17 @@ def check_parameter(
     if record is not None and record.kind != now:
         raise RuntimeError(
             f"{name_of(parameter, group)} was {_described(*record.kind)} when the optimizer first updated it and is "
-            f"{_described(*now)} now; move or convert the model before the first step, or build a new optimizer"
+            f"{_described(*now)} now; move or convert the model before the first step, or save "
+            "optimizer.state_dict(), build a new optimizer and load it there"
+        )
+    extra = {} if record is None else rule.extra(group)
+    missing = [field for field in extra if record is not None and field not in record.arena.format.names]
+    if missing:
+        setting, field = extra[missing[0]], missing[0]
+        raise RuntimeError(
+            f"{name_of(parameter, group)}: found {setting}, set after the optimizer first updated it, so that its "
+            f"state has no {field!r}; set it back, or save optimizer.state_dict(), build a new optimizer, load it "
+            f"there and set {setting} before its first step"
         )
     check_kind(parameter, group, devices, rule)
     problem = rule.problem(entry, parameter)
@@ -121,8 +131,9 @@ def name_of(parameter: Tensor, group: Group) -> str:
     return f"parameter {names[position]!r}" if names else f"parameter {position} of shape {tuple(parameter.shape)}"
 
 
-def _described(device: torch.device, dtype: torch.dtype, shape: torch.Size) -> str:
-    return f"{dtype} of shape {tuple(shape)} on {device}"
+def _described(device: torch.device, dtype: torch.dtype, shape: torch.Size, layout: Layout) -> str:
+    order = "" if layout is None else f", its axes in the order {layout} in memory,"
+    return f"{dtype} of shape {tuple(shape)}{order} on {device}"
 
 
 def find_overlap(tensors: Sequence[Tensor]) -> tuple[int, int] | None:

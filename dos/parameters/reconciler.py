@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from dos.guard import Guard
 from dos.parameters.active import Active
 from dos.parameters.admission import Group, check_overlaps, check_parameter
-from dos.parameters.allocation import explain_oom
 from dos.parameters.live_state import LiveState
 from dos.parameters.registry import Registry
 from dos.rules.base import Rule
 from dos.sharding.local import laid_out_as, local
 from dos.state.arena import Arena
-from dos.state.record import ParameterRecord, in_logical_order, step_of
-from dos.state.subgroup import Subgroup
+from dos.state.record import ParameterRecord, step_of
 from dos.torch_internals.operators import add_to_all
 from dos.torch_internals.tensors import is_view
-from perfmodel.format import Format
 
 
 class Look(NamedTuple):
@@ -48,9 +43,8 @@ class Reconciler:
     state: LiveState
     seen: bool
 
-    def __init__(self, registry: Registry, guard: Guard, rule: Rule) -> None:
+    def __init__(self, registry: Registry, rule: Rule) -> None:
         self._registry = registry
-        self._guard = guard
         self._rule = rule
 
     def look(self, groups: Sequence[Group]) -> Look:
@@ -80,7 +74,7 @@ class Reconciler:
                 if (
                     record is not None
                     and record.settled(gradient)
-                    and (not extra or extra <= record.arena.format.names)
+                    and (not extra or extra.keys() <= record.arena.format.names)
                     and not (seen and not record.intact(dict.get(state, p) or {}))
                 ):
                     settled.append((record, group))
@@ -99,29 +93,13 @@ class Reconciler:
         return [record for record in records.values() if record.arena not in used]
 
     def need_home(self, found: Iterable[tuple[ParameterRecord, Group]]) -> bool:
-        """Whether `settle` takes state of these from the host, or changes its shape or order: it must be there then.
+        """Whether `settle` takes state of these from the host, or writes it there: it must be there then.
 
         State that came home later would overwrite it.
         """
-        for record, group in found:
-            entry = self._entry(record.parameter)
-            foreign = not record.is_adopted(entry) if entry or not record.fresh else False  # a newcomer's is nowhere
-            if foreign or record.layout_changed() or self._wider(record, group) is not None:
-                return True
-        return False
-
-    def growth(self, found: Iterable[tuple[ParameterRecord, Group]]) -> dict[Subgroup, int]:
-        """By how many bytes `settle` makes state larger: settings ask for more fields."""
-        asked = ((record.arena, self._wider(record, group)) for record, group in found)
-        more = {arena: new.state_bytes - arena.format.state_bytes for arena, new in asked if new is not None}
-        return {s: int(s.numel * more[s.arena]) for s in self._registry.accelerated if s.arena in more}
-
-    def _wider(self, record: ParameterRecord, group: Group) -> Format | None:
-        """The format with the fields for which these settings ask; None if the record's state has them."""
-        arena, extra = record.arena, self._rule.extra(group)
-        if extra <= arena.format.names:
-            return None
-        return self._rule.format(record.parameter, accelerated=arena.accelerated, extra=extra | arena.format.names)
+        each = ((record, self._entry(record.parameter)) for record, _ in found)
+        # A newcomer's is nowhere.
+        return any((entry or not record.fresh) and not record.is_adopted(entry) for record, entry in each)
 
     def settle(self, found: Sequence[tuple[ParameterRecord, Group]], groups: Sequence[Group]) -> None:
         """Make these fit for the step: their state is what `state` says, and everything lies as it is used.
@@ -133,17 +111,9 @@ class Reconciler:
         if any(record.moved() for record, _ in found):
             check_overlaps([(p, group) for group in groups for p in group["params"] if id(p) in self._registry.records])
         for record, _ in found:
-            self.settle_layout(record)
-        for record, _ in found:
             # A state that is another parameter's live view, as when two are exchanged, must not change under our hands.
-            entry = self._entry(record.parameter)
-            for key, value in entry.items():
-                if isinstance(value, Tensor) and value is not record.views.get(key) and is_view(local(value)):
-                    entry[key] = laid_out_as(local(value).clone(), value)
-        for record, group in found:
-            wider = self._wider(record, group)
-            if wider is not None:
-                self._widen(record.arena, wider)
+            copy_views(self._entry(record.parameter), record.views)
+        for record, _ in found:
             gradient = record.gradient
             if gradient is not None:
                 record.arena.stage_gradients_as(gradient.dtype)
@@ -154,40 +124,6 @@ class Reconciler:
             if record.flat is not flat:
                 self._registry.forget_batches(record)
             record.remember_gradient(gradient)
-
-    def settle_layout(self, record: ParameterRecord) -> None:
-        """Reorder state and offloaded gradients of a parameter whose elements lie in another order than before.
-
-        Its state is at home.
-        """
-        if not record.layout_changed():
-            return
-        if record.arena.format.block > 1 and not in_logical_order(record.local):
-            raise RuntimeError(
-                f"a parameter of shape {tuple(record.parameter.shape)} has its elements in another order in memory "
-                "than before, and state_format='int8' keeps its state by blocks of neighbours; bring the model into "
-                "its memory format before the first step, or leave state_format out"
-            )
-        offloaded = self._registry.offloaded
-        total = offloaded.flat(record) if record in offloaded.records else None
-        like = local(next(iter(record.views.values())))
-        added = None if total is None else total.as_strided(like.size(), like.stride(), total.storage_offset()).clone()
-        entry = self._entry(record.parameter)
-        self._make_homes([record])
-        # Copies, for the new views read the same memory in another order.
-        before = {key: local(value).clone() for key, value in record.views.items()}
-        mine = {key: entry.get(key) is view for key, view in record.views.items()}
-
-        with self._guard.change():
-            # Interrupted in between, the state would lie in the old order and be read in the new one.
-            record.remember_layout()
-            self._registry.forget_batches(record)
-            if total is not None and added is not None:
-                record.shaped(total).copy_(added)
-            for key, view in record.views.items():
-                local(view).copy_(before[key])
-                if mine[key]:
-                    entry[key] = view
 
     def _adopt(self, record: ParameterRecord, entry: dict[str, Any]) -> None:
         """Make `entry`, empty, or filled by user code or a checkpoint, the live view of this record's state."""
@@ -211,18 +147,6 @@ class Reconciler:
         record.adopt_step(entry["step"])
         record.version = -1  # whatever the master was, it must agree with the parameter
 
-    def _widen(self, arena: Arena, wider: Format) -> None:
-        homes, subgroups = self._registry.homes, [s for s in self._registry.accelerated if s.arena is arena]
-        with explain_oom(arena.device):
-            arena.widen(wider, functools.partial(homes.add_field, subgroups))
-        homes.show_again()  # what users have views of is elsewhere on disk
-        for record in self._registry.records.values():
-            if record.arena is arena:
-                record.views = record.make_views()
-                record.version = -1  # its entry gets the new view when it takes part again
-                self._registry.forget_batches(record)
-        self._registry.reindex()
-
     def count(self, active: Active) -> None:
         """Count the step; in what `optimizer.state` has, too, if users have that."""
         for record, _ in active.members[active.settled :]:
@@ -233,6 +157,27 @@ class Reconciler:
             add_to_all([record.step for record, _ in active.members], 1)
             for record, _ in active.members:
                 record.saw_step()
+
+    def without_room(self, groups: Sequence[Group]) -> list[ParameterRecord]:
+        """Records of arenas without room for the state that these groups ask for, which are loaded.
+
+        Raises RuntimeError if they have gradients on the host, which would be lost with them.
+        """
+        short: dict[Arena, Mapping[str, str]] = {}
+        for group in groups:
+            extra = self._rule.extra(group)
+            arenas = {record.arena for record in map(self._registry.record, group["params"]) if record is not None}
+            short |= {arena: extra for arena in arenas if not extra.keys() <= arena.format.names}
+        found = [record for record in self._registry.records.values() if record.arena in short]
+        for record in found:
+            if record in self._registry.offloaded.records:
+                settings = ", ".join(short[record.arena].values())
+                raise RuntimeError(
+                    f"the state dict has {settings}, for which the optimizer has to make its memory anew, and there "
+                    "are gradients in that, moved there by offload_gradients=True; call optimizer.zero_grad() before "
+                    "load_state_dict(), or load before backward"
+                )
+        return found
 
     def withdraw(self) -> None:
         """Take back entries of parameters whose first step does not come to be, so that they have no state."""
@@ -253,3 +198,10 @@ class Reconciler:
         """Have room at home for the state of these."""
         places, every = self._registry.places, self._registry.accelerated
         self._registry.homes.reserve((subgroup for record in records for subgroup, _ in places[record]), every)
+
+
+def copy_views(entry: dict[str, Any], own: Mapping[str, Tensor]) -> None:
+    """Replace tensors that are views of others, but for these, by copies."""
+    for key, value in entry.items():
+        if isinstance(value, Tensor) and value is not own.get(key) and is_view(local(value)):
+            entry[key] = laid_out_as(local(value).clone(), value)

@@ -264,12 +264,12 @@ class Registry:
             record.saw()
 
     def forget_batches(self, record: ParameterRecord) -> None:
-        """The memory of the parameter, or of its state, is another than that for which batches were made."""
+        """The parameter's memory is another than that for which batches were made."""
         for subgroup, _ in self.places[record]:
             subgroup.batches.clear()
 
     def reindex(self) -> None:
-        """Subgroups, or their formats, are others: what is known of all of them is made anew."""
+        """Subgroups are others: what is known of all of them is made anew."""
         self.index = {subgroup: i for i, subgroup in enumerate(self.accelerated)}
         self.lasting_bytes = sum(arena.device_bytes for arena in {s.arena for s in self.accelerated})
         if self.offloaded.enabled and self.homes.disk is not None:

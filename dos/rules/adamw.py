@@ -23,7 +23,7 @@ from perfmodel.format import BLOCK, INT8, NEEDED_KEYS, STATE_FORMATS, STATE_KEYS
 LEAST_CODED = 4096
 """Elements of a parameter from which its moments are kept in codes, as in torchao and bitsandbytes."""
 
-_WITH_MAX, _PLAIN = frozenset({MAX_KEY}), frozenset[str]()
+_WITH_MAX, _PLAIN = {MAX_KEY: "amsgrad=True"}, dict[str, str]()
 _known_format = functools.cache(format_of)  # asked for each parameter, and there are few
 
 
@@ -104,7 +104,7 @@ class AdamW:
             saved[key] = own[key]
         self.check(saved, where)
 
-    def extra(self, group: Mapping[str, Any]) -> frozenset[str]:
+    def extra(self, group: Mapping[str, Any]) -> Mapping[str, str]:
         return _WITH_MAX if group["amsgrad"] else _PLAIN
 
     def format(self, parameter: Tensor, *, accelerated: bool, extra: Collection[str]) -> Format:

@@ -60,13 +60,16 @@ class Rule(Protocol):
     def adopt(self, saved: MutableMapping[str, Any], own: Mapping[str, Any], where: str) -> None:
         """Make a loaded group's settings whole by the optimizer's own ones. Raises ValueError if they are no use."""
 
-    def extra(self, group: Mapping[str, Any]) -> frozenset[str]:
-        """The fields of the state that are there because of these settings, which users may change between steps."""
+    def extra(self, group: Mapping[str, Any]) -> Mapping[str, str]:
+        """The fields of the state that are there because of these settings, each with that, as users write it.
+
+        Other settings may change between steps.
+        """
 
     def format(self, parameter: Tensor, *, accelerated: bool, extra: Collection[str]) -> Format:
         """What a parameter's state consists of; how much each lane has to do follows from it.
 
-        accelerated: whether the parameter is on the accelerator. extra: fields to have besides, among other names.
+        accelerated: whether the parameter is on the accelerator. extra: fields to have besides.
         """
 
     def problem(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -181,30 +181,6 @@ class Arena:
         if key not in self._slices:
             self._slices[key] = self.state.slice(start, stop)
         return self._slices[key]
-
-    def widen(self, wider: Format, make: Callable[[HostTensor, int], None]) -> None:
-        """Have state of a format with more fields, zeros at first. The views of its records are to be made anew.
-
-        make: is given the host memory of one more field, and its place among the fields, and makes it for all whose
-            state is there, or its like where that is elsewhere.
-        Whatever that or an allocation raises, nothing has changed.
-        """
-        fields, homes = dict(self.state.fields), dict(self._homes)
-        buffers = len(self._buffers)
-        try:
-            for place, field in enumerate(wider.fields):
-                if field.name not in fields:
-                    fields[field.name] = self._field(field)
-                    if field.name in self._homes:
-                        make(self._homes[field.name], place)
-        except BaseException:
-            self._homes = homes
-            del self._buffers[buffers:]
-            raise
-        self.state = State({field.name: fields[field.name] for field in wider.fields}, self.state.blocks)
-        self.format = wider
-        # Those that are remembered lack the new field.
-        self._slices.clear()
 
     def _field(self, field: Field) -> Tensor:
         dtype = getattr(torch, field.type)

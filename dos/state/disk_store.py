@@ -62,27 +62,6 @@ class DiskStore:
         self.hide(subgroup)
         self.space.free(self._extents.pop(subgroup))
 
-    def widen(self, subgroups: Sequence[Subgroup], place: int, itemsize: int) -> None:
-        """Put one more field into the state of these: zeros, an element of so many bytes for each parameter.
-
-        place: of the field in the format. Nothing is in flight, and nothing is shown any more. Raises OSError, and has
-        changed nothing, if there is no room or that cannot be read or written.
-        """
-        extents = [self._extents[subgroup] for subgroup in subgroups]
-        more = [aligned(subgroup.numel * itemsize, PAGE) for subgroup in subgroups]
-        wider = self.space.allocate([extent.nbytes + n for extent, n in zip(extents, more, strict=True)])
-        try:
-            for subgroup, old, new in zip(subgroups, extents, wider, strict=True):
-                self.space.copy(old, new, sum(aligned(t.nbytes, PAGE) for t in subgroup.state.tensors()[:place]))
-        except BaseException:
-            for extent in wider:
-                self.space.free(extent)
-            raise
-        # Not before all were copied: if one fails, the old extents still have all state.
-        for subgroup, extent in zip(subgroups, wider, strict=True):
-            self.drop(subgroup)
-            self._extents[subgroup] = extent
-
     def fetch(self, subgroup: Subgroup) -> State:
         """Where the host has what was read."""
         return self._host.fetch(subgroup)

@@ -12,7 +12,6 @@ from dos.devices import Device
 from dos.machine.host_memory import host_share
 from dos.state.disk_store import DiskStore
 from dos.state.host_store import HostStore
-from dos.state.host_tensor import HostTensor
 from dos.state.subgroup import Subgroup
 from dos.state.windows import window_bytes
 from perfmodel.plan import Tier
@@ -98,16 +97,6 @@ class Homes:
         Beside a disk with what their updates on the host take, which `tiers` counts, too.
         """
         self.host.reserve(subgroups, subgroups if self.disk is not None else ())
-
-    def add_field(self, subgroups: Sequence[Subgroup], field: HostTensor, place: int) -> None:
-        """Have room for one more field in the homes of these: zeros. Nothing is in flight.
-
-        place: of the field in the format. Raises as `reserve`. Call `show_again` once the field is part of their state.
-        """
-        at_home = (s for s in subgroups if all(t.has(s.start, s.stop) for t in s.arena.home() if t is not field))
-        self.host.make((field, subgroup) for subgroup in at_home)
-        if self.disk is not None:
-            self.disk.widen([s for s in subgroups if self.disk.has(s)], place, field.tensor.itemsize)
 
     def show(self, subgroups: Iterable[Subgroup]) -> None:
         """Make state that is at home ready for users, who get views of it. Nothing is in flight.

@@ -22,13 +22,13 @@ class ParameterRecord:
 
     parameter: as users have it. sharded: whether that is a DTensor.
     local: what this rank has of it, which is what is updated; all other figures are of that.
-    kind: of `local`, which must not change. number: of the record among those of its optimizer.
+    kind: of `local`, which must not change. layout: of that, in whose order the state has its elements.
+    number: of the record among those of its optimizer.
     flat: 1-D alias of the parameter's memory, or a contiguous stand-in if that is not its values in a row: it has gaps,
         or is lazily negated (see `stand_in`).
     version, data_ptr: of the parameter after our last write; anything else means that user code wrote to it.
     bits: a fingerprint of a DTensor after our last write, whose version proves nothing; None: it is not needed.
     rewritten: whether its bits were found to be others.
-    layout: of the parameter, in whose order `flat` and the state have its elements.
     views: what `optimizer.state[p]` holds beside the step: live views of the state, shaped like the parameter.
     step: what it holds as the step. count: the steps, which may be ahead of that.
     fresh: whether the state is zero, because nothing was ever written there.
@@ -47,7 +47,7 @@ class ParameterRecord:
         self.rewritten = False
         self.data_ptr = -1
         self._strides: tuple[int, ...] = ()
-        _, self._dtype, self._shape = self.kind = kind_of(mine)
+        _, self._dtype, self._shape, self.layout = self.kind = kind_of(mine)
         self._gradient_dtype: torch.dtype | None = None
         self.step = torch.zeros((), dtype=torch.float32, device="cpu")
         self.count = self._step_written = 0.0
@@ -55,8 +55,7 @@ class ParameterRecord:
         self._step_version = -1
         self.flat = torch.empty(0, dtype=mine.dtype, device=mine.device)
         self.stand_in = False
-        self.views: dict[str, Tensor] = {}
-        self.remember_layout()
+        self.views = self.make_views()
         self.locate()
 
     @property
@@ -143,27 +142,10 @@ class ParameterRecord:
 
     def flat_gradient(self, gradient: Tensor) -> Tensor:
         """The gradient as 1-D tensor in the order of `flat`; a copy only where its layout differs."""
-        parameter = self.local
         gradient = gradient.detach().resolve_neg()  # the sign of a lazily negated tensor is not in its memory
         if is_zero_tensor(gradient):  # which has no memory at all
-            gradient = torch.zeros_like(parameter, dtype=gradient.dtype)
-        if self.stand_in:
-            return gradient.contiguous().view(-1)
-        if _layout(gradient) != self.layout:
-            gradient = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
-        alias = flat_alias(gradient)
-        assert alias is not None, "a dense parameter's layout is dense"
-        return alias
-
-    def layout_changed(self) -> bool:
-        """Whether the parameter's elements lie in another order in memory than `flat` and the state have them."""
-        return self.layout != _layout(self.local)
-
-    def remember_layout(self) -> None:
-        """Take the parameter's present layout for that of `flat` and of the views of the state."""
-        self.layout = _layout(self.local)
-        self.data_ptr = -1
-        self.views = self.make_views()
+            gradient = torch.zeros_like(self.local, dtype=gradient.dtype)
+        return (gradient if self.layout is None else gradient.permute(self.layout)).contiguous().view(-1)
 
     def is_adopted(self, entry: Mapping[str, object]) -> bool:
         """Whether an entry of the optimizer's state holds exactly the live views, and no other state."""
@@ -218,10 +200,10 @@ class ParameterRecord:
 
     def shaped(self, flat: Tensor) -> Tensor:
         """A view of what is in the order of `flat`, shaped like this rank's part of the parameter."""
-        like = self.local
-        if flat_alias(like) is None or like.is_contiguous():
-            return flat.view(like.shape)
-        return flat.as_strided(like.size(), like.stride(), flat.storage_offset())
+        if self.layout is None:
+            return flat.view(self._shape)
+        places = [self.layout.index(axis) for axis in range(len(self.layout))]
+        return flat.view([self._shape[axis] for axis in self.layout]).permute(places)
 
 
 def make_records(parameters: Sequence[Tensor], arena: Arena, first: int = 0) -> list[ParameterRecord]:
@@ -243,9 +225,13 @@ def step_of(entry: Mapping[str, Any]) -> Tensor:
     return step
 
 
-def kind_of(tensor: Tensor) -> tuple[torch.device, torch.dtype, torch.Size]:
+Layout = tuple[int, ...] | None
+"""The axes in the order in which they lie in memory, those of length 1 last; None: in their own, or there are gaps."""
+
+
+def kind_of(tensor: Tensor) -> tuple[torch.device, torch.dtype, torch.Size, Layout]:
     """What of a parameter must stay as it was when it got its record."""
-    return tensor.device, tensor.dtype, tensor.shape
+    return tensor.device, tensor.dtype, tensor.shape, _layout(tensor)
 
 
 def flat_alias(tensor: Tensor) -> Tensor | None:
@@ -272,16 +258,9 @@ def is_dense(tensor: Tensor) -> bool:
     return True
 
 
-Layout = tuple[int, ...] | None
-"""The strides of axes that have any; None where memory has gaps and elements are taken in logical order."""
-
-
 def _layout(tensor: Tensor) -> Layout:
-    if flat_alias(tensor) is None:
+    """How the tensor's elements lie in memory."""
+    if tensor.is_contiguous() or flat_alias(tensor) is None:
         return None
-    return tuple(stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1)
-
-
-def in_logical_order(tensor: Tensor) -> bool:
-    """Whether state has its elements in the order of its indices."""
-    return _layout(tensor) is None or tensor.is_contiguous()
+    strides, shape = tensor.stride(), tensor.shape
+    return tuple(sorted(range(tensor.ndim), key=lambda axis: (shape[axis] == 1, -strides[axis])))

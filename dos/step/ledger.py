@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import itertools
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
 
 from dos.devices import LANE_OF, Caller, Copy, Device, Job
@@ -128,15 +128,14 @@ class Ledger:
         for subgroup, move in away:
             stores.of[move.source].drop(subgroup)
 
-    def spill_to_disk(self, subgroups: Iterable[Subgroup], growth: Mapping[Subgroup, int] | None = None) -> None:
+    def spill_to_disk(self, subgroups: Iterable[Subgroup]) -> None:
         """Move state of these from the host to disk, the last first, until offloaded gradients have room there.
 
-        growth: bytes by which homes grow, which need room, too.
         Raises OSError if the disk has no room either.
         """
-        stores, growth = self.stores, growth or {}
+        stores = self.stores
         stores.host.lower_share()
-        if stores.disk is None or stores.host.room >= sum(growth.values()):
+        if stores.disk is None or stores.host.room >= 0:
             return
         # Homes are given back below: neither a step nor a fetch may still read or write there.
         self.settle()
@@ -144,11 +143,10 @@ class Ledger:
         self.write_kept()
         at_home = [subgroup for subgroup in subgroups if self.at(subgroup) is Tier.HOST]
         missing = max(0, window_bytes(at_home) - stores.host.windows.nbytes) - stores.host.room
-        missing += sum(growth.get(subgroup, 0) for subgroup in at_home)
         moving = []
         while at_home and missing > 0:
             moving.append(at_home.pop())
-            missing -= stores.host.home_bytes(moving[-1], made=True) + growth.get(moving[-1], 0)
+            missing -= stores.host.home_bytes(moving[-1], made=True)
         try:
             self.to_disk(moving, Tier.HOST)
         finally:

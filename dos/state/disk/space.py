@@ -127,18 +127,6 @@ class DiskSpace:
         extent.compare(0, self._transfer(extent.requests, address, write=False))
         extent.writers = writers
 
-    def copy(self, source: Extent, destination: Extent, start: int) -> None:
-        """Write what one extent has to a larger one, with zeros from `start` on, as many as it is larger.
-
-        Raises DiskError.
-        """
-        self.sync_mappings(source)
-        old, new = _memory(source.nbytes), _memory(destination.nbytes)
-        self.read(source, old)
-        new[:start] = old[:start]
-        new[len(new) - len(old) + start :] = old[start:]
-        self.write(destination, new)
-
     def show(self, extent: Extent, start: int, nbytes: int, address: int) -> None:
         """Map bytes of an extent, from `start` on, over the memory at this address, where users may read and write.
 

@@ -25,7 +25,7 @@ def edit(parameter: nn.Parameter, rng: random.Random) -> None:
     """What users do to parameters between steps, in place or not."""
     some = torch.rand(parameter.shape, generator=torch.Generator().manual_seed(rng.randrange(100))) < 0.3
     with torch.no_grad():
-        match rng.randrange(7):
+        match rng.randrange(6):
             case 0:
                 parameter[some] = 0.0
             case 1:
@@ -39,8 +39,13 @@ def edit(parameter: nn.Parameter, rng: random.Random) -> None:
                 parameter[some] = rng.choice(values)
             case 5:
                 parameter.add_(1e-4)
-            case 6 if parameter.ndim > 1:
-                parameter.data = parameter.transpose(0, -1).contiguous().transpose(0, -1)
+
+
+def transpose(parameters: Sequence[nn.Parameter], rng: random.Random) -> None:
+    """Give some of them another memory format, which users may do before an optimizer's first step."""
+    for parameter in parameters:
+        if parameter.ndim > 1 and rng.random() < 0.3:
+            parameter.data = parameter.data.transpose(0, -1).contiguous().transpose(0, -1)
 
 
 def run(
@@ -63,6 +68,7 @@ def run(
         params = [{"params": bucket, **group} for bucket, group in zip(buckets, groups, strict=True)]
         return DOSAdam(params, state_format=formats[number % len(formats)], **options)
 
+    transpose(parameters, rng)
     number, optimizer = 0, optimizer_of(0)
     for step in range(STEPS):
         plan_anew(optimizer)
@@ -78,6 +84,7 @@ def run(
                 for index, parameter in enumerate(p for bucket in buckets for p in bucket):
                     if index in saved["state"]:
                         saved["state"][index] = optimizer.adamw_state(parameter)
+            transpose(parameters, rng)
             optimizer = optimizer_of(number)
             optimizer.load_state_dict(saved)
         for parameter in parameters:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +16,7 @@ from dos.rules.adamw import AdamW
 from dos.state.arena import Arena
 from dos.state.record import make_records
 from dos.state.subgroup import split
-from tests.support.training import FAST, assert_close_ulp, bits, maker, on
+from tests.support.training import FAST, assert_close_ulp, on
 
 MAKERS = {
     "plain": lambda: torch.randn(6, 7),
@@ -74,47 +72,6 @@ def test_layouts_agree_with_adamw(name: str, place: str | float, dtype: torch.dt
     state = optimizer.state[parameter]
     assert state["exp_avg"].shape == parameter.shape
     torch.testing.assert_close(state["exp_avg"], adamw.state[reference]["exp_avg"], rtol=1e-5, atol=1e-7)
-
-
-def relaid(layer: nn.Conv2d, layout: torch.memory_format) -> None:
-    layer.weight.data = layer.weight.data.contiguous(memory_format=layout)
-
-
-def moved(layer: nn.Conv2d, layout: torch.memory_format) -> None:
-    layer.to(memory_format=layout)
-
-
-@pytest.mark.parametrize(("place", "offload"), [("host", False), ("cpu", True), ("stride:1", False), (0.0, True)])
-@pytest.mark.parametrize(
-    ("when", "change", "dtype"),
-    [
-        (0, relaid, torch.bfloat16),
-        (1, relaid, torch.float32),
-        (2, relaid, torch.bfloat16),
-        (2, moved, torch.float32),
-    ],
-)
-def test_a_layout_that_changes_while_training_takes_its_state_along(
-    place: Any, offload: bool, when: int, change: Callable[..., None], dtype: torch.dtype
-) -> None:
-    """when: after so many of an iteration's micro-batches."""
-    ends = []
-    for layouts in ((torch.channels_last, torch.contiguous_format), ()):
-        torch.manual_seed(0)
-        layer = nn.Conv2d(3, 4, 5).to(dtype)
-        optimizer = maker(place, subgroup_size=11, offload_gradients=offload)(layer.parameters())
-        for step in range(6):
-            optimizer.zero_grad()
-            for micro_batch in range(3):
-                if micro_batch == when and step in (2, 4)[: len(layouts)]:
-                    change(layer, layouts[step // 4])
-                if micro_batch < 2:
-                    generator = torch.Generator().manual_seed(10 * step + micro_batch)
-                    for p in layer.parameters():
-                        (p * torch.randn(p.shape, generator=generator).to(dtype)).sum().backward()
-            optimizer.step()
-        ends.append(bits([layer.weight, layer.bias, optimizer.state[layer.weight]["exp_avg"]]))
-    assert ends[0] == ends[1]
 
 
 def test_state_of_parameters_on_the_host_asks_for_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -48,32 +48,6 @@ def step(optimizer: Any, *parameters: Tensor) -> None:
     for p in parameters:
         p.grad = torch.sin(torch.arange(p.numel(), dtype=torch.float32)).view(p.shape)
     optimizer.step()
-
-
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("read", [(), (1,), range(4)])
-def test_amsgrad_switched_on_while_a_parameter_is_idle(place: str | float, read: Collection[int]) -> None:
-    """The same in any place, whether state is read never, once or always."""
-
-    def run(make: Make) -> list[nn.Parameter]:
-        ps = weights()
-        optimizer = make(ps)
-        for _ in range(2):
-            step(optimizer, *ps)
-        optimizer.param_groups[0]["amsgrad"] = True
-        step(optimizer, *ps[1:])
-        for number in range(4):
-            optimizer.zero_grad()
-            for p in ps:
-                p.grad = torch.full_like(p, 1.0 / (1 + number))
-            optimizer.step()
-            if number in reads.pop():
-                assert "max_exp_avg_sq" in optimizer.state[ps[0]]
-        assert "max_exp_avg_sq" in optimizer.state[ps[0]]
-        return ps
-
-    reads = [*[()] * 4, *[read] * 4]
-    assert_as_on_host(run, place, lr=0.1)
 
 
 @pytest.mark.parametrize("place", ["host", "cpu"])
@@ -221,23 +195,3 @@ def test_skipped_steps_leave_nothing_behind() -> None:
         optimizer.found_inf, optimizer.grad_scale = torch.tensor(1.0), torch.tensor(1.0)  # type: ignore[attr-defined]
         optimizer.step()
     assert alive() <= before + 5
-
-
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("numel", [5, 50])
-def test_state_of_an_idle_parameter_that_is_dropped_after_amsgrad_came(place: str | float, numel: int) -> None:
-    """Its state on the device does not come back."""
-
-    def run(make: Make) -> list[Tensor]:
-        p, q = (nn.Parameter(torch.ones(numel)) for _ in range(2))
-        optimizer = make([p, q])
-        step(optimizer, p, q)
-        step(optimizer, p, q)
-        optimizer.param_groups[0]["amsgrad"] = True
-        step(optimizer, p)
-        optimizer.state.pop(q)
-        step(optimizer, p)
-        step(optimizer, p, q)
-        return [p, q, *(optimizer.state[q][key] for key in ("step", "exp_avg", "exp_avg_sq"))]
-
-    assert_as_on_host(run, place, lr=0.1)

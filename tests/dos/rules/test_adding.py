@@ -87,8 +87,8 @@ class Momentum:
     def adopt(self, saved: MutableMapping[str, Any], own: Mapping[str, Any], where: str) -> None:
         self.check(saved, where)
 
-    def extra(self, group: Mapping[str, Any]) -> frozenset[str]:
-        return frozenset()
+    def extra(self, group: Mapping[str, Any]) -> Mapping[str, str]:
+        return {}
 
     def format(self, parameter: Tensor, *, accelerated: bool, extra: Collection[str]) -> Format:
         values = str(parameter.dtype).removeprefix("torch.")

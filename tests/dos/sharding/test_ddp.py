@@ -97,6 +97,32 @@ def test_bad_input() -> None:
 
 
 @on_pair
+def test_what_must_not_change_is_refused_on_every_rank_after_gradients_have_left() -> None:
+    """The same gradients are used once it is put back."""
+    ends = []
+    for switched in (False, True):
+        torch.manual_seed(0)
+        ddp = DistributedDataParallel(nn.Sequential(nn.Linear(11, 7), nn.Linear(7, 3)), bucket_cap_mb=0.0001)
+        optimizer = dos_adam(ddp.parameters(), policy="cpu")
+        optimizer.register_ddp(ddp)
+        weight, (group,) = next(ddp.parameters()), optimizer.param_groups
+        for step in range(4):
+            ddp(batch(step) + dist.get_rank()).pow(2).mean().backward()
+            if step in (1, 2) and switched:  # not before, for DDP itself would mix the gradient's elements up
+                weight.data = weight.data.t().contiguous().t()
+                with pytest.raises(RuntimeError, match="its axes in the order"):
+                    optimizer.step()
+                weight.data, group["amsgrad"] = weight.data.contiguous(), True
+                with pytest.raises(RuntimeError, match="found amsgrad=True"):
+                    optimizer.step()
+                group["amsgrad"] = False
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append([*values(ddp.module), *(optimizer.state[weight][key] for key in ("step", "exp_avg"))])
+    assert_equal(*ends)
+
+
+@on_pair
 def test_a_model_may_have_several_optimizers() -> None:
     ddp = DistributedDataParallel(model())
     parameters = list(ddp.parameters())

@@ -139,26 +139,6 @@ def test_reading_state_that_fails_on_disk(tmp_path: Path, monkeypatch: pytest.Mo
     assert everything(*pair) == everything(*twins)
 
 
-def test_a_field_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of amsgrad, switched on later. Its room on disk goes back, and it can be tried again."""
-    pair, twins = started(tmp_path), started(tmp_path)
-    for _, optimizer in (pair, twins):
-        optimizer.param_groups[0]["amsgrad"] = True
-    disk = pair[1]._session.registry.homes.disk
-    assert disk is not None
-    backward(pair[0], 2)
-    before = disk.nbytes
-    assert pair[1].state_dict()  # what windows have is written
-    fail_at(monkeypatch, "write", 3, DiskError(errno.EIO, "the cable came off"))
-    with pytest.raises(DiskError, match="the cable came off"):
-        pair[1].step()
-    assert disk.nbytes == before
-    pair[1].zero_grad()
-    for each in (pair, twins):
-        train(*each, 2, first_step=2)
-    assert everything(*pair) == everything(*twins)
-
-
 @pytest.mark.parametrize(("policy", "truncated"), [("cpu", False), ("stride:2", True), (0.5, False)])
 def test_contents_that_are_not_ours(tmp_path: Path, policy: str | float, truncated: bool) -> None:
     """The file and what to do are named in the first line that users see."""

@@ -124,20 +124,6 @@ def anonymous_bytes() -> int:
     return 1024 * int(line.split()[1])
 
 
-@pytest.mark.parametrize("room", [100_000, 400_000])
-def test_amsgrad_that_is_switched_on_where_state_is_at_home(tmp_path: Path, room: int) -> None:
-    """Some of which leaves for disk, or none. room: for state on the host."""
-    ends = []
-    for disk in (None, tmp_path):
-        model = wide()
-        optimizer = dos_adam(model.parameters(), disk, host_memory=TWO_WINDOWS + room)
-        train(model, optimizer, 2)
-        optimizer.param_groups[0]["amsgrad"] = True
-        train(model, optimizer, 2, first_step=2)
-        ends.append(everything(model, optimizer))
-    assert ends[0] == ends[1]
-
-
 def test_room_on_disk_goes_back_once_state_has_come_home_for_good(tmp_path: Path) -> None:
     """As where other state has left the host for the device."""
     residents, model = set[int](), wide()
@@ -274,3 +260,27 @@ def test_homes_leave_for_disk_where_windows_need_their_room(
         ends.append(trained_on(model, optimizer, views, first_step=3))
     assert ends[0] == ends[1]
     assert bytes_on_disk(tmp_path) > 0
+
+
+def test_state_that_has_left_for_disk_is_loaded_by_the_views_of_before(tmp_path: Path) -> None:
+    """With amsgrad, for which memory is made anew: what they show is copied first."""
+    ends = []
+    for disk in (None, tmp_path):
+        model = mlp(width=2000)
+        *rest, last = model.parameters()
+        nbytes = TWO_WINDOWS + 8 * sum(p.numel() for p in model.parameters())
+        optimizer = dos_adam([last], disk, offload_gradients=True, host_memory=nbytes)
+        train(model, optimizer, 2)
+        entry = dict(optimizer.state[last])
+        model.zero_grad()
+        optimizer.add_param_group({"params": rest})
+        train(model, optimizer, 2, first_step=2)
+        optimizer.zero_grad()
+        groups = [{**group, "amsgrad": True} for group in optimizer.param_groups]
+        groups[0]["params"], groups[1]["params"] = [0], list(range(1, 1 + len(rest)))
+        entry["max_exp_avg_sq"] = torch.ones_like(last)
+        optimizer.load_state_dict({"state": {0: entry}, "param_groups": groups})
+        train(model, optimizer, 2, first_step=4)
+        ends.append(everything(model, optimizer))
+        assert disk is None or bytes_on_disk(disk) > 0
+    assert ends[0] == ends[1]

@@ -65,17 +65,6 @@ def write_to_a_parameter(pair: Pair, drawn: random.Random) -> Pair:
 
 
 @action
-def change_a_layout(pair: Pair, drawn: random.Random) -> Pair:
-    pair[1].synchronize()
-    weight = drawn.choice([p for p in pair[0].parameters() if p.ndim == 2])
-    if weight.is_contiguous():
-        weight.data = weight.data.t().contiguous().t()
-    else:
-        weight.data = weight.data.contiguous()
-    return pair
-
-
-@action
 def write_to_state(pair: Pair, drawn: random.Random) -> Pair:
     model, optimizer = pair
     name, parameter = drawn.choice(["exp_avg", "exp_avg_sq"]), drawn.choice(list(model.parameters()))
@@ -173,9 +162,13 @@ def change_a_group(pair: Pair, drawn: random.Random) -> Pair:
 
 
 @action
-def switch_amsgrad_on(pair: Pair, drawn: random.Random) -> Pair:
-    """Its maximum gets room on disk."""
-    pair[1].param_groups[0]["amsgrad"] = True
+def load_amsgrad(pair: Pair, drawn: random.Random) -> Pair:
+    """Its maximum gets room on disk, and views of the state that goes are what is loaded."""
+    saved = pair[1].state_dict()
+    for entry in saved["state"].values():
+        entry.setdefault("max_exp_avg_sq", entry["exp_avg_sq"].clone())
+    saved["param_groups"][0]["amsgrad"] = True
+    pair[1].load_state_dict(saved)
     return pair
 
 
