@@ -71,7 +71,9 @@ class AdaptivePlanner:
             return
         workload, _ = self._inputs
         self.settled = self._answers.learn(workload, TASKS_AT_ONCE)
-        self._plan = self._choose(workload, self._answers)
+        if self._answers.was_simulated(self._answers.best(workload).division):
+            # Else each iteration would run the next plan that only seems good, until all such were simulated.
+            self._plan = self._choose(workload, self._answers)
 
     def _answers_for(self, workload: Workload, profile: HardwareProfile) -> Answers:
         """Those that there are, if they are for the same workload but for memory."""

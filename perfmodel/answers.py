@@ -55,8 +55,7 @@ class Answers:
     def best(self, workload: Workload) -> Choice:
         """The best for this memory; all state on the GPU where that is about as good.
 
-        A division that was not simulated must be better by more than the closed form may be wrong. Else each iteration
-        would run another one that only seems good, until all such were simulated.
+        A division that was not simulated must be better by more than the closed form may be wrong.
         """
         best = min(self._choices(_judged(workload)), key=self._doubted)
         if not fits(workload):
@@ -67,6 +66,10 @@ class Answers:
             return best
         return Choice(self.cost(best.division, 0), best.division, 0)
 
+    def was_simulated(self, division: Division) -> bool:
+        """Whether the simulator has looked at plans of this division."""
+        return bool(self._known[division].simulated)
+
     def cost(self, division: Division, on_cpu: int) -> float:
         """Seconds by which this makes the iteration longer."""
         (answer,) = self._of([division])
@@ -74,7 +77,7 @@ class Answers:
 
     def _doubted(self, choice: Choice) -> float:
         """The cost of a choice, with the error of the closed form where that alone says it."""
-        error = 0.0 if self._known[choice.division].simulated else self._error(choice.cost)
+        error = 0.0 if self.was_simulated(choice.division) else self._error(choice.cost)
         return choice.cost + error
 
     def _error(self, cost: float) -> float:
