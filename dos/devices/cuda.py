@@ -161,8 +161,8 @@ class CudaDevice:
         self._look_at_segments(stats["reserved_bytes"]["all"]["allocated"])
         segments = self._segments
         unused = max(0, reserved - active - segments.private - (0 if segments.expandable else split))
-        before, self._peak = self._peak, stats["active_bytes"]["all"]["peak"]
-        if before in (None, self._peak):
+        before, self._peak = self._peak, stats["active_bytes"]["all"].get("peak")
+        if before is None or self._peak in (None, before):
             return Cached(reserved, unused)
         # It has risen since, or the user has reset it: in both cases so much was in use since the last look.
         return Cached(reserved, unused, min(unused, reserved - self._peak - segments.private))

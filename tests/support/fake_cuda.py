@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from dos.devices import Cached, Job, Memory
-from dos.devices.cuda import CudaDevice, _streams_of
+from dos.devices.cuda import CudaDevice, _leftovers_of, _streams_of
 from perfmodel import Op
 
 
@@ -412,6 +412,7 @@ def install(monkeypatch: pytest.MonkeyPatch, seed: int | None) -> Runtime:
     """Put the runtime in the place of torch.cuda's. seed: of the order in which work runs; None: as late as allowed."""
     runtime = Runtime(seed)
     _streams_of.cache_clear()
+    _leftovers_of.cache_clear()
     for name, replacement in {
         "Stream": lambda device, priority=0: FakeStream(runtime),
         "Event": lambda enable_timing=False, blocking=False: FakeEvent(runtime, enable_timing),
