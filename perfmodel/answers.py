@@ -89,21 +89,31 @@ class Answers:
         if len(workload.subgroups) > MOST_SIMULATED:
             return True
         some, simulator, last = _judged(workload), Simulator(workload, self.profile, self._scope), 0
+        amounts = [division.activation_bytes for division in some]
+        # With as little and with as much of the saved tensors on the host as can be, besides: where all others are
+        # streamed, the closed form may be wrong by more than its usual error.
+        extremes = sorted({min(amounts), max(amounts)}) if len(set(amounts)) > 1 else []
+        groups = [some, *([d for d in some if d.activation_bytes == extreme] for extreme in extremes)]
         while simulator.tasks + last <= tasks:
             before = simulator.tasks
-            ranked = sorted(self._choices(some), key=attrgetter("cost"))[:LOOKED_AT]
-            most = ranked[0].cost + self._error(ranked[0].cost)
-            for division in (choice.division for choice in ranked if choice.cost <= most):
-                answer = self._known[division]
-                on_cpu = answer.next()
-                if on_cpu is not None:
-                    seconds = simulator.makespan(division.plan(workload, on_cpu))
-                    answer.simulated[on_cpu] = seconds - self.compute_s
-                    break
-            else:
+            found = next(filter(None, map(self._next, groups)), None)
+            if found is None:
                 return True
+            division, on_cpu = found
+            seconds = simulator.makespan(division.plan(workload, on_cpu))
+            self._known[division].simulated[on_cpu] = seconds - self.compute_s
             last = simulator.tasks - before
         return False
+
+    def _next(self, some: Sequence[Division]) -> tuple[Division, int] | None:
+        """The next of these divisions to simulate, with the number on the CPU; None if the best are known."""
+        ranked = sorted(self._choices(some), key=attrgetter("cost"))[:LOOKED_AT]
+        most = ranked[0].cost + self._error(ranked[0].cost)
+        for choice in ranked:
+            on_cpu = self._known[choice.division].next() if choice.cost <= most else None
+            if on_cpu is not None:
+                return choice.division, on_cpu
+        return None
 
     def _choices(self, some: Sequence[Division]) -> list[Choice]:
         answers = zip(some, self._of(some), strict=True)
