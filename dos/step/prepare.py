@@ -66,6 +66,7 @@ class Preparation:
             self.found[i] = self.found[i]._replace(window=kept.get(subject.subgroup))
         self._nbytes = 0 if stores.disk is None else window_bytes(subject.subgroup for subject in subjects)
         self._reserved: list[tuple[Store, Subgroup]] = []
+        self._attempted = False
 
     def __enter__(self) -> Preparation:
         return self
@@ -116,7 +117,8 @@ class Preparation:
             # State may have to move out of the host's memory for windows, and nothing may be reading it then.
             ledger.cancel_slots()
             ledger.cancel()
-        if not self._reserved:
+        if not self._attempted:  # else this would forget what was denied to the plan before
+            self._attempted = True
             # Rooms that state moves out of are held until the step is over, and may be the memory that is missing.
             device.expect_denials(bool(leaving(plan, found)))
         coming = {i: subjects[i].subgroup for i in arriving(plan, found)}

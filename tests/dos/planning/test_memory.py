@@ -13,7 +13,7 @@ import torch
 
 from dos import DOSAdam, EmulatedDevice
 from dos.devices import Memory
-from dos.planning.forecast import MARGIN
+from dos.planning.forecast import MARGIN, Forecast
 from dos.planning.monitor import MemoryMonitor
 from perfmodel import Lane, Op, Placement, Plan, Workload
 from tests.support.training import FAST, bits, bits_on_host, mlp, train, trained_as_on_host
@@ -136,6 +136,19 @@ def test_memory_that_lies_changes_no_bit(
         assert len(said) == 1, "what the user can act upon"
     if lie == "all is free" and capacity < STATE_BYTES and policy == "adaptive":
         assert [r.levelname for r in caplog.records if "no device memory" in r.message] == ["WARNING"]
+
+
+def test_slots_that_are_denied_are_remembered_as_rooms_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing has room of its own in this plan, so that the first allocation is that of a slot."""
+    told: list[int] = []
+    monkeypatch.setattr(Forecast, "allocation_failed", lambda forecast, held: told.append(held))
+    model, device = mlp(), Watched(2 * STATE_BYTES, occupied=2 * STATE_BYTES - 1)
+    optimizer = DOSAdam(model.parameters(), device=device, subgroup_size=128, policy="stride:1")
+    train(model, optimizer, 1)
+    optimizer.synchronize()
+    assert told == [0]
+    assert set(optimizer.plan().placements) == {Placement.CPU}, "the plan that ran"
+    assert bits(model.parameters()) == bits_on_host(steps=1)
 
 
 def test_a_figure_that_is_too_high_makes_no_state_travel() -> None:
