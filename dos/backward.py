@@ -40,7 +40,7 @@ _NOT_ASKED = Wanted(None, frozenset())
 
 
 class Backward:
-    """What a session has on its accelerator, and does there in backward.
+    """Backward of one session on its accelerator: the iteration that runs, its plan, and the gradients that it sends.
 
     decisions: makes plans. departures: gradients that were sent. activations: saved tensors that move to the host.
     now: the iteration that runs. attached: whether updates run on into a model's forward.

@@ -57,7 +57,7 @@ class Decisions:
         self._device = device
         self._policy = policy
         self._adaptive = policy if isinstance(policy, AdaptivePolicy) else None
-        self._asked: tuple[Workload, Plan] | None = None
+        self._asked: tuple[Workload | None, Plan | None] = None, None
         self._profile = profile
         self._held, self._on_host, self._pooled = held, on_host, pooled
         self.ended: Report | None = None
@@ -79,11 +79,11 @@ class Decisions:
 
     def _ask(self, workload: Workload) -> Plan:
         """The policy's plan, asked for once while a step is prepared; a fixed policy's once for equal workloads."""
-        before = None if self._asked is None else self._asked[0]
-        if before is not workload and (self._adaptive is not None or before != workload):
-            self._asked = workload, plan_of(self._policy, workload)
-        assert self._asked is not None, "asked for just now"
-        return self._asked[1]
+        before, plan = self._asked
+        if plan is None or (before is not workload and (self._adaptive is not None or before != workload)):
+            plan = plan_of(self._policy, workload)
+            self._asked = workload, plan
+        return plan
 
     def _meanwhile(self, workload: Workload) -> Plan:
         return plan_of(self._policy if self._adaptive is None else self._adaptive.meanwhile, workload)

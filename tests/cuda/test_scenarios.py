@@ -19,7 +19,7 @@ from dos.devices.cuda import CudaDevice, _leftovers_of, _streams_of
 from perfmodel import Lane, Op
 from tests.support.gpu import DEVICE, NEEDS_GPU, SIMULATED, free_memory
 from tests.support.random_plans import RandomPlans
-from tests.support.scales import Scales, Sines, run, with_policy
+from tests.support.scales import Beside, Scales, Sines, run, with_policy
 from tests.support.training import bits, plan_anew
 
 pytestmark = NEEDS_GPU
@@ -43,16 +43,11 @@ def late(op: Op, seconds: float = 0.05) -> None:
         torch.cuda._sleep(int(seconds * 1e9))
 
 
-class Apart(Sines):
+class Apart(Beside, Sines):
     """Saves on one stream what it has computed on another, which uses the memory again at once."""
 
-    side: torch.cuda.Stream | None = None
-
     def forward(self, x: Tensor) -> Tensor:
-        side = self.side = self.side or torch.cuda.Stream()
-        current = torch.cuda.current_stream()
-        side.wait_stream(current)
-        x.record_stream(side)
+        current, side = self.streams(x)
         outputs = []
         for layer in self.layers:
             with torch.cuda.stream(side):

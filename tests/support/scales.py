@@ -56,16 +56,25 @@ class Sines(Scales):
         return Sine(weight)
 
 
-class OnTwoStreams(Scales):
-    """Every other layer on a stream of its own; autograd runs its backward, and hooks, there too."""
+class Beside(Scales):
+    """Computes on a stream of its own, too."""
 
     side: torch.cuda.Stream | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def streams(self, x: Tensor) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+        """The present stream, and one beside it, which may read x from now on."""
         side = self.side = self.side or torch.cuda.Stream()
         current = torch.cuda.current_stream()
         side.wait_stream(current)
         x.record_stream(side)
+        return current, side
+
+
+class OnTwoStreams(Beside):
+    """Every other layer on a stream of its own; autograd runs its backward, and hooks, there too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        current, side = self.streams(x)
         outputs = []
         for i, layer in enumerate(self.layers):
             with torch.cuda.stream(side if i % 2 else current):

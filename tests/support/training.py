@@ -128,7 +128,7 @@ def assert_as_on_host(run: Callable[[Make], Iterable[Tensor]], place: Any, **set
 def plan_anew(optimizer: DOSAdam) -> None:
     """Have the policy asked again although nothing has changed."""
     if optimizer._session.decisions is not None:
-        optimizer._session.decisions._asked = None
+        optimizer._session.decisions._asked = None, None
 
 
 def bits(tensors: Iterable[Tensor]) -> list[bytes]:

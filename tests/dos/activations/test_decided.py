@@ -128,7 +128,7 @@ def test_where_the_share_falls_state_leaves_first() -> None:
     for number in range(3):
         step(model, optimizer, number=number)
     policy.groups = 3
-    optimizer._session.on_device.decisions._asked = None
+    optimizer._session.on_device.decisions._asked = None, None
     saves(optimizer)
     step(model, optimizer)
     assert saves(optimizer) == 9 * [EACH]
