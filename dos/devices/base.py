@@ -144,6 +144,15 @@ class Device(Protocol):
     def free(self, buffer: Tensor) -> None:
         """Give back what `allocate` gave, of which threads may have views yet. No work in flight may use it."""
 
+    def refill(self, buffer: Tensor) -> None:
+        """Give memory to a 1-D uint8 tensor of the device whose storage was emptied; it is uninitialised, as by `allocate`.
+
+        All tensors in its storage have it. Raises torch.OutOfMemoryError.
+        """
+
+    def empty(self, buffer: Tensor) -> None:
+        """Free the memory of such a tensor's storage. No work in flight may use it; in `owner`, what is queued may."""
+
     def keep(self, buffer: Tensor, op: Op | None = None) -> None:
         """Let the memory stay, once it is let go of, until what is queued so far may not use it any more.
 

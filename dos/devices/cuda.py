@@ -124,16 +124,28 @@ class CudaDevice:
             unpin(tensor, unused)
 
     def allocate(self, nbytes: int) -> Tensor:
+        with self._of_owner():
+            return self._empty(nbytes)
+
+    @contextmanager
+    def _of_owner(self) -> Iterator[None]:
+        """Take memory from the owner's, for the queue in which the caller works."""
         # The allocator keeps what is freed for the queue that took it; of a framework's it would be lost to the model.
         with torch.cuda.stream(cast(torch.cuda.Stream, self.owner)):
-            buffer = self._empty(nbytes)
+            yield
         if self.caller() != self.owner:
             # What the caller queues next may write there, where the owner's work may still read.
             self.join(self._mark(self.owner))
-        return buffer
 
     def _empty(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
+
+    def refill(self, buffer: Tensor) -> None:
+        with self._of_owner():
+            buffer.untyped_storage().resize_(buffer.nbytes)
+
+    def empty(self, buffer: Tensor) -> None:
+        buffer.untyped_storage().resize_(0)
 
     def free(self, buffer: Tensor) -> None:
         pass  # the caching allocator takes the memory when the last view goes

@@ -169,16 +169,32 @@ class EmulatedDevice:
 
     @exclusive
     def allocate(self, nbytes: int) -> Tensor:
+        self._check(nbytes)
+        buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        self._hold(buffer)
+        return buffer
+
+    def _check(self, nbytes: int) -> None:
         free = self._free()
         if nbytes > free:
             raise torch.OutOfMemoryError(
                 f"emulated device out of memory: {nbytes} bytes asked for, {free} of {self.capacity} free"
             )
-        buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+
+    def _hold(self, buffer: Tensor) -> None:
         storage = buffer.untyped_storage()
         self._live[storage_address(storage)] = storage
         self.usage()
-        return buffer
+
+    @exclusive
+    def refill(self, buffer: Tensor) -> None:
+        self._check(buffer.nbytes)
+        buffer.untyped_storage().resize_(buffer.nbytes)
+        self._hold(buffer)
+
+    def empty(self, buffer: Tensor) -> None:
+        buffer.untyped_storage().resize_(0)
+        self.free(buffer)
 
     def free(self, buffer: Tensor) -> None:
         self._live.pop(storage_address(buffer.untyped_storage()), None)

@@ -132,7 +132,7 @@ class OffloadedGradients:
             there = None if total is None else total[place]
             # One thread adds all, in the order of backward: sums have the same bits each time.
             arrived = ledger.lane.submit(partial(_arrive, job, staged[place], there, overwrite=before is None))
-        record.parameter.grad = None
+        record.leaf.grad = None
         thread = threading.get_ident() if in_backward and not record.sharded else None
         self._totals[record] = _Total(arrived, values, total is None, thread)
         self._torn = False

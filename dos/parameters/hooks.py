@@ -70,7 +70,7 @@ class Attachment:
             fsdp2.wait_before_gathering(group, self)
         ddp.wait_before_broadcasts(self)
         self._add(model)
-        alone = _hook(model, self._detach_if_alone)
+        alone = module_hook(model, self._detach_if_alone)
         self._handles.append(model.register_forward_pre_hook(alone, prepend=True))
 
     @property
@@ -96,8 +96,8 @@ class Attachment:
                 alive.end(module)
 
         self._handles += [
-            model.register_forward_pre_hook(_hook(model, begin), prepend=True),
-            model.register_forward_hook(_hook(model, end), always_call=True),
+            model.register_forward_pre_hook(module_hook(model, begin), prepend=True),
+            model.register_forward_hook(module_hook(model, end), always_call=True),
         ]
 
     def take_new_order(self) -> list[int] | None:
@@ -127,7 +127,7 @@ class Attachment:
 
     def _add(self, module: nn.Module) -> None:
         compiled = is_compiled(module)
-        before = _hook(module, self._before_compiled if compiled else self._before_module)
+        before = module_hook(module, self._before_compiled if compiled else self._before_module)
         self._handles += [
             module.register_forward_pre_hook(before, prepend=True),
             module.register_state_dict_pre_hook(_Wait(self._finish_all)),
@@ -208,6 +208,6 @@ class _Wait:
         return _Wait, ()
 
 
-def _hook(module: nn.Module, call: Callable[[nn.Module], None]) -> Callable[..., None]:
+def module_hook(module: nn.Module, call: Callable[[nn.Module], None]) -> Callable[..., None]:
     """A hook for this module; one on a module that was compiled in place is traced with it, and must not be."""
     return torch.compiler.disable(_Wait(call)) if is_compiled(module) else _Wait(call)

@@ -75,6 +75,8 @@ class Registry:
         self._promised: dict[bool, dict[int, int]] = {True: {}, False: {}}
         """Host bytes by parameter: of all on the accelerator, and of those on the host that have none yet."""
         self._loads: tuple[SubgroupLoad, ...] | None = None
+        self.expected = 0
+        """Parameters on the accelerator that are enrolled one after another; sizes of subgroups follow from all."""
 
     def record(self, parameter: Tensor) -> ParameterRecord | None:
         """The parameter's record, if it has a place in an arena."""
@@ -221,7 +223,7 @@ class Registry:
             check_host_memory(sum(here))
         there = sum(subgroup.numel for subgroup in self.accelerated)
         there += sum(local(p).numel() for p, _ in newcomers if self.devices.holds(p))
-        size = self._allocation.size_on_device(there)
+        size = self._allocation.size_on_device(max(there, self.expected))
         records: list[ParameterRecord] = []
         subgroups: list[Subgroup] = []
         for run, group in runs:
@@ -281,4 +283,5 @@ def tell_autograd(records: Collection[ParameterRecord]) -> None:
     """Have backward refuse graphs in which the parameters have other values than from now on."""
     # Through whichever name autograd knows them.
     parts = [record.local for record in records if record.sharded]
+    parts += [record.leaf for record in records if record.leaf is not record.parameter]
     torch.autograd.graph.increment_version([*(record.parameter for record in records), *parts])

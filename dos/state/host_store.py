@@ -118,9 +118,11 @@ class HostStore:
         return sum((last - first) * t.tensor.itemsize for t, first, last in parts)
 
     def _own(self, subgroup: Subgroup) -> list[HostTensor]:
-        """What goes with its home: not gradients that may be waiting for the step."""
+        """What goes with its home: neither gradients that may be waiting for the step, nor weights that stream."""
         arena = subgroup.arena
-        kept = arena.incoming() if self._keeps_gradients else ()
+        kept = arena.incoming() if self._keeps_gradients else []
+        if arena.streams:  # the parameters themselves are there
+            kept = [*kept, arena.weights_at_home()]
         return [tensor for tensor in (*arena.home(), *arena.staging()) if tensor not in kept]
 
     def fetch(self, subgroup: Subgroup) -> State:

@@ -408,6 +408,7 @@ class Ledger:
                 copies = update.download_written()
                 if copies:
                     self.device.copy(Op.GRADIENT, 0, copies, self.device.fence()).wait()
+                if copies or subgroup.arena.streams:
                     update.follow_on_host()
             elif found[i].gradient is Tier.HOST:
                 update.follow(self.stores.of[found[i].state].fetch(subgroup))  # from where it comes here first

@@ -16,7 +16,7 @@ from dos.state.record import flat_alias
 from dos.state.subgroup import Piece, Subgroup
 from dos.state.windows import Window
 from dos.step.transit import Transit
-from perfmodel.format import MASTER, REST
+from perfmodel.format import MASTER
 from perfmodel.plan import Tier
 from perfmodel.schedule import SubgroupState
 
@@ -103,18 +103,19 @@ class SubgroupUpdate:
     @property
     def written_bytes(self) -> int:
         """Of parameters that user code wrote to, where they come with the gradients and are not half of masters."""
-        itemsize = self.subgroup.arena.dtype.itemsize
-        come = self.from_disk and not self.subgroup.arena.format.splits
+        arena, itemsize = self.subgroup.arena, self.subgroup.arena.dtype.itemsize
+        come = self.from_disk and not (arena.reads_parameters or arena.streams)
         return sum(piece.numel for piece in self.written_pieces) * itemsize if come else 0
 
     @property
     def stale(self) -> Sequence[Piece]:
-        """The pieces whose newest parameters the host lacks, where it needs them to update split masters."""
+        """The pieces whose newest parameters the host lacks, where it reads them to update."""
+        arena = self.subgroup.arena
+        if not arena.reads_parameters or arena.streams:
+            return ()
         # A window, or a home that state is just coming to, has none of the parameters that were staged in earlier
         # steps.
         newest = set() if self.from_disk else self.subgroup.newest
-        if not self.subgroup.arena.format.splits:
-            return ()
         known = newest.difference(self.written_pieces) if newest else newest
         return [piece for piece in self.pieces if piece not in known] if known else self.pieces
 
@@ -131,7 +132,9 @@ class SubgroupUpdate:
         return [(buffer[_ROOM * piece.start :][: g.nbytes].view(g.dtype), g) for piece, g in gradients]
 
     def uploads(self) -> list[Copy]:
-        """The copies that bring the new parameters to the device."""
+        """The copies that bring the new parameters to the device: none where they are at home on the host."""
+        if self.subgroup.arena.streams:
+            return []
         parameter = self.on_host.parameter
         staged = self.on_host.state.master if parameter is None else parameter
         assert staged is not None, "accelerated parameters have a master"
@@ -172,7 +175,8 @@ class SubgroupUpdate:
             self._point(batch, staged.data_ptr(), staged.itemsize, staged.dtype)
         self.subgroup.arena.rule.prepare([batch], self.settings)()
         # Only at home does what is staged last: a window is another subgroup's later.
-        if self.at_home and state.rest is not None and len(self.subgroup.newest) < len(self.subgroup.pieces):
+        arena = self.subgroup.arena
+        if self.at_home and arena.reads_parameters and len(self.subgroup.newest) < len(self.subgroup.pieces):
             self.subgroup.newest.update(self.pieces)
 
     def follow(self, state: State) -> None:
@@ -197,8 +201,10 @@ class SubgroupUpdate:
     def download_written(self) -> list[Copy]:
         """The copies that bring parameters to which user code wrote to the host, before their masters there follow.
 
-        But for split ones, whose other halves come with the step's gradients.
+        But for those that updates read in any case, which come with the step's gradients, and those that are there.
         """
+        if self.subgroup.arena.streams:
+            return []
         master, staged = self.on_host.state.master, self.on_host.parameter
         place = master if staged is None else staged
         pieces = [] if master is None else self.written_pieces
@@ -243,10 +249,9 @@ class SubgroupUpdate:
         """What the update of a piece works on."""
         fields = state.cut(piece.start, piece.stop)
         master, shaped = fields.pop(MASTER, None), piece.record.shaped
-        if at_home and REST in fields:
+        if at_home and master is None:
             return Run(self._staged(piece), fields, None, shaped)
         if at_home:
-            assert master is not None, "accelerated parameters have a master"
             staged = self.on_host.parameter
             return Run(master, fields, None if staged is None else staged[piece.run], shaped)
         parameter = _of_parameter(piece)

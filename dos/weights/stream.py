@@ -1,0 +1,314 @@
+"""Moves the weights of a model's blocks to the device and back: hooks around each block, and in backward."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dos.devices import Device, Job, memory_of
+from dos.guard import exclusive
+from dos.parameters.hooks import module_hook
+from dos.torch_internals.modes import backward_number, in_backward, when_backward_ends
+from dos.torch_internals.module_parameters import (
+    let_move,
+    own_parameters,
+    refuse_to_move,
+    unwatch_parameters,
+    watch_parameters,
+)
+from dos.torch_internals.tensors import storage_address
+from dos.weights.block import Block
+
+_MOST_JOBS = 1000
+"""Transfers that are remembered if no step asks for them."""
+WINDOW = 2
+"""Blocks that stream and are on the device at a time: the one that computes, and the next."""
+
+_of_model: weakref.WeakKeyDictionary[nn.Module, WeightStream] = weakref.WeakKeyDictionary()
+
+
+class WeightStream:
+    """The blocks of one model. It lives as long as the model, whose hooks have it; its optimizer may go before.
+
+    blocks: in the order of the model.
+    """
+
+    # A block's way: `_before` its forward gives it copies and starts those of the next block; `_after` frees it, but for
+    # the last, which backward needs at once. In backward `before_use` does the same for what a saved tensor or a
+    # recomputed forward asks for, in reverse; it is freed when all of its gradients are there, and whatever is left
+    # when backward ends. Forwards within backward free nothing: what they have computed is for the backward to come.
+    def __init__(
+        self,
+        device: Device,
+        model: nn.Module,
+        blocks: Mapping[nn.Module, Block],
+        watcher: Any,
+        lock: Any,
+    ) -> None:
+        """watcher: whose `weights_ready` says after what homes have their newest values."""
+        self.blocks = tuple(blocks.values())
+        self._device = device
+        self._model = weakref.ref(model)
+        self._watcher = weakref.ref(watcher)
+        self._lock = lock
+        self._of = weakref.WeakKeyDictionary(blocks)
+        self._by_storage = {block.storage: block for block in self.blocks}
+        self._next = dict(itertools.pairwise(self.blocks))
+        """The block that forward used after each, the last time."""
+        self._before_that = {after: before for before, after in self._next.items()}
+        self._last_run: Block | None = None
+        self._last_of_forward: Block | None = self.blocks[-1]
+        self._forwards = 0
+        self._backwards: set[int] = set()
+        """The numbers of the backwards whose end is awaited."""
+        self._moves: deque[Job] = deque(maxlen=_MOST_JOBS)
+        self._handles = [
+            model.register_forward_pre_hook(module_hook(model, self._begin), prepend=True),
+            model.register_forward_hook(module_hook(model, self._end), always_call=True),
+        ]
+        for module, block in blocks.items():
+            self._handles += [
+                module.register_forward_pre_hook(module_hook(module, self._before), prepend=True),
+                module.register_forward_hook(module_hook(module, self._after), always_call=True),
+            ]
+            for copy in block.copies:
+                if copy.requires_grad:
+                    self._handles.append(copy.register_post_accumulate_grad_hook(self._gradient_written(block)))
+            for each in {module for member in block.members for module, _ in member.places}:
+                watch_parameters(each, _Reading(self, block))
+        refuse_to_move(model, _refuse_to_move)
+        _of_model[model] = self
+
+    @property
+    def copies(self) -> list[Tensor]:
+        """All copies of all blocks."""
+        return [copy for block in self.blocks for copy in block.copies]
+
+    def detach(self) -> None:
+        """Take all hooks away; the parameters stay where they are."""
+        self.free_all()
+        for handle in self._handles:
+            handle.remove()
+        for block in self.blocks:
+            for module in {module for member in block.members for module, _ in member.places}:
+                unwatch_parameters(module)
+        model = self._model()
+        if model is not None:
+            let_move(model)
+            _of_model.pop(model, None)
+
+    def moves(self) -> deque[Job]:
+        """The transfers since this was asked last, in the order of their issue."""
+        given, self._moves = self._moves, deque(maxlen=_MOST_JOBS)
+        return given
+
+    # Forward.
+
+    @exclusive
+    def _begin(self, _: nn.Module) -> None:
+        """A forward of the model begins."""
+        if in_backward():
+            return  # the model itself is recomputed
+        # What an interrupted forward or backward has left would be stale after the next step.
+        if not self._forwards:
+            self.free_all()
+        self._forwards += 1
+        self._last_run = None
+        for block in self.blocks:
+            check_homes(block)
+
+    @exclusive
+    def _end(self, _: nn.Module) -> None:
+        """The forward has ended, however it did."""
+        if in_backward():
+            return
+        self._forwards = max(0, self._forwards - 1)
+        self._last_of_forward = self._last_run
+        for block in self.blocks:
+            if block.running:
+                block.running = 0
+                block.use_homes()
+            # Where no graph was made, no backward needs the last one.
+            if block is not self._last_run or not torch.is_grad_enabled():
+                self._free(block)
+
+    @exclusive
+    def _before(self, module: nn.Module) -> None:
+        """A block is about to run."""
+        block = self._of[module]
+        if in_backward():
+            self._use_in_backward(block)
+        else:
+            self._use(block, self._next.get(block))
+            if self._last_run is not None and self._last_run is not block:
+                self._next[self._last_run], self._before_that[block] = block, self._last_run
+            self._last_run = block
+        block.running += 1
+        block.use_copies()
+
+    @exclusive
+    def _after(self, module: nn.Module) -> None:
+        """It has run, or has raised."""
+        block = self._of[module]
+        block.running = max(0, block.running - 1)
+        if block.running:
+            return
+        block.use_homes()
+        if in_backward():
+            return
+        if block is not self._last_of_forward or not torch.is_grad_enabled():
+            self._free(block)
+
+    # Backward.
+
+    def before_use(self, tensor: Tensor) -> None:
+        """Called before backward reads a saved tensor, which may be of a block's weights."""
+        storage = memory_of(tensor)
+        block = None if storage is None else self._by_storage.get(storage_address(storage))
+        if block is not None and block.streams:
+            self._use_saved(block)
+
+    @exclusive
+    def _use_saved(self, block: Block) -> None:
+        self._use_in_backward(block)
+
+    def _use_in_backward(self, block: Block) -> None:
+        number = backward_number()
+        if number not in self._backwards and number != -1:
+            self._backwards.add(number)
+            when_backward_ends(self._backward_ends)
+        if not block.touched:
+            block.expects_gradients()
+        self._use(block, self._before_that.get(block))
+        block.touched = True
+
+    def _gradient_written(self, block: Block) -> Any:
+        reference = weakref.ref(self)
+
+        def written(copy: Tensor) -> None:
+            stream = reference()
+            if stream is not None:
+                stream._count_gradient(block, copy)
+
+        return written
+
+    @exclusive
+    def _count_gradient(self, block: Block, copy: Tensor) -> None:
+        """Backward has written the gradient of a copy; after the last one of the block it needs the weights no more."""
+        block.awaited.discard(id(copy))
+        if block.touched and not block.awaited and not block.running:
+            self._free(block)
+
+    @exclusive
+    def _backward_ends(self) -> None:
+        """Free what has no gradients that say when it was used last, such as frozen blocks."""
+        self._backwards.clear()
+        for block in self.blocks:
+            if block.touched and not block.running:
+                self._free(block)
+
+    # Transfers.
+
+    def _use(self, block: Block, following: Block | None) -> None:
+        """Let the caller's queue use the block, and fetch the one that follows beside that."""
+        if not block.filled:
+            self._fetch(block)
+        if following is not None and not following.filled:
+            self._fetch_ahead(following)
+        block.join()
+
+    def _fetch(self, block: Block) -> None:
+        """Start to fetch a block that is needed now. Raises torch.OutOfMemoryError."""
+        after = self._ready(block, wait=True)
+        assert after is not None, "it has waited"
+        try:
+            self._moves.append(block.fetch(after))
+        except torch.OutOfMemoryError:
+            # What was fetched ahead can be fetched again; then state can give way.
+            for other in self.blocks:
+                if other is not block and not other.running and not other.touched:
+                    self._free(other)
+            watcher = self._watcher()
+            if watcher is not None:
+                watcher.give_way(block.nbytes)
+            self._moves.append(block.fetch(after))
+
+    def _fetch_ahead(self, block: Block) -> None:
+        """Start to fetch a block that is needed next, if its update has ended and there is room for it."""
+        if not block.streams or sum(other.filled and other.streams for other in self.blocks) >= WINDOW:
+            return
+        after = self._ready(block, wait=False)
+        if after is None:
+            return
+        try:
+            self._moves.append(block.fetch(after))
+        except torch.OutOfMemoryError:
+            pass  # there may be memory when it is needed
+
+    def _ready(self, block: Block, *, wait: bool) -> Sequence[Job] | None:
+        watcher = self._watcher()
+        if watcher is None:
+            return ()
+        found: Sequence[Job] | None = watcher.weights_ready([m.parameter for m in block.members], wait=wait)
+        return found
+
+    def _free(self, block: Block) -> None:
+        if block.streams:
+            block.free()
+
+    def free_all(self) -> None:
+        """Free what streams and is on the device: no forward and no backward runs."""
+        self._backwards.clear()
+        for block in self.blocks:
+            if block.running:
+                block.running = 0
+                block.use_homes()
+            self._free(block)
+
+    def before_reading(self, block: Block) -> None:
+        """User code reads the block's homes: they have the values of the last step once this returns."""
+        watcher = self._watcher()
+        if watcher is not None and not block.running:
+            watcher.finish_homes([member.parameter for member in block.members])
+
+
+class _Reading:
+    """Called before a block's parameters are read. Weak, for modules outlive the stream in a copy."""
+
+    def __init__(self, stream: WeightStream, block: Block) -> None:
+        self._stream, self._block = weakref.ref(stream), block
+
+    def __call__(self) -> None:
+        stream = self._stream()
+        if stream is not None:
+            stream.before_reading(self._block)
+
+
+def stream_of(model: nn.Module) -> WeightStream | None:
+    """What moves the weights of this model, if they stream."""
+    return _of_model.get(model)
+
+
+def check_homes(block: Block) -> None:
+    """Raise RuntimeError if user code has exchanged or moved the parameters of a block."""
+    for member in block.members:
+        for module, name in member.places:
+            if own_parameters(module).get(name) is not member.parameter:
+                raise RuntimeError(
+                    f"{type(module).__name__}.{name} is another parameter than when its weights began to stream; load "
+                    "weights without assign=True, or build the optimizer anew and call attach(weights=...) again"
+                )
+
+
+def _refuse_to_move() -> None:
+    raise RuntimeError(
+        "the weights of this model stream between host and device, so it cannot be moved or converted; leave out "
+        "model.to(), .cuda() and .half() after optimizer.attach(model, weights=...), which has put everything where it "
+        "belongs, or convert the model before"
+    )
