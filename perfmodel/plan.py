@@ -53,6 +53,7 @@ class Plan:
     slots: staging slots on the device; at least 1 if any subgroup is streamed.
     activation_bytes: of saved tensors that leave for the host, those saved first.
     on_disk: the subgroups whose state rests on disk; it passes through the host on its way to and from the update.
+    blocks_on_device: the blocks whose weights stay on the device; those of all others come for each use of them.
 
     Raises ValueError when the parts do not fit together.
     """
@@ -62,6 +63,7 @@ class Plan:
     slots: int
     activation_bytes: int = 0
     on_disk: frozenset[int] = frozenset()
+    blocks_on_device: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         n = len(self.placements)
@@ -78,6 +80,8 @@ class Plan:
             raise ValueError(
                 f"plan on_disk must name subgroups that are updated on the CPU or streamed, found {sorted(there)}"
             )
+        if min(self.blocks_on_device, default=0) < 0:
+            raise ValueError(f"plan blocks_on_device must be 0 or more each, found {sorted(self.blocks_on_device)}")
         if self.slots == 0 and Placement.GPU_STREAMED in self.placements:
             raise ValueError("a plan with streamed subgroups needs at least 1 staging slot, found 0")
 
@@ -111,10 +115,11 @@ class Plan:
         parts = [f"{counts[p]} {p.label}" for p in Placement if counts[p]]
         parts += [f"state of {len(self.on_disk)} on disk"] if self.on_disk else []
         moved = f"; {self.activation_bytes / 2**20:.1f} MiB of saved tensors move to the host"
+        weights = f"; weights of {len(self.blocks_on_device)} blocks stay"
         slots = f"{self.slots} slot{'' if self.slots == 1 else 's'}"
         return (
             f"{len(self)} subgroups: {', '.join(parts) or 'none'}; {slots}; {self._runs()}"
-            f"{moved if self.activation_bytes else ''}"
+            f"{moved if self.activation_bytes else ''}{weights if self.blocks_on_device else ''}"
         )
 
     def _runs(self) -> str:

@@ -42,6 +42,8 @@ class Op(enum.Enum):
     """D2H: tensors that backward will need leave during forward."""
     RESTORE = "restore"
     """H2D: they come back in backward."""
+    WEIGHTS = "weights"
+    """H2D: the weights of a block on the host arrive for its forward or backward."""
     READ = "read"
     """State comes from disk to the host."""
     WRITE = "write"
@@ -52,7 +54,7 @@ class Op(enum.Enum):
 class Span:
     """Work of one lane from `start` to `end`, in seconds since the timeline's origin.
 
-    subgroup: index, or None for forward, backward and saved tensors. nbytes: that a transfer moves.
+    subgroup: index, or None for forward, backward, saved tensors and weights. nbytes: that a transfer moves.
     """
 
     lane: Lane
