@@ -153,12 +153,12 @@ class Backward:
 
     def is_final(self, record: ParameterRecord) -> bool:
         """Whether the gradient that backward has just written is the one that the step will use, and may be sent."""
-        parameter = record.parameter
+        parameter, gradient = record.parameter, record.leaf.grad
         if not record.arena.accelerated or self.may_change(record):
             return False
-        if record.sharded and not same_layout(parameter.grad, parameter):
+        if record.sharded and not same_layout(gradient, parameter):
             return False  # the step redistributes it first
-        return parameter.grad is None or parameter.grad.layout is torch.strided  # the step refuses others
+        return gradient is None or gradient.layout is torch.strided  # the step refuses others
 
     def send(self, record: ParameterRecord, gradient: Tensor | None = None) -> None:
         """Send a gradient to where this iteration's plan wants it, and perhaps fetch state.

@@ -31,6 +31,7 @@ from dos.state.record import step_of
 from dos.torch_internals.callers import loads_full_state
 from dos.torch_internals.loading_hooks import after_loading, before_loading
 from dos.torch_internals.modes import disable_dynamo
+from dos.weights.blocks import checked_weights
 from perfmodel import Plan, Timeline
 from perfmodel.hardware import HardwareProfile
 
@@ -206,7 +207,14 @@ class DOSAdam(Optimizer):
         """
         self._session.synchronize()
 
-    def attach(self, model: nn.Module, *, activations: float | Literal["auto"] | None = None) -> None:
+    def attach(
+        self,
+        model: nn.Module,
+        *,
+        activations: float | Literal["auto"] | None = None,
+        weights: float | Literal["auto"] | None = None,
+        blocks: Iterable[nn.Module] | None = None,
+    ) -> None:
         """Let updates continue during the next forward of ``model``: ``step()`` returns while the host still updates.
 
         Each module waits for its own parameters just before it runs, in training; ``step()`` itself waits for
@@ -218,10 +226,17 @@ class DOSAdam(Optimizer):
 
         activations: how many of the tensors that autograd saves in the model's forward move to the host until backward
         needs them, as in ``offload_activations``; None: none.
+        weights: how many blocks of the model stay on the device: a number as an int, a share from 0 to 1 as a float, or
+            ``"auto"``, as many as the plan says. The weights of all others have their home in pinned host memory, and
+            are on the device only while their block computes. Build the model on the host and the optimizer with
+            ``device="cuda"`` and ``offload_gradients=True``; ``attach`` moves everything where it belongs. None: all
+            weights are where they are, and nothing is moved.
+        blocks: the model's blocks, modules that each run once in a forward; None: its longest ``ModuleList`` of modules
+            of one type. Parameters of no block, or of several, stay on the device.
         Raises TypeError for anything but a model, ValueError for one that has none of the optimizer's parameters.
         """
         check_model(model, self._session.parameters)
-        self._session.attach(model, checked_amount(activations))
+        self._session.attach(model, checked_amount(activations), checked_weights(weights), blocks)
 
     def offload_activations(self, activations: float | Literal["auto"] = "auto") -> AbstractContextManager[None]:
         """Move tensors that autograd saves to the host until backward needs them; surrounds a forward. ::

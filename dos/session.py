@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from dos.activations.offload import Amount, Surrounding
 from dos.backward import Backward
-from dos.devices import Device
+from dos.devices import Device, Job
 from dos.gradients.clipping import Clipping
 from dos.gradients.scaling import amp_scale
 from dos.guard import ANY, UNBROKEN, Guard, Phase, entry, main_thread_ended, warn
@@ -39,6 +39,9 @@ from dos.step.ledger import Ledger
 from dos.step.prepare import Preparation, Prepared
 from dos.step.work import Placed, SubgroupUpdate, prepare_updates
 from dos.torch_internals.callers import makes_state
+from dos.weights.blocks import Amount as BlocksStaying
+from dos.weights.homes import WeightHomes
+from dos.weights.stream import WeightStream, stream_of
 from perfmodel import Op
 
 logger = logging.getLogger(__name__)
@@ -58,6 +61,7 @@ class Session:
 
     groups: the optimizer's.
     attachment: the model whose next forward updates run into, if any.
+    weights: the model's blocks whose weights stream, if any do.
     ledger: where state is, and what is in flight.
     on_device: backward and the plans on the accelerator; None until a parameter there is met.
     """
@@ -75,6 +79,7 @@ class Session:
         self.on_device: Backward | None = None
         self.groups: list[Group] = []
         self.attachment: Attachment | None = None
+        self.weights: WeightStream | None = None
         self.clipping = Clipping(self.registry.offloaded, options.max_grad_norm, meshes)
         self.reconciler = Reconciler(self.registry, options.rule)
         self._options = options
@@ -132,6 +137,8 @@ class Session:
             )
         # The host may still update from the memory to which this step sends its gradients.
         self._end_last_step()
+        if self.weights is not None:
+            self.weights.free_all()  # what was fetched in vain would be older than what the step makes
         try:
             self.registry.agree(self.groups)
             if not self.reconciler.state and makes_state():
@@ -425,11 +432,12 @@ class Session:
         """Called by a hook when backward has written to ``parameter.grad``, from several threads perhaps."""
         on_device = self.on_device
         if on_device is not None:
-            if on_device.activations.in_use and parameter.grad is not None:
-                on_device.device.count(local(parameter.grad))
+            leaf = self.registry.leaf(parameter)
+            if on_device.activations.in_use and leaf.grad is not None:
+                on_device.device.count(local(leaf.grad))
             if on_device.device.capturing():
                 if self.registry.offloaded.enabled:
-                    parameter.grad = None  # the graph that would compute it will not be
+                    leaf.grad = None  # the graph that would compute it will not be
                     raise RuntimeError(
                         "a CUDA graph that captures backward writes gradients where it has found them, and "
                         "offload_gradients=True takes them away; build the optimizer with offload_gradients=False"
@@ -463,7 +471,7 @@ class Session:
                 return
             if not self.registry.offloaded.enabled:
                 on_device.send(record)
-            elif parameter.grad is not None:
+            elif record.leaf.grad is not None:
                 with torch.no_grad():
                     self._take(record, in_backward=True)
         except BaseException:
@@ -508,7 +516,7 @@ class Session:
         if not self.registry.offloaded.enabled or self.on_device is None:
             return
         for record, _ in active:
-            if record.arena.accelerated and record.parameter.grad is not None:
+            if record.arena.accelerated and record.leaf.grad is not None:
                 self._take(record, in_backward=False)
 
     def _take(self, record: ParameterRecord, *, in_backward: bool) -> None:
@@ -575,20 +583,83 @@ class Session:
 
     # The model, and user code.
 
-    def attach(self, model: nn.Module, amount: Amount | None) -> None:
-        """Let updates run on into the forward of this model. amount: of its saved tensors leave meanwhile."""
+    def attach(
+        self,
+        model: nn.Module,
+        amount: Amount | None,
+        weights: BlocksStaying | None = None,
+        blocks: Iterable[nn.Module] | None = None,
+    ) -> None:
+        """Let updates run on into the forward of this model. amount: of its saved tensors leave meanwhile.
+
+        weights: how many of its blocks stay on the device; None: all, and nothing is moved.
+        """
         # Only hooks of the model before wait for updates in flight, and these hooks are taken away.
         self.synchronize()
         self._look_for_device()
+        if weights is not None:
+            self.weights = self._move_in(model, weights, blocks)
+        elif stream_of(model) is not None:
+            raise ValueError(
+                "the weights of this model stream between host and device; pass weights= again, such as weights='auto'"
+            )
         before, self.attachment = self.attachment, Attachment(model, self, amount)
         if before is not None:
             before.detach()
         self._attach_device()
 
+    @entry(*UNBROKEN)
+    def _move_in(self, model: nn.Module, weights: BlocksStaying, blocks: Iterable[nn.Module] | None) -> WeightStream:
+        """Move the model's blocks into their homes, and let them stream. Raises as `WeightHomes.move_in`."""
+        device = self.registry.devices.open()
+        if device is None:
+            raise ValueError(
+                "weights= moves weights between host and accelerator, and this optimizer has none; build it with "
+                "device='cuda'"
+            )
+        if device.shares_host_memory:
+            raise ValueError(
+                f"{device} shares the host's memory, so that weights have nowhere to go; leave weights= out"
+            )
+        if not self.registry.offloaded.enabled:
+            raise ValueError(
+                "weights= needs offload_gradients=True: gradients of weights that are on the host cannot stay on the "
+                "device; build the optimizer with offload_gradients=True"
+            )
+        self._set_up_device()
+        self._bring_home()
+        homes = WeightHomes(device, self.registry)
+        return homes.move_in(model, blocks, self.groups, weights, self, self._lock)
+
+    def weights_ready(self, parameters: Iterable[Tensor], *, wait: bool) -> Sequence[Job] | None:
+        """Called before weights are fetched from the host: what the device must wait for. wait: as `Ledger.updates`."""
+        if not self.ledger.pending:
+            return ()
+        return self.ledger.updates(self.registry.subgroups_of(parameters), wait=wait)
+
+    def finish_homes(self, parameters: Sequence[Tensor]) -> None:
+        """Called before user code reads weights on the host: blocks until they are as the last step makes them."""
+        if self.ledger.pending:
+            self._finish_homes(parameters)
+
+    @entry(*ANY)
+    def _finish_homes(self, parameters: Sequence[Tensor]) -> None:
+        for job in self.ledger.updates(self.registry.subgroups_of(parameters), wait=True) or ():
+            job.wait()
+        self._join(parameters)
+
+    def give_way(self, nbytes: int) -> None:
+        """Called when a block is needed for which the device has no memory: state moves off the device."""
+        self._give_way(nbytes)
+
     def _attach_device(self) -> None:
         """Let the device know of the attachment, if there are both."""
         if self.on_device is not None and self.attachment is not None:
             self.on_device.attached = True
+            if self.weights is not None:
+                self.attachment.homes = self.weights.homes
+                self.on_device.activations.before_use = self.weights.before_use
+                self.on_device.activations.copies = self.weights.all_copies
             self.attachment.surround(self.on_device.activations)
 
     def _look_for_device(self) -> None:

@@ -56,6 +56,10 @@ class ActivationOffload:
     last_offloaded: of the last, and of all that may, bytes.
     """
 
+    before_use: Callable[[Tensor], None] | None = None
+    """Called before backward reads a saved tensor that stays, which may be of weights that stream."""
+    copies: Callable[[], Sequence[Tensor]] = tuple
+    """The device's copies of those."""
     sample: weakref.WeakMethod[Callable[..., None]]
     give_way: weakref.WeakMethod[Callable[[int], None]]
 
@@ -365,7 +369,11 @@ class ActivationOffload:
     def _unpack(self, packed: Kept) -> Tensor:
         """The tensor, when backward needs it. Raises RuntimeError if it was written to."""
         packed.check()
-        return self._fetch(packed) if isinstance(packed, Packed) else packed.tensor
+        if isinstance(packed, Packed):
+            return self._fetch(packed)
+        if self.before_use is not None:
+            self.before_use(packed.tensor)
+        return packed.tensor
 
     @torch.no_grad()
     @exclusive

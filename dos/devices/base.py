@@ -19,12 +19,13 @@ from perfmodel.format import MIXED
 from perfmodel.hardware import HardwareProfile
 from perfmodel.lanes import LANE_OF_STREAM
 from perfmodel.schedule import FLUSH, GRADIENT, ON_DEVICE, PARAMETER, PREFETCH
+from perfmodel.weights import WEIGHTS
 
 Copy = tuple[Tensor, Tensor]
 """(destination, source): 1-D tensors of equal length and dtype."""
 
 
-_STREAMS = (GRADIENT, FLUSH, PREFETCH, PARAMETER, ON_DEVICE, SAVE, RESTORE)
+_STREAMS = (GRADIENT, FLUSH, PREFETCH, PARAMETER, ON_DEVICE, SAVE, RESTORE, WEIGHTS)
 LANE_OF = {op: LANE_OF_STREAM[stream] for op, stream in _STREAMS}
 """The operations that a device has a stream for, and the lane of each."""
 
@@ -67,6 +68,16 @@ class ThreadJob:
 
     def wait(self) -> Span:
         return self.future.result()
+
+
+@dataclass(frozen=True)
+class HostJob:
+    """Work of the host that has ended. A device need not wait for it."""
+
+    span: Span
+
+    def wait(self) -> Span:
+        return self.span
 
 
 class Mark(Protocol):
@@ -145,7 +156,7 @@ class Device(Protocol):
         """Give back what `allocate` gave, of which threads may have views yet. No work in flight may use it."""
 
     def refill(self, buffer: Tensor) -> None:
-        """Give memory to a 1-D uint8 tensor of the device whose storage was emptied; it is uninitialised, as by `allocate`.
+        """Give memory, uninitialised, to a 1-D uint8 tensor of the device whose storage was emptied.
 
         All tensors in its storage have it. Raises torch.OutOfMemoryError.
         """

@@ -40,7 +40,7 @@ _BRACKETS = 3
 
 _GENERAL = (0, 0)
 """The id of the caching allocator's own pool."""
-_URGENT = (Op.SAVE, Op.RESTORE)
+_URGENT = (Op.SAVE, Op.RESTORE, Op.WEIGHTS)
 """Copies for which compute waits. Nothing comes between their pieces."""
 _HIGH, _NORMAL = -1, 0
 """Priorities of streams. They hold for kernels alone: an update that the next forward waits for goes before others, and

@@ -303,7 +303,7 @@ class EmulatedDevice:
     def _queue(
         self, op: Op, subgroup: int, work: Callable[[], None], alone_s: float, traffic: int, after: Sequence[Job]
     ) -> Job:
-        urgent = op in (Op.SAVE, Op.RESTORE)
+        urgent = op in (Op.SAVE, Op.RESTORE, Op.WEIGHTS)
 
         def run() -> Span:
             # Streams cannot wait for each other in a circle: what this one waits for was issued before.

@@ -64,7 +64,7 @@ def check_parameter(
         )
     if devices.awaits(parameter):
         raise RuntimeError(
-            f"{name_of(parameter, group)} is on the host and the optimizer was built with device={devices.requested!r}; "
+            f"{name_of(parameter, group)} is on the host, and the optimizer was built with device={devices.requested}; "
             "call optimizer.attach(model, weights=...) before the first forward, with which weights are on the device "
             "while they are used, or move the model there"
         )

@@ -15,6 +15,7 @@ from dos.sharding import ddp
 from dos.torch_internals import fsdp2
 from dos.torch_internals.modes import is_compiled
 from dos.torch_internals.module_dict import set_first
+from dos.torch_internals.module_parameters import parameters_of
 
 
 def check_model(model: object, parameters: Iterable[Tensor]) -> None:
@@ -33,7 +34,7 @@ def check_model(model: object, parameters: Iterable[Tensor]) -> None:
 
 def lasting(model: nn.Module) -> list[Tensor]:
     """What of a model outlives its forward."""
-    return [*model.parameters(), *model.buffers()]
+    return [*parameters_of(model), *model.buffers()]
 
 
 class Attachment:
@@ -59,6 +60,8 @@ class Attachment:
         self._captured: set[int] = set()
         """The ids of parameters that replays of a CUDA graph may read."""
         self._first_use: dict[int, None] = {}
+        self.homes: dict[int, Tensor] = {}
+        """The parameters of which a block's modules have copies while it computes, by the ids of these."""
         self._ordered = 0
         """How many of these `take_new_order` has given."""
         self._attribute = f"_dos_wait_{id(self)}"  # a model may be attached to several optimizers
@@ -81,6 +84,8 @@ class Attachment:
     def surround(self, offload: Any) -> None:
         """If anything is to leave, call `begin` and `end` of `offload` around each forward, even one that raises."""
         amount, model, reference = self._amount, self._model(), weakref.ref(offload)  # a model keeps no optimizer alive
+        if amount is None and self.homes:
+            amount = 0.0  # none leaves, but each that is of a block's weights has to ask for them in backward
         if amount is None or model is None:
             return
         offload.prepare(amount)
@@ -88,7 +93,7 @@ class Attachment:
         def begin(module: nn.Module) -> None:
             alive = reference()
             if alive is not None:
-                alive.begin(module, amount, lasting(module))
+                alive.begin(module, amount, [*lasting(module), *alive.copies()])
 
         def end(module: nn.Module) -> None:
             alive = reference()  # it lives as long as hooks of a forward refer to it
@@ -107,7 +112,7 @@ class Attachment:
 
     def covered(self) -> set[int]:
         """The ids of the parameters that a module waits for when it runs: those of modules that were seen to run."""
-        ran = {id(p) for module, whole in self._ran.items() for p in module.parameters(recurse=whole)}
+        ran = {id(p) for module, whole in self._ran.items() for p in self._own(module, recurse=whole)}
         return (ran | self._gathered) - self._captured
 
     def detach(self) -> None:
@@ -124,6 +129,10 @@ class Attachment:
         """Before a forward, for hooks that are running cannot be taken away."""
         if self._watcher() is None:
             self.detach()
+
+    def _own(self, module: nn.Module, *, recurse: bool = True) -> list[Tensor]:
+        """The module's parameters as the optimizer knows them; those of a block that computes are copies."""
+        return [self.homes.get(id(p), p) for p in parameters_of(module, recurse=recurse)]
 
     def _add(self, module: nn.Module) -> None:
         compiled = is_compiled(module)
@@ -146,7 +155,7 @@ class Attachment:
         # Its parameters are gathered ones now; the all-gather has waited for the shards.
         if module in self._sharded:
             return
-        own = list(module.parameters(recurse=False))
+        own = self._own(module, recurse=False)
         if module not in self._ran:
             self._ran[module] = False
             self._first_use |= dict.fromkeys(map(id, own))
@@ -161,7 +170,7 @@ class Attachment:
 
     def _before_compiled(self, module: nn.Module) -> None:
         self._ran[module] = True
-        self.finish(module.parameters())
+        self.finish(self._own(module))
 
     def finish(self, parameters: Iterable[Tensor]) -> None:
         """They are about to be used: wait for their updates."""
@@ -178,7 +187,7 @@ class Attachment:
         if watcher is None:
             return
         if module is not None and watcher.capturing():
-            self.finish(module.parameters())
+            self.finish(self._own(module))
         else:
             watcher.synchronize()
 

@@ -82,6 +82,11 @@ class Registry:
         """The parameter's record, if it has a place in an arena."""
         return self.records.get(id(parameter))
 
+    def leaf(self, parameter: Tensor) -> Tensor:
+        """Where backward writes the parameter's gradient."""
+        record = self.records.get(id(parameter))
+        return parameter if record is None else record.leaf
+
     def subgroups_of(self, parameters: Iterable[Tensor]) -> dict[Subgroup, None]:
         """Those in which parameters lie, of which some may have no place yet."""
         found = (self.records.get(id(p)) for p in parameters)
@@ -102,10 +107,13 @@ class Registry:
         return self._loads
 
     def gradient_bytes(self) -> int:
-        """Device memory through which any one subgroup's offloaded gradients come up again for its update there."""
+        """Device memory through which any one subgroup's offloaded gradients come up again for its update there.
+
+        With its weights, where those stream.
+        """
         if not self.offloaded.enabled:
             return 0
-        return max((s.offloaded_gradient_bytes for s in self.accelerated), default=0)
+        return max((s.passing_bytes for s in self.accelerated), default=0)
 
     def admit(self, group: Group) -> None:
         """Take parameters in. Raises TypeError or ValueError for one that cannot be optimised.

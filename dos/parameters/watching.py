@@ -68,12 +68,12 @@ class Watching:
         if not parameter.requires_grad:
             return
         reference, leaf = self._watcher, self._leaf(parameter)
-        other = None if leaf is parameter else parameter  # a parameter whose hook has it would never be freed
+        home = None if leaf is parameter else parameter  # a parameter whose hook has it would never be freed
 
         def report(written: Tensor) -> None:
             alive = reference()
             if alive is not None:
-                alive.gradient_ready(written if other is None else other)
+                alive.gradient_ready(written if home is None else home)
 
         self._watched[parameter] = _Hook(leaf.register_post_accumulate_grad_hook(report), tensor_address(leaf))
 

@@ -158,6 +158,13 @@ class HostStore:
         self._tensors.add(tensor)
         self._whole.add(tensor)
 
+    def hold(self, tensor: HostTensor) -> None:
+        """Make all of a tensor that holds weights without state. Raises as `reserve`."""
+        self._check(tensor.tensor.nbytes)
+        tensor.allow_huge_pages(0, len(tensor.tensor))
+        tensor.make(0, len(tensor.tensor))
+        self._tensors.add(tensor)
+
     def join_homes(self) -> None:
         """Make state ready for users, who copy views of it that span subgroups. No step may be in flight."""
         while self._apart:

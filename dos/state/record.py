@@ -88,9 +88,8 @@ class ParameterRecord:
         elif self.stand_in:
             self.flat.copy_(self.local.detach().contiguous().view(-1))
 
-    def relocate(self) -> None:
-        """Follow the parameter to where its optimizer has moved it, with the same values."""
-        written = self.changed()
+    def relocate(self, *, written: bool) -> None:
+        """Follow the parameter to where its optimizer has moved it. written: whether user code changed it before."""
         _, self._dtype, self._shape, self.layout = self.kind = kind_of(self.local)
         self.locate()
         self.saw()

@@ -19,7 +19,7 @@ from dos.state.stores import Stores
 from dos.state.subgroup import Subgroup
 from dos.state.windows import window_bytes
 from dos.step.host_lane import HostLane, InPlaceLane, Turn
-from dos.step.issue import Step, on_disk, spans_of
+from dos.step.issue import Step, on_device, on_disk, spans_of
 from dos.step.iteration import Iteration
 from dos.step.transit import Transit, wait_for_all
 from dos.step.work import SubgroupUpdate, Subject
@@ -462,9 +462,27 @@ class Ledger:
 
     def _join(self, done: Iterable[Future[Job]]) -> None:
         try:
-            for job in done:
-                # The new parameters are read from here on, and gradients overwritten.
-                self.device.join(job.result())
+            for future in done:
+                job = on_device(future.result())
+                if job is not None:
+                    # The new parameters are read from here on, and gradients overwritten.
+                    self.device.join(job)
+        except Exception as error:
+            raise self._guard.failure(error) from error
+
+    def updates(self, subgroups: Iterable[Subgroup], *, wait: bool) -> list[Job] | None:
+        """The jobs on the device after which weights of these are at home as the last step makes them.
+
+        Those that the host updates are at home already. wait: for the host; else None where it has yet to update some.
+        Raises RuntimeError if an update failed, with the cause.
+        """
+        step = self.step
+        found = [] if step is None else [step.done[s] for s in subgroups if s in step.done]
+        if not wait and not all(future.done() for future in found):
+            return None
+        try:
+            jobs = (on_device(future.result()) for future in found)
+            return [job for job in jobs if job is not None]
         except Exception as error:
             raise self._guard.failure(error) from error
 

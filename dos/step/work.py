@@ -53,6 +53,7 @@ class SubgroupUpdate:
     items: its pieces that have a gradient. numel: parameters updated. settings: those of the step that occur.
     offloaded: whether the gradients are on the host, although the parameters are not.
     place: where the host has state, gradients and parameters for it; None: in a window that the step will give it.
+    weights: the parameters on the device, in the order of the subgroup, while an update there has them in a slot.
     from_disk: whether its state is not in memory before the step, so that masters follow parameters only then.
     """
 
@@ -64,6 +65,7 @@ class SubgroupUpdate:
         self.settings = settings
         self.offloaded = offloaded
         self.place: Subgroup | Window | None = subgroup
+        self.weights: Tensor | None = None
         self.from_disk = False
         given = zip(subgroup.pieces, [gradients[n] for n in subgroup.numbers], strict=True)
         self.items: list[Item] = [(piece, gradient) for piece, gradient in given if gradient is not None]
@@ -127,9 +129,25 @@ class SubgroupUpdate:
         return copies + ([] if parameter is None else [(parameter[p.run], _of_parameter(p)) for p in self.stale])
 
     def fetch_gradients(self, buffer: Tensor) -> list[Copy]:
-        """The copies that bring offloaded gradients up into `buffer` (1-D uint8 on the device)."""
+        """The copies that bring offloaded gradients, and streamed weights, into `buffer` (1-D uint8 on the device)."""
         gradients = [(piece, _values((piece, gradient))) for piece, gradient in self.items]
-        return [(buffer[_ROOM * piece.start :][: g.nbytes].view(g.dtype), g) for piece, g in gradients]
+        weights = [(parameter, home) for home, parameter in self._weights_in(buffer)]
+        return [(buffer[_ROOM * piece.start :][: g.nbytes].view(g.dtype), g) for piece, g in gradients] + weights
+
+    def flush_weights(self, buffer: Tensor) -> list[Copy]:
+        """The copies that bring streamed weights home again, from where `fetch_gradients` has put them."""
+        return self._weights_in(buffer)
+
+    def _weights_in(self, buffer: Tensor) -> list[Copy]:
+        """The homes of streamed weights that are updated, and their places behind the gradients in `buffer`."""
+        subgroup = self.subgroup
+        if not subgroup.arena.streams:
+            return []
+        home = subgroup.parameter
+        assert home is not None, "they are there"
+        room = buffer[subgroup.offloaded_gradient_bytes :][: home.nbytes].view(home.dtype)
+        self.weights = room
+        return [(home[piece.run], room[piece.run]) for piece, _ in self.items]
 
     def uploads(self) -> list[Copy]:
         """The copies that bring the new parameters to the device: none where they are at home on the host."""
@@ -146,7 +164,8 @@ class SubgroupUpdate:
         gradient_buffer: to which `fetch_gradients` brings the gradients, if that has to be.
         lasting: whether later steps find state in the same place.
         """
-        batch = self._batch("with parameters", state, lasting=lasting)
+        # The next step may have the weights in another slot.
+        batch = self._batch("with parameters", state, lasting=lasting and self.weights is None)
         self._point(batch, 0 if gradient_buffer is None else gradient_buffer.data_ptr(), _ROOM)
         return batch
 
@@ -157,7 +176,7 @@ class SubgroupUpdate:
             self.subgroup.newest.difference_update(self.pieces)
         if state.master is not None and state.master.dtype != torch.float32:
             for piece, _ in self.items:
-                _of_parameter(piece).copy_(state.master[piece.run])
+                self._parameter(piece).copy_(state.master[piece.run])
 
     def apply_on_host(self) -> None:
         """Update the host state from staged or offloaded gradients; the new parameters stay staged."""
@@ -182,10 +201,14 @@ class SubgroupUpdate:
     def follow(self, state: State) -> None:
         """Let masters in `state`, which is where the parameters are, follow those that user code wrote to."""
         if state.master is not None:
-            self._follow(state.master, _of_parameter)
+            self._follow(state.master, self._parameter)
         elif state.rest is not None:
             for piece in self._with_rests():
-                correct_rest(state.rest[piece.run], _of_parameter(piece))
+                correct_rest(state.rest[piece.run], self._parameter(piece))
+
+    def _parameter(self, piece: Piece) -> Tensor:
+        """The piece's parameters where they are updated, but for the host's staging."""
+        return _of_parameter(piece) if self.weights is None else self.weights[piece.run]
 
     def _with_rests(self) -> list[Piece]:
         """The `written_pieces` that have a rest."""
@@ -249,12 +272,12 @@ class SubgroupUpdate:
         """What the update of a piece works on."""
         fields = state.cut(piece.start, piece.stop)
         master, shaped = fields.pop(MASTER, None), piece.record.shaped
-        if at_home and master is None:
-            return Run(self._staged(piece), fields, None, shaped)
         if at_home:
+            if master is None:
+                return Run(self._staged(piece), fields, None, shaped)
             staged = self.on_host.parameter
             return Run(master, fields, None if staged is None else staged[piece.run], shaped)
-        parameter = _of_parameter(piece)
+        parameter = self._parameter(piece)
         if master is None:
             return Run(parameter, fields, None, shaped)
         return Run(master, fields, parameter if master.dtype == torch.float32 else None, shaped)
@@ -336,10 +359,11 @@ class Subject(NamedTuple):
             update.numel * itemsize,
             stale_bytes=itemsize * (update.numel if len(stale) == len(update.items) else sum(p.numel for p in stale))
             + update.written_bytes,
+            streams=self.subgroup.arena.streams,
         )
 
     def slot_bytes(self, *, staying: bool) -> int:
         """Bytes of the slot that it needs. staying: its state has a place of its own there."""
         assert self.update is not None, "nothing passes through a slot without a gradient"
         state = 0 if staying else self.subgroup.state.carved_bytes
-        return state + (self.subgroup.offloaded_gradient_bytes if self.update.offloaded else 0)
+        return state + (self.subgroup.passing_bytes if self.update.offloaded else 0)

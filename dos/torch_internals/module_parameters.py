@@ -1,4 +1,6 @@
-"""A module's `_parameters`: where its parameters are read and exchanged, and `_apply`, by which it moves. Torch 2.6 to 2.13.
+"""A module's `_parameters`, where its parameters are read and exchanged, and `_apply`, by which it moves.
+
+Torch 2.6 to 2.13.
 
 Modules have no hook for either. FSDP2 exchanges parameters in the same way (`_fsdp_param.py`, `unsafe_setattr_param`).
 """
@@ -7,14 +9,14 @@ from __future__ import annotations
 
 import types
 import weakref
-from collections.abc import Callable, ItemsView, ValuesView
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 
 
 class WatchedParameters(dict[str, Any]):
-    """A module's parameters by name; `before_reading` is called before any is read. A copy or pickle is a plain dict."""
+    """A module's parameters by name; `before_reading` is called before any is read. A copy is a plain dict."""
 
     def __init__(self, parameters: dict[str, Any], before_reading: Callable[[], None]) -> None:
         super().__init__(parameters)
@@ -28,11 +30,11 @@ class WatchedParameters(dict[str, Any]):
         self._before_reading()
         return super().get(name, default)
 
-    def items(self) -> ItemsView[str, Any]:
+    def items(self) -> Any:
         self._before_reading()
         return super().items()
 
-    def values(self) -> ValuesView[Any]:
+    def values(self) -> Any:
         self._before_reading()
         return super().values()
 
@@ -55,6 +57,13 @@ def own_parameters(module: nn.Module) -> dict[str, Any]:
     return dict(dict.items(vars(module)["_parameters"]))
 
 
+def parameters_of(module: nn.Module, *, recurse: bool = True) -> list[Tensor]:
+    """As `module.parameters()`, read without a word to who watches."""
+    modules = module.modules() if recurse else (module,)
+    found = (p for each in modules for p in own_parameters(each).values() if p is not None)
+    return list({id(p): p for p in found}.values())
+
+
 def exchange(module: nn.Module, name: str, parameter: Tensor) -> None:
     """Put a parameter in the place of another one of the same name."""
     if type(module).__setattr__ is nn.Module.__setattr__:
@@ -74,7 +83,7 @@ class _Refusal:
 
     def __reduce__(self) -> tuple[Any, ...]:
         module = self._module()
-        return types.MethodType, (type(module)._apply, module)
+        return types.MethodType, (nn.Module._apply if module is None else type(module)._apply, module)
 
 
 def refuse_to_move(module: nn.Module, refuse: Callable[[], None]) -> None:

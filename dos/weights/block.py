@@ -18,9 +18,10 @@ from perfmodel import Op
 class Block:
     """The parameters that belong to one block alone.
 
-    A *home* is a parameter as user code knows it. While the block computes its modules have *copies* instead, parameters
-    of our own on the device, whose gradients backward writes. All copies lie in one storage, which is emptied when the
-    block has computed and filled again when it is needed: views that autograd has saved of them are then valid again.
+    A *home* is a parameter as user code knows it. While the block computes its modules have *copies* instead,
+    parameters of our own on the device, whose gradients backward writes. All copies lie in one storage, which is
+    emptied when the block has computed and filled again when it is needed: views that autograd has saved of them are
+    then valid again.
 
     number: its place among the blocks. numel, nbytes: of its weights; the latter in device memory.
     streams: whether its homes are on the host; else they share the memory of the copies, for good.
@@ -74,7 +75,9 @@ class Block:
         self._device.refill(self._buffer)
         self._queue, self.filled = self._device.owner, True
         # The memory may be what the caller's queue used until now.
-        job = self._device.copy(Op.WEIGHTS, self.number, self.copies_down(), (*self._device.fence([self._queue]), *after))
+        job = self._device.copy(
+            Op.WEIGHTS, self.number, self.copies_down(), (*self._device.fence([self._queue]), *after)
+        )
         self._job = job
         return job
 

@@ -70,7 +70,7 @@ def staying(amount: Amount, count: int) -> int:
 
 
 def spread(count: int, staying: int) -> frozenset[int]:
-    """Which of `count` blocks stay on the device: evenly spread, so that transfers of the others do not come together."""
+    """Which of `count` blocks stay: evenly spread, so that the transfers of the others have compute between them."""
     return frozenset(i for i in range(count) if (i + 1) * staying // count > i * staying // count)
 
 
@@ -81,7 +81,9 @@ def find_blocks(model: nn.Module, blocks: Iterable[nn.Module] | None) -> list[nn
     Raises TypeError for what are no modules, ValueError if there are none, or some are not of the model.
     """
     if blocks is None:
-        lists = [list(m) for m in model.modules() if isinstance(m, nn.ModuleList) and len({type(each) for each in m}) == 1]
+        lists = [
+            list(m) for m in model.modules() if isinstance(m, nn.ModuleList) and len({type(each) for each in m}) == 1
+        ]
         found = max(lists, key=len, default=[])
         if not found:
             raise ValueError(
@@ -92,12 +94,16 @@ def find_blocks(model: nn.Module, blocks: Iterable[nn.Module] | None) -> list[nn
     found = list(dict.fromkeys(blocks))
     wrong = [each for each in found if not isinstance(each, nn.Module)]
     if wrong:
-        raise TypeError(f"blocks must be modules, found {type(wrong[0]).__name__}; pass model.layers, or a list of modules")
+        raise TypeError(
+            f"blocks must be modules, found {type(wrong[0]).__name__}; pass model.layers, or a list of modules"
+        )
     known = set(model.modules())
     foreign = [each for each in found if each not in known or each is model]
     if not found or foreign:
         name = type(foreign[0]).__name__ if foreign else "none"
-        raise ValueError(f"blocks must be modules within the model, found {name}; pass model.layers, or a list of modules")
+        raise ValueError(
+            f"blocks must be modules within the model, found {name}; pass model.layers, or a list of modules"
+        )
     inner = {m for each in found for m in each.modules() if m is not each}
     nested = [each for each in found if each in inner]
     if nested:

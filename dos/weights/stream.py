@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import weakref
 from collections import deque
@@ -39,8 +40,8 @@ class WeightStream:
     blocks: in the order of the model.
     """
 
-    # A block's way: `_before` its forward gives it copies and starts those of the next block; `_after` frees it, but for
-    # the last, which backward needs at once. In backward `before_use` does the same for what a saved tensor or a
+    # A block's way: `_before` its forward gives it copies and starts those of the next block; `_after` frees it, but
+    # for the last, which backward needs at once. In backward `before_use` does the same for what a saved tensor or a
     # recomputed forward asks for, in reverse; it is freed when all of its gradients are there, and whatever is left
     # when backward ends. Forwards within backward free nothing: what they have computed is for the backward to come.
     def __init__(
@@ -85,10 +86,14 @@ class WeightStream:
         refuse_to_move(model, _refuse_to_move)
         _of_model[model] = self
 
-    @property
-    def copies(self) -> list[Tensor]:
-        """All copies of all blocks."""
+    def all_copies(self) -> list[Tensor]:
+        """Those of all blocks."""
         return [copy for block in self.blocks for copy in block.copies]
+
+    @property
+    def homes(self) -> dict[int, Tensor]:
+        """The homes by the ids of their copies."""
+        return {id(c): m.parameter for b in self.blocks for c, m in zip(b.copies, b.members, strict=True)}
 
     def detach(self) -> None:
         """Take all hooks away; the parameters stay where they are."""
@@ -246,10 +251,8 @@ class WeightStream:
         after = self._ready(block, wait=False)
         if after is None:
             return
-        try:
+        with contextlib.suppress(torch.OutOfMemoryError):  # there may be memory when it is needed
             self._moves.append(block.fetch(after))
-        except torch.OutOfMemoryError:
-            pass  # there may be memory when it is needed
 
     def _ready(self, block: Block, *, wait: bool) -> Sequence[Job] | None:
         watcher = self._watcher()
