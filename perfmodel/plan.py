@@ -80,8 +80,6 @@ class Plan:
             raise ValueError(
                 f"plan on_disk must name subgroups that are updated on the CPU or streamed, found {sorted(there)}"
             )
-        if min(self.blocks_on_device, default=0) < 0:
-            raise ValueError(f"plan blocks_on_device must be 0 or more each, found {sorted(self.blocks_on_device)}")
         if self.slots == 0 and Placement.GPU_STREAMED in self.placements:
             raise ValueError("a plan with streamed subgroups needs at least 1 staging slot, found 0")
 
@@ -115,7 +113,7 @@ class Plan:
         parts = [f"{counts[p]} {p.label}" for p in Placement if counts[p]]
         parts += [f"state of {len(self.on_disk)} on disk"] if self.on_disk else []
         moved = f"; {self.activation_bytes / 2**20:.1f} MiB of saved tensors move to the host"
-        weights = f"; weights of {len(self.blocks_on_device)} blocks stay"
+        weights = f"; weights of {len(self.blocks_on_device)} blocks stay on the device"
         slots = f"{self.slots} slot{'' if self.slots == 1 else 's'}"
         return (
             f"{len(self)} subgroups: {', '.join(parts) or 'none'}; {slots}; {self._runs()}"

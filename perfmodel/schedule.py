@@ -105,8 +105,11 @@ def schedule(plan: Plan, workload: Workload, scope: Scope = UPDATE_ALONE) -> Sch
     """
     if len(plan) != len(workload.subgroups):
         raise ValueError(f"the plan is for {len(plan)} subgroups, the workload has {len(workload.subgroups)}")
-    if max(plan.blocks_on_device, default=-1) >= len(workload.blocks):
-        raise ValueError(f"the plan keeps block {max(plan.blocks_on_device)}, the workload has {len(workload.blocks)}")
+    if not plan.blocks_on_device <= {*range(len(workload.blocks))}:
+        raise ValueError(
+            f"the plan keeps blocks {sorted(plan.blocks_on_device)} on the device, the workload has "
+            f"{len(workload.blocks)} blocks, which count from 0"
+        )
     plan = ordered(plan, workload)
     loads, overlapped = workload.subgroups, scope.backward is Phase.OVERLAPPED
     held = [i for i in plan.order if i in plan.on_disk][: workload.windows if workload.reverses else 0]

@@ -231,9 +231,9 @@ class Workload:
         return sum(size for _, size in self.backward_runs)
 
     def staying(self, count: int) -> frozenset[int]:
-        """Blocks that stay where this number of them does: evenly spread, so that each fetch has as much to hide behind.
+        """Blocks that stay where this number of them does: evenly spread, so that fetches have as much to hide behind.
 
-        In the simulator the last blocks alone, or the first, take up to 29% longer where links are scarce.
+        With the last blocks alone, or the first, simulated iterations take up to 29% longer where links are scarce.
         """
         return frozenset((2 * j + 1) * len(self.blocks) // (2 * count) for j in range(count))
 

@@ -1,0 +1,271 @@
+"""Weights of blocks that stream: their fetches, what an update needs of them, their memory, and the bound."""
+
+import dataclasses
+import itertools
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from perfmodel import Op, Placement, Plan, Workload
+from perfmodel.bounds import lower_bound
+from perfmodel.hardware import HardwareProfile, builtin_profiles
+from perfmodel.plan import Tier
+from perfmodel.policies import spilled
+from perfmodel.schedule import schedule, schedule_micro_batch, schedule_step
+from perfmodel.scope import UPDATE_ALONE, Phase, Scope
+from perfmodel.simulate import Simulator, exposed, makespan, simulate
+from perfmodel.workload import SIZES, BlockLoad, peak_room
+from tests.perfmodel.test_schedule import found, lines
+from tests.support.machines import machine, with_disk, work
+from tests.support.random_plans import saved_tensors
+
+C, S, R = Placement.CPU, Placement.GPU_STREAMED, Placement.GPU_RESIDENT
+HOST, DEVICE = Tier.HOST, Tier.DEVICE
+WHOLE = Scope(Phase.OVERLAPPED, Phase.OVERLAPPED)
+
+
+def offloaded(load: Workload, **fields: object) -> Workload:
+    """The same with offloaded gradients."""
+    loads = tuple(dataclasses.replace(each, returned_bytes=each.gradient_bytes) for each in load.subgroups)
+    return dataclasses.replace(load, subgroups=loads, **fields)  # type: ignore[arg-type]
+
+
+def layers(count: int, outside: int = 0, each: int = 1, **fields: object) -> Workload:
+    """Blocks of `each` equal subgroups, with some subgroups of no block before and behind them."""
+    load = offloaded(work(count * each + 2 * outside), **fields)
+    nbytes = each * load.subgroups[0].parameter_bytes
+    first = [outside + b * each for b in range(count)]
+    return dataclasses.replace(load, blocks=tuple(BlockLoad(nbytes, start, start + each) for start in first))
+
+
+def test_blocks_are_fetched_while_the_one_before_computes() -> None:
+    """Of three blocks behind a subgroup of none, through a window of two; each awaits its update."""
+    load = layers(3, outside=1, forward_s=5.0, backward_s=10.0)
+    load = dataclasses.replace(load, subgroups=load.subgroups[:4])
+    assert lines(schedule(Plan((C, C, S, R), tuple(range(4)), 1), load, WHOLE)) == [
+        "0 weights WEIGHTS 24",
+        "1 weights WEIGHTS 24",
+        "2 backward COMPUTE 24 after 0",
+        "3 weights WEIGHTS 24 after 2",
+        "4 backward COMPUTE 24 after 1",
+        "5 backward COMPUTE 24 after 3",
+        "6 backward COMPUTE 24",
+        "7 gradient 3 GRADIENT 24 after 2",
+        "8 gradient 2 GRADIENT 24 after 4",
+        "9 gradient 1 GRADIENT 24 after 5",
+        "10 gradient 0 GRADIENT 24 after 6",
+        "11 update 0 CPU 12 after 10 6",
+        "12 parameter 0 PARAMETER 24 after 11 6",
+        "13 update 1 CPU 12 after 9 6",
+        "14 prefetch 2 PREFETCH 192 slot 0 after 8",
+        "15 update 2 GPU 12 slot 0 after 14 6",
+        "16 flush 2 FLUSH 168 slot 0 after 15",
+        "17 prefetch 3 PREFETCH 48 slot 0 after 16 7",
+        "18 update 3 GPU 12 slot 0 after 17 6",
+        "19 flush 3 FLUSH 24 slot 0 after 18",
+        "20 weights WEIGHTS 24 after 4 13",
+        "21 weights WEIGHTS 24 after 5 16",
+        "22 forward COMPUTE 24 after 12",
+        "23 forward COMPUTE 24 after 20",
+        "24 weights WEIGHTS 24 after 23 19",
+        "25 forward COMPUTE 24 after 21",
+        "26 forward COMPUTE 24 after 24",
+    ]
+
+
+def test_an_update_finds_weights_at_home_or_moves_them_there() -> None:
+    """On the CPU nothing is copied, not even what it lacked elsewhere; state that leaves takes them with it."""
+    finds = [
+        found(state, HOST, 12, 24, stale_bytes=24)._replace(streams=True) for state in (HOST, HOST, DEVICE, DEVICE)
+    ]
+    assert lines(schedule_step(Plan((C, S, R, C), (0, 1, 2, 3), 1), work(4), finds, ())) == [
+        "0 backward COMPUTE 0",
+        "1 update 0 CPU 12 after 0",
+        "2 prefetch 1 PREFETCH 192 slot 0 after 0",
+        "3 update 1 GPU 12 slot 0 after 2 0",
+        "4 flush 1 FLUSH 168 slot 0 after 3",
+        "5 prefetch 2 PREFETCH 48 slot 0 after 4",
+        "6 update 2 GPU 12 slot 0 after 5 0",
+        "7 flush 2 FLUSH 24 slot 0 after 6",
+        "8 prefetch 3 PREFETCH 48 slot 0 after 7",
+        "9 update 3 GPU 12 slot 0 after 8 0",
+        "10 flush 3 FLUSH 168 after 9",
+    ]
+
+
+@st.composite
+def models(draw: st.DrawFn) -> tuple[Plan, Workload]:
+    """Blocks of any sizes, some of them frozen or in part, with subgroups of none between, and a plan of any kind."""
+    loads, blocks = list(work(draw(st.integers(1, 2)), 10).subgroups), []
+    for _ in range(draw(st.integers(1, 7))):
+        own = work(1, draw(st.integers(1, 30))).subgroups * draw(st.integers(0, 3))
+        nbytes = sum(each.parameter_bytes for each in own) + draw(st.sampled_from([0, 0, 50]))
+        blocks.append(BlockLoad(nbytes, len(loads), len(loads) + len(own)))
+        loads += own + work(1, 5).subgroups * draw(st.sampled_from([0, 0, 1]))
+    if draw(st.booleans()):
+        blocks = [BlockLoad(nbytes, start - 1, stop - 1) for nbytes, start, stop in blocks]
+        loads = loads[1:] or loads
+    n = len(loads)
+    load = offloaded(
+        Workload(tuple(loads)),
+        blocks=tuple(blocks),
+        forward_s=draw(st.sampled_from([0.5, 10.0])),
+        backward_s=draw(st.sampled_from([1.0, 20.0])),
+        weight_window=draw(st.integers(1, 3)),
+        micro_batches=draw(st.integers(1, 4)),
+        activations=draw(saved_tensors(200)),
+    )
+    placements = tuple(draw(st.lists(st.sampled_from(Placement), min_size=n, max_size=n)))
+    on_device = frozenset(draw(st.sets(st.integers(0, len(load.blocks) - 1))))
+    leaving = sum(each.nbytes for each in load.activations) // 2
+    return Plan(
+        placements, draw(st.permutations(range(n))), draw(st.integers(1, 3)), leaving, frozenset(), on_device
+    ), load
+
+
+@given(models(), st.sampled_from(["updated", "serial", "a micro-batch"]))
+def test_weights_are_there_when_a_block_computes_and_never_more_than_the_window_holds(
+    case: tuple[Plan, Workload], kind: str
+) -> None:
+    plan, load = case
+    if kind == "a micro-batch":
+        made = schedule_micro_batch(plan, load)
+    else:
+        made = schedule(plan, load, Scope(Phase.OVERLAPPED, Phase.SERIAL if kind == "serial" else Phase.OVERLAPPED))
+    starts, ends = Simulator(load, machine()).serve(made)
+    assert not any(map(math.isnan, ends)), "all is served"
+    fetches = [number for number, task in enumerate(made.tasks) if task.op is Op.WEIGHTS]
+    uses = []
+    for op, runs in ((Op.BACKWARD, load.backward_runs), (Op.FORWARD, load.runs)):
+        sizes, stops = dict(runs), list(itertools.accumulate(size for _, size in runs))
+        reached = dict(zip(sizes, stops, strict=True))
+        pieces = [number for number, task in enumerate(made.tasks) if task.op is op]
+        at = dict(zip(pieces, itertools.accumulate(made.tasks[number].size for number in pieces), strict=True))
+        assert max(at.values()) == stops[-1]
+        for b in sorted(range(len(load.blocks)), reverse=op is Op.BACKWARD):
+            parts = range(load.blocks[b].start, load.blocks[b].stop) or (~b,)
+            if b not in plan.blocks_on_device and parts[0] in sizes:
+                first, last = min(reached[i] - sizes[i] for i in parts), max(reached[i] for i in parts)
+                uses.append((b, [n for n in pieces if made.tasks[n].size and first < at[n] <= last]))
+    assert [made.tasks[n].size for n in fetches] == [load.blocks[b].nbytes for b, _ in uses]
+    for place, ((_, inside), fetch) in enumerate(zip(uses, fetches, strict=True)):
+        assert all(starts[n] >= ends[fetch] - 1e-9 for n in inside)
+        for _, before in uses[: max(0, place - load.weight_window + 1)]:
+            assert all(starts[fetch] >= ends[n] - 1e-9 for n in before)
+
+
+@given(models())
+def test_blocks_that_stay_take_no_time(case: tuple[Plan, Workload]) -> None:
+    plan, load = case
+    blocks = tuple(block for block in load.blocks if block.start < block.stop)
+    nbytes = [sum(each.parameter_bytes for each in load.subgroups[b.start : b.stop]) for b in blocks]
+    blocks = tuple(block._replace(nbytes=n) for block, n in zip(blocks, nbytes, strict=True))
+    load = dataclasses.replace(load, blocks=blocks, micro_batches=1, activations=())
+    plan = dataclasses.replace(plan, blocks_on_device=frozenset(range(len(load.blocks))))
+    without = dataclasses.replace(plan, blocks_on_device=frozenset()), dataclasses.replace(load, blocks=())
+    assert makespan(plan, load, machine(), WHOLE) == pytest.approx(makespan(*without, machine(), WHOLE))
+
+
+def test_other_micro_batches_wait_for_weights_alone() -> None:
+    """Each fetch takes 2 s and each block's part of forward 1 s, of backward 2 s: 4 fetches go on beside backward."""
+    load = layers(4, forward_s=4.0, backward_s=8.0)
+    plan = Plan((C,) * 4, tuple(range(4)), 0)
+    one = makespan(plan, load, machine(), WHOLE)
+    several = dataclasses.replace(load, micro_batches=5)
+    # Backward waits for the first of them; forward for two, of which one went on beside the end of backward,
+    # and then for 1 s with each of the other two.
+    assert makespan(plan, several, machine(), WHOLE) - one == pytest.approx(4 * (2 + 0 + 1 + 1 + 1))
+    assert makespan(plan, several, machine()) == makespan(plan, load, machine()), "of an update alone there are none"
+    stay = dataclasses.replace(plan, blocks_on_device=frozenset(range(4)))
+    assert makespan(stay, several, machine(), WHOLE) == makespan(stay, load, machine(), WHOLE)
+
+
+def test_weights_on_the_device_take_memory() -> None:
+    load = layers(4, peak_free_bytes=100.0)
+    plan = Plan((C,) * 4, tuple(range(4)), 0)
+    for stay, nbytes in (((), 48), ((0,), 72), ((0, 3), 96), ((1, 2, 3), 96), ((0, 1, 2, 3), 96)):
+        assert load.weight_bytes(stay) == nbytes
+        assert load.has_room(dataclasses.replace(plan, blocks_on_device=frozenset(stay)))
+    some = dataclasses.replace(plan, blocks_on_device=frozenset({1, 2}))
+    assert not dataclasses.replace(load, peak_free_bytes=95).has_room(some)
+    assert not dataclasses.replace(load, shared_free_bytes=95).has_room(some)
+    assert not dataclasses.replace(load, blocks_least=3).has_room(some)
+    assert not dataclasses.replace(load, blocks_most=1).has_room(some)
+    assert str(some).endswith("; weights of 2 blocks stay on the device")
+
+
+def test_blocks_that_stay_are_spread_evenly() -> None:
+    load = layers(8)
+    assert [sorted(load.staying(count)) for count in (0, 1, 2, 4, 8)] == [
+        [],
+        [4],
+        [2, 6],
+        [1, 3, 5, 7],
+        [0, 1, 2, 3, 4, 5, 6, 7],
+    ]
+    assert all(len(layers(n).staying(count)) == count for n in range(1, 20) for count in range(n + 1))
+
+
+def test_bad_blocks() -> None:
+    load = layers(2)
+    with pytest.raises(ValueError, match="in the order of these; found BlockLoad"):
+        dataclasses.replace(load, blocks=load.blocks[::-1])
+    with pytest.raises(ValueError, match="need offloaded gradients, found returned_bytes=0"):
+        dataclasses.replace(work(2), blocks=load.blocks)
+    with pytest.raises(ValueError, match="weight_window must be 1 or more, found 0"):
+        dataclasses.replace(load, weight_window=0)
+    for b in (-1, 2):
+        with pytest.raises(ValueError, match="the plan keeps blocks .* on the device, the workload has 2"):
+            simulate(Plan((C, C), (0, 1), 0, blocks_on_device=frozenset({b})), load, machine())
+
+
+@st.composite
+def with_memory(draw: st.DrawFn) -> tuple[Plan, Workload, HardwareProfile]:
+    """Just enough memory for the plan, and a model of a realistic size."""
+    plan, load = draw(models())
+    many, second = draw(st.sampled_from([10**5, 10**7])), draw(st.sampled_from([0.01, 0.1]))
+    plan = dataclasses.replace(plan, activation_bytes=plan.activation_bytes * many)
+    load = dataclasses.replace(
+        load,
+        subgroups=tuple(
+            dataclasses.replace(each, **{size: getattr(each, size) * many for size in SIZES}) for each in load.subgroups
+        ),
+        blocks=tuple(block._replace(nbytes=block.nbytes * many) for block in load.blocks),
+        activations=tuple(each._replace(nbytes=each.nbytes * many) for each in load.activations),
+        forward_s=load.forward_s * second,
+        backward_s=load.backward_s * second,
+    )
+    staged, count = plan.slots * load.slot_bytes, len(plan.blocks_on_device)
+    shares = draw(st.booleans())  # as where an update runs on to the next peak
+    held = load.state_bytes_of(plan.served(R)) + load.weight_bytes(plan.blocks_on_device) + staged * shares
+    peak = draw(st.sampled_from([max(0, held - peak_room(load.activations, plan.activation_bytes)), math.inf]))
+    load = dataclasses.replace(
+        load,
+        peak_free_bytes=peak,
+        shared_free_bytes=peak if shares else math.inf,
+        update_free_bytes=staged,
+        blocks_least=draw(st.sampled_from([0, count])),
+        blocks_most=draw(st.sampled_from([count, math.inf])),
+    )
+    if draw(st.booleans()):
+        free = draw(st.sampled_from([0.0, 0.5])) * load.state_bytes
+        load = with_disk(load, free, draw(st.integers(1, 4)), reverses=draw(st.booleans()))
+    return spilled(plan, load), load, draw(st.sampled_from(list(builtin_profiles().values())))
+
+
+@given(with_memory(), st.sampled_from([UPDATE_ALONE, WHOLE, Scope(Phase.SERIAL, Phase.OVERLAPPED)]))
+def test_no_plan_is_faster_than_the_bound(case: tuple[Plan, Workload, HardwareProfile], scope: Scope) -> None:
+    plan, load, profile = case
+    assert load.has_room(plan)
+    assert exposed(plan, load, profile, scope) >= lower_bound(load, profile, scope).seconds * (1 - 1e-6) - 1e-9
+
+
+def test_the_bound_knows_weights() -> None:
+    """Each pass moves 4 x 24 bytes at 12 bytes/s; the CPU's parameters need no copy, or 1/3 s each."""
+    load = layers(4, forward_s=1.0, backward_s=2.0, peak_free_bytes=4 * 24.0, update_free_bytes=0.0)
+    profile = machine(cpu_update_rate=1e6, gpu_update_rate=1e-6)
+    streams = dataclasses.replace(load, blocks_most=0, micro_batches=3)
+    assert lower_bound(streams, profile, WHOLE).seconds == pytest.approx((8 - 2) + (8 - 1) + 2 * (16 - 3), rel=1e-3)
+    assert lower_bound(load, profile, WHOLE).seconds == pytest.approx(8 - 1, rel=1e-3)
