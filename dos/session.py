@@ -41,7 +41,7 @@ from dos.step.work import Placed, SubgroupUpdate, prepare_updates
 from dos.torch_internals.callers import makes_state
 from dos.weights.blocks import Amount as BlocksStaying
 from dos.weights.homes import WeightHomes
-from dos.weights.stream import WeightStream, stream_of
+from dos.weights.stream import stream_of
 from perfmodel import Op
 
 logger = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ class Session:
         self.on_device: Backward | None = None
         self.groups: list[Group] = []
         self.attachment: Attachment | None = None
-        self.weights: WeightStream | None = None
+        self.weights: WeightHomes | None = None
         self.clipping = Clipping(self.registry.offloaded, options.max_grad_norm, meshes)
         self.reconciler = Reconciler(self.registry, options.rule)
         self._options = options
@@ -138,7 +138,7 @@ class Session:
         # The host may still update from the memory to which this step sends its gradients.
         self._end_last_step()
         if self.weights is not None:
-            self.weights.free_all()  # what was fetched in vain would be older than what the step makes
+            self.weights.stream.free_all()  # what was fetched in vain would be older than what the step makes
         try:
             self.registry.agree(self.groups)
             if not self.reconciler.state and makes_state():
@@ -220,6 +220,9 @@ class Session:
         departures, subgroups = on_device.departures, registry.accelerated
         facts = dataclasses.replace(facts, saved_bytes=on_device.activations.leaving)
         plan = on_device.decide(facts)
+        if self.weights is not None and not self.weights.follow(plan.blocks_on_device):
+            facts = dataclasses.replace(facts, blocks=self.weights.staying())  # the device has no memory for others
+            plan = on_device.decide(facts)
         subjects = [departures.subject(subgroup, updates.get(subgroup)) for subgroup in subgroups]
         if registry.offloaded.enabled:  # gradients that came in backward may be in memory that is not pinned
             ledger.spill_to_disk(subgroups)
@@ -609,7 +612,7 @@ class Session:
         self._attach_device()
 
     @entry(*UNBROKEN)
-    def _move_in(self, model: nn.Module, weights: BlocksStaying, blocks: Iterable[nn.Module] | None) -> WeightStream:
+    def _move_in(self, model: nn.Module, weights: BlocksStaying, blocks: Iterable[nn.Module] | None) -> WeightHomes:
         """Move the model's blocks into their homes, and let them stream. Raises as `WeightHomes.move_in`."""
         device = self.registry.devices.open()
         if device is None:
@@ -628,8 +631,9 @@ class Session:
             )
         self._set_up_device()
         self._bring_home()
-        homes = WeightHomes(device, self.registry)
-        return homes.move_in(model, blocks, self.groups, weights, self, self._lock)
+        homes = WeightHomes(device, self.registry, weights)
+        homes.move_in(model, blocks, self.groups, self, self._lock)
+        return homes
 
     def weights_ready(self, parameters: Iterable[Tensor], *, wait: bool) -> Sequence[Job] | None:
         """Called before weights are fetched from the host: what the device must wait for. wait: as `Ledger.updates`."""
@@ -657,9 +661,8 @@ class Session:
         if self.on_device is not None and self.attachment is not None:
             self.on_device.attached = True
             if self.weights is not None:
-                self.attachment.homes = self.weights.homes
-                self.on_device.activations.before_use = self.weights.before_use
-                self.on_device.activations.copies = self.weights.all_copies
+                self.attachment.homes = self.weights.stream.homes
+                self.on_device.stream_weights(self.weights)
             self.attachment.surround(self.on_device.activations)
 
     def _look_for_device(self) -> None:

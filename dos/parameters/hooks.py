@@ -196,12 +196,13 @@ class Attachment:
 class _Wait:
     """A hook on a module; a copy or pickle of it, as made with its module, is one that does nothing."""
 
-    wait: Callable[[nn.Module], None] | None = None
+    wait: Callable[..., None] | None = None
     on_copy: Callable[[], None] | None = None
+    with_arguments: bool = False
 
-    def __call__(self, module: nn.Module, *_: Any) -> None:
+    def __call__(self, module: nn.Module, *arguments: Any) -> None:
         if self.wait is not None:
-            self.wait(module)
+            self.wait(module, *(arguments if self.with_arguments else ()))
 
     @property
     def __name__(self) -> str:
@@ -217,6 +218,10 @@ class _Wait:
         return _Wait, ()
 
 
-def module_hook(module: nn.Module, call: Callable[[nn.Module], None]) -> Callable[..., None]:
-    """A hook for this module; one on a module that was compiled in place is traced with it, and must not be."""
-    return torch.compiler.disable(_Wait(call)) if is_compiled(module) else _Wait(call)
+def module_hook(module: nn.Module, call: Callable[..., None], *, with_arguments: bool = False) -> Callable[..., None]:
+    """A hook for this module; one on a module that was compiled in place is traced with it, and must not be.
+
+    with_arguments: whether `call` takes those of the hook beside the module.
+    """
+    hook = _Wait(call, with_arguments=with_arguments)
+    return torch.compiler.disable(hook) if is_compiled(module) else hook

@@ -143,19 +143,19 @@ class MemoryMonitor:
         self._resident = 0
 
     def limits(
-        self, loads: Sequence[SubgroupLoad], *, update_overlaps_forward: bool, beside: int = 0
+        self, loads: Sequence[SubgroupLoad], *, update_overlaps_forward: bool, beside: int = 0, weights: int = 0
     ) -> dict[str, Any]:
         """What the workload of these subgroups has of the memory for it, in whole ones so that noise changes nothing.
 
         More becomes resident than in the last iteration only if SPARE_TO_GROW of a subgroup is left over.
         update_overlaps_forward: whether slots are still in use at the next peak. beside: bytes that updates on the
-        device need beyond state.
+        device need beyond state. weights: bytes of those that stream or may, which share the room.
         """
         self.room = room = self._room()
         update = room.update - beside
         peak = min(update, room.resident - beside if update_overlaps_forward else room.resident)
         sizes = [load.state_bytes for load in loads]
-        state, slot = sum(sizes), max(1, *sizes)
+        state, slot = sum(sizes) + weights, max(1, *sizes)
 
         def whole(nbytes: float) -> int:
             return state if nbytes >= state else max(0, int(nbytes)) // slot * slot

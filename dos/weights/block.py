@@ -37,8 +37,6 @@ class Block:
         self.streams = True
         self.filled = self.touched = False
         self.running = 0
-        self.awaited: set[int] = set()
-        """The ids of copies whose gradients the backward that runs has yet to write."""
         self._device = device
         self._job: Job | None = None
         """The copy that fills it, until each queue that uses it has joined that."""
@@ -95,8 +93,13 @@ class Block:
     def _parts(self) -> list[Tensor]:
         return [self._buffer[start : start + c.nbytes] for start, c in zip(self._starts, self.copies, strict=True)]
 
+    @property
+    def joined(self) -> bool:
+        """Whether the caller's queue is ordered behind the copy that fills it."""
+        return self._device.caller() in self._joined
+
     def join(self) -> None:
-        """Order the caller's queue behind the copy that fills it."""
+        """Order the caller's queue behind that copy."""
         here = self._device.caller()
         if here in self._joined:
             return
@@ -116,7 +119,6 @@ class Block:
             self._device.join(self._job)  # nobody has: the copy would write to memory that is given away
         self.filled = self.touched = False
         self._job, self._joined = None, set()
-        self.awaited.clear()
         self._device.empty(self._buffer)
 
     def use_copies(self) -> None:
@@ -132,10 +134,6 @@ class Block:
         for member in self.members:
             for module, name in member.places:
                 exchange(module, name, member.parameter)
-
-    def expects_gradients(self) -> None:
-        """A backward begins to use it."""
-        self.awaited = {id(copy) for copy in self.copies if copy.requires_grad}
 
 
 def flat_bytes(tensor: Tensor) -> Tensor:

@@ -71,7 +71,7 @@ def staying(amount: Amount, count: int) -> int:
 
 def spread(count: int, staying: int) -> frozenset[int]:
     """Which of `count` blocks stay: evenly spread, so that the transfers of the others have compute between them."""
-    return frozenset(i for i in range(count) if (i + 1) * staying // count > i * staying // count)
+    return frozenset((2 * i + 1) * count // (2 * staying) for i in range(staying))
 
 
 def find_blocks(model: nn.Module, blocks: Iterable[nn.Module] | None) -> list[nn.Module]:

@@ -18,16 +18,24 @@ from dos.torch_internals.module_parameters import parameters_of
 from dos.weights.block import Block
 from dos.weights.blocks import Amount, Member, check_streamable, find_blocks, members_of, spread, staying
 from dos.weights.stream import WeightStream, stream_of
+from perfmodel.workload import BlockLoad
 
 Group = dict[str, Any]
 
 
 class WeightHomes:
-    """The homes of one model's blocks: of trained parameters in the arenas of their state, of frozen ones beside."""
+    """The homes of one model's blocks: of trained parameters in the arenas of their state, of frozen ones beside.
 
-    def __init__(self, device: Device, registry: Registry) -> None:
+    stream: moves the weights of those that stream.
+    """
+
+    stream: WeightStream
+
+    def __init__(self, device: Device, registry: Registry, amount: Amount) -> None:
+        """amount: how many blocks stay."""
         self._device = device
         self._registry = registry
+        self._amount = amount
         self._frozen: dict[Block, HostTensor] = {}
 
     def move_in(
@@ -35,34 +43,74 @@ class WeightHomes:
         model: nn.Module,
         modules: Iterable[nn.Module] | None,
         groups: Sequence[Group],
-        amount: Amount,
         watcher: Any,
         lock: Any,
-    ) -> WeightStream:
+    ) -> None:
         """Move each block to its home, or to the device for good, and everything else there. Nothing is in flight.
 
-        modules: the blocks; None: found. amount: how many blocks stay. watcher, lock: see WeightStream.
+        modules: the blocks; None: found. watcher, lock: see WeightStream.
         Raises ValueError or TypeError, with nothing changed, for a model whose weights cannot stream.
         """
         check_streamable(model, [p for group in groups for p in group["params"]])
         found = find_blocks(model, modules)
         group_of = {id(p): group for group in groups for p in group["params"]}
         before = stream_of(model)
-        members = members_of(model, found)
-        self._check(members, group_of)
+        members = {module: mine for module, mine in zip(found, members_of(model, found), strict=True) if mine}
+        self._check(members.values(), group_of)
         if before is not None:
             before.detach()
-        stays = spread(len(found), staying(amount, len(found)))
-        streamed = {id(m.parameter) for each in members for m in each}
+        stays = spread(len(members), staying(self._amount, len(members)))
+        streamed = {id(m.parameter) for each in members.values() for m in each}
         self._move_rest(model, streamed)
         self._registry.devices.streamed |= streamed & group_of.keys()
         self._registry.expected = sum(p.numel() for group in groups for p in group["params"] if p.requires_grad)
         blocks = {}
-        for number, (module, mine) in enumerate(zip(found, members, strict=True)):
+        for number, (module, mine) in enumerate(members.items()):
             blocks[module] = self._make(number, mine, group_of, streams=number not in stays)
-        return WeightStream(self._device, model, blocks, watcher, lock)
+        self.stream = WeightStream(self._device, model, blocks, watcher, lock)
 
-    def _check(self, members: Sequence[Sequence[Member]], group_of: dict[int, Group]) -> None:
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights of all blocks."""
+        return sum(block.nbytes for block in self.stream.blocks)
+
+    def workload(self) -> dict[str, Any]:
+        """The fields of a workload that describe the blocks, in the order in which forward uses them."""
+        ordered = self._ordered()
+        count = None if self._amount == "auto" else sum(not block.streams for block, _ in ordered)
+        limits = {} if count is None else {"blocks_least": count, "blocks_most": count}
+        return {"blocks": tuple(load for _, load in ordered), **limits}
+
+    def _ordered(self) -> list[tuple[Block, BlockLoad]]:
+        """Blocks with their subgroups, those that are frozen before the next that is not."""
+        index, found, start = self._registry.index, list[tuple[Block, BlockLoad]](), 0
+        for block in self.stream.blocks:
+            places = [index[s] for s in self._registry.subgroups_of(m.parameter for m in block.members)]
+            first, start = min(places, default=start), max(places, default=start - 1) + 1
+            found.append((block, BlockLoad(block.nbytes, first, start)))
+        return sorted(found, key=lambda each: each[1][1:])
+
+    def staying(self) -> frozenset[int]:
+        """The blocks that stay now, by their places in `workload`."""
+        return frozenset(i for i, (block, _) in enumerate(self._ordered()) if not block.streams)
+
+    def follow(self, staying: Collection[int]) -> bool:
+        """Move blocks so that these stay, by their places in `workload`; those that leave the device go first.
+
+        Nothing is in flight. Returns False if the device had no memory for some.
+        """
+        ordered = self._ordered()
+        for i, (block, _) in enumerate(ordered):
+            if i not in staying:
+                self.move(block, streams=True)
+        try:
+            for i in staying:
+                self.move(ordered[i][0], streams=False)
+        except torch.OutOfMemoryError:
+            return False
+        return True
+
+    def _check(self, members: Iterable[Sequence[Member]], group_of: dict[int, Group]) -> None:
         nbytes = 0
         for member in (m for each in members for m in each):
             p, record = member.parameter, self._registry.record(member.parameter)

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from dos.devices import Device, Job, memory_of
+from dos.devices import Device, Job, Mark, memory_of
 from dos.guard import exclusive
 from dos.parameters.hooks import module_hook
 from dos.torch_internals.modes import backward_number, in_backward, when_backward_ends
@@ -27,7 +28,7 @@ from dos.torch_internals.tensors import storage_address
 from dos.weights.block import Block
 
 _MOST_JOBS = 1000
-"""Transfers that are remembered if no step asks for them."""
+"""Transfers and waits that are remembered if no step asks for them."""
 WINDOW = 2
 """Blocks that stream and are on the device at a time: the one that computes, and the next."""
 
@@ -42,8 +43,12 @@ class WeightStream:
 
     # A block's way: `_before` its forward gives it copies and starts those of the next block; `_after` frees it, but
     # for the last, which backward needs at once. In backward `before_use` does the same for what a saved tensor or a
-    # recomputed forward asks for, in reverse; it is freed when all of its gradients are there, and whatever is left
+    # recomputed forward asks for, in reverse; it is freed once the gradient of its input is there, and whatever is left
     # when backward ends. Forwards within backward free nothing: what they have computed is for the backward to come.
+    #
+    # Autograd runs, of the nodes that can run, the one that was made last. So when it comes to the node that has made
+    # a block's input, all nodes of the block have run, with those that write gradients of its copies, and with those
+    # that no saved tensor tells of: checkpointing and functions with caches of their own hide theirs from our hooks.
     def __init__(
         self,
         device: Device,
@@ -69,18 +74,19 @@ class WeightStream:
         self._backwards: set[int] = set()
         """The numbers of the backwards whose end is awaited."""
         self._moves: deque[Job] = deque(maxlen=_MOST_JOBS)
+        self._stalls: deque[tuple[Mark, Mark]] = deque(maxlen=_MOST_JOBS)
+        self._graphs = 0
         self._handles = [
             model.register_forward_pre_hook(module_hook(model, self._begin), prepend=True),
             model.register_forward_hook(module_hook(model, self._end), always_call=True),
         ]
         for module, block in blocks.items():
             self._handles += [
-                module.register_forward_pre_hook(module_hook(module, self._before), prepend=True),
+                module.register_forward_pre_hook(
+                    module_hook(module, self._before, with_arguments=True), prepend=True, with_kwargs=True
+                ),
                 module.register_forward_hook(module_hook(module, self._after), always_call=True),
             ]
-            for copy in block.copies:
-                if copy.requires_grad:
-                    self._handles.append(copy.register_post_accumulate_grad_hook(self._gradient_written(block)))
             for each in {module for member in block.members for module, _ in member.places}:
                 watch_parameters(each, _Reading(self, block))
         refuse_to_move(model, _refuse_to_move)
@@ -108,6 +114,21 @@ class WeightStream:
             let_move(model)
             _of_model.pop(model, None)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of weights on the device now; may be read from any thread."""
+        return sum(block.nbytes for block in self.blocks if block.filled)
+
+    def stalls(self) -> Sequence[tuple[Mark, Mark]]:
+        """Where the caller's waits for weights began and ended since this was asked last."""
+        given, self._stalls = self._stalls, deque(maxlen=_MOST_JOBS)
+        return given
+
+    def take_forwards(self) -> int:
+        """How many forwards made a graph since this was asked last."""
+        count, self._graphs = self._graphs, 0
+        return count
+
     def moves(self) -> deque[Job]:
         """The transfers since this was asked last, in the order of their issue."""
         given, self._moves = self._moves, deque(maxlen=_MOST_JOBS)
@@ -124,6 +145,7 @@ class WeightStream:
         if not self._forwards:
             self.free_all()
         self._forwards += 1
+        self._graphs += torch.is_grad_enabled()
         self._last_run = None
         for block in self.blocks:
             check_homes(block)
@@ -144,7 +166,7 @@ class WeightStream:
                 self._free(block)
 
     @exclusive
-    def _before(self, module: nn.Module) -> None:
+    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """A block is about to run."""
         block = self._of[module]
         if in_backward():
@@ -156,6 +178,8 @@ class WeightStream:
             self._last_run = block
         block.running += 1
         block.use_copies()
+        if torch.is_grad_enabled():
+            self._watch_inputs(block, (args, kwargs))
 
     @exclusive
     def _after(self, module: nn.Module) -> None:
@@ -188,31 +212,33 @@ class WeightStream:
         if number not in self._backwards and number != -1:
             self._backwards.add(number)
             when_backward_ends(self._backward_ends)
-        if not block.touched:
-            block.expects_gradients()
         self._use(block, self._before_that.get(block))
         block.touched = True
 
-    def _gradient_written(self, block: Block) -> Any:
+    def _watch_inputs(self, block: Block, arguments: Any) -> None:
+        """Free the block in backward when the gradient of its input is there."""
+        tensors = [t for t in tree_leaves(arguments) if isinstance(t, Tensor) and t.requires_grad]
+        # A leaf has its gradient as soon as all that reads it has run, which need not be all of the block.
+        made = [t for t in tensors if not t.is_leaf] or [t for t in tensors if not isinstance(t, nn.Parameter)][:1]
         reference = weakref.ref(self)
 
-        def written(copy: Tensor) -> None:
+        def passed(_: Tensor) -> None:
             stream = reference()
             if stream is not None:
-                stream._count_gradient(block, copy)
+                stream._passed(block)
 
-        return written
+        for tensor in made:
+            tensor.register_hook(passed)
 
     @exclusive
-    def _count_gradient(self, block: Block, copy: Tensor) -> None:
-        """Backward has written the gradient of a copy; after the last one of the block it needs the weights no more."""
-        block.awaited.discard(id(copy))
-        if block.touched and not block.awaited and not block.running:
+    def _passed(self, block: Block) -> None:
+        """Backward has come past the block."""
+        if block.touched and not block.running:
             self._free(block)
 
     @exclusive
     def _backward_ends(self) -> None:
-        """Free what has no gradients that say when it was used last, such as frozen blocks."""
+        """Free what backward has not come past, such as the first block, whose input needs no gradient."""
         self._backwards.clear()
         for block in self.blocks:
             if block.touched and not block.running:
@@ -222,11 +248,14 @@ class WeightStream:
 
     def _use(self, block: Block, following: Block | None) -> None:
         """Let the caller's queue use the block, and fetch the one that follows beside that."""
+        before = self._device.mark() if block.streams and not block.joined else None
         if not block.filled:
             self._fetch(block)
         if following is not None and not following.filled:
             self._fetch_ahead(following)
         block.join()
+        if before is not None:
+            self._stalls.append((before, self._device.mark()))
 
     def _fetch(self, block: Block) -> None:
         """Start to fetch a block that is needed now. Raises torch.OutOfMemoryError."""
