@@ -46,13 +46,20 @@ def exposed(plan: Plan, workload: Workload, profile: HardwareProfile, scope: Sco
 class Simulator:
     """Simulates many plans of one workload; `tasks` is how many it has served so far."""
 
-    def __init__(self, workload: Workload, profile: HardwareProfile, scope: Scope = UPDATE_ALONE) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        profile: HardwareProfile,
+        scope: Scope = UPDATE_ALONE,
+        waits: dict[tuple[frozenset[int], int], float] | None = None,
+    ) -> None:
+        """waits: of micro-batches, which it adds to, where another simulator has found some."""
         self.tasks = 0
         self._workload = workload
         self._profile = profile
         self._scope = scope
         self._known: dict[tuple[int, int, int], tuple[float, float]] = {}
-        self._waits: dict[tuple[frozenset[int], int], float] = {}
+        self._waits = {} if waits is None else waits
 
     def makespan(self, plan: Plan) -> float:
         """As the function of that name."""

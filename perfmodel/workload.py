@@ -237,6 +237,12 @@ class Workload:
         """
         return frozenset((2 * j + 1) * len(self.blocks) // (2 * count) for j in range(count))
 
+    def block_counts(self, free: float) -> range:
+        """How many blocks may stay where this much device memory is free for weights; at least one number."""
+        least, most = min(self.blocks_least, len(self.blocks)), int(min(self.blocks_most, len(self.blocks)))
+        counts = (count for count in range(most, least, -1) if self.weight_bytes(self.staying(count)) <= free)
+        return range(least, next(counts, least) + 1)
+
     def streaming(self, on_device: Collection[int]) -> frozenset[int]:
         """The subgroups whose weights are on the host if those of these blocks are on the device."""
         streamed = (block for b, block in enumerate(self.blocks) if b not in on_device)
