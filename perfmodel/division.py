@@ -40,18 +40,25 @@ class Division:
         """The plan with this number of subgroups on the CPU.
 
         Residents are as many as there is room for and subgroups not on the CPU. Among the rest, CPU and streamed
-        alternate evenly, so that no lane waits and parameters arrive evenly for the forward.
+        alternate evenly, so that no lane waits and parameters arrive evenly for the forward; those whose weights are
+        on the host are streamed only if all others are.
         """
         loads = workload.subgroups
         placements = [Placement.CPU] * len(loads)
         for i in self.residents[: len(loads) - on_cpu]:
             placements[i] = Placement.GPU_RESIDENT
         rest = [i for i, placement in enumerate(placements) if placement is Placement.CPU]
-        if self.slots and on_cpu < len(rest):
-            share = 1 - on_cpu / len(rest)
+        left, moving = (len(rest) - on_cpu) * (self.slots > 0), workload.streaming(self.blocks)
+        # Updates on the device move weights that are on the host, and updates there need no copy of them.
+        for group in ([i for i in rest if i not in moving], [i for i in rest if i in moving]):
+            count = min(left, len(group))
+            if count <= 0:
+                continue
+            left -= count
+            share = 1 - (len(group) - count) / len(group)
             # So that the first is streamed and the GPU starts at once.
-            owed = (0.5 - share) * sum(loads[i].numel for i in rest) / len(rest)
-            for i in rest:
+            owed = (0.5 - share) * sum(loads[i].numel for i in group) / len(group)
+            for i in group:
                 owed += share * loads[i].numel
                 if owed >= (0.5 - 1e-9) * loads[i].numel:
                     placements[i] = Placement.GPU_STREAMED
