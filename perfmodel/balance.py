@@ -234,8 +234,7 @@ class Balance:
     def _fetching(self, on_device: frozenset[int]) -> tuple[float, float, float, float]:
         """The same for one division, by a schedule of compute and fetches alone."""
         work, ends, free = self._workload, list[float](), {Stream.COMPUTE: 0.0, Stream.WEIGHTS: 0.0}
-        sizes = {Op.BACKWARD: (work.backward_s, work.backward_size), Op.FORWARD: (work.forward_s, work.forward_size)}
-        each_s = {op: seconds / max(size, 1) for op, (seconds, size) in sizes.items()}
+        each_s = dict(zip((Op.BACKWARD, Op.FORWARD), work.seconds_by_size, strict=True))
         each_s[Op.WEIGHTS] = 1 / self._profile.h2d_bandwidth_duplex
 
         def add(what: tuple[Op, Stream], subgroup: int | None, size: int, after: tuple[int, ...]) -> int:
@@ -249,11 +248,9 @@ class Balance:
         backward = free[Stream.COMPUTE]
         weights.begin(backward=False)
         forward_pieces(add, work, 0, [(part, size, ()) for part, size in work.runs], weights)
-        streamed = [
-            block.nbytes / self._profile.h2d_bandwidth for b, block in enumerate(work.blocks) if b not in on_device
-        ]
-        waits = backward - work.backward_s, free[Stream.COMPUTE] - backward - work.forward_s
-        return max(streamed, default=0.0), sum(streamed), *waits
+        streamed = [block.nbytes for b, block in enumerate(work.blocks) if b not in on_device]
+        most, every = (nbytes / self._profile.h2d_bandwidth for nbytes in (max(streamed, default=0), sum(streamed)))
+        return most, every, backward - work.backward_s, free[Stream.COMPUTE] - backward - work.forward_s
 
     def _worn_down(self, piles: np.ndarray, kind: np.ndarray) -> np.ndarray:
         """When each lane is through, in seconds. kind: of speeds, by row."""

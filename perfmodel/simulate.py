@@ -82,9 +82,8 @@ class Simulator:
     def serve(self, schedule: Schedule) -> tuple[list[float], list[float]]:
         """When each task of a schedule starts and ends."""
         loads, workload, known = self._workload.subgroups, self._workload, self._known
-        sizes = max(workload.backward_size, 1), max(workload.forward_size, 1)
-        each_s = workload.backward_s / sizes[0], workload.forward_s / sizes[1]
-        tasks, compute = [], Stream.COMPUTE
+        each_s, compute = workload.seconds_by_size, Stream.COMPUTE
+        tasks = []
         for op, stream, subgroup, size, after, *_ in schedule.tasks:
             if stream is compute:
                 seconds, rate = each_s[op is Op.FORWARD] * size, 0.0

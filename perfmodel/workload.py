@@ -221,14 +221,10 @@ class Workload:
         return self.runs[[part for part, _ in self.runs].index(0) :][::-1]
 
     @functools.cached_property
-    def forward_size(self) -> int:
-        """Of all parts of forward."""
-        return sum(size for _, size in self.runs)
-
-    @functools.cached_property
-    def backward_size(self) -> int:
-        """Of all parts of backward."""
-        return sum(size for _, size in self.backward_runs)
+    def seconds_by_size(self) -> tuple[float, float]:
+        """Seconds of backward, and of forward, for a part of size 1."""
+        backward, forward = (max(sum(size for _, size in runs), 1) for runs in (self.backward_runs, self.runs))
+        return self.backward_s / backward, self.forward_s / forward
 
     def staying(self, count: int) -> frozenset[int]:
         """Blocks that stay where this number of them does: evenly spread, so that fetches have as much to hide behind.
