@@ -96,8 +96,11 @@ class AdaptivePlanner:
         best, earlier = answers.best(workload), self._earlier
         plan = best.division.plan(workload, best.on_cpu)
         if earlier is not None and set(plan.placements) != {Placement.GPU_RESIDENT}:
-            kept = (earlier.division.slots, earlier.division.residents)
-            alike = [each for each in divisions(workload) if (each.slots, each.residents) == kept]
+            alike = [
+                each
+                for each in divisions(workload)
+                if dataclasses.replace(each, activation_bytes=earlier.division.activation_bytes) == earlier.division
+            ]
             most = best.cost + self._tolerance * max(best.cost, UNSEEN * (answers.compute_s + best.cost))
             for division in (earlier.division, *alike):
                 before = division.plan(workload, earlier.on_cpu)

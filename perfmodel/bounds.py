@@ -96,9 +96,6 @@ def _solve(workload: Workload, profile: HardwareProfile, scope: Scope) -> tuple[
     state = np.array([load.state_bytes for load in classes], dtype=float)
     n = len(counts)
 
-    def parameter_s(load: SubgroupLoad) -> float:
-        return operation_demand(Stream.PARAMETER, load.parameter_bytes, load, profile).seconds
-
     def total(*streams: Stream, part: int = 0) -> np.ndarray:
         return counts * np.array([sum(c[stream][part] for stream in streams) for c in costs])
 
@@ -187,10 +184,8 @@ def _solve(workload: Workload, profile: HardwareProfile, scope: Scope) -> tuple[
     if 0 < fitting < math.inf:
         rows["slots"] = row(y=(prefetch + gpu + flush) / fitting, T=-1, stall=-1), before + after
     if math.isfinite(workload.peak_free_bytes):
-        rows["memory"] = (
-            row(z=held, away=-1, weights=-staying),
-            beside_weights((workload.peak_free_bytes - gone) / scale),
-        )
+        limit = beside_weights((workload.peak_free_bytes - gone) / scale)
+        rows["memory"] = row(z=held, away=-1, weights=-staying), limit
     if math.isfinite(shared):
         slot = float(state.min()) / slowest / scale if slowest > 0 else 0.0
         more = float(workload.shares_peak)
@@ -198,9 +193,10 @@ def _solve(workload: Workload, profile: HardwareProfile, scope: Scope) -> tuple[
         rows["memory, shared"] = row(z=held, first=slot, away=-more, weights=-staying), limit
     if workload.blocks:
         # Of each block's parameters and fetches only the bytes are known to be in proportion.
-        spared = [
-            sum(map(parameter_s, workload.subgroups[b.start : b.stop])) / max(b.nbytes, 1) for b in workload.blocks
-        ]
+        upload_s = dict(zip(classes, parameter / counts, strict=True))
+        spared = (
+            sum(upload_s[i] for i in workload.subgroups[b.start : b.stop]) / max(b.nbytes, 1) for b in workload.blocks
+        )
         rows["spared"] = row(spared=1, weights=-max(spared) * weight_bytes), 0.0
         rows["spared, CPU"] = row(spared=1, x=-parameter), 0.0
     if workload.blocks and Phase.ABSENT not in (scope.backward, scope.forward):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from perfmodel.lanes import Stream
 from perfmodel.plan import Placement, Plan
@@ -40,8 +40,8 @@ def backward_pieces(
         restore(number)
     if weights is not None:
         weights.begin(backward=True)
-    runs = ((part, size, ()) for part, size in workload.backward_runs)
-    return _pieces(add, BACKWARD, runs, workload.backward_size, [saved[g].due for g in groups], due, weights)
+    runs = [(part, size, ()) for part, size in workload.backward_runs]
+    return _pieces(add, BACKWARD, runs, [saved[g].due for g in groups], due, weights)
 
 
 def memory_freed(plan: Plan, workload: Workload, pieces: Mapping[int, int], slot: int) -> tuple[int, ...]:
@@ -69,24 +69,24 @@ def forward_pieces(
         add(SAVE, None, leaving[number].nbytes, (piece,))
         return ()
 
-    _pieces(add, FORWARD, runs, sum(size for _, size, _ in runs), [each.born for each in leaving], born, weights)
+    _pieces(add, FORWARD, runs, [each.born for each in leaving], born, weights)
 
 
 def _pieces(
     add: Add,
     what: tuple[Op, Stream],
-    runs: Iterable[Run],
-    size: int,
+    runs: Sequence[Run],
     shares: Sequence[float],
     passed: Callable[[int, int], tuple[int, ...]],
     weights: WeightFetches | None,
 ) -> dict[int, int]:
     """The last piece of each run.
 
-    size: of them all. shares: of it, where pieces end in between. passed: called with the places of a share and of the
+    shares: of their size, where pieces end in between. passed: called with the places of a share and of the
     task that ends there, gives what the next piece waits for.
     """
     pieces, waits, number, done, end = dict[int, int](), tuple[int, ...](), 0, 0, 0
+    size = sum(size for _, size, _ in runs)
     for i, numel, after in runs:
         end, waits = end + numel, waits + after
         if weights is not None:

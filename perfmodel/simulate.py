@@ -46,13 +46,20 @@ def exposed(plan: Plan, workload: Workload, profile: HardwareProfile, scope: Sco
 class Simulator:
     """Simulates many plans of one workload; `tasks` is how many it has served so far."""
 
-    def __init__(self, workload: Workload, profile: HardwareProfile, scope: Scope = UPDATE_ALONE) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        profile: HardwareProfile,
+        scope: Scope = UPDATE_ALONE,
+        waits: dict[tuple[frozenset[int], int], float] | None = None,
+    ) -> None:
+        """waits: of micro-batches, which it adds to, where another simulator has found some."""
         self.tasks = 0
         self._workload = workload
         self._profile = profile
         self._scope = scope
         self._known: dict[tuple[int, int, int], tuple[float, float]] = {}
-        self._waits: dict[tuple[frozenset[int], int], float] = {}
+        self._waits = {} if waits is None else waits
 
     def makespan(self, plan: Plan) -> float:
         """As the function of that name."""
@@ -75,9 +82,8 @@ class Simulator:
     def serve(self, schedule: Schedule) -> tuple[list[float], list[float]]:
         """When each task of a schedule starts and ends."""
         loads, workload, known = self._workload.subgroups, self._workload, self._known
-        sizes = max(workload.backward_size, 1), max(workload.forward_size, 1)
-        each_s = workload.backward_s / sizes[0], workload.forward_s / sizes[1]
-        tasks, compute = [], Stream.COMPUTE
+        each_s, compute = workload.seconds_by_size, Stream.COMPUTE
+        tasks = []
         for op, stream, subgroup, size, after, *_ in schedule.tasks:
             if stream is compute:
                 seconds, rate = each_s[op is Op.FORWARD] * size, 0.0

@@ -34,7 +34,7 @@ class WeightFetches:
         self._last = set[int]()
 
     def begin(self, *, backward: bool, after: After = lambda block: ()) -> None:
-        """Begin forward or backward. after: what a fetch waits for besides, by block."""
+        """Begin forward or backward. after: gives what the fetch of a block waits for besides."""
         self._fetched.clear()
         self._last.clear()
         for b, block in reversed(self._streamed) if backward else self._streamed:

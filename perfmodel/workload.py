@@ -221,14 +221,10 @@ class Workload:
         return self.runs[[part for part, _ in self.runs].index(0) :][::-1]
 
     @functools.cached_property
-    def forward_size(self) -> int:
-        """Of all parts of forward."""
-        return sum(size for _, size in self.runs)
-
-    @functools.cached_property
-    def backward_size(self) -> int:
-        """Of all parts of backward."""
-        return sum(size for _, size in self.backward_runs)
+    def seconds_by_size(self) -> tuple[float, float]:
+        """Seconds of backward, and of forward, for a part of size 1."""
+        backward, forward = (max(sum(size for _, size in runs), 1) for runs in (self.backward_runs, self.runs))
+        return self.backward_s / backward, self.forward_s / forward
 
     def staying(self, count: int) -> frozenset[int]:
         """Blocks that stay where this number of them does: evenly spread, so that fetches have as much to hide behind.
@@ -236,6 +232,12 @@ class Workload:
         With the last blocks alone, or the first, simulated iterations take up to 29% longer where links are scarce.
         """
         return frozenset((2 * j + 1) * len(self.blocks) // (2 * count) for j in range(count))
+
+    def block_counts(self, free: float) -> range:
+        """How many blocks may stay where this much device memory is free for weights; at least one number."""
+        least, most = min(self.blocks_least, len(self.blocks)), int(min(self.blocks_most, len(self.blocks)))
+        counts = (count for count in range(most, least, -1) if self.weight_bytes(self.staying(count)) <= free)
+        return range(least, next(counts, least) + 1)
 
     def streaming(self, on_device: Collection[int]) -> frozenset[int]:
         """The subgroups whose weights are on the host if those of these blocks are on the device."""

@@ -5,18 +5,20 @@ import itertools
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from perfmodel import Op, Placement, Plan, Workload
+from perfmodel import Op, Placement, Plan, SubgroupLoad, Workload
+from perfmodel.adaptive import AdaptivePlanner, adaptive
 from perfmodel.bounds import lower_bound
+from perfmodel.format import SPLIT
 from perfmodel.hardware import HardwareProfile, builtin_profiles
 from perfmodel.plan import Tier
-from perfmodel.policies import spilled
+from perfmodel.policies import cpu_only, resident, spilled, static_ratio, stride
 from perfmodel.schedule import schedule, schedule_micro_batch, schedule_step
 from perfmodel.scope import UPDATE_ALONE, Phase, Scope
 from perfmodel.simulate import Simulator, exposed, makespan, simulate
-from perfmodel.workload import SIZES, BlockLoad, peak_room
+from perfmodel.workload import SIZES, BlockLoad, SavedTensors, peak_room
 from tests.perfmodel.test_schedule import found, lines
 from tests.support.machines import machine, with_disk, work
 from tests.support.random_plans import saved_tensors
@@ -217,7 +219,7 @@ def test_bad_blocks() -> None:
     with pytest.raises(ValueError, match="weight_window must be 1 or more, found 0"):
         dataclasses.replace(load, weight_window=0)
     for b in (-1, 2):
-        with pytest.raises(ValueError, match="the plan keeps blocks .* on the device, the workload has 2"):
+        with pytest.raises(ValueError, match=r"the plan keeps blocks .* on the device, the workload has 2"):
             simulate(Plan((C, C), (0, 1), 0, blocks_on_device=frozenset({b})), load, machine())
 
 
@@ -269,3 +271,68 @@ def test_the_bound_knows_weights() -> None:
     streams = dataclasses.replace(load, blocks_most=0, micro_batches=3)
     assert lower_bound(streams, profile, WHOLE).seconds == pytest.approx((8 - 2) + (8 - 1) + 2 * (16 - 3), rel=1e-3)
     assert lower_bound(load, profile, WHOLE).seconds == pytest.approx(8 - 1, rel=1e-3)
+
+
+def test_fixed_policies_keep_as_many_blocks_as_have_room_beside_the_rest() -> None:
+    load = layers(4, peak_free_bytes=2 * 144 + 80.0)
+    plans = cpu_only(load), static_ratio(load, 0.5), stride(load, 2, slots=1)
+    assert [len(plan.blocks_on_device) for plan in plans] == [4, 1, 4]
+    shared = dataclasses.replace(load, shared_free_bytes=144 + 72.0)
+    assert [len(stride(shared, 2, slots=count).blocks_on_device) for count in (1, 2)] == [1, 0]
+    assert all(load.has_room(plan) for plan in plans)
+    fixed = dataclasses.replace(load, blocks_least=2, blocks_most=2)
+    assert [len(plan.blocks_on_device) for plan in (cpu_only(fixed), resident(fixed))] == [2, 2]
+
+
+def test_all_stays_where_it_fits_and_no_weights_stream_before_compute_is_known() -> None:
+    load = layers(6, outside=1, each=2)
+    plan = adaptive(load, machine())
+    assert (set(plan.placements), len(plan.blocks_on_device)) == ({R}, 6)
+    fixed = dataclasses.replace(load, blocks_least=2, blocks_most=2, forward_s=10.0, backward_s=20.0)
+    assert len(adaptive(fixed, machine()).blocks_on_device) == 2
+    tight = dataclasses.replace(load, peak_free_bytes=6 * 48.0 + 144)
+    plan = adaptive(tight, machine())
+    assert (plan.placements.count(R), len(plan.blocks_on_device)) == (1, 6), "state makes room, as fetches cost time"
+    assert adaptive(dataclasses.replace(load, peak_free_bytes=10.0), machine()).blocks_on_device == frozenset()
+
+
+@st.composite
+def trainings(draw: st.DrawFn) -> tuple[Workload, HardwareProfile]:
+    """A model on a machine of any kind, with room for a part of its weights and state."""
+    profile = builtin_profiles()[draw(st.sampled_from(sorted(builtin_profiles())))]
+    count, each = draw(st.sampled_from([4, 9, 16])), draw(st.integers(1, 2))
+    one = SubgroupLoad.of(draw(st.sampled_from([10, 200])) * 10**6, SPLIT)
+    one = dataclasses.replace(one, returned_bytes=one.gradient_bytes)
+    nbytes = each * one.parameter_bytes
+    forward_s = draw(st.floats(0.1, 5.0)) * count * nbytes / profile.h2d_bandwidth
+    n = count * each + 2
+    load = Workload(
+        (one,) * n,
+        forward_s=forward_s,
+        backward_s=2 * forward_s,
+        blocks=tuple(BlockLoad(nbytes, 1 + b * each, 1 + (b + 1) * each) for b in range(count)),
+        micro_batches=draw(st.sampled_from([1, 1, 4])),
+        peak_free_bytes=2 * nbytes + draw(st.floats(0.0, 0.9)) * (count * nbytes + n * one.state_bytes),
+    )
+    if draw(st.booleans()):
+        load = dataclasses.replace(load, shared_free_bytes=load.peak_free_bytes)
+    share = draw(st.sampled_from([0.0, 0.3, 1.0]))
+    saved = (SavedTensors(int(share * nbytes), (b + 1) / count, 1 - b / count) for b in range(count))
+    return dataclasses.replace(load, activations=tuple(saved) if share else ()), profile
+
+
+@given(trainings())
+@settings(max_examples=15)
+def test_the_number_of_blocks_that_stay_is_as_good_as_any_fixed_one(case: tuple[Workload, HardwareProfile]) -> None:
+    load, profile = case
+    planner = AdaptivePlanner()
+    while not planner.settled:
+        assert load.has_room(planner(load, profile))
+        planner.learn()
+    found, scope = makespan(planner(load, profile), load, profile, WHOLE), Scope.beside(load)
+    assert found >= scope.compute_s(load) + lower_bound(load, profile, scope).seconds * (1 - 1e-6)
+    for count in range(0, len(load.blocks) + 1, len(load.blocks) // 4):
+        fixed = dataclasses.replace(load, blocks_least=count, blocks_most=count)
+        plan = adaptive(fixed, profile)
+        assert len(plan.blocks_on_device) == count
+        assert not fixed.has_room(plan) or found <= 1.03 * makespan(plan, load, profile, WHOLE)
