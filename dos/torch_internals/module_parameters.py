@@ -12,7 +12,9 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 
 class WatchedParameters(dict[str, Any]):
@@ -64,12 +66,25 @@ def parameters_of(module: nn.Module, *, recurse: bool = True) -> list[Tensor]:
     return list({id(p): p for p in found}.values())
 
 
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    """Move the model's buffers, and nothing else, to a device."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != device:
+                module._buffers[name] = buffer.to(device)
+
+
 def exchange(module: nn.Module, name: str, parameter: Tensor) -> None:
     """Put a parameter in the place of another one of the same name."""
     if type(module).__setattr__ is nn.Module.__setattr__:
         vars(module)["_parameters"][name] = parameter
     else:  # such as that of nn.GRU, which keeps a list of its weights besides
         setattr(module, name, parameter)
+
+
+def tensors_in(arguments: Any) -> list[Tensor]:
+    """All tensors in nested tuples, lists and dicts, and what else torch looks into."""
+    return [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
 
 
 class _Refusal:

@@ -14,7 +14,7 @@ from dos.parameters.registry import Registry
 from dos.state.arena import aligned
 from dos.state.host_tensor import HostTensor
 from dos.state.record import ParameterRecord
-from dos.torch_internals.module_parameters import parameters_of
+from dos.torch_internals.module_parameters import move_buffers, parameters_of
 from dos.weights.block import Block
 from dos.weights.blocks import Amount, Member, check_streamable, find_blocks, members_of, spread, staying
 from dos.weights.stream import WeightStream, stream_of
@@ -137,10 +137,7 @@ class WeightHomes:
             if parameter.device != there:
                 parameter.data = parameter.data.to(there)
             self._device.count(parameter)
-        for module in model.modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                if buffer is not None and buffer.device != there:
-                    module._buffers[name] = buffer.to(there)
+        move_buffers(model, there)
 
     def _make(self, number: int, members: Sequence[Member], group_of: dict[int, Group], *, streams: bool) -> Block:
         """Enrol a block's trained parameters, and move all of them."""

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from dos.devices import Device, Job, Mark, memory_of
 from dos.guard import exclusive
@@ -21,6 +20,7 @@ from dos.torch_internals.module_parameters import (
     let_move,
     own_parameters,
     refuse_to_move,
+    tensors_in,
     unwatch_parameters,
     watch_parameters,
 )
@@ -217,7 +217,7 @@ class WeightStream:
 
     def _watch_inputs(self, block: Block, arguments: Any) -> None:
         """Free the block in backward when the gradient of its input is there."""
-        tensors = [t for t in tree_leaves(arguments) if isinstance(t, Tensor) and t.requires_grad]
+        tensors = [t for t in tensors_in(arguments) if t.requires_grad]
         # A leaf has its gradient as soon as all that reads it has run, which need not be all of the block.
         made = [t for t in tensors if not t.is_leaf] or [t for t in tensors if not isinstance(t, nn.Parameter)][:1]
         reference = weakref.ref(self)
