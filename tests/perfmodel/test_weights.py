@@ -19,9 +19,9 @@ from perfmodel.schedule import schedule, schedule_micro_batch, schedule_step
 from perfmodel.scope import UPDATE_ALONE, Phase, Scope
 from perfmodel.simulate import Simulator, exposed, makespan, simulate
 from perfmodel.workload import SIZES, BlockLoad, SavedTensors, peak_room
-from tests.perfmodel.test_schedule import found, lines
 from tests.support.machines import machine, with_disk, work
 from tests.support.random_plans import saved_tensors
+from tests.support.schedules import found, lines
 
 C, S, R = Placement.CPU, Placement.GPU_STREAMED, Placement.GPU_RESIDENT
 HOST, DEVICE = Tier.HOST, Tier.DEVICE
