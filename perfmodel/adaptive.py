@@ -96,11 +96,8 @@ class AdaptivePlanner:
         best, earlier = answers.best(workload), self._earlier
         plan = best.division.plan(workload, best.on_cpu)
         if earlier is not None and set(plan.placements) != {Placement.GPU_RESIDENT}:
-            alike = [
-                each
-                for each in divisions(workload)
-                if dataclasses.replace(each, activation_bytes=earlier.division.activation_bytes) == earlier.division
-            ]
+            kept = earlier.division.slots, earlier.division.residents, earlier.division.blocks
+            alike = [each for each in divisions(workload) if (each.slots, each.residents, each.blocks) == kept]
             most = best.cost + self._tolerance * max(best.cost, UNSEEN * (answers.compute_s + best.cost))
             for division in (earlier.division, *alike):
                 before = division.plan(workload, earlier.on_cpu)

@@ -151,11 +151,10 @@ def schedule(plan: Plan, workload: Workload, scope: Scope = UPDATE_ALONE) -> Sch
     if scope.forward is Phase.SERIAL:
         # What is written to disk is of no use to it.
         before = tuple(number for number, task in enumerate(made.tasks) if task.op is not Op.WRITE)
-        runs, updated = [(part, size, before) for part, size in workload.runs], lambda block: before
+        parts = workload.runs if workload.blocks else [(0, max(workload.numel, 1))]
+        runs, updated = [(part, size, before) for part, size in parts], lambda block: before
     if weights is not None:
         weights.begin(backward=False, after=updated)
-    elif scope.forward is Phase.SERIAL:
-        runs = [(0, max(workload.numel, 1), before)]
     forward_pieces(made.add, workload, plan.activation_bytes, runs, weights)
     return Schedule(tuple(made.tasks), kept=made.windows.inside)
 
@@ -355,19 +354,17 @@ class ScheduleBuilder:
         update = self._update(i, ready + self._backward, slot)
         if resident:
             self.windows.leave(i, ready)
-            if weights:
-                self._updated[i] = self.add(FLUSH, i, weights, (update,), slot)
-            return self._updated[i]
-        if found.state is not DEVICE:
-            flush = self._leave(i, (update,), slot, weights)
-            self._updated[i] = flush if weights else update
-            return flush
-        flush = self._leave(i, (update,), beside=weights)
-        self._updated[i] = flush if weights else update
-        return self._updated[i]
+            freed = self.add(FLUSH, i, weights, (update,), slot) if weights else update
+        else:
+            fetched_here = found.state is not DEVICE
+            flush = self._leave(i, (update,), slot if fetched_here else None, weights)
+            freed = flush if fetched_here or weights else update
+        if weights:
+            self._updated[i] = freed
+        return freed
 
     def _on_host(self, i: int) -> None:
-        """An update on the host; what it needs may have to leave the device first, parameters go up but if streamed."""
+        """An update on the host. What it needs may have to leave the device first; parameters go up unless streamed."""
         found, ready = self._found[i], self.departed.get(i, ())
         through = found.state is DISK or found.window is not None or self._plan.stays(i) is DISK
         here = self._to_host(i) if through else ()

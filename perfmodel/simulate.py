@@ -65,9 +65,8 @@ class Simulator:
         """As the function of that name."""
         _, end = self.serve(schedule(plan, self._workload, self._scope))
         self.tasks += len(end)
-        others = (
-            self._workload.micro_batches - 1 if Phase.ABSENT not in (self._scope.backward, self._scope.forward) else 0
-        )
+        whole = Phase.ABSENT not in (self._scope.backward, self._scope.forward)
+        others = (self._workload.micro_batches - 1) * whole
         return max(end) + (others * self._wait_s(plan) if others else 0.0)
 
     def _wait_s(self, plan: Plan) -> float:
