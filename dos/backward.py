@@ -23,7 +23,7 @@ from dos.planning.policies import Policy
 from dos.sharding.local import same_layout
 from dos.state.record import ParameterRecord
 from dos.state.subgroup import Subgroup
-from dos.step.iteration import Iteration
+from dos.step.iteration import Iteration, Wait
 from dos.step.ledger import Ledger
 from dos.step.prepare import Prepared, check_slots
 from dos.step.work import SubgroupUpdate, Subject
@@ -121,11 +121,12 @@ class Backward:
     def stream_weights(self, weights: WeightHomes) -> None:
         """Plan the weights of these blocks with the state; backward asks for those that it reads."""
         self.weights, self._streams[:] = weights, [weights.stream]
-        self.activations.before_use, self.activations.copies = weights.stream.before_use, weights.stream.all_copies
+        self.activations.weights = weights.stream
 
     def _stalls(self) -> Sequence[tuple[Mark, Mark]]:
         """The caller's waits for saved tensors and weights since this was asked last."""
         weights = () if self.weights is None else self.weights.stream.stalls()
+        self.now.waits += [Wait(before, after) for before, after in weights]
         return (*self.activations.stalls(), *weights)
 
     def decide(self, facts: Facts) -> Plan:

@@ -11,7 +11,7 @@ from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,19 @@ REMEMBERED = 16
 """Forwards of which the largest counts."""
 
 
+class StreamedWeights(Protocol):
+    """Weights that are on the device only while a block computes."""
+
+    def all_copies(self) -> Sequence[Tensor]:
+        """The device's copies, with or without memory."""
+
+    def check_saved(self, tensor: Tensor) -> None:
+        """Raise RuntimeError for a saved tensor that would keep a copy of streamed weights on the device."""
+
+    def before_use(self, tensor: Tensor) -> None:
+        """Called before backward reads a saved tensor that stays, which may be of these weights."""
+
+
 class ActivationOffload:
     """The saved tensors of one optimizer's models.
 
@@ -56,10 +69,7 @@ class ActivationOffload:
     last_offloaded: of the last, and of all that may, bytes.
     """
 
-    before_use: Callable[[Tensor], None] | None = None
-    """Called before backward reads a saved tensor that stays, which may be of weights that stream."""
-    copies: Callable[[], Sequence[Tensor]] = tuple
-    """The device's copies of those."""
+    weights: StreamedWeights | None = None
     sample: weakref.WeakMethod[Callable[..., None]]
     give_way: weakref.WeakMethod[Callable[[int], None]]
 
@@ -195,6 +205,7 @@ class ActivationOffload:
         if forward.timed:
             forward.marks.append(self.device.mark())
             self._timed = forward
+        known = [*known, *(() if self.weights is None else self.weights.all_copies())]
         memory = (memory_of(local(unwrapped(p))) for p in known if not is_lazy(p))
         lasting = frozenset(storage_address(storage) for storage in memory if storage is not None)
         hooks = torch.autograd.graph.saved_tensors_hooks(
@@ -245,6 +256,8 @@ class ActivationOffload:
     def _pack(self, tensor: Any, forward: SavedByForward, lasting: frozenset[int]) -> Kept:
         """What autograd keeps in place of a tensor that it saves."""
         part = local(tensor)
+        if self.weights is not None:
+            self.weights.check_saved(tensor)
         if self._is_eligible(tensor, part, lasting):
             return self._save(tensor, part, forward)
         if forward.waiting:
@@ -371,8 +384,8 @@ class ActivationOffload:
         packed.check()
         if isinstance(packed, Packed):
             return self._fetch(packed)
-        if self.before_use is not None:
-            self.before_use(packed.tensor)
+        if self.weights is not None:
+            self.weights.before_use(packed.tensor)
         return packed.tensor
 
     @torch.no_grad()

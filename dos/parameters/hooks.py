@@ -93,7 +93,7 @@ class Attachment:
         def begin(module: nn.Module) -> None:
             alive = reference()
             if alive is not None:
-                alive.begin(module, amount, [*lasting(module), *alive.copies()])
+                alive.begin(module, amount, lasting(module))
 
         def end(module: nn.Module) -> None:
             alive = reference()  # it lives as long as hooks of a forward refer to it

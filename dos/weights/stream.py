@@ -24,7 +24,7 @@ from dos.torch_internals.module_parameters import (
     unwatch_parameters,
     watch_parameters,
 )
-from dos.torch_internals.tensors import storage_address
+from dos.torch_internals.tensors import converted_from, storage_address
 from dos.weights.block import Block
 
 _MOST_JOBS = 1000
@@ -169,6 +169,11 @@ class WeightStream:
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """A block is about to run."""
         block = self._of[module]
+        if self._device.capturing():
+            raise RuntimeError(
+                "a CUDA graph is being captured, and its replays would not fetch weights that stream; capture no block "
+                "of the model, or attach it without weights="
+            )
         if in_backward():
             self._use_in_backward(block)
         else:
@@ -196,12 +201,30 @@ class WeightStream:
 
     # Backward.
 
+    def check_saved(self, tensor: Tensor) -> None:
+        """Raise RuntimeError if autograd saves a weight that was converted, as autocast does.
+
+        It would stay on the device until backward, block after block.
+        """
+        source = converted_from(tensor) if torch.is_autocast_enabled(tensor.device.type) else None
+        block = None if source is None else self._block_of(source)
+        if source is not None and block is not None and block.streams:
+            raise RuntimeError(
+                f"autocast converts weights of {source.dtype} that stream, and autograd keeps the converted ones on the "
+                "device until backward; run each block under torch.utils.checkpoint, or build the model in "
+                f"{tensor.dtype}"
+            )
+
     def before_use(self, tensor: Tensor) -> None:
         """Called before backward reads a saved tensor, which may be of a block's weights."""
-        storage = memory_of(tensor)
-        block = None if storage is None else self._by_storage.get(storage_address(storage))
+        block = self._block_of(tensor)
         if block is not None and block.streams:
             self._use_saved(block)
+
+    def _block_of(self, tensor: Tensor) -> Block | None:
+        """The block of whose copies this is one, or a view of one."""
+        storage = memory_of(tensor)
+        return None if storage is None else self._by_storage.get(storage_address(storage))
 
     @exclusive
     def _use_saved(self, block: Block) -> None:

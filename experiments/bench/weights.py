@@ -4,7 +4,7 @@
 
 Trains a small GPT on the emulated accelerator with the proportions of an RTX 4090 desktop: the weights take two thirds
 of the device, as those of 8B do of 24 GB. "stay" is the default policy with all weights on the device, "stream" has no
-block's weights there but while it computes, "auto" as many as the plan says; saved tensors move as planned in all three.
+block's weights there but while it computes, "auto" as many as the plan says; saved tensors move as planned in all.
 A block computes for as long as its batch asks, in forward and twice that in backward; who waits for weights waits
 besides. Batches grow until no row fits any more.
 """
@@ -25,7 +25,7 @@ from dos import DOSAdam, EmulatedDevice
 from dos.devices import Job
 from experiments.command import Parser, table_of
 from experiments.gpt import GPT, Corpus, GPTConfig, standard_library
-from experiments.harness import Limit, Progress, all_equal, bits_of, finish, measuring, take_turns, timed
+from experiments.harness import Contestant, Limit, Progress, all_equal, bits_of, finish, measuring, take_turns, timed
 from experiments.miniature import equal_subgroups, slowed
 from perfmodel.format import SPLIT
 from perfmodel.hardware import HardwareProfile
@@ -135,6 +135,10 @@ def _batches(batch: int, turns: int) -> Sequence[Sequence[Tensor]]:
     return Corpus(standard_library(), CONFIG.context).batches(BLOCK * turns, batch, seed=0)
 
 
+def _contestant(run: Run, data: Sequence[Sequence[Tensor]]) -> Contestant[float]:
+    return lambda number: run.iterate(data[BLOCK * number :][:BLOCK])
+
+
 def measure(rounds: int, batches: Sequence[int], on_progress: Progress) -> list[dict[str, Any]]:
     """All rows that fit. In each round the ways take turns, a few iterations each."""
     numel = GPT(CONFIG, dtype=DTYPE).numel
@@ -146,13 +150,9 @@ def measure(rounds: int, batches: Sequence[int], on_progress: Progress) -> list[
     for batch in batches:
         ways = [way for way in WAYS if fits(profile, capacity, way, batch)]
         runs = {way: Run(profile, capacity, way, batch, FORWARD_S) for way in ways}
-        data = _batches(batch, WARM_UP + rounds)
         on_progress(f"batch {batch}")
-        seconds = take_turns(
-            {way: lambda n, run=run: run.iterate(data[BLOCK * n :][:BLOCK]) for way, run in runs.items()},
-            rounds,
-            warm_up=WARM_UP,
-        )
+        contestants = {way: _contestant(run, _batches(batch, WARM_UP + rounds)) for way, run in runs.items()}
+        seconds = take_turns(contestants, rounds, warm_up=WARM_UP)
         first: list[Tensor] = []
         for way, run in runs.items():
             bits = bits_of(run.model, run.optimizer)

@@ -1,4 +1,4 @@
-"""Weights that stream change no bit: every format, policy, kind of checkpointing, clipping, and crossing of features."""
+"""Weights that stream change no bit: in every format and policy, with checkpointing, clipping and all else."""
 
 from __future__ import annotations
 
