@@ -454,9 +454,9 @@ class DOSAdam(Optimizer):
         ``memory_free_bytes``, ``memory_total_bytes``, ``memory_held_bytes``, ``memory_for_state_bytes``: of the
         device, when the step had ended. ``host_held_bytes``: of the host. ``disk_held_bytes``: of state on disk.
         ``blocks_on_device``, ``weight_bytes_fetched``: where weights stream, the blocks that stay, and the bytes that a
-        forward fetches. ``activation_bytes``, ``activation_share``: of saved tensors that move to the host in a forward:
-        by the plan with ``"auto"``, else as in the last forward. ``activation_host_bytes``: host memory pinned for
-        them.
+        forward fetches. ``activation_bytes``, ``activation_share``: of saved tensors that move to the host in a
+        forward: by the plan with ``"auto"``, else as in the last forward. ``activation_host_bytes``: host memory pinned
+        for them.
         Values that are not known are missing; before the first step, or with all parameters on the host, the dict is
         empty.
         """

@@ -642,13 +642,17 @@ class Session:
         return self.ledger.updates(self.registry.subgroups_of(parameters), wait=wait)
 
     def finish_homes(self, parameters: Sequence[Tensor]) -> None:
-        """Called before user code reads weights on the host: blocks until they are as the last step makes them."""
+        """Called before user code reads parameters where weights stream: they are as the last step makes them then.
+
+        Blocks for those that are on the host.
+        """
         if self.ledger.pending:
             self._finish_homes(parameters)
 
     @entry(*ANY)
     def _finish_homes(self, parameters: Sequence[Tensor]) -> None:
-        for job in self.ledger.updates(self.registry.subgroups_of(parameters), wait=True) or ():
+        at_home = [s for s in self.registry.subgroups_of(parameters) if s.arena.streams]
+        for job in self.ledger.updates(at_home, wait=True) or ():
             job.wait()
         self._join(parameters)
 

@@ -26,10 +26,12 @@ Amount = int | float | Literal["auto"]
 class Member:
     """A parameter of a block, and the modules that have it, each with its name there.
 
+    trained: whether an optimizer updates it.
     They are known weakly: a model's hooks have its blocks, and it should go without the garbage collector.
     """
 
     parameter: Tensor
+    trained: bool = False
     _places: list[tuple[weakref.ref[nn.Module], str]] = field(default_factory=list)
 
     def add(self, module: nn.Module, name: str) -> None:

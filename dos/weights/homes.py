@@ -149,7 +149,7 @@ class WeightHomes:
         for member, copy in zip(members, block.copies, strict=True):
             record = registry.record(member.parameter)
             if record is not None and member.parameter.requires_grad:
-                record.leaf = copy
+                member.trained, record.leaf = True, copy
                 registry.watching.watch_at(member.parameter, copy)
         block.streams = not streams  # until it is moved
         self.move(block, streams=streams)

@@ -76,6 +76,7 @@ class WeightStream:
         self._moves: deque[Job] = deque(maxlen=_MOST_JOBS)
         self._stalls: deque[tuple[Mark, Mark]] = deque(maxlen=_MOST_JOBS)
         self._graphs = 0
+        self._autocast = False
         self._handles = [
             model.register_forward_pre_hook(module_hook(model, self._begin), prepend=True),
             model.register_forward_hook(module_hook(model, self._end), always_call=True),
@@ -85,10 +86,13 @@ class WeightStream:
                 module.register_forward_pre_hook(
                     module_hook(module, self._before, with_arguments=True), prepend=True, with_kwargs=True
                 ),
-                module.register_forward_hook(module_hook(module, self._after), always_call=True),
+                module.register_forward_hook(module_hook(module, self._after, with_arguments=True), always_call=True),
             ]
-            for each in {module for member in block.members for module, _ in member.places}:
-                watch_parameters(each, _Reading(self, block))
+        inside = {each: block for block in self.blocks for member in block.members for each, _ in member.places}
+        for each in model.modules():
+            own = [p for p in own_parameters(each).values() if p is not None]
+            if own:
+                watch_parameters(each, _Reading(self, own, inside.get(each)))
         refuse_to_move(model, _refuse_to_move)
         _of_model[model] = self
 
@@ -106,11 +110,10 @@ class WeightStream:
         self.free_all()
         for handle in self._handles:
             handle.remove()
-        for block in self.blocks:
-            for module in {module for member in block.members for module, _ in member.places}:
-                unwatch_parameters(module)
         model = self._model()
         if model is not None:
+            for module in model.modules():
+                unwatch_parameters(module)
             let_move(model)
             _of_model.pop(model, None)
 
@@ -181,13 +184,15 @@ class WeightStream:
             if self._last_run is not None and self._last_run is not block:
                 self._next[self._last_run], self._before_that[block] = block, self._last_run
             self._last_run = block
+        # Not where a tensor is saved: within an operation autocast is always off.
+        self._autocast = any(torch.is_autocast_enabled(copy.device.type) for copy in block.copies[:1])
         block.running += 1
         block.use_copies()
         if torch.is_grad_enabled():
             self._watch_inputs(block, (args, kwargs))
 
     @exclusive
-    def _after(self, module: nn.Module) -> None:
+    def _after(self, module: nn.Module, args: Any, output: Any = None) -> None:
         """It has run, or has raised."""
         block = self._of[module]
         block.running = max(0, block.running - 1)
@@ -196,21 +201,40 @@ class WeightStream:
         block.use_homes()
         if in_backward():
             return
+        if torch.is_grad_enabled():
+            self._watch_outputs(block, output)
         if block is not self._last_of_forward or not torch.is_grad_enabled():
             self._free(block)
 
     # Backward.
+
+    def _watch_outputs(self, block: Block, output: Any) -> None:
+        """Fetch the block when the gradient of its output is there: not all that it saves passes our hooks.
+
+        Hooks on saved tensors of user code within the block take the place of ours, and there are none of ours where
+        the block, or a part of the model, is called by itself.
+        """
+        reference = weakref.ref(self)
+
+        def begins(_: Tensor) -> None:
+            stream = reference()
+            if stream is not None and block.streams:
+                stream._use_saved(block)
+
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(begins)
 
     def check_saved(self, tensor: Tensor) -> None:
         """Raise RuntimeError if autograd saves a weight that was converted, as autocast does.
 
         It would stay on the device until backward, block after block.
         """
-        source = converted_from(tensor) if torch.is_autocast_enabled(tensor.device.type) else None
+        source = converted_from(tensor) if self._autocast else None
         block = None if source is None else self._block_of(source)
         if source is not None and block is not None and block.streams:
             raise RuntimeError(
-                f"autocast converts weights of {source.dtype} that stream, and autograd keeps the converted ones on the "
+                f"autocast converts weights of {source.dtype} that stream, and autograd keeps the results on the "
                 "device until backward; run each block under torch.utils.checkpoint, or build the model in "
                 f"{tensor.dtype}"
             )
@@ -326,23 +350,26 @@ class WeightStream:
                 block.use_homes()
             self._free(block)
 
-    def before_reading(self, block: Block) -> None:
-        """User code reads the block's homes: they have the values of the last step once this returns."""
+    def before_reading(self, parameters: Sequence[Tensor]) -> None:
+        """User code reads parameters: they have the values of the last step once this returns."""
         watcher = self._watcher()
-        if watcher is not None and not block.running:
-            watcher.finish_homes([member.parameter for member in block.members])
+        if watcher is not None:
+            watcher.finish_homes(parameters)
 
 
 class _Reading:
-    """Called before a block's parameters are read. Weak, for modules outlive the stream in a copy."""
+    """Called before a module's parameters are read. block: to which they belong; while it runs the module has copies.
 
-    def __init__(self, stream: WeightStream, block: Block) -> None:
-        self._stream, self._block = weakref.ref(stream), block
+    Weak, for a module has this, and the stream has hooks of the module.
+    """
+
+    def __init__(self, stream: WeightStream, parameters: Sequence[Tensor], block: Block | None) -> None:
+        self._stream, self._parameters, self._block = weakref.ref(stream), parameters, block
 
     def __call__(self) -> None:
         stream = self._stream()
-        if stream is not None:
-            stream.before_reading(self._block)
+        if stream is not None and not (self._block is not None and self._block.running):
+            stream.before_reading(self._parameters)
 
 
 def stream_of(model: nn.Module) -> WeightStream | None:
@@ -351,8 +378,13 @@ def stream_of(model: nn.Module) -> WeightStream | None:
 
 
 def check_homes(block: Block) -> None:
-    """Raise RuntimeError if user code has exchanged or moved the parameters of a block."""
+    """Raise RuntimeError if user code has exchanged parameters of a block, or has unfrozen some."""
     for member in block.members:
+        if member.parameter.requires_grad and not member.trained:
+            raise RuntimeError(
+                f"a parameter of shape {tuple(member.parameter.shape)} requires gradients, and did not when its weights"
+                " began to stream; call optimizer.attach(model, weights=...) again"
+            )
         for module, name in member.places:
             if own_parameters(module).get(name) is not member.parameter:
                 raise RuntimeError(
