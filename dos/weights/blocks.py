@@ -27,21 +27,21 @@ class Member:
     """A parameter of a block, and the modules that have it, each with its name there.
 
     trained: whether an optimizer updates it.
-    They are known weakly: a model's hooks have its blocks, and it should go without the garbage collector.
+    where: these, known weakly: a model's hooks have its blocks, and it should go without the garbage collector.
     """
 
     parameter: Tensor
     trained: bool = False
-    _places: list[tuple[weakref.ref[nn.Module], str]] = field(default_factory=list)
+    where: list[tuple[weakref.ref[nn.Module], str]] = field(default_factory=list)
 
     def add(self, module: nn.Module, name: str) -> None:
         """A module has it under this name."""
-        self._places.append((weakref.ref(module), name))
+        self.where.append((weakref.ref(module), name))
 
     @property
     def places(self) -> Iterator[tuple[nn.Module, str]]:
         """The modules that have it, and its name in each."""
-        found = ((reference(), name) for reference, name in self._places)
+        found = ((reference(), name) for reference, name in self.where)
         return ((module, name) for module, name in found if module is not None)
 
 

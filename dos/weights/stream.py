@@ -81,7 +81,7 @@ class WeightStream:
             model.register_forward_pre_hook(module_hook(model, self._begin), prepend=True),
             model.register_forward_hook(module_hook(model, self._end), always_call=True),
         ]
-        for module, block in blocks.items():
+        for module in blocks:
             self._handles += [
                 module.register_forward_pre_hook(
                     module_hook(module, self._before, with_arguments=True), prepend=True, with_kwargs=True
