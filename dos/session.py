@@ -601,7 +601,7 @@ class Session:
         known = [*self.parameters, *(() if model is None else lasting(model))]
         return Surrounding(self.on_device.activations, amount, known)
 
-    @entry(*ANY)
+    @entry(*UNBROKEN)
     def load(self, state: Mapping[Tensor, Any], groups: list[Group]) -> None:
         """Have this state and these groups, both or neither."""
         gone = self.reconciler.without_room(groups)

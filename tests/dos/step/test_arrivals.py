@@ -1,4 +1,4 @@
-"""State that comes to stay travels during backward: in time, in order, and interrupted."""
+"""State that comes to stay travels during backward: in time, in order, and up to a copy that fails."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class InTurn(AdaptivePolicy):
         return all_in(self.placements.pop(0) if len(self.placements) > 1 else self.placements[0], workload, slots=2)
 
 
-class Interrupted(EmulatedDevice):
-    """Ctrl-C at the nth prefetch from now on."""
+class Failing(EmulatedDevice):
+    """The nth prefetch from now on fails as it is issued."""
 
     left = 0
 
@@ -58,7 +58,7 @@ class Interrupted(EmulatedDevice):
         if op is Op.PREFETCH:
             self.left -= 1
             if self.left == 0:
-                raise KeyboardInterrupt
+                raise ValueError
         return super().copy(op, subgroup, copies, after)
 
 
@@ -168,12 +168,12 @@ def test_state_that_is_still_on_its_way_home_is_not_sent_back() -> None:
 
 
 @pytest.mark.parametrize(("before", "nth"), [("step", 2), ("state", 1), ("state", 5), ("release", 2)])
-def test_an_interruption_leaves_no_memory_that_only_looks_like_state(nth: int, before: str) -> None:
-    device = Interrupted(FAST, 10**9)
+def test_a_copy_that_fails_leaves_no_memory_that_only_looks_like_state(nth: int, before: str) -> None:
+    device = Failing(FAST, 10**9)
     model, optimizer = start(InTurn(CPU, RESIDENT), device)
     train(model, optimizer, 1)
     device.left = nth
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(ValueError):  # noqa: PT011
         train(model, optimizer, 1, first_step=1)
     device.left = 0
     if before == "state":
