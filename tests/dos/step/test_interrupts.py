@@ -18,6 +18,7 @@ from dos.backward import Backward
 from dos.devices import Mark
 from dos.gradients.clipping import Clipping
 from dos.gradients.offload import OffloadedGradients
+from dos.parameters.hooks import Attachment
 from dos.parameters.reconciler import Reconciler
 from dos.parameters.registry import Registry
 from dos.session import Session
@@ -26,7 +27,7 @@ from dos.step.ledger import Ledger
 from dos.step.prepare import Preparation
 from tests.support.devices import UpdatesAfterStep
 from tests.support.programs import Program, Training
-from tests.support.training import FAST, backward, everything, mlp, train
+from tests.support.training import FAST, backward, batch, bits, everything, mlp, train
 
 pytestmark = pytest.mark.usefixtures("one_core")
 
@@ -118,7 +119,7 @@ MOMENTS = [
     Moment("backward", Ledger, "join", (ATTACHED,), UNCHANGED, UNCHANGED),
     Moment("clip", Registry, "place_gradients", (HOST, CPU, OFFLOADED), DONE, UNCHANGED),
     Moment("norm", Registry, "place_gradients", (HOST, CPU, OFFLOADED), DONE, UNCHANGED),
-    Moment("attach", Ledger, "settle", (HOST, CPU, ATTACHED), DONE, UNCHANGED),
+    Moment("attach", Ledger, "settle", (CPU, ATTACHED), DONE, UNCHANGED),
     Moment("synchronize", Ledger, "settle", (HOST, CPU, ATTACHED), DONE, UNCHANGED),
     Moment("release_memory", Ledger, "bring_home", (CPU, RESIDENT, STREAMED, ATTACHED), DONE, UNCHANGED),
     Moment("state_dict", Ledger, "bring_home", (CPU, RESIDENT, ATTACHED), DONE, UNCHANGED),
@@ -244,8 +245,29 @@ def test_the_second_ctrl_c_ends_synchronize_at_once_and_the_next_call_waits() ->
     presses += [signal.SIGINT] * 2
     with pytest.raises(KeyboardInterrupt):
         optimizer.synchronize()
-    device.returned.set()
+    threading.Timer(0.2, device.returned.set).start()
+    assert bits([model(batch(1))]) == bits([twin(batch(1))])
     assert everything(model, optimizer) == everything(twin, on_host)
+
+
+def test_ctrl_c_in_attach_takes_effect_once_the_model_is_attached(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = Attachment.__init__
+
+    def pressed(attachment: Attachment, *arguments: Any) -> None:
+        plain(attachment, *arguments)
+        press(1)
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    monkeypatch.setattr(Attachment, "__init__", pressed)
+    model, device = mlp(), UpdatesAfterStep(FAST, 10**9)
+    optimizer = DOSAdam(model.parameters(), policy="cpu", device=device)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.attach(model)
+    train(model, optimizer, 2)  # its hooks see which modules run
+    backward(model, 0)
+    device.returned.clear()
+    optimizer.step()
+    device.returned.set()
 
 
 def test_a_handler_of_the_programs_own_is_left_alone() -> None:
