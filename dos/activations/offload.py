@@ -105,7 +105,7 @@ class ActivationOffload:
 
         Pinning takes long, and must not hold up ranks.
         """
-        self._travelling.drop_lost(self.device)
+        self._travelling.let_go_of_lost(self.device)
         if self._timed is not None and not self._groups:
             self._groups = self._timed.groups()
         if plan is not None and self._told:
@@ -182,7 +182,6 @@ class ActivationOffload:
         known: parameters and buffers, which stay.
         """
         self.end(key)  # after Ctrl-C in a forward torch calls no hook at its end
-        self._travelling.drop_lost(self.device)
         if not torch.is_grad_enabled() or self._is_recorded():
             return
         forward = SavedByForward(self._chosen(amount), timed=amount == "auto" and bool(self._last) and not self._groups)
@@ -370,7 +369,6 @@ class ActivationOffload:
     @torch.no_grad()
     @exclusive
     def _fetch(self, packed: Packed) -> Tensor:
-        self._travelling.drop_lost(self.device)
         saved = packed.saved
         forward = saved.forward
         if not forward.backward_began:

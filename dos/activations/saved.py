@@ -45,11 +45,11 @@ class Saved:
 
     # Its life: `leave` starts the copy to a block on the host, and `free` lets go of the device's memory behind it.
     # `bring_back` starts the copy into other memory, `read` makes tensors of that, and lets go of it when all have
-    # been read; with retain_graph it comes back again. User code may drop the graph at any point: `Travelling` keeps
-    # the memory for the copies that still use it.
+    # been read; with retain_graph it comes back again. User code may drop the graph at any point, where `__del__`
+    # leaves memory to the copies that still use it.
     def __init__(self, device: Device, part: Tensor, where: Range, travelling: Travelling) -> None:
         """where: bytes of the storage of `part`."""
-        self._travelling, self._reference = travelling, weakref.ref(self, travelling.gone.append)
+        self._travelling, self._reference = travelling, weakref.ref(self)
         storage = part.untyped_storage()
         self._device = device
         self.where = where
@@ -117,7 +117,7 @@ class Saved:
         saving = self._device.copy(Op.SAVE, self.place or 0, copies, (*self._device.fence(self._callers), *after))
         self._host = block, saving
         # The copy reads the memory until it ends.
-        self._travelling[id(self._reference)] = self._source, Op.SAVE
+        self._travelling[self._reference] = self._source, Op.SAVE
         return saving
 
     def free(self) -> None:
@@ -126,7 +126,7 @@ class Saved:
         assert self._source is not None, "it is there until now"
         if self.emptied:  # perhaps while it was copied
             self._host = None
-            self._travelling.pop(id(self._reference), None)
+            self._travelling.pop(self._reference, None)
             return
         if self._device.caller() == self._queue:
             # What the caller queues next may get the memory, which the copy still reads.
@@ -134,7 +134,7 @@ class Saved:
         else:
             # The memory is another queue's, and a join would order this one. The allocator waits for the copy instead.
             self._device.keep(self._source, Op.SAVE)
-        self._travelling.pop(id(self._reference), None)
+        self._travelling.pop(self._reference, None)
         self._source = None
 
     def bring_back(self) -> Job:
@@ -150,7 +150,7 @@ class Saved:
         copies = [(buffer[lead:], block.tensor)]
         restoring = self._device.copy(Op.RESTORE, self.place or 0, copies, after)
         # The copy writes the memory until it ends, as in `leave`.
-        self._travelling[id(self._reference)] = buffer, Op.RESTORE
+        self._travelling[self._reference] = buffer, Op.RESTORE
         self._back = buffer, restoring
         return restoring
 
@@ -166,7 +166,7 @@ class Saved:
             return tensor.made_of(memory, 0)
         # Backward reads what the copy writes. From here on the memory is safe in the order of this queue.
         self._device.join(self._back[1])
-        self._travelling.pop(id(self._reference), None)
+        self._travelling.pop(self._reference, None)
         found = tensor.made_of(memory, self._first - self._first % ALIGNMENT)
         self._used += 1
         if self._used >= self.tensors:  # autograd has what it needs; with retain_graph it may ask again
@@ -174,26 +174,25 @@ class Saved:
             self._back, self._used = None, 0  # the host has it still
         return found
 
+    def __del__(self) -> None:
+        if self._host is not None:
+            self._travelling.let_go(self._reference, self._device)
 
-class Travelling(dict[int, tuple[Tensor, Op]]):
-    """Device memory that copies write or read, by the `id` of a weak reference to its range.
 
-    A `__del__` of `Saved` could not keep it: Ctrl-C may take its place, of which Python says that it was ignored.
+class Travelling(dict["weakref.ref[Saved]", tuple[Tensor, Op]]):
+    """Device memory that copies write or read, and that no queue of the caller's is ordered behind."""
 
-    gone: of ranges that were collected.
-    """
+    def let_go(self, reference: weakref.ref[Saved], device: Device) -> None:
+        """Let go of the memory of a range that is gone, once its copy has ended."""
+        lost = self.pop(reference, None)
+        if lost is not None:
+            # The allocator would give it away, or unmap it, under a copy that runs, though that is of no use any more.
+            device.keep(*lost)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.gone: list[weakref.ref[Saved]] = []
-
-    def drop_lost(self, device: Device) -> None:
-        """Let go of the memory of ranges that are gone, once its copies have ended."""
-        while self.gone:
-            lost = self.pop(id(self.gone.pop()), None)
-            if lost is not None:
-                # The allocator would unmap it under a copy, or give it away, even if the copy is of no use any more.
-                device.keep(*lost)
+    def let_go_of_lost(self, device: Device) -> None:
+        """The same for ranges of which Ctrl-C took the place of the `__del__`: Python says that it was ignored."""
+        for reference in [each for each in self if each() is None]:
+            self.let_go(reference, device)
 
 
 class Kept:

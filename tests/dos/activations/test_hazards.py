@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from dos import DOSAdam
 from dos.activations.offload import ActivationOffload
+from dos.activations.saved import Saved
 from dos.devices import Copy, Job
 from perfmodel import Op
 from tests.support.fake_cuda import FakeCudaDevice, FakeStream, Runtime, install
@@ -199,19 +200,23 @@ def test_the_streams_of_forward_may_change(seed: int | None, layers_each: int, m
     assert torch.equal(read(runtime, slope), expected())
 
 
+@pytest.mark.parametrize("interrupted", [False, True])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_what_was_brought_back_for_nothing_is_not_given_away_before_it_has_come(
-    seed: int | None, monkeypatch: pytest.MonkeyPatch
+    seed: int | None, interrupted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runtime, device, optimizer, offload = start(monkeypatch, seed)
     x, y = forward(device, optimizer)
-    offload.follow_plan(None)  # the pool has its size
+    if interrupted:  # Ctrl-C at the entry to `__del__`, of which Python says that it was ignored
+        offload.follow_plan(None)  # the pool has its size
+        monkeypatch.setattr(Saved, "__del__", lambda saved: None)
     y.grad_fn.next_functions[0][0].register_prehook(stop)  # type: ignore[union-attr]
     with pytest.raises(ValueError, match="stop"):
         torch.autograd.grad(y, x, ones(device))
     others = []
     del x, y
-    offload.follow_plan(None)
+    if interrupted:
+        offload.follow_plan(None)
     for number in range(20):  # which get the memory that the failed backward had
         others.append((device.new(lambda number=number: torch.full((N,), float(number))), number))  # type: ignore[misc]
     assert all(torch.equal(read(runtime, other), torch.full((N,), float(number))) for other, number in others)
@@ -310,7 +315,10 @@ def test_nothing_leaves_while_a_graph_is_captured(within: bool, monkeypatch: pyt
     assert isinstance(y, Tensor)
 
 
-def test_memory_that_a_copy_still_reads_is_kept_from_being_unmapped(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_memory_that_a_copy_still_reads_is_kept_from_being_unmapped(
+    interrupted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _, device, optimizer, offload = start(monkeypatch, None)
     x, y = forward(device, optimizer)
     # x is its user's, and has left.
@@ -328,8 +336,11 @@ def test_memory_that_a_copy_still_reads_is_kept_from_being_unmapped(monkeypatch:
         keep(buffer, op)
 
     monkeypatch.setattr(device, "keep", noted)
+    if interrupted:  # as above
+        monkeypatch.setattr(Saved, "__del__", lambda saved: None)
     del x, y
-    offload.follow_plan(None)
+    if interrupted:
+        offload.follow_plan(None)
     assert reads <= kept
 
 
