@@ -331,10 +331,14 @@ class Session:
     def _settle(self) -> None:
         if not self.ledger.idle and self.capturing():
             raise RuntimeError(_CAPTURED)  # to wait would end the capture, and look like a step that failed
-        self.ledger.settle()
-        if self.on_device is not None:
-            self.on_device.decisions.pace.read()
-        self.registry.written(self.ledger.unfinished)
+        try:
+            self.ledger.settle()
+            if self.on_device is not None:
+                self.on_device.decisions.pace.read()
+            self.registry.written(self.ledger.unfinished)
+        except Exception:
+            self.ledger.pending = {}  # nothing of it runs any more, and no hook has to wait
+            raise
         self.ledger.pending = {}  # after the wait: what Ctrl-C has ended is waited for by the next call
 
     def finish_parameters(self, parameters: Iterable[Tensor]) -> None:
