@@ -138,7 +138,7 @@ class Backward:
     def stays(self, parameter: Tensor) -> bool:
         """Count a gradient that backward has just written and that no step wants on the host; False for any other.
 
-        Most are such where much is resident. Called without the optimizer's lock. Counting may be interrupted.
+        Most are such where much is resident. Called without the optimizer's lock.
         """
         record = self._registry.record(parameter)
         if record is None:
@@ -146,7 +146,7 @@ class Backward:
         # Without holding Ctrl-C back, which takes microseconds at each of many gradients: a wrong count does no harm.
         with self._guard.lock:
             plan, wanted = self._wanted
-            if plan is None or self.decisions.stepped is self.now or self.may_change(record):
+            if plan is None or self.may_change(record):
                 return False
             # From here on each gradient may be the one at which there is room for slots, which `send` fills.
             if plan.slots and self.departures.past_half:
@@ -163,8 +163,6 @@ class Backward:
         Backward peaks at one or the other, and a peak that is not seen is room for state that is not there. The last is
         that of last time; at first, when all parameters have one.
         """
-        if self.decisions.stepped is self.now:  # its step was interrupted before it returned
-            self.now, self._wanted = Iteration(self.device, self.now), _NOT_ASKED
         now = self.now
         now.gradients += 1
         if now.backward is not None:
@@ -255,7 +253,7 @@ class Backward:
         self.now = Iteration(self.device, self.now)
 
     def abandon(self) -> None:
-        """Cancel what an interrupted hook has begun; the step sends everything anew."""
+        """Cancel what backward has begun; the step sends everything anew."""
         self._ledger.abandon()
         self.departures.forget()
 

@@ -203,10 +203,11 @@ class DOSAdam(Optimizer):
 
         Needed only after ``attach``, before reading or writing parameters by hand.
         Raises RuntimeError if a transfer or an update failed, with its cause. Ctrl-C takes effect when all is
-        complete, unless it comes twice.
+        complete; the second one ends the wait at once, and a later call waits for the rest.
         """
         self._session.synchronize()
 
+    @exclusive
     def attach(
         self,
         model: nn.Module,
@@ -331,8 +332,8 @@ class DOSAdam(Optimizer):
     def state(self) -> defaultdict[Tensor, Any]:
         """AdamW's state by parameter, up to date: reading an entry first copies resident state to the host.
 
-        Raises RuntimeError if a step failed or was interrupted part way, so that no state is read that is torn. Reading
-        an entry raises dos.disk.DiskError if something else has changed its state on disk.
+        Raises RuntimeError if a change failed part way, so that no state is read that is torn. Reading an entry raises
+        dos.disk.DiskError if something else has changed its state on disk.
         """
         self._session.guard.check()
         return self._session.reconciler.state

@@ -155,15 +155,15 @@ class Session:
                 self._commit(ready)
             if self.on_device is not None:
                 self.on_device.end(skipped=amp.skip)
+            self.guard.phase = Phase.IDLE
+            # With a model attached its hooks order the caller, while updates run on into the forward.
+            if self.attachment is None or not self.ledger.running:
+                self._hand_over()
         except BaseException:
             self.reconciler.withdraw()
             with contextlib.suppress(Exception):  # the error that is raised already came first
                 self._settle()
             raise
-        self.guard.phase = Phase.IDLE
-        if self.attachment is None:
-            # With a model attached its hooks order the caller, while updates run on into the forward.
-            self._hand_over()
         if self.on_device is not None:
             # The caller goes on with the next forward: another iteration begins.
             self.ledger.trim()
@@ -257,7 +257,7 @@ class Session:
         """
         registry, (active, updates, prepared) = self.registry, ready
         with self.guard.change():
-            # Before there is anything to wait for: an interruption from here on leaves work in flight.
+            self.guard.steps += 1
             late = [s for s in registry.on_host if s in updates and self.attachment is not None and s.sharded]
             now = [s for s in registry.on_host if s in updates and s not in late]
             behind = {piece.record for subgroup in late for piece in subgroup.pieces}
@@ -326,21 +326,16 @@ class Session:
 
         Blocks for updates on the host, and for memory that must be back. The next call raises later failures.
         """
-        if self.on_device is None or not self.on_device.device.queues:
+        if self.on_device is None or not self.on_device.device.queues or self.ledger.step is None:
             self._settle()
             return
-        try:
-            self.ledger.order_caller()
-        except BaseException:  # interrupted, too: no hook would make up for it
-            with contextlib.suppress(Exception):  # the error that is raised says that the step failed
-                self._settle()
-            raise
+        self.ledger.order_caller()
         self.registry.written(self.ledger.unfinished)
         self.ledger.pending = {}
 
     @entry(*ANY)
     def synchronize(self) -> None:
-        """Block until the last step is complete. Ctrl-C takes effect then, unless it comes twice."""
+        """Block until the last step is complete."""
         self._settle()
 
     def _settle(self) -> None:
@@ -352,9 +347,9 @@ class Session:
                 self.on_device.decisions.pace.read()
             self.registry.written(self.ledger.unfinished)
         except Exception:
-            self.ledger.pending = {}
+            self.ledger.pending = {}  # nothing of it runs any more, and no hook has to wait
             raise
-        self.ledger.pending = {}  # not before: an interrupted wait is made up for
+        self.ledger.pending = {}  # after the wait: what Ctrl-C has ended is waited for by the next call
 
     def finish_parameters(self, parameters: Iterable[Tensor]) -> None:
         """Called by a hook before these parameters are used: wait for their updates, and no others."""
@@ -478,7 +473,7 @@ class Session:
                 with torch.no_grad():
                     self._take(record, in_backward=True)
         except BaseException:
-            # The hook may have stopped between a copy and its note: all is cancelled, and the step sends it anew.
+            # A copy that raised may run in part. All is cancelled, and the step sends it anew.
             on_device.abandon()
             raise
 
@@ -684,7 +679,7 @@ class Session:
         known = [*self.parameters, *(() if model is None else lasting(model))]
         return Surrounding(self.on_device.activations, amount, known)
 
-    @entry(*ANY)
+    @entry(*UNBROKEN)
     def load(self, state: Mapping[Tensor, Any], groups: list[Group]) -> None:
         """Have this state and these groups, both or neither."""
         gone = self.reconciler.without_room(groups)

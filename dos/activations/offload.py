@@ -119,8 +119,7 @@ class ActivationOffload:
 
         Pinning takes long, and must not hold up ranks.
         """
-        # Ctrl-C may have taken the place of a `__del__` in the last iteration, and the memory would be held for ever.
-        self._travelling.drop_lost(self.device)
+        self._travelling.let_go_of_lost(self.device)
         if self._timed is not None and not self._groups:
             self._groups = self._timed.groups()
         if plan is not None and self._told:
@@ -196,7 +195,7 @@ class ActivationOffload:
 
         known: parameters and buffers, which stay.
         """
-        self.end(key)  # an interruption may have ended the last forward before its hook
+        self.end(key)  # after Ctrl-C in a forward torch calls no hook at its end
         if not torch.is_grad_enabled() or self._is_recorded():
             return
         forward = SavedByForward(self._chosen(amount), timed=amount == "auto" and bool(self._last) and not self._groups)

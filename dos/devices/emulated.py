@@ -121,9 +121,6 @@ class EmulatedDevice:
         self.usage()
         if not 0 <= self.peak_bytes <= capacity:
             raise ValueError(f"occupied must lie in [0, capacity={capacity}] bytes, found {self.peak_bytes}")
-        for stream in self._streams.values():
-            # At once: an interruption within the start of a thread could leave two of them.
-            stream.submit(lambda: None).result()
         renewed.add(self)
 
     def __repr__(self) -> str:

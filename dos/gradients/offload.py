@@ -76,8 +76,8 @@ class OffloadedGradients:
 
     # A gradient's way: backward's thread takes it and issues the copy (`take`), and the CPU lane adds it to those
     # before it (`_arrive`, `_add_arrived`), for whose end `arrived` stands. The step reads it where it then is, and
-    # `clear` forgets it. From the first change until the total is noted all are `_torn`: after an interruption none may
-    # be used.
+    # `clear` forgets it. From the first change until the total is noted all are `_torn`: after an exception none may be
+    # used.
     def __init__(self, store: HostStore, *, enabled: bool, native: bool) -> None:
         """native: they add up where they were staged, in their own dtype, as autograd adds to `p.grad`."""
         self.enabled = enabled
@@ -115,7 +115,7 @@ class OffloadedGradients:
         if isinstance(ledger.device, EmulatedDevice):
             most = min(most, ledger.device.capacity >> _SCALE)
         ledger.hold_back(gradient.nbytes, most)
-        # Ctrl-C from here on leaves it open whether the gradient was added.
+        # An exception from here on leaves it open whether the gradient was added.
         self._torn = True
         staged, total = arena.gradient, arena.accumulated
         subgroup = subgroups[0] if subgroups else None

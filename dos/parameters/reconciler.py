@@ -139,7 +139,6 @@ class Reconciler:
         if not record.fresh:
             self._make_homes([record])
             self._rule.write_entry(entry, record.parameter, record.views)
-        # In an order that can be interrupted: what the entry says is lost at no point.
         for key in self._rule.keys:
             if key not in record.views:
                 entry.pop(key, None)

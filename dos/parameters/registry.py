@@ -239,7 +239,7 @@ class Registry:
             records += made
             subgroups += cut
         with self._guard.change():
-            # Interrupted in between, a parameter would have a record and no subgroup, and no step would update it.
+            # What has a record and no subgroup would be updated by no step.
             self.places.update({record: [] for record in records})
             for subgroup in subgroups:
                 for piece in subgroup.pieces:

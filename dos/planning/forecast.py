@@ -212,7 +212,7 @@ class Forecast:
             # Not the most: an iteration in which a neighbour left or came says nothing of what an iteration needs.
             swing = statistics.median_high(m[Op.UPDATE] - _peak(m) for m in marks if Op.UPDATE in m)
             yield updates[-1] - max(0, swing) - _expected(levels), beside
-        # One of them is shorter after an interruption. Where memory is given back, marks fall by that.
+        # One of them is shorter after an exception. Where memory is given back, marks fall by that.
         if min(len(peaks), len(levels)) >= 4 and not self._given_back():
             left = [peak - level for peak, level in zip(peaks[-4:], levels[-4:], strict=True)]
             fall = min(earlier - later for earlier, later in itertools.pairwise(left))

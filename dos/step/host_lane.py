@@ -39,8 +39,6 @@ class HostLane:
         self._device = device
         self._spans: list[Span] = []
         self.renew()
-        # At once: an interruption within the start of a thread could leave two of them.
-        self.submit(lambda: None).result()
 
     def renew(self) -> None:
         """A thread from the next `submit` on; a forked child does not inherit the one there was."""
