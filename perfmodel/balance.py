@@ -246,7 +246,7 @@ class Balance:
         weights = WeightFetches(add, work, on_device)
         backward_pieces(add, work, 0, weights)
         backward = free[Stream.COMPUTE]
-        weights.begin(backward=False)
+        weights.begin(backward=False, updated=True)
         forward_pieces(add, work, 0, [(part, size, ()) for part, size in work.runs], weights)
         streamed = [block.nbytes for b, block in enumerate(work.blocks) if b not in on_device]
         most, every = (nbytes / self._profile.h2d_bandwidth for nbytes in (max(streamed, default=0), sum(streamed)))

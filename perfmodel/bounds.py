@@ -136,6 +136,8 @@ def _solve(workload: Workload, profile: HardwareProfile, scope: Scope) -> tuple[
     fetch = weight_bytes / profile.h2d_bandwidth
     fetch_forward, fetch_backward = (fetch * (phase is Phase.OVERLAPPED) for phase in (scope.forward, scope.backward))
     fetch_slowly = sum(one.seconds for one in fetches) / h2d[h2d > 0].min()
+    # The most that is there yet when a pass begins, and need not come for it.
+    there = sum(blocks[-workload.weight_window :]) / profile.h2d_bandwidth if blocks else 0.0
     streams_most = sum(blocks[workload.blocks_least :]) / max(weight_bytes, 1)
     streams_least = sum(blocks[: len(blocks) - int(min(workload.blocks_most, len(blocks)))]) / max(weight_bytes, 1)
     together = np.maximum(gpu - counts * profile.launch_latency_s, 0.0)  # residents have one launch
@@ -149,7 +151,7 @@ def _solve(workload: Workload, profile: HardwareProfile, scope: Scope) -> tuple[
         "streaming down": (row(y=flush, u=-d2h, away=saved), 0.0),
         # Beside backward, which waits no longer than saved tensors take to come back.
         "backward, D2H": (row(early=1, stall=-1), before),
-        "backward, H2D": (row(filling=1, away=back, weights=fetch_backward, stall=-1), before),
+        "backward, H2D": (row(filling=1, away=back, weights=fetch_backward, stall=-1), before + there),
         "stall": (row(away=-back, weights=-fetch_slowly, stall=1), 0.0),
         # Gradients that leave early are those of subgroups on the CPU.
         "early": (row(x=-gradient, early=1), 0.0),
@@ -201,7 +203,10 @@ def _solve(workload: Workload, profile: HardwareProfile, scope: Scope) -> tuple[
         rows["spared, CPU"] = row(spared=1, x=-parameter), 0.0
     if workload.blocks and Phase.ABSENT not in (scope.backward, scope.forward):
         others = workload.micro_batches - 1
-        rows["micro-batches"] = row(weights=2 * others * fetch, away=others * back, others=-1), others * compute_s
+        rows["micro-batches"] = (
+            row(weights=2 * others * fetch, away=others * back, others=-1),
+            others * (compute_s + 2 * there),
+        )
     if spills:
         held_on_host = [load.host_bytes for load in classes]
         taken = counts * np.array(held_on_host)

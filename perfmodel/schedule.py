@@ -154,7 +154,7 @@ def schedule(plan: Plan, workload: Workload, scope: Scope = UPDATE_ALONE) -> Sch
         parts = workload.runs if workload.blocks else [(0, max(workload.numel, 1))]
         runs, updated = [(part, size, before) for part, size in parts], lambda block: before
     if weights is not None:
-        weights.begin(backward=False, after=updated)
+        weights.begin(backward=False, after=updated, updated=True)
     forward_pieces(made.add, workload, plan.activation_bytes, runs, weights)
     return Schedule(tuple(made.tasks), kept=made.windows.inside)
 

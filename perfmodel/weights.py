@@ -19,6 +19,9 @@ After = Callable[[BlockLoad], tuple[int, ...]]
 class WeightFetches:
     """The fetches of one schedule, each as soon as the window has room: the block that used it first has ended.
 
+    The blocks of the window are there yet when forward has ended and backward begins, and when backward has ended and
+    another forward begins, unless an update has come between.
+
     A part of compute is known by its place in `Workload.runs`: a subgroup, or ~block.
     """
 
@@ -33,14 +36,24 @@ class WeightFetches:
         self._fetched: dict[int, int] = {}
         self._last = set[int]()
 
-    def begin(self, *, backward: bool, after: After = lambda block: ()) -> None:
-        """Begin forward or backward. after: gives what the fetch of a block waits for besides."""
+    def begin(self, *, backward: bool, after: After = lambda block: (), updated: bool = False) -> None:
+        """Begin forward or backward. after: gives what the fetch of a block waits for besides.
+
+        updated: whether all weights are others than in the pass before.
+        """
         self._fetched.clear()
         self._last.clear()
+        # Backward has not come to what is frozen before all that is trained.
+        trained = backward or all(block.stop for _, block in self._streamed)
+        there = self._window if trained and not updated else 0
         for b, block in reversed(self._streamed) if backward else self._streamed:
             parts = range(block.start, block.stop) or (~b,)
             first, last = (parts[-1], parts[0]) if backward else (parts[0], parts[-1])
-            if block.stop or not backward:  # backward ends where nothing is trained any more
+            if there:
+                there -= 1
+                self._begun += 1
+                self._last.add(last)
+            elif block.stop or not backward:  # backward ends where nothing is trained any more
                 self._coming.append((first, last, block.nbytes, after(block)))
         while self._coming and self._begun < self._window + len(self._ended):
             self._fetch()
