@@ -13,6 +13,7 @@ import gc
 import statistics
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from dos import DOSAdam, EmulatedDevice
 from experiments.command import Parser, table_of
-from experiments.harness import Contestant, Limit, finish, measuring, medians, take_turns, timed
+from experiments.harness import Limit, finish, measuring, medians, take_turns, timed
 from experiments.miniature import without_fixed_costs
 from perfmodel.hardware import HardwareProfile
 
@@ -98,25 +99,23 @@ def measure(count: int, elements: int, where: str, rounds: int) -> dict[str, Any
     mine, plain = parameters(), parameters()
     ours = DOSAdam(mine, **settings)
 
-    def contestant(work: Callable[[], object]) -> Contestant[float]:
-        def turn(number: int) -> float:
-            ours.zero_grad()
-            seconds = timed(work)
-            if on_gpu:
-                torch.cuda.synchronize()
-            return seconds / count * 1e6
+    def turn(work: Callable[[], object], _: int) -> float:
+        ours.zero_grad()
+        seconds = timed(work)
+        if on_gpu:
+            torch.cuda.synchronize()
+        return seconds / count * 1e6
 
-        return turn
-
-    contestants = {
-        "step": contestant(_stepper(ours, mine, gradients)),
-        "fused": contestant(_stepper(torch.optim.AdamW(plain, fused=True), plain, gradients)),
-        "foreach": contestant(_stepper(torch.optim.AdamW(plain, foreach=True), plain, gradients)),
-        "hooks": contestant(_backward(mine, gradients)),
-        "no hooks": contestant(_backward(plain, gradients)),
+    work = {
+        "step": _stepper(ours, mine, gradients),
+        "fused": _stepper(torch.optim.AdamW(plain, fused=True), plain, gradients),
+        "foreach": _stepper(torch.optim.AdamW(plain, foreach=True), plain, gradients),
+        "hooks": _backward(mine, gradients),
+        "no hooks": _backward(plain, gradients),
     }
     gc.collect()
-    found = take_turns(contestants, rounds, warm_up=WARM_UP)
+    contestants = {name: partial(turn, each) for name, each in work.items()}
+    found = take_turns(contestants, range(WARM_UP + rounds), warm_up=WARM_UP)
     us = medians(found)
     hooks = statistics.median(a - b for a, b in zip(found["hooks"], found["no hooks"], strict=True))
     return {

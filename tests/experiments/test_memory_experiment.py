@@ -146,7 +146,7 @@ def test_the_command_writes_rows_as_json(
     monkeypatch.setenv("COLUMNS", "140")
     threads = torch.get_num_threads()
     try:
-        memory.main(["--json", "--iterations", "6"])
+        memory.main(["--json", "--steps", "6"])
     finally:
         torch.set_num_threads(threads)
     captured = capsys.readouterr()
@@ -219,7 +219,7 @@ def test_the_simulation_of_the_published_run() -> None:
 
 def test_the_simulation_is_printed_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "h100.png"
-    assert memory.main(["--simulate", "--picture", str(path), "--json"]) == 0
+    assert memory.main(["--simulate", "--out", str(path), "--json"]) == 0
     captured = capsys.readouterr()
     assert len(json.loads(captured.out.splitlines()[-1])["rows"]) == 5
     assert "simulated" in captured.err

@@ -24,7 +24,7 @@ QUICK = {
     "experiments.arithmetic": "",
     "experiments.gpu_check": "--size tiny --minutes 1 --only environment",
     "experiments.kernel": "--numel 1k --rounds 1 --threads 1",
-    "experiments.memory --simulate": "--picture memory.png",
+    "experiments.memory --simulate": "--out memory.png",
     "experiments.published": "",
     "experiments.sweep": "ratio",
     "experiments.train": TRAIN,
