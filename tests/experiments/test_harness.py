@@ -10,7 +10,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from experiments.command import cell, heading, table_of
+from experiments.command import Parser, cell, heading, table_of
 from experiments.harness import (
     Dropped,
     Limit,
@@ -47,10 +47,7 @@ def test_contestants_take_turns_and_rounds_that_warm_up_do_not_count() -> None:
     found = take_turns({name: log.contestant(name) for name in "ab"}, [7, 8, 9], warm_up=1, on_turn=log.turns.append)
     assert log.turns == ["a", "a7", "b", "b7", "a", "a8", "b", "b8", "a", "a9", "b", "b9"]
     assert found == {"a": [8, 9], "b": [8, 9]}
-
-
-def test_mirrored_rounds_go_forth_and_back() -> None:
-    log = Log()
+    log.turns.clear()
     found = take_turns({name: log.contestant(name) for name in "ab"}, range(2), warm_up=1, mirrored=True)
     assert log.turns == ["a0", "b0", "b0", "a0", "a1", "b1", "b1", "a1"]
     assert found == {"a": [1, 1], "b": [1, 1]}
@@ -61,14 +58,6 @@ def test_a_contestant_that_drops_out_keeps_its_results_and_the_others_go_on() ->
     found = take_turns({"a": log.contestant("a", drops_at=1), "b": log.contestant("b")}, range(3))
     assert log.turns == ["a0", "b0", "a1", "b1", "b2"]
     assert found == {"a": [0], "b": [0, 1, 2]}
-
-
-def test_an_error_of_a_contestant_is_not_hidden() -> None:
-    def broken(number: int) -> int:
-        raise ValueError("broken")
-
-    with pytest.raises(ValueError, match="broken"):
-        take_turns({"a": broken}, [0])
 
 
 def test_no_turn_is_taken_when_the_time_is_over() -> None:
@@ -133,6 +122,17 @@ def test_a_command_ends_with_json_and_a_status(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().out == "missed: nothing\n"
     assert finish([1], Console(), True) == 0
     assert capsys.readouterr().out == "[1]\n"
+
+
+@pytest.mark.parametrize("rounds", ["x", "0", "-3"])
+def test_a_bad_argument_gets_one_line_and_status_2(rounds: str, capsys: pytest.CaptureFixture[str]) -> None:
+    parser = Parser("overlap", "What it measures.")
+    parser.add_count("rounds", 2, "of all in turn")
+    with pytest.raises(SystemExit, match="2"):
+        parser.parse_args([f"--rounds={rounds}"])
+    said = capsys.readouterr().err
+    assert f"--rounds: expected a whole number of 1 or more, found {rounds!r}" in said
+    assert said.count("\n") == 1
 
 
 def test_rows_are_shown_by_their_keys() -> None:

@@ -19,8 +19,6 @@ from experiments.paper import memory_h100
 from experiments.paper.ranks import PublishedRank, Recording
 from experiments.paper.runs import TRACES
 from experiments.training import UPDATE, Position
-from perfmodel import Placement
-from perfmodel.policies import stride
 
 GIB = 2**30
 ITERATIONS = 9
@@ -39,15 +37,6 @@ def batches(count: int = ITERATIONS) -> list[memory.Batch]:
     return Corpus(standard_library(), 8).batches(count, 2, seed=0)
 
 
-def test_beside_a_recorded_trace(tiny: None) -> None:
-    adaptive, on_cpu = train(Setting.of(PublishedRank.read("a100_13b_zero3_offload")), ["adaptive", "cpu"], batches())
-    assert adaptive.errors == on_cpu.errors == []
-    assert not adaptive.exceeded
-    assert adaptive.equals(on_cpu)
-    resident = [plan.placements.count(Placement.GPU_RESIDENT) for plan in adaptive.plans]
-    assert resident[-1] == 0, "7% of the state is less than one of 12 subgroups"
-
-
 def test_beside_a_neighbour(tiny: None) -> None:
     alone = Setting.of(PublishedRank.read())
     setting = Setting(alone.rank, neighbours(alone.rank.free_bytes, ITERATIONS)["sawtooth"])
@@ -56,14 +45,6 @@ def test_beside_a_neighbour(tiny: None) -> None:
     assert not adaptive.exceeded
     assert adaptive.equals(on_cpu)
     assert len({plan.placements for plan in adaptive.plans}) > 1, "the plan follows the memory"
-
-
-def test_what_neighbours_want() -> None:
-    for points in neighbours(1000, ITERATIONS).values():
-        at, wanted = zip(*points, strict=True)
-        assert at == tuple(range(ITERATIONS))
-        assert 0 <= min(wanted) < 400 < max(wanted) <= 1000
-    assert len({tuple(points) for points in neighbours(1000, ITERATIONS).values()}) == 6
 
 
 def test_runs_notice_what_must_not_be(tiny: None) -> None:
@@ -99,14 +80,6 @@ def test_fixed_policies_keep_no_memory_from_anybody(tiny: None) -> None:
     assert work.peak_free_bytes == left
     assert memory.share_that_fits(third, 4) == pytest.approx((1 + 1 + 0.35 + 0.35) / 4, abs=1e-3)
     assert memory.bound_s(alone, 2) < memory.bound_s(third, 4) < memory.bound_s(alone.with_free(0), 2)
-
-
-def test_a_fixed_policy_without_room_for_slots_counts_as_the_cpu(tiny: None) -> None:
-    setting = Setting.of(PublishedRank.read()).with_free(0)
-    plan = stride(setting.workload(0), 2)
-    seconds = memory._simulated(setting, plan)
-    fallen = memory._simulated(setting, stride(setting.workload(0), None))
-    assert seconds(setting.workload(0)) == fallen(setting.workload(0))
 
 
 def test_rows_tell_what_was_missed() -> None:

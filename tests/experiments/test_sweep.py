@@ -11,9 +11,8 @@ import pytest
 
 import experiments.paper.sweep.__main__ as sweep
 import experiments.paper.sweep.report as sweep_report
-from experiments.command import markdown
 from experiments.paper.runs import read_runs
-from experiments.paper.sweep.compare import COLOURS, colours, compare, listing, tick
+from experiments.paper.sweep.compare import COLOURS, colours, compare, tick
 from experiments.paper.sweep.predict import KEYS_OF_RUNS, Outcome, Predictor
 from experiments.paper.sweep.report import interleavings
 from experiments.paper.sweep.spec import Configuration, read_sweep
@@ -193,16 +192,6 @@ def test_more_memory_is_never_slower_and_is_what_was_asked_for(predictor: Predic
         assert o.resident + o.streamed + o.on_cpu == o.subgroups  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("policy", ["zero3_offload", "dos", "adaptive"])
-def test_contention_slows_what_moves_and_nothing_of_it_was_published(predictor: Predictor, policy: str) -> None:
-    outcomes = [predictor.outcome(configuration(policy=policy, ratio=0.9, contention=c)) for c in (0, 0.4, 0.8)]
-    for slower in ("update_s", "backward_s"):
-        times = [getattr(o, slower) for o in outcomes]
-        assert times == sorted(times)
-        assert times[0] < times[-1]
-    assert [o.published_runs > 0 for o in outcomes] == [policy != "adaptive", False, False]
-
-
 def test_what_does_not_fit_has_a_note_and_no_time(predictor: Predictor) -> None:
     for policy in ("zero3_offload", "dos", "adaptive"):
         outcome = predictor.outcome(configuration(model="70B", policy=policy, memory="trace"))
@@ -212,31 +201,6 @@ def test_what_does_not_fit_has_a_note_and_no_time(predictor: Predictor) -> None:
         configuration(machine="a100_unbound", model="7B", policy="dos", ranks=1, micro_batch=4, subgroup_size=1e9)
     )
     assert re.fullmatch(r"needs \d+\.\d GiB, 8\.5 GiB are free", slot.note)
-
-
-def test_machines_without_published_runs_have_updates_alone(predictor: Predictor) -> None:
-    outcome = predictor.outcome(configuration(machine="gh200", model="13B", memory=4, ranks=1))
-    assert outcome.update_s is not None
-    assert (outcome.iteration_s, outcome.forward_s) == (None, None)
-
-
-def test_speedups_are_over_zero_offload_of_the_same_kind(tmp_path: Path, predictor: Predictor) -> None:
-    small = read_sweep(written(tmp_path, SMALL.replace("[0.5, 1.0]", "[0.8, 1.0]")))
-    results = {c: predictor.outcome(c) for c in small.configurations}
-    (comparison,) = compare(small, results)
-    assert comparison.ticks == ("0.8", "1")
-    zero, dos, _, free = comparison.series
-    published = comparison.speedups(dos, "published", "iteration")
-    assert published[0] == pytest.approx(2533.5 / 1349.1)  # as in the published table
-    assert published[1] is None
-    assert comparison.speedups(zero, "simulated", "update") == [1.0, 1.0]
-    assert free.values("simulated", "update")[0] == free.values("simulated", "update")[1]
-    table = comparison.table("iteration")
-    assert table[1][1] == "2.53 s"
-    assert table[1][3] == "1.35 s (1.88×)"
-    assert table[2][3] == "-"
-    assert markdown(table).count("\n") == 3
-    assert "update" in listing(results)[0]
 
 
 def test_every_series_has_a_colour_of_its_own() -> None:
@@ -328,21 +292,15 @@ RUN = '[run]\nmachine = "h100"\nmodel = "7B"\npolicy = "adaptive"\n'
         (RUN.replace('"h100"', '"h900"'), "'h900' is neither a built-in profile"),
         (RUN.replace('"h100"', "7"), "machine must be the name of a profile or a file, found 7"),
         (RUN.replace('"7B"', '"large"'), "model must be a size in billions of parameters such as '7B', found 'large'"),
-        (RUN.replace('"7B"', '"0B"'), "found '0B'"),
         (RUN.replace('"adaptive"', '"best"'), "policy must be one of zero3_offload"),
         (RUN + "ranks = -4\n", "ranks must be a whole number of 1 or more, found -4"),
-        (RUN + "ranks = [4, -1]\n", "found -1"),
         (RUN + "ranks = 6\nranks_per_node = 4\n", "ranks must be a multiple of ranks_per_node, found 6 and 4"),
         (RUN + "subgroup_size = 1.5\n", "subgroup_size must be a whole number of 1 or more, found 1.5"),
-        (RUN + "subgroup_size = inf\n", "subgroup_size must be a whole number of 1 or more, found inf"),
         (RUN + "micro_batch = true\n", "micro_batch must be a whole number of 1 or more, found True"),
-        (RUN + "accumulation = 0\n", "accumulation must be a whole number of 1 or more, found 0"),
         (RUN + "stride = []\n", "stride is an empty list"),
         (RUN + "ratio = 1.2\n", "must lie in [0, 1], found 1.2"),
         (RUN + "ratio = nan\n", "must lie in [0, 1], found nan"),
-        (RUN + "ratio = {a = 1}\n", "must lie in [0, 1], found {'a': 1}"),
         (RUN + "memory = -1\n", "memory must be 'ratio', 'trace' or 0 GiB or more, found -1"),
-        (RUN + 'memory = "all"\n', "found 'all'"),
         (RUN + "contention = 1\n", "contention is the share that others take and must lie in [0, 1), found 1"),
         (RUN + 'device = "tpu"\n', "device must be one of simulated, emulated, cuda, found 'tpu'"),
         (RUN.replace("h100", "gh200") + 'memory = "trace"\n', "memory 'trace' needs a published machine"),
