@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -136,11 +135,6 @@ def test_the_command_writes_rows_as_json(
     assert "step up" in captured.err
 
 
-def test_an_unknown_row() -> None:
-    with pytest.raises(ValueError, match="no row nothing; there are h100_20b_interleaved, "):
-        memory.measure(9, lambda _: None, ["nothing", "none"])
-
-
 def test_recordings_are_one_iteration_by_phase() -> None:
     peaks = {"h100_20b_interleaved": 33.4, "h100_20b_zero3_offload": 21.5, "a100_13b_zero3_offload": 31.5}
     updates = {"h100_20b_interleaved": 26.9, "h100_20b_zero3_offload": 14.3, "a100_13b_zero3_offload": 24.7}
@@ -188,12 +182,3 @@ def test_the_simulation_of_the_published_run() -> None:
     for row in rows.values():
         assert row["update_s"] >= row["bound_s"] * (1 - 1e-9)
         assert row["iteration_s"] == pytest.approx(row["update_s"] + rank.forward_s + rank.backward_s)
-
-
-def test_the_simulation_is_printed_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "h100.png"
-    assert memory.main(["--simulate", "--out", str(path), "--json"]) == 0
-    captured = capsys.readouterr()
-    assert len(json.loads(captured.out.splitlines()[-1])["rows"]) == 5
-    assert "simulated" in captured.err
-    assert path.read_bytes().startswith(b"\x89PNG")

@@ -48,20 +48,6 @@ def test_a_model_left_out_is_predicted(tmp_path: Path, capsys: pytest.CaptureFix
     assert (found["a100_bound"]["stride_hits"], found["a100_bound"]["stride_cases"]) == (1, 1)
 
 
-def test_cpu_only_runs_to_compare_with_may_be_in_either_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    h100 = [r for r in ROWS if r["machine"] == "h100"]
-    dos = write(tmp_path / "dos.csv", [r for r in h100 if r["mode"] == "dos"])
-    rest = write(tmp_path / "rest.csv", [r for r in h100 if r["mode"] != "dos"])
-    assert report(rest, dos, capsys)["h100"]["speedup_median_error"] is not None
-    alone = write(tmp_path / "alone.csv", [r for r in h100 if r["mode"] == "dos" and r["model"] == "7B"])
-    other = write(tmp_path / "other.csv", [r for r in h100 if r["model"] != "7B"])
-    found = report(other, alone, capsys)["h100"]
-    assert found["speedup_median_error"] is None
-    assert (found["runs"], found["stride_cases"]) == (1, 0)
-
-
 def test_cross_validation_draws_and_reports(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

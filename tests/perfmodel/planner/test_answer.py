@@ -96,7 +96,7 @@ def test_figures_are_the_performance_model_s(numel: float) -> None:
     assert best.update_s is not None
     assert found.bound == lower_bound(work, profile)
     assert found.bound.seconds <= best.update_s
-    assert best.exposed_s == best.seconds - (found.job.forward_s + found.job.backward_s)
+    assert best.exposed_s == best.seconds - (situation.job.forward_s() + situation.job.backward_s)
     assert [row.fits for row in others] == [numel == 1e9, True, True, True]
     assert found.alternative == min((row for row in others if row.fits), key=lambda row: row.seconds)
     assert best.seconds <= 1.01 * found.alternative.seconds
@@ -177,7 +177,7 @@ def test_the_largest_model_fits_and_a_larger_one_does_not() -> None:
 
 def test_memory_for_all_state() -> None:
     asked = question(numel=1.05e9)
-    needed = answer(asked, []).device.all_resident_total
+    needed = answer(asked, []).all_resident_bytes
     assert needed is not None
     for more, resident, fused in ((-(2**20), False, False), (64, True, False), (2.1 * asked.state_numel, True, True)):
         enough = asked.replace(device_bytes=int(needed + more))
