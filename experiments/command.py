@@ -1,4 +1,4 @@
-"""What the experiments' command lines share."""
+"""Options and tables that the experiments' commands share."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ class Setting(NamedTuple):
     device: HardwareProfile
 
     def model(self) -> GPT:
-        """The same at each call."""
+        """Build the model, the same one at each call."""
         torch.manual_seed(0)
         return GPT(self.config, dtype=torch.bfloat16)
 

@@ -201,7 +201,7 @@ class Setting:
         return self.rank.workload(Script(self.neighbour, lambda: iteration)())
 
     def with_free(self, nbytes: int) -> Setting:
-        """The same on a device that always has so many bytes for optimizer state."""
+        """The setting on a device that always has `nbytes` for optimizer state."""
         peak = self.rank.recording.peak
         flat = Recording((peak,), (peak,), peak)
         return dataclasses.replace(

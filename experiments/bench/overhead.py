@@ -31,8 +31,8 @@ WARM_UP = 3
 HOST = 1.05
 """Times as long as AdamW(fused=True), with parameters on the host, that a step may take."""
 DEVICE = 1.25
-"""The same with parameters on the device, besides FIXED_S. With its hooks on backward, no more than AdamW(foreach=True)
-besides FIXED_S."""
+"""Times as long with parameters on the device, besides FIXED_S. With its hooks on backward, no more than
+AdamW(foreach=True) besides FIXED_S."""
 FIXED_S = 1e-3
 """Seconds that a step on the device may take however few parameters there are, in which it is planned."""
 INSTANT = without_fixed_costs(HardwareProfile.builtin("h100")).scaled(1e4)

@@ -1,4 +1,4 @@
-"""What a check is, what it is given and writes down, and the process of its own that it runs in.
+"""Checks: their settings and records, and the process of its own in which each runs.
 
 Whatever it does there, hangs and crashes included, the others go on.
 """
@@ -57,7 +57,7 @@ class Skipped(Exception):  # noqa: N818  (not an error: there is a reason)
 
 @dataclass(frozen=True)
 class Settings:
-    """What all checks of one run share.
+    """Settings that all checks of one run share.
 
     cuda: whether there is a GPU; without one the accelerator is emulated.
     out: folder of the results.
@@ -103,7 +103,7 @@ class Record:
 
 
 class Bench:
-    """What a check works with. Whatever it is told is on disk at once, so that a crash loses nothing.
+    """Notebook of a running check. Whatever it is told is on disk at once, so that a crash loses nothing.
 
     seconds: that the check may take; it ends itself when `left` says so.
     """
@@ -127,7 +127,7 @@ class Bench:
         self._write()
 
     def say(self, text: str) -> None:
-        """What has been found, in one line for people."""
+        """Write down a finding, in one line for people."""
         self.record.said.append(text)
         self._write()
 
@@ -269,7 +269,7 @@ def _record_path(out: Path, name: str) -> Path:
 
 
 def read_record(out: Path, name: str) -> Record:
-    """What the check has written down so far."""
+    """Read the record that the check has written so far."""
     try:
         return Record.from_json(json.loads(_record_path(out, name).read_text()))
     except (OSError, ValueError) as error:

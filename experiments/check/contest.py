@@ -120,7 +120,7 @@ def run(bench: Bench) -> None:
     def on_device(*names: str) -> list[Contender]:
         return [Own(reference(name, emulated), job, device, before=rig.release) for name in names]
 
-    # Those that matter most first, in case that there is no time for the others.
+    # The ones that matter most come first, in case that there is no time for the others.
     contenders: list[Contender] = [
         *(*fixed(CPU), *adaptive(0.5, 1.0), *on_device(MASTERS, NOTHING)),
         *(Own(peer, job, device) for peer in peers),

@@ -11,7 +11,7 @@ from experiments.paper.zero3 import Mode, Run
 from perfmodel.hardware import HardwareProfile
 
 DATA = Path(__file__).parents[1] / "data"
-"""What the authors published: a CSV file of runs, and traces of memory; and the data sheets of their machines."""
+"""Published by the authors: a CSV file of runs, and traces of memory; and the data sheets of their machines."""
 RUNS = DATA / "published_runs.csv"
 
 CONFIG = (

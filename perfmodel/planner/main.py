@@ -106,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def question_of(options: argparse.Namespace) -> tuple[Question, list[str]]:
-    """What was asked, and how it was understood, a line each.
+    """Return the question, and how it was understood, a line each.
 
     Raises OSError for a file that cannot be read, ValueError for what cannot be.
     """

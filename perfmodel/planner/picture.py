@@ -56,7 +56,7 @@ def save(answer: Answer, path: str | Path) -> None:
 
 
 def _draw_memory(axes: Axes, answer: Answer) -> None:
-    """What is on the device when backward begins and when it ends."""
+    """Draw the device's memory when backward begins and when it ends."""
     device, resident = answer.situation.device, answer.resident_state
     bottoms = [0.0, 0.0]
     for label, begins, ends, colour in (

@@ -1,4 +1,4 @@
-"""What follows from a question before anything is decided: memory, and the work beside it."""
+"""Facts that follow from a question before anything is decided: memory, and the work beside it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DEVICE, HOST, DISK = "memory on the device", "host memory", "room on disk"
 
 
 class Situation:
-    """What follows from a question before anything is decided.
+    """Facts that follow from a question before anything is decided.
 
     device, host: bytes of one rank. profile: of the machine with the question's ranks on it.
     state_bytes: of one rank's optimizer state, wherever it is. spill: what of it is on the host if none is on the
@@ -102,7 +102,7 @@ class Situation:
 
     @property
     def disk_needed(self) -> int:
-        """The same of all ranks of a node together."""
+        """Bytes of it that all ranks of a node need together."""
         return self.disk_per_rank * self.question.per_node
 
     @property
@@ -154,7 +154,7 @@ class Situation:
 
     @functools.cached_property
     def iteration_workload(self) -> Workload:
-        """The same beside forward and backward."""
+        """The update beside forward and backward."""
         return dataclasses.replace(self.update_workload, forward_s=self.job.forward_s(), backward_s=self.job.backward_s)
 
     def update_s(self, plan: Plan) -> float:

@@ -21,9 +21,9 @@ EFFECTS = {
     Effect.ROUNDING: "; moments in 8 bits give other results than AdamW's",
     Effect.TRAINING: "; this changes the training, for a step then has another batch",
 }
-"""What a remedy changes besides memory and time."""
+"""Changes that a remedy makes besides memory and time."""
 ADVICE = {DEVICE: "lower --batch or --seq", HOST: "choose a larger --host", DISK: "choose a larger --disk"}
-"""What to do if even the smallest model does not fit, by what it lacks."""
+"""Advice if even the smallest model does not fit, by the memory that it lacks."""
 LARGE_CHANGE = 0.005
 """Shares of the time below this are shown as no change."""
 UNLIMITED = 1 << 16
@@ -228,7 +228,7 @@ def _tables(answer: Answer) -> Iterator[Table]:
 
 
 def _memory(answer: Answer) -> Table:
-    """What is where: of one rank, if nothing else is said."""
+    """Show where memory goes: of one rank, if nothing else is said."""
     question, situation = answer.question, answer.situation
     device, host, disk = situation.device, situation.host, question.disk_bytes is not None
     rows: dict[str, tuple[int | None, ...]] = {

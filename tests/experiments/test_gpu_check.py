@@ -69,7 +69,7 @@ def test_a_failing_check_stops_no_other(tmp_path: Path) -> None:
     assert "SIGKILL" in found["is_killed"]["reason"]
     assert found["goes_on"]["problems"] == ["the first thing wrong", "the second thing wrong"]
     assert found["skips"]["reason"] == "for a reason"
-    # What was measured before is not lost.
+    # Figures measured before are not lost.
     assert found["raises"]["figures"] == {"before": "it broke"}
     assert found["is_killed"]["figures"] == {"before": "it was killed"}
     assert found["passes"]["figures"] == {"answer": 42}

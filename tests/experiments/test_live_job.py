@@ -34,7 +34,7 @@ def test_the_update_is_within_a_tenth_of_what_the_model_says(pair: Ranks) -> Non
 
 
 def test_a_row_of_the_experiment(pair: Ranks) -> None:
-    """What the command asks of processes is in tests/project/test_commands.py."""
+    """tests/project/test_commands.py runs the command with its processes."""
     found = pair.run(live, 0.1)
     row = {"ranks": 2, "policy": "stride", **{name: max(rank[name] for rank in found) for name in found[0]}}
     assert 0 < row["modelled_s"] < 2 * row["measured_s"], "in steps that wait for the clock"

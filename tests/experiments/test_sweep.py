@@ -44,7 +44,7 @@ def configuration(**values: object) -> Configuration:
     return Configuration.of({"machine": "h100", "model": "20B", "policy": "adaptive", **values})
 
 
-# What a file asks for
+# Files
 
 
 def test_lists_are_combined_and_runs_that_do_not_differ_are_one(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_the_ready_sweeps_are_the_papers_experiments() -> None:
     assert {c.model for c in swept["machines"].configurations} == {"7B", "13B", "30B", "70B"}
 
 
-# What is run and kept
+# Rows
 
 
 def test_rows_are_written_as_they_are_known(tmp_path: Path, predictor: Predictor) -> None:
@@ -132,7 +132,7 @@ def test_the_command_is_deterministic_and_draws(tmp_path: Path, capsys: pytest.C
     assert "speedup over ZeRO-Offload" in printed
 
 
-# What comes out
+# Outcomes
 
 
 def test_published_runs_are_found_again_and_fit(predictor: Predictor) -> None:

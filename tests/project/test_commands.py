@@ -15,7 +15,7 @@ ABSENT = (
     *("matplotlib", "tomli", "pytest", "_pytest", "hypothesis", "xdist", "ruff", "mypy", "mkdocs", "transformers"),
     *("accelerate", "pytorch_lightning", "lightning", "tensorboard", "torchao", "bitsandbytes", "deepspeed"),
 )
-"""What `pip install .` leaves out: all of the extras in pyproject.toml, and the peers."""
+"""Packages that `pip install .` leaves out: all of the extras in pyproject.toml, and the peers."""
 NEEDS_MATPLOTLIB = "matplotlib is not installed, so no picture is drawn: pip install matplotlib"
 TRAIN = "--steps 2 --layers 1 --width 32 --heads 2 --context 16 --batch 2 --policies cpu"
 FORMATS = "--steps 2 --seeds 1 --width 32 --layers 1 --processes 1"

@@ -30,7 +30,7 @@ LANES = {
     "D2H": "d2h_busy_s",
     "host DRAM": "host_dram_s",
 }
-"""What keeps each busy, of an outcome."""
+"""Fields of an outcome that say how long each is busy."""
 CHARTS = (
     *("model_size", "ratio", "stride", "data_parallel", "accumulation", "subgroup_size"),
     *("micro_batch", "contention"),
@@ -153,7 +153,7 @@ def _memory(predictor: Predictor) -> dict[str, float]:
 
 
 def _explained(group: Results) -> str:
-    """What each step from ZeRO-Offload to the adaptive policy saves, and on which lane."""
+    """Say how much each step from ZeRO-Offload to the adaptive policy saves, and on which lane."""
     plans: dict[tuple[str, object], Outcome] = {(c.policy, c.memory): o for c, o in group.items()}
     loop, dos = plans["zero3_offload", None], plans["dos", None]
     ratio, stride = plans["ratio", None], plans["stride", None]

@@ -1,4 +1,4 @@
-"""What a sweep runs: a TOML file as a list of configurations, every mistake in it said in one line."""
+"""Specification of a sweep: a TOML file as a list of configurations, every mistake in it said in one line."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def _is_size(value: object) -> bool:
 
 
 class Key(NamedTuple):
-    """What a run may say for a key. wanted: in words. accepts: whether a value is one. read: what it becomes."""
+    """Values that a run may have for a key. wanted: in words. accepts: whether a value is one. read: converts it."""
 
     wanted: str
     accepts: Callable[[Any], bool]
@@ -188,7 +188,7 @@ def _read_value(key: str, value: object) -> Any:
 
 @dataclass(frozen=True)
 class Sweep:
-    """What one file asks for.
+    """The runs that one file asks for.
 
     axis: the key along which results are compared, or None. facets: other keys with several values, but for those that
     change together with the axis, and those that tell the compared from each other.
