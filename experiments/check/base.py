@@ -89,16 +89,15 @@ class Record:
     targets: list[Limit] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
-        targets = [
-            {"name": t.name, "value": t.measured, "limit": t.allowed, "met": t.met, "note": t.note}
-            for t in self.targets
-        ]
-        return {**vars(self), "status": self.status.value, "figures": plain(self.figures), "targets": plain(targets)}
+        """Return the fields as JSON can say them."""
+        return {name: plain(value) for name, value in vars(self).items()} | {
+            "targets": [plain(vars(target)) for target in self.targets]
+        }
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Record:
-        """Raises ValueError or KeyError for another file's values."""
-        targets = [Limit(t["name"], t["value"], t["limit"], t["met"], t["note"]) for t in values["targets"]]
+        """Raises ValueError, KeyError or TypeError for another file's values."""
+        targets = [Limit(**target) for target in values["targets"]]
         return cls(**{**values, "status": Status(values["status"]), "targets": targets})
 
 

@@ -150,20 +150,6 @@ class Answer:
             "reserved": question.reserved_on_host,
             "fits": HOST not in situation.lacking,
         }
-        worn = self.worn_per_day
-        disk = {
-            "state": self.state_on_disk,
-            "windows": situation.spill.windows,
-            "per_rank": situation.disk_per_rank,
-            "per_node": situation.disk_needed,
-            "available": question.disk_bytes,
-            "fits": DISK not in situation.lacking,
-            "written_per_step": self.written_per_step,
-            "written_per_day": self.written_per_day,
-            "endurance": question.disk_endurance,
-            "endurance_share_per_day": worn,
-            "endurance_days": 1 / worn if worn else None,
-        }
         tokens = self.tokens_per_s
         of_job = {
             "ranks": question.ranks,
@@ -194,7 +180,7 @@ class Answer:
             "fits": self.fits,
             "device": device,
             "host": host,
-            "disk": None if question.disk_bytes is None else disk,
+            "disk": None if question.disk_bytes is None else self._disk(),
             "compute_s": situation.compute_s,
             "best_batch": batch,
             "job": of_job,
@@ -208,6 +194,23 @@ class Answer:
             "largest_batch": self.largest_batch,
             "largest_sequence": self.largest_sequence,
             "assumptions": self.assumptions,
+        }
+
+    def _disk(self) -> dict[str, Any]:
+        """Return the entries of the disk; bytes written are of a node."""
+        question, situation, worn = self.question, self.situation, self.worn_per_day
+        return {
+            "state": self.state_on_disk,
+            "windows": situation.spill.windows,
+            "per_rank": situation.disk_per_rank,
+            "per_node": situation.disk_needed,
+            "available": question.disk_bytes,
+            "fits": DISK not in situation.lacking,
+            "written_per_step": self.written_per_step,
+            "written_per_day": self.written_per_day,
+            "endurance": question.disk_endurance,
+            "endurance_share_per_day": worn,
+            "endurance_days": 1 / worn if worn else None,
         }
 
 

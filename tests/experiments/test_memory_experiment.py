@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 
 import pytest
 import torch
@@ -12,12 +11,12 @@ import dos.planning.monitor
 from experiments.bench import memory
 from experiments.bench.memory import Run, Setting, train
 from experiments.bench.neighbours import neighbours
-from experiments.gpt import GPT, Corpus, GPTConfig, standard_library
+from experiments.gpt import Corpus, GPTConfig, standard_library
 from experiments.harness import missed
 from experiments.paper import memory_h100
 from experiments.paper.ranks import PublishedRank, Recording
 from experiments.paper.runs import TRACES
-from experiments.training import UPDATE, Position
+from experiments.training import UPDATE
 
 GIB = 2**30
 ITERATIONS = 9
@@ -34,16 +33,6 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def batches(count: int = ITERATIONS) -> list[memory.Batch]:
     return Corpus(standard_library(), 8).batches(count, 2, seed=0)
-
-
-def test_beside_a_neighbour(tiny: None) -> None:
-    alone = Setting.of(PublishedRank.read())
-    setting = Setting(alone.rank, neighbours(alone.rank.free_bytes, ITERATIONS)["sawtooth"])
-    adaptive, on_cpu = train(setting, ["adaptive", "cpu"], batches())
-    assert adaptive.errors == []
-    assert not adaptive.exceeded
-    assert adaptive.equals(on_cpu)
-    assert len({plan.placements for plan in adaptive.plans}) > 1, "the plan follows the memory"
 
 
 def test_runs_notice_what_must_not_be(tiny: None) -> None:
@@ -147,22 +136,6 @@ def test_recordings_are_one_iteration_by_phase() -> None:
         positions = [position for position, _ in recording.script()]
         assert positions == sorted(positions)
         assert positions[-1] == UPDATE
-
-
-def test_progress_is_told_by_hooks() -> None:
-    model = GPT(GPTConfig(layers=4, width=16, heads=2, context=4))
-    seen: list[tuple[int, float]] = []
-    progress = Position(model, moved=lambda: seen.append((progress.iteration, progress.position)))
-    optimizer = torch.optim.SGD(model.parameters())
-    progress.follow(optimizer)
-    x = torch.zeros(1, 4, dtype=torch.long)
-    for _ in range(2):
-        model(x, x).backward()
-        optimizer.step()
-    assert [position for _, position in seen[:5]] == [0.0, 0.25, 0.5, 0.75, 0.999]
-    assert seen == sorted(seen)
-    assert seen[len(seen) // 2 - 1] == (0, UPDATE)
-    assert math.isclose(seen[-2][1], 1.999)
 
 
 def test_the_simulation_of_the_published_run() -> None:
