@@ -54,12 +54,6 @@ def test_runs_give_back_the_machine_despite_an_outlier() -> None:
     assert found.host_bandwidth == pytest.approx(TRUTH.host_bandwidth, rel=0.05)
 
 
-def test_what_runs_leave_open_stays_as_the_prior_says() -> None:
-    cpu = [r for r in runs() if r.mode is not Mode.DOS]
-    found = fit_runs(cpu, [update_seconds(r, TRUTH) for r in cpu], PRIOR)
-    assert found.h2d_bandwidth == pytest.approx(PRIOR.h2d_bandwidth, rel=1e-3)
-
-
 def test_backward_and_rest_are_linear() -> None:
     truth = BackwardRates(0.3, 4e-11, 7e-11, 2e-10, 2e-10)
     times = [backward_seconds(run, truth) for run in runs()]
