@@ -50,6 +50,7 @@ class Outcomes:
     def __init__(self, bench: Bench) -> None:
         self.bench = bench
         self.counts: Counter[str] = Counter()
+        self.failures: dict[str, str] = {}
         self.found = 0
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
@@ -64,7 +65,9 @@ class Outcomes:
         if report.when == "call" or not report.passed:
             self.counts[report.outcome if report.when == "call" or report.skipped else "error"] += 1
             self.bench.note(outcomes=dict(self.counts))
-        if report.failed:
+        if report.failed:  # pytest prints its text at the end, which a crash would forestall
+            self.failures[report.nodeid] = report.longreprtext
+            self.bench.note(failures=self.failures)
             self.bench.problem(report.nodeid)
         if self.bench.left() < 0:
             self.session.shouldstop = "the time is over"
