@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 from perfmodel.bounds import Bound, lower_bound
@@ -13,114 +12,69 @@ from perfmodel.planner.assumptions import assumptions
 from perfmodel.planner.outcome import Outcome, by_label, outcomes
 from perfmodel.planner.question import MARGIN, Question
 from perfmodel.planner.situation import DEVICE, DISK, HOST, Situation
-from perfmodel.planner.whatif import SMALLEST, Lever, Remedy, fastest_batch, largest, levers, most, remedies
+from perfmodel.planner.whatif import SMALLEST, fastest_batch, largest, levers, most, remedies
 from perfmodel.timeline import Op
 
 DAY_S = 86_400
 
 
-@dataclass(frozen=True)
 class Answer:
-    """All that the planner says; every time in it is simulated, every size counted.
+    """All that the planner says; every time in it is simulated, every size counted. Bytes and seconds.
 
-    policies: adaptive last. best_batch: the question with the batch of most tokens per second; None if none fits.
-    bound: of an update's time; None if the model does not fit, and with parameters on the host.
+    Sizes are of one rank, where nothing else is said, with the best plan: adaptive's.
+
+    notes: assumptions about the machine, a line each; `assumptions` begins with them.
+    policies: their outcomes, adaptive last. best: that outcome, or of the only policy that there is.
+    alternative: the fastest of the others that fit. bound: of an update's time; None if the model does not fit, and
+        with parameters on the host.
+    resident_state, state_on_disk: state that stays on the device, and on disk. offloaded: saved tensors on the host.
+    all_resident: memory that a device needs for all state; None with parameters on the host.
+    written_per_step, written_per_day: to the disks of a node. worn_per_day: the share of what they are rated to be
+        written. None where it is not known.
+    tokens_per_s: of the whole job; None if it does not fit. busy_s: for which each resource works in a step.
+    limit: the memory that the job does not fit into, else the resource that works longest.
+    best_batch: the question with the batch of most tokens per second, and its outcome; None if none fits.
     largest_parameters: of a model of the usual shape; 0 if not even the smallest fits, for smallest_lacks.
     largest_batch, largest_sequence: each with the other as it was asked for; 0 if none fits.
     """
 
-    situation: Situation
-    policies: tuple[Outcome, ...]
-    best_batch: tuple[Question, Outcome] | None
-    bound: Bound | None
-    levers: tuple[Lever, ...]
-    remedies: tuple[Remedy, ...]
-    largest_parameters: int
-    smallest_lacks: list[str]
-    largest_batch: int
-    largest_sequence: int
-    assumptions: tuple[str, ...]
+    def __init__(self, question: Question, notes: Sequence[str] = ()) -> None:
+        self.question, self.situation = question, Situation(question)
+        situation, work = self.situation, self.situation.update_workload
+        self.policies = tuple(outcomes(situation))
+        *others, self.best = self.policies
+        self.alternative: Outcome | None = min(
+            (each for each in others if each.fits), key=lambda each: each.seconds, default=None
+        )
+        bounded = situation.fits and not question.offload_parameters  # there the update is where it has to be
+        self.bound: Bound | None = lower_bound(work, situation.profile) if bounded else None
 
-    @property
-    def question(self) -> Question:
-        """The question that is answered."""
-        return self.situation.question
+        plan, seconds = self.best.plan, self.best.iteration_s
+        self.resident_state = work.state_bytes_of(plan.served(Placement.GPU_RESIDENT)) if plan else 0
+        whole = math.ceil((situation.peak + work.state_bytes) / (1 - MARGIN))
+        self.all_resident = None if question.offload_parameters else whole
+        self.offloaded = plan.activation_bytes if plan else situation.least_offloaded
+        self.host_per_rank = situation.host_per_rank + self.offloaded - situation.least_offloaded
+        self.state_on_disk = work.state_bytes_of(plan.on_disk) if plan else 0
+        tasks = situation.operations(plan) if plan and self.state_on_disk else []
+        self.written_per_step = sum(task.size for task in tasks if task.op is Op.WRITE) * question.per_node
+        self.written_per_day = self.written_per_step * DAY_S / seconds if seconds else None
+        rated, written = question.disk_endurance, self.written_per_day
+        self.worn_per_day = None if rated is None or written is None else written / rated
 
-    @property
-    def fits(self) -> bool:
-        """Whether device, host and disk have enough memory."""
-        return self.situation.fits
-
-    @property
-    def best(self) -> Outcome:
-        """Outcome of adaptive, or of the only policy that there is."""
-        return self.policies[-1]
-
-    @property
-    def alternative(self) -> Outcome | None:
-        """Return the fastest of the other policies that fit."""
-        fitting = (each for each in self.policies[:-1] if each.fits)
-        return min(fitting, key=lambda each: each.seconds, default=None)
-
-    @property
-    def resident_state(self) -> int:
-        """Bytes of state that the best plan keeps on a rank's device."""
-        plan = self.best.plan
-        return self.situation.update_workload.state_bytes_of(plan.served(Placement.GPU_RESIDENT)) if plan else 0
-
-    @property
-    def all_resident_bytes(self) -> int | None:
-        """Memory that a device needs for all of a rank's state; None with parameters on the host."""
-        peak, state = self.situation.peak, self.situation.update_workload.state_bytes
-        return None if self.question.offload_parameters else math.ceil((peak + state) / (1 - MARGIN))
-
-    @property
-    def offloaded_bytes(self) -> int:
-        """Bytes of a rank's saved tensors that the best plan moves to the host."""
-        return self.best.plan.activation_bytes if self.best.plan else self.situation.least_offloaded
-
-    @property
-    def host_per_rank(self) -> int:
-        """Host memory of one rank with the best plan, in bytes."""
-        return self.situation.host_per_rank + self.offloaded_bytes - self.situation.least_offloaded
-
-    @property
-    def state_on_disk(self) -> int:
-        """Bytes of a rank's state that the best plan has on disk."""
-        return self.situation.update_workload.state_bytes_of(self.best.plan.on_disk) if self.best.plan else 0
-
-    @functools.cached_property
-    def written_per_step(self) -> int:
-        """Bytes that a step writes to the disks of a node."""
-        tasks = self.situation.operations(self.best.plan) if self.best.plan else []
-        return sum(task.size for task in tasks if task.op is Op.WRITE) * self.question.per_node
-
-    @property
-    def written_per_day(self) -> float | None:
-        """Bytes that a day of training writes there; None if it does not fit."""
-        return self.written_per_step * DAY_S / self.best.iteration_s if self.best.iteration_s else None
-
-    @property
-    def worn_per_day(self) -> float | None:
-        """Return the share of what disks are rated to be written that a day writes; None if one of them is unknown."""
-        written, endurance = self.written_per_day, self.question.disk_endurance
-        return None if written is None or endurance is None else written / endurance
-
-    @property
-    def tokens_per_s(self) -> float | None:
-        """Tokens per second of the whole job; None if it does not fit."""
-        return self.question.step_tokens / self.best.iteration_s if self.best.iteration_s else None
-
-    @functools.cached_property
-    def busy_s(self) -> dict[str, float]:
-        """Seconds for which each resource works in a step; empty if it does not fit."""
-        return self.situation.busy_s(self.best.plan) if self.best.plan else {}
-
-    @property
-    def limit(self) -> str:
-        """Return the memory that the job does not fit into, else the resource that works longest."""
-        lacking = self.situation.lacking
-        return lacking[0] if lacking else max(self.busy_s, key=self.busy_s.__getitem__)
+        self.tokens_per_s = question.step_tokens / seconds if seconds else None
+        self.busy_s = situation.busy_s(plan) if plan else {}
+        self.limit = situation.lacking[0] if situation.lacking else max(self.busy_s, key=self.busy_s.__getitem__)
+        self.best_batch = fastest_batch(question)
+        self.levers = tuple(levers(question, self.best))
+        self.remedies = tuple(remedies(situation))
+        self.largest_parameters = largest(question)
+        self.smallest_lacks: list[str] = []
+        if not self.largest_parameters:
+            self.smallest_lacks = Situation(question.with_model(SMALLEST)).lacking
+        self.largest_batch = most(question, "batch")
+        self.largest_sequence = most(question, "sequence", question.model.longest)
+        self.assumptions = (*notes, *assumptions(situation))
 
     def to_json(self) -> dict[str, Any]:
         """Return the entries: sizes in bytes, times in seconds, bandwidths in bytes/s, one way.
@@ -137,12 +91,12 @@ class Answer:
             "state": situation.state_bytes,
             "room_for_state": situation.room,
             "resident_state": self.resident_state,
-            "all_resident_total": self.all_resident_bytes,
+            "all_resident_total": self.all_resident,
         }
         host = vars(situation.host) | {
             "model": situation.host_model,
             "window_bytes": situation.spill.window_bytes,
-            "activations": self.offloaded_bytes,
+            "activations": self.offloaded,
             "per_rank": self.host_per_rank,
             "per_node": self.host_per_rank * question.per_node,
             "all_ranks": self.host_per_rank * question.ranks,
@@ -177,7 +131,7 @@ class Answer:
         speedup = other.seconds / self.best.seconds if other and self.best.fits else None
         shares = bound and {"update_s": bound.seconds, "binding": bound.binding, "shares": by_label(bound.shares)}
         return asked | {
-            "fits": self.fits,
+            "fits": situation.fits,
             "device": device,
             "host": host,
             "disk": None if question.disk_bytes is None else self._disk(),
@@ -217,25 +171,3 @@ class Answer:
 def to_json(value: Any) -> dict[str, Any]:
     """Return the entries of an answer or a part of it, for `json.dumps(answer, default=to_json)`."""
     return dict(value.to_json() if hasattr(value, "to_json") else vars(value))
-
-
-def answer(question: Question, notes: list[str]) -> Answer:
-    """Plan what is asked. notes: what is assumed of the machine, a line each; the other assumptions follow them."""
-    situation = Situation(question)
-    policies = tuple(outcomes(situation))
-    numel = largest(question)
-    # With parameters on the host the update is where it has to be.
-    bounded = situation.fits and not question.offload_parameters
-    return Answer(
-        situation,
-        policies,
-        best_batch=fastest_batch(question),
-        bound=lower_bound(situation.update_workload, situation.profile) if bounded else None,
-        levers=tuple(levers(question, policies[-1])),
-        remedies=tuple(remedies(situation)),
-        largest_parameters=numel,
-        smallest_lacks=[] if numel else Situation(question.with_model(SMALLEST)).lacking,
-        largest_batch=most(question, "batch"),
-        largest_sequence=most(question, "sequence", question.model.longest),
-        assumptions=(*notes, *assumptions(situation)),
-    )

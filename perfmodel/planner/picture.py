@@ -94,7 +94,7 @@ def _draw_times(axes: Axes, answer: Answer) -> None:
 def _draw_slope(axes: Axes, answer: Answer) -> None:
     """The adaptive policy by device memory, from nothing to spare to all state resident."""
     question, low = answer.question, answer.situation.peak
-    high = answer.all_resident_bytes or 2 * low
+    high = answer.all_resident or 2 * low
     sizes = [int(low + (1.05 * high - low) * i / (POINTS - 1)) for i in range(POINTS)]
     outcomes = [adaptive_outcome(Situation(question.replace(device_bytes=size))) for size in sizes]
     points = [(size / GIB, outcome.seconds) for size, outcome in zip(sizes, outcomes, strict=True) if outcome.fits]

@@ -66,7 +66,7 @@ def _headline(answer: Answer) -> Iterator[str]:
             "divide it, into plain tensors. That is not tested."
         )
     yield from (f"{what}: DOES NOT FIT. {reason}" for reason in _missing(answer.situation))
-    if not answer.fits and answer.alternative:
+    if not answer.situation.fits and answer.alternative:
         yield f"The state of {answer.alternative.policy} fits on the GPU, which needs none of that on the host."
     for remedy in answer.remedies:
         seconds, memory = remedy.outcome.iteration_s, remedy.situation
@@ -78,17 +78,15 @@ def _headline(answer: Answer) -> Iterator[str]:
     if answer.best_batch:
         best, outcome = answer.best_batch
         tokens, takes = _tokens(best, best.step_tokens / outcome.seconds), format_seconds(outcome.seconds)
+        fits = f"{what}: fits; " if answer.situation.fits else "At a smaller batch it does: "
         comma = "," if question.ranks > 1 else ""
-        yield (
-            f"{f'{what}: fits; ' if answer.fits else 'At a smaller batch it does: '}{tokens}{comma} at the best batch "
-            f"that fits, {_batch(best)} ({takes} an iteration)."
-        )
+        yield f"{fits}{tokens}{comma} at the best batch that fits, {_batch(best)} ({takes} an iteration)."
     if question.flops_source and (answer.best_batch or answer.remedies):
         rate = f"{question.flops_rate / 1e12:.3g} TFLOP/s"
         yield f"That assumes that forward and backward reach {rate} per GPU: {question.flops_source}."
-    if answer.fits:
+    if answer.situation.fits:
         yield from _expected(answer)
-        if moved := answer.offloaded_bytes:
+        if moved := answer.offloaded:
             yield f"{format_bytes(moved)} of saved tensors move to the host during forward: attach(activations=...)."
         if answer.state_on_disk:
             yield from _on_disk(answer)
@@ -208,7 +206,7 @@ def _tables(answer: Answer) -> Iterator[Table]:
             _add(table, resource, seconds, seconds / best.seconds)
         yield table
 
-    if answer.fits:
+    if answer.situation.fits:
         table = _table("Expected times", "policy", "update", "iteration", "exposed", "CPU", "streamed", "resident")
         for row in answer.policies:
             update = row.update_s if row.fits else "does not fit"
@@ -236,7 +234,7 @@ def _memory(answer: Answer) -> Table:
         "gradients": (device.gradients,),
         "weights gathered": (device.gathered,),
         "parameters and gradients": (None, situation.host_model),
-        "activations when backward begins": (device.activations, answer.offloaded_bytes),
+        "activations when backward begins": (device.activations, answer.offloaded),
         "logits and their loss": (device.logits,),
         "one block at work": (device.block,),
         "CUDA; a node's system": (device.reserved, question.reserved_on_host),
@@ -252,7 +250,7 @@ def _memory(answer: Answer) -> Table:
         "needed by a node": (None, answer.host_per_rank * question.per_node, situation.disk_needed),
         "there is": (question.device_bytes,),
         "there is on a node": (None, question.host_bytes, question.disk_bytes),
-        "for all state on the GPU": (answer.all_resident_bytes,),
+        "for all state on the GPU": (answer.all_resident,),
     }
     ranks = " of one rank" if question.ranks > 1 else ""
     table = _table(f"Memory{ranks}", "", "GPU", "host", "disk" if disk else "bytes on the host")

@@ -20,7 +20,7 @@ from perfmodel.demand import demand
 from perfmodel.hardware import HardwareProfile
 from perfmodel.lanes import Stream
 from perfmodel.plan import Placement
-from perfmodel.planner.answer import answer
+from perfmodel.planner.answer import Answer
 from perfmodel.planner.job import EFFICIENCY, Job
 from perfmodel.planner.machine import FABRICS, Fabric
 from perfmodel.planner.outcome import adaptive_outcome, outcomes
@@ -190,9 +190,9 @@ def test_no_resource_works_longer_than_the_iteration_lasts(
     drawn: dict[str, Any], gradients: bool, share: float
 ) -> None:
     leaving = {"offload_gradients": gradients, "offload_activations": share}
-    found = answer(drawn_question({**drawn, **leaving, "chosen_size": int(drawn["numel"] / 16)}), [])
+    found = Answer(drawn_question({**drawn, **leaving, "chosen_size": int(drawn["numel"] / 16)}))
     assert all(lever.outcome.fits for lever in found.levers)
-    assert not (found.remedies and found.fits)
+    assert not (found.remedies and found.situation.fits)
     job, iteration_s = found.situation.job, found.best.iteration_s
     if iteration_s is None:
         assert found.limit in (DEVICE, HOST)
@@ -228,7 +228,7 @@ def test_zero_gathers_new_parameters_after_the_update() -> None:
 
 def test_a_slow_network_limits_the_job_and_hsdp_helps() -> None:
     asked = question(numel=13e9, ranks=8, nodes=2, fsdp=True, fabric=Fabric(450 * GB, 5 * GB))
-    found = answer(asked, [])
+    found = Answer(asked)
     best, job = found.best, found.situation.job
     exchanged_s = 3 * 7 / 8 * 26e9 / (EFFICIENCY * 5e9)
     assert found.limit == "network"
