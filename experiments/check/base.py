@@ -206,7 +206,8 @@ def run_isolated(
     # Forked from a server that has imported everything and done nothing, so that there is neither CUDA nor a thread.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["experiments.check.gpu_check", "torch._dynamo"])  # which optimizers import
-    process = context.Process(target=_run, args=(check.name, check.run, settings, seconds, dump_at), daemon=True)
+    # No daemon, which could not start the processes that tests need; it ends with this one in any case.
+    process = context.Process(target=_run, args=(check.name, check.run, settings, seconds, dump_at))
     process.start()
     try:
         process.join(kill_s)

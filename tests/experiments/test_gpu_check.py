@@ -76,7 +76,9 @@ def test_a_failing_check_stops_no_other(tmp_path: Path) -> None:
 
 
 def test_a_check_that_hangs_is_killed_with_what_it_has_started_and_says_where(tmp_path: Path) -> None:
-    record = run_isolated(check(hangs), Settings(out=tmp_path, **SETTINGS), seconds=0.2, grace_s=1.0)
+    settings = Settings(out=tmp_path, **SETTINGS)
+    run_isolated(check(passes), settings, seconds=60.0)  # the first one waits for imports
+    record = run_isolated(check(hangs), settings, seconds=0.2, grace_s=5.0)
     assert record.status is Status.FAILED
     assert "did not end" in record.reason
     assert "in hangs" in record.traceback
@@ -320,8 +322,12 @@ def test_memory_that_is_not_pinned_is_said_first_and_last(tmp_path: Path) -> Non
 
 
 TESTS_OF_ALL_KINDS = """
-import os, pytest
-def test_passes(): pass
+import multiprocessing, os, pytest
+def test_passes():
+    child = multiprocessing.get_context("spawn").Process(target=int)
+    child.start()
+    child.join()
+    assert child.exitcode == 0
 @pytest.mark.parametrize("x", ["a b", "c"])
 def test_fails(x): assert x == "c"
 def test_is_skipped(): pytest.skip("for a reason")
