@@ -226,14 +226,9 @@ def _read(name: str, document: dict[str, Any]) -> Sweep:
     unknown = sorted(document.keys() - {"title", "about", "axis", "run", "together"})
     if unknown:
         raise ValueError(f"unknown key {unknown[0]!r}; there are title, about, axis, run, together")
-    for key in ("title", "about", "axis"):
-        if not isinstance(document.get(key, ""), str):
-            raise ValueError(f"{key} must be text, found {document[key]!r}")
     run, together = document.get("run"), document.get("together", [])
     if not isinstance(run, dict):
         raise ValueError("a sweep needs a table [run]")
-    if not isinstance(together, list) or not all(isinstance(table, dict) and table for table in together):
-        raise ValueError("together must be tables [[together]] with lists in them")
     columns: list[Mapping[str, Sequence[object]]] = [{key: _list(key, value)} for key, value in run.items()]
     columns += [_same_length(table) for table in together]
     keys = [key for table in columns for key in table]
