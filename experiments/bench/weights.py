@@ -25,7 +25,7 @@ from dos import DOSAdam, EmulatedDevice
 from dos.devices import Job
 from experiments.command import Parser, table_of
 from experiments.gpt import GPT, Corpus, GPTConfig, standard_library
-from experiments.harness import Contestant, Limit, Progress, all_equal, bits_of, finish, measuring, take_turns, timed
+from experiments.harness import Limit, Progress, all_equal, bits_of, finish, measuring, take_turns, timed
 from experiments.miniature import equal_subgroups, slowed
 from perfmodel.format import SPLIT
 from perfmodel.hardware import HardwareProfile
@@ -135,10 +135,6 @@ def _batches(batch: int, turns: int) -> Sequence[Sequence[Tensor]]:
     return Corpus(standard_library(), CONFIG.context).batches(BLOCK * turns, batch, seed=0)
 
 
-def _contestant(run: Run, data: Sequence[Sequence[Tensor]]) -> Contestant[float]:
-    return lambda number: run.iterate(data[BLOCK * number :][:BLOCK])
-
-
 def measure(rounds: int, batches: Sequence[int], on_progress: Progress) -> list[dict[str, Any]]:
     """All rows that fit. In each round the ways take turns, a few iterations each."""
     numel = GPT(CONFIG, dtype=DTYPE).numel
@@ -151,8 +147,9 @@ def measure(rounds: int, batches: Sequence[int], on_progress: Progress) -> list[
         ways = [way for way in WAYS if fits(profile, capacity, way, batch)]
         runs = {way: Run(profile, capacity, way, batch, FORWARD_S) for way in ways}
         on_progress(f"batch {batch}")
-        contestants = {way: _contestant(run, _batches(batch, WARM_UP + rounds)) for way, run in runs.items()}
-        seconds = take_turns(contestants, rounds, warm_up=WARM_UP)
+        data = _batches(batch, WARM_UP + rounds)
+        turns = [data[first : first + BLOCK] for first in range(0, len(data), BLOCK)]
+        seconds = take_turns({way: run.iterate for way, run in runs.items()}, turns, warm_up=WARM_UP)
         first: list[Tensor] = []
         for way, run in runs.items():
             bits = bits_of(run.model, run.optimizer)
