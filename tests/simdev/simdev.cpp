@@ -554,6 +554,10 @@ at::Scalar local_scalar_dense(const Tensor& self) {
   sync_stream(current_stream);
   return mirror(self).item();
 }
+// As on a GPU `p.data` may become memory of the other side.
+bool has_compatible_type(const Tensor& self, const Tensor& from) {
+  return self.layout() == at::kStrided && from.layout() == at::kStrided;
+}
 void record_stream(Tensor& self, c10::Stream stream) { allocator().recordStream(self.storage().data_ptr(), stream); }
 
 // ---- all other operations
@@ -777,6 +781,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from", &copy_from);
   m.impl("_copy_from_and_resize", &copy_from_and_resize);
   m.impl("_local_scalar_dense", &local_scalar_dense);
+  m.impl("_has_compatible_shallow_copy_type", &has_compatible_type);
   m.impl("record_stream", &record_stream);
 }
 
