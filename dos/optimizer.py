@@ -206,6 +206,7 @@ class DOSAdam(Optimizer):
         complete; the second one ends the wait at once, and a later call waits for the rest.
         """
         self._session.synchronize()
+        self._session.finish_reading()
 
     @exclusive
     def attach(

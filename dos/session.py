@@ -651,6 +651,11 @@ class Session:
             job.wait()
         self._join(parameters)
 
+    def finish_reading(self) -> None:
+        """Block until the device reads no weights at home, so that user code may write to them."""
+        if self.weights is not None:
+            self.weights.stream.finish_reading()
+
     def give_way(self, nbytes: int) -> None:
         """Called when a block is needed for which the device has no memory: state moves off the device."""
         self._give_way(nbytes)

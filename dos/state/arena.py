@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dos.devices import Copy, Device
+from dos.devices import Copy, Device, Job
 from dos.rules.base import Rule
 from dos.sharding.local import local
 from dos.state.host_tensor import HostTensor
@@ -95,7 +95,8 @@ class Arena:
     parameter: staging for new parameters on their way to the accelerator; None where master has their dtype already.
         Where masters are split it has their upper halves, of the subgroups that the host updates.
     weights: whether `parameter` is the home of the parameters themselves, which then have no master of their own type.
-    streams: whether they are there now, and on the device only while their block computes.
+    streams: whether they are there now, and on the device only while their block computes. reading: the last copy of
+        them to the device.
 
     What lies on the host takes memory when `make` is called for it, or when something is written there.
     """
@@ -120,6 +121,7 @@ class Arena:
         self.rule = rule
         self.format = state
         self.weights, self.streams = weights, False
+        self.reading: Job | None = None
         self._part = -(-part // self.format.block) * self.format.block
         self._homes: dict[str, HostTensor] = {}
         self._buffers: list[Tensor] = []

@@ -186,6 +186,10 @@ class Step:
         i, subgroup, update = self._of(task)
         done = self.done[subgroup] = Future()
         self.uploads.append(done)
+        reading = subgroup.arena.reading
+        if reading is not None:
+            # A forward that came after these gradients may still fetch the weights that the host overwrites.
+            ready = [*ready, reading]
         return Turn(i, update, ready, after, done)
 
     def _transfer(self, task: Task, after: Sequence[Job]) -> Job:

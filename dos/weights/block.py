@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from dos.devices import Caller, Copy, Device, Job
-from dos.state.arena import aligned
+from dos.state.arena import Arena, aligned
 from dos.torch_internals.module_parameters import exchange
 from dos.torch_internals.tensors import storage_address
 from dos.weights.blocks import Member
@@ -26,7 +26,7 @@ class Block:
     number: its place among the blocks. numel, nbytes: of its weights; the latter in device memory.
     streams: whether its homes are on the host; else they share the memory of the copies, for good.
     filled: whether the copies have values, or these are on their way. running: how many of its forwards run.
-    touched: whether the backward that runs has used it.
+    touched: whether the backward that runs has used it. arenas: those of the homes of trained parameters.
     """
 
     # Device memory of one block: `fetch` gives it memory and starts the copy, `join` orders the caller behind that,
@@ -37,9 +37,12 @@ class Block:
         self.streams = True
         self.filled = self.touched = False
         self.running = 0
+        self.arenas: Collection[Arena] = ()
         self._device = device
         self._job: Job | None = None
         """The copy that fills it, until each queue that uses it has joined that."""
+        self._reading: Job | None = None
+        """The last copy that reads the homes, which may run on when nothing uses its values any more."""
         self._joined: set[Caller] = set()
         self._queue: Caller = None
         sizes = [member.parameter.nbytes for member in members]
@@ -76,7 +79,9 @@ class Block:
         job = self._device.copy(
             Op.WEIGHTS, self.number, self.copies_down(), (*self._device.fence([self._queue]), *after)
         )
-        self._job = job
+        self._job = self._reading = job
+        for arena in self.arenas:
+            arena.reading = job
         return job
 
     def copies_down(self) -> list[Copy]:
@@ -116,10 +121,16 @@ class Block:
         if not self.filled:
             return
         if self._job is not None and not self._joined:
-            self._device.join(self._job)  # nobody has: the copy would write to memory that is given away
+            self.join()  # nobody has: the copy would write to memory that is given away
         self.filled = self.touched = False
         self._job, self._joined = None, set()
         self._device.empty(self._buffer)
+
+    def finish_reading(self) -> None:
+        """Block until no copy reads the homes, to which user code may write then."""
+        if self._reading is not None:
+            self._reading.wait()
+            self._reading = None
 
     def use_copies(self) -> None:
         """Let the block's modules have the copies."""

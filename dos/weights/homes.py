@@ -151,6 +151,7 @@ class WeightHomes:
             if record is not None and member.parameter.requires_grad:
                 member.trained, record.leaf = True, copy
                 registry.watching.watch_at(member.parameter, copy)
+        block.arenas = {record.arena for p in trained if (record := registry.record(p)) is not None}
         block.streams = not streams  # until it is moved
         self.move(block, streams=streams)
         return block

@@ -350,8 +350,15 @@ class WeightStream:
                 block.use_homes()
             self._free(block)
 
-    def before_reading(self, parameters: Sequence[Tensor]) -> None:
-        """User code reads parameters: they have the values of the last step once this returns."""
+    def finish_reading(self) -> None:
+        """Block until the device reads no home, so that user code may write to all."""
+        for block in self.blocks:
+            block.finish_reading()
+
+    def before_reading(self, parameters: Sequence[Tensor], block: Block | None) -> None:
+        """User code reads or writes parameters: they have the values of the last step once this returns."""
+        if block is not None:
+            block.finish_reading()  # what user code writes is for the forwards to come
         watcher = self._watcher()
         if watcher is not None:
             watcher.finish_homes(parameters)
@@ -369,7 +376,7 @@ class _Reading:
     def __call__(self) -> None:
         stream = self._stream()
         if stream is not None and not (self._block is not None and self._block.running):
-            stream.before_reading(self._parameters)
+            stream.before_reading(self._parameters, self._block)
 
 
 def stream_of(model: nn.Module) -> WeightStream | None:

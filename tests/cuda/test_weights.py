@@ -153,6 +153,8 @@ def with_weights_read_after_each_step(model: Waves, optimizer: DOSAdam) -> list[
     for step in range(3):
         iteration(model, optimizer, step)
         late(Op.FLUSH)
+        if model.blocks[0].weight.device.type != "cpu":
+            optimizer.synchronize()
         if step % 2:
             found += on_host(model.state_dict().values())
         else:
