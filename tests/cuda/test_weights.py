@@ -6,6 +6,7 @@ import gc
 import subprocess
 import sys
 from collections.abc import Callable
+from random import Random
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from dos import DOSAdam
 from dos.devices.cuda import CudaDevice
 from perfmodel import Op
+from perfmodel.hardware import HardwareProfile
 from tests.support import ROOT
 from tests.support.blocks import RUNS
 from tests.support.gpu import DEVICE, NEEDS_GPU, SHRINK, SIMULATED, free_memory, late
@@ -220,22 +222,6 @@ def with_a_forward_on_a_side_stream(model: Waves, optimizer: DOSAdam) -> list[Te
     return []
 
 
-def with_forwards_in_vain(model: Waves, optimizer: DOSAdam) -> list[Tensor]:
-    """Of which a block is fetched that nothing uses, and freed before its copy has begun; others get the memory."""
-    x = batch(7)
-    side = torch.cuda.Stream()
-    for step in range(3):
-        for stream in (side, torch.cuda.current_stream()):
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream), torch.no_grad():
-                late(Op.WEIGHTS, 0.02)
-                model.blocks[1](x)  # and block 2 is on its way
-                optimizer.release_memory() if False else model.blocks[0](x)
-            torch.cuda.current_stream().wait_stream(stream)
-        iteration(model, optimizer, step)
-    return []
-
-
 def assert_as_on_device(train: Training, weights: Any = 0, policy: Any = "cpu", run: Any = RUNS[0]) -> None:
     """Training has the same bits as with all weights on the device."""
     assert trained(train, weights, policy, run) == trained(train, None, "cpu", run)
@@ -264,7 +250,6 @@ OTHERS = (
     with_weights_written_after_each_forward,
     on_several_streams,
     with_a_forward_on_a_side_stream,
-    with_forwards_in_vain,
 )
 
 
@@ -272,3 +257,176 @@ OTHERS = (
 @pytest.mark.parametrize("train", OTHERS)
 def test_what_else_users_do(train: Training, policy: Any) -> None:
     assert_as_on_device(train, 0, policy)
+
+
+class _StoppedError(Exception):
+    pass
+
+
+def _stop(*_: object) -> None:
+    raise _StoppedError
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_block_that_was_fetched_in_vain_is_freed_behind_its_copy(beside: bool) -> None:
+    """Whoever gets the memory next, the copy does not write there. beside: forward runs on another stream."""
+    model, optimizer = start(0)
+    iteration(model, optimizer)
+    model.blocks[1].register_forward_pre_hook(_stop)  # the third is on its way then
+    x, found = batch(0), []
+    stream = torch.cuda.Stream() if beside else torch.cuda.current_stream()
+    for _ in range(5):
+        optimizer.synchronize()
+        stream.wait_stream(torch.cuda.current_stream())
+        late(Op.WEIGHTS)
+        with torch.cuda.stream(stream), torch.no_grad(), pytest.raises(_StoppedError):
+            model(x)
+        found.append(torch.ones(NUMEL + 500, dtype=torch.bfloat16, device=DEVICE))
+    torch.cuda.synchronize()
+    assert all(bool((each == 1).all()) for each in found)
+
+
+def test_where_weights_are_and_gradients() -> None:
+    model, optimizer = start(0, "stride:1")
+    inside = []
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda block, _: inside.append({p.device.type for p in block.parameters()}))
+    homes = [*model.blocks.parameters()]
+    for step in range(2):
+        model(batch(step)).backward()
+        assert all(p.device.type == "cpu" and p.is_pinned() and p.grad is None for p in homes)
+        assert model.last.device.type == DEVICE
+        assert [*map(id, model.blocks.parameters())] == [*map(id, homes)]
+        optimizer.step()
+    weights = optimizer._session.weights
+    assert weights is not None
+    assert all(copy.grad is None for copy in weights.stream.all_copies())
+    assert inside == [{DEVICE}] * 2 * BLOCKS
+
+
+def test_device_memory_of_weights_is_given_back() -> None:
+    free_memory()
+    at_first = torch.cuda.memory_allocated()
+    model, optimizer = start(0)
+    iteration(model, optimizer)
+    optimizer.synchronize()
+    x, inside = batch(1), list[int]()
+    before = torch.cuda.memory_allocated()
+    handles = [
+        block.register_forward_pre_hook(lambda *_: inside.append(torch.cuda.memory_allocated()))
+        for block in model.blocks
+    ]
+    with torch.no_grad():
+        model(x)
+    assert torch.cuda.memory_allocated() == before
+    a_block = 2 * NUMEL
+    assert all(2 * a_block < nbytes - before < 5 * a_block for nbytes in inside[:-1]), (
+        "two blocks, and what is computed"
+    )
+    assert inside[-1] < inside[0], "there is no next one"
+    for handle in handles:
+        handle.remove()
+    del model, optimizer, x
+    free_memory()
+    assert torch.cuda.memory_allocated() == at_first
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_state_gives_way_to_a_block_for_which_there_is_no_memory(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Now and then, to blocks that are needed and to those that come ahead."""
+    expected = trained(steps, None)
+    refill, random, denied = CudaDevice.refill, Random(seed), [True]
+
+    def deny(device: CudaDevice, buffer: Tensor) -> None:
+        denied.append(not denied[-1] and random.random() < 0.2)
+        if denied[-1]:
+            raise torch.OutOfMemoryError("for a test")
+        refill(device, buffer)
+
+    monkeypatch.setattr(CudaDevice, "refill", deny)
+    assert trained(steps, 0, "adaptive") == expected
+    assert sum(denied) > 3
+
+
+def test_blocks_move_between_steps_as_memory_changes() -> None:
+    weights = 2 * NUMEL * BLOCKS
+    rates = ("h2d_bandwidth", "h2d_bandwidth_duplex", "d2h_bandwidth", "d2h_bandwidth_duplex")
+    slow = HardwareProfile.builtin("h100").replace(**dict.fromkeys(rates, 1e6))
+    budget, staying = 0, list[int]()
+
+    def train(model: Waves, optimizer: DOSAdam) -> list[Tensor]:
+        nonlocal budget
+        for step in range(15):
+            budget = weights // 2 if 5 <= step < 10 else 9 * weights
+            iteration(model, optimizer, step)
+            plan = optimizer.plan()
+            staying.append(0 if plan is None else len(plan.blocks_on_device))
+        return []
+
+    expected = trained(train, None)
+    staying.clear()
+    assert trained(train, "auto", "adaptive", profile=slow, memory_budget=lambda: budget) == expected
+    assert staying[4] > staying[9] < staying[14], staying
+
+
+@pytest.mark.parametrize("policy", ["cpu", "stride:1"])
+@pytest.mark.parametrize("ends", ["forward", "backward", "step"])
+def test_an_optimizer_goes_while_weights_travel(ends: str, policy: str) -> None:
+    def evaluated(weights: Any) -> list[bytes]:
+        model, optimizer = start(weights, policy)
+        iteration(model, optimizer)
+        for op in (Op.WEIGHTS, Op.FLUSH, Op.GRADIENT):
+            late(op)
+        loss = model(batch(1))
+        if ends != "forward":
+            loss.backward()
+        if ends == "step":
+            optimizer.step()
+        if weights is None:
+            optimizer.synchronize()
+        del optimizer, loss
+        gc.collect()
+        with torch.no_grad():
+            late(Op.WEIGHTS)
+            found = model(batch(2))
+        del model
+        gc.collect()
+        return bits([found.cpu()])
+
+    assert evaluated(0) == evaluated(None)
+
+
+ENDS = """
+import gc, multiprocessing, sys
+if {simulated}:
+    from tests.simdev import plugin
+from tests.cuda.test_weights import Op, batch, iteration, late, start, torch
+model, optimizer = start(0)
+iteration(model, optimizer)
+late(Op.WEIGHTS, 0.3)
+with torch.no_grad():
+    found = model(batch(1))
+if {forks}:
+    child = multiprocessing.get_context("fork").Process(target=gc.collect)
+    child.start()
+    child.join()
+    assert child.exitcode == 0, child.exitcode
+    late(Op.WEIGHTS, 0.3)
+    with torch.no_grad():
+        assert torch.equal(model(batch(1)), found)
+    iteration(model, optimizer, 1)
+    late(Op.WEIGHTS, 0.3)
+    found = model(batch(1))
+if {keeps}:
+    sys.modules["kept"] = model, optimizer
+print("ended")
+"""
+
+
+@pytest.mark.parametrize("forks", [False, True])
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_process_forks_and_ends_while_weights_travel(forks: bool, keeps: bool) -> None:
+    code = ENDS.format(simulated=SIMULATED, forks=forks, keeps=keeps)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "ended\n"), done.stderr
+    assert "FAULT" not in done.stderr

@@ -716,6 +716,7 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::St
 
 // ---- hooks
 struct Hooks final : at::PrivateUse1HooksInterface {
+  void init() const override {}
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
@@ -796,6 +797,7 @@ int orHostUnregister(void* address) {
   return pinned.erase((char*)address) ? 0 : 1;
 }
 void sim_faults() {
+  at::globalContext().lazyInitDevice(KIND);  // before that no host memory counts as pinned
   struct sigaction action = {};
   action.sa_sigaction = on_fault;
   action.sa_flags = SA_SIGINFO | SA_ONSTACK;
