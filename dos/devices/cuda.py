@@ -319,6 +319,8 @@ class CudaDevice:
             start.record(stream)
             work()
             end.record(stream)
+        if op is Op.WEIGHTS:
+            self._leftovers.add(end, ours)  # no optimizer waits for it before the interpreter ends
         return _CudaJob(self, self._clock, start, end, op, subgroup, ours)
 
 

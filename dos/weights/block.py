@@ -74,11 +74,13 @@ class Block:
         after: the jobs after which the homes have the newest values.
         """
         self._device.refill(self._buffer)
-        self._queue, self.filled = self._device.owner, True
+        self._queue = self._device.owner
         # The memory may be what the caller's queue used until now.
         job = self._device.copy(
             Op.WEIGHTS, self.number, self.copies_down(), (*self._device.fence([self._queue]), *after)
         )
+        # Not before: if the copy raises, what is there are no weights.
+        self.filled = True
         self._job = self._reading = job
         for arena in self.arenas:
             arena.reading = job

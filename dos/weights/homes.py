@@ -185,6 +185,8 @@ class WeightHomes:
         store, frozen = self._registry.host_store, [m.parameter for m in block.members if self._is_frozen(m.parameter)]
         subgroups = self._registry.subgroups_of(record.parameter for record in records)
         store.make([(subgroup.arena.weights_at_home(), subgroup) for subgroup in subgroups])
+        for arena in block.arenas:
+            arena.weights_at_home().join()  # user code copies whole parameters, which span subgroups
         if frozen and block not in self._frozen:
             nbytes = sum(aligned(p.nbytes) for p in frozen)
             room = HostTensor(nbytes, torch.uint8, self._device, nbytes)

@@ -304,6 +304,15 @@ def test_where_weights_are_and_gradients() -> None:
     assert inside == [{DEVICE}] * 2 * BLOCKS
 
 
+def test_homes_are_copied_as_a_whole() -> None:
+    """A driver refuses copies across borders of what was pinned, such as those of subgroups of whole pages."""
+    model, optimizer = start(0, subgroup_size=1 << 14)
+    steps(model, optimizer, 2)
+    there = {name: p.to(DEVICE) for name, p in model.named_parameters()}
+    assert bits(on_host(there.values())) == bits(on_host(model.parameters()))
+    model.load_state_dict(there)
+
+
 def test_device_memory_of_weights_is_given_back() -> None:
     free_memory()
     at_first = torch.cuda.memory_allocated()

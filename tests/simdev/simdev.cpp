@@ -344,6 +344,9 @@ bool is_pinned(const void* address, size_t n = 0) {
               "simdev: invalid argument: a copy crosses the end of a pinned region");
   return true;
 }
+void check_pinned(const void* address) {
+  TORCH_CHECK(is_pinned(address), "host memory was unregistered under a copy that was queued");
+}
 struct HostBlock {
   void* address;
   size_t size;
@@ -522,7 +525,7 @@ Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
       const void* host = source.const_data_ptr();
       char* device = shadow(to);
       size_t n = to.nbytes();
-      mine.put("copy to device", [=] { memcpy(device, host, n); });
+      mine.put("copy to device", [=] { check_pinned(host), memcpy(device, host, n); });
       if (!non_blocking) refuse_sync("copy from the host"), sync_stream(current_stream);
       return to;
     }
@@ -535,7 +538,7 @@ Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
     void* host = to.mutable_data_ptr();
     char* device = shadow(source);
     size_t n = to.nbytes();
-    mine.put("copy to host", [=] { memcpy(host, device, n); });
+    mine.put("copy to host", [=] { check_pinned(host), memcpy(host, device, n); });
     return to;
   }
   refuse_sync("copy to the host");

@@ -201,6 +201,34 @@ def test_state_gives_way_to_a_block_that_is_needed() -> None:
     assert bits(model.parameters()) == bits(other.parameters())
 
 
+def test_backward_of_a_graph_from_before_a_step_is_refused() -> None:
+    """It would compute with the weights that the step has made."""
+    model = net()
+    optimizer = start(model, 0)
+    found = loss(model, 0)
+    train(model, optimizer, 1, first=1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        found.backward()
+
+
+def test_a_fetch_that_is_denied_in_part_leaves_no_weights() -> None:
+    class Denies(EmulatedDevice):
+        fetches = 0
+
+        def copy(self, op: Op, subgroup: int, copies: Sequence[Copy], after: Sequence[Job] = ()) -> Job:
+            self.fetches += op is Op.WEIGHTS
+            if self.fetches in (2, 5):
+                self.fetches += 1
+                raise torch.OutOfMemoryError("for a test")
+            return super().copy(op, subgroup, copies, after)
+
+    model, other = net(), net()
+    optimizer, reference = start(model, 0, device=Denies(FAST, 10**8)), start(other, None)
+    train(model, optimizer, 2)
+    train(other, reference, 2)
+    assert bits(model.parameters()) == bits(other.parameters())
+
+
 def test_blocks_move_between_steps_as_memory_changes() -> None:
     """With "auto" blocks move home where there is less, and return where there is more; no bit changes."""
     budget = 0
