@@ -206,7 +206,7 @@ class DOSAdam(Optimizer):
         complete; the second one ends the wait at once, and a later call waits for the rest.
         """
         self._session.synchronize()
-        self._session.finish_reading()
+        self._session.release_homes()
 
     @exclusive
     def attach(

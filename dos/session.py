@@ -651,10 +651,10 @@ class Session:
             job.wait()
         self._join(parameters)
 
-    def finish_reading(self) -> None:
-        """Block until the device reads no weights at home, so that user code may write to them."""
+    def release_homes(self) -> None:
+        """Let user code write to weights at home, once the device reads none of them."""
         if self.weights is not None:
-            self.weights.stream.finish_reading()
+            self.weights.stream.release_homes(self.weights.stream.blocks)
 
     def give_way(self, nbytes: int) -> None:
         """Called when a block is needed for which the device has no memory: state moves off the device."""

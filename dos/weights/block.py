@@ -63,6 +63,10 @@ class Block:
             self.copies.append(nn.Parameter(copy, requires_grad=member.parameter.requires_grad))
         buffer.untyped_storage().resize_(0)
 
+    def __del__(self) -> None:
+        if self.filled and not self._joined:
+            self._device.keep(self._buffer, Op.WEIGHTS)  # as in `free`, where the model goes
+
     @property
     def storage(self) -> int:
         """The address of the copies' storage."""

@@ -350,15 +350,21 @@ class WeightStream:
                 block.use_homes()
             self._free(block)
 
-    def finish_reading(self) -> None:
-        """Block until the device reads no home, so that user code may write to all."""
-        for block in self.blocks:
+    def release_homes(self, blocks: Sequence[Block]) -> None:
+        """Let user code write to the homes of these: the device neither reads them, nor has fetched them ahead."""
+        for block in blocks:
+            self._free_unused(block)
             block.finish_reading()
+
+    @exclusive
+    def _free_unused(self, block: Block) -> None:
+        if not (block.running or block.touched):
+            self._free(block)
 
     def before_reading(self, parameters: Sequence[Tensor], block: Block | None) -> None:
         """User code reads or writes parameters: they have the values of the last step once this returns."""
         if block is not None:
-            block.finish_reading()  # what user code writes is for the forwards to come
+            self.release_homes([block])  # what user code writes is for the forwards to come, and for them alone
         watcher = self._watcher()
         if watcher is not None:
             watcher.finish_homes(parameters)

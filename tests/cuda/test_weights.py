@@ -40,7 +40,7 @@ class Wave(nn.Module):
         self.small = nn.Parameter(torch.randn(1000 + seed, generator=generator).bfloat16())
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.sin(self.weight * x) + (self.small * self.small).sum()
+        return torch.sin(self.weight * x) + (self.small * self.small).mean()
 
 
 class Waves(nn.Module):
@@ -153,14 +153,15 @@ def with_evaluation_before_each_step(model: Waves, optimizer: DOSAdam) -> list[T
 def with_weights_read_after_each_step(model: Waves, optimizer: DOSAdam) -> list[Tensor]:
     found = []
     for step in range(3):
+        for op in (Op.FLUSH, Op.PARAMETER):
+            late(op, 0.1)
         iteration(model, optimizer, step)
-        late(Op.FLUSH)
         if model.blocks[0].weight.device.type != "cpu":
             optimizer.synchronize()
         if step % 2:
             found += on_host(model.state_dict().values())
         else:
-            found += on_host(block.weight for block in model.blocks)
+            found += on_host([model.last, *(block.weight for block in model.blocks)])
     return found
 
 
@@ -170,12 +171,54 @@ def with_weights_written_after_each_forward(model: Waves, optimizer: DOSAdam) ->
     for step in range(3):
         for write in (through_module, through_references):
             references = [*model.parameters()]
+            optimizer.synchronize()
             with torch.no_grad():
                 late(Op.WEIGHTS)
                 found.append(model(batch(50 + step)))
             write(model, optimizer, references)
         iteration(model, optimizer, step)
     return found
+
+
+def with_blocks_called_by_themselves(model: Waves, optimizer: DOSAdam) -> list[Tensor]:
+    """Each lets the next one be fetched, before what the step and user code write to that."""
+    found, x = [], batch(9)
+    for step in range(3):
+        model(batch(step)).backward()
+        with torch.no_grad():
+            found.append(model.blocks[1](x))
+            optimizer.step()
+            optimizer.zero_grad()
+            found += [model.blocks[2](x), model.blocks[1](x)]
+            optimizer.synchronize()
+            model.blocks[2].weight.mul_(0.5)
+            found.append(model.blocks[2](x))
+    return found
+
+
+def with_backwards_that_raise(model: Waves, optimizer: DOSAdam) -> list[Tensor]:
+    """What they have fetched is older than what user code writes then."""
+    found = []
+    for step in range(3):
+        handle = model.blocks[3].register_forward_hook(lambda block, args, output: output.register_hook(_stop) and None)
+        with pytest.raises(_StoppedError):
+            model(batch(step)).backward()
+        handle.remove()
+        optimizer.zero_grad()
+        optimizer.synchronize()
+        through_module(model, optimizer, [])
+        with torch.no_grad():
+            found.append(model(batch(50 + step)))
+        iteration(model, optimizer, step)
+    return found
+
+
+class _StoppedError(Exception):
+    pass
+
+
+def _stop(*_: object) -> None:
+    raise _StoppedError
 
 
 @torch.no_grad()
@@ -248,6 +291,8 @@ OTHERS = (
     with_evaluation_before_each_step,
     with_weights_read_after_each_step,
     with_weights_written_after_each_forward,
+    with_blocks_called_by_themselves,
+    with_backwards_that_raise,
     on_several_streams,
     with_a_forward_on_a_side_stream,
 )
@@ -259,12 +304,27 @@ def test_what_else_users_do(train: Training, policy: Any) -> None:
     assert_as_on_device(train, 0, policy)
 
 
-class _StoppedError(Exception):
-    pass
+def on_two_streams(block: nn.Module, x: Tensor) -> Tensor:
+    """What runs there has waited for the block's input alone."""
+    side, current = torch.cuda.Stream(), torch.cuda.current_stream()
+    side.wait_stream(current)
+    x.record_stream(side)
+    here = block(x)
+    with torch.cuda.stream(side):
+        there = block(x)
+    current.wait_stream(side)
+    there.record_stream(current)
+    return here + there
 
 
-def _stop(*_: object) -> None:
-    raise _StoppedError
+@pytest.mark.parametrize("policy", ["cpu", "stride:1"])
+def test_a_block_is_used_on_two_streams_at_once(policy: str) -> None:
+    assert_as_on_device(steps, 0, policy, on_two_streams)
+
+
+def who_gets_memory_next() -> list[Tensor]:
+    """What takes all memory that was just given back by blocks: ones, as long as nothing else writes there."""
+    return [torch.ones(2 * NUMEL + 2500, dtype=torch.uint8, device=DEVICE) for _ in range(40)]
 
 
 @pytest.mark.parametrize("beside", [False, True])
@@ -281,7 +341,23 @@ def test_a_block_that_was_fetched_in_vain_is_freed_behind_its_copy(beside: bool)
         late(Op.WEIGHTS)
         with torch.cuda.stream(stream), torch.no_grad(), pytest.raises(_StoppedError):
             model(x)
-        found.append(torch.ones(NUMEL + 500, dtype=torch.bfloat16, device=DEVICE))
+        found += who_gets_memory_next()
+    torch.cuda.synchronize()
+    assert all(bool((each == 1).all()) for each in found)
+
+
+def test_a_model_goes_while_a_block_that_nothing_waits_for_is_fetched() -> None:
+    """As where backward raises, and the notebook's cell runs again."""
+    x, found = batch(0), []
+    for _ in range(5):
+        model, optimizer = start(0)
+        iteration(model, optimizer)
+        optimizer.synchronize()
+        late(Op.WEIGHTS)
+        with torch.cuda.stream(torch.cuda.Stream()), torch.no_grad():  # or what follows would wait for another block
+            model.blocks[1](x)
+        del model, optimizer
+        found += who_gets_memory_next()
     torch.cuda.synchronize()
     assert all(bool((each == 1).all()) for each in found)
 
