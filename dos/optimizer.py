@@ -479,7 +479,7 @@ class DOSAdam(Optimizer):
 
     @staticmethod
     def _rule(master_weights: bool, state_format: str | None) -> Rule:
-        """What an update is."""
+        """The rule of updates."""
         return AdamW(master_weights, state_format)
 
     def _set_up(self, options: Options, device: Device | torch.device | str | None) -> None:

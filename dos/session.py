@@ -94,7 +94,7 @@ class Session:
 
     @property
     def parameters(self) -> Iterator[Tensor]:
-        """Those of all groups."""
+        """The parameters of all groups."""
         return (p for group in self.groups for p in group["params"])
 
     @property

@@ -221,12 +221,12 @@ class OffloadedGradients:
         return total.values
 
     def handle(self, record: ParameterRecord) -> Future[None] | None:
-        """What stands for the parameter's gradient as it is now: another object once it changes; None: it has none."""
+        """A handle of the parameter's gradient as it is now: another object once it changes; None: it has none."""
         total = self._totals.get(record)
         return None if total is None else total.arrived
 
     def gradients(self, parameters: Collection[int] | None = None) -> list[tuple[ParameterRecord, Future[None]]]:
-        """What is here, each with its handle; of the parameters with these ids alone, if given."""
+        """The gradients that are here, each with its handle; of the parameters with these ids alone, if given."""
         chosen = [r for r in self._totals if parameters is None or id(r.parameter) in parameters]
         return [(record, self._totals[record].arrived) for record in chosen]
 

@@ -33,7 +33,7 @@ def check_model(model: object, parameters: Iterable[Tensor]) -> None:
 
 
 def lasting(model: nn.Module) -> list[Tensor]:
-    """What of a model outlives its forward."""
+    """The tensors of a model that outlive its forward."""
     return [*parameters_of(model), *model.buffers()]
 
 

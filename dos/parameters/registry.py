@@ -88,7 +88,7 @@ class Registry:
         return parameter if record is None else record.leaf
 
     def subgroups_of(self, parameters: Iterable[Tensor]) -> dict[Subgroup, None]:
-        """Those in which parameters lie, of which some may have no place yet."""
+        """The subgroups in which parameters lie; some may have no place yet."""
         found = (self.records.get(id(p)) for p in parameters)
         return {subgroup: None for r in found if r is not None for subgroup, _ in self.places[r]}
 
@@ -213,7 +213,7 @@ class Registry:
         self._let_go_of_others(parameters)
 
     def marked(self) -> list[tuple[ParameterRecord, Tensor]]:
-        """What this rank has of DTensors, which may have been written to without being counted; see `look_at_bits`."""
+        """This rank's parts of DTensors, which may have been written to without being counted; see `look_at_bits`."""
         return [(record, record.local) for record in self.records.values()] if self.meshes else []
 
     def enrol(self, parameters: Iterable[tuple[Tensor, Group]]) -> None:

@@ -1,4 +1,4 @@
-"""What the last step did and why: for people, for logs and for monitors."""
+"""Reports of the last step, with reasons: for people, for logs and for monitors."""
 
 from __future__ import annotations
 
@@ -249,7 +249,7 @@ class Report:
 def why_changed(
     before: Workload | None, now: Workload, believed: HardwareProfile | None, profile: HardwareProfile | None
 ) -> str:
-    """What is different from when the plan before was made.
+    """The differences from when the plan before was made.
 
     believed, profile: the rates then and now; None if no policy asks for any.
     """

@@ -118,7 +118,7 @@ class HostStore:
         return sum((last - first) * t.tensor.itemsize for t, first, last in parts)
 
     def _own(self, subgroup: Subgroup) -> list[HostTensor]:
-        """What goes with its home: neither gradients that may be waiting for the step, nor weights that stream."""
+        """The memory that goes with its home: not gradients that may wait for the step, nor weights that stream."""
         arena = subgroup.arena
         kept = arena.incoming() if self._keeps_gradients else []
         if arena.streams:  # the parameters themselves are there

@@ -1,4 +1,4 @@
-"""What one step does to one subgroup: which pieces, with which gradients and settings."""
+"""The update of one subgroup in one step: which pieces, with which gradients and settings."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from perfmodel.schedule import SubgroupState
 
 
 class Input(NamedTuple):
-    """What a step is given for one parameter.
+    """The input of a step for one parameter.
 
     values: of its gradient, in the order of the record's `flat`, of any shape; empty once they were let go of.
     address: of the first one that is used.
@@ -48,7 +48,7 @@ Item = tuple[Piece, Input]
 
 
 class SubgroupUpdate:
-    """What a step does to one subgroup.
+    """The update of one subgroup in one step.
 
     items: its pieces that have a gradient. numel: parameters updated. settings: those of the step that occur.
     offloaded: whether the gradients are on the host, although the parameters are not.
@@ -78,7 +78,7 @@ class SubgroupUpdate:
 
     @property
     def pieces(self) -> Sequence[Piece]:
-        """Those that are updated."""
+        """The pieces that are updated."""
         return self.subgroup.pieces if self._whole else [piece for piece, _ in self.items]
 
     @property
@@ -170,7 +170,7 @@ class SubgroupUpdate:
         return batch
 
     def finish(self, state: State) -> None:
-        """What is to be done after an update where the parameters are."""
+        """Finish an update where the parameters are."""
         # The device has newer parameters now: the host would join its rests with upper halves of an earlier step.
         if self.subgroup.newest:
             self.subgroup.newest.difference_update(self.pieces)
@@ -269,7 +269,7 @@ class SubgroupUpdate:
         return batch
 
     def _run(self, piece: Piece, state: State, *, at_home: bool) -> Run:
-        """What the update of a piece works on."""
+        """The tensors that the update of a piece works on."""
         fields = state.cut(piece.start, piece.stop)
         master, shaped = fields.pop(MASTER, None), piece.record.shaped
         if at_home:
@@ -344,7 +344,7 @@ class Subject(NamedTuple):
     late: Sequence[Item]
 
     def found(self, state: Tier) -> SubgroupState:
-        """What the step finds of it, but for what is under way. state: where that is."""
+        """The subgroup as the step finds it, but for transfers under way. state: where that is."""
         update = self.update
         if update is None:
             return SubgroupState(state, None, 0, None, 0)

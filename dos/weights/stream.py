@@ -73,7 +73,7 @@ class WeightStream:
         self._order = list(self.blocks)
         """As the last forward has used them."""
         self._first, self._last = self._ends()
-        """Those that stream and are used first, and last, as many as the window holds."""
+        """The blocks that stream and are used first, and last, as many as the window holds."""
         self._forwards = 0
         self._backwards: set[int] = set()
         """The numbers of the backwards whose end is awaited."""
@@ -101,7 +101,7 @@ class WeightStream:
         _of_model[model] = self
 
     def all_copies(self) -> list[Tensor]:
-        """Those of all blocks."""
+        """The copies of all blocks."""
         return [copy for block in self.blocks for copy in block.copies]
 
     @property
@@ -386,7 +386,7 @@ class _Reading:
 
 
 def stream_of(model: nn.Module) -> WeightStream | None:
-    """What moves the weights of this model, if they stream."""
+    """The stream of this model's weights, if they stream."""
     return _of_model.get(model)
 
 
