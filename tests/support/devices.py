@@ -61,6 +61,62 @@ def jittery_device(seed: int) -> LateDevice:
     return LateDevice(lambda op: drawn.uniform(0, 2e-3))
 
 
+class Amount:
+    """Bytes that a test sets, for `occupied` and `neighbour` of an emulated device."""
+
+    nbytes = 0
+
+    def __call__(self) -> int:
+        return self.nbytes
+
+
+LIES: dict[str, Callable[[Memory], Memory]] = {
+    "all is free": lambda true: Memory(true.total, true.total),
+    "nothing is free": lambda true: Memory(0, true.total),
+    "nonsense": lambda true: Memory(-1, 10),
+}
+"""What a device says of its memory instead; "it cannot be read" is said by raising."""
+
+
+class Fickle(EmulatedDevice):
+    """Fails to allocate, is late, and lies or raises when it is asked for its memory; each now and then.
+
+    failing: how often it does not allocate. late: the most seconds by which a copy or update is late.
+    lie: of `LIES`, told at every third reading.
+    """
+
+    def __init__(
+        self,
+        profile: HardwareProfile,
+        capacity: int,
+        occupied: Callable[[], int] | int = 0,
+        *,
+        neighbour: Callable[[], int] | int = 0,
+        failing: float = 0.0,
+        lie: str | None = None,
+        late: float = 0.0,
+        seed: int = 0,
+    ) -> None:
+        self.failing, self.lie, self.late = failing, lie, late
+        self.random, self.failures, self.readings = random.Random(seed), 0, 0
+        super().__init__(profile, capacity, occupied, neighbour=neighbour)
+
+    def _queue(self, op: Op, subgroup: int, work: Callable[[], None], *rest: Any) -> Job:
+        seconds = self.random.uniform(0, self.late) if self.late else 0.0
+        return super()._queue(op, subgroup, lambda: (time.sleep(seconds) if seconds else None, work())[1], *rest)
+
+    def allocate(self, nbytes: int) -> Tensor:
+        if self.random.random() < self.failing:
+            self.failures += 1
+            raise torch.OutOfMemoryError("so it was rolled")
+        return super().allocate(nbytes)
+
+    def memory(self) -> Memory:
+        true = super().memory()
+        self.readings += 1
+        return true if self.lie is None or self.readings % 3 else LIES[self.lie](true)
+
+
 class Unreliable(EmulatedDevice):
     """Fails to allocate with this probability, whatever is free. failures: how often it has."""
 
