@@ -66,7 +66,10 @@ SPECIAL = [0.0, -0.0, 1e-40, torch.inf, -torch.inf, torch.nan]
 
 
 class Net(nn.Module):
-    """Parameters of all shapes, an expert that some micro-batches use, and a part that joins the optimizer later."""
+    """Parameters of all shapes, of the root and of modules that are called twice, never, or not by name.
+
+    Some micro-batches use an expert, and a part joins the optimizer later.
+    """
 
     def __init__(self, seed: int = 0, width: int = 9) -> None:
         super().__init__()
@@ -75,16 +78,19 @@ class Net(nn.Module):
         self.first.weight.data = self.first.weight.data.t().contiguous().t()
         self.scale = nn.Parameter(torch.tensor(1.0))
         self.empty = nn.Parameter(torch.empty(0, 4))
+        self.tied = nn.Linear(6, width, bias=False)
+        self.tied.weight = self.first.weight
         self.norm = nn.LayerNorm(width)
+        self.never = nn.Linear(2, 2)
         self.expert = nn.Linear(width, width)
         self.late = nn.Linear(width, width, bias=False)
         self.last = nn.Linear(width, 4)
 
     def forward(self, x: Tensor, expert: bool) -> Tensor:
-        x = self.norm(self.first(x) * self.scale + self.empty.sum()).tanh()
+        x = self.norm(self.norm(self.first(x) * self.scale + self.tied(x.cos()) + self.empty.sum())).tanh()
         if expert:
             x = x + self.expert(x)
-        return self.last(x + self.late(x).sigmoid())
+        return self.last(x + nn.functional.linear(x, self.late.weight).sigmoid())
 
 
 MicroBatch = tuple[int, bool]
@@ -599,7 +605,7 @@ class Lockstep(RuleBasedStateMachine):
     @rule(
         name=st.sampled_from(FREEZABLE),
         key=st.sampled_from(["exp_avg", "exp_avg_sq", "step"]),
-        how=st.sampled_from(["in place", "by data", "another tensor"]),
+        how=st.sampled_from(["in place", "by data", "another tensor", "another memory"]),
     )
     @torch.no_grad()
     def write_to_an_entry(self, name: str, key: str, how: str) -> None:
@@ -608,10 +614,27 @@ class Lockstep(RuleBasedStateMachine):
             if key not in entry or not entry["step"]:
                 continue
             value = torch.ones(()) if key == "step" else entry[key] * 0.5
-            if how == "another tensor":
-                entry[key] = value
-            else:
-                (entry[key].data if how == "by data" else entry[key]).copy_(value)
+            match how:
+                case "another tensor":
+                    entry[key] = value
+                case "another memory":
+                    entry[key].data = value
+                case "by data":
+                    entry[key].data.copy_(value)
+                case _:
+                    entry[key].copy_(value)
+
+    @rule(micro_batch=MICRO_BATCHES, key=st.sampled_from(["exp_avg", "exp_avg_sq"]))
+    def replace_in_entries_of_before(self, micro_batch: MicroBatch, key: str) -> None:
+        """State that has gone to the device since does not come home over it."""
+        entries = [[run.optimizer.state[p] for p in run.optimized() if p in run.optimizer.state] for run in self.runs]
+        for writes in (False, True):
+            self.zero_grad()
+            self.backward(micro_batch)
+            for entry in itertools.chain.from_iterable(entries if writes else ()):
+                if key in entry:
+                    entry[key] = torch.full_like(entry[key], 0.5)
+            self.step()
 
     @rule(micro_batch=MICRO_BATCHES, early=st.booleans(), hooks=st.booleans())
     def write_to_views_in_an_iteration(self, micro_batch: MicroBatch, early: bool, hooks: bool) -> None:

@@ -101,16 +101,6 @@ def test_bits_are_the_same_and_nothing_stays_behind(place: str | float, where: s
     assert plan is None or len(plan) <= 18
 
 
-def test_results_are_adamw_s() -> None:
-    twin = Points()
-    groups = [{"params": [twin.places]}, {"params": [twin.sizes]}, {"params": list(twin.last.parameters())}]
-    trained(twin, torch.optim.AdamW(groups, lr=1e-2))
-    model = Points()
-    trained(model, made("adaptive", model))
-    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("by_step", [False, True])
 @pytest.mark.parametrize("whole", [False, True])
 def test_offloaded_gradients_of_what_is_gone_do_not_count_for_clipping(whole: bool, by_step: bool) -> None:

@@ -154,13 +154,6 @@ def test_plain_state_dicts() -> None:
 
 
 @on_pair
-def test_reading_the_state_of_a_fresh_optimizer_changes_nothing() -> None:
-    quiet, read = (build(None, torch.float32, policy="resident") for _ in range(2))
-    assert all(float(entry["step"]) == 0 for entry in get_optimizer_state_dict(*read)["state"].values())
-    go_on(quiet, read)
-
-
-@on_pair
 def test_loaded_state_is_not_there_twice(tmp_path: Path) -> None:
     through, resumed = (build(None, torch.bfloat16, policy="cpu") for _ in range(2))
     train(*through, steps=range(2))

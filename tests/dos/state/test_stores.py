@@ -62,34 +62,6 @@ def test_failures_beside_state_that_leaves_say_nothing(caplog: pytest.LogCapture
     assert not caplog.records
 
 
-@pytest.mark.parametrize(
-    ("failing", "policy", "attach", "offload_gradients"),
-    [
-        (0.01, "adaptive", True, False),
-        (0.1, "adaptive", False, True),
-        (0.1, "stride:2", False, False),
-        (0.1, 0.5, True, False),
-        (1.0, "adaptive", True, True),
-        (1.0, "stride:2", False, False),
-    ],
-)
-def test_allocations_that_fail_at_random_change_no_bit(
-    failing: float, policy: str | float, attach: bool, offload_gradients: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    device = Unreliable(failing)
-    with caplog.at_level(logging.WARNING, logger="dos"):
-        _, optimizer = trained_as_on_host(
-            device, attach, policy=policy, subgroup_size=50, offload_gradients=offload_gradients
-        )
-    warned = [r.message for r in caplog.records if "no device memory" in r.message]
-    assert len(warned) == (1 if device.failures else 0)
-    if failing == 1.0:
-        assert device.failures
-        assert device.peak_bytes == 0
-    optimizer.release_memory()
-    assert held(device) == 0
-
-
 def test_after_failures_state_comes_to_the_device_again() -> None:
     device = Unreliable(1.0)
     model, optimizer = trained_as_on_host(device)
