@@ -75,31 +75,30 @@ LIES: dict[str, Callable[[Memory], Memory]] = {
     "nothing is free": lambda true: Memory(0, true.total),
     "nonsense": lambda true: Memory(-1, 10),
 }
-"""What a device says of its memory instead; "it cannot be read" is said by raising."""
+"""What a device says of its memory instead."""
 
 
-class Fickle(EmulatedDevice):
-    """Fails to allocate, is late, and lies or raises when it is asked for its memory; each now and then.
+class Unreliable(EmulatedDevice):
+    """Fails to allocate, is late, and tells of its memory what is not so, each now and then.
 
-    failing: how often it does not allocate. late: the most seconds by which a copy or update is late.
-    lie: of `LIES`, told at every third reading.
+    failing: how often it does not allocate, whatever is free. failures: how often it has not.
+    late: the most seconds by which a copy or update is late. lie: of `LIES`, told at every third reading.
     """
 
     def __init__(
         self,
-        profile: HardwareProfile,
-        capacity: int,
-        occupied: Callable[[], int] | int = 0,
-        *,
-        neighbour: Callable[[], int] | int = 0,
         failing: float = 0.0,
-        lie: str | None = None,
-        late: float = 0.0,
+        capacity: int = 10**6,
         seed: int = 0,
+        *,
+        late: float = 0.0,
+        lie: str | None = None,
+        profile: HardwareProfile = FAST,
+        **memory: Any,
     ) -> None:
-        self.failing, self.lie, self.late = failing, lie, late
+        self.failing, self.late, self.lie = failing, late, lie
         self.random, self.failures, self.readings = random.Random(seed), 0, 0
-        super().__init__(profile, capacity, occupied, neighbour=neighbour)
+        super().__init__(profile, capacity, **memory)
 
     def _queue(self, op: Op, subgroup: int, work: Callable[[], None], *rest: Any) -> Job:
         seconds = self.random.uniform(0, self.late) if self.late else 0.0
@@ -115,22 +114,6 @@ class Fickle(EmulatedDevice):
         true = super().memory()
         self.readings += 1
         return true if self.lie is None or self.readings % 3 else LIES[self.lie](true)
-
-
-class Unreliable(EmulatedDevice):
-    """Fails to allocate with this probability, whatever is free. failures: how often it has."""
-
-    def __init__(self, failing: float, capacity: int = 10**6, seed: int = 0) -> None:
-        super().__init__(FAST, capacity)
-        self.failing = failing
-        self.random = random.Random(seed)
-        self.failures = 0
-
-    def allocate(self, nbytes: int) -> Tensor:
-        if self.random.random() < self.failing:
-            self.failures += 1
-            raise torch.OutOfMemoryError("so it was rolled")
-        return super().allocate(nbytes)
 
 
 class Asked(NamedTuple):

@@ -1,4 +1,4 @@
-"""Hypothesis strategies for what is trained, plans that change at every step, and plans of one placement."""
+"""Hypothesis strategies for saved tensors, plans that change at every step, and plans of one placement."""
 
 from __future__ import annotations
 
@@ -8,19 +8,6 @@ from hypothesis import strategies as st
 
 from perfmodel import Placement, Plan, Workload
 from perfmodel.workload import SavedTensors
-
-SHAPES = st.lists(st.integers(0, 9), max_size=3).map(tuple)
-
-GROUPS = st.fixed_dictionaries(
-    {
-        "lr": st.floats(0, 1),
-        "betas": st.tuples(st.floats(0, 0.99), st.floats(0, 0.999)),
-        "eps": st.sampled_from([0.0, 1e-8, 1e-3]),
-        "weight_decay": st.sampled_from([0.0, 0.01, 1.0]),
-        "amsgrad": st.booleans(),
-        "maximize": st.booleans(),
-    }
-)
 
 
 @st.composite

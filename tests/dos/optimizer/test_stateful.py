@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from dos import DOSAdam, EmulatedDevice
 from tests.support.clock import eventually
-from tests.support.devices import LIES, Amount, Fickle
+from tests.support.devices import LIES, Amount, Unreliable
 from tests.support.random_plans import RandomPlans
 from tests.support.training import FAST, SLOW, assert_close_ulp, bits, plan_anew
 
@@ -305,9 +305,9 @@ class Lockstep(RuleBasedStateMachine):
         if drawn["activations"] is not None:
             capacity = 10**8  # of which the model takes some then
         self.own, self.others = Amount(), Amount()
-        self.device = Fickle(
-            SLOW if drawn["slow"] and width == 9 else FAST, capacity, self.own, neighbour=self.others,
-            failing=drawn["failing"], lie=drawn["lie"], late=drawn["late"], seed=seed,
+        self.device = Unreliable(
+            drawn["failing"], capacity, seed, late=drawn["late"], lie=drawn["lie"], occupied=self.own,
+            neighbour=self.others, profile=SLOW if drawn["slow"] and width == 9 else FAST,
         )  # fmt: skip
         there |= {
             "device": self.device,

@@ -125,19 +125,6 @@ def test_offloaded_gradients_of_what_is_gone_do_not_count_for_clipping(whole: bo
     torch.testing.assert_close(*moments, rtol=1e-5, atol=0)
 
 
-def test_memory_of_what_is_gone_is_for_newcomers(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Points()
-    optimizer = made("cpu", model, offload_gradients=True)
-    model().backward()
-    optimizer.step()
-    model().backward()
-    gone = [weakref.ref(optimizer._session.registry.records[id(p)].arena) for p in (model.places, model.sizes)]
-    exchange(model, optimizer, torch.arange(len(model.places)))
-    model().backward()
-    monkeypatch.setattr(host_memory, "available_bytes", lambda: 0 if any(arena() for arena in gone) else 10**9)
-    optimizer.step()
-
-
 @pytest.mark.parametrize("place", ["host", "cpu"])
 def test_no_memory_is_asked_for_what_is_gone(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before its first gradient, as where a framework exchanges what a group was built with, or after."""

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
     get_optimizer_state_dict,
-    set_model_state_dict,
     set_optimizer_state_dict,
 )
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from dos import DOSAdam
-from tests.support.ranks import Ranks, on_pair, on_ranks
+from tests.support.ranks import Ranks, on_pair
 from tests.support.sharded import (
     adamw,
     assert_close,
@@ -35,7 +30,6 @@ from tests.support.sharded import (
     shard,
     train,
     values,
-    whole,
 )
 
 CODED = {"state_format": "int8", "subgroup_size": 5000}
@@ -99,58 +93,6 @@ def test_resume(
 ) -> None:
     """On as many ranks, or on another number of them."""
     (pair if before is None else ranks).run(resume, str(tmp_path), before, after, dtype, how, settings, later)
-
-
-@on_ranks
-def test_a_full_state_dict_of_one_rank() -> None:
-    """test_sharded_random.py has those of all ranks."""
-    through = build(4, torch.bfloat16)
-    train(*through, steps=range(2))
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights = get_model_state_dict(through[0], options=options)
-    state = copy.deepcopy(get_optimizer_state_dict(*through, options=options))  # its steps are live, as AdamW's
-    if dist.get_rank() == 0:
-        assert not any(isinstance(v, DTensor) for entry in state["state"].values() for v in entry.values())
-    load_options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    resumed = build(2, torch.bfloat16, policy="cpu")
-    set_model_state_dict(resumed[0], weights, options=load_options)
-    set_optimizer_state_dict(*resumed, state, options=load_options)
-    go_on(through, resumed)
-
-
-@pytest.mark.parametrize(("before", "after"), [("adamw", "dos"), ("dos", "adamw")])
-@on_ranks
-def test_from_and_to_adamw(tmp_path: Path, before: str, after: str) -> None:
-    through, resumed = build(4, torch.float32, before), build(2, torch.float32, after)
-    train(*through, steps=range(2))
-    save(tmp_path, *through, "save")
-    load(tmp_path, *resumed)
-    for pair in (through, resumed):
-        train(*pair, steps=range(2, 4))
-    assert_close(values(resumed[0]), values(through[0]))
-
-
-@on_ranks
-def test_plain_state_dicts() -> None:
-    """As torch.save writes them, each rank its own, and a whole one from a run that was not divided."""
-    through = build(4, torch.float32, policy="resident")
-    train(*through, steps=range(2))
-    state = copy.deepcopy(through[1].state_dict())
-    for entry, parameter in zip(state["state"].values(), through[0].parameters(), strict=True):
-        assert isinstance(entry["exp_avg"], DTensor)
-        assert entry["exp_avg"].placements == parameter.placements
-    resumed = build(4, torch.float32, policy="cpu")
-    resumed[0].load_state_dict(through[0].state_dict())
-    resumed[1].load_state_dict(state)
-    undivided = {
-        "state": {i: {k: whole(v) for k, v in entry.items()} for i, entry in state["state"].items()},
-        "param_groups": state["param_groups"],
-    }
-    again = build(2, torch.float32, policy="resident")
-    for theirs, mine in zip(again[0].parameters(), values(through[0]), strict=True):
-        theirs.data.copy_(distribute_tensor(mine, theirs.device_mesh, theirs.placements))
-    again[1].load_state_dict(undivided)
-    go_on(through, resumed, again)
 
 
 @on_pair

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 
 import pytest
@@ -105,15 +104,3 @@ def test_release_says_how_much_it_gave_back() -> None:
     assert optimizer.release_memory() == before > 0
     assert optimizer.release_memory() == 0
     assert DOSAdam(mlp().parameters()).release_memory() == 0
-
-
-@pytest.mark.parametrize("capacity", [10**6, STATE_BYTES // 2])
-def test_an_optimizer_that_is_gone_holds_nothing(capacity: int, caplog: pytest.LogCaptureFixture) -> None:
-    """Not even through log records of what did not fit, which user code keeps."""
-    device = EmulatedDevice(FAST, capacity)
-    _, optimizer = trained_as_on_host(device, policy=0.0)
-    assert held(device) > 0
-    assert len(caplog.records) == (capacity < STATE_BYTES)
-    del optimizer
-    gc.collect()
-    assert held(device) == 0
