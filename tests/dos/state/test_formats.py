@@ -143,12 +143,6 @@ def test_the_default_has_a_name() -> None:
         assert kept[0] == kept[1]
 
 
-@pytest.mark.parametrize("found", ["int4", "Split", "", 0, torch.float32])
-def test_a_format_that_does_not_exist(found: object) -> None:
-    with pytest.raises(ValueError, match="state_format must be None, 'split', 'float32' or 'int8', found"):
-        DOSAdam(mlp().parameters(), state_format=found)  # type: ignore[arg-type]
-
-
 VALUES = [0.0, -0.0, 1.0, -1.5, torch.inf, -torch.inf, torch.nan, 2.0**-133]
 
 

@@ -261,30 +261,6 @@ def test_a_budget_that_is_too_small_for_what_joins(tmp_path: Path, policy: str) 
     assert optimizer.state[weights[1]]["step"] == 1
 
 
-@pytest.mark.parametrize(
-    ("settings", "error", "message"),
-    [
-        *(
-            ({"host_memory": found}, ValueError, f"must be 1 or more bytes as an int, or None, found {found}")
-            for found in (0, 1.5, True)
-        ),
-        ({"policy": "resident"}, ValueError, "leave disk= out, or choose 'adaptive'"),
-        *(
-            ({"disk": found}, TypeError, "disk must be a folder, a sequence of folders, or None")
-            for found in (3, ["a", 3], b"a")
-        ),
-        # As of a setting that was left out: it would be the current folder.
-        *(({"disk": found}, ValueError, "disk must name a folder, found") for found in ("", ["a", ""], "a\0b")),
-    ],
-)
-def test_settings_that_cannot_be(
-    tmp_path: Path, settings: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        dos_adam(wide().parameters(), **{"disk": tmp_path, **settings})
-    assert not files(tmp_path)
-
-
 def test_files_go_with_the_optimizer(tmp_path: Path) -> None:
     """Without the garbage collector, and whatever users still hold of its state."""
     model = wide()

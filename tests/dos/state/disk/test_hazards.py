@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,9 +13,9 @@ from dos import DOSAdam
 from perfmodel import Op, Placement, Plan, SubgroupLoad, Workload
 from perfmodel.plan import Tier
 from perfmodel.schedule import SubgroupState, schedule_step
-from tests.support.fake_cuda import FakeCudaDevice, FakeStream, end_backward, install, queue_gradients
-from tests.support.random_plans import RandomPlans, all_in
-from tests.support.training import Make, bits, leaving_early, maker, plan_anew
+from tests.support.fake_cuda import FakeCudaDevice, FakeStream, install
+from tests.support.random_plans import all_in
+from tests.support.training import Make, bits, leaving_early, maker
 
 
 def _with_a_newcomer(make: Make) -> list[Tensor]:
@@ -73,36 +72,3 @@ def test_homes_of_what_comes_to_the_device_are_given_back_by_steps_that_only_que
             assert host.nbytes
     optimizer.synchronize()
     assert not host.nbytes
-
-
-def _late(device: FakeCudaDevice | None, attached: bool = False, **settings: Any) -> list[bytes]:
-    """Parameters after some steps, with another plan for each; on a device all that the caller does is late, too."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64), nn.Linear(64, 40)).bfloat16()
-    if device is not None:
-        queue_gradients(device.runtime, model.parameters())
-    optimizer = DOSAdam(model.parameters(), lr=0.01, device=device, subgroup_size=1024, **settings)
-    if attached:
-        optimizer.attach(model)
-    for step in range(8):
-        optimizer.zero_grad()
-        plan_anew(optimizer)
-        inputs = torch.randn(8, 64, generator=torch.Generator().manual_seed(step)).bfloat16()
-        (model(inputs) - 1).float().square().mean().backward()
-        if device is not None:
-            end_backward(device.runtime, ())
-        optimizer.step()
-    optimizer.synchronize()
-    return bits(model.parameters())
-
-
-@pytest.mark.parametrize(("attached", "seed"), [(False, None), (True, 0)])
-@pytest.mark.parametrize(("plans", "host_memory"), [(4, 120_000), (20, 90_000), (20, 120_000)])
-def test_no_order_of_work_changes_a_bit(
-    plans: int, host_memory: int, attached: bool, seed: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Such as of a transfer from a window that backward begins and the next state in that window."""
-    expected = _late(None)
-    device = FakeCudaDevice(install(monkeypatch, seed))
-    policy = RandomPlans(plans, slots=1)
-    assert _late(device, attached, policy=policy, disk=tmp_path, host_memory=host_memory) == expected
