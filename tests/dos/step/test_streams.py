@@ -85,8 +85,10 @@ def test_memory_is_released_behind_a_step_in_flight(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("seed", [None, 0])
 @pytest.mark.parametrize(
     ("slots", "attached", "offload", "host_memory"),
-    [(1, True, False, 0), (3, True, False, 0), (1, False, False, 0), (3, True, True, 0)]
-    + [(1, False, False, 90_000), (1, True, False, 120_000)],
+    [
+        *((1, True, False, 0), (3, True, False, 0), (1, False, False, 0), (3, True, True, 0)),
+        *((1, False, False, 90_000), (1, True, False, 120_000)),
+    ],
 )
 def test_no_order_of_work_changes_a_bit(
     slots: int,
