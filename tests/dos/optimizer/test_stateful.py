@@ -5,19 +5,17 @@ This is the one owner of these properties. What one call does alone, or what mus
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import enum
 import functools
 import gc
 import itertools
 import os
 import pickle
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -29,6 +27,7 @@ from torch import Tensor, nn
 from dos import DOSAdam, EmulatedDevice
 from tests.support.clock import eventually
 from tests.support.devices import LIES, Amount, Unreliable
+from tests.support.lockstep import KINDS, Amp, Kind, MicroBatch, Net, Run
 from tests.support.random_plans import RandomPlans
 from tests.support.training import FAST, SLOW, assert_close_ulp, bits, plan_anew
 
@@ -37,64 +36,9 @@ SEQUENCES = int(os.environ.get("DOS_CALLS", "100"))
 """How many random sequences of calls, for each kind of gradients; a quarter as many with state on disk."""
 
 
-class Kind(NamedTuple):
-    """Types of parameters and state. formats: of the optimizers of the second variant, in turn."""
-
-    dtype: torch.dtype
-    formats: tuple[str | None, ...] = (None,)
-    master_weights: bool = True
-
-    @property
-    def coded(self) -> bool:
-        return self.formats == ("int8",)
-
-    @property
-    def as_adamw(self) -> bool:
-        """Whether AdamW computes the same."""
-        return self.dtype == torch.float32 and not self.coded
-
-
-KINDS = [
-    *[Kind(torch.float32)] * 4,
-    *[Kind(torch.bfloat16, formats) for formats in ((None, "float32"), ("float32", None))],
-    Kind(torch.bfloat16, master_weights=False),
-    Kind(torch.float16),
-    *[Kind(dtype, ("int8",)) for dtype in (torch.bfloat16, torch.float32)],
-]
 SPECIAL = [0.0, -0.0, 1e-40, torch.inf, -torch.inf, torch.nan]
 """What user code may write to parameters; AdamW is compared with where they are usual."""
 
-
-class Net(nn.Module):
-    """Parameters of all shapes, of the root and of modules that are called twice, never, or not by name.
-
-    Some micro-batches use an expert, and a part joins the optimizer later.
-    """
-
-    def __init__(self, seed: int = 0, width: int = 9) -> None:
-        super().__init__()
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed keeps a stack trace of each call
-        self.first = nn.Linear(6, width)
-        self.first.weight.data = self.first.weight.data.t().contiguous().t()
-        self.scale = nn.Parameter(torch.tensor(1.0))
-        self.empty = nn.Parameter(torch.empty(0, 4))
-        self.tied = nn.Linear(6, width, bias=False)
-        self.tied.weight = self.first.weight
-        self.norm = nn.LayerNorm(width)
-        self.never = nn.Linear(2, 2)
-        self.expert = nn.Linear(width, width)
-        self.late = nn.Linear(width, width, bias=False)
-        self.last = nn.Linear(width, 4)
-
-    def forward(self, x: Tensor, expert: bool) -> Tensor:
-        x = self.norm(self.norm(self.first(x) * self.scale + self.tied(x.cos()) + self.empty.sum())).tanh()
-        if expert:
-            x = x + self.expert(x)
-        return self.last(x + nn.functional.linear(x, self.late.weight).sigmoid())
-
-
-MicroBatch = tuple[int, bool]
-"""A seed, and whether the expert is used."""
 
 MICRO_BATCHES = st.tuples(st.integers(0, 99), st.booleans())
 FREEZABLE = [name for name, _ in Net().named_parameters() if name != "last.bias"]
@@ -102,89 +46,6 @@ NORMS = [1e-3, 0.05, 10.0]
 """To which gradients are clipped."""
 MEMORY = 6_000
 """Bytes of a small device, which hold the state of the smallest network and some more."""
-
-
-class Amp(enum.Enum):
-    """What GradScaler has done to the gradients that are there."""
-
-    OFF = "not scaled"
-    SCALED = "scaled"
-    UNSCALED = "scaled and unscaled again"
-
-
-class Run:
-    """A model and an optimizer, with all that belongs to them.
-
-    make: builds the optimizer from param groups. activations: how much of what is saved leaves. width: of the model.
-    """
-
-    def __init__(
-        self,
-        make: Callable[[list[dict[str, Any]]], Any],
-        dtype: torch.dtype,
-        attached: bool = False,
-        activations: Any = None,
-        width: int = 9,
-    ) -> None:
-        self.make = make
-        self.attached = attached
-        self.activations = activations
-        self.model = Net(width=width).to(dtype)
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
-        self.scaler.scale(torch.ones(()))  # it begins with the first use
-        self.use(make([self.group(late=False)]))
-
-    def use(self, optimizer: Any) -> None:
-        """Go on with another optimizer of the same model."""
-        self.optimizer = optimizer
-        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-        if self.attached:
-            optimizer.attach(self.model, activations=self.activations)
-        if self.activations is not None:
-            optimizer._session.on_device.activations.least_bytes = 16
-
-    def group(self, late: bool) -> dict[str, Any]:
-        """The parameters that are given to the optimizer at first, or later."""
-        return {"params": [p for name, p in self.model.named_parameters() if name.startswith("late") is late]}
-
-    def rebuild(self) -> None:
-        """A new optimizer with the old one's groups and no state."""
-        self.synchronize()  # the new one does not wait for the old one
-        late = len(self.optimizer.param_groups) > 1
-        self.use(self.make([self.group(late) for late in ([False, True] if late else [False])]))
-
-    def named(self) -> dict[str, nn.Parameter]:
-        return dict(self.model.named_parameters())
-
-    def optimized(self) -> list[nn.Parameter]:
-        return [p for group in self.optimizer.param_groups for p in group["params"]]
-
-    def gradients(self) -> list[Tensor]:
-        return [p.grad for p in self.optimized() if p.grad is not None and p.numel()]
-
-    def moments(self) -> list[Tensor]:
-        """Views of the state, which is read."""
-        entries = (self.optimizer.state[p] for p in self.optimized() if p in self.optimizer.state)
-        return [entry["exp_avg"] for entry in entries if "exp_avg" in entry]
-
-    def loss(self, micro_batch: MicroBatch, amp: Amp) -> Tensor:
-        seed, expert = micro_batch
-        in_context = self.activations is not None and not self.attached
-        inputs = torch.randn(5, 6, generator=torch.Generator().manual_seed(seed)).to(self.model.scale.dtype)
-        with self.optimizer.offload_activations(self.activations) if in_context else contextlib.nullcontext():
-            loss = self.model(inputs, expert).float().square().mean()
-        return self.scaler.scale(loss) if amp is Amp.SCALED else loss
-
-    def synchronize(self) -> None:
-        if isinstance(self.optimizer, DOSAdam):
-            self.optimizer.synchronize()
-
-    def state(self) -> dict[int, dict[str, Tensor]]:
-        """As AdamW has it, by the parameters' numbers; reading it waits."""
-        read = self.optimizer.state
-        if isinstance(self.optimizer, DOSAdam):
-            return {i: self.optimizer.adamw_state(p) for i, p in enumerate(self.optimized()) if p in read}
-        return {i: read[p] for i, p in enumerate(self.optimized()) if p in read}
 
 
 def may_add(self: Lockstep) -> bool:
@@ -233,6 +94,27 @@ BETWEEN = {
 """What may happen between backward and step, and when."""
 
 
+GROUPS = st.fixed_dictionaries(
+    {"lr": st.sampled_from([0.01, 0.1]), "amsgrad": st.booleans(), "weight_decay": st.sampled_from([0.0, 0.1])}
+)
+AXES: dict[str, list[Any]] = {
+    "subgroup_size": [17, 40, 100],
+    "slots": [0, 1, 2, 3],
+    "slow": [False, True],
+    "late": [0.0, 0.0, 1e-3],
+    "capacity": [10**8, MEMORY],
+    "failing": [0.0, 0.0, 0.2],
+    "lie": [None, None, *LIES],
+    "budgets": [False, True],
+    "attached": [False, True],
+    "activations": [None, None, "auto", 1.0, 0.5, 300],
+    "folders": [1, 3],
+    "offload": [True, "native"],
+    "max_grad_norm": [None, None, 0.05],
+}
+"""How the second variant differs, and what both have. slots: of random plans; 0: the adaptive policy."""
+
+
 class Lockstep(RuleBasedStateMachine):
     """The same calls to DOSAdam in variants, which must agree to the bit, and to AdamW, which must be close.
 
@@ -254,50 +136,20 @@ class Lockstep(RuleBasedStateMachine):
 
     @initialize(
         kind=st.sampled_from(KINDS),
-        group=st.fixed_dictionaries(
-            {"lr": st.sampled_from([0.01, 0.1]), "amsgrad": st.booleans(), "weight_decay": st.sampled_from([0.0, 0.1])}
-        ),
+        group=GROUPS,
         seed=st.integers(0, 2**16),
-        drawn=st.fixed_dictionaries(
-            {
-                "subgroup_size": st.sampled_from([17, 40, 100]),
-                "adaptive": st.booleans(),
-                "slots": st.integers(1, 3),
-                "slow": st.booleans(),
-                "late": st.sampled_from([0.0, 0.0, 1e-3]),
-                "capacity": st.sampled_from([10**8, MEMORY]),
-                "failing": st.sampled_from([0.0, 0.0, 0.2]),
-                "lie": st.sampled_from([None, None, *LIES]),
-                "budgets": st.booleans(),
-                "attached": st.booleans(),
-                "activations": st.sampled_from([None, None, "auto", 1.0, 0.5, 300]),
-                "folders": st.sampled_from([1, 3]),
-                "native": st.booleans(),
-            }
-        ),
-        max_grad_norm=st.sampled_from([None, None, 0.05]),
+        drawn=st.fixed_dictionaries({name: st.sampled_from(values) for name, values in AXES.items()}),
         frozen=st.sets(st.sampled_from(FREEZABLE)),
     )
-    def build(
-        self,
-        kind: Kind,
-        group: dict[str, Any],
-        seed: int,
-        drawn: dict[str, Any],
-        max_grad_norm: float | None,
-        frozen: set[str],
-    ) -> None:
+    def build(self, kind: Kind, group: dict[str, Any], seed: int, drawn: dict[str, Any], frozen: set[str]) -> None:
         if self.disk is not None and kind.coded:
             kind = Kind(torch.bfloat16)  # subgroups whose scales fill a page would be larger than the model
-        self.kind, self.max_grad_norm, self.group = (
-            kind,
-            max_grad_norm,
-            group | {"amsgrad": group["amsgrad"] and not kind.coded},
-        )
+        self.kind, self.max_grad_norm = kind, drawn["max_grad_norm"]
+        self.group = group | {"amsgrad": group["amsgrad"] and not kind.coded}
         self.width = width = 90 if self.disk is not None else 128 if kind.coded else 9
-        offload: bool | str = self.offload_gradients and ("native" if drawn["native"] else True)
-        ours = {"offload_gradients": offload, "max_grad_norm": max_grad_norm, "master_weights": kind.master_weights}
-        ours |= self.group
+        offload = self.offload_gradients and drawn["offload"]
+        ours = {**self.group, "offload_gradients": offload, "max_grad_norm": self.max_grad_norm}
+        ours["master_weights"] = kind.master_weights
         here = ours | ({"policy": "cpu", "device": EmulatedDevice(FAST, 10**8)} if offload else {})
         there = ours | {"subgroup_size": drawn["subgroup_size"] * (30 if kind.coded else 1)}
         capacity = drawn["capacity"] * (50 if width > 9 else 1)
@@ -305,28 +157,24 @@ class Lockstep(RuleBasedStateMachine):
         if drawn["activations"] is not None:
             capacity = 10**8  # of which the model takes some then
         self.own, self.others = Amount(), Amount()
+        profile = SLOW if drawn["slow"] and width == 9 else FAST
+        wrong = {name: drawn[name] for name in ("failing", "late", "lie")}
         self.device = Unreliable(
-            drawn["failing"], capacity, seed, late=drawn["late"], lie=drawn["lie"], occupied=self.own,
-            neighbour=self.others, profile=SLOW if drawn["slow"] and width == 9 else FAST,
-        )  # fmt: skip
-        there |= {
-            "device": self.device,
-            "policy": "adaptive" if drawn["adaptive"] else RandomPlans(seed, drawn["slots"]),
-        }
+            capacity=capacity, seed=seed, profile=profile, occupied=self.own, neighbour=self.others, **wrong
+        )
+        policy = RandomPlans(seed, drawn["slots"]) if drawn["slots"] else "adaptive"
+        there |= {"device": self.device, "policy": policy}
         if drawn["budgets"]:
             there["memory_budget"] = functools.partial(random.Random(seed).randint, 0, 2 * capacity)
         if self.disk is not None:
             folders = [Path(self.disk.name) / str(i) for i in range(drawn["folders"])]
             there |= {"subgroup_size": 2048, "disk": folders, "host_memory": 230_000 if offload else 100_000}
-        formats = itertools.cycle(kind.formats)
-        self.adamw = Run(lambda groups: torch.optim.AdamW(groups, **self.group), kind.dtype, width=width)
+        formats, how = itertools.cycle(kind.formats), (drawn["attached"], drawn["activations"])
+        self.adamw = Run(lambda g: torch.optim.AdamW(g, **self.group), Net(width=width).to(kind.dtype))
         self.variants = [
-            Run(lambda g: DOSAdam(g, state_format=kind.formats[-1], **here), kind.dtype, width=width),
-            Run(
-                lambda g: DOSAdam(g, state_format=next(formats), **there),
-                kind.dtype, drawn["attached"], drawn["activations"], width,
-            ),
-        ]  # fmt: skip
+            Run(lambda g: DOSAdam(g, state_format=kind.formats[-1], **here), Net(width=width).to(kind.dtype)),
+            Run(lambda g: DOSAdam(g, state_format=next(formats), **there), Net(width=width).to(kind.dtype), *how),
+        ]
         for name in frozen:
             self.freeze(name, drop=False)
 
