@@ -6,6 +6,7 @@ import random
 
 from hypothesis import strategies as st
 
+from dos.planning.policies import AdaptivePolicy
 from perfmodel import Placement, Plan, Workload
 from perfmodel.workload import SavedTensors
 
@@ -32,6 +33,17 @@ class RandomPlans:
         left = self.random.randint(0, len(workload.activations)) if workload.activations else 0
         leaving = sum(saved.nbytes for saved in workload.activations[:left])
         return Plan(tuple(self.random.choices(list(Placement), k=n)), tuple(order), self.slots, leaving)
+
+
+class ChangingPlans(AdaptivePolicy):
+    """The same at every call, of which there are two in an iteration: as backward begins, and in the update."""
+
+    def __init__(self, seed: int, slots: int) -> None:
+        super().__init__()
+        self.plans = RandomPlans(seed, slots)
+
+    def __call__(self, workload: Workload) -> Plan:
+        return self.plans(workload)
 
 
 def all_in(placement: Placement, workload: Workload, slots: int = 0) -> Plan:

@@ -28,7 +28,7 @@ from dos import DOSAdam, EmulatedDevice
 from tests.support.clock import eventually
 from tests.support.devices import LIES, Amount, Unreliable
 from tests.support.lockstep import KINDS, Amp, Kind, MicroBatch, Net, Run
-from tests.support.random_plans import RandomPlans
+from tests.support.random_plans import ChangingPlans, RandomPlans
 from tests.support.training import FAST, SLOW, assert_close_ulp, bits, plan_anew
 
 ULPS = 64
@@ -99,7 +99,8 @@ GROUPS = st.fixed_dictionaries(
 )
 AXES: dict[str, list[Any]] = {
     "subgroup_size": [17, 40, 100],
-    "slots": [0, 1, 2, 3],
+    "policy": ["adaptive", RandomPlans, RandomPlans, ChangingPlans],
+    "slots": [1, 2, 3],
     "slow": [False, True],
     "late": [0.0, 0.0, 1e-3],
     "capacity": [10**8, MEMORY],
@@ -112,7 +113,7 @@ AXES: dict[str, list[Any]] = {
     "offload": [True, "native"],
     "max_grad_norm": [None, None, 0.05],
 }
-"""How the second variant differs, and what both have. slots: of random plans; 0: the adaptive policy."""
+"""How the second variant differs, and what both have."""
 
 
 class Lockstep(RuleBasedStateMachine):
@@ -162,8 +163,8 @@ class Lockstep(RuleBasedStateMachine):
         self.device = Unreliable(
             capacity=capacity, seed=seed, profile=profile, occupied=self.own, neighbour=self.others, **wrong
         )
-        policy = RandomPlans(seed, drawn["slots"]) if drawn["slots"] else "adaptive"
-        there |= {"device": self.device, "policy": policy}
+        policy = drawn["policy"]
+        there |= {"device": self.device, "policy": policy if policy == "adaptive" else policy(seed, drawn["slots"])}
         if drawn["budgets"]:
             there["memory_budget"] = functools.partial(random.Random(seed).randint, 0, 2 * capacity)
         if self.disk is not None:
