@@ -29,13 +29,6 @@ def test_host_memory_is_no_less_than_updates_and_the_disk_used_at_once(tmp_path:
     assert figures["host_bandwidth"].value >= used * (1 - 1e-9), "but for rounding, as it is added in another order"
 
 
-def test_a_folder_that_cannot_be_used(tmp_path: Path) -> None:
-    file = tmp_path / "file"
-    file.write_text("")
-    with pytest.raises(SystemExit, match=r"^dos\.calibrate: disk: expected a folder .* found .*file.*choose another"):
-        calibrate.main(["--quick", "--device", "cpu", "--threads", "1", "--disk", str(file)])
-
-
 def test_a_drive_that_fails_says_nothing_of_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(space: DiskSpace, extent: Extent, buffer: object) -> None:
         raise DiskError(errno.EIO, "the cable came off")

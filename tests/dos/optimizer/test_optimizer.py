@@ -124,13 +124,3 @@ def test_step_without_any_gradient_says_so_once() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         optimizer.step()
-
-
-def test_backward_through_an_updated_parameter_is_refused_as_with_adamw(device: EmulatedDevice) -> None:
-    weight = nn.Parameter(torch.ones(4))
-    optimizer = DOSAdam([weight], device=device)
-    loss = (weight * weight).sum()
-    loss.backward(retain_graph=True)
-    optimizer.step()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()

@@ -71,6 +71,11 @@ def may_drop(self: Lockstep) -> bool:
     return not self.offload_gradients and not self.spent and not scaled_and_clipped and has_gradients(self)
 
 
+def may_overwrite(self: Lockstep) -> bool:
+    """Also what was clipped, which is clipped no more."""
+    return not self.offload_gradients and not self.spent and has_gradients(self)
+
+
 def may_unscale(self: Lockstep) -> bool:
     return self.amp is Amp.SCALED and has_gradients(self)
 
@@ -85,6 +90,7 @@ BETWEEN = {
     "unscale": may_unscale,
     "overflow": may_unscale,
     "scale_a_gradient": may_edit,
+    "overwrite_a_gradient": may_overwrite,
     "replace_gradients": may_edit,
     "drop_a_gradient": may_drop,
     "replan": lambda _: True,
@@ -274,7 +280,7 @@ class Lockstep(RuleBasedStateMachine):
             for micro_batch in micro_batches:
                 self.backward(micro_batch, "scaled" in scaling)
             if iteration == times - 1:
-                for name in (*scaling[1:], edit, clipping):
+                for name in (*scaling[1:], edit, clipping, edit if edit == "overwrite_a_gradient" else "nothing"):
                     self.between(name, which)
             if may_step(self):
                 self.step()
@@ -282,10 +288,10 @@ class Lockstep(RuleBasedStateMachine):
     @rule(
         inside=st.sets(st.sampled_from(["backward", "between", "step"]), min_size=1),
         micro_batch=MICRO_BATCHES,
-        name=st.sampled_from(["nothing", "clip", "clip_by_torch", "scale_a_gradient", "halve_moments"]),
+        names=st.lists(st.sampled_from(["clip", "clip_by_torch", "overwrite_a_gradient", "halve_moments"]), max_size=3),
         which=st.integers(0, 99),
     )
-    def train_in_inference_mode(self, inside: set[str], micro_batch: MicroBatch, name: str, which: int) -> None:
+    def train_in_inference_mode(self, inside: set[str], micro_batch: MicroBatch, names: list[str], which: int) -> None:
         """Gradients made there have no version that would tell that they were written to."""
         self.zero_grad()
         self.fresh = False
@@ -295,7 +301,8 @@ class Lockstep(RuleBasedStateMachine):
             with torch.inference_mode("backward" in inside):
                 loss.backward()
         with torch.inference_mode(bool({"backward", "between"} & inside)):
-            self.between(name, which)
+            for name in names:
+                self.between(name, which)
         self.step(inside="step" in inside)
         self.zero_grad()
         for run in self.variants:
@@ -360,6 +367,10 @@ class Lockstep(RuleBasedStateMachine):
     def scale_a_gradient(self, which: int) -> None:
         for gradient in self.each_gradient(which):
             gradient.mul_(0.5)
+
+    def overwrite_a_gradient(self, which: int) -> None:
+        for gradient in self.each_gradient(which):
+            gradient.fill_(which - 30.5)
 
     def replace_gradients(self, _: int) -> None:
         for run in self.runs:

@@ -50,18 +50,6 @@ def step(optimizer: Any, *parameters: Tensor) -> None:
     optimizer.step()
 
 
-@pytest.mark.parametrize("place", ["host", "cpu"])
-def test_state_whose_storage_was_moved_is_found_there(place: str) -> None:
-    def work(ps: list[nn.Parameter], optimizer: Any) -> None:
-        step(optimizer, *ps)
-        optimizer.state[ps[0]]["exp_avg"].share_memory_()
-        gc.collect()
-        for _ in range(3):
-            step(optimizer, *ps)
-
-    as_adamw(place, work, numel=5000)
-
-
 def test_memory_that_was_another_for_a_failed_step_only() -> None:
     def policy(workload: Workload) -> Plan:
         if fails:

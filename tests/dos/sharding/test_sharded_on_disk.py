@@ -10,8 +10,6 @@ import torch
 import torch.distributed as dist
 
 from dos import DOSAdam
-from dos.sharding.local import local
-from tests.support.devices import Pinning
 from tests.support.disk import TWO_WINDOWS, bytes_on_disk, files
 from tests.support.ranks import on_pair
 from tests.support.sharded import assert_equal, dos_adam, load, mesh_of, model, save, shard, train, values
@@ -24,29 +22,6 @@ def build(disk: Path | None, dtype: torch.dtype = torch.float32, **settings: Any
     divided = shard(model(WIDTH, dtype=dtype), mesh_of())
     place = {} if disk is None else {"disk": disk, "host_memory": TWO_WINDOWS}
     return divided, dos_adam(divided.parameters(), **{"policy": "cpu", "subgroup_size": 2048, **place, **settings})
-
-
-@on_pair
-def test_homes_leave_for_disk_where_gradients_of_what_joins_need_their_room(tmp_path: Path) -> None:
-    """In the step: nothing is pinned in backward, which may wait for collectives, and so for other ranks."""
-    ends = []
-    for disk in (None, tmp_path):
-        divided, device = shard(model(WIDTH), mesh_of()), Pinning()
-        first, *rest = (list(part.parameters()) for part in divided)
-        numel = sum(local(p).numel() for p in divided.parameters())
-        place = {} if disk is None else {"disk": disk, "host_memory": TWO_WINDOWS + 8 * numel}
-        settings = {"policy": "cpu", "subgroup_size": 2048, "device": device, "offload_gradients": True, **place}
-        optimizer = dos_adam(first, **settings)
-        train(divided, optimizer)
-        divided.zero_grad()
-        optimizer.add_param_group({"params": [p for part in rest for p in part]})
-        before, pinned = len(device.pinned), list[int]()
-        train(divided, optimizer, steps=range(3, 5), before_step=lambda step: pinned.append(len(device.pinned)))  # noqa: B023
-        assert pinned[0] == before < pinned[1], (disk, before, pinned)
-        ends.append(values(divided))
-        assert disk is None or bytes_on_disk(disk) > 0
-        dist.barrier()
-    assert_equal(*ends)
 
 
 @pytest.mark.parametrize(

@@ -132,17 +132,6 @@ def test_a_write_that_nobody_sees_makes_no_nan() -> None:
     assert all(p.isfinite().all() for p in model.parameters())
 
 
-def test_the_default_has_a_name() -> None:
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        kept = []
-        for name in ("split", None):
-            model = mlp(dtype)
-            optimizer = DOSAdam(model.parameters(), state_format=name)
-            train(model, optimizer, 1)
-            kept.append([(key, value.dtype) for entry in optimizer.state.values() for key, value in entry.items()])
-        assert kept[0] == kept[1]
-
-
 VALUES = [0.0, -0.0, 1.0, -1.5, torch.inf, -torch.inf, torch.nan, 2.0**-133]
 
 

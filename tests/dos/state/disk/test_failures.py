@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import errno
 import gc
-import os
 import random
 import re
 import shutil
@@ -187,16 +186,6 @@ def test_one_entry_shows_its_own_state_alone(tmp_path: Path, monkeypatch: pytest
     assert 1 <= some < len(seen)
 
 
-def test_a_file_that_was_deleted_still_serves(tmp_path: Path) -> None:
-    model, optimizer = started(tmp_path)
-    twin, other = started(tmp_path)
-    for file in files(tmp_path):
-        file.unlink()
-    train(model, optimizer, 2, first_step=2)
-    train(twin, other, 2, first_step=2)
-    assert everything(model, optimizer) == everything(twin, other)
-
-
 def test_a_folder_that_is_named_from_a_folder_which_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the device is met, and before a copy is made."""
     monkeypatch.chdir(tmp_path)
@@ -278,25 +267,6 @@ def test_files_go_with_the_optimizer(tmp_path: Path) -> None:
     finally:
         gc.enable()
     assert all(view.isfinite().all() for view in views)
-
-
-def test_a_forked_child_leaves_state_alone(tmp_path: Path) -> None:
-    model, optimizer = started(tmp_path)
-    twin, other = started(tmp_path)
-    child = os.fork()
-    if not child:
-        code = 1
-        try:
-            train(model, optimizer, 1, first_step=2)
-        except RuntimeError as error:
-            code = 0 if any("forked child" in said for said in causes(error)) else 2
-        finally:
-            os._exit(code)
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 0
-    for each in ((model, optimizer), (twin, other)):
-        train(*each, 2, first_step=2)
-    assert everything(model, optimizer) == everything(twin, other)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
