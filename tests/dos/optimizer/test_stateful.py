@@ -161,8 +161,8 @@ class Lockstep(RuleBasedStateMachine):
         there = ours | {"subgroup_size": drawn["subgroup_size"] * (30 if kind.coded else 1)}
         capacity = drawn["capacity"] * (50 if width > 9 else 1)
         self.unit = 0 if drawn["activations"] is not None else capacity if capacity < 10**7 else MEMORY
-        if drawn["activations"] is not None:
-            capacity = 10**8  # of which the model takes some then
+        if drawn["activations"] is not None:  # the model has some of the memory then, and its errors are the user's
+            capacity, drawn["failing"] = 10**8, 0.0
         self.own, self.others = Amount(), Amount()
         profile = SLOW if drawn["slow"] and width == 9 else FAST
         wrong = {name: drawn[name] for name in ("failing", "late", "lie")}
@@ -305,7 +305,7 @@ class Lockstep(RuleBasedStateMachine):
                 self.between(name, which)
         self.step(inside="step" in inside)
         self.zero_grad()
-        for run in self.variants:
+        for run in self.runs:
             run.model.zero_grad()  # also what the optimizer does not have yet
 
     @precondition(lambda self: self.amp is Amp.OFF)
@@ -575,14 +575,12 @@ class Lockstep(RuleBasedStateMachine):
     )
     def exchange_state(self, source: int, rebuild: bool, form: str) -> None:
         """All go on from what one of them saved."""
-        run = self.runs[source or not self.kind.as_adamw]
-        saved = run.optimizer.state_dict()
+        origin = self.runs[source or not self.kind.as_adamw]
+        saved = origin.optimizer.state_dict()
+        live = saved["state"]
         if form == "AdamW's" or self.kind.coded:
-            saved["state"] = run.state()
-        if form == "live" and not rebuild:  # steps are written to
-            saved["state"] = {i: {**entry, "step": entry["step"].clone()} for i, entry in saved["state"].items()}
-        else:
-            saved = copy.deepcopy(saved)
+            saved["state"] = origin.state()
+        saved = copy.deepcopy(saved)
         with TemporaryDirectory() as folder:
             if form in ("through a file", "mapped"):
                 torch.save(saved, file := Path(folder) / "saved.pt")
@@ -592,7 +590,10 @@ class Lockstep(RuleBasedStateMachine):
             for run in self.runs:
                 if rebuild:
                     run.rebuild()
-                run.optimizer.load_state_dict(saved if form == "live" and not rebuild else copy.deepcopy(saved))
+                its = saved if form == "mapped" and run is not self.adamw else copy.deepcopy(saved)
+                if form == "live" and run is origin and not self.kind.coded:  # steps are written to
+                    its["state"] = {i: {**entry, "step": entry["step"].clone()} for i, entry in live.items()}
+                run.optimizer.load_state_dict(its)
 
     def save(self) -> None:
         self.saved = [copy.deepcopy((run.model.state_dict(), run.optimizer.state_dict())) for run in self.runs]
