@@ -94,7 +94,7 @@ def test_rates_of_a_page_cache_are_said_to_be_that(tmp_path: Path, monkeypatch: 
     assert note in found.profile(HardwareProfile.builtin("unknown"), "here").provenance.note
 
 
-def test_what_sharing_host_memory_does_not_explain_is_said() -> None:
+def test_rates_below_what_shared_host_memory_explains_are_reported() -> None:
     machine = profile(
         host_bandwidth=30e9,
         cpu_update_rate=1e9,

@@ -74,7 +74,7 @@ def test_settings_of_another_type(name: str, values: list[object]) -> None:
             DOSAdam(mlp().parameters(), **{name: value})
 
 
-def test_what_cannot_be_attached(device: EmulatedDevice) -> None:
+def test_attach_refuses_all_but_the_optimizers_model(device: EmulatedDevice) -> None:
     model = mlp()
     optimizer = DOSAdam(model.parameters(), device=device)
     with pytest.raises(
@@ -146,7 +146,7 @@ def test_gradients_of_another_shape(place: str, numel: int, steps: int) -> None:
         (lambda o, p: o.param_groups[0].update(betas=(1.0, 0.999)), r"betas\[0\] must lie in \[0, 1\)"),
     ],
 )
-def test_what_is_spoilt_while_training_changes_nothing(spoil: Callable[..., None], message: str) -> None:
+def test_spoilt_state_and_settings_are_refused_and_change_nothing(spoil: Callable[..., None], message: str) -> None:
     model = mlp()
     optimizer = DOSAdam(model.parameters())
     train(model, optimizer, 1)
@@ -239,6 +239,8 @@ with torch.inference_mode():
         ([("w", INFERENCE)], TypeError, r"'w' was made in torch\.inference_mode.*; build the model outside"),
     ],
 )
-def test_what_are_no_parameters(parameters: object, error: type[Exception], message: str) -> None:
+def test_parameters_that_cannot_be_optimised_are_refused(
+    parameters: object, error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         DOSAdam(parameters)

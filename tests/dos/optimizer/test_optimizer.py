@@ -100,7 +100,7 @@ class Reads(TorchFunctionMode):
 
 
 @pytest.mark.parametrize("infinite", [0.0, 1.0])
-def test_what_grad_scaler_says_is_read_at_once(infinite: float) -> None:
+def test_scale_and_overflow_are_read_with_one_wait(infinite: float) -> None:
     scale = torch.tensor([4.0])
     with Reads() as reads:
         assert amp_scale(torch.tensor(infinite), scale, Meshes(), offloaded=False)[::2] == (0.25, bool(infinite))

@@ -157,7 +157,7 @@ def test_a_norm_is_refused_where_the_step_would_be(place: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_the_messages_say_is_a_way(place: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_saving_and_building_anew_works_as_the_messages_say(place: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """Save, build anew, load: with another memory format to the bit, with amsgrad as if its maximum began then."""
     kept = Run(made(place, tmp_path / "a"), dtype)
     kept.train(range(2))
@@ -227,7 +227,7 @@ def test_amsgrad_is_switched_off_and_on_again_as_with_adamw(place: str, tmp_path
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_what_changes_no_order_of_elements_is_no_other_format(place: str, tmp_path: Path) -> None:
+def test_strides_that_keep_the_order_of_elements_are_accepted(place: str, tmp_path: Path) -> None:
     """Strides of axes of length 1, and gaps between elements that lie in the order of their indices."""
     ends = []
     for changes in (False, True):

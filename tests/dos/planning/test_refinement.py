@@ -131,7 +131,7 @@ def updated_elsewhere(timeline: Timeline) -> Timeline:
 
 
 @pytest.mark.parametrize("seen", [sent_again, fetched_with_gradients, dropped, without_half, updated_elsewhere])
-def test_what_was_not_predicted_teaches_nothing(seen: Callable[[Timeline], Timeline]) -> None:
+def test_spans_that_were_not_predicted_teach_nothing(seen: Callable[[Timeline], Timeline]) -> None:
     assert believed_after(seen(simulate(PLAN, WORK, TRUTH))) is TRUTH
 
 

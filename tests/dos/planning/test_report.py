@@ -190,7 +190,7 @@ def said(**options: object) -> str:
     return optimizer.explain()
 
 
-def test_what_keeps_memory_from_state_is_said() -> None:
+def test_explain_says_why_memory_is_not_used_for_state() -> None:
     text = said(memory_budget=STATE // 2)
     assert re.search(
         r"Not used for state: 0.9\d MiB by memory_budget=, .* KiB because 1.25 subgroups must be free", text

@@ -296,7 +296,7 @@ def test_state_dicts() -> None:
         another.load_state_dict(state)
 
 
-def test_what_the_rule_cannot_do_is_refused() -> None:
+def test_parameters_and_settings_outside_the_rule_are_refused() -> None:
     with pytest.raises(ValueError, match="is on cpu, where this optimizer cannot update"):
         DOSMomentum(mlp().parameters())
     with pytest.raises(ValueError, match="updates them as a whole; leave disk= out"):

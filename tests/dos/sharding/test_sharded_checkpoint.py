@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -16,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from dos import DOSAdam
+from tests.support.disk import TWO_WINDOWS, bytes_on_disk, files
 from tests.support.ranks import Ranks, on_pair
 from tests.support.sharded import (
     adamw,
@@ -112,7 +114,7 @@ def test_loaded_state_is_not_there_twice(tmp_path: Path) -> None:
 
 
 @on_pair
-def test_what_is_written_to_a_state_dict_counts() -> None:
+def test_writes_to_a_state_dict_count() -> None:
     ends = []
     for through in (build(None, torch.float32, "adamw"), build(None, torch.float32, policy="resident")):
         train(*through, steps=range(2))
@@ -153,3 +155,53 @@ def test_full_state_loads_where_ranks_divide_blocks(ranks: Ranks, one_kernel_thr
         assert "exp_avg_codes" in codes
         alone.append({"codes": codes, "exp_avg": optimizer.adamw_state(parameter)["exp_avg"]})
     ranks.run(full_state_into_divided_blocks, alone)
+
+
+# State on disk: each rank has a file of its own.
+
+WIDE = 60
+
+
+def build_on_disk(disk: Path | None, dtype: torch.dtype = torch.float32, **settings: Any) -> tuple[Any, DOSAdam]:
+    """Some 15,000 parameters on each of two ranks."""
+    divided = shard(model(WIDE, dtype=dtype), mesh_of())
+    place = {} if disk is None else {"disk": disk, "host_memory": TWO_WINDOWS}
+    return divided, dos_adam(divided.parameters(), **{"policy": "cpu", "subgroup_size": 2048, **place, **settings})
+
+
+@pytest.mark.parametrize(
+    ("dtype", "settings", "rich", "attach"),
+    [
+        (torch.bfloat16, {"policy": "stride:2"}, False, True),
+        (torch.float32, {"offload_gradients": True, "host_memory": 260_000, "max_grad_norm": 0.05}, False, False),
+        (torch.bfloat16, {}, True, False),
+    ],
+)
+@on_pair
+def test_state_on_disk_has_the_bits_of_memory_and_of_a_resumed_run(
+    tmp_path: Path, dtype: torch.dtype, settings: dict[str, Any], rich: bool, attach: bool
+) -> None:
+    """Also where training goes on from a checkpoint. rich: the second rank has all state in memory."""
+    disk, checkpoint = tmp_path / "disk", tmp_path / "checkpoint"
+    rich = rich and dist.get_rank() == 1
+    ours = {**settings, "host_memory": 10**7} if rich else settings
+    through, resumed = build_on_disk(disk, dtype, **ours), build_on_disk(disk, dtype, **ours)
+    in_memory = build_on_disk(None, dtype, **{key: value for key, value in settings.items() if key != "host_memory"})
+    if attach:
+        through[1].attach(through[0])
+    train(*through, steps=range(2), micro_batches=2)
+    save(checkpoint, *through, "save")
+    load(checkpoint, *resumed)
+    for pair in (through, resumed):
+        train(*pair, steps=range(2, 4), micro_batches=2)
+        pair[1].synchronize()
+    train(*in_memory, steps=range(4), micro_batches=2)
+    for module, optimizer in (through, resumed):
+        assert_equal(values(module), values(in_memory[0]))
+        plan = optimizer.plan()
+        assert plan is not None
+        assert bool(plan.on_disk) is not rich
+    dist.barrier()
+    assert len(files(disk)) == 2 * dist.get_world_size()
+    assert bytes_on_disk(disk) > 0
+    dist.barrier()

@@ -69,7 +69,7 @@ def test_which_parameters_have_codes(dtype: torch.dtype) -> None:
     assert not can_be_coded(torch.empty(64, 128).t())
 
 
-def test_what_a_user_writes_counts() -> None:
+def test_writes_of_user_code_to_codes_count() -> None:
     """Into the codes, and as AdamW has it."""
     pairs = built("resident", torch.float32), built("cpu", torch.float32)
     for model, optimizer in pairs:

@@ -79,7 +79,9 @@ def test_a_step_that_fails_on_disk(
     assert_refuses(optimizer)
 
 
-def test_what_is_said_of_a_write_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_message_of_a_failed_write_says_whether_to_try_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """That it can be tried again, but not once a step has failed for it, which refuses all that comes after."""
     model, optimizer = started(tmp_path)
     real = space_module._adam.transfer

@@ -51,7 +51,7 @@ def child_that_writes(folder: Path) -> Iterator[subprocess.Popen[str]]:
             child.kill()
 
 
-def test_what_a_killed_process_has_left_is_removed_and_what_a_living_one_has_is_not(tmp_path: Path) -> None:
+def test_files_of_killed_processes_alone_are_removed(tmp_path: Path) -> None:
     with child_that_writes(tmp_path) as child:
         (its,) = files(tmp_path)
         space = DiskSpace([tmp_path])
@@ -84,7 +84,7 @@ def test_only_files_of_ours_are_removed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mask", [0o000, 0o022, 0o277, None])
-def test_others_can_neither_list_nor_read(tmp_path: Path, mask: int | None) -> None:
+def test_other_users_can_neither_list_nor_read(tmp_path: Path, mask: int | None) -> None:
     """Whatever the umask; None: of a directory that others may read."""
     if mask is None:
         (tmp_path / f"dos-{os.geteuid()}").mkdir()

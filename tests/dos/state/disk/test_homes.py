@@ -55,9 +55,7 @@ def test_nothing_is_on_disk_if_the_host_has_room(tmp_path: Path, loads: bool) ->
 
 
 @pytest.mark.parametrize("state", ["made in the first step", "read", "joined by more"])
-def test_what_one_optimizer_has_taken_of_the_host_another_one_spills(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str
-) -> None:
+def test_an_optimizer_spills_for_what_another_took(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str) -> None:
     """Both were built before either took any, and users have not said how much each may take."""
     there, ends = 600_000, []
     held = weakref.WeakSet[HostStore]()
