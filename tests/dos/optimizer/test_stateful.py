@@ -582,15 +582,15 @@ class Lockstep(RuleBasedStateMachine):
             saved["state"] = origin.state()
         saved = copy.deepcopy(saved)
         with TemporaryDirectory() as folder:
-            if form in ("through a file", "mapped"):
-                torch.save(saved, file := Path(folder) / "saved.pt")
-                saved = torch.load(file, mmap=form == "mapped")
+            file = Path(folder) / "saved.pt"
+            torch.save(saved, file)
             if rebuild:
                 self.zero_grad()
             for run in self.runs:
                 if rebuild:
                     run.rebuild()
-                its = saved if form == "mapped" and run is not self.adamw else copy.deepcopy(saved)
+                in_file = form in ("through a file", "mapped")
+                its = torch.load(file, mmap=form == "mapped") if in_file else copy.deepcopy(saved)
                 if form == "live" and run is origin and not self.kind.coded:  # steps are written to
                     its["state"] = {i: {**entry, "step": entry["step"].clone()} for i, entry in live.items()}
                 run.optimizer.load_state_dict(its)
