@@ -112,7 +112,7 @@ def test_control_groups(
     assert available_bytes() == available * GIB
 
 
-def test_what_is_needed_is_said_before_it_is_taken(host: Host, caplog: pytest.LogCaptureFixture) -> None:
+def test_needed_memory_is_logged_first(host: Host, caplog: pytest.LogCaptureFixture) -> None:
     host.meminfo(3 * GIB)
     with caplog.at_level(logging.INFO, logger="dos"):
         check_host_memory(2 * GIB)
@@ -133,14 +133,14 @@ def test_processes_of_one_host_share_it(host: Host, monkeypatch: pytest.MonkeyPa
         DOSAdam(parameters, device=device)
 
 
-def test_what_accelerate_will_divide_is_asked_for_once(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_that_accelerate_will_divide_is_asked_for_once(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     host.meminfo(GIB)
     for name, value in {"LOCAL_WORLD_SIZE": "4", "WORLD_SIZE": "8", "ACCELERATE_USE_FSDP": "true"}.items():
         monkeypatch.setenv(name, value)
     DOSAdam([nn.Parameter(torch.zeros(GIB // 40))], device=EmulatedDevice(FAST, 10**9))
 
 
-def test_that_the_host_could_hold_all_state_is_asked_at_once(host: Host) -> None:
+def test_construction_asks_whether_the_host_could_hold_all_state(host: Host) -> None:
     """Wherever it is at first: one day it may have to leave the device."""
     parameters = list(mlp().parameters())
     needed = 16 * sum(p.numel() for p in parameters)

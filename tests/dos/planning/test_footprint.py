@@ -13,8 +13,6 @@ import torch
 from torch import nn
 
 from dos import DOSAdam, EmulatedDevice
-from dos.rules.adamw import AdamW
-from dos.state.arena import Arena
 from experiments.gpt import GPT, GPTConfig
 from perfmodel.footprint import host_footprint
 from perfmodel.planner.main import main
@@ -120,34 +118,6 @@ def test_state_that_never_leaves(dtype: torch.dtype, offload_gradients: bool) ->
 def test_a_device_without_room_for_state_that_never_leaves() -> None:
     with pytest.raises(torch.OutOfMemoryError, match="policy='resident' keeps all optimizer state on the device"):
         trained(Pinning(capacity=4000), torch.float32, policy="resident")
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    ("master_weights", "amsgrad", "accelerated", "gradient"),
-    [(True, True, False, None), (True, False, True, torch.float32), (False, True, True, torch.float16)],
-)
-def test_host_memory_of_an_arena_to_the_byte(
-    dtype: torch.dtype, master_weights: bool, amsgrad: bool, accelerated: bool, gradient: torch.dtype | None
-) -> None:
-    parameters = [torch.zeros(5, 3, dtype=dtype), torch.zeros(7, dtype=dtype)]
-    device = Pinning() if accelerated else None
-    rule, extra = AdamW(master_weights), {"max_exp_avg_sq"} if amsgrad else set()
-    arena = Arena(parameters, device, rule, rule.format(parameters[0], accelerated=accelerated, extra=extra))
-    if gradient is not None:
-        arena.stage_gradients_as(gradient)
-    found = host_footprint(
-        22,
-        dtype.itemsize,
-        master_weights=master_weights,
-        amsgrad=amsgrad,
-        accelerated=accelerated,
-        other_gradient_dtype=gradient not in (None, dtype) and dtype != torch.float32,
-        **kept(dtype),
-    )
-    assert arena.state.nbytes == found.state
-    assert sum(t.tensor.nbytes for t in arena.staging()) == found.total - found.state
-    assert sum(t.tensor.nbytes for t in arena.home()) == (found.state if accelerated else 0)
 
 
 def test_the_planner_says_what_an_optimizer_then_allocates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
