@@ -14,7 +14,7 @@ from torch import nn
 from dos import DOSAdam, EmulatedDevice
 from dos.machine import host_memory
 from dos.machine.host_memory import available_bytes, check_host_memory
-from tests.support.training import FAST, backward, bits, mlp, train
+from tests.support.training import FAST, bits, mlp, train
 
 GIB = 2**30
 UNLIMITED_V1 = "9223372036854771712"
@@ -154,23 +154,6 @@ def test_construction_asks_whether_the_host_could_hold_all_state(host: Host) -> 
     with pytest.raises(MemoryError):
         optimizer.add_param_group({"params": torch.zeros(100_000, requires_grad=True)})
     optimizer.add_param_group({"params": parameters[2:]})
-
-
-def test_memory_in_which_gradients_add_up_is_asked_for_when_they_do(host: Host) -> None:
-    """So that a host without it can train with one micro-batch in each step, or with native gradients."""
-    model = mlp(torch.bfloat16)
-    needed = 14 * sum(p.numel() for p in model.parameters())
-    host.meminfo(needed + 1024)
-    place = {"policy": "cpu", "subgroup_size": 100, "device": EmulatedDevice(FAST, capacity=10**6)}
-    optimizer = DOSAdam(model.parameters(), offload_gradients=True, **place)  # type: ignore[arg-type]
-    train(model, optimizer, 1)
-    backward(model, 0)
-    host.meminfo(1024)
-    with pytest.raises(MemoryError, match=r"optimizer state \(DOSAdam\) needs 0\.00 GiB of host memory"):
-        backward(model, 1)
-    host.meminfo(needed + 1024)
-    native = DOSAdam(mlp(torch.bfloat16).parameters(), offload_gradients="native", **place)  # type: ignore[arg-type]
-    assert native.metrics() == {}
 
 
 @pytest.mark.parametrize("on_accelerator", [True, False])

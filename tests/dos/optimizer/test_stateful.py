@@ -116,7 +116,6 @@ AXES: dict[str, list[Any]] = {
     "attached": [False, True],
     "activations": [None, None, "auto", 1.0, 0.5, 300],
     "folders": [1, 3],
-    "offload": [True, "native"],
     "max_grad_norm": [None, None, 0.05],
 }
 """How the second variant differs, and what both have."""
@@ -154,7 +153,7 @@ class Lockstep(RuleBasedStateMachine):
         self.kind, self.max_grad_norm = kind, drawn["max_grad_norm"]
         self.group = group | {"amsgrad": group["amsgrad"] and not kind.coded}
         self.width = width = 90 if self.disk is not None else 128 if kind.coded else 9
-        offload = self.offload_gradients and drawn["offload"]
+        offload = self.offload_gradients
         ours = {**self.group, "offload_gradients": offload, "max_grad_norm": self.max_grad_norm}
         ours["master_weights"] = kind.master_weights
         here = ours | ({"policy": "cpu", "device": EmulatedDevice(FAST, 10**8)} if offload else {})

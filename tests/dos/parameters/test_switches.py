@@ -25,9 +25,9 @@ PLACES: dict[str, dict[str, Any]] = {
     "never leaves": on("resident"),
     "half": on(0.5),
     "gradients on the host": on("cpu", offload_gradients=True),
-    "gradients on the host, streamed": on("stride:1", offload_gradients="native"),
+    "gradients on the host, streamed": on("stride:1", offload_gradients=True),
     "disk": on("cpu", host_memory=TWO_WINDOWS + 20_000, disk=True),
-    "disk, streamed": on("stride:2", host_memory=2 * TWO_WINDOWS + 30_000, disk=True, offload_gradients=True),
+    "disk, streamed": on("stride:2", host_memory=2 * TWO_WINDOWS - 14_000, disk=True, offload_gradients=True),
 }
 """DOSAdam's settings; disk: whether there is one."""
 

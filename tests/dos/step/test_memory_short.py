@@ -119,7 +119,7 @@ def test_what_came_and_found_no_slot_is_given_back_once(monkeypatch: pytest.Monk
     policy = Chosen(STREAMED)
     optimizer = DOSAdam([parameter], policy=policy, subgroup_size=PAGE, offload_gradients=True, device=device)
     step(parameter, optimizer)
-    policy.now, occupied[0] = (RESIDENT,), 7 * PAGE
+    policy.now, occupied[0] = (RESIDENT,), 9 * PAGE
     plan_anew(optimizer)
     monkeypatch.setattr(host_memory, "available_bytes", lambda: 0)
     with pytest.raises(MemoryError):

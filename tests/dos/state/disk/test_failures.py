@@ -107,7 +107,7 @@ def test_a_backward_that_fails_on_disk(tmp_path: Path, monkeypatch: pytest.Monke
     for disk in (None, tmp_path):
         model = mlp(width=2000)
         *rest, last = model.parameters()
-        nbytes = TWO_WINDOWS + 8 * sum(p.numel() for p in model.parameters())
+        nbytes = TWO_WINDOWS + 4 * sum(p.numel() for p in model.parameters())
         optimizer = dos_adam([last], disk, offload_gradients=True, host_memory=nbytes)
         train(model, optimizer, 2)
         model.zero_grad()
