@@ -303,11 +303,16 @@ def test_model_and_optimizer_go_without_the_garbage_collector() -> None:
 
 
 def test_parameters_are_on_the_host_where_the_optimizer_was_given_a_device() -> None:
-    """Until attach() is called; a step before says so."""
+    """Until attach() is called; a forward or step before says so."""
     model = net()
     optimizer = DOSAdam(model.parameters(), device="cuda", offload_gradients=True)
-    loss(model, 0).backward()
-    with pytest.raises(
-        RuntimeError, match=r"on the host, and the optimizer was built with device=cuda; call optimizer"
-    ):
+    other = net()
+    other(inputs(0, other))  # of another model
+    with pytest.raises(RuntimeError, match=r"Linear ran on the host, and its optimizer was built for an accelerator"):
+        model(inputs(0, model))
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    with pytest.raises(RuntimeError, match=r"on the host, and the optimizer was built with device=cuda; call optim"):
         optimizer.step()
+    del optimizer
+    model(inputs(0, model))
