@@ -104,10 +104,12 @@ class Attachment:
         if amount is None or model is None:
             return
         offload.prepare(amount)
+        watcher = self._watcher
 
         def begin(module: nn.Module) -> None:
             alive = reference()
-            if alive is not None:
+            # Without its optimizer the model is detached in this very forward, and `end` would not be called.
+            if alive is not None and watcher() is not None:
                 alive.begin(module, amount, lasting(module))
 
         def end(module: nn.Module) -> None:

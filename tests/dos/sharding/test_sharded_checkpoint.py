@@ -173,7 +173,7 @@ def build_on_disk(disk: Path | None, dtype: torch.dtype = torch.float32, **setti
     ("dtype", "settings", "rich", "attach"),
     [
         (torch.bfloat16, {"policy": "stride:2"}, False, True),
-        (torch.float32, {"offload_gradients": True, "host_memory": 260_000, "max_grad_norm": 0.05}, False, False),
+        (torch.float32, {"offload_gradients": True, "host_memory": 220_000, "max_grad_norm": 0.05}, False, False),
         (torch.bfloat16, {}, True, False),
     ],
 )
