@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from dos import DOSAdam
-from dos.devices.cuda import CudaDevice, _leftovers_of, _streams_of
+from dos.devices.cuda import CudaDevice, _leftovers_of
 from dos.planning.forecast import MARGIN
 from perfmodel import Lane, Op
-from tests.support.gpu import DEVICE, NEEDS_GPU, SIMULATED, free_memory
+from tests.support.gpu import DEVICE, NEEDS_GPU, SIMULATED, free_memory, late
 from tests.support.random_plans import RandomPlans
 from tests.support.scales import Beside, Scales, Sines, run, with_policy
 from tests.support.training import bits, plan_anew
@@ -36,12 +36,6 @@ SAVED: dict[str, Any] = {"activations": ROOM, "numel": LARGE, "layers": 12, "ste
 def expected() -> list[bytes]:
     """Of a training without anything of the kind."""
     return run(with_policy("cpu"), model_class=Sines, **{**SAVED, "activations": None})
-
-
-def late(op: Op, seconds: float = 0.05) -> None:
-    """Let all that is queued for this operation from now on begin later."""
-    with torch.cuda.stream(_streams_of(torch.device(DEVICE, 0))[0][op]):
-        torch.cuda._sleep(int(seconds * 1e9))
 
 
 class Apart(Beside, Sines):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import random
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -13,40 +12,15 @@ from torch import Tensor, nn
 
 from dos import DOSAdam, EmulatedDevice
 from dos.devices import LANE_OF, Copy, Job
-from dos.planning.policies import AdaptivePolicy
-from perfmodel import Op, Placement, Plan, Workload
+from perfmodel import Op, Placement
 from tests.support.devices import Asked, Copying, LateDevice, jittery_device
 from tests.support.fake_cuda import FakeCudaDevice, install
-from tests.support.random_plans import all_in
+from tests.support.random_plans import Changes, InTurn
 from tests.support.training import FAST, bits, everything, mlp, train
 
 pytestmark = pytest.mark.usefixtures("one_kernel_thread")
 
 CPU, STREAMED, RESIDENT = Placement
-
-
-class Changes(AdaptivePolicy):
-    """Another plan at every call, of which there are two in an iteration: as backward begins, and in the update."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        self.random = random.Random(seed)
-
-    def __call__(self, workload: Workload) -> Plan:
-        n = len(workload.subgroups)
-        placements = tuple(self.random.choices(list(Placement), [1, 1, 2], k=n))
-        return Plan(placements, tuple(self.random.sample(range(n), n)), slots=2)
-
-
-class InTurn(AdaptivePolicy):
-    """All subgroups in one place, at each call the next; the last one stays."""
-
-    def __init__(self, *placements: Placement) -> None:
-        super().__init__()
-        self.placements = list(placements)
-
-    def __call__(self, workload: Workload) -> Plan:
-        return all_in(self.placements.pop(0) if len(self.placements) > 1 else self.placements[0], workload, slots=2)
 
 
 class Interrupted(EmulatedDevice):
