@@ -134,7 +134,11 @@ class Sides(SinesOnTwoStreams):
 
 def _backward_is_late(module: object, inputs: object, output: Tensor) -> None:
     if output.requires_grad:
-        output.register_hook(lambda gradient: torch.cuda._sleep(2_000_000))
+        output.register_hook(_sleep)
+
+
+def _sleep(gradient: Tensor) -> None:
+    torch.cuda._sleep(2_000_000)
 
 
 @pytest.fixture(scope="module")
