@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from dos import DOSAdam
 from dos.devices import LANE_OF
 from perfmodel import Op, Placement
 from tests.support.gpu import DEVICE, NEEDS_GPU, SHRINK, late
-from tests.support.random_plans import Changes, InTurn
+from tests.support.random_plans import Changes, InTurn, RandomPlans
 from tests.support.scales import Scales, Sines, SinesOnTwoStreams, run, with_policy
 from tests.support.training import bits, plan_anew
 
@@ -150,16 +151,35 @@ def test_gradients_of_one_subgroup_that_two_streams_write(expected_of_sines: lis
     assert run(with_policy("cpu", 10**9), model_class=Sides, **SAVED) == expected_of_sines
 
 
-@pytest.mark.parametrize("op", [Op.SAVE, Op.RESTORE, None])
-def test_saved_tensors_of_two_streams(op: Op | None, expected_of_sines: list[bytes]) -> None:
-    class LateSides(Sides if op is None else SinesOnTwoStreams):  # type: ignore[misc]
-        def forward(self, x: Tensor) -> Tensor:
-            if op is not None:
-                torch.cuda.synchronize()
-                late(op, 0.02)
-            return super().forward(x)
+class Busy(SinesOnTwoStreams):
+    """Takes all memory that is given back on either stream at once, and writes there. Copies of one kind are late."""
 
-    saved = {"activations": ROOM, "model_class": LateSides, **SAVED}
+    op = Op.SAVE
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch.cuda.synchronize()
+        late(self.op, 0.2)
+        current, side = self.streams(x)
+        outputs, taken = [], []
+        for i, layer in enumerate(self.layers):
+            with torch.cuda.stream(side if i % 2 else current):
+                outputs.append(layer(x))
+            for stream in (current, side):
+                with torch.cuda.stream(stream):
+                    taken += [torch.full_like(self.layers[1].weight, float("nan")) for _ in range(2)]
+        current.wait_stream(side)
+        for output in outputs[1::2]:
+            output.record_stream(current)
+        return torch.stack(outputs).sum()
+
+
+class BusyBack(Busy):
+    op = Op.RESTORE
+
+
+@pytest.mark.parametrize("model_class", [Sides, Busy, BusyBack])
+def test_saved_tensors_of_two_streams(model_class: type[Scales], expected_of_sines: list[bytes]) -> None:
+    saved = {"activations": ROOM, "model_class": model_class, **SAVED}
     assert run(with_policy("cpu"), **saved) == expected_of_sines
 
 
@@ -188,8 +208,8 @@ def test_a_forward_beside_the_last_backward() -> None:
         side = torch.cuda.Stream()
         with torch.cuda.stream(side):
             loss = model(x)
-        late(Op.RESTORE, 0.05)
-        loss.backward()
+            late(Op.RESTORE, 0.4)
+            loss.backward()  # here, for the stream that calls it waits for all of it
         beside = model(other)
         torch.cuda.synchronize()
         assert _gradients(model) == expected
@@ -235,10 +255,11 @@ def test_slots_are_filled_behind_what_their_owner_does(expected: list[bytes]) ->
         mine.wait_stream(other)
         with torch.cuda.stream(other):
             freed = [torch.empty(SUBGROUP // SHRINK * 10, dtype=torch.uint8, device=DEVICE) for _ in range(8)]
-            torch.cuda._sleep(20_000_000)
+            torch.cuda._sleep(400_000_000 if step == 2 else 0)
             for tensor in freed:
                 tensor.fill_(0xFF)
             del freed, tensor
+        late(Op.UPDATE, 0.8 if step == 2 else 0)
         with torch.cuda.stream(mine):
             optimizer.zero_grad()
             model(torch.tensor(1.0 + step, dtype=torch.bfloat16, device=DEVICE)).backward()
@@ -247,3 +268,18 @@ def test_slots_are_filled_behind_what_their_owner_does(expected: list[bytes]) ->
     optimizer.synchronize()
     state = [t.cpu() for s in optimizer.state_dict()["state"].values() for t in s.values()]
     assert bits([*(p.detach().cpu() for p in model.parameters()), *state]) == expected
+
+
+@pytest.mark.parametrize("attached", [False, True])
+@pytest.mark.parametrize("op", [Op.PREFETCH, Op.FLUSH])
+def test_windows_of_state_on_disk(op: Op, attached: bool, tmp_path: Path) -> None:
+    """A window is not filled from which backward's prefetch still reads, or to which state still comes."""
+
+    def between(optimizer: DOSAdam, step: int) -> None:
+        plan_anew(optimizer)
+        late(op, 0.01)
+
+    model: dict[str, Any] = {"layers": 9, "numel": 16_000, "steps": 6, "attached": attached}
+    disk: dict[str, Any] = {"disk": tmp_path, "host_memory": 100_000 * SHRINK}
+    ours = run(with_policy(RandomPlans(20, slots=1), 1024 * SHRINK, **disk), between=between, **model)
+    assert ours == run(with_policy("cpu", 1024 * SHRINK), **model)
