@@ -62,7 +62,7 @@ def test_all_of_one_kind(op: Op, attached: bool, expected: list[bytes]) -> None:
     """Under other plans as backward begins, in the step, and in the next iteration."""
 
     def before(optimizer: DOSAdam) -> None:
-        late(op, 0.01)
+        late(op, 0.15)
         plan_anew(optimizer)
 
     def between(optimizer: DOSAdam, step: int) -> None:
@@ -116,10 +116,33 @@ def test_what_user_code_writes_to_state_counts(plan: Placement, kept: bool) -> N
         return run(with_policy(policy, SUBGROUP), before=before, between=between, attached=True, **SMALL)
 
     views: list[Tensor] = []
-    assert trained(InTurn(plan)) == trained("cpu")
+    # In every other iteration it is at home as backward begins, which fetches it.
+    assert trained(InTurn(CPU, *[plan, plan, CPU, CPU] * 2)) == trained("cpu")
 
 
 # Streams of the caller
+
+
+@pytest.mark.parametrize("attached", [False, True])
+@pytest.mark.parametrize("policy", ["cpu", "stride:1", 0.0])
+def test_new_parameters_come_behind_what_the_caller_has_queued(policy: str | float, attached: bool) -> None:
+    def before(optimizer: DOSAdam) -> None:
+        if slow:
+            torch.cuda._sleep(50_000_000)
+        read.extend(p.detach().clone() for p in optimizer.param_groups[0]["params"])
+        if not slow:
+            torch.cuda.synchronize()
+
+    def trained() -> list[bytes]:
+        read.clear()
+        found = run(with_policy(policy, SUBGROUP), before=before, attached=attached, **SMALL)
+        return [*found, *bits([t.cpu() for t in read])]
+
+    read: list[Tensor] = []
+    slow = False
+    expected = trained()
+    slow = True
+    assert trained() == expected
 
 
 class Sides(SinesOnTwoStreams):

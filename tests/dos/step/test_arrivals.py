@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dos import DOSAdam, EmulatedDevice
-from dos.devices import LANE_OF, Copy, Job
+from dos.devices import Copy, Job
 from perfmodel import Op, Placement
 from tests.support.devices import Asked, Copying, LateDevice, jittery_device
-from tests.support.fake_cuda import FakeCudaDevice, install
 from tests.support.random_plans import Changes, InTurn
 from tests.support.training import FAST, bits, everything, mlp, train
 
@@ -106,32 +105,6 @@ def test_what_user_code_writes_to_state_that_is_still_arriving_counts() -> None:
 
     twin = mlp()
     assert run(*start(InTurn(CPU, RESIDENT), late(Op.PREFETCH))) == run(twin, DOSAdam(twin.parameters()))
-
-
-@pytest.mark.parametrize("expected", [RESIDENT, STREAMED])
-def test_memory_is_not_given_away_while_state_that_does_not_stay_is_still_arriving(
-    expected: Placement, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The allocator, which knows nothing of the copy, would give it to others, to whom the copy writes.
-
-    expected: as backward begins.
-    """
-    device = FakeCudaDevice(install(monkeypatch, None))
-    free, freed = device.free, list[tuple[Tensor, Tensor]]()
-
-    def noted(buffer: Tensor) -> None:
-        free(buffer)
-        freed.append((buffer, buffer.clone()))
-
-    monkeypatch.setattr(device, "free", noted)
-    model = mlp()
-    optimizer = DOSAdam(model.parameters(), policy=InTurn(*[CPU] * 3, expected, CPU), subgroup_size=150, device=device)
-    train(model, optimizer, 3)
-    optimizer.synchronize()
-    for op in LANE_OF:
-        device.copy(op, 0, []).wait()  # to the end of each stream
-    assert freed
-    assert all(torch.equal(buffer, then) for buffer, then in freed)
 
 
 def test_state_that_is_still_on_its_way_home_is_not_sent_back() -> None:
