@@ -213,10 +213,13 @@ def test_another_stream_may_read_still_what_has_left(seed: int | None, monkeypat
     values = torch.linspace(-1, 1, N)
     x = device.new(lambda: values).requires_grad_()
     with optimizer.offload_activations(1.0):
-        y = Layer.apply(x, device)
+        first = y = Layer.apply(x, device)
+        for _ in range(LAYERS):  # with which the first has left
+            y = Layer.apply(y, device)
         side.wait_record(runtime.caller.record())
         with runtime.stream(side):
-            beside = Layer.apply(y, device)
+            beside = Layer.apply(first, device)
+        del first  # autograd holds it, for all that its user knows
         for _ in range(LAYERS):
             y = Layer.apply(y, device)
     read(runtime, y)
